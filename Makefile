@@ -1,0 +1,43 @@
+# `make demo` and `make test` each work alone on a fresh machine: they make .venv when it is missing.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test check format pytest bench clean help
+
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $(STAMP)
+
+demo: $(STAMP) ## trace an example GPT on a simulated 8-device mesh, print the table, write JSON
+	$(BIN)/torchspmd trace examples/train_gpt_tp.py --world-size 8 --out demo-report.json
+
+test: check pytest ## everything CI runs
+
+check: $(STAMP) ## format, lint, types, import contracts, spelling, sizes
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/typos
+	$(BIN)/python tools/check_sizes.py
+
+pytest: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet
+
+format: $(STAMP) ## rewrite files in the house format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP) ## the communication-tracing benchmarks, as a table and JSON
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_trace_overhead.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_trace_large.py
+
+clean: ## remove what make created
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache demo-report.json

@@ -1,0 +1,222 @@
+"""An append-only, memory-bounded record of communication.
+
+Totals are always exact. Single events are kept up to a limit and counted as dropped
+beyond it; whatever shows a ledger says so.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torchspmd.comm.event import CommEvent, Phase
+from torchspmd.comm.kinds import Kind
+from torchspmd.errors import UsageError
+
+DEFAULT_MAX_EVENTS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What one row of totals stands for."""
+
+    kind: Kind
+    op: str
+    axis: str
+    dtype: str
+    phase: Phase
+    module: str
+    implicit: bool = False
+    compiled: bool = False
+    check: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """How often, and how much."""
+
+    count: int = 0
+    payload_bytes: int = 0
+    wire_bytes: int = 0
+
+    def __add__(self, other: "Total") -> "Total":
+        return Total(
+            self.count + other.count,
+            self.payload_bytes + other.payload_bytes,
+            self.wire_bytes + other.wire_bytes,
+        )
+
+
+FIELDS = tuple(Key.__slots__)
+
+
+class Ledger:
+    """All communication of one run, with queries.
+
+    Args:
+        max_events: How many single events to keep; totals do not depend on it.
+
+    Example:
+        >>> from torchspmd.comm import Group
+        >>> ledger = Ledger()
+        >>> group = Group(name="0", ranks=(0, 1, 2, 3), axis="tp")
+        >>> ledger.append(CommEvent(Kind.ALL_REDUCE, "c10d_functional.all_reduce",
+        ...                         "float32", (8, 4), 128, 192, group))
+        >>> ledger.total(axis="tp", phase="forward")
+        Total(count=1, payload_bytes=128, wire_bytes=192)
+        >>> ledger.total_by("kind")
+        {('all_reduce',): Total(count=1, payload_bytes=128, wire_bytes=192)}
+    """
+
+    def __init__(self, *, max_events: int = DEFAULT_MAX_EVENTS) -> None:
+        if max_events < 0:
+            raise UsageError(
+                f"Ledger(max_events={max_events}): the number of events to keep cannot "
+                "be negative. Pass 0 to keep totals only."
+            )
+        self.max_events = max_events
+        self._events: list[CommEvent] = []
+        # Steps repeat themselves: equal events are one object, so that keeping one more
+        # costs a reference. It never holds more than `max_events` entries.
+        self._interned: dict[CommEvent, CommEvent] = {}
+        self._dropped = 0
+        # [count, payload bytes, wire bytes], added to in place.
+        self._totals: dict[Key, list[int]] = {}
+        self._notes: dict[str, int] = {}
+
+    def append(self, event: CommEvent) -> None:
+        """Record one communication."""
+        key = Key(
+            event.kind,
+            event.op,
+            event.axis,
+            event.dtype,
+            event.phase,
+            event.module,
+            event.implicit,
+            event.compiled,
+            event.check,
+        )
+        self.add_total(key, Total(1, event.payload_bytes, event.wire_bytes))
+        if len(self._events) < self.max_events:
+            self._events.append(self._interned.setdefault(event, event))
+        else:
+            self._dropped += 1
+
+    def add_total(self, key: Key, total: Total) -> None:
+        """Add to one row without a single event; for sums over ranks and loaded files."""
+        row = self._totals.get(key)
+        if row is None:
+            row = self._totals[key] = [0, 0, 0]
+        row[0] += total.count
+        row[1] += total.payload_bytes
+        row[2] += total.wire_bytes
+
+    def restore_events(self, events: Iterable[CommEvent], dropped: int) -> None:
+        """Put back single events whose totals are here already."""
+        self._events = [self._interned.setdefault(event, event) for event in events]
+        self._dropped = dropped
+
+    def note(self, text: str, times: int = 1) -> None:
+        """Record something that a reader of this ledger must know."""
+        self._notes[text] = self._notes.get(text, 0) + times
+
+    @property
+    def events(self) -> tuple[CommEvent, ...]:
+        """The single events that were kept, in order."""
+        return tuple(self._events)
+
+    @property
+    def dropped(self) -> int:
+        """How many single events were not kept; the totals include them."""
+        return self._dropped
+
+    @property
+    def notes(self) -> dict[str, int]:
+        """What a reader must know, and how often it happened."""
+        return dict(self._notes)
+
+    @property
+    def rows(self) -> dict[Key, Total]:
+        """Exact totals of everything, by key."""
+        return {key: Total(*row) for key, row in self._totals.items()}
+
+    def select(self, **where: object) -> dict[Key, Total]:
+        """Rows that match: ``kind``, ``axis``, ``phase``, ``module``, ``dtype`` and so on.
+
+        ``module`` matches the module and everything inside it; pass ``within=False``
+        for the module's own communication only.
+        """
+        within = bool(where.pop("within", True))
+        unknown = sorted(set(where) - set(FIELDS))
+        if unknown:
+            raise UsageError(
+                f"Ledger.select: unknown field {', '.join(map(repr, unknown))}. "
+                f"Choose among: {', '.join((*FIELDS, 'within'))}."
+            )
+        return {
+            key: Total(*row)
+            for key, row in self._totals.items()
+            if all(_matches(key, name, value, within) for name, value in where.items())
+        }
+
+    def total(self, **where: object) -> Total:
+        """The sum of the rows that match; fields as in ``select``."""
+        return sum(self.select(**where).values(), Total())
+
+    def total_by(
+        self, *fields: str, **where: object
+    ) -> dict[tuple[object, ...], Total]:
+        """Sums grouped by the named fields, for instance ``total_by("kind", "axis")``."""
+        unknown = sorted(set(fields) - set(FIELDS))
+        if unknown:
+            raise UsageError(
+                f"Ledger.total_by: unknown field {', '.join(map(repr, unknown))}. "
+                f"Choose among: {', '.join(FIELDS)}."
+            )
+        sums: dict[tuple[object, ...], Total] = {}
+        for key, total in self.select(**where).items():
+            group = tuple(_plain(getattr(key, field)) for field in fields)
+            sums[group] = sums.get(group, Total()) + total
+        return sums
+
+    def __len__(self) -> int:
+        """How many communications were recorded, dropped events included."""
+        return sum(row[0] for row in self._totals.values())
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Ledger):
+            return NotImplemented
+        return (
+            self._totals == other._totals
+            and self._events == other._events
+            and self._dropped == other._dropped
+            and self._notes == other._notes
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # it changes while it records
+
+    def __repr__(self) -> str:
+        total = self.total()
+        return (
+            f"Ledger({total.count} communications, {total.payload_bytes} payload bytes, "
+            f"{self._dropped} events dropped)"
+        )
+
+
+def is_within(module: str, parent: str) -> bool:
+    """Whether a module path is the parent's or lies inside it.
+
+    >>> is_within("GPT.layers.1", "GPT.layers"), is_within("GPT.layers2", "GPT.layers")
+    (True, False)
+    """
+    return module == parent or module.startswith(f"{parent}.")
+
+
+def _matches(key: Key, field: str, wanted: object, within: bool) -> bool:
+    value = getattr(key, field)
+    if field == "module" and within and isinstance(wanted, str):
+        return is_within(value, wanted)
+    return bool(value == wanted)
+
+
+def _plain(value: object) -> object:
+    return value.value if isinstance(value, (Kind, Phase)) else value

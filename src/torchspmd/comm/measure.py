@@ -1,0 +1,103 @@
+"""From an operator and its arguments to sizes: dtype, shape, payload and wire bytes.
+
+Only shapes and dtypes are read, so real, fake and meta tensors measure alike.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from torchspmd.comm.kinds import Kind, Operator
+from torchspmd.comm.wire import wire_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """What one communication moves; see ``CommEvent`` for the fields."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    payload_bytes: int
+    wire_bytes: int
+
+
+def measure(
+    operator: Operator, arguments: Mapping[str, object], group_size: int
+) -> Measure:
+    """Measure one call, given its arguments by name.
+
+    >>> from torchspmd.comm.kinds import TABLE
+    >>> shard = torch.empty(2, 8, device="meta")
+    >>> gather = TABLE["_c10d_functional::all_gather_into_tensor"]
+    >>> measure(gather, {"input": shard}, group_size=4).payload_bytes
+    256
+    """
+    if operator.buffer == "A @ B":
+        return _measure_product(operator.kind, arguments, group_size)
+    tensors = list(_tensors(_buffer(operator, arguments)))
+    local_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    payload = local_bytes * group_size if operator.is_shard else local_bytes
+    if operator.kind is Kind.SEND_RECV:
+        wire = _sent_bytes(arguments)
+    else:
+        wire = wire_bytes(operator.kind, payload, group_size)
+    return Measure(_dtype(tensors), _shape(tensors), payload, wire)
+
+
+def _buffer(operator: Operator, arguments: Mapping[str, object]) -> object:
+    if operator.kind is Kind.UNKNOWN:
+        return next((a for a in arguments.values() if any(_tensors(a))), None)
+    return arguments.get(operator.buffer)
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _dtype(tensors: list[torch.Tensor]) -> str:
+    names = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
+    if not names:
+        return "none"
+    return names.pop() if len(names) == 1 else "mixed"
+
+
+def _shape(tensors: list[torch.Tensor]) -> tuple[int, ...]:
+    if len(tensors) == 1:
+        return tuple(tensors[0].shape)
+    return (sum(tensor.numel() for tensor in tensors),) if tensors else ()
+
+
+def _sent_bytes(arguments: Mapping[str, object]) -> int:
+    """The sending half of a batch of sends and receives."""
+    directions, tensors = arguments["op_list"], arguments["tensors"]
+    assert isinstance(directions, (list, tuple)), type(directions)
+    assert isinstance(tensors, (list, tuple)), type(tensors)
+    return sum(
+        tensor.numel() * tensor.element_size()
+        for direction, tensor in zip(directions, tensors, strict=True)
+        if "send" in direction
+    )
+
+
+def _measure_product(
+    kind: Kind, arguments: Mapping[str, object], group_size: int
+) -> Measure:
+    """A fused matmul and reduce-scatter sends the product, in the output's dtype."""
+    left, right = arguments["A"], arguments["B"]
+    assert isinstance(left, torch.Tensor), type(left)
+    assert isinstance(right, torch.Tensor), type(right)
+    dtype = arguments.get("out_dtype") or left.dtype
+    assert isinstance(dtype, torch.dtype), type(dtype)
+    shape = (*left.shape[:-1], right.shape[-1])
+    payload = torch.Size(shape).numel() * dtype.itemsize
+    return Measure(
+        str(dtype).removeprefix("torch."),
+        shape,
+        payload,
+        wire_bytes(kind, payload, group_size),
+    )

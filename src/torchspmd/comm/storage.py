@@ -1,0 +1,139 @@
+"""A ledger as a versioned JSON file, and back.
+
+Format version 1: groups and rows of totals are tables; single events refer to groups by
+their place in the table. Files are written whole or not at all.
+"""
+
+import json
+import os
+import tempfile
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchspmd.comm.event import CommEvent, Group, Phase
+from torchspmd.comm.kinds import Kind
+from torchspmd.comm.ledger import Key, Ledger, Total
+from torchspmd.errors import LedgerError
+
+FORMAT = "torchspmd.ledger"
+VERSION = 1
+
+
+def save_ledger(ledger: Ledger, path: str | os.PathLike[str]) -> None:
+    """Write a ledger to a JSON file; the file is replaced whole or left as it was.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "ledger.json"
+    >>> save_ledger(Ledger(), path)
+    >>> load_ledger(path) == Ledger()
+    True
+    """
+    write_whole(Path(path), json.dumps(ledger_to_dict(ledger), indent=1) + "\n")
+
+
+def load_ledger(path: str | os.PathLike[str]) -> Ledger:
+    """Read a ledger that ``save_ledger`` wrote.
+
+    Raises:
+        LedgerError: The file cannot be read, is not a ledger, or has another version.
+    """
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise LedgerError(f"cannot read {path}: {error.strerror or error}.") from None
+    except ValueError:
+        raise LedgerError(
+            f"{path} is not JSON. Give a file written by `torchspmd trace --out` or "
+            "`save_ledger`."
+        ) from None
+    return ledger_from_dict(data, str(path))
+
+
+def ledger_to_dict(ledger: Ledger) -> dict[str, Any]:
+    """A ledger as plain JSON values."""
+    groups = list({event.group: None for event in ledger.events})
+    places = {group: place for place, group in enumerate(groups)}
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "torch": torch.__version__,
+        "max_events": ledger.max_events,
+        "dropped_events": ledger.dropped,
+        "notes": ledger.notes,
+        "groups": [asdict(group) for group in groups],
+        "totals": [
+            {**asdict(key), **asdict(total)} for key, total in ledger.rows.items()
+        ],
+        "events": [_event_to_dict(event, places) for event in ledger.events],
+    }
+
+
+def ledger_from_dict(data: Any, where: str) -> Ledger:
+    """A ledger from plain JSON values; ``where`` names them in an error."""
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise LedgerError(
+            f"{where} is JSON, but not a torchspmd ledger: it has no "
+            f'"format": "{FORMAT}". Give a file written by `torchspmd trace --out` or '
+            "`save_ledger`."
+        )
+    if data.get("version") != VERSION:
+        raise LedgerError(
+            f"{where} has ledger format version {data.get('version')!r}; this torchspmd "
+            f"reads version {VERSION}. Write the file again with this version."
+        )
+    try:
+        return _build_ledger(data)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise LedgerError(
+            f"{where} is a torchspmd ledger with a broken entry "
+            f"({type(error).__name__}: {error}). Write the file again."
+        ) from None
+
+
+def _build_ledger(data: dict[str, Any]) -> Ledger:
+    ledger = Ledger(max_events=data["max_events"])
+    for row in data["totals"]:
+        total = {field.name: int(row.pop(field.name)) for field in fields(Total)}
+        key = Key(**{**row, "kind": Kind(row["kind"]), "phase": Phase(row["phase"])})
+        ledger.add_total(key, Total(**total))
+    groups = [
+        Group(group["name"], tuple(group["ranks"]), group["axis"])
+        for group in data["groups"]
+    ]
+    events = [_event_from_dict(event, groups) for event in data["events"]]
+    ledger.restore_events(events, int(data["dropped_events"]))
+    for text, times in data["notes"].items():
+        ledger.note(text, int(times))
+    return ledger
+
+
+def _event_to_dict(event: CommEvent, places: dict[Group, int]) -> dict[str, Any]:
+    plain = {field.name: getattr(event, field.name) for field in fields(CommEvent)}
+    return {**plain, "group": places[event.group]}
+
+
+def _event_from_dict(data: dict[str, Any], groups: list[Group]) -> CommEvent:
+    return CommEvent(
+        **{
+            **data,
+            "kind": Kind(data["kind"]),
+            "phase": Phase(data["phase"]),
+            "shape": tuple(data["shape"]),
+            "group": groups[data["group"]],
+        }
+    )
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file so that a reader sees the old one or the new one, never a part."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
