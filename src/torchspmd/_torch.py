@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 # torch's annotations do not export its private names, and `dist.Store` is made in C++.
 _c10d: Any = c10d
+_dist: Any = dist
 _autograd: Any = torch.autograd
 Store: TypeAlias = Any
 
@@ -159,7 +160,7 @@ def default_store() -> Store:
 
 def file_store(path: Path, world_size: int) -> Store:
     """A store in a file, for ranks of one machine: no port to collide on."""
-    return _c10d.FileStore(str(path), world_size)
+    return _dist.FileStore(str(path), world_size)
 
 
 def fake_store() -> Store:
