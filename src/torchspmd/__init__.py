@@ -1,1 +1,13 @@
 """Lay a model over a mesh, see every byte it sends, prove it right, run it as one graph."""
+
+from torchspmd.comm import CommEvent as CommEvent
+from torchspmd.comm import Kind as Kind
+from torchspmd.comm import Ledger as Ledger
+from torchspmd.comm import Phase as Phase
+from torchspmd.comm import diff_ledgers as diff_ledgers
+from torchspmd.comm import load_ledger as load_ledger
+from torchspmd.comm import save_ledger as save_ledger
+from torchspmd.errors import SpmdError as SpmdError
+from torchspmd.trace import CommDebugMode as CommDebugMode
+
+__version__ = "0.1.0"

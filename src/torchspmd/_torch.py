@@ -117,9 +117,33 @@ def is_tracing_for_compile() -> bool:
     return TracingContext.try_get() is not None
 
 
-def ignores_compile_internals(mode: type) -> bool:
-    """Whether torch.compile still compiles under this class of dispatch mode."""
-    return bool(mode.ignore_compile_internals())  # type: ignore[attr-defined]
+_replay_callbacks: list[Callable[[], None]] = []
+
+
+def on_graph_replay(callback: Callable[[], None]) -> Callable[[], None]:
+    """Call back at each replay of a CUDA graph; return the function that undoes it.
+
+    A replay launches kernels without calling operators, so nothing else can see it.
+    """
+    graph_class: Any = torch.cuda.CUDAGraph
+    if not _replay_callbacks:
+        replay = graph_class.replay
+
+        def observed_replay(graph: Any) -> None:
+            for each in _replay_callbacks:
+                each()
+            replay(graph)
+
+        observed_replay.original = replay  # type: ignore[attr-defined]
+        graph_class.replay = observed_replay
+    _replay_callbacks.append(callback)
+
+    def undo() -> None:
+        _replay_callbacks.remove(callback)
+        if not _replay_callbacks:
+            graph_class.replay = graph_class.replay.original
+
+    return undo
 
 
 # --- process groups -------------------------------------------------------------------

@@ -60,9 +60,10 @@ def fake_mesh(
     world_size = math.prod(sizes)
     _check_fake_mesh(sizes, names, rank, world_size)
     with fake_world(world_size, rank=rank):
-        yield init_device_mesh(
+        mesh = init_device_mesh(
             device_type, sizes, mesh_dim_names=tuple(names) if names else None
         )
+        yield mesh  # held here: the caller may not bind it
 
 
 @contextlib.contextmanager

@@ -1,0 +1,3 @@
+"""Record the communication of running code, by module and phase."""
+
+from torchspmd.trace.mode import CommDebugMode as CommDebugMode

@@ -1,0 +1,110 @@
+"""What a call stack tells about a communication: phase, owner, cause and user's line.
+
+The walk goes from the operator outwards and stops at the first frame that decides the
+phase, so it costs a few microseconds, and only for communication.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+
+from torch import nn
+
+from torchspmd import _torch
+from torchspmd._torch import Landmark
+from torchspmd.comm import Phase
+
+_PACKAGE_FOLDER = str(Path(__file__).parent.parent)
+
+# Functions seen so far -> what they mean; code objects are few and long-lived.
+_meanings: dict[CodeType, str | None] = {}
+
+_PHASES = {
+    Landmark.BACKWARD: Phase.BACKWARD,
+    Landmark.RECOMPUTE: Phase.RECOMPUTE,
+    Landmark.OPTIMIZER: Phase.OPTIMIZER,
+}
+
+
+@dataclass(slots=True)
+class CallSite:
+    """What the stack says, filled in while it is walked; None where it does not say."""
+
+    phase: Phase = Phase.FORWARD
+    owner: nn.Module | None = None
+    redistribution: str | None = None
+    operator: str | None = None
+    source: str | None = None
+    compiled: bool = False
+    decided: bool = False
+
+    @property
+    def cause(self) -> str | None:
+        """The redistribution, and the operator that needed it where DTensor chose to."""
+        if self.redistribution is None or self.operator is None:
+            return self.redistribution
+        return f"{self.operator}: {self.redistribution}"
+
+
+def read_call_site(*, with_source: bool) -> CallSite:
+    """Read the stack of the caller's caller."""
+    in_backward = _torch.graph_task() != -1
+    site = CallSite(phase=Phase.BACKWARD if in_backward else Phase.FORWARD)
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        code = frame.f_code
+        try:
+            meaning = _meanings[code]
+        except KeyError:
+            meaning = _meanings[code] = _torch.landmark(code)
+        if meaning is not None:
+            if not site.decided:
+                _learn(site, meaning, frame, in_backward)
+        elif with_source and site.source is None and _is_users(code):
+            site.source = f"{code.co_filename}:{frame.f_lineno} {code.co_name}"
+        if site.decided and (site.source is not None or not with_source):
+            break
+        frame = frame.f_back
+    return site
+
+
+def read_phase() -> Phase:
+    """The phase alone, of code that runs outside modules and backward."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        code = frame.f_code
+        try:
+            meaning = _meanings[code]
+        except KeyError:
+            meaning = _meanings[code] = _torch.landmark(code)
+        if meaning is Landmark.OPTIMIZER:
+            return Phase.OPTIMIZER
+        frame = frame.f_back
+    return Phase.FORWARD
+
+
+def _learn(site: CallSite, meaning: str, frame: FrameType, in_backward: bool) -> None:
+    """Take in one frame of torch's that means something."""
+    if meaning in _PHASES:
+        site.phase, site.decided = _PHASES[meaning], True
+    elif meaning is Landmark.MODULE_CALL:
+        # A module that runs while a backward pass does is being recomputed.
+        site.phase = Phase.RECOMPUTE if in_backward else Phase.FORWARD
+        site.decided = True
+    elif meaning is Landmark.FSDP and site.owner is None:
+        site.owner = _torch.fsdp_module(frame.f_locals)
+    elif meaning is Landmark.MODULE_HOOK:
+        site.owner = _torch.hooked_module(frame.f_locals)
+    elif meaning is Landmark.REDISTRIBUTE:
+        site.redistribution = _torch.redistribution(frame.f_locals)
+    elif meaning is Landmark.DISPATCH:
+        site.operator = _torch.redistributed_operator(frame.f_locals)
+    elif meaning is Landmark.COMPILED:
+        site.compiled = True
+
+
+def _is_users(code: CodeType) -> bool:
+    return not (
+        _torch.is_torch_code(code) or code.co_filename.startswith(_PACKAGE_FOLDER)
+    )

@@ -1,0 +1,84 @@
+"""See every communication operator run, whoever calls it.
+
+One kernel stands in front of each operator of the communication namespaces while at
+least one listener is there, and none otherwise. Ordinary operators are not touched.
+"""
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from torchspmd import _torch
+from torchspmd.comm import Operator, find_operator
+from torchspmd.comm.kinds import NAMESPACES
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a communication operator, before it runs."""
+
+    operator: Operator
+    arguments: Mapping[str, Any]
+
+
+Listener = Callable[[Call], None]
+
+_lock = threading.Lock()
+_listeners: tuple[Listener, ...] = ()
+_remove: Callable[[], None] | None = None
+_inside = threading.local()
+
+
+def listen(listener: Listener) -> Callable[[], None]:
+    """Call ``listener`` before each communication; return the function that ends it."""
+    global _listeners, _remove  # noqa: PLW0603  # the dispatcher is process-wide too
+    with _lock:
+        if _remove is None:
+            _remove = _torch.observe(_kernels())
+        _listeners = (*_listeners, listener)
+
+    def stop() -> None:
+        global _listeners, _remove  # noqa: PLW0603
+        with _lock:
+            _listeners = tuple(other for other in _listeners if other is not listener)
+            if not _listeners and _remove is not None:
+                _remove()
+                _remove = None
+
+    return stop
+
+
+def _kernels() -> dict[Any, _torch.Kernel]:
+    kernels: dict[Any, _torch.Kernel] = {}
+    for op in _torch.registered_operators(NAMESPACES):
+        operator = find_operator(_torch.packet_name(op))
+        if operator is not None:
+            names = _torch.argument_names(op)
+            kernels[op] = partial(_run, op, operator, names)
+    return kernels
+
+
+def _run(
+    op: torch._ops.OpOverload,
+    operator: Operator,
+    names: tuple[str, ...],
+    keyset: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    # A functional collective calls an in-place one inside: that is one communication.
+    # What torch.compile traces does not run, and would be counted again when it does.
+    if getattr(_inside, "operator", False) or _torch.is_tracing_for_compile():
+        return _torch.call_below(op, keyset, args, kwargs)
+    _inside.operator = True
+    try:
+        call = Call(operator, {**dict(zip(names, args, strict=False)), **kwargs})
+        for listener in _listeners:
+            listener(call)
+        return _torch.call_below(op, keyset, args, kwargs)
+    finally:
+        _inside.operator = False

@@ -1,0 +1,284 @@
+"""Which module is running, in forward, recomputation and backward.
+
+Two global hooks keep a stack for each thread while modules run forward. Backward needs
+no hooks: autograd numbers the nodes it creates, so a list of "from this number on, this
+module was running" tells, for the node that runs in backward, who created it.
+"""
+
+import threading
+import weakref
+from array import array
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+from torchspmd import _torch
+from torchspmd.comm import GLOBAL, Phase, is_within
+
+# Wrappers of torch's own that a user did not write into the model's names.
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+
+# Boundaries kept per thread; a module call makes at most two. Older ones are forgotten,
+# and backward of anything so old is attributed to `LOST`.
+_MAX_BOUNDARIES = 1 << 16
+LOST = "(forward too long ago)"
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleInfo:
+    """One module that ran, as the tables show it."""
+
+    path: str
+    type_name: str
+    depth: int
+    parameters: dict[str, weakref.ref[torch.Tensor]]
+    placements: dict[str, tuple[Placement, ...]]
+
+
+class _Boundaries:
+    """From which autograd sequence number on which module was running; of fixed size."""
+
+    def __init__(self) -> None:
+        self._starts = array("q", bytes(8 * _MAX_BOUNDARIES))
+        self._paths = array("l", bytes(array("l").itemsize * _MAX_BOUNDARIES))
+        self._size = 0
+        self._lost_below = 0
+        # The backward pass that recomputed what this thread marked; -1 after a forward.
+        self.task = -1
+
+    def begin(self, start: int, path: int) -> None:
+        last = self._size - 1
+        if last >= 0 and self._starts[last] == start:
+            self._paths[last] = path  # no node was created since: it never mattered
+            return
+        if self._size == _MAX_BOUNDARIES:
+            self._forget_older_half()
+        self._starts[self._size] = start
+        self._paths[self._size] = path
+        self._size += 1
+
+    def find(self, sequence: int) -> int | None:
+        """The path that was running; -1 for none, None when it was forgotten."""
+        if sequence < self._lost_below:
+            return None
+        place = bisect_right(self._starts, sequence, 0, self._size) - 1
+        return self._paths[place] if place >= 0 else -1
+
+    def _forget_older_half(self) -> None:
+        half = _MAX_BOUNDARIES // 2
+        self._starts[:half] = self._starts[half:]
+        self._paths[:half] = self._paths[half:]
+        self._size = half
+        self._lost_below = self._starts[0]
+
+
+class _Thread(threading.local):
+    """What one thread is running."""
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[nn.Module, str]] = []
+
+
+class ModuleTracker:
+    """Knows the path of the module that is running; at work between start and stop."""
+
+    def __init__(self) -> None:
+        self.modules: dict[str, ModuleInfo] = {}
+        self._thread = _Thread()
+        self._boundaries: dict[int, _Boundaries] = {}
+        self._forward_boundaries: _Boundaries | None = None
+        self._paths: list[str] = []
+        self._path_ids: dict[str, int] = {}
+        # module -> {path of the module it was called from: its own path}
+        self._names: weakref.WeakKeyDictionary[nn.Module, dict[str, str]]
+        self._names = weakref.WeakKeyDictionary()
+        self._roots: dict[str, weakref.ref[nn.Module]] = {}
+        self._handles: list[Any] = []
+
+    def start(self) -> None:
+        """Begin to follow module calls."""
+        self._handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+
+    def stop(self) -> None:
+        """Take the hooks away; nothing is left on any module."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def running(self) -> str | None:
+        """The module that runs forward in this thread now."""
+        stack = self._thread.stack
+        return stack[-1][1] if stack else None
+
+    def path(self, phase: Phase, owner: nn.Module | None) -> str:
+        """The module that a communication of this phase, done now, belongs to."""
+        if owner is not None:
+            return self._known_path(owner) or self._path_ahead(owner)
+        if phase is Phase.BACKWARD:
+            return self._backward_path()
+        return self.running() or GLOBAL
+
+    # --- forward ----------------------------------------------------------------------
+
+    def _enter(self, module: nn.Module, inputs: object) -> None:
+        if torch.compiler.is_compiling():
+            return  # traced into a graph: the call that runs it is what counts
+        stack = self._thread.stack
+        if stack:
+            path = self._child_path(stack[-1][0], stack[-1][1], module)
+        elif _torch.graph_task() != -1:
+            path = self._known_path(module) or self._root_path(module)
+        else:
+            path = self._root_path(module)
+        if path not in self.modules:
+            self._describe(path, module, len(stack) + 1)
+        stack.append((module, path))
+        self._mark(path)
+
+    def _leave(self, module: nn.Module, inputs: object, output: object) -> None:
+        if torch.compiler.is_compiling():
+            return
+        stack = self._thread.stack
+        if stack and stack[-1][0] is module:
+            stack.pop()
+        elif any(entry is module for entry, _ in stack):
+            # An interrupted call left entries above. (When the module is not there at
+            # all, recording began in the middle of its call.)
+            while stack.pop()[0] is not module:
+                pass
+        self._mark(stack[-1][1] if stack else "")
+
+    def _mark(self, path: str) -> None:
+        thread = threading.get_ident()
+        boundaries = self._boundaries.get(thread)
+        if boundaries is None:
+            boundaries = self._boundaries[thread] = _Boundaries()
+        boundaries.task = _torch.graph_task()
+        if boundaries.task == -1:
+            self._forward_boundaries = boundaries
+        boundaries.begin(_torch.sequence_number(), self._path_id(path) if path else -1)
+
+    def _path_id(self, path: str) -> int:
+        known = self._path_ids.get(path)
+        if known is None:
+            known = self._path_ids[path] = len(self._paths)
+            self._paths.append(path)
+        return known
+
+    # --- names ------------------------------------------------------------------------
+
+    def _child_path(
+        self, parent: nn.Module, parent_path: str, module: nn.Module
+    ) -> str:
+        names = self._names.setdefault(module, {})
+        path = names.get(parent_path)
+        if path is None:
+            name = _name_inside(parent, module) or f"<{type(module).__name__}>"
+            path = names[parent_path] = _without_wrappers(parent_path, name)
+        return path
+
+    def _known_path(self, module: nn.Module) -> str | None:
+        """Where the module ran before; of several places, the one backward is in."""
+        places = list(self._names.get(module, {}).values())
+        if len(places) < 2:
+            return places[0] if places else None
+        now = self._backward_path()
+        return next((place for place in places if is_within(now, place)), places[-1])
+
+    def _path_ahead(self, module: nn.Module) -> str:
+        """The path of a module that has not run yet, from a running one around it."""
+        for parent, parent_path in self._thread.stack:
+            if name := _name_inside(parent, module):
+                return _without_wrappers(parent_path, name)
+        return self._root_path(module)
+
+    def _root_path(self, module: nn.Module) -> str:
+        names = self._names.setdefault(module, {})
+        path = names.get("")
+        if path is None:
+            path = names[""] = self._free_root(module)
+        return path
+
+    def _free_root(self, module: nn.Module) -> str:
+        """The class name; with a number when a living module has it already."""
+        base = type(module).__name__
+        number, path = 1, base
+        while (taken := self._roots.get(path)) is not None and taken() is not None:
+            number += 1
+            path = f"{base}#{number}"
+        self._roots[path] = weakref.ref(module)
+        return path
+
+    def _describe(self, path: str, module: nn.Module, depth: int) -> None:
+        parameters = dict(module.named_parameters(recurse=False))
+        self.modules[path] = ModuleInfo(
+            path,
+            f"{type(module).__module__}.{type(module).__qualname__}",
+            depth,
+            {name: weakref.ref(value) for name, value in parameters.items()},
+            {
+                name: value.placements
+                for name, value in parameters.items()
+                if isinstance(value, DTensor)
+            },
+        )
+
+    # --- backward ---------------------------------------------------------------------
+
+    def _backward_path(self) -> str:
+        node = _torch.current_node()
+        if node is None:
+            return GLOBAL
+        variable = getattr(node, "variable", None)
+        if variable is not None:  # a parameter's gradient is complete
+            return self._parameter_path(variable)
+        boundaries = self._boundaries_of_node()
+        if boundaries is None:
+            return GLOBAL
+        place = boundaries.find(_torch.node_sequence(node))
+        if place is None:
+            return LOST
+        return self._paths[place] if place >= 0 else GLOBAL
+
+    def _boundaries_of_node(self) -> _Boundaries | None:
+        """The marks of the thread that created the node that runs now.
+
+        Sequence numbers count per thread. On GPUs backward runs in a thread of its own,
+        which creates nodes only in reentrant checkpointing: it recomputes in one
+        backward pass and runs those nodes in another, nested one.
+        """
+        own = self._boundaries.get(threading.get_ident())
+        if own is not None and (own.task == -1 or own.task != _torch.graph_task()):
+            return own
+        return self._forward_boundaries
+
+    def _parameter_path(self, variable: torch.Tensor) -> str:
+        for info in self.modules.values():
+            if any(known() is variable for known in info.parameters.values()):
+                return info.path
+        return GLOBAL
+
+
+def _name_inside(parent: nn.Module, module: nn.Module) -> str | None:
+    """The attribute path from a module to one inside it."""
+    for name, child in parent.named_modules(remove_duplicate=False):
+        if child is module and name:
+            return str(name)
+    return None
+
+
+def _without_wrappers(parent_path: str, name: str) -> str:
+    kept = [part for part in name.split(".") if part not in _WRAPPERS]
+    return ".".join([parent_path, *kept])

@@ -1,0 +1,184 @@
+"""What a CommDebugMode saw, as text and as JSON: pure functions of its data."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from torchspmd.comm import GLOBAL, Ledger, Phase, Total
+from torchspmd.errors import UsageError
+from torchspmd.trace.modules import ModuleInfo
+from torchspmd.trace.operations import TRIVIAL, Operation, OperationLog
+
+_NOT_LISTED = (
+    "Operators were not recorded: make the mode with CommDebugMode(operations=True)."
+)
+
+
+class Detail(IntEnum):
+    """How much a table tells; the numbers are upstream's noise levels."""
+
+    COUNTS = 0
+    DTENSORS = 1
+    OPERATIONS = 2
+    EVERYTHING = 3
+
+    @classmethod
+    def of(cls, noise_level: int) -> "Detail":
+        """The level for a number; any other value is refused."""
+        if isinstance(noise_level, bool) or noise_level not in list(cls):
+            raise UsageError(
+                f"noise_level={noise_level!r}: choose 0 (counts), 1 (module types, "
+                "parameters, operators on DTensors), 2 (other operators) or 3 (all)."
+            )
+        return cls(noise_level)
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """Everything a table can show. ``operations`` is None when they were not recorded."""
+
+    ledger: Ledger
+    modules: Mapping[str, ModuleInfo]
+    operations: OperationLog | None
+
+
+def tracing_table(traced: Traced, detail: Detail) -> str:
+    """Modules in order of their first call, indented by depth."""
+    lines = [GLOBAL, *_phase_lines(traced, GLOBAL, "  ", detail)]
+    for path, module in traced.modules.items():
+        indent = "  " * module.depth
+        lines.append(f"{indent}{path}")
+        if detail > Detail.COUNTS:
+            lines += _module_lines(module, indent)
+        lines += _phase_lines(traced, path, f"{indent}  ", detail)
+    return "\n".join([*lines, *_note_lines(traced, detail)]) + "\n"
+
+
+def _module_lines(module: ModuleInfo, indent: str) -> list[str]:
+    lines = [f"{indent}*module type: {module.type_name}"]
+    if module.parameters:
+        lines.append(f"{indent}*Parameter List")
+        lines += [
+            f"{indent} *{name}: {module.placements.get(name, 'not a DTensor')}"
+            for name in module.parameters
+        ]
+    return lines
+
+
+def _phase_lines(traced: Traced, path: str, indent: str, detail: Detail) -> list[str]:
+    lines = []
+    for phase in Phase:
+        counts = _count_lines(traced.ledger, path, phase, indent)
+        operations = [
+            f"{indent}  **{_operation_text(operation)}"
+            for operation in _operations(traced, path, phase, detail)
+        ]
+        if counts or operations:
+            lines += [f"{indent}{phase.value.upper()} PASS", *counts, *operations]
+    return lines
+
+
+def _count_lines(ledger: Ledger, path: str, phase: Phase, indent: str) -> list[str]:
+    inside = {} if path == GLOBAL else {"module": path}
+    totals = ledger.total_by("op", phase=phase, **inside)
+    own = ledger.total_by("op", phase=phase, module=path, within=False)
+    return [
+        f"{indent}*{op[0]}: {total.count} (own {own.get(op, Total()).count}), "
+        f"{total.payload_bytes} bytes"
+        for op, total in totals.items()
+    ]
+
+
+def _operations(
+    traced: Traced, path: str, phase: Phase, detail: Detail
+) -> list[Operation]:
+    if traced.operations is None or detail is Detail.COUNTS:
+        return []
+    return [
+        operation
+        for operation in traced.operations.of(path, phase)
+        if (detail >= Detail.OPERATIONS or operation.on_dtensors)
+        and (detail >= Detail.EVERYTHING or operation.name not in TRIVIAL)
+    ]
+
+
+def _operation_text(operation: Operation) -> str:
+    if not operation.on_dtensors:
+        return operation.name
+    shapes = ", ".join(str(list(shape)) for shape in operation.shapes)
+    return f"{operation.name} shapes: {shapes} layouts: {', '.join(operation.layouts)}"
+
+
+def _note_lines(traced: Traced, detail: Detail) -> list[str]:
+    notes = [f"Note: {text} ({n} times)." for text, n in traced.ledger.notes.items()]
+    if traced.ledger.dropped:
+        notes.append(
+            f"Note: {traced.ledger.dropped} single events were dropped; counts and bytes "
+            "include them."
+        )
+    if detail > Detail.COUNTS and traced.operations is None:
+        notes.append(f"Note: {_NOT_LISTED}")
+    if traced.operations is not None and traced.operations.dropped:
+        notes.append(f"Note: {traced.operations.dropped} operators were not listed.")
+    return notes
+
+
+def tracing_json(traced: Traced, detail: Detail) -> str:
+    """The module tree with counts and operators, and the notes, as JSON text."""
+    nodes = {GLOBAL: _json_node(traced, GLOBAL, None, detail)}
+    for path, module in traced.modules.items():
+        nodes[path] = _json_node(traced, path, module, detail)
+        nodes[_parent(path, nodes)]["children"].append(nodes[path])
+    return json.dumps({**nodes[GLOBAL], "notes": _note_lines(traced, detail)}, indent=1)
+
+
+def _parent(path: str, nodes: Mapping[str, Any]) -> str:
+    while "." in path:
+        path = path.rpartition(".")[0]
+        if path in nodes:
+            return path
+    return GLOBAL
+
+
+def _json_node(
+    traced: Traced, path: str, module: ModuleInfo | None, detail: Detail
+) -> dict[str, Any]:
+    node: dict[str, Any] = {"fqn": path, "module_type": "", "parameters": []}
+    if module is not None and detail > Detail.COUNTS:
+        node["module_type"] = module.type_name
+        node["parameters"] = [
+            (name, str(module.placements.get(name, ""))) for name in module.parameters
+        ]
+    node["children"] = []
+    inside = {} if path == GLOBAL else {"module": path}
+    for phase in Phase:
+        totals = traced.ledger.total_by("op", phase=phase, **inside)
+        suffix = "checkpointing" if phase is Phase.RECOMPUTE else phase.value
+        node[f"collectives_{suffix}"] = [
+            (op[0], total.count) for op, total in totals.items()
+        ]
+        node[f"operations_{suffix}"] = [
+            {
+                "name": operation.name,
+                "input_shape": [str(list(shape)) for shape in operation.shapes],
+                "input_sharding": list(operation.layouts),
+                "device_mesh": operation.mesh,
+            }
+            for operation in _operations(traced, path, phase, detail)
+        ]
+    return node
+
+
+def parameter_table(modules: Mapping[str, ModuleInfo]) -> str:
+    """One line for each parameter that is still alive: shape, dtype, layout."""
+    lines = []
+    for path, module in modules.items():
+        for name, reference in module.parameters.items():
+            value = reference()
+            if value is not None:
+                layout = module.placements.get(name, "not a DTensor")
+                shape = list(value.shape)
+                lines.append(f"{path}.{name}: {shape} {value.dtype} {layout}\n")
+    return "".join(lines)
