@@ -4,6 +4,7 @@ No other file may touch ``torch._*`` or a private module of torch;
 ``tests/unit/test_torch_names.py`` checks each name here on the installed version.
 """
 
+import contextlib
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch._guards import TracingContext
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 # torch's annotations do not export its private names, and `dist.Store` is made in C++.
 _c10d: Any = c10d
@@ -117,6 +119,11 @@ def is_tracing_for_compile() -> bool:
     return TracingContext.try_get() is not None
 
 
+def is_compiled_module(module: torch.nn.Module) -> bool:
+    """Whether calling a module runs code made by torch.compile."""
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+
+
 _replay_callbacks: list[Callable[[], None]] = []
 
 
@@ -180,6 +187,38 @@ def mesh_group_names(mesh: DeviceMesh) -> list[str]:
 def default_store() -> Store:
     """The store of the default process group; holding it keeps its server alive."""
     return _c10d._get_default_store()
+
+
+@contextlib.contextmanager
+def ddp_on_fake_groups() -> Iterator[None]:
+    """Let DistributedDataParallel run on a fake group while this is open.
+
+    Its reducer reads the reduced bucket from the work's future, which a fake group
+    leaves empty. A communication hook that reduces and hands the bucket back does the
+    same work; a hook of the user's own is left alone.
+    """
+    ddp: Any = DistributedDataParallel
+    plain_forward = ddp.forward
+
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if not module._comm_hooks:
+            module.register_comm_hook(module.process_group, _reduce_bucket)
+        return plain_forward(module, *args, **kwargs)
+
+    ddp.forward = forward
+    try:
+        yield
+    finally:
+        ddp.forward = plain_forward
+
+
+def _reduce_bucket(
+    group: dist.ProcessGroup, bucket: Any
+) -> torch.futures.Future[torch.Tensor]:
+    dist.all_reduce(bucket.buffer(), group=group)
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
 
 
 def file_store(path: Path, world_size: int) -> Store:

@@ -79,7 +79,8 @@ def fake_world(world_size: int, *, rank: int = 0) -> Iterator[None]:
         "fake", store=_torch.fake_store(), rank=rank, world_size=world_size
     )
     try:
-        yield
+        with _torch.ddp_on_fake_groups():
+            yield
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -93,6 +93,11 @@ class CommDebugMode:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self._lists_operations and self._tracker.compiled:
+            self.ledger.note(
+                "operators inside regions compiled by torch.compile are not listed one "
+                f"by one: {', '.join(sorted(self._tracker.compiled))}"
+            )
         exits, self._exits = self._exits, None
         if exits is not None:
             exits.__exit__(kind, error, trace)

@@ -1,8 +1,9 @@
 """Which module is running, in forward, recomputation and backward.
 
-Two global hooks keep a stack for each thread while modules run forward. Backward needs
-no hooks: autograd numbers the nodes it creates, so a list of "from this number on, this
-module was running" tells, for the node that runs in backward, who created it.
+While at least one tracker is at work, ``nn.Module.__call__`` keeps a stack for each
+thread: global forward hooks would end before a module's own hooks run, and those often
+communicate. Backward needs no hooks: autograd numbers the nodes it creates, so a list of
+"from this number on, this module was running" tells who created the node that runs.
 """
 
 import threading
@@ -16,10 +17,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
 
 from torchspmd import _torch
 from torchspmd.comm import GLOBAL, Phase, is_within
@@ -102,20 +99,15 @@ class ModuleTracker:
         self._names: weakref.WeakKeyDictionary[nn.Module, dict[str, str]]
         self._names = weakref.WeakKeyDictionary()
         self._roots: dict[str, weakref.ref[nn.Module]] = {}
-        self._handles: list[Any] = []
+        self.compiled: set[str] = set()  # paths of modules that torch.compile wraps
 
     def start(self) -> None:
         """Begin to follow module calls."""
-        self._handles = [
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
-        ]
+        _follow(self)
 
     def stop(self) -> None:
-        """Take the hooks away; nothing is left on any module."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        """Stop; nothing is left on any module."""
+        _unfollow(self)
 
     def running(self) -> str | None:
         """The module that runs forward in this thread now."""
@@ -132,9 +124,8 @@ class ModuleTracker:
 
     # --- forward ----------------------------------------------------------------------
 
-    def _enter(self, module: nn.Module, inputs: object) -> None:
-        if torch.compiler.is_compiling():
-            return  # traced into a graph: the call that runs it is what counts
+    def enter(self, module: nn.Module) -> None:
+        """A module's call begins."""
         stack = self._thread.stack
         if stack:
             path = self._child_path(stack[-1][0], stack[-1][1], module)
@@ -147,17 +138,11 @@ class ModuleTracker:
         stack.append((module, path))
         self._mark(path)
 
-    def _leave(self, module: nn.Module, inputs: object, output: object) -> None:
-        if torch.compiler.is_compiling():
-            return
+    def leave(self) -> None:
+        """The call that began last ends, one way or the other."""
         stack = self._thread.stack
-        if stack and stack[-1][0] is module:
+        if stack:  # empty when recording began in the middle of the call
             stack.pop()
-        elif any(entry is module for entry, _ in stack):
-            # An interrupted call left entries above. (When the module is not there at
-            # all, recording began in the middle of its call.)
-            while stack.pop()[0] is not module:
-                pass
         self._mark(stack[-1][1] if stack else "")
 
     def _mark(self, path: str) -> None:
@@ -185,8 +170,13 @@ class ModuleTracker:
         names = self._names.setdefault(module, {})
         path = names.get(parent_path)
         if path is None:
-            name = _name_inside(parent, module) or f"<{type(module).__name__}>"
-            path = names[parent_path] = _without_wrappers(parent_path, name)
+            name = _name_inside(parent, module)
+            if name is None and isinstance(module, torch.fx.GraphModule):
+                path = parent_path  # made by torch.compile: stands for its caller
+            else:
+                name = name or f"<{type(module).__name__}>"
+                path = _without_wrappers(parent_path, name)
+            names[parent_path] = path
         return path
 
     def _known_path(self, module: nn.Module) -> str | None:
@@ -213,7 +203,7 @@ class ModuleTracker:
 
     def _free_root(self, module: nn.Module) -> str:
         """The class name; with a number when a living module has it already."""
-        base = type(module).__name__
+        base = type(_unwrapped(module)).__name__
         number, path = 1, base
         while (taken := self._roots.get(path)) is not None and taken() is not None:
             number += 1
@@ -222,6 +212,8 @@ class ModuleTracker:
         return path
 
     def _describe(self, path: str, module: nn.Module, depth: int) -> None:
+        if _torch.is_compiled_module(module):
+            self.compiled.add(path)
         parameters = dict(module.named_parameters(recurse=False))
         self.modules[path] = ModuleInfo(
             path,
@@ -271,12 +263,59 @@ class ModuleTracker:
         return GLOBAL
 
 
+# --- one wrapper around every module call, for all trackers ---------------------------
+
+_trackers: tuple[ModuleTracker, ...] = ()
+_lock = threading.Lock()
+_plain_call = nn.Module.__call__
+
+
+def _observed_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():
+        # Traced into a graph: what counts is the call that runs the graph.
+        return _plain_call(module, *args, **kwargs)
+    trackers = _trackers
+    for tracker in trackers:
+        tracker.enter(module)
+    try:
+        return _plain_call(module, *args, **kwargs)
+    finally:
+        for tracker in trackers:
+            tracker.leave()
+
+
+def _follow(tracker: ModuleTracker) -> None:
+    global _trackers, _plain_call  # noqa: PLW0603  # the class is process-wide too
+    with _lock:
+        if not _trackers:
+            _plain_call = nn.Module.__call__
+            nn.Module.__call__ = _observed_call  # type: ignore[method-assign]
+        _trackers = (*_trackers, tracker)
+
+
+def _unfollow(tracker: ModuleTracker) -> None:
+    global _trackers  # noqa: PLW0603
+    with _lock:
+        _trackers = tuple(other for other in _trackers if other is not tracker)
+        if not _trackers:
+            nn.Module.__call__ = _plain_call  # type: ignore[method-assign]
+
+
+# --- names ------------------------------------------------------------------------------
+
+
 def _name_inside(parent: nn.Module, module: nn.Module) -> str | None:
     """The attribute path from a module to one inside it."""
     for name, child in parent.named_modules(remove_duplicate=False):
         if child is module and name:
             return str(name)
     return None
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    for wrapper in _WRAPPERS:
+        module = getattr(module, wrapper, module)
+    return module
 
 
 def _without_wrappers(parent_path: str, name: str) -> str:

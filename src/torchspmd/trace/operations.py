@@ -75,6 +75,11 @@ class OperationMode(TorchDispatchMode):
         self._locate = locate
         self._plain: dict[Any, Operation] = {}
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile compile: without this it would run everything eagerly."""
+        return True
+
     def __torch_dispatch__(
         self,
         func: Any,
