@@ -7,7 +7,7 @@ least one listener is there, and none otherwise. Ordinary operators are not touc
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -53,6 +53,12 @@ def listen(listener: Listener) -> Callable[[], None]:
 
 
 def _kernels() -> dict[Any, _torch.Kernel]:
+    return _build_kernels(_torch.operator_generation())
+
+
+@lru_cache(maxsize=1)
+def _build_kernels(generation: object) -> dict[Any, _torch.Kernel]:
+    """Listing all of torch's operators takes milliseconds: done when there may be more."""
     kernels: dict[Any, _torch.Kernel] = {}
     for op in _torch.registered_operators(NAMESPACES):
         operator = find_operator(_torch.packet_name(op))

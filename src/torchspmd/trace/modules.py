@@ -46,7 +46,7 @@ class _Boundaries:
 
     def __init__(self) -> None:
         self._starts = array("q", bytes(8 * _MAX_BOUNDARIES))
-        self._paths = array("l", bytes(array("l").itemsize * _MAX_BOUNDARIES))
+        self._paths = array("i", bytes(array("i").itemsize * _MAX_BOUNDARIES))
         self._size = 0
         self._lost_below = 0
         # The backward pass that recomputed what this thread marked; -1 after a forward.
@@ -214,7 +214,11 @@ class ModuleTracker:
     def _describe(self, path: str, module: nn.Module, depth: int) -> None:
         if _torch.is_compiled_module(module):
             self.compiled.add(path)
-        parameters = dict(module.named_parameters(recurse=False))
+        parameters = {
+            name: value
+            for name, value in module._parameters.items()
+            if value is not None
+        }
         self.modules[path] = ModuleInfo(
             path,
             f"{type(module).__module__}.{type(module).__qualname__}",
@@ -306,6 +310,9 @@ def _unfollow(tracker: ModuleTracker) -> None:
 
 def _name_inside(parent: nn.Module, module: nn.Module) -> str | None:
     """The attribute path from a module to one inside it."""
+    for name, child in parent._modules.items():  # most often it is a direct child
+        if child is module:
+            return name
     for name, child in parent.named_modules(remove_duplicate=False):
         if child is module and name:
             return str(name)

@@ -1,0 +1,60 @@
+"""Every private torch name and version-dependent fact that torchspmd rests on.
+
+No other package may touch ``torch._*`` or a private module of torch;
+``tests/unit/test_torch_names.py`` checks each name here on the installed version. One file
+for each area; this page lists what the rest of torchspmd may use.
+"""
+
+from torchspmd._torch.autograd import current_node as current_node
+from torchspmd._torch.autograd import graph_task as graph_task
+from torchspmd._torch.autograd import node_sequence as node_sequence
+from torchspmd._torch.autograd import sequence_number as sequence_number
+from torchspmd._torch.compilation import is_compiled_module as is_compiled_module
+from torchspmd._torch.compilation import (
+    is_tracing_for_compile as is_tracing_for_compile,
+)
+from torchspmd._torch.compilation import on_graph_replay as on_graph_replay
+from torchspmd._torch.dispatcher import Kernel as Kernel
+from torchspmd._torch.dispatcher import argument_names as argument_names
+from torchspmd._torch.dispatcher import call_below as call_below
+from torchspmd._torch.dispatcher import observe as observe
+from torchspmd._torch.dispatcher import operator_generation as operator_generation
+from torchspmd._torch.dispatcher import packet_name as packet_name
+from torchspmd._torch.dispatcher import registered_operators as registered_operators
+from torchspmd._torch.groups import Store as Store
+from torchspmd._torch.groups import ddp_on_fake_groups as ddp_on_fake_groups
+from torchspmd._torch.groups import default_store as default_store
+from torchspmd._torch.groups import fake_store as fake_store
+from torchspmd._torch.groups import file_store as file_store
+from torchspmd._torch.groups import live_meshes as live_meshes
+from torchspmd._torch.groups import mesh_group_names as mesh_group_names
+from torchspmd._torch.groups import resolve_group as resolve_group
+from torchspmd._torch.landmarks import LANDMARKS as LANDMARKS
+from torchspmd._torch.landmarks import Landmark as Landmark
+from torchspmd._torch.landmarks import fsdp_module as fsdp_module
+from torchspmd._torch.landmarks import hooked_module as hooked_module
+from torchspmd._torch.landmarks import is_torch_code as is_torch_code
+from torchspmd._torch.landmarks import landmark as landmark
+from torchspmd._torch.landmarks import redistributed_operator as redistributed_operator
+from torchspmd._torch.landmarks import redistribution as redistribution
+from torchspmd._torch.regions import dtensor_slots as dtensor_slots
+from torchspmd._torch.regions import finished as finished
+from torchspmd._torch.regions import flatten_tree as flatten_tree
+from torchspmd._torch.regions import is_fake as is_fake
+from torchspmd._torch.regions import is_opaque_node as is_opaque_node
+from torchspmd._torch.regions import leaf_paths as leaf_paths
+from torchspmd._torch.regions import node_collective as node_collective
+from torchspmd._torch.regions import strided_spec as strided_spec
+from torchspmd._torch.regions import unflatten_tree as unflatten_tree
+from torchspmd._torch.shards import build_spec as build_spec
+from torchspmd._torch.shards import current_mesh as current_mesh
+from torchspmd._torch.shards import is_autocast_enabled as is_autocast_enabled
+from torchspmd._torch.shards import local_tensor as local_tensor
+from torchspmd._torch.shards import spec as spec
+from torchspmd._torch.shards import start_all_gather as start_all_gather
+from torchspmd._torch.shards import start_all_reduce as start_all_reduce
+from torchspmd._torch.shards import start_all_to_all as start_all_to_all
+from torchspmd._torch.shards import start_reduce_scatter as start_reduce_scatter
+from torchspmd._torch.shards import strided_shard as strided_shard
+from torchspmd._torch.shards import wait as wait
+from torchspmd._torch.shards import wrap_local as wrap_local

@@ -1,0 +1,46 @@
+"""torch.compile and CUDA graphs: what runs without calling operators."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._guards import TracingContext
+
+
+def is_tracing_for_compile() -> bool:
+    """Whether torch.compile is tracing in this thread, so that nothing really runs."""
+    return TracingContext.try_get() is not None
+
+
+def is_compiled_module(module: torch.nn.Module) -> bool:
+    """Whether calling a module runs code made by torch.compile."""
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+
+
+_replay_callbacks: list[Callable[[], None]] = []
+
+
+def on_graph_replay(callback: Callable[[], None]) -> Callable[[], None]:
+    """Call back at each replay of a CUDA graph; return the function that undoes it.
+
+    A replay launches kernels without calling operators, so nothing else can see it.
+    """
+    graph_class: Any = torch.cuda.CUDAGraph
+    if not _replay_callbacks:
+        replay = graph_class.replay
+
+        def observed_replay(graph: Any) -> None:
+            for each in _replay_callbacks:
+                each()
+            replay(graph)
+
+        observed_replay.original = replay  # type: ignore[attr-defined]
+        graph_class.replay = observed_replay
+    _replay_callbacks.append(callback)
+
+    def undo() -> None:
+        _replay_callbacks.remove(callback)
+        if not _replay_callbacks:
+            graph_class.replay = graph_class.replay.original
+
+    return undo

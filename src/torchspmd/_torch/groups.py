@@ -1,0 +1,98 @@
+"""Process groups, their meshes and their stores; DDP on fake groups."""
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+# torch's annotations do not export its private names, and stores are made in C++.
+_c10d: Any = c10d
+_dist: Any = dist
+Store: TypeAlias = Any
+
+
+def resolve_group(value: Any) -> dist.ProcessGroup | None:
+    """The process group behind an operator's argument: a name, a boxed or plain group."""
+    if isinstance(value, dist.ProcessGroup):
+        return value
+    if isinstance(value, str):
+        return _group(_c10d._resolve_process_group(value))
+    if isinstance(value, torch.ScriptObject):
+        return _group(dist.ProcessGroup.unbox(value))
+    return None
+
+
+def _group(value: Any) -> dist.ProcessGroup:
+    assert isinstance(value, dist.ProcessGroup), type(value)
+    return value
+
+
+def live_meshes() -> list[DeviceMesh]:
+    """Every DeviceMesh alive in this process; torch keeps no list of them."""
+    return [
+        mesh for mesh in gc.get_referrers(DeviceMesh) if isinstance(mesh, DeviceMesh)
+    ]
+
+
+def mesh_group_names(mesh: DeviceMesh) -> list[str]:
+    """The names of the groups that a mesh owns, one for each axis; empty before init."""
+    return [str(name) for name in getattr(mesh, "_dim_group_names", ())]
+
+
+def default_store() -> Store:
+    """The store of the default process group; holding it keeps its server alive."""
+    return _c10d._get_default_store()
+
+
+@contextlib.contextmanager
+def ddp_on_fake_groups() -> Iterator[None]:
+    """Let DistributedDataParallel run on a fake group while this is open.
+
+    Its reducer reads the reduced bucket from the work's future, which a fake group
+    leaves empty. A communication hook that reduces and hands the bucket back does the
+    same work; a hook of the user's own is left alone.
+    """
+    ddp: Any = DistributedDataParallel
+    plain_forward = ddp.forward
+
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if not module._comm_hooks:
+            module.register_comm_hook(module.process_group, _reduce_bucket)
+        return plain_forward(module, *args, **kwargs)
+
+    ddp.forward = forward
+    try:
+        yield
+    finally:
+        ddp.forward = plain_forward
+
+
+def _reduce_bucket(
+    group: dist.ProcessGroup, bucket: Any
+) -> torch.futures.Future[torch.Tensor]:
+    dist.all_reduce(bucket.buffer(), group=group)
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+def file_store(path: Path, world_size: int) -> Store:
+    """A store in a file, for ranks of one machine: no port to collide on."""
+    return _dist.FileStore(str(path), world_size)
+
+
+def fake_store() -> Store:
+    """A store for the fake backend, whose collectives return at once.
+
+    Importing the module registers the backend.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()

@@ -1,0 +1,142 @@
+"""The border of a manual region: trees, DTensors, and what autograd communicates."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchspmd._torch.groups import resolve_group
+
+if TYPE_CHECKING:  # it takes longer to import than the rest of torchspmd
+    from torch.distributed.tensor import DTensor, Placement
+
+
+def flatten_tree(tree: Any) -> tuple[list[Any], Any]:
+    """The leaves of nested lists, tuples, dicts and registered nodes, and their shape."""
+    return torch.utils._pytree.tree_flatten(tree)
+
+
+def unflatten_tree(leaves: list[Any], structure: Any) -> Any:
+    """The tree that ``flatten_tree`` took apart, with other leaves."""
+    return torch.utils._pytree.tree_unflatten(leaves, structure)
+
+
+def leaf_paths(tree: Any) -> list[tuple[Any, ...]]:
+    """The path of each leaf, in the order of ``flatten_tree``.
+
+    A step is the index, key or attribute name that leads one level down.
+    """
+    with_paths, _ = torch.utils._pytree.tree_flatten_with_path(tree)
+    return [tuple(_step(entry) for entry in path) for path, _ in with_paths]
+
+
+def _step(entry: Any) -> Any:
+    for attribute in ("idx", "key", "name"):
+        if hasattr(entry, attribute):
+            return getattr(entry, attribute)
+    return str(entry)
+
+
+def finished(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor behind a functional collective that may still be running."""
+    if type(tensor) is AsyncCollectiveTensor:
+        return tensor.wait()
+    return tensor
+
+
+def strided_spec(
+    mesh: DeviceMesh,
+    placements: "tuple[Placement, ...]",
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+) -> Any:
+    """A spec for ``wrap_local``, of a global tensor with these strides."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    meta = TensorMeta(torch.Size(shape), tuple(stride), dtype)
+    return DTensorSpec(mesh, placements, tensor_meta=meta)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a shape but no values."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor) or tensor.is_meta
+
+
+def dtensor_slots(module: torch.nn.Module) -> list[tuple[str, dict[str, Any], str]]:
+    """Where a module keeps DTensors: full name, the dict that holds it, the key in it."""
+    return [
+        (f"{prefix}.{name}" if prefix else name, table, name)
+        for prefix, child in module.named_modules()
+        for table in (child._parameters, child._buffers)
+        for name, tensor in table.items()
+        if isinstance(tensor, DTensor)
+    ]
+
+
+_GENERATED = "GeneratedBackwardFor_"
+_FUNCTIONAL = ("_c10d_functional_autograd_", "_c10d_functional_")
+# The backward of each of these is the exact transpose of its forward. After the first
+# group the value is the same on every rank, after the second it is not.
+_SAME_AFTER = (
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_into_tensor_coalesced",
+)
+_DIFFERENT_AFTER = (
+    "reduce_scatter_tensor",
+    "reduce_scatter_tensor_coalesced",
+    "all_to_all_single",
+)
+_PASSES_ON = ("wait_tensor", "_wrap_tensor_autograd")
+_LEGACY = {  # torch.distributed.nn.functional
+    "_AllReduceBackward": "all_reduce",
+    "_AllGatherBackward": "all_gather_into_tensor",
+    "_AllGatherBaseBackward": "all_gather_into_tensor",
+    "_Reduce_ScatterBackward": "reduce_scatter_tensor",
+    "_AlltoAllBackward": "all_to_all_single",
+    "_AlltoAllSingleBackward": "all_to_all_single",
+}
+_RELABELS = ("_ToTorchTensorBackward", "_FromTorchTensorBackward")
+
+
+def node_collective(node: Any) -> tuple[bool, Any] | None:
+    """The differentiable collective that an autograd node belongs to.
+
+    Returns:
+        Whether its result is the same on every rank of the group, and the group; None
+        for a node that communicates nothing that torch knows of.
+    """
+    name = str(node.name())
+    op = _LEGACY.get(name)
+    if op is not None:
+        return op in _SAME_AFTER, getattr(node, "group", None) or dist.group.WORLD
+    op = _functional_name(name)
+    if op in _SAME_AFTER or op in _DIFFERENT_AFTER:
+        return op in _SAME_AFTER, resolve_group(node.group_name)
+    return None
+
+
+def is_opaque_node(node: Any) -> bool:
+    """Whether a node's backward is code that torch cannot describe: a custom function."""
+    name = str(node.name())
+    if _functional_name(name) in _PASSES_ON or name in _RELABELS:
+        return False
+    is_python = isinstance(node, torch.autograd.function.BackwardCFunction)
+    return is_python or "NotImplemented" in name
+
+
+def _functional_name(node_name: str) -> str:
+    """``all_reduce`` from the name of its generated autograd node; empty for others."""
+    if not node_name.startswith(_GENERATED):
+        return ""
+    rest = node_name.removeprefix(_GENERATED).removesuffix("_defaultBackward")
+    for namespace in _FUNCTIONAL:
+        if rest.startswith(namespace):
+            return rest.removeprefix(namespace)
+    return ""

@@ -1,0 +1,120 @@
+"""DTensor from the inside: shards in, shards out, no dispatch; plain collectives."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+if TYPE_CHECKING:  # it takes longer to import than the rest of torchspmd
+    from torch.distributed.tensor import DTensor, Placement
+
+_functional_ops = torch.ops._c10d_functional
+
+
+def local_tensor(tensor: "DTensor") -> torch.Tensor:
+    """This rank's shard, the object itself, with no autograd history of its own."""
+    return tensor._local_tensor
+
+
+def spec(tensor: "DTensor") -> Any:
+    """Mesh, placements, global shape, stride and dtype of a DTensor, as one object."""
+    return tensor._spec
+
+
+def build_spec(
+    mesh: DeviceMesh,
+    placements: "tuple[Placement, ...]",
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> Any:
+    """A spec for ``wrap_local``; the global tensor is taken as contiguous."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    stride = []
+    step = 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    meta = TensorMeta(torch.Size(shape), tuple(reversed(stride)), dtype)
+    return DTensorSpec(mesh, placements, tensor_meta=meta)
+
+
+def wrap_local(
+    local: torch.Tensor, spec: Any, requires_grad: bool = False
+) -> torch.Tensor:
+    """A DTensor around a shard: 1 us, where ``DTensor.from_local`` takes 26."""
+    from torch.distributed.tensor import DTensor
+
+    new: Any = torch.Tensor._dtensor__new__
+    wrapped: torch.Tensor = new(DTensor, local, spec, requires_grad=requires_grad)
+    return wrapped
+
+
+def strided_shard() -> type:
+    """The placement of a dimension that two mesh axes shard, inner axis first."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard
+
+
+def is_autocast_enabled() -> bool:
+    """Whether autocast is on for any device type; cheaper than asking for one."""
+    return bool(torch._C._is_any_autocast_enabled())
+
+
+def current_mesh() -> DeviceMesh | None:
+    """The mesh of the innermost ``with mesh:``; None outside of one."""
+    from torch.distributed.device_mesh import _mesh_resources
+
+    try:
+        return _mesh_resources.get_current_mesh()
+    except RuntimeError:
+        return None
+
+
+# Collectives on plain tensors.
+
+# In eager mode these run below autograd: the functional operators have a Python autograd
+# kernel that costs more than the collective's own host time. Whoever calls them gives
+# autograd its own backward.
+_BelowAutograd: Any = torch._C._AutoDispatchBelowAutograd
+
+
+def _run(op: Any, *args: Any) -> torch.Tensor:
+    if torch.compiler.is_compiling():
+        traced: torch.Tensor = op(*args)
+        return traced
+    with _BelowAutograd():
+        result: torch.Tensor = op(*args)
+    return result
+
+
+def start_all_reduce(tensor: torch.Tensor, op: str, group: str) -> torch.Tensor:
+    """Start to reduce a tensor in place; ``wait`` for the returned tensor."""
+    if torch.compiler.is_compiling():
+        return _run(_functional_ops.all_reduce.default, tensor, op, group)
+    return _run(_functional_ops.all_reduce_.default, tensor, op, group)
+
+
+def start_all_gather(tensor: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    """Start to gather along dim 0; ``wait`` for the returned tensor."""
+    return _run(_functional_ops.all_gather_into_tensor.default, tensor, size, group)
+
+
+def start_reduce_scatter(tensor: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    """Start to sum and scatter along dim 0; ``wait`` for the returned tensor."""
+    op = _functional_ops.reduce_scatter_tensor.default
+    return _run(op, tensor, "sum", size, group)
+
+
+def start_all_to_all(
+    tensor: torch.Tensor, receive: list[int], send: list[int], group: str
+) -> torch.Tensor:
+    """Start to exchange rows along dim 0; ``wait`` for the returned tensor."""
+    op = _functional_ops.all_to_all_single.default
+    return _run(op, tensor, receive, send, group)
+
+
+def wait(tensor: torch.Tensor) -> torch.Tensor:
+    """Wait for a started collective; the result may be used after this."""
+    return _run(_functional_ops.wait_tensor.default, tensor)
