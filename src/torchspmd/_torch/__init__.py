@@ -33,9 +33,11 @@ from torchspmd._torch.landmarks import LANDMARKS as LANDMARKS
 from torchspmd._torch.landmarks import Landmark as Landmark
 from torchspmd._torch.landmarks import fsdp_module as fsdp_module
 from torchspmd._torch.landmarks import hooked_module as hooked_module
+from torchspmd._torch.landmarks import (
+    implicit_redistribution as implicit_redistribution,
+)
 from torchspmd._torch.landmarks import is_torch_code as is_torch_code
 from torchspmd._torch.landmarks import landmark as landmark
-from torchspmd._torch.landmarks import redistributed_operator as redistributed_operator
 from torchspmd._torch.landmarks import redistribution as redistribution
 from torchspmd._torch.regions import dtensor_slots as dtensor_slots
 from torchspmd._torch.regions import finished as finished
@@ -46,6 +48,7 @@ from torchspmd._torch.regions import leaf_paths as leaf_paths
 from torchspmd._torch.regions import node_collective as node_collective
 from torchspmd._torch.regions import strided_spec as strided_spec
 from torchspmd._torch.regions import unflatten_tree as unflatten_tree
+from torchspmd._torch.shards import apply_torch_style as apply_torch_style
 from torchspmd._torch.shards import build_spec as build_spec
 from torchspmd._torch.shards import current_mesh as current_mesh
 from torchspmd._torch.shards import is_autocast_enabled as is_autocast_enabled

@@ -74,9 +74,8 @@ def ddp_on_fake_groups() -> Iterator[None]:
         ddp.forward = plain_forward
 
 
-def _reduce_bucket(
-    group: dist.ProcessGroup, bucket: Any
-) -> torch.futures.Future[torch.Tensor]:
+# DDP insists on its own class as the bucket's annotation, or on none.
+def _reduce_bucket(group, bucket):  # type: ignore[no-untyped-def]
     dist.all_reduce(bucket.buffer(), group=group)
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())

@@ -76,16 +76,20 @@ def hooked_module(local_names: dict[str, Any]) -> torch.nn.Module | None:
 
 def redistribution(local_names: dict[str, Any]) -> str | None:
     """``Shard(0) -> Replicate`` from the frame of a DTensor redistribution."""
-    current, target = local_names.get("current_spec"), local_names.get("target_spec")
-    if current is None or target is None:
-        return None
-    return f"{_layout(current.placements)} -> {_layout(target.placements)}"
+    return _change(local_names.get("current_spec"), local_names.get("target_spec"))
 
 
-def redistributed_operator(local_names: dict[str, Any]) -> str | None:
-    """The operator for which DTensor's dispatch redistributes an operand."""
+def implicit_redistribution(local_names: dict[str, Any]) -> tuple[str, str | None]:
+    """The operator for which DTensor's dispatch redistributes an operand, and how."""
     schema = local_names.get("suggested_input_schema")
-    return str(schema.op) if schema is not None else None
+    change = _change(local_names.get("arg_spec"), local_names.get("reshard_arg_spec"))
+    return str(getattr(schema, "op", "an operator")), change
+
+
+def _change(before: Any, after: Any) -> str | None:
+    if before is None or after is None:
+        return None
+    return f"{_layout(before.placements)} -> {_layout(after.placements)}"
 
 
 @lru_cache(maxsize=1024)

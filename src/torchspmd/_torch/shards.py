@@ -1,5 +1,6 @@
 """DTensor from the inside: shards in, shards out, no dispatch; plain collectives."""
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -118,3 +119,13 @@ def start_all_to_all(
 def wait(tensor: torch.Tensor) -> torch.Tensor:
     """Wait for a started collective; the result may be used after this."""
     return _run(_functional_ops.wait_tensor.default, tensor)
+
+
+def apply_torch_style(
+    style: Any, module: torch.nn.Module, mesh: DeviceMesh, src_data_rank: int | None
+) -> torch.nn.Module:
+    """Apply one of torch's own styles, on a copy: torch writes to the style."""
+    style = copy.copy(style)
+    style.src_data_rank = src_data_rank
+    placed: torch.nn.Module = style._apply(module, mesh)
+    return placed

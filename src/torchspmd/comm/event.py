@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from torchspmd.comm.kinds import Kind
 
@@ -35,6 +36,11 @@ class Group:
     ranks: tuple[int, ...]
     axis: str | None = None
 
+    def __hash__(self) -> int:
+        return hash(
+            (self.name, self.axis)
+        )  # hashing a thousand ranks each time is slow
+
     @property
     def size(self) -> int:
         """How many ranks take part."""
@@ -48,9 +54,11 @@ class Group:
         return f"ranks {_ranges(self.ranks)}" if self.ranks else f"group {self.name}"
 
 
-@dataclass(frozen=True, slots=True)
-class CommEvent:
+class CommEvent(NamedTuple):
     """One communication of one rank.
+
+    A named tuple, because one is made for every communication of a running program and a
+    frozen dataclass takes several times as long to make and to hash.
 
     Attributes:
         kind: What it does.

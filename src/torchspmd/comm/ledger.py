@@ -6,6 +6,7 @@ beyond it; whatever shows a ledger says so.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torchspmd.comm.event import CommEvent, Phase
 from torchspmd.comm.kinds import Kind
@@ -14,8 +15,7 @@ from torchspmd.errors import UsageError
 DEFAULT_MAX_EVENTS = 10_000
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
+class Key(NamedTuple):
     """What one row of totals stands for."""
 
     kind: Kind
@@ -45,7 +45,7 @@ class Total:
         )
 
 
-FIELDS = tuple(Key.__slots__)
+FIELDS = Key._fields
 
 
 class Ledger:
@@ -95,7 +95,10 @@ class Ledger:
             event.compiled,
             event.check,
         )
-        self.add_total(key, Total(1, event.payload_bytes, event.wire_bytes))
+        row = self._row(key)
+        row[0] += 1
+        row[1] += event.payload_bytes
+        row[2] += event.wire_bytes
         if len(self._events) < self.max_events:
             self._events.append(self._interned.setdefault(event, event))
         else:
@@ -103,12 +106,16 @@ class Ledger:
 
     def add_total(self, key: Key, total: Total) -> None:
         """Add to one row without a single event; for sums over ranks and loaded files."""
-        row = self._totals.get(key)
-        if row is None:
-            row = self._totals[key] = [0, 0, 0]
+        row = self._row(key)
         row[0] += total.count
         row[1] += total.payload_bytes
         row[2] += total.wire_bytes
+
+    def _row(self, key: Key) -> list[int]:
+        row = self._totals.get(key)
+        if row is None:
+            row = self._totals[key] = [0, 0, 0]
+        return row
 
     def restore_events(self, events: Iterable[CommEvent], dropped: int) -> None:
         """Put back single events whose totals are here already."""

@@ -4,7 +4,8 @@ Only shapes and dtypes are read, so real, fake and meta tensors measure alike.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -12,8 +13,7 @@ from torchspmd.comm.kinds import Kind, Operator
 from torchspmd.comm.wire import wire_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Measure:
+class Measure(NamedTuple):
     """What one communication moves; see ``CommEvent`` for the fields."""
 
     dtype: str
@@ -35,14 +35,21 @@ def measure(
     """
     if operator.buffer == "A @ B":
         return _measure_product(operator.kind, arguments, group_size)
-    tensors = list(_tensors(_buffer(operator, arguments)))
-    local_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    payload = local_bytes * group_size if operator.is_shard else local_bytes
+    buffer = _buffer(operator, arguments)
+    if isinstance(buffer, torch.Tensor):
+        dtype, shape = _dtype_name(buffer.dtype), tuple(buffer.shape)
+        payload = buffer.numel() * buffer.element_size()
+    else:
+        tensors = list(_tensors(buffer))
+        dtype, shape = _dtype(tensors), _shape(tensors)
+        payload = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    if operator.is_shard:
+        payload *= group_size
     if operator.kind is Kind.SEND_RECV:
         wire = _sent_bytes(arguments)
     else:
         wire = wire_bytes(operator.kind, payload, group_size)
-    return Measure(_dtype(tensors), _shape(tensors), payload, wire)
+    return Measure(dtype, shape, payload, wire)
 
 
 def _buffer(operator: Operator, arguments: Mapping[str, object]) -> object:
@@ -60,10 +67,15 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
 
 
 def _dtype(tensors: list[torch.Tensor]) -> str:
-    names = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
+    names = {_dtype_name(tensor.dtype) for tensor in tensors}
     if not names:
         return "none"
     return names.pop() if len(names) == 1 else "mixed"
+
+
+@cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _shape(tensors: list[torch.Tensor]) -> tuple[int, ...]:
@@ -96,7 +108,7 @@ def _measure_product(
     shape = (*left.shape[:-1], right.shape[-1])
     payload = torch.Size(shape).numel() * dtype.itemsize
     return Measure(
-        str(dtype).removeprefix("torch."),
+        _dtype_name(dtype),
         shape,
         payload,
         wire_bytes(kind, payload, group_size),

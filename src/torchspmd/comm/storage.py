@@ -65,7 +65,7 @@ def ledger_to_dict(ledger: Ledger) -> dict[str, Any]:
         "notes": ledger.notes,
         "groups": [asdict(group) for group in groups],
         "totals": [
-            {**asdict(key), **asdict(total)} for key, total in ledger.rows.items()
+            {**key._asdict(), **asdict(total)} for key, total in ledger.rows.items()
         ],
         "events": [_event_to_dict(event, places) for event in ledger.events],
     }
@@ -111,8 +111,7 @@ def _build_ledger(data: dict[str, Any]) -> Ledger:
 
 
 def _event_to_dict(event: CommEvent, places: dict[Group, int]) -> dict[str, Any]:
-    plain = {field.name: getattr(event, field.name) for field in fields(CommEvent)}
-    return {**plain, "group": places[event.group]}
+    return {**event._asdict(), "group": places[event.group]}
 
 
 def _event_from_dict(data: dict[str, Any], groups: list[Group]) -> CommEvent:

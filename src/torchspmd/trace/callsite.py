@@ -17,8 +17,9 @@ from torchspmd.comm import Phase
 
 _PACKAGE_FOLDER = str(Path(__file__).parent.parent)
 
-# Functions seen so far -> what they mean; code objects are few and long-lived.
-_meanings: dict[CodeType, str | None] = {}
+# Functions seen so far, by identity (a code object's own hash reads all its bytecode).
+# Held, so that no other function can take their place; there are few.
+_meanings: dict[int, tuple[CodeType, str | None]] = {}
 
 _PHASES = {
     Landmark.BACKWARD: Phase.BACKWARD,
@@ -47,20 +48,22 @@ class CallSite:
         return f"{self.operator}: {self.redistribution}"
 
 
-def read_call_site(*, with_source: bool) -> CallSite:
-    """Read the stack of the caller's caller."""
+def read_call_site(with_source: bool) -> CallSite:
+    """Read the stack of the caller's caller.
+
+    ``with_source`` asks for what costs more: the user's line, and the layouts of a
+    redistribution that the user asked for (of implicit ones they are always read).
+    """
     in_backward = _torch.graph_task() != -1
     site = CallSite(phase=Phase.BACKWARD if in_backward else Phase.FORWARD)
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
-        try:
-            meaning = _meanings[code]
-        except KeyError:
-            meaning = _meanings[code] = _torch.landmark(code)
+        seen = _meanings.get(id(code)) or _remember(code)
+        meaning = seen[1]
         if meaning is not None:
             if not site.decided:
-                _learn(site, meaning, frame, in_backward)
+                _learn(site, meaning, frame, in_backward, with_source)
         elif with_source and site.source is None and _is_users(code):
             site.source = f"{code.co_filename}:{frame.f_lineno} {code.co_name}"
         if site.decided and (site.source is not None or not with_source):
@@ -74,17 +77,22 @@ def read_phase() -> Phase:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
-        try:
-            meaning = _meanings[code]
-        except KeyError:
-            meaning = _meanings[code] = _torch.landmark(code)
+        seen = _meanings.get(id(code)) or _remember(code)
+        meaning = seen[1]
         if meaning is Landmark.OPTIMIZER:
             return Phase.OPTIMIZER
         frame = frame.f_back
     return Phase.FORWARD
 
 
-def _learn(site: CallSite, meaning: str, frame: FrameType, in_backward: bool) -> None:
+def _remember(code: CodeType) -> tuple[CodeType, str | None]:
+    seen = _meanings[id(code)] = (code, _torch.landmark(code))
+    return seen
+
+
+def _learn(
+    site: CallSite, meaning: str, frame: FrameType, in_backward: bool, with_source: bool
+) -> None:
     """Take in one frame of torch's that means something."""
     if meaning in _PHASES:
         site.phase, site.decided = _PHASES[meaning], True
@@ -97,9 +105,12 @@ def _learn(site: CallSite, meaning: str, frame: FrameType, in_backward: bool) ->
     elif meaning is Landmark.MODULE_HOOK:
         site.owner = _torch.hooked_module(frame.f_locals)
     elif meaning is Landmark.REDISTRIBUTE:
-        site.redistribution = _torch.redistribution(frame.f_locals)
+        if with_source:
+            site.redistribution = _torch.redistribution(frame.f_locals)
     elif meaning is Landmark.DISPATCH:
-        site.operator = _torch.redistributed_operator(frame.f_locals)
+        site.operator, site.redistribution = _torch.implicit_redistribution(
+            frame.f_locals
+        )
     elif meaning is Landmark.COMPILED:
         site.compiled = True
 

@@ -6,9 +6,8 @@ least one listener is there, and none otherwise. Ordinary operators are not touc
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,8 +16,7 @@ from torchspmd.comm import Operator, find_operator
 from torchspmd.comm.kinds import NAMESPACES
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """One call of a communication operator, before it runs."""
 
     operator: Operator

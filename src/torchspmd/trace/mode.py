@@ -2,7 +2,6 @@
 
 import os
 import sys
-from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -105,7 +104,7 @@ class CommDebugMode:
     # --- recording --------------------------------------------------------------------
 
     def _record(self, call: Call) -> None:
-        site = read_call_site(with_source=self._with_sources)
+        site = read_call_site(self._with_sources)
         group = self._topology.group_of(call.arguments)
         size = measure(call.operator, call.arguments, group.size)
         event = CommEvent(
@@ -203,13 +202,11 @@ class CommDebugMode:
 
     def get_parameter_info(self) -> dict[str, dict[str, torch.Tensor]]:
         """The parameters of every module that ran, by module path and name."""
-        info: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
-        for path, module in self._tracker.modules.items():
-            for name, reference in module.parameters.items():
-                value = reference()
-                if value is not None:
-                    info[path][name] = value.data
-        return dict(info)
+        return {
+            path: {name: value.data for name, value in parameters.items()}
+            for path, module in self._tracker.modules.items()
+            if (parameters := module.parameters)
+        }
 
     def get_sharding_info(self) -> dict[str, Any]:
         """The placements of every DTensor parameter, by ``module path.name``."""

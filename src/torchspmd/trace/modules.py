@@ -26,27 +26,47 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 # Boundaries kept per thread; a module call makes at most two. Older ones are forgotten,
 # and backward of anything so old is attributed to `LOST`.
+_FIRST_BOUNDARIES = 1 << 12
 _MAX_BOUNDARIES = 1 << 16
 LOST = "(forward too long ago)"
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleInfo:
-    """One module that ran, as the tables show it."""
+    """One module that ran. It is not kept alive; its parameters are read when asked."""
 
     path: str
-    type_name: str
+    type: type[nn.Module]
     depth: int
-    parameters: dict[str, weakref.ref[torch.Tensor]]
-    placements: dict[str, tuple[Placement, ...]]
+    reference: weakref.ref[nn.Module]
+
+    @property
+    def type_name(self) -> str:
+        """The class with its Python module."""
+        return f"{self.type.__module__}.{self.type.__qualname__}"
+
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """The module's own parameters; none when it is gone."""
+        module = self.reference()
+        return {} if module is None else dict(module.named_parameters(recurse=False))
+
+    @property
+    def placements(self) -> dict[str, tuple[Placement, ...]]:
+        """The layouts of those that are DTensors."""
+        return {
+            name: value.placements
+            for name, value in self.parameters.items()
+            if isinstance(value, DTensor)
+        }
 
 
 class _Boundaries:
-    """From which autograd sequence number on which module was running; of fixed size."""
+    """From which autograd sequence number on which module was running; bounded."""
 
     def __init__(self) -> None:
-        self._starts = array("q", bytes(8 * _MAX_BOUNDARIES))
-        self._paths = array("i", bytes(array("i").itemsize * _MAX_BOUNDARIES))
+        self._starts = array("q", bytes(8 * _FIRST_BOUNDARIES))
+        self._paths = array("i", bytes(4 * _FIRST_BOUNDARIES))
         self._size = 0
         self._lost_below = 0
         # The backward pass that recomputed what this thread marked; -1 after a forward.
@@ -57,8 +77,8 @@ class _Boundaries:
         if last >= 0 and self._starts[last] == start:
             self._paths[last] = path  # no node was created since: it never mattered
             return
-        if self._size == _MAX_BOUNDARIES:
-            self._forget_older_half()
+        if self._size == len(self._starts):
+            self._make_room()
         self._starts[self._size] = start
         self._paths[self._size] = path
         self._size += 1
@@ -70,8 +90,12 @@ class _Boundaries:
         place = bisect_right(self._starts, sequence, 0, self._size) - 1
         return self._paths[place] if place >= 0 else -1
 
-    def _forget_older_half(self) -> None:
-        half = _MAX_BOUNDARIES // 2
+    def _make_room(self) -> None:
+        if self._size < _MAX_BOUNDARIES:
+            self._starts.extend(self._starts)
+            self._paths.extend(self._paths)
+            return
+        half = self._size // 2
         self._starts[:half] = self._starts[half:]
         self._paths[:half] = self._paths[half:]
         self._size = half
@@ -83,6 +107,7 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.stack: list[tuple[nn.Module, str]] = []
+        self.boundaries: _Boundaries | None = None
 
 
 class ModuleTracker:
@@ -91,7 +116,6 @@ class ModuleTracker:
     def __init__(self) -> None:
         self.modules: dict[str, ModuleInfo] = {}
         self._thread = _Thread()
-        self._boundaries: dict[int, _Boundaries] = {}
         self._forward_boundaries: _Boundaries | None = None
         self._paths: list[str] = []
         self._path_ids: dict[str, int] = {}
@@ -99,6 +123,8 @@ class ModuleTracker:
         self._names: weakref.WeakKeyDictionary[nn.Module, dict[str, str]]
         self._names = weakref.WeakKeyDictionary()
         self._roots: dict[str, weakref.ref[nn.Module]] = {}
+        # id of a parameter -> the parameter, and the path of the module that owns it
+        self._owners: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
         self.compiled: set[str] = set()  # paths of modules that torch.compile wraps
 
     def start(self) -> None:
@@ -146,10 +172,9 @@ class ModuleTracker:
         self._mark(stack[-1][1] if stack else "")
 
     def _mark(self, path: str) -> None:
-        thread = threading.get_ident()
-        boundaries = self._boundaries.get(thread)
+        boundaries = self._thread.boundaries
         if boundaries is None:
-            boundaries = self._boundaries[thread] = _Boundaries()
+            boundaries = self._thread.boundaries = _Boundaries()
         boundaries.task = _torch.graph_task()
         if boundaries.task == -1:
             self._forward_boundaries = boundaries
@@ -214,22 +239,7 @@ class ModuleTracker:
     def _describe(self, path: str, module: nn.Module, depth: int) -> None:
         if _torch.is_compiled_module(module):
             self.compiled.add(path)
-        parameters = {
-            name: value
-            for name, value in module._parameters.items()
-            if value is not None
-        }
-        self.modules[path] = ModuleInfo(
-            path,
-            f"{type(module).__module__}.{type(module).__qualname__}",
-            depth,
-            {name: weakref.ref(value) for name, value in parameters.items()},
-            {
-                name: value.placements
-                for name, value in parameters.items()
-                if isinstance(value, DTensor)
-            },
-        )
+        self.modules[path] = ModuleInfo(path, type(module), depth, weakref.ref(module))
 
     # --- backward ---------------------------------------------------------------------
 
@@ -255,14 +265,19 @@ class ModuleTracker:
         which creates nodes only in reentrant checkpointing: it recomputes in one
         backward pass and runs those nodes in another, nested one.
         """
-        own = self._boundaries.get(threading.get_ident())
+        own = self._thread.boundaries
         if own is not None and (own.task == -1 or own.task != _torch.graph_task()):
             return own
         return self._forward_boundaries
 
     def _parameter_path(self, variable: torch.Tensor) -> str:
+        """The module that owns a parameter."""
+        known = self._owners.get(id(variable))
+        if known is not None and known[0]() is variable:
+            return known[1]
         for info in self.modules.values():
-            if any(known() is variable for known in info.parameters.values()):
+            if any(own is variable for own in info.parameters.values()):
+                self._owners[id(variable)] = (weakref.ref(variable), info.path)
                 return info.path
         return GLOBAL
 

@@ -73,7 +73,11 @@ class OperationMode(TorchDispatchMode):
         super().__init__()
         self._log = log
         self._locate = locate
+        # Calls repeat themselves: equal ones are one object. The meshes are held because
+        # their ids are part of a key.
         self._plain: dict[Any, Operation] = {}
+        self._on_dtensors: dict[tuple[Any, ...], Operation] = {}
+        self._meshes: set[Any] = set()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -90,7 +94,7 @@ class OperationMode(TorchDispatchMode):
         """Record, then go on; DTensor takes its own operators apart first."""
         module, phase = self._locate()
         if DTensor in types:
-            self._log.append(module, phase, _dtensor_operation(func, args))
+            self._log.append(module, phase, self._dtensor_operation(func, args))
             return NotImplemented
         operation = self._plain.get(func)
         if operation is None:
@@ -98,12 +102,20 @@ class OperationMode(TorchDispatchMode):
         self._log.append(module, phase, operation)
         return func(*args, **(kwargs or {}))
 
-
-def _dtensor_operation(func: Any, args: tuple[Any, ...]) -> Operation:
-    tensors = [arg for arg in args if isinstance(arg, DTensor)]
-    return Operation(
-        str(func),
-        tuple(tuple(tensor.shape) for tensor in tensors),
-        tuple(str(tensor.placements) for tensor in tensors),
-        str(tensors[0].device_mesh) if tensors else "",
-    )
+    def _dtensor_operation(self, func: Any, args: tuple[Any, ...]) -> Operation:
+        tensors = [arg for arg in args if isinstance(arg, DTensor)]
+        key = (
+            func,
+            *((arg.shape, arg.placements, id(arg.device_mesh)) for arg in tensors),
+        )
+        operation = self._on_dtensors.get(key)
+        if operation is None:
+            if tensors:
+                self._meshes.add(tensors[0].device_mesh)
+            operation = self._on_dtensors[key] = Operation(
+                str(func),
+                tuple(tuple(tensor.shape) for tensor in tensors),
+                tuple(str(tensor.placements) for tensor in tensors),
+                str(tensors[0].device_mesh) if tensors else "",
+            )
+        return operation

@@ -58,11 +58,12 @@ def tracing_table(traced: Traced, detail: Detail) -> str:
 
 def _module_lines(module: ModuleInfo, indent: str) -> list[str]:
     lines = [f"{indent}*module type: {module.type_name}"]
-    if module.parameters:
+    parameters, placements = module.parameters, module.placements
+    if parameters:
         lines.append(f"{indent}*Parameter List")
         lines += [
-            f"{indent} *{name}: {module.placements.get(name, 'not a DTensor')}"
-            for name in module.parameters
+            f"{indent} *{name}: {placements.get(name, 'not a DTensor')}"
+            for name in parameters
         ]
     return lines
 
@@ -172,13 +173,12 @@ def _json_node(
 
 
 def parameter_table(modules: Mapping[str, ModuleInfo]) -> str:
-    """One line for each parameter that is still alive: shape, dtype, layout."""
+    """One line for each parameter: shape, dtype, layout."""
     lines = []
     for path, module in modules.items():
-        for name, reference in module.parameters.items():
-            value = reference()
-            if value is not None:
-                layout = module.placements.get(name, "not a DTensor")
-                shape = list(value.shape)
-                lines.append(f"{path}.{name}: {shape} {value.dtype} {layout}\n")
+        placements = module.placements
+        for name, value in module.parameters.items():
+            layout = placements.get(name, "not a DTensor")
+            shape = list(value.shape)
+            lines.append(f"{path}.{name}: {shape} {value.dtype} {layout}\n")
     return "".join(lines)
