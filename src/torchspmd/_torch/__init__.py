@@ -13,6 +13,7 @@ from torchspmd._torch.compilation import is_compiled_module as is_compiled_modul
 from torchspmd._torch.compilation import (
     is_tracing_for_compile as is_tracing_for_compile,
 )
+from torchspmd._torch.compilation import load_compiler as load_compiler
 from torchspmd._torch.compilation import on_graph_replay as on_graph_replay
 from torchspmd._torch.dispatcher import Kernel as Kernel
 from torchspmd._torch.dispatcher import argument_names as argument_names
@@ -46,6 +47,7 @@ from torchspmd._torch.regions import is_fake as is_fake
 from torchspmd._torch.regions import is_opaque_node as is_opaque_node
 from torchspmd._torch.regions import leaf_paths as leaf_paths
 from torchspmd._torch.regions import node_collective as node_collective
+from torchspmd._torch.regions import observe_calls as observe_calls
 from torchspmd._torch.regions import strided_spec as strided_spec
 from torchspmd._torch.regions import unflatten_tree as unflatten_tree
 from torchspmd._torch.shards import apply_torch_style as apply_torch_style

@@ -12,6 +12,15 @@ def is_tracing_for_compile() -> bool:
     return TracingContext.try_get() is not None
 
 
+def load_compiler() -> None:
+    """Import torch.compile's front end, which remembers how modules are called.
+
+    It is imported by the first optimizer or DTensor anyway; imported while module calls
+    are observed, it would take the observer for the original.
+    """
+    import torch._dynamo  # noqa: F401
+
+
 def is_compiled_module(module: torch.nn.Module) -> bool:
     """Whether calling a module runs code made by torch.compile."""
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None

@@ -1,11 +1,14 @@
 """The border of a manual region: trees, DTensors, and what autograd communicates."""
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchspmd._torch.groups import resolve_group
 
@@ -140,3 +143,26 @@ def _functional_name(node_name: str) -> str:
         if rest.startswith(namespace):
             return rest.removeprefix(namespace)
     return ""
+
+
+class _CallObserver(TorchDispatchMode):
+    """Tells a function about every operator that this thread calls."""
+
+    def __init__(self, note: Callable[[Any, tuple[Any, ...], Any], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self._note(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def observe_calls(
+    note: Callable[[Any, tuple[Any, ...], Any], None],
+) -> Iterator[None]:
+    """Call ``note(operator, args, kwargs)`` before every operator called inside."""
+    with _CallObserver(note):
+        yield

@@ -101,6 +101,11 @@ class CommDebugMode:
         if exits is not None:
             exits.__exit__(kind, error, trace)
 
+    def take_ledger(self) -> Ledger:
+        """What was recorded so far; recording goes on in an empty ledger."""
+        ledger, self.ledger = self.ledger, Ledger(max_events=self._max_events)
+        return ledger
+
     # --- recording --------------------------------------------------------------------
 
     def _record(self, call: Call) -> None:

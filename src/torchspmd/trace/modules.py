@@ -305,6 +305,7 @@ def _observed_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _follow(tracker: ModuleTracker) -> None:
     global _trackers, _plain_call  # noqa: PLW0603  # the class is process-wide too
+    _torch.load_compiler()
     with _lock:
         if not _trackers:
             _plain_call = nn.Module.__call__

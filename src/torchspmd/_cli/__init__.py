@@ -1,0 +1,42 @@
+"""The command line: one file a subcommand, each with ``add_parser`` and ``run``.
+
+Exit codes: 0, all is well; 1, the answer is no (files differ, the script failed);
+2, the command was used wrongly, with one sentence on what to change.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import torchspmd
+from torchspmd._cli import diff, trace
+from torchspmd.errors import SpmdError
+
+_EPILOG = """\
+examples:
+  torchspmd trace train.py --world-size 8          simulate 8 ranks on this machine
+  torchrun --nproc-per-node 4 -m torchspmd trace train.py
+  torchspmd diff before.json after.json            exit code 1 when they differ
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="torchspmd",
+        description="See every byte that a PyTorch training step sends.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=torchspmd.__version__)
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for command in (trace, diff):
+        command.add_parser(subparsers)
+    options = parser.parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except SpmdError as error:
+        print(f"torchspmd {options.command}: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader of our output went away: nothing to tell it
+        return 0

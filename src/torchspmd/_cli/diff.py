@@ -1,0 +1,45 @@
+"""``torchspmd diff``: what changed between two saved ledgers."""
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from torchspmd.comm import diff_ledgers, load_ledger
+from torchspmd.report import print_changes
+
+_EPILOG = """\
+examples:
+  torchspmd diff before.json after.json
+  torchspmd diff before.json after.json --json > changes.json
+
+exit code: 0 when they are equal, 1 when they differ, 2 when a file cannot be read
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the subcommand's options."""
+    parser = subparsers.add_parser(
+        "diff",
+        help="compare two ledgers written by trace --out",
+        description="Compare two ledgers, by module and kind of communication.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("before", type=Path)
+    parser.add_argument("after", type=Path)
+    parser.add_argument("--json", action="store_true", help="print the changes as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Compare, print, and tell by the exit code whether they differ."""
+    changes = diff_ledgers(load_ledger(options.before), load_ledger(options.after))
+    if options.json:
+        print(json.dumps([asdict(change) for change in changes], indent=1))
+    else:
+        print_changes(changes, Console())
+    return 1 if changes else 0

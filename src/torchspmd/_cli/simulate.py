@@ -1,0 +1,107 @@
+"""Run a training script as one rank of a world that does not exist.
+
+Collectives return at once, ``init_process_group`` accepts whatever the script passes,
+and on a machine without CUDA the script's ``cuda`` is this machine's ``cpu``.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed import device_mesh, distributed_c10d
+from torch.overrides import TorchFunctionMode
+
+from torchspmd import _torch
+from torchspmd.testing import fake_world
+
+# Functions of torch.cuda that do something to a device, and return nothing.
+_CUDA_EFFECTS = (
+    "empty_cache",
+    "manual_seed",
+    "manual_seed_all",
+    "reset_peak_memory_stats",
+    "set_device",
+    "synchronize",
+)
+
+
+@contextlib.contextmanager
+def simulated_world(world_size: int, rank: int) -> Iterator[None]:
+    """A default process group of any size, for a script that may start its own."""
+    environment = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "29500",
+    }
+
+    def start(*args: object, **kwargs: object) -> None:
+        # The script's backend, address and sizes would wait for ranks that never come.
+        if not dist.is_initialized():
+            store = _torch.fake_store()
+            plain_start("fake", store=store, rank=rank, world_size=world_size)
+
+    plain_start = dist.init_process_group
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, environment))
+        stack.enter_context(fake_world(world_size, rank=rank))
+        for module in (dist, distributed_c10d, device_mesh):
+            stack.enter_context(mock.patch.object(module, "init_process_group", start))
+        yield
+
+
+@contextlib.contextmanager
+def cuda_as_cpu() -> Iterator[None]:
+    """Let code that asks for ``cuda`` run on this machine's ``cpu``."""
+    plain_mesh = device_mesh.DeviceMesh.__init__
+
+    def build_mesh(mesh: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        plain_mesh(mesh, _to_cpu(device_type), *args, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        for name in _CUDA_EFFECTS:
+            # One function each: torch's compiler keeps them in a table by identity.
+            stack.enter_context(mock.patch.object(torch.cuda, name, _no_effect()))
+        stack.enter_context(mock.patch.object(torch.cuda, "current_device", lambda: 0))
+        stack.enter_context(
+            mock.patch.object(device_mesh.DeviceMesh, "__init__", build_mesh)
+        )
+        stack.enter_context(_CudaAsCpu())
+        yield
+
+
+class _CudaAsCpu(TorchFunctionMode):
+    """Every torch function that is given a CUDA device gets the CPU instead."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        places = kwargs or {}
+        return func(
+            *(_to_cpu(arg) for arg in args),
+            **{name: _to_cpu(value) for name, value in places.items()},
+        )
+
+
+def _to_cpu(value: Any) -> Any:
+    if isinstance(value, torch.device) and value.type == "cuda":
+        return torch.device("cpu")
+    if isinstance(value, str) and (value == "cuda" or value.startswith("cuda:")):
+        return "cpu"
+    return value
+
+
+def _no_effect() -> Callable[..., None]:
+    return lambda *args, **kwargs: None

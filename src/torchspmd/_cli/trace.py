@@ -1,0 +1,213 @@
+"""``torchspmd trace``: run a script, record its communication, print the table."""
+
+import argparse
+import contextlib
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from rich.console import Console
+
+from torchspmd._cli.gather import (
+    HeldStore,
+    differing_ranks,
+    exchange,
+    hold_store,
+    sum_ledgers,
+)
+from torchspmd._cli.progress import Progress
+from torchspmd._cli.simulate import cuda_as_cpu, simulated_world
+from torchspmd._cli.window import EndOfWindow, StepWindow
+from torchspmd.comm import Ledger, save_ledger
+from torchspmd.errors import UsageError
+from torchspmd.report import format_bytes, print_ledger
+from torchspmd.trace import CommDebugMode
+
+_EPILOG = """\
+examples:
+  torchspmd trace train.py --world-size 8
+  torchspmd trace train.py --world-size 1024 --steps 2 --skip 1 --out report.json
+  torchspmd trace train.py --world-size 8 -- --layers 4 --batch 16
+  torchrun --nproc-per-node 4 -m torchspmd trace train.py --out report.json
+
+A simulated world needs no torchrun and no GPU: this process plays one rank, and the
+collectives return at once. Shapes and counts are those of a real run, values are not.
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the subcommand's options."""
+    parser = subparsers.add_parser(
+        "trace",
+        help="run a training script and show what it communicates",
+        description="Run a training script and show what it communicates.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("script", type=Path)
+    parser.add_argument("arguments", nargs="*", help="for the script, after --")
+    parser.add_argument("--world-size", type=int, help="simulate this many ranks")
+    parser.add_argument("--rank", type=int, default=0, help="the rank to play (0)")
+    parser.add_argument(
+        "--steps", type=int, default=1, help="optimizer steps to record; 0: all (1)"
+    )
+    parser.add_argument(
+        "--skip", type=int, default=0, help="optimizer steps to let pass before (0)"
+    )
+    parser.add_argument("--out", type=Path, help="write the ledger here, as JSON")
+    parser.add_argument(
+        "--sources", action="store_true", help="note the line behind each communication"
+    )
+    parser.set_defaults(run=run)
+
+
+@dataclass(frozen=True, slots=True)
+class _World:
+    """How the script is run."""
+
+    size: int
+    rank: int
+    simulated: bool
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.size}" + (
+            " (simulated)" if self.simulated else ""
+        )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Trace the script and report; 1 when the script fails."""
+    _check(options)
+    world = _world(options)
+    mode = CommDebugMode(sources=options.sources)
+    progress = Progress(
+        f"tracing {options.script} as {world}",
+        quiet=not world.simulated and world.rank != 0,
+    )
+    window = StepWindow(mode, skip=options.skip, steps=options.steps, progress=progress)
+    with progress, _surroundings(world) as held:
+        succeeded = _run_script(options, mode, window)
+    if not succeeded:
+        print(
+            f"torchspmd trace: {options.script} failed after "
+            f"{window.num_optimizer_steps} optimizer steps; no report was written.",
+            file=sys.stderr,
+        )
+        return 1
+    if world.simulated:
+        _report(options, mode.ledger, [], window, world)
+        return 0
+    ledgers = exchange(mode.ledger, held, world.rank, world.size)
+    if ledgers is not None:
+        _report(options, sum_ledgers(ledgers), differing_ranks(ledgers), window, world)
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    problems = []
+    if not options.script.is_file():
+        problems.append(f"there is no script {options.script}")
+    if options.steps < 0 or options.skip < 0:
+        problems.append("--steps and --skip cannot be negative")
+    if options.world_size is not None:
+        if options.world_size < 1:
+            problems.append("--world-size must be at least 1")
+        elif not 0 <= options.rank < options.world_size:
+            problems.append(f"--rank must be 0 to {options.world_size - 1}")
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            problems.append("leave out --world-size under torchrun")
+    elif "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        problems.append(
+            "give --world-size N to simulate N ranks, or start with torchrun"
+        )
+    if options.out is not None and not options.out.absolute().parent.is_dir():
+        problems.append(f"there is no folder {options.out.parent} for --out")
+    if problems:
+        raise UsageError("; ".join(problems) + ".")
+
+
+def _world(options: argparse.Namespace) -> _World:
+    if options.world_size is not None:
+        return _World(options.world_size, options.rank, simulated=True)
+    environment = os.environ
+    return _World(int(environment["WORLD_SIZE"]), int(environment["RANK"]), False)
+
+
+@contextlib.contextmanager
+def _surroundings(world: _World) -> Iterator[HeldStore]:
+    """What the script runs inside of: a simulated world, or its own."""
+    with contextlib.ExitStack() as stack:
+        if world.simulated:
+            stack.enter_context(simulated_world(world.size, world.rank))
+            if not torch.cuda.is_available():
+                stack.enter_context(cuda_as_cpu())
+            yield HeldStore()
+        else:
+            yield stack.enter_context(hold_store())
+
+
+def _run_script(
+    options: argparse.Namespace, mode: CommDebugMode, window: StepWindow
+) -> bool:
+    """Run the script as ``python script.py`` would; False when it fails."""
+    argv = [str(options.script), *options.arguments]
+    path = [str(options.script.absolute().parent), *sys.path[1:]]
+    with mock.patch.object(sys, "argv", argv), mock.patch.object(sys, "path", path):
+        try:
+            with mode, window:
+                runpy.run_path(str(options.script), run_name="__main__")
+        except EndOfWindow:
+            pass
+        except SystemExit as end:
+            return end.code in (None, 0)
+        except Exception:
+            traceback.print_exc()
+            return False
+    return True
+
+
+def _report(
+    options: argparse.Namespace,
+    ledger: Ledger,
+    differences: list[str],
+    window: StepWindow,
+    world: _World,
+) -> None:
+    console = Console()
+    ranks = str(world) if world.simulated else f"the sum of {world.size} ranks"
+    console.print(
+        f"{options.script}, {ranks}, {_steps_text(window)}\n", highlight=False
+    )
+    print_ledger(ledger, console)
+    for line in [*differences, *_setup_lines(window)]:
+        console.print(line, highlight=False, markup=False)
+    if options.out is not None:
+        save_ledger(ledger, options.out)
+        console.print(f"Ledger written to {options.out}.", highlight=False)
+
+
+def _steps_text(window: StepWindow) -> str:
+    if window.num_recorded == 0:
+        return "no optimizer step was seen: the whole run from the first module call"
+    plural = "" if window.num_recorded == 1 else "s"
+    return f"{window.num_recorded} optimizer step{plural}"
+
+
+def _setup_lines(window: StepWindow) -> list[str]:
+    if window.setup is None:
+        return ["No module was called: everything the script sent is in the table."]
+    total = window.setup.total()
+    if total.count == 0:
+        return []
+    line = (
+        f"Set-up, before the first module call and not in the tables: {total.count} "
+        f"communications, {format_bytes(total.payload_bytes)} payload."
+    )
+    return [line]

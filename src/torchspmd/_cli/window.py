@@ -1,0 +1,79 @@
+"""Which part of a script's life is recorded: whole optimizer steps."""
+
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from torchspmd._cli.progress import Progress
+from torchspmd.comm import Ledger
+from torchspmd.trace import CommDebugMode
+
+
+class EndOfWindow(BaseException):
+    """Ends the script: all steps that were asked for are recorded.
+
+    Not an ``Exception``, so that the script's own error handling lets it pass.
+    """
+
+
+class StepWindow:
+    """Keeps in the mode's ledger the steps that were asked for, and ends after them.
+
+    A step ends when the first module is called after ``optimizer.step()``. What happens
+    before the first module call is set-up and goes to a ledger of its own.
+    """
+
+    def __init__(
+        self, mode: CommDebugMode, *, skip: int, steps: int, progress: Progress
+    ) -> None:
+        self.setup: Ledger | None = None
+        self.num_optimizer_steps = 0
+        self._mode = mode
+        self._skip = skip
+        self._steps = steps
+        self._progress = progress
+        self._at_boundary = True
+        self._handles: list[Any] = []
+
+    @property
+    def num_recorded(self) -> int:
+        """How many of the steps in the ledger are complete."""
+        recorded = max(self.num_optimizer_steps - self._skip, 0)
+        return min(recorded, self._steps) if self._steps else recorded
+
+    def __enter__(self) -> Self:
+        self._handles = [
+            register_module_forward_pre_hook(self._before_module),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _before_module(self, module: nn.Module, inputs: object) -> None:
+        if torch.compiler.is_compiling() or not self._at_boundary:
+            return
+        self._at_boundary = False
+        done = self.num_optimizer_steps
+        if self._steps and done >= self._skip + self._steps:
+            raise EndOfWindow
+        self._progress.step(done + 1, self._skip + self._steps)
+        if self.setup is None:
+            self.setup = self._mode.take_ledger()
+        elif done == self._skip:
+            self._mode.take_ledger()
+
+    def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        self.num_optimizer_steps += 1
+        self._at_boundary = True

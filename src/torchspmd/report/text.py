@@ -1,0 +1,160 @@
+"""Reports as text: tables on a rich console, plain when it is not a terminal."""
+
+from collections.abc import Iterator, Sequence
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from torchspmd.comm import Change, Ledger, Phase, Total
+from torchspmd.report.tree import ModuleNode, build_tree
+from torchspmd.report.units import format_bytes
+
+
+def print_ledger(ledger: Ledger, console: Console) -> None:
+    """The module tree, the sums by kind, and what a reader must know."""
+    _print(console, module_table(ledger, console.is_terminal))
+    _print(console, kind_table(ledger, console.is_terminal))
+    for line in note_lines(ledger):
+        console.print(Text(line))
+
+
+def print_changes(changes: Sequence[Change], console: Console) -> None:
+    """What differs between two ledgers, or that nothing does."""
+    if not changes:
+        console.print("The two ledgers are equal.")
+        return
+    _print(console, change_table(changes, console.is_terminal))
+    count = sum(change.added_count for change in changes)
+    size = sum(change.added_bytes for change in changes)
+    console.print(
+        f"{len(changes)} differences: {count:+d} communications, "
+        f"{'+' if size >= 0 else ''}{format_bytes(size)} payload."
+    )
+
+
+def module_table(ledger: Ledger, is_terminal: bool = False) -> Table:
+    """Modules with their counts by phase, own and total, and their bytes."""
+    root = build_tree(ledger)
+    phases = [phase for phase in Phase if root.total.get(phase.value)]
+    names = {Phase.FORWARD: "fwd", Phase.BACKWARD: "bwd", Phase.RECOMPUTE: "recomp"}
+    table = _table("Communication by module", is_terminal)
+    table.add_column("module", overflow="fold", ratio=1)
+    for phase in phases:
+        table.add_column(names.get(phase, "optim"), justify="right", no_wrap=True)
+    for name in ("own", "total", "payload", "wire/rank"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for depth, node in _walk(root, 0):
+        total = node.sum()
+        counts = (node.total.get(phase.value, Total()).count for phase in phases)
+        label = node.label + (f" x{node.times}" if node.label.endswith("]") else "")
+        table.add_row(
+            Text("  " * depth + label),
+            *(str(count) if count else "." for count in counts),
+            str(node.own_count()),
+            str(total.count),
+            format_bytes(total.payload_bytes),
+            format_bytes(total.wire_bytes),
+        )
+    return table
+
+
+def kind_table(ledger: Ledger, is_terminal: bool = False) -> Table:
+    """Sums by kind, axis, dtype and phase."""
+    table = _table("Communication by kind", is_terminal)
+    for name in ("kind", "axis", "dtype", "phase"):
+        table.add_column(name, no_wrap=name != "axis", overflow="fold")
+    for name in ("count", "payload", "wire/rank"):
+        table.add_column(name, justify="right", no_wrap=True)
+    sums = ledger.total_by("kind", "axis", "dtype", "phase")
+    for key, total in sums.items():
+        table.add_row(
+            *(Text(str(part)) for part in key),
+            str(total.count),
+            format_bytes(total.payload_bytes),
+            format_bytes(total.wire_bytes),
+        )
+    return table
+
+
+def change_table(changes: Sequence[Change], is_terminal: bool = False) -> Table:
+    """One row for each module and kind that differs."""
+    table = _table("What changed", is_terminal)
+    table.add_column("module", overflow="fold", ratio=1)
+    for name in ("kind", "axis", "phase"):
+        table.add_column(name, no_wrap=True)
+    for name in ("count", "payload"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for change in changes:
+        before, after = change.before, change.after
+        kind = change.kind + (" (implicit)" if change.implicit else "")
+        table.add_row(
+            Text(change.module),
+            kind,
+            Text(change.axis),
+            change.phase,
+            f"{before.count} -> {after.count}",
+            f"{format_bytes(before.payload_bytes)} -> {format_bytes(after.payload_bytes)}",
+        )
+    return table
+
+
+def note_lines(ledger: Ledger) -> list[str]:
+    """Sentences on what the numbers do not say."""
+    lines = []
+    total = ledger.total()
+    if total.count == 0:
+        lines.append("No communication was recorded.")
+    implicit = ledger.total(implicit=True)
+    if implicit.count:
+        lines.append(
+            f"{implicit.count} of {total.count} were implicit: DTensor redistributed an "
+            f"operand by itself ({format_bytes(implicit.payload_bytes)} payload)."
+        )
+        lines += [f"  {times} x {cause}" for cause, times in _causes(ledger).items()]
+    checks = ledger.total(check=True)
+    if checks.count:
+        lines.append(
+            f"{checks.count} of {total.count} belong to checks, not to training."
+        )
+    if ledger.dropped:
+        lines.append(
+            f"{ledger.dropped} single events were dropped (the limit is "
+            f"{ledger.max_events}); counts and bytes include them."
+        )
+    return lines + [
+        f"Note: {text}" + (f" ({times} times)." if times > 1 else ".")
+        for text, times in ledger.notes.items()
+    ]
+
+
+def _causes(ledger: Ledger) -> dict[str, int]:
+    causes: dict[str, int] = {}
+    for event in ledger.events:
+        if event.implicit and event.cause is not None:
+            text = f"{event.cause} in {event.module}, {event.phase.value}"
+            causes[text] = causes.get(text, 0) + 1
+    most = sorted(causes.items(), key=lambda item: -item[1])
+    return dict(most[:5])
+
+
+def _walk(node: ModuleNode, depth: int) -> Iterator[tuple[int, ModuleNode]]:
+    yield depth, node
+    for child in node.children:
+        yield from _walk(child, depth + 1)
+
+
+def _table(title: str, is_terminal: bool) -> Table:
+    return Table(
+        title=title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD if is_terminal else None,
+        pad_edge=False,
+        expand=False,
+    )
+
+
+def _print(console: Console, table: RenderableType) -> None:
+    console.print(table)
+    console.print()
