@@ -41,9 +41,18 @@ def live_meshes() -> list[DeviceMesh]:
     ]
 
 
-def mesh_group_names(mesh: DeviceMesh) -> list[str]:
-    """The names of the groups that a mesh owns, one for each axis; empty before init."""
-    return [str(name) for name in getattr(mesh, "_dim_group_names", ())]
+def owned_axis(mesh: DeviceMesh, process_group: dist.ProcessGroup) -> str | None:
+    """The name of the mesh axis whose group this is; None when it is not the mesh's."""
+    axes = mesh.mesh_dim_names or ()
+    names = [str(name) for name in getattr(mesh, "_dim_group_names", ())]
+    if process_group.group_name not in names or len(axes) != len(names):
+        return None
+    # Names come again in a new world, and a mesh of an old one may still be alive.
+    root: Any = mesh._get_root_mesh()
+    registry = getattr(root, "_pg_registry", {})
+    if registry.get(process_group.group_name, process_group) is not process_group:
+        return None
+    return axes[names.index(process_group.group_name)]
 
 
 def default_store() -> Store:

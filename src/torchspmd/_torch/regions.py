@@ -2,6 +2,8 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from enum import Enum
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -108,30 +110,42 @@ _LEGACY = {  # torch.distributed.nn.functional
 _RELABELS = ("_ToTorchTensorBackward", "_FromTorchTensorBackward")
 
 
-def node_collective(node: Any) -> tuple[bool, Any] | None:
-    """The differentiable collective that an autograd node belongs to.
+class NodeKind(Enum):
+    """What an autograd node does between ranks."""
 
-    Returns:
-        Whether its result is the same on every rank of the group, and the group; None
-        for a node that communicates nothing that torch knows of.
-    """
-    name = str(node.name())
-    op = _LEGACY.get(name)
-    if op is not None:
-        return op in _SAME_AFTER, getattr(node, "group", None) or dist.group.WORLD
-    op = _functional_name(name)
-    if op in _SAME_AFTER or op in _DIFFERENT_AFTER:
-        return op in _SAME_AFTER, resolve_group(node.group_name)
-    return None
+    LOCAL = "local"
+    MAKES_EQUAL = "makes equal"  # after it the value is the same on the whole group
+    EXCHANGES = "exchanges"  # another collective with a backward
+    OPAQUE = "opaque"  # a custom function, whose backward may be anything
 
 
-def is_opaque_node(node: Any) -> bool:
-    """Whether a node's backward is code that torch cannot describe: a custom function."""
-    name = str(node.name())
-    if _functional_name(name) in _PASSES_ON or name in _RELABELS:
-        return False
+def node_kind(node: Any) -> NodeKind:
+    """What an autograd node does between ranks."""
     is_python = isinstance(node, torch.autograd.function.BackwardCFunction)
-    return is_python or "NotImplemented" in name
+    return _kind_of(node.name(), is_python)
+
+
+@lru_cache(maxsize=4096)
+def _kind_of(name: str, is_python: bool) -> NodeKind:
+    op = _LEGACY.get(name) or _functional_name(name)
+    if op in _SAME_AFTER:
+        return NodeKind.MAKES_EQUAL
+    if op in _DIFFERENT_AFTER:
+        return NodeKind.EXCHANGES
+    if op in _PASSES_ON or name in _RELABELS:
+        return NodeKind.LOCAL
+    is_opaque = is_python or "NotImplemented" in name
+    return NodeKind.OPAQUE if is_opaque else NodeKind.LOCAL
+
+
+def node_group(node: Any) -> dist.ProcessGroup:
+    """The group of a node that is a collective with a backward."""
+    if node.name() in _LEGACY:
+        legacy: dist.ProcessGroup = node.group or dist.group.WORLD
+        return legacy
+    group = resolve_group(node.group_name)
+    assert group is not None, node.name()
+    return group
 
 
 def _functional_name(node_name: str) -> str:

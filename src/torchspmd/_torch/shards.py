@@ -139,3 +139,13 @@ def apply_torch_style(
     style.src_data_rank = src_data_rank
     placed: torch.nn.Module = style._apply(module, mesh)
     return placed
+
+
+def foreach_norm(tensors: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
+    """The norm of each tensor, in one call for all of one device and dtype."""
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return [
+        n for group in groups.values() for n in torch._foreach_norm(group, norm_type)
+    ]

@@ -54,7 +54,9 @@ def measure(
 
 def _buffer(operator: Operator, arguments: Mapping[str, object]) -> object:
     if operator.kind is Kind.UNKNOWN:
-        return next((a for a in arguments.values() if any(_tensors(a))), None)
+        return next(
+            (a for a in arguments.values() if any(True for _ in _tensors(a))), None
+        )
     return arguments.get(operator.buffer)
 
 

@@ -61,10 +61,9 @@ def _axis_of(process_group: dist.ProcessGroup) -> str | None:
     if owner is not None and owner[0]() is not None:
         return owner[1]
     owners = {
-        mesh.mesh_dim_names[place]: mesh
+        axis: mesh
         for mesh in _torch.live_meshes()
-        for place, name in enumerate(_torch.mesh_group_names(mesh))
-        if name == process_group.group_name and mesh.mesh_dim_names is not None
+        if (axis := _torch.owned_axis(mesh, process_group)) is not None
     }
     if not owners:
         return None
