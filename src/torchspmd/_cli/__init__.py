@@ -32,7 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
     for command in (trace, diff):
         command.add_parser(subparsers)
-    options = parser.parse_args(arguments)
+    own, for_script = _split(sys.argv[1:] if arguments is None else list(arguments))
+    options = parser.parse_args(own)
+    options.arguments = for_script
     try:
         return int(options.run(options))
     except SpmdError as error:
@@ -40,3 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except BrokenPipeError:  # the reader of our output went away: nothing to tell it
         return 0
+
+
+def _split(words: list[str]) -> tuple[list[str], list[str]]:
+    """Our own words, and those after ``--``, which are for a script."""
+    if "--" not in words:
+        return words, []
+    place = words.index("--")
+    return words[:place], words[place + 1 :]

@@ -47,12 +47,12 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "trace",
         help="run a training script and show what it communicates",
+        usage="torchspmd trace script.py [options] [-- script arguments]",
         description="Run a training script and show what it communicates.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("script", type=Path)
-    parser.add_argument("arguments", nargs="*", help="for the script, after --")
     parser.add_argument("--world-size", type=int, help="simulate this many ranks")
     parser.add_argument("--rank", type=int, default=0, help="the rank to play (0)")
     parser.add_argument(
@@ -183,14 +183,18 @@ def _report(
     console = Console()
     ranks = str(world) if world.simulated else f"the sum of {world.size} ranks"
     console.print(
-        f"{options.script}, {ranks}, {_steps_text(window)}\n", highlight=False
+        f"{options.script}, {ranks}, {_steps_text(window)}\n",
+        highlight=False,
+        soft_wrap=True,
     )
     print_ledger(ledger, console)
     for line in [*differences, *_setup_lines(window)]:
         console.print(line, highlight=False, markup=False)
     if options.out is not None:
         save_ledger(ledger, options.out)
-        console.print(f"Ledger written to {options.out}.", highlight=False)
+        console.print(
+            f"Ledger written to {options.out}.", highlight=False, soft_wrap=True
+        )
 
 
 def _steps_text(window: StepWindow) -> str:

@@ -1,0 +1,225 @@
+"""``torchspmd trace`` and ``torchspmd diff``, as a user calls them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+import torchspmd
+from torchspmd import load_ledger
+from torchspmd._cli import main
+
+pytestmark = pytest.mark.fake
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "train_gpt_tp.py"
+
+TRAIN = """\
+import sys
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("nccl", init_method="env://")
+torch.cuda.set_device(0)
+device = torch.device("cuda", 0)
+model = DistributedDataParallel(nn.Linear(4, 4).to(device))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(int(sys.argv[1]) if len(sys.argv) > 1 else 5):
+    model(torch.ones(2, 4, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print("finished after", step + 1)
+"""
+
+
+def current_environment():
+    own = ("PYTEST_CURRENT_TEST",)
+    return {name: value for name, value in os.environ.items() if name not in own}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind():
+    environment, call, path = current_environment(), nn.Module.__call__, list(sys.path)
+    start = dist.init_process_group
+    yield
+    assert current_environment() == environment
+    assert sys.path == path
+    assert nn.Module.__call__ is call
+    assert dist.init_process_group is start
+    assert not dist.is_initialized()
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(TRAIN)
+    return str(path)
+
+
+def test_ordinary_script_with_its_own_group_and_cuda(script, tmp_path, capsys):
+    out = tmp_path / "report.json"
+    assert main(["trace", script, "--world-size", "16", "--out", str(out)]) == 0
+    captured = capsys.readouterr()
+    assert "rank 0 of 16 (simulated), 1 optimizer step" in captured.out
+    assert "finished" not in captured.out  # it ends after the step that was asked for
+    assert "tracing" in captured.err
+    ledger = load_ledger(out)
+    assert ledger.total(kind="all_reduce", phase="backward").payload_bytes == 80
+    assert ledger.total(kind="all_reduce").wire_bytes == 80 * 2 * 15 // 16
+
+
+def test_steps_skip_and_script_arguments(script, tmp_path, capsys):
+    out = tmp_path / "report.json"
+    options = ["--world-size", "4", "--steps", "2", "--skip", "1", "--out", str(out)]
+    assert main(["trace", script, *options]) == 0
+    assert "2 optimizer steps" in capsys.readouterr().out
+    assert load_ledger(out).total(kind="all_reduce").count == 2
+    assert main(["trace", script, "--world-size", "4", "--steps", "0", "--", "3"]) == 0
+    captured = capsys.readouterr().out
+    assert "finished after 3" in captured and "3 optimizer steps" in captured
+
+
+def test_setup_is_told_apart(script, capsys):
+    assert main(["trace", script, "--world-size", "2"]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert "Set-up, before the first module call and not in the tables: " in words
+
+
+def test_example_gpt(tmp_path, capsys):
+    out = tmp_path / "report.json"
+    assert main(["trace", str(EXAMPLE), "--world-size", "8", "--out", str(out)]) == 0
+    text = capsys.readouterr().out
+    assert "layers.[0-3] x4" in text
+    assert max(map(len, text.splitlines())) <= 80
+    ledger = load_ledger(out)
+    # 2 gathers and 2 scatters a layer each way, one for the embedding, two for the head.
+    assert ledger.total(phase="forward", axis="tp").count == 4 * 4 + 1 + 2
+    # Upstream's optimizer reduces the gradients of the norms again and again.
+    assert ledger.total(phase="optimizer", implicit=True).count == 54
+
+
+def test_script_that_fails(tmp_path, capsys):
+    script = tmp_path / "fails.py"
+    script.write_text("raise ValueError('the user did this')")
+    out = tmp_path / "report.json"
+    assert main(["trace", str(script), "--world-size", "2", "--out", str(out)]) == 1
+    captured = capsys.readouterr()
+    assert "ValueError: the user did this" in captured.err
+    assert "failed after 0 optimizer steps; no report was written." in captured.err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(("code", "answer"), [("0", 0), ("None", 0), ("3", 1)])
+def test_script_that_exits(tmp_path, code, answer):
+    script = tmp_path / "exits.py"
+    script.write_text(f"import sys; sys.exit({code})")
+    assert main(["trace", str(script), "--world-size", "2"]) == answer
+
+
+def test_script_without_optimizer_or_modules(tmp_path, capsys):
+    script = tmp_path / "plain.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group()\n"
+        "dist.all_reduce(torch.ones(4))\n"
+        "dist.destroy_process_group()\n"
+    )
+    assert main(["trace", str(script), "--world-size", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "no optimizer step was seen" in text
+    assert "No module was called: everything the script sent is in the table." in text
+    assert "all_reduce" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["missing.py", "--world-size", "2"], "there is no script missing.py"),
+        (["SCRIPT"], "give --world-size N to simulate N ranks, or start with torchrun"),
+        (["SCRIPT", "--world-size", "0"], "--world-size must be at least 1"),
+        (["SCRIPT", "--world-size", "2", "--rank", "2"], "--rank must be 0 to 1"),
+        (["SCRIPT", "--world-size", "2", "--steps", "-1"], "cannot be negative"),
+        (
+            ["SCRIPT", "--world-size", "2", "--out", "no/where.json"],
+            "there is no folder no",
+        ),
+    ],
+)
+def test_bad_use_is_one_sentence(script, capsys, options, sentence):
+    arguments = [script if option == "SCRIPT" else option for option in options]
+    assert main(["trace", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("torchspmd trace: ")
+    assert sentence in error
+    assert "Traceback" not in error and error.count("\n") == 1
+
+
+def test_all_problems_at_once(capsys):
+    assert main(["trace", "missing.py", "--steps", "-1"]) == 2
+    error = capsys.readouterr().err
+    assert (
+        "there is no script" in error
+        and "negative" in error
+        and "--world-size" in error
+    )
+
+
+def test_diff(script, tmp_path, capsys):
+    a, b = tmp_path / "a.json", tmp_path / "b.json"
+    main(["trace", script, "--world-size", "2", "--out", str(a)])
+    main(["trace", script, "--world-size", "2", "--steps", "2", "--out", str(b)])
+    capsys.readouterr()
+    assert main(["diff", str(a), str(a)]) == 0
+    assert capsys.readouterr().out == "The two ledgers are equal.\n"
+    assert main(["diff", str(a), str(b)]) == 1
+    assert "1 -> 2" in capsys.readouterr().out
+    assert main(["diff", str(a), str(b), "--json"]) == 1
+    changes = json.loads(capsys.readouterr().out)
+    (change,) = [change for change in changes if change["kind"] == "all_reduce"]
+    assert change["after"]["count"] - change["before"]["count"] == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (None, "No such file or directory"),
+        ("{", "is not JSON"),
+        ('{"a": 1}', "is JSON, but not a torchspmd ledger"),
+        (
+            '{"format": "torchspmd.ledger", "version": 99}',
+            "has ledger format version 99",
+        ),
+        ('{"format": "torchspmd.ledger", "version": 1}', "with a broken entry"),
+    ],
+)
+def test_diff_of_bad_files_is_one_sentence(tmp_path, capsys, content, sentence):
+    path = tmp_path / "bad.json"
+    if content is not None:
+        path.write_text(content)
+    assert main(["diff", str(path), str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("torchspmd diff: ") and sentence in error
+    assert "Traceback" not in error and error.count("\n") == 1
+
+
+def test_version_and_help(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out.strip() == torchspmd.__version__
+    with pytest.raises(SystemExit):
+        main(["trace", "--help"])
+    assert "examples:" in capsys.readouterr().out
+
+
+def test_as_a_module_and_piped(script):
+    command = [sys.executable, "-m", "torchspmd", "trace", script, "--world-size", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert "\x1b" not in done.stdout
+    assert "all_reduce" in done.stdout
