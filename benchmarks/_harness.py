@@ -9,28 +9,36 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+Variant = tuple[Callable[[], AbstractContextManager[object]], Callable[[], object]]
+
 
 def time_interleaved(
-    variants: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int = 3
+    variants: Mapping[str, Variant], *, rounds: int, calls: int = 3
 ) -> dict[str, list[float]]:
-    """Milliseconds of each call, the variants taking turns so that noise hits all alike."""
-    for call in variants.values():
-        for _ in range(warmup):
-            call()
+    """Milliseconds of each call, the variants taking turns so that noise hits all alike.
+
+    A variant is a context and a call. In each round its context is entered, the call is
+    made once to warm up and then ``calls`` times on the clock.
+    """
     times: dict[str, list[float]] = {name: [] for name in variants}
     gc.collect()
     gc.disable()
     try:
         for _ in range(rounds):
-            for name, call in variants.items():
-                start = time.perf_counter()
-                call()
-                times[name].append((time.perf_counter() - start) * 1e3)
+            for name, (context, call) in variants.items():
+                with context():
+                    call()
+                    for _ in range(calls):
+                        start = time.perf_counter()
+                        call()
+                        times[name].append((time.perf_counter() - start) * 1e3)
+            gc.collect()
     finally:
         gc.enable()
     return times
@@ -82,7 +90,9 @@ def publish(title: str, rows: list[dict[str, Any]], json_path: Path | None) -> N
     for line in [columns, ["-" * width for width in widths], *cells]:
         pairs = zip(line, widths, strict=True)
         print("  ".join(cell.ljust(width) for cell, width in pairs).rstrip())
-    print("\n" + ", ".join(f"{k} {v}" for k, v in environment().items() if v is not None))
+    print(
+        "\n" + ", ".join(f"{k} {v}" for k, v in environment().items() if v is not None)
+    )
     if json_path is not None:
         result = {"title": title, "environment": environment(), "rows": rows}
         json_path.write_text(json.dumps(result, indent=1) + "\n")

@@ -26,7 +26,9 @@ class MLP(nn.Module):
 class MLPStack(nn.Module):
     """Twelve MLPs in a row."""
 
-    def __init__(self, num_layers: int = 12, width: int = 64, hidden: int = 256) -> None:
+    def __init__(
+        self, num_layers: int = 12, width: int = 64, hidden: int = 256
+    ) -> None:
         super().__init__()
         self.layers = nn.Sequential(*(MLP(width, hidden) for _ in range(num_layers)))
 

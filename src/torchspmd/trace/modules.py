@@ -51,6 +51,13 @@ class ModuleInfo:
         module = self.reference()
         return {} if module is None else dict(module.named_parameters(recurse=False))
 
+    def owns(self, parameter: torch.Tensor) -> bool:
+        """Whether this is one of the module's own parameters."""
+        module = self.reference()
+        return module is not None and any(
+            own is parameter for own in module._parameters.values()
+        )
+
     @property
     def placements(self) -> dict[str, tuple[Placement, ...]]:
         """The layouts of those that are DTensors."""
@@ -123,8 +130,7 @@ class ModuleTracker:
         self._names: weakref.WeakKeyDictionary[nn.Module, dict[str, str]]
         self._names = weakref.WeakKeyDictionary()
         self._roots: dict[str, weakref.ref[nn.Module]] = {}
-        # id of a parameter -> the parameter, and the path of the module that owns it
-        self._owners: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+        self._owners: dict[int, ModuleInfo] = {}  # by the id of a parameter
         self.compiled: set[str] = set()  # paths of modules that torch.compile wraps
 
     def start(self) -> None:
@@ -272,14 +278,15 @@ class ModuleTracker:
 
     def _parameter_path(self, variable: torch.Tensor) -> str:
         """The module that owns a parameter."""
-        known = self._owners.get(id(variable))
-        if known is not None and known[0]() is variable:
-            return known[1]
-        for info in self.modules.values():
-            if any(own is variable for own in info.parameters.values()):
-                self._owners[id(variable)] = (weakref.ref(variable), info.path)
-                return info.path
-        return GLOBAL
+        owner = self._owners.get(id(variable))
+        # Checked by identity, not by a weak reference: torch refuses to swap a parameter
+        # (``model.to(...)``) that has one.
+        if owner is None or not owner.owns(variable):
+            owner = next((m for m in self.modules.values() if m.owns(variable)), None)
+        if owner is None:
+            return GLOBAL
+        self._owners[id(variable)] = owner
+        return owner.path
 
 
 # --- one wrapper around every module call, for all trackers ---------------------------

@@ -1,0 +1,88 @@
+"""``torchspmd trace`` under torchrun: the real thing, one report for all ranks."""
+
+import subprocess
+import sys
+
+import pytest
+
+from torchspmd import load_ledger
+
+pytestmark = pytest.mark.ranks
+
+TRAIN = """\
+import sys
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    model(torch.ones(2, 4)).sum().backward()
+    if "odd" in sys.argv and dist.get_rank() == 1:
+        dist.send(torch.ones(8), 0)
+    elif "odd" in sys.argv:
+        dist.recv(torch.ones(8), 1)
+    if "fail" in sys.argv and dist.get_rank() == 1:
+        raise ValueError("rank 1 fails")
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
+
+def torchrun(script, *options):
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "torchspmd",
+        "trace",
+        str(script),
+        *options,
+    ]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(TRAIN)
+    return path
+
+
+@pytest.mark.parametrize("steps", ["2", "0"])
+def test_one_report_with_the_sum_of_all_ranks(script, tmp_path, steps):
+    out = tmp_path / "report.json"
+    done = torchrun(script, "--steps", steps, "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Communication by module") == 1
+    num_steps = {"2": 2, "0": 3}[steps]
+    assert f"the sum of 2 ranks, {num_steps} optimizer steps" in done.stdout
+    assert "differs" not in done.stdout
+    total = load_ledger(out).total(kind="all_reduce", phase="backward")
+    assert (total.count, total.payload_bytes) == (2 * num_steps, 2 * num_steps * 80)
+
+
+def test_a_rank_that_differs_is_a_line(script):
+    done = torchrun(script, "--", "odd")
+    assert done.returncode == 0, done.stderr
+    words = " ".join(done.stdout.split())
+    assert (
+        "Rank 1 differs from rank 0: 0 instead of 1 recv (float32, 0 instead of 32 bytes) "
+        "in forward of Global; 1 instead of 0 send (float32, 32 instead of 0 bytes) in "
+        "forward of Global."
+    ) in words
+
+
+def test_a_rank_that_fails_ends_the_run(script):
+    done = torchrun(script, "--", "fail")
+    assert done.returncode != 0
+    assert "ValueError: rank 1 fails" in done.stderr
+    assert "Communication by module" not in done.stdout
