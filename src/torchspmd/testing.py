@@ -110,9 +110,10 @@ def run_ranks(
     *args: Any,
     timeout: float = 60.0,
     seed: int = 0,
+    backend: str = "gloo",
     **kwargs: Any,
 ) -> list[Any]:
-    """Run ``fn(*args, **kwargs)`` on real gloo ranks of this machine.
+    """Run ``fn(*args, **kwargs)`` on real ranks of this machine.
 
     Each rank is a process with a default process group, one thread, ``RANK`` and
     ``WORLD_SIZE`` in its environment and the same seed.
@@ -123,6 +124,7 @@ def run_ranks(
         *args: Passed to ``fn``.
         timeout: Seconds that the function may take.
         seed: For ``torch.manual_seed`` on every rank.
+        backend: ``gloo``, or ``nccl`` for CUDA; see ``Ranks``.
         **kwargs: Passed to ``fn``.
 
     Returns:
@@ -137,12 +139,17 @@ def run_ranks(
         >>> run_ranks(dist.get_world_size, 2)
         [2, 2]
     """
-    with Ranks(world_size) as ranks:
+    with Ranks(world_size, backend=backend) as ranks:
         return ranks.run(fn, *args, timeout=timeout, seed=seed, **kwargs)
 
 
 class Ranks:
-    """Gloo ranks that are started once and serve many runs; a context manager.
+    """Ranks that are started once and serve many runs; a context manager.
+
+    Args:
+        world_size: How many ranks.
+        backend: ``gloo``, or ``nccl``: rank r then has CUDA device r; where there are
+            fewer devices than ranks, ranks share them and talk over loopback sockets.
 
     Example:
         >>> import torch.distributed as dist
@@ -153,10 +160,15 @@ class Ranks:
         [2, 2]
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, *, backend: str = "gloo") -> None:
         if world_size < 1:
             raise UsageError(f"Ranks({world_size}): at least one rank is needed.")
+        if backend not in ("gloo", "nccl"):
+            raise UsageError(f"Ranks(backend={backend!r}): choose 'gloo' or 'nccl'.")
+        if backend == "nccl" and not torch.cuda.is_available():
+            raise WorldError("Ranks(backend='nccl'): this machine has no CUDA device.")
         self.world_size = world_size
+        self.backend = backend
         self._workers: list[_Worker] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
@@ -205,7 +217,8 @@ class Ranks:
         self._folder = tempfile.TemporaryDirectory(prefix="torchspmd-ranks-")
         folder = Path(self._folder.name)
         self._workers = [
-            _Worker(rank, self.world_size, folder) for rank in range(self.world_size)
+            _Worker(rank, self.world_size, self.backend, folder)
+            for rank in range(self.world_size)
         ]
         try:
             self._collect(_START_SECONDS, "the start of the ranks")
@@ -231,7 +244,7 @@ class Ranks:
 class _Worker:
     """The parent's end of one rank."""
 
-    def __init__(self, rank: int, world_size: int, folder: Path) -> None:
+    def __init__(self, rank: int, world_size: int, backend: str, folder: Path) -> None:
         context = multiprocessing.get_context("forkserver")
         # The server imports torch once; each rank is then a quick fork of it.
         context.set_forkserver_preload(["torch", "torch.distributed.tensor"])
@@ -239,7 +252,9 @@ class _Worker:
         self.stack_file = folder / f"stack{rank}"
         self.connection, child = context.Pipe()
         self.process = context.Process(
-            target=_serve, args=(child, rank, world_size, str(folder)), daemon=True
+            target=_serve,
+            args=(child, rank, world_size, backend, str(folder)),
+            daemon=True,
         )
         self.process.start()
         child.close()
@@ -307,6 +322,7 @@ def _serve(
     connection: "multiprocessing.connection.Connection[bytes, bytes]",
     rank: int,
     world_size: int,
+    backend: str,
     folder: str,
 ) -> None:
     """The life of one rank: join the group, then run what is sent until the pipe ends."""
@@ -316,7 +332,7 @@ def _serve(
     with (Path(folder) / f"stack{rank}").open("w") as stack_file:
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
         torch.set_num_threads(1)
-        _answer(connection, _join, rank, world_size, folder)
+        _answer(connection, _join, rank, world_size, backend, folder)
         while True:
             try:
                 fn, args, kwargs, seed = pickle.loads(connection.recv_bytes())
@@ -330,14 +346,29 @@ def _serve(
     os._exit(0)  # a hanging collective of another rank must not keep this one
 
 
-def _join(rank: int, world_size: int, folder: str) -> None:
+def _join(rank: int, world_size: int, backend: str, folder: str) -> None:
+    if backend == "nccl":
+        _take_device(rank, world_size)
     dist.init_process_group(
-        "gloo",
+        backend,
         store=_torch.file_store(Path(folder) / "store", world_size),
         rank=rank,
         world_size=world_size,
         timeout=datetime.timedelta(seconds=300),
     )
+
+
+def _take_device(rank: int, world_size: int) -> None:
+    num_devices = torch.cuda.device_count()
+    if num_devices < world_size:
+        # NCCL refuses two ranks of one host on one device: let each be a host.
+        os.environ.update(
+            NCCL_HOSTID=f"rank{rank}",
+            NCCL_P2P_DISABLE="1",
+            NCCL_SHM_DISABLE="1",
+            NCCL_SOCKET_IFNAME="lo",
+        )
+    torch.cuda.set_device(rank % num_devices)
 
 
 def _reraise(text: str) -> None:

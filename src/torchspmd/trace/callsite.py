@@ -74,15 +74,27 @@ def read_call_site(with_source: bool) -> CallSite:
 
 def read_phase() -> Phase:
     """The phase alone, of code that runs outside modules and backward."""
+    return Phase.OPTIMIZER if _is_inside(Landmark.OPTIMIZER) else Phase.FORWARD
+
+
+def is_nested_backward() -> bool:
+    """Whether backward was called from Python in this very thread.
+
+    Autograd's own threads begin without a caller: what they find above themselves is a
+    backward pass that one of their nodes started.
+    """
+    return _is_inside(Landmark.BACKWARD)
+
+
+def _is_inside(landmark: str) -> bool:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
         seen = _meanings.get(id(code)) or _remember(code)
-        meaning = seen[1]
-        if meaning is Landmark.OPTIMIZER:
-            return Phase.OPTIMIZER
+        if seen[1] is landmark:
+            return True
         frame = frame.f_back
-    return Phase.FORWARD
+    return False
 
 
 def _remember(code: CodeType) -> tuple[CodeType, str | None]:

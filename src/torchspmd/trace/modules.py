@@ -20,6 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torchspmd import _torch
 from torchspmd.comm import GLOBAL, Phase, is_within
+from torchspmd.trace.callsite import is_nested_backward
 
 # Wrappers of torch's own that a user did not write into the model's names.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -76,8 +77,6 @@ class _Boundaries:
         self._paths = array("i", bytes(4 * _FIRST_BOUNDARIES))
         self._size = 0
         self._lost_below = 0
-        # The backward pass that recomputed what this thread marked; -1 after a forward.
-        self.task = -1
 
     def begin(self, start: int, path: int) -> None:
         last = self._size - 1
@@ -181,8 +180,7 @@ class ModuleTracker:
         boundaries = self._thread.boundaries
         if boundaries is None:
             boundaries = self._thread.boundaries = _Boundaries()
-        boundaries.task = _torch.graph_task()
-        if boundaries.task == -1:
+        if _torch.graph_task() == -1:
             self._forward_boundaries = boundaries
         boundaries.begin(_torch.sequence_number(), self._path_id(path) if path else -1)
 
@@ -268,13 +266,13 @@ class ModuleTracker:
         """The marks of the thread that created the node that runs now.
 
         Sequence numbers count per thread. On GPUs backward runs in a thread of its own,
-        which creates nodes only in reentrant checkpointing: it recomputes in one
-        backward pass and runs those nodes in another, nested one.
+        which creates nodes when it recomputes, and runs them only in reentrant
+        checkpointing: in a backward pass inside the one that recomputed.
         """
-        own = self._thread.boundaries
-        if own is not None and (own.task == -1 or own.task != _torch.graph_task()):
-            return own
-        return self._forward_boundaries
+        own, forward = self._thread.boundaries, self._forward_boundaries
+        if own is None or own is forward:
+            return forward
+        return own if is_nested_backward() else forward
 
     def _parameter_path(self, variable: torch.Tensor) -> str:
         """The module that owns a parameter."""

@@ -1,0 +1,58 @@
+"""Each error is a SpmdError and also the builtin that a caller would expect."""
+
+import inspect
+
+import pytest
+
+from torchspmd import errors
+from torchspmd.errors import SpmdError
+
+pytestmark = pytest.mark.unit
+
+_BUILTINS = {
+    "LedgerError": ValueError,
+    "UsageError": ValueError,
+    "WorldError": RuntimeError,
+    "RankError": RuntimeError,
+    "LayoutError": ValueError,
+    "LayoutCountError": AssertionError,
+    "UnsupportedModuleError": NotImplementedError,
+    "PlanError": ValueError,
+    "CheckError": ValueError,
+}
+_ALL = [
+    value
+    for value in vars(errors).values()
+    if inspect.isclass(value) and issubclass(value, Exception)
+]
+_CHILDREN = [error for error in _ALL if error is not SpmdError]
+
+
+@pytest.mark.parametrize("error", _CHILDREN, ids=lambda error: error.__name__)
+def test_is_a_spmd_error_and_a_builtin(error):
+    builtins = [
+        base
+        for base in error.__mro__
+        if base.__module__ == "builtins" and base not in (Exception, BaseException)
+    ]
+    assert issubclass(error, SpmdError)
+    assert len(builtins) > 1  # one of its own, and object
+
+
+@pytest.mark.parametrize(("name", "builtin"), _BUILTINS.items())
+def test_can_be_caught_as_the_builtin(name, builtin):
+    with pytest.raises(builtin, match=r"^text$"):
+        raise getattr(errors, name)("text")
+
+
+@pytest.mark.parametrize("error", _ALL, ids=lambda error: error.__name__)
+def test_has_its_own_docstring_and_name(error):
+    assert error.__module__ == "torchspmd.errors"
+    assert error.__name__.endswith("Error")
+    parents = {base.__doc__ for base in error.__mro__[1:]}
+    assert error.__doc__ not in (None, *parents)
+
+
+def test_every_error_of_this_page_is_listed_here():
+    assert {error.__name__ for error in _CHILDREN} >= set(_BUILTINS)
+    assert not issubclass(SpmdError, (ValueError, RuntimeError))

@@ -1,0 +1,114 @@
+"""What `import torchspmd` gives, and that it changes nothing else."""
+
+import inspect
+import subprocess
+import sys
+import types
+
+import pytest
+
+import torchspmd
+
+pytestmark = pytest.mark.unit
+
+_NAMES = {
+    "CommDebugMode",
+    "CommEvent",
+    "Kind",
+    "Ledger",
+    "Phase",
+    "SpmdError",
+    "diff_ledgers",
+    "load_ledger",
+    "save_ledger",
+}
+
+
+def _public_names():
+    """The names that `__init__` binds on purpose; submodules appear by being imported."""
+    return {
+        name
+        for name, value in vars(torchspmd).items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+    }
+
+
+def test_public_names_are_these():
+    assert _public_names() == _NAMES
+
+
+def test_public_names_are_few():
+    assert len(_public_names()) <= 24
+
+
+@pytest.mark.parametrize("name", sorted(_NAMES))
+def test_every_public_name_has_its_own_docstring(name):
+    value = getattr(torchspmd, name)
+    inherited = [base.__doc__ for base in getattr(value, "__mro__", ())[1:]]
+    assert value.__doc__
+    assert value.__doc__ not in inherited
+    assert value.__module__.startswith("torchspmd.")
+
+
+def test_no_module_shares_its_name_with_a_public_function():
+    functions = {n for n in _NAMES if inspect.isfunction(getattr(torchspmd, n))}
+    shadowed = [n for n in functions if f"torchspmd.{n}" in sys.modules]
+    assert shadowed == []
+
+
+def test_version_is_a_number():
+    assert all(part.isdigit() for part in torchspmd.__version__.split("."))
+
+
+_PROBE = """
+import logging, os, sys, threading, warnings
+import torch, torch.distributed, torch.distributed.tensor
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+def state():
+    names = [None, *logging.root.manager.loggerDict]
+    loggers = [logging.getLogger(name) for name in names]
+    return {
+        "environ": dict(os.environ),
+        "handlers": {log.name: list(log.handlers) for log in loggers if log.handlers},
+        "level": logging.getLogger().level,
+        "threads": torch.get_num_threads(),
+        "python threads": threading.active_count(),
+        "filters": list(warnings.filters),
+        "path": list(sys.path),
+        "excepthook": sys.excepthook,
+        "module": dict(vars(nn.Module)),
+        "ddp": dict(vars(DistributedDataParallel)),
+        "optimizer": dict(vars(torch.optim.Optimizer)),
+        "graph": dict(vars(torch.cuda.CUDAGraph)),
+        "seed": torch.get_rng_state().tolist(),
+        "dtype": torch.get_default_dtype(),
+        "grad": torch.is_grad_enabled(),
+        "world": torch.distributed.is_initialized(),
+        "libraries": len(torch.library._defs), "impls": len(torch.library._impls),
+    }
+
+before = state()
+import torchspmd
+after = state()
+changed = sorted(key for key in before if before[key] != after[key])
+print("changed:", changed)
+"""
+
+
+def _run_python(code):
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout.splitlines()
+
+
+def test_importing_changes_nothing():
+    assert _run_python(_PROBE) == ["changed: []"]
