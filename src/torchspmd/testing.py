@@ -18,6 +18,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -30,6 +31,7 @@ from torchspmd import _torch
 from torchspmd.errors import RankError, UsageError, WorldError
 
 _START_SECONDS = 120.0  # to start the processes and join the group, on a busy machine
+_GRACE_SECONDS = 0.3  # after a failure, for the rank that caused it to be heard too
 
 
 @contextlib.contextmanager
@@ -184,9 +186,11 @@ class Ranks:
         task = _pickle_task(fn, args, kwargs, seed)
         if not self._workers:
             self._start()
-        for worker in self._workers:
-            worker.connection.send_bytes(task)
         try:
+            for worker in self._workers:
+                # A rank that died since the last run is told when its answer is read.
+                with contextlib.suppress(OSError):
+                    worker.connection.send_bytes(task)
             return self._collect(timeout, _name(fn))
         except BaseException:
             # Ranks may be anywhere in the function now: they cannot serve another run.
@@ -229,16 +233,36 @@ class Ranks:
     def _collect(self, timeout: float, what: str) -> list[Any]:
         deadline = time.monotonic() + timeout
         results: dict[int, Any] = {}
+        failures: list[_Failure] = []
         waiting = {worker.connection: worker for worker in self._workers}
         while waiting:
             left = deadline - time.monotonic()
             ready = multiprocessing.connection.wait(list(waiting), max(left, 0))
             if not ready:
-                raise RankError(_timeout_text(what, timeout, list(waiting.values())))
+                break
             for connection in ready:
                 worker = waiting.pop(connection)  # type: ignore[call-overload]
-                results[worker.rank] = worker.receive(what)
+                answer = worker.receive()
+                if isinstance(answer, _Failure):
+                    failures.append(answer)
+                    # Other ranks may fail of this one: they must not be told instead.
+                    deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+                else:
+                    results[worker.rank] = answer
+        if failures:
+            failures.sort(key=lambda failure: not failure.is_death)
+            raise RankError(f"{what}: " + "\n\n".join(each.text for each in failures))
+        if waiting:
+            raise RankError(_timeout_text(what, timeout, list(waiting.values())))
         return [results[rank] for rank in range(self.world_size)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """Why a rank gave no result."""
+
+    text: str
+    is_death: bool = False
 
 
 class _Worker:
@@ -259,17 +283,26 @@ class _Worker:
         self.process.start()
         child.close()
 
-    def receive(self, what: str) -> Any:
+    def receive(self) -> Any:
+        """The rank's result, or a ``_Failure``."""
         try:
-            status, payload = pickle.loads(self.connection.recv_bytes())
-        except EOFError:
+            message = self.connection.recv_bytes()
+        except (EOFError, OSError):
             self.process.join(5)
-            raise RankError(
-                f"{what}: rank {self.rank} died without a word "
-                f"(exit code {self.process.exitcode})."
-            ) from None
+            return _Failure(
+                f"rank {self.rank} died without a word "
+                f"(exit code {self.process.exitcode}).",
+                is_death=True,
+            )
+        try:
+            status, payload = pickle.loads(message)
+        except Exception as error:
+            return _Failure(
+                f"rank {self.rank} gave a result that does not load here: "
+                f"{type(error).__name__}: {error}"
+            )
         if status == "error":
-            raise RankError(f"{what}: rank {self.rank} failed:\n\n{payload}")
+            return _Failure(f"rank {self.rank} failed:\n\n{payload}")
         return payload
 
     def stack(self) -> str:
@@ -385,5 +418,9 @@ def _answer(
         message = pickle.dumps(("ok", fn(*args, **kwargs)))
     except BaseException:
         message = pickle.dumps(("error", traceback.format_exc()))
+    # The process ends without Python's own clean-up, which would do this.
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     with contextlib.suppress(OSError):
         connection.send_bytes(message)

@@ -15,6 +15,7 @@ from torchspmd._torch.compilation import (
 )
 from torchspmd._torch.compilation import load_compiler as load_compiler
 from torchspmd._torch.compilation import on_graph_replay as on_graph_replay
+from torchspmd._torch.compilation import size_hint as size_hint
 from torchspmd._torch.dispatcher import Kernel as Kernel
 from torchspmd._torch.dispatcher import argument_names as argument_names
 from torchspmd._torch.dispatcher import call_below as call_below
@@ -27,6 +28,7 @@ from torchspmd._torch.groups import ddp_on_fake_groups as ddp_on_fake_groups
 from torchspmd._torch.groups import default_store as default_store
 from torchspmd._torch.groups import fake_store as fake_store
 from torchspmd._torch.groups import file_store as file_store
+from torchspmd._torch.groups import find_group as find_group
 from torchspmd._torch.groups import live_meshes as live_meshes
 from torchspmd._torch.groups import owned_axis as owned_axis
 from torchspmd._torch.groups import resolve_group as resolve_group

@@ -26,6 +26,13 @@ def is_compiled_module(module: torch.nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
+def size_hint(size: int | torch.SymInt) -> int:
+    """A size as a number; of a symbol, the value it was traced with, without a guard."""
+    if isinstance(size, torch.SymInt) and size.node.has_hint():
+        return int(size.node.hint)
+    return int(size)
+
+
 _replay_callbacks: list[Callable[[], None]] = []
 
 

@@ -29,6 +29,12 @@ def resolve_group(value: Any) -> dist.ProcessGroup | None:
     return None
 
 
+def find_group(tag: Any, ranks: Any) -> dist.ProcessGroup | None:
+    """The process group of these ranks, as the legacy functional operators name it."""
+    found: dist.ProcessGroup | None = _c10d._find_pg_by_ranks_and_tag(tag, list(ranks))
+    return found
+
+
 def _group(value: Any) -> dist.ProcessGroup:
     assert isinstance(value, dist.ProcessGroup), type(value)
     return value

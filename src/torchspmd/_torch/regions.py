@@ -74,6 +74,8 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 def dtensor_slots(module: torch.nn.Module) -> list[tuple[str, dict[str, Any], str]]:
     """Where a module keeps DTensors: full name, the dict that holds it, the key in it."""
+    from torch.distributed.tensor import DTensor
+
     return [
         (f"{prefix}.{name}" if prefix else name, table, name)
         for prefix, child in module.named_modules()
@@ -141,10 +143,10 @@ def _kind_of(name: str, is_python: bool) -> NodeKind:
 def node_group(node: Any) -> dist.ProcessGroup:
     """The group of a node that is a collective with a backward."""
     if node.name() in _LEGACY:
-        legacy: dist.ProcessGroup = node.group or dist.group.WORLD
-        return legacy
-    group = resolve_group(node.group_name)
-    assert group is not None, node.name()
+        group = node.group or dist.group.WORLD
+    else:
+        group = resolve_group(node.group_name)
+    assert isinstance(group, dist.ProcessGroup), node.name()
     return group
 
 

@@ -143,9 +143,11 @@ def apply_torch_style(
 
 def foreach_norm(tensors: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
     """The norm of each tensor, in one call for all of one device and dtype."""
-    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return [
-        n for group in groups.values() for n in torch._foreach_norm(group, norm_type)
-    ]
+    places: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        places.setdefault((tensor.device, tensor.dtype), []).append(place)
+    norms: dict[int, torch.Tensor] = {}
+    for group in places.values():
+        found = torch._foreach_norm([tensors[place] for place in group], norm_type)
+        norms.update(zip(group, found, strict=True))
+    return [norms[place] for place in range(len(tensors))]

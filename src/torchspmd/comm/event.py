@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -30,11 +30,16 @@ class Group:
         name: The process group's name in torch.
         ranks: Global ranks, in group order; empty when torch could not tell.
         axis: Name of the mesh axis that owns the group; None when no DeviceMesh does.
+        label: What tables show: the axis, else the ranks.
     """
 
     name: str
     ranks: tuple[int, ...]
     axis: str | None = None
+    label: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "label", self._describe())
 
     def __hash__(self) -> int:
         return hash(
@@ -46,9 +51,7 @@ class Group:
         """How many ranks take part."""
         return len(self.ranks)
 
-    @property
-    def label(self) -> str:
-        """The axis name where there is one, else the ranks, for people to read."""
+    def _describe(self) -> str:
         if self.axis is not None:
             return self.axis
         return f"ranks {_ranges(self.ranks)}" if self.ranks else f"group {self.name}"

@@ -55,6 +55,18 @@ class Operator:
     counted_as: str
 
 
+# The legacy operators give the same tensor another name.
+_LEGACY_BUFFERS = {
+    "all_reduce": "self",
+    "all_reduce_coalesced": "self",
+    "all_gather_into_tensor": "shard",
+    "all_gather_into_tensor_coalesced": "input",
+    "broadcast": "self",
+    "isend": "self",
+    "irecv": "self",
+}
+
+
 def _functional() -> dict[str, Operator]:
     """Functional collectives: one native operator, several spellings, one count."""
     rows = (
@@ -79,7 +91,12 @@ def _functional() -> dict[str, Operator]:
     namespaces = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional")
     return {
         f"{namespace}::{name}{suffix}": Operator(
-            kind, buffer, is_shard, f"c10d_functional.{name}"
+            kind,
+            _LEGACY_BUFFERS.get(name, buffer)
+            if namespace == "c10d_functional"
+            else buffer,
+            is_shard,
+            f"c10d_functional.{name}",
         )
         for kind, name, buffer, is_shard, suffixes in rows
         for suffix in suffixes
@@ -178,6 +195,7 @@ SILENT = frozenset(
         "_c10d_functional::wait_tensor",
         "_c10d_functional::_wrap_tensor_autograd",
         "c10d_functional::wait_tensor",
+        "_dtensor::mesh_get_process_group",
         "c10d::check_for_nan",
         "symm_mem::_async_input_mm",
         "symm_mem::_rendezvous",

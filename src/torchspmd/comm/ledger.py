@@ -4,7 +4,7 @@ Totals are always exact. Single events are kept up to a limit and counted as dro
 beyond it; whatever shows a ledger says so.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -159,6 +159,7 @@ class Ledger:
                 f"Ledger.select: unknown field {', '.join(map(repr, unknown))}. "
                 f"Choose among: {', '.join((*FIELDS, 'within'))}."
             )
+        _check_values(where)
         return {
             key: Total(*row)
             for key, row in self._totals.items()
@@ -216,6 +217,16 @@ def is_within(module: str, parent: str) -> bool:
     (True, False)
     """
     return module == parent or module.startswith(f"{parent}.")
+
+
+def _check_values(where: Mapping[str, object]) -> None:
+    """A misspelt kind would read as zero."""
+    for field, names in (("kind", list(Kind)), ("phase", list(Phase))):
+        if field in where and where[field] not in names:
+            raise UsageError(
+                f"Ledger.select: {field}={where[field]!r} is no {field}. Choose among: "
+                f"{', '.join(names)}."
+            )
 
 
 def _matches(key: Key, field: str, wanted: object, within: bool) -> bool:

@@ -3,12 +3,13 @@
 Only shapes and dtypes are read, so real, fake and meta tensors measure alike.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
 import torch
 
+from torchspmd import _torch
 from torchspmd.comm.kinds import Kind, Operator
 from torchspmd.comm.wire import wire_bytes
 
@@ -37,12 +38,11 @@ def measure(
         return _measure_product(operator.kind, arguments, group_size)
     buffer = _buffer(operator, arguments)
     if isinstance(buffer, torch.Tensor):
-        dtype, shape = _dtype_name(buffer.dtype), tuple(buffer.shape)
-        payload = buffer.numel() * buffer.element_size()
+        dtype, shape, payload = _measure_one(buffer)
     else:
         tensors = list(_tensors(buffer))
         dtype, shape = _dtype(tensors), _shape(tensors)
-        payload = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        payload = sum(map(_bytes, tensors))
     if operator.is_shard:
         payload *= group_size
     if operator.kind is Kind.SEND_RECV:
@@ -50,6 +50,15 @@ def measure(
     else:
         wire = wire_bytes(operator.kind, payload, group_size)
     return Measure(dtype, shape, payload, wire)
+
+
+def _measure_one(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], int]:
+    num_elements = tensor.numel()
+    if type(num_elements) is int:  # almost always: no symbols, so no look at each size
+        shape = tuple(tensor.shape)
+    else:
+        num_elements, shape = _torch.size_hint(num_elements), _sizes(tensor.shape)
+    return _dtype_name(tensor.dtype), shape, num_elements * tensor.element_size()
 
 
 def _buffer(operator: Operator, arguments: Mapping[str, object]) -> object:
@@ -82,8 +91,19 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 def _shape(tensors: list[torch.Tensor]) -> tuple[int, ...]:
     if len(tensors) == 1:
-        return tuple(tensors[0].shape)
-    return (sum(tensor.numel() for tensor in tensors),) if tensors else ()
+        return _sizes(tensors[0].shape)
+    if not tensors:
+        return ()
+    return (sum(_torch.size_hint(tensor.numel()) for tensor in tensors),)
+
+
+def _sizes(shape: Sequence[int]) -> tuple[int, ...]:
+    # A ledger holds numbers: symbols of a dynamic trace do not hash and do not last.
+    return tuple(map(_torch.size_hint, shape))
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return _torch.size_hint(tensor.numel()) * tensor.element_size()
 
 
 def _sent_bytes(arguments: Mapping[str, object]) -> int:
@@ -92,7 +112,7 @@ def _sent_bytes(arguments: Mapping[str, object]) -> int:
     assert isinstance(directions, (list, tuple)), type(directions)
     assert isinstance(tensors, (list, tuple)), type(tensors)
     return sum(
-        tensor.numel() * tensor.element_size()
+        _bytes(tensor)
         for direction, tensor in zip(directions, tensors, strict=True)
         if "send" in direction
     )
@@ -107,7 +127,7 @@ def _measure_product(
     assert isinstance(right, torch.Tensor), type(right)
     dtype = arguments.get("out_dtype") or left.dtype
     assert isinstance(dtype, torch.dtype), type(dtype)
-    shape = (*left.shape[:-1], right.shape[-1])
+    shape = _sizes((*left.shape[:-1], right.shape[-1]))
     payload = torch.Size(shape).numel() * dtype.itemsize
     return Measure(
         _dtype_name(dtype),

@@ -6,6 +6,7 @@ their place in the table. Files are written whole or not at all.
 
 import json
 import os
+import stat
 import tempfile
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -30,8 +31,15 @@ def save_ledger(ledger: Ledger, path: str | os.PathLike[str]) -> None:
     >>> save_ledger(Ledger(), path)
     >>> load_ledger(path) == Ledger()
     True
+
+    Raises:
+        LedgerError: The file cannot be written.
     """
-    write_whole(Path(path), json.dumps(ledger_to_dict(ledger), indent=1) + "\n")
+    text = json.dumps(ledger_to_dict(ledger), indent=1) + "\n"
+    try:
+        write_whole(Path(path), text)
+    except OSError as error:
+        raise LedgerError(f"cannot write {path}: {error.strerror or error}.") from None
 
 
 def load_ledger(path: str | os.PathLike[str]) -> Ledger:
@@ -44,7 +52,7 @@ def load_ledger(path: str | os.PathLike[str]) -> Ledger:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise LedgerError(f"cannot read {path}: {error.strerror or error}.") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise LedgerError(
             f"{path} is not JSON. Give a file written by `torchspmd trace --out` or "
             "`save_ledger`."
@@ -63,7 +71,10 @@ def ledger_to_dict(ledger: Ledger) -> dict[str, Any]:
         "max_events": ledger.max_events,
         "dropped_events": ledger.dropped,
         "notes": ledger.notes,
-        "groups": [asdict(group) for group in groups],
+        "groups": [
+            {"name": group.name, "ranks": group.ranks, "axis": group.axis}
+            for group in groups
+        ],
         "totals": [
             {**key._asdict(), **asdict(total)} for key, total in ledger.rows.items()
         ],
@@ -86,7 +97,7 @@ def ledger_from_dict(data: Any, where: str) -> Ledger:
         )
     try:
         return _build_ledger(data)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise LedgerError(
             f"{where} is a torchspmd ledger with a broken entry "
             f"({type(error).__name__}: {error}). Write the file again."
@@ -96,8 +107,9 @@ def ledger_from_dict(data: Any, where: str) -> Ledger:
 def _build_ledger(data: dict[str, Any]) -> Ledger:
     ledger = Ledger(max_events=data["max_events"])
     for row in data["totals"]:
-        total = {field.name: int(row.pop(field.name)) for field in fields(Total)}
-        key = Key(**{**row, "kind": Kind(row["kind"]), "phase": Phase(row["phase"])})
+        rest = dict(row)
+        total = {field.name: int(rest.pop(field.name)) for field in fields(Total)}
+        key = Key(**{**rest, "kind": Kind(rest["kind"]), "phase": Phase(rest["phase"])})
         ledger.add_total(key, Total(**total))
     groups = [
         Group(group["name"], tuple(group["ranks"]), group["axis"])
@@ -121,9 +133,15 @@ def _event_from_dict(data: dict[str, Any], groups: list[Group]) -> CommEvent:
             "kind": Kind(data["kind"]),
             "phase": Phase(data["phase"]),
             "shape": tuple(data["shape"]),
-            "group": groups[data["group"]],
+            "group": groups[_place(data["group"])],
         }
     )
+
+
+def _place(value: Any) -> int:
+    if not isinstance(value, int) or value < 0:
+        raise ValueError(f"{value!r} is not a place in the table of groups")
+    return value
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -132,7 +150,17 @@ def write_whole(path: Path, text: str) -> None:
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
+        Path(name).chmod(_mode_of(path))
         Path(name).replace(path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def _mode_of(path: Path) -> int:
+    """The permissions of the file that is replaced, or those of any new file."""
+    if path.exists():
+        return stat.S_IMODE(path.stat().st_mode)
+    umask = os.umask(0)
+    os.umask(umask)
+    return 0o666 & ~umask

@@ -31,6 +31,10 @@ class Topology:
         for name in _GROUP_ARGUMENTS:
             if name in arguments:
                 return self._resolve(arguments[name])
+        if "ranks" in arguments:  # the legacy functional operators
+            return self._resolve(
+                _torch.find_group(arguments.get("tag", ""), arguments["ranks"])
+            )
         return _NOBODY
 
     def _resolve(self, value: Any) -> Group:

@@ -10,6 +10,7 @@ ranks is the traffic that crossed the network. With S payload bytes and n ranks:
 | broadcast, reduce                       | (n-1)/n S            |
 | gather, scatter                         | (n-1)/n S/n          |
 | send                                    | S (its recv sends 0) |
+| send_recv (a batch)                     | what it sends        |
 | barrier, unknown                        | 0                    |
 
 S is the whole logical buffer: the output of an all-gather, the input of a

@@ -246,3 +246,21 @@ def test_steps_that_repeat_do_not_grow_memory():
     assert len(ledger) == 10_050
     assert len(ledger.events) == DEFAULT_MAX_EVENTS
     assert ledger.dropped == 50
+
+
+@pytest.mark.parametrize(
+    ("where", "text"),
+    [
+        (
+            {"kind": "allreduce"},
+            "kind='allreduce' is no kind. Choose among: all_reduce, ",
+        ),
+        (
+            {"phase": "sideways"},
+            "phase='sideways' is no phase. Choose among: forward, ",
+        ),
+    ],
+)
+def test_a_misspelt_value_does_not_read_as_zero(where, text):
+    with pytest.raises(UsageError, match=text):
+        Ledger().total(**where)
