@@ -10,16 +10,16 @@ from typing import Any, Self
 import torch
 
 from torchspmd import _torch
-from torchspmd.comm import GLOBAL, CommEvent, Kind, Ledger, Phase, Topology, measure
+from torchspmd.comm import GLOBAL, CommEvent, Ledger, Phase, Topology, measure
 from torchspmd.comm.event import is_check
 from torchspmd.comm.ledger import DEFAULT_MAX_EVENTS
 from torchspmd.comm.storage import write_whole
 from torchspmd.errors import UsageError
-from torchspmd.trace import tables
+from torchspmd.trace import notes, tables
 from torchspmd.trace.callsite import read_call_site, read_phase
 from torchspmd.trace.counts import ModuleCounts, count_modules, count_packets
 from torchspmd.trace.intercept import Call, listen
-from torchspmd.trace.modules import LOST, ModuleInfo, ModuleTracker
+from torchspmd.trace.modules import ModuleInfo, ModuleTracker
 from torchspmd.trace.operations import OperationLog, OperationMode
 
 
@@ -93,10 +93,7 @@ class CommDebugMode:
         trace: TracebackType | None,
     ) -> None:
         if self._lists_operations and self._tracker.compiled:
-            self.ledger.note(
-                "operators inside regions compiled by torch.compile are not listed one "
-                f"by one: {', '.join(sorted(self._tracker.compiled))}"
-            )
+            self.ledger.note(notes.on_compiled_modules(self._tracker.compiled))
         exits, self._exits = self._exits, None
         if exits is not None:
             exits.__exit__(kind, error, trace)
@@ -129,31 +126,11 @@ class CommDebugMode:
             check=is_check(),
         )
         self.ledger.append(event)
-        self._note(event)
-
-    def _note(self, event: CommEvent) -> None:
-        """Say what a reader of the ledger could not know from the event."""
-        if event.kind is Kind.UNKNOWN:
-            self.ledger.note(
-                f"{event.op} is an operator that torchspmd does not know: it is counted "
-                "as unknown and its wire bytes as 0"
-            )
-        if event.compiled:
-            self.ledger.note(
-                "communication inside a region compiled by torch.compile is attributed "
-                "to the module that was called, not to those inside it"
-            )
-        if event.module == LOST:
-            self.ledger.note(
-                "backward ran for modules whose forward was too many calls ago to know "
-                f"their names; they are shown as {LOST}"
-            )
+        for text in notes.on_event(event):
+            self.ledger.note(text)
 
     def _note_replay(self) -> None:
-        self.ledger.note(
-            "a CUDA graph was replayed: what it communicates cannot be seen; record the "
-            "run that captures it"
-        )
+        self.ledger.note(notes.ON_REPLAY)
 
     def _locate(self) -> tuple[str, Phase]:
         """The module and phase of an operator, without the cost of a whole stack walk."""

@@ -1,109 +1,26 @@
-"""Helpers for tests of distributed code, yours and ours.
-
-``fake_mesh`` gives any world size in one process, for shapes, layouts and counts.
-``run_ranks`` starts real gloo processes, for numbers; ``Ranks`` keeps them for many runs.
-"""
+"""Real ranks on this machine, seen from the process that starts them."""
 
 import contextlib
-import datetime
-import faulthandler
-import math
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
 import signal
-import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torchspmd import _torch
 from torchspmd.errors import RankError, UsageError, WorldError
+from torchspmd.testing.rank import serve
 
 _START_SECONDS = 120.0  # to start the processes and join the group, on a busy machine
 _GRACE_SECONDS = 0.3  # after a failure, for the rank that caused it to be heard too
-
-
-@contextlib.contextmanager
-def fake_mesh(
-    shape: int | Sequence[int],
-    names: Sequence[str] | None = None,
-    *,
-    rank: int = 0,
-    device_type: str = "cpu",
-) -> Iterator[DeviceMesh]:
-    """A mesh of any size in this one process; collectives return at once.
-
-    Shapes, layouts and counts are those of a real run, values are not. Also works as a
-    decorator.
-
-    Args:
-        shape: Size of each mesh axis.
-        names: Name of each axis, such as ``("dp", "tp")``.
-        rank: Which rank this process plays.
-        device_type: Where tensors of the mesh live.
-
-    Example:
-        >>> with fake_mesh((2, 4), ("dp", "tp")) as mesh:
-        ...     mesh["tp"].size()
-        4
-    """
-    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-    world_size = math.prod(sizes)
-    _check_fake_mesh(sizes, names, rank, world_size)
-    with fake_world(world_size, rank=rank):
-        mesh = init_device_mesh(
-            device_type, sizes, mesh_dim_names=tuple(names) if names else None
-        )
-        yield mesh  # held here: the caller may not bind it
-
-
-@contextlib.contextmanager
-def fake_world(world_size: int, *, rank: int = 0) -> Iterator[None]:
-    """A default process group of any size in this one process, gone again at the end."""
-    if dist.is_initialized():
-        raise WorldError(
-            f"a fake world of {world_size} ranks cannot start: this process already has "
-            f"a default process group of {dist.get_world_size()} ranks. "
-            "Call torch.distributed.destroy_process_group() first."
-        )
-    dist.init_process_group(
-        "fake", store=_torch.fake_store(), rank=rank, world_size=world_size
-    )
-    try:
-        with _torch.ddp_on_fake_groups():
-            yield
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def _check_fake_mesh(
-    sizes: tuple[int, ...], names: Sequence[str] | None, rank: int, world_size: int
-) -> None:
-    problems = []
-    if not sizes or any(size < 1 for size in sizes):
-        problems.append(f"shape {sizes}: every axis needs at least one rank")
-    elif not 0 <= rank < world_size:
-        problems.append(
-            f"rank {rank}: the ranks of this mesh are 0 to {world_size - 1}"
-        )
-    if isinstance(names, str):
-        problems.append(f"names {names!r}: pass a tuple of names, ({names!r},)")
-    elif names is not None and len(names) != len(sizes):
-        problems.append(f"names {tuple(names)}: the mesh has {len(sizes)} axes")
-    if problems:
-        raise UsageError("fake_mesh: " + "; ".join(problems) + ".")
 
 
 def run_ranks(
@@ -276,7 +193,7 @@ class _Worker:
         self.stack_file = folder / f"stack{rank}"
         self.connection, child = context.Pipe()
         self.process = context.Process(
-            target=_serve,
+            target=serve,
             args=(child, rank, world_size, backend, str(folder)),
             daemon=True,
         )
@@ -349,78 +266,3 @@ def _timeout_text(what: str, timeout: float, late: "list[_Worker]") -> str:
 
 def _name(fn: Callable[..., Any]) -> str:
     return getattr(fn, "__qualname__", repr(fn))
-
-
-def _serve(
-    connection: "multiprocessing.connection.Connection[bytes, bytes]",
-    rank: int,
-    world_size: int,
-    backend: str,
-    folder: str,
-) -> None:
-    """The life of one rank: join the group, then run what is sent until the pipe ends."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with (Path(folder) / f"stack{rank}").open("w") as stack_file:
-        faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
-        torch.set_num_threads(1)
-        _answer(connection, _join, rank, world_size, backend, folder)
-        while True:
-            try:
-                fn, args, kwargs, seed = pickle.loads(connection.recv_bytes())
-            except (EOFError, OSError):
-                break
-            except Exception:
-                _answer(connection, _reraise, traceback.format_exc())
-                continue
-            torch.manual_seed(seed)
-            _answer(connection, fn, *args, **kwargs)
-    os._exit(0)  # a hanging collective of another rank must not keep this one
-
-
-def _join(rank: int, world_size: int, backend: str, folder: str) -> None:
-    if backend == "nccl":
-        _take_device(rank, world_size)
-    dist.init_process_group(
-        backend,
-        store=_torch.file_store(Path(folder) / "store", world_size),
-        rank=rank,
-        world_size=world_size,
-        timeout=datetime.timedelta(seconds=300),
-    )
-
-
-def _take_device(rank: int, world_size: int) -> None:
-    num_devices = torch.cuda.device_count()
-    if num_devices < world_size:
-        # NCCL refuses two ranks of one host on one device: let each be a host.
-        os.environ.update(
-            NCCL_HOSTID=f"rank{rank}",
-            NCCL_P2P_DISABLE="1",
-            NCCL_SHM_DISABLE="1",
-            NCCL_SOCKET_IFNAME="lo",
-        )
-    torch.cuda.set_device(rank % num_devices)
-
-
-def _reraise(text: str) -> None:
-    raise RuntimeError(f"the rank could not import what it was sent:\n{text}")
-
-
-def _answer(
-    connection: "multiprocessing.connection.Connection[bytes, bytes]",
-    fn: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
-) -> None:
-    try:
-        message = pickle.dumps(("ok", fn(*args, **kwargs)))
-    except BaseException:
-        message = pickle.dumps(("error", traceback.format_exc()))
-    # The process ends without Python's own clean-up, which would do this.
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    with contextlib.suppress(OSError):
-        connection.send_bytes(message)

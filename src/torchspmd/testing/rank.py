@@ -1,0 +1,94 @@
+"""The life of one rank, in its own process."""
+
+import contextlib
+import datetime
+import faulthandler
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchspmd import _torch
+
+
+def serve(
+    connection: "multiprocessing.connection.Connection[bytes, bytes]",
+    rank: int,
+    world_size: int,
+    backend: str,
+    folder: str,
+) -> None:
+    """The life of one rank: join the group, then run what is sent until the pipe ends."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with (Path(folder) / f"stack{rank}").open("w") as stack_file:
+        faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
+        torch.set_num_threads(1)
+        _answer(connection, _join, rank, world_size, backend, folder)
+        while True:
+            try:
+                fn, args, kwargs, seed = pickle.loads(connection.recv_bytes())
+            except (EOFError, OSError):
+                break
+            except Exception:
+                _answer(connection, _reraise, traceback.format_exc())
+                continue
+            torch.manual_seed(seed)
+            _answer(connection, fn, *args, **kwargs)
+    os._exit(0)  # a hanging collective of another rank must not keep this one
+
+
+def _join(rank: int, world_size: int, backend: str, folder: str) -> None:
+    if backend == "nccl":
+        _take_device(rank, world_size)
+    dist.init_process_group(
+        backend,
+        store=_torch.file_store(Path(folder) / "store", world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=300),
+    )
+
+
+def _take_device(rank: int, world_size: int) -> None:
+    num_devices = torch.cuda.device_count()
+    if num_devices < world_size:
+        # NCCL refuses two ranks of one host on one device: let each be a host.
+        os.environ.update(
+            NCCL_HOSTID=f"rank{rank}",
+            NCCL_P2P_DISABLE="1",
+            NCCL_SHM_DISABLE="1",
+            NCCL_SOCKET_IFNAME="lo",
+        )
+    torch.cuda.set_device(rank % num_devices)
+
+
+def _reraise(text: str) -> None:
+    raise RuntimeError(f"the rank could not import what it was sent:\n{text}")
+
+
+def _answer(
+    connection: "multiprocessing.connection.Connection[bytes, bytes]",
+    fn: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    try:
+        message = pickle.dumps(("ok", fn(*args, **kwargs)))
+    except BaseException:
+        message = pickle.dumps(("error", traceback.format_exc()))
+    # The process ends without Python's own clean-up, which would do this.
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        connection.send_bytes(message)
