@@ -23,6 +23,10 @@ def current_node() -> Any | None:
     return torch._C._current_autograd_node()
 
 
+# The number of the nodes that add to a parameter's gradient: they run as soon as they can.
+ACCUMULATE_SEQUENCE = 2**64 - 1
+
+
 def node_sequence(node: Any) -> int:
     """The sequence number under which a node was created."""
     return int(node._sequence_nr())

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchspmd._torch.groups import resolve_group
 
 if TYPE_CHECKING:  # it takes longer to import than the rest of torchspmd
-    from torch.distributed.tensor import DTensor, Placement
+    from torch.distributed.tensor import Placement
 
 
 def flatten_tree(tree: Any) -> tuple[list[Any], Any]:

@@ -251,13 +251,13 @@ class ModuleTracker:
         node = _torch.current_node()
         if node is None:
             return GLOBAL
-        variable = getattr(node, "variable", None)
-        if variable is not None:  # a parameter's gradient is complete
-            return self._parameter_path(variable)
+        sequence = _torch.node_sequence(node)
+        if sequence == _torch.ACCUMULATE_SEQUENCE:  # a parameter's gradient is complete
+            return self._parameter_path(node.variable)
         boundaries = self._boundaries_of_node()
         if boundaries is None:
             return GLOBAL
-        place = boundaries.find(_torch.node_sequence(node))
+        place = boundaries.find(sequence)
         if place is None:
             return LOST
         return self._paths[place] if place >= 0 else GLOBAL

@@ -45,14 +45,21 @@ class OperationLog:
         self.dropped = 0
         self._room = max_operations
         self._by_place: dict[tuple[str, Phase], list[Operation]] = {}
+        self._place: tuple[str, Phase] | None = (
+            None  # of the last one: most often the next
+        )
+        self._here: list[Operation] = []
 
-    def append(self, module: str, phase: Phase, operation: Operation) -> None:
-        """Record one operation."""
+    def append(self, place: tuple[str, Phase], operation: Operation) -> None:
+        """Record one operation of a module in a phase."""
         if self._room == 0:
             self.dropped += 1
             return
         self._room -= 1
-        self._by_place.setdefault((module, phase), []).append(operation)
+        if place != self._place:
+            self._place = place
+            self._here = self._by_place.setdefault(place, [])
+        self._here.append(operation)
 
     def of(self, module: str, phase: Phase) -> tuple[Operation, ...]:
         """What a module ran in a phase, in order."""
@@ -92,15 +99,15 @@ class OperationMode(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Record, then go on; DTensor takes its own operators apart first."""
-        module, phase = self._locate()
+        place = self._locate()
         if DTensor in types:
-            self._log.append(module, phase, self._dtensor_operation(func, args))
+            self._log.append(place, self._dtensor_operation(func, args))
             return NotImplemented
         operation = self._plain.get(func)
         if operation is None:
             operation = self._plain[func] = Operation(str(func))
-        self._log.append(module, phase, operation)
-        return func(*args, **(kwargs or {}))
+        self._log.append(place, operation)
+        return func(*args, **kwargs) if kwargs else func(*args)
 
     def _dtensor_operation(self, func: Any, args: tuple[Any, ...]) -> Operation:
         tensors = [arg for arg in args if isinstance(arg, DTensor)]
