@@ -18,8 +18,11 @@ _NAMES = {
     "Ledger",
     "Phase",
     "SpmdError",
+    "clip_grad_norm_",
     "diff_ledgers",
     "load_ledger",
+    "local_map",
+    "parallelize_module",
     "save_ledger",
 }
 

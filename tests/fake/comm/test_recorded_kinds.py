@@ -65,8 +65,10 @@ def test_an_operator_of_tomorrow_is_recorded_as_unknown(mesh):
 
 
 def test_a_trace_with_symbolic_shapes_is_recorded_in_numbers(mesh):
+    group = mesh.get_group("tp").group_name
+
     def reduced(x):
-        return functional.wait_tensor(functional.all_reduce(x, "sum", mesh["tp"])) + 1
+        return functional.wait_tensor(functional.all_reduce(x, "sum", group)) + 1
 
     with CommDebugMode() as mode:
         graph = make_fx(reduced, tracing_mode="symbolic")(torch.ones(3, 2))
@@ -76,6 +78,8 @@ def test_a_trace_with_symbolic_shapes_is_recorded_in_numbers(mesh):
 
 
 def test_asking_a_mesh_for_its_group_is_no_communication(mesh):
+    if not hasattr(torch.ops._dtensor, "mesh_get_process_group"):
+        pytest.skip("this torch has no operator for it")
     with CommDebugMode() as mode:
         torch.ops._dtensor.mesh_get_process_group(mesh, 0)
     assert len(mode.ledger) == 0

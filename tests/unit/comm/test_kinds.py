@@ -7,6 +7,7 @@ import torch.distributed.tensor
 
 from torchspmd import _torch
 from torchspmd.comm.kinds import NAMESPACES, SILENT, TABLE, Kind, find_operator
+from torchspmd.trace.counts import packet
 
 pytestmark = pytest.mark.unit
 
@@ -82,11 +83,15 @@ def test_product_operators_have_both_factors():
     assert all({"A", "B"} <= set(names) for names in products)
 
 
-@pytest.mark.parametrize("packet", sorted({row.counted_as for row in TABLE.values()}))
-def test_counted_as_is_a_packet_of_torch(packet):
-    namespace, name = packet.split(".")
-    found = getattr(getattr(torch.ops, namespace), name)
-    assert isinstance(found, torch._ops.OpOverloadPacket)
+def test_counted_as_is_a_packet_of_torch():
+    # Older versions of torch have fewer operators than the table.
+    registered = {
+        _torch.packet_name(op) for op in _torch.registered_operators(NAMESPACES)
+    }
+    known = {name: row for name, row in TABLE.items() if name in registered}
+    assert len(known) > 60
+    for row in known.values():
+        assert isinstance(packet(row.counted_as), torch._ops.OpOverloadPacket)
 
 
 def test_silent_and_known_do_not_overlap():

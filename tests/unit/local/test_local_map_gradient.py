@@ -8,7 +8,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torchspmd.local.evidence import Evidence
 from torchspmd.local.gradient import (
     Axis,
-    Tensor,
+    Crossing,
     Work,
     count_shares,
     derive,
@@ -34,11 +34,11 @@ def run(
     **written: Any,
 ) -> Any:
     ins = [
-        Tensor(f"a{i}", (entry,), True, written.get(f"a{i}"))
+        Crossing(f"a{i}", (entry,), True, written.get(f"a{i}"))
         for i, entry in enumerate(arguments)
     ]
     outs = [
-        Tensor(f"o{i}", (entry,), True, written.get(f"o{i}"))
+        Crossing(f"o{i}", (entry,), True, written.get(f"o{i}"))
         for i, entry in enumerate(outputs)
     ]
     found = None if evidence is None else (lambda output, position: evidence)
@@ -92,7 +92,16 @@ def test_a_reduction_that_cannot_be_seen() -> None:
     ]
     custom = Evidence(((0, "Reduce"),), has_collective=False, has_opaque=True)
     assert "custom autograd function 'Reduce'" in run([S0], [R], custom)[3][0]
-    assert "torch.compile is tracing" in run([S0], [R], None)[3][0]
+
+
+def test_without_a_graph_a_replicated_output_is_unclear() -> None:
+    for arguments in ([S0], [R]):
+        *_, problems = run(arguments, [R], None)
+        assert problems == [
+            "o0: is Replicate() over 'tp'; torch.compile is tracing, so a reduction "
+            "inside cannot be seen"
+        ]
+    assert run([R], [R], None, a0=(R,))[3] == []
 
 
 def test_what_was_written_wins() -> None:
@@ -104,7 +113,6 @@ def test_what_was_written_wins() -> None:
     assert run([S0, R], [R], None, o0=(R,)) == (Work.DECLARED, [S0, P], [R], [])
     assert run([S0, R], [R], None, o0=(P,)) == (Work.SPLIT, [S0, P], [P], [])
     assert run([R, R], [R], None, o0=(R,)) == (Work.SAME, [R, R], [R], [])
-    assert run([R, R], [R], None) == (Work.SAME, [R, R], [R], [])
 
 
 def test_an_unseen_reduction_matters_only_for_what_differs() -> None:
@@ -130,18 +138,18 @@ def test_reductions_that_are_no_sum() -> None:
 
 
 def test_no_gradient_no_question() -> None:
-    silent = Tensor("o", (R,), needs_grad=False)
-    asked = Tensor("o", (R,), needs_grad=True)
-    written = Tensor("o", (R,), needs_grad=True, written=(P,))
+    silent = Crossing("o", (R,), needs_grad=False)
+    asked = Crossing("o", (R,), needs_grad=True)
+    written = Crossing("o", (R,), needs_grad=True, written=(P,))
     assert needs_evidence([silent, asked, written], [TP]) == [(1, 0)]
-    argument = Tensor("a", (S0,), needs_grad=False)
+    argument = Crossing("a", (S0,), needs_grad=False)
     gradients, problems = derive([argument], [silent], [TP], None)
     assert (gradients.arguments, gradients.outputs, problems) == ((None,), (None,), [])
 
 
 def test_axes_are_judged_one_by_one() -> None:
-    x, w = Tensor("x", (S0, R), True), Tensor("w", (R, S1), True)
-    y = Tensor("y", (S0, S1), True)
+    x, w = Crossing("x", (S0, R), True), Crossing("w", (R, S1), True)
+    y = Crossing("y", (S0, S1), True)
     gradients, problems = derive([x, w], [y], [DP, TP], None)
     assert not problems
     assert gradients.arguments == ((S0, P), (P, S1))

@@ -185,8 +185,8 @@ def test_heads_come_from_the_plan():
 def test_a_tie_that_would_be_broken():
     found = problems({"embed": ColwiseParallel()}, GPT(tied=True))
     assert found == [
-        "one parameter would become several: 'embed.weight' Shard(1), 'head.weight' with "
-        "no style; give the modules that share it styles with the same layout "
+        "one parameter would become several: 'embed.weight' Shard(dim=1), 'head.weight' "
+        "with no style; give the modules that share it styles with the same layout "
         "(RowwiseParallel for an embedding table goes with ColwiseParallel for a "
         "Linear), or untie them first"
     ]
@@ -310,7 +310,7 @@ def test_a_forward_that_cannot_be_followed_is_not_judged():
 
 def test_the_styles_of_torch_are_read_as_ours():
     (problem,) = problems({"up": TorchColwise()}, MLP())
-    assert "'up' (ColwiseParallel) hands on Shard(-1)" in problem
+    assert "'up' (ColwiseParallel()) hands on Shard(-1)" in problem
     found = problems({"embed": TorchColwise()}, GPT(tied=True))
     assert "one parameter would become several" in found[0]
 

@@ -1,0 +1,130 @@
+"""``torchspmd plan``: what it prints, writes and returns."""
+
+import argparse
+import json
+import textwrap
+
+import pytest
+
+from torchspmd._cli import plan as command
+from torchspmd.errors import UsageError
+from torchspmd.parallel.plan import Plan
+
+pytestmark = pytest.mark.unit
+
+MODEL = """
+import torch
+from torch import nn
+
+def build():
+    assert torch.get_default_device().type == "meta"
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+
+def unplaceable():
+    return nn.Sequential(nn.Conv1d(4, 4, 1), nn.Linear(8, 16))
+
+def number():
+    return 3
+
+def broken():
+    raise RuntimeError("no weights here")
+"""
+
+
+@pytest.fixture
+def model_file(tmp_path):
+    path = tmp_path / "model_of_the_test.py"
+    path.write_text(textwrap.dedent(MODEL))
+    return path
+
+
+def run(*arguments):
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+    options = parser.parse_args(["plan", *map(str, arguments)])
+    return options.run(options)
+
+
+def test_it_prints_the_preview_of_an_inferred_plan(model_file, capsys):
+    assert run(f"{model_file}:build", "--mesh", "tp=4", "--batch", 2, "--seq", 3) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("Sequential on tp=4 of the mesh tp=4 (4 ranks)\n")
+    assert "0.weight   Colwise  Shard(0)   4 x 8" in text
+    assert "2       forward  all_reduce      1" in text
+
+
+def test_it_reads_and_writes_plans_and_json(model_file, tmp_path, capsys):
+    saved, table = tmp_path / "plan.toml", tmp_path / "plan.json"
+    factory = f"{model_file}:build"
+    assert run(factory, "--mesh", "tp=4", "--save", saved, "--auto") == 0
+    assert set(Plan.load(saved)) == {"0", "2"}
+    arguments = ("--mesh", "dp=2,tp=4", "--plan", saved, "--json", table)
+    assert run(factory, *arguments, "--dtype", "bfloat16") == 0
+    value = json.loads(table.read_text())
+    assert value["mesh"] == {"dp": 2, "tp": 4}
+    assert value["parameters"][0]["dtype"] == "bfloat16"
+    capsys.readouterr()
+
+
+def test_a_module_can_be_imported(model_file, monkeypatch, capsys):
+    monkeypatch.chdir(model_file.parent)
+    assert run("model_of_the_test:build", "--mesh", "tp=2") == 0
+    capsys.readouterr()
+
+
+def test_a_plan_with_problems_is_exit_code_1(model_file, tmp_path, capsys):
+    bad = tmp_path / "bad.toml"
+    bad.write_text('[styles]\n"5" = "ColwiseParallel"\n')
+    assert run(f"{model_file}:build", "--mesh", "tp=4", "--plan", bad) == 1
+    assert "'5' matches no module" in capsys.readouterr().err
+    bad.write_text('[styles]\n"0" = "Colwise"\n')
+    assert run(f"{model_file}:build", "--mesh", "tp=4", "--plan", bad) == 1
+    assert "did you mean 'ColwiseParallel'?" in capsys.readouterr().err
+    assert run(f"{model_file}:unplaceable", "--mesh", "tp=4") == 1
+    assert "auto_plan: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("factory", "options", "message"),
+    [
+        ("build", (), r"write file.py:function or package.module:function"),
+        ("none.py:build", (), "there is no file none.py"),
+        ("none.module:build", (), "none.module cannot be imported: No module named"),
+        ("FILE:nothing", (), "has no function nothing"),
+        ("FILE:number", (), "number returned a int; it must return an nn.Module"),
+        (
+            "FILE:broken",
+            (),
+            "raised RuntimeError: no weights here. It is called without",
+        ),
+        (
+            "FILE:build",
+            ("--mesh", "tp"),
+            "--mesh tp: write each axis once with its num",
+        ),
+        ("FILE:build", ("--mesh", "tp=0"), "as in tp=8 or dp=16,tp=8"),
+        ("FILE:build", ("--mesh", "a=2,b=2"), "none is 'tp'. Pass axis="),
+        ("FILE:build", ("--batch", "0"), "--batch must be at least 1"),
+        ("FILE:build", ("--plan", "none.toml"), "there is no plan none.toml"),
+        ("FILE:build", ("--dtype", "int8"), "no floating-point dtype int8"),
+        ("FILE:build", ("--json", "none/x"), "there is no folder none for --json"),
+        (
+            "FILE:build",
+            ("--plan", "FILE", "--auto"),
+            "give --plan or --auto, not both",
+        ),
+    ],
+)
+def test_wrong_use_is_one_clear_sentence(model_file, factory, options, message):
+    arguments = [a.replace("FILE", str(model_file)) for a in (factory, *options)]
+    if "--mesh" not in options:
+        arguments += ["--mesh", "tp=2"]
+    with pytest.raises(UsageError, match=message):
+        run(*arguments)
+
+
+def test_a_file_that_cannot_be_loaded(tmp_path):
+    path = tmp_path / "broken_model.py"
+    path.write_text("import nothing_like_this\n")
+    with pytest.raises(UsageError, match="cannot be loaded: ModuleNotFoundError"):
+        run(f"{path}:build", "--mesh", "tp=2")
