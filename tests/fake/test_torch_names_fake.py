@@ -298,3 +298,11 @@ def test_hooked_module():
         Landmark.MODULE_HOOK, _torch.hooked_module, lambda: output.sum().backward()
     )
     assert all(module is model for module in found)
+
+
+def test_num_unwaited(tp, group):
+    before = _torch.num_unwaited()
+    started = functional.all_reduce(torch.ones(4), "sum", group)
+    assert _torch.num_unwaited() == before + 1
+    functional.wait_tensor(started)
+    assert _torch.num_unwaited() == before

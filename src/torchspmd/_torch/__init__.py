@@ -31,6 +31,7 @@ from torchspmd._torch.groups import fake_store as fake_store
 from torchspmd._torch.groups import file_store as file_store
 from torchspmd._torch.groups import find_group as find_group
 from torchspmd._torch.groups import live_meshes as live_meshes
+from torchspmd._torch.groups import num_unwaited as num_unwaited
 from torchspmd._torch.groups import owned_axis as owned_axis
 from torchspmd._torch.groups import resolve_group as resolve_group
 from torchspmd._torch.landmarks import LANDMARKS as LANDMARKS
@@ -43,6 +44,7 @@ from torchspmd._torch.landmarks import (
 from torchspmd._torch.landmarks import is_torch_code as is_torch_code
 from torchspmd._torch.landmarks import landmark as landmark
 from torchspmd._torch.landmarks import redistribution as redistribution
+from torchspmd._torch.regions import LOCAL_NODE_TYPES as LOCAL_NODE_TYPES
 from torchspmd._torch.regions import NodeKind as NodeKind
 from torchspmd._torch.regions import dtensor_slots as dtensor_slots
 from torchspmd._torch.regions import finished as finished

@@ -110,3 +110,8 @@ def fake_store() -> Store:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
+
+
+def num_unwaited() -> int:
+    """How many functional collectives were started and never waited for."""
+    return int(torch._C._distributed_c10d._get_work_registry_size())

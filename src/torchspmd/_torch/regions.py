@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from enum import Enum
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -121,13 +120,22 @@ class NodeKind(Enum):
     OPAQUE = "opaque"  # a custom function, whose backward may be anything
 
 
+# Types of nodes that are known to communicate nothing; grows as nodes are seen.
+LOCAL_NODE_TYPES: set[type] = set()
+
+
 def node_kind(node: Any) -> NodeKind:
     """What an autograd node does between ranks."""
     is_python = isinstance(node, torch.autograd.function.BackwardCFunction)
-    return _kind_of(node.name(), is_python)
+    kind = _kind_of(node.name(), is_python)
+    # Each operator's node has its own type, except for those of C++ extensions; custom
+    # functions may be made and dropped, and must not be kept here.
+    is_own_type = not is_python and type(node).__name__ == node.name()
+    if kind is NodeKind.LOCAL and is_own_type:
+        LOCAL_NODE_TYPES.add(type(node))
+    return kind
 
 
-@lru_cache(maxsize=4096)
 def _kind_of(name: str, is_python: bool) -> NodeKind:
     op = _LEGACY.get(name) or _functional_name(name)
     if op in _SAME_AFTER:
