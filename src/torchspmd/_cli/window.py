@@ -3,14 +3,13 @@
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from torchspmd._cli.progress import Progress
 from torchspmd.comm import Ledger
 from torchspmd.trace import CommDebugMode
+from torchspmd.trace.modules import follow, unfollow
 
 
 class EndOfWindow(BaseException):
@@ -37,7 +36,7 @@ class StepWindow:
         self._steps = steps
         self._progress = progress
         self._at_boundary = True
-        self._handles: list[Any] = []
+        self._hook: Any = None
 
     @property
     def num_recorded(self) -> int:
@@ -46,10 +45,8 @@ class StepWindow:
         return min(recorded, self._steps) if self._steps else recorded
 
     def __enter__(self) -> Self:
-        self._handles = [
-            register_module_forward_pre_hook(self._before_module),
-            register_optimizer_step_post_hook(self._after_step),
-        ]
+        self._hook = register_optimizer_step_post_hook(self._after_step)
+        follow(self)
         return self
 
     def __exit__(
@@ -58,11 +55,12 @@ class StepWindow:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for handle in self._handles:
-            handle.remove()
+        unfollow(self)
+        self._hook.remove()
 
-    def _before_module(self, module: nn.Module, inputs: object) -> None:
-        if torch.compiler.is_compiling() or not self._at_boundary:
+    def enter(self, module: nn.Module) -> None:
+        """A module is called: the first one since a step begins the next."""
+        if not self._at_boundary:
             return
         self._at_boundary = False
         done = self.num_optimizer_steps
@@ -73,6 +71,9 @@ class StepWindow:
             self.setup = self._mode.take_ledger()
         elif done == self._skip:
             self._mode.take_ledger()
+
+    def leave(self) -> None:
+        """A module's call ends: nothing to do."""
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         self.num_optimizer_steps += 1

@@ -57,12 +57,15 @@ def _kernels() -> dict[Any, _torch.Kernel]:
 @lru_cache(maxsize=1)
 def _build_kernels(generation: object) -> dict[Any, _torch.Kernel]:
     """Listing all of torch's operators takes milliseconds: done when there may be more."""
+    # Where torch.compile gave a region up, it looks at every Python function that runs
+    # in it, and would try to compile the recording.
+    run = torch.compiler.disable(_run)
     kernels: dict[Any, _torch.Kernel] = {}
     for op in _torch.registered_operators(NAMESPACES):
         operator = find_operator(_torch.packet_name(op))
         if operator is not None:
             names = _torch.argument_names(op)
-            kernels[op] = partial(_run, op, operator, names)
+            kernels[op] = partial(run, op, operator, names)
     return kernels
 
 

@@ -10,8 +10,9 @@ import threading
 import weakref
 from array import array
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -52,13 +53,6 @@ class ModuleInfo:
         module = self.reference()
         return {} if module is None else dict(module.named_parameters(recurse=False))
 
-    def owns(self, parameter: torch.Tensor) -> bool:
-        """Whether this is one of the module's own parameters."""
-        module = self.reference()
-        return module is not None and any(
-            own is parameter for own in module._parameters.values()
-        )
-
     @property
     def placements(self) -> dict[str, tuple[Placement, ...]]:
         """The layouts of those that are DTensors."""
@@ -67,6 +61,25 @@ class ModuleInfo:
             for name, value in self.parameters.items()
             if isinstance(value, DTensor)
         }
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a parameter is: a module that ran, and the name inside it."""
+
+    module: ModuleInfo
+    name: str
+
+    def parameter(self) -> torch.Tensor | None:
+        value: Any = self.module.reference()
+        for part in self.name.split("."):
+            value = getattr(value, part, None)
+        return value if isinstance(value, torch.Tensor) else None
+
+    @property
+    def path(self) -> str:
+        inside = self.name.rpartition(".")[0]
+        return _without_wrappers(self.module.path, inside)
 
 
 class _Boundaries:
@@ -129,16 +142,16 @@ class ModuleTracker:
         self._names: weakref.WeakKeyDictionary[nn.Module, dict[str, str]]
         self._names = weakref.WeakKeyDictionary()
         self._roots: dict[str, weakref.ref[nn.Module]] = {}
-        self._owners: dict[int, ModuleInfo] = {}  # by the id of a parameter
+        self._places: dict[int, _Place] = {}  # by the id of a parameter
         self.compiled: set[str] = set()  # paths of modules that torch.compile wraps
 
     def start(self) -> None:
         """Begin to follow module calls."""
-        _follow(self)
+        follow(self)
 
     def stop(self) -> None:
         """Stop; nothing is left on any module."""
-        _unfollow(self)
+        unfollow(self)
 
     def running(self) -> str | None:
         """The module that runs forward in this thread now."""
@@ -275,21 +288,42 @@ class ModuleTracker:
         return own if is_nested_backward() else forward
 
     def _parameter_path(self, variable: torch.Tensor) -> str:
-        """The module that owns a parameter."""
-        owner = self._owners.get(id(variable))
+        """The module that owns a parameter, also when only one around it was called."""
+        place = self._places.get(id(variable))
         # Checked by identity, not by a weak reference: torch refuses to swap a parameter
         # (``model.to(...)``) that has one.
-        if owner is None or not owner.owns(variable):
-            owner = next((m for m in self.modules.values() if m.owns(variable)), None)
-        if owner is None:
+        if place is None or place.parameter() is not variable:
+            found = (
+                place for place in self._parameters() if place.parameter() is variable
+            )
+            place = next(found, None)
+        if place is None:
             return GLOBAL
-        self._owners[id(variable)] = owner
-        return owner.path
+        self._places[id(variable)] = place
+        return place.path
+
+    def _parameters(self) -> Iterator["_Place"]:
+        for info in self.modules.values():
+            module = info.reference()
+            if module is not None:
+                for name, _ in module.named_parameters():
+                    yield _Place(info, name)
 
 
-# --- one wrapper around every module call, for all trackers ---------------------------
+# --- one wrapper around every module call, for all who follow -------------------------
 
-_trackers: tuple[ModuleTracker, ...] = ()
+
+class Follower(Protocol):
+    """Is told when a module's call begins and ends, in the thread that makes it."""
+
+    def enter(self, module: nn.Module) -> None:
+        """A call begins."""
+
+    def leave(self) -> None:
+        """The call that began last ends, one way or the other."""
+
+
+_followers: tuple[Follower, ...] = ()
 _lock = threading.Lock()
 _plain_call = nn.Module.__call__
 
@@ -298,31 +332,33 @@ def _observed_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         # Traced into a graph: what counts is the call that runs the graph.
         return _plain_call(module, *args, **kwargs)
-    trackers = _trackers
-    for tracker in trackers:
-        tracker.enter(module)
+    followers = _followers
+    for follower in followers:
+        follower.enter(module)
     try:
         return _plain_call(module, *args, **kwargs)
     finally:
-        for tracker in trackers:
-            tracker.leave()
+        for follower in followers:
+            follower.leave()
 
 
-def _follow(tracker: ModuleTracker) -> None:
-    global _trackers, _plain_call  # noqa: PLW0603  # the class is process-wide too
+def follow(follower: Follower) -> None:
+    """Tell a follower of every module call from now on."""
+    global _followers, _plain_call  # noqa: PLW0603  # the class is process-wide too
     _torch.load_compiler()
     with _lock:
-        if not _trackers:
+        if not _followers:
             _plain_call = nn.Module.__call__
             nn.Module.__call__ = _observed_call  # type: ignore[method-assign]
-        _trackers = (*_trackers, tracker)
+        _followers = (*_followers, follower)
 
 
-def _unfollow(tracker: ModuleTracker) -> None:
-    global _trackers  # noqa: PLW0603
+def unfollow(follower: Follower) -> None:
+    """Tell it no more; with the last one the wrapper goes."""
+    global _followers  # noqa: PLW0603
     with _lock:
-        _trackers = tuple(other for other in _trackers if other is not tracker)
-        if not _trackers:
+        _followers = tuple(other for other in _followers if other is not follower)
+        if not _followers:
             nn.Module.__call__ = _plain_call  # type: ignore[method-assign]
 
 
@@ -347,5 +383,5 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 
 def _without_wrappers(parent_path: str, name: str) -> str:
-    kept = [part for part in name.split(".") if part not in _WRAPPERS]
+    kept = [part for part in name.split(".") if part and part not in _WRAPPERS]
     return ".".join([parent_path, *kept])

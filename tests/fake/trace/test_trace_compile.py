@@ -116,6 +116,21 @@ def test_replay_of_a_cuda_graph_is_a_line_in_the_ledger(monkeypatch):
     assert torch.cuda.CUDAGraph.replay is plain_replay
 
 
+def test_gradients_of_compiled_modules_belong_to_their_owners():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))
+    compiled = torch.compile(model, backend="aot_eager")
+    with CommDebugMode() as mode:
+        compiled(torch.ones(2, 4)).sum().backward()
+    assert {
+        key: total.count for key, total in mode.ledger.total_by("module").items()
+    } == {
+        ("Sequential.0",): 2,
+        ("Sequential.1",): 2,
+    }
+
+
 def test_tracing_with_make_fx_counts_each_communication_once():
     from torch.fx.experimental.proxy_tensor import make_fx
 
