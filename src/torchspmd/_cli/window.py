@@ -9,7 +9,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torchspmd._cli.progress import Progress
 from torchspmd.comm import Ledger
 from torchspmd.trace import CommDebugMode
-from torchspmd.trace.modules import follow, unfollow
+from torchspmd.trace.calls import follow, unfollow
 
 
 class EndOfWindow(BaseException):

@@ -1,18 +1,15 @@
 """Which module is running, in forward, recomputation and backward.
 
-While at least one tracker is at work, ``nn.Module.__call__`` keeps a stack for each
-thread: global forward hooks would end before a module's own hooks run, and those often
-communicate. Backward needs no hooks: autograd numbers the nodes it creates, so a list of
-"from this number on, this module was running" tells who created the node that runs.
+Module calls are kept on a stack for each thread. Backward needs no hooks: autograd numbers
+the nodes it creates, so a list of "from this number on, this module was running" tells who
+created the node that runs.
 """
 
 import threading
 import weakref
-from array import array
-from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,15 +18,14 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torchspmd import _torch
 from torchspmd.comm import GLOBAL, Phase, is_within
+from torchspmd.trace.boundaries import Boundaries
+from torchspmd.trace.calls import follow, unfollow
 from torchspmd.trace.callsite import is_nested_backward
 
 # Wrappers of torch's own that a user did not write into the model's names.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
-# Boundaries kept per thread; a module call makes at most two. Older ones are forgotten,
-# and backward of anything so old is attributed to `LOST`.
-_FIRST_BOUNDARIES = 1 << 12
-_MAX_BOUNDARIES = 1 << 16
+# Backward of a forward that the boundaries have forgotten.
 LOST = "(forward too long ago)"
 
 
@@ -82,51 +78,12 @@ class _Place:
         return _without_wrappers(self.module.path, inside)
 
 
-class _Boundaries:
-    """From which autograd sequence number on which module was running; bounded."""
-
-    def __init__(self) -> None:
-        self._starts = array("q", bytes(8 * _FIRST_BOUNDARIES))
-        self._paths = array("i", bytes(4 * _FIRST_BOUNDARIES))
-        self._size = 0
-        self._lost_below = 0
-
-    def begin(self, start: int, path: int) -> None:
-        last = self._size - 1
-        if last >= 0 and self._starts[last] == start:
-            self._paths[last] = path  # no node was created since: it never mattered
-            return
-        if self._size == len(self._starts):
-            self._make_room()
-        self._starts[self._size] = start
-        self._paths[self._size] = path
-        self._size += 1
-
-    def find(self, sequence: int) -> int | None:
-        """The path that was running; -1 for none, None when it was forgotten."""
-        if sequence < self._lost_below:
-            return None
-        place = bisect_right(self._starts, sequence, 0, self._size) - 1
-        return self._paths[place] if place >= 0 else -1
-
-    def _make_room(self) -> None:
-        if self._size < _MAX_BOUNDARIES:
-            self._starts.extend(self._starts)
-            self._paths.extend(self._paths)
-            return
-        half = self._size // 2
-        self._starts[:half] = self._starts[half:]
-        self._paths[:half] = self._paths[half:]
-        self._size = half
-        self._lost_below = self._starts[0]
-
-
 class _Thread(threading.local):
     """What one thread is running."""
 
     def __init__(self) -> None:
         self.stack: list[tuple[nn.Module, str]] = []
-        self.boundaries: _Boundaries | None = None
+        self.boundaries: Boundaries | None = None
 
 
 class ModuleTracker:
@@ -135,7 +92,7 @@ class ModuleTracker:
     def __init__(self) -> None:
         self.modules: dict[str, ModuleInfo] = {}
         self._thread = _Thread()
-        self._forward_boundaries: _Boundaries | None = None
+        self._forward_boundaries: Boundaries | None = None
         self._paths: list[str] = []
         self._path_ids: dict[str, int] = {}
         # module -> {path of the module it was called from: its own path}
@@ -192,7 +149,7 @@ class ModuleTracker:
     def _mark(self, path: str) -> None:
         boundaries = self._thread.boundaries
         if boundaries is None:
-            boundaries = self._thread.boundaries = _Boundaries()
+            boundaries = self._thread.boundaries = Boundaries()
         if _torch.graph_task() == -1:
             self._forward_boundaries = boundaries
         boundaries.begin(_torch.sequence_number(), self._path_id(path) if path else -1)
@@ -275,7 +232,7 @@ class ModuleTracker:
             return LOST
         return self._paths[place] if place >= 0 else GLOBAL
 
-    def _boundaries_of_node(self) -> _Boundaries | None:
+    def _boundaries_of_node(self) -> Boundaries | None:
         """The marks of the thread that created the node that runs now.
 
         Sequence numbers count per thread. On GPUs backward runs in a thread of its own,
@@ -308,61 +265,6 @@ class ModuleTracker:
             if module is not None:
                 for name, _ in module.named_parameters():
                     yield _Place(info, name)
-
-
-# --- one wrapper around every module call, for all who follow -------------------------
-
-
-class Follower(Protocol):
-    """Is told when a module's call begins and ends, in the thread that makes it."""
-
-    def enter(self, module: nn.Module) -> None:
-        """A call begins."""
-
-    def leave(self) -> None:
-        """The call that began last ends, one way or the other."""
-
-
-_followers: tuple[Follower, ...] = ()
-_lock = threading.Lock()
-_plain_call = nn.Module.__call__
-
-
-def _observed_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if torch.compiler.is_compiling():
-        # Traced into a graph: what counts is the call that runs the graph.
-        return _plain_call(module, *args, **kwargs)
-    followers = _followers
-    for follower in followers:
-        follower.enter(module)
-    try:
-        return _plain_call(module, *args, **kwargs)
-    finally:
-        for follower in followers:
-            follower.leave()
-
-
-def follow(follower: Follower) -> None:
-    """Tell a follower of every module call from now on."""
-    global _followers, _plain_call  # noqa: PLW0603  # the class is process-wide too
-    _torch.load_compiler()
-    with _lock:
-        if not _followers:
-            _plain_call = nn.Module.__call__
-            nn.Module.__call__ = _observed_call  # type: ignore[method-assign]
-        _followers = (*_followers, follower)
-
-
-def unfollow(follower: Follower) -> None:
-    """Tell it no more; with the last one the wrapper goes."""
-    global _followers  # noqa: PLW0603
-    with _lock:
-        _followers = tuple(other for other in _followers if other is not follower)
-        if not _followers:
-            nn.Module.__call__ = _plain_call  # type: ignore[method-assign]
-
-
-# --- names ------------------------------------------------------------------------------
 
 
 def _name_inside(parent: nn.Module, module: nn.Module) -> str | None:
