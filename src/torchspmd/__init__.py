@@ -9,6 +9,8 @@ from torchspmd.comm import load_ledger as load_ledger
 from torchspmd.comm import save_ledger as save_ledger
 from torchspmd.errors import SpmdError as SpmdError
 from torchspmd.local import local_map as local_map
+from torchspmd.parallel import Plan as Plan
+from torchspmd.parallel import auto_plan as auto_plan
 from torchspmd.parallel import clip_grad_norm_ as clip_grad_norm_
 from torchspmd.parallel import parallelize_module as parallelize_module
 from torchspmd.trace import CommDebugMode as CommDebugMode

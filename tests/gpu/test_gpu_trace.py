@@ -110,9 +110,7 @@ def test_replay_of_a_real_cuda_graph_is_noted():
         y = x + 1
     with CommDebugMode() as mode:
         graph.replay()
-    assert [text[:30] for text in mode.ledger.notes] == [
-        "a CUDA graph was replayed: wha"
-    ]
+    assert [text[:26] for text in mode.ledger.notes] == ["a CUDA graph was replayed:"]
     assert y.sum().item() == 8
 
 

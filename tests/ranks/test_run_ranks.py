@@ -1,5 +1,6 @@
 """run_ranks: real processes, whose failures are told and never hang."""
 
+import ctypes
 import functools
 import multiprocessing
 import os
@@ -163,7 +164,7 @@ def test_a_hanging_rank_shows_its_stack_in_time():
 def test_a_dying_rank_gives_its_exit_code(pool):
     text = _error_text(pool.run, _exit_on, 1, 3)
     # Rank 0 then loses its connection: that is the consequence, not the cause.
-    assert text.startswith("_exit_on: rank 1 died without a word (exit code 3).")
+    assert text.startswith("_exit_on: rank 1 died (exit code 3).")
     assert pool.run(dist.get_world_size) == [2, 2]
 
 
@@ -175,7 +176,7 @@ def test_a_rank_that_died_between_two_runs_is_told():
         for child in set(multiprocessing.active_children()) - before:
             child.join(5)
         text = _error_text(ranks.run, dist.get_rank)
-        assert text == "get_rank: rank 0 died without a word (exit code -9)."
+        assert text == "get_rank: rank 0 died (exit code -9)."
         assert ranks.run(dist.get_rank) == [0]
 
 
@@ -248,3 +249,15 @@ def _print_to(path):
 def test_what_a_rank_prints_is_not_lost(tmp_path):
     run_ranks(_print_to, 1, tmp_path / "output")
     assert (tmp_path / "output").read_text() == "a line from a rank\n"
+
+
+def _crash():
+    ctypes.string_at(0)
+
+
+def test_a_rank_that_crashes_says_where():
+    with pytest.raises(RankError) as error:
+        run_ranks(_crash, 1)
+    text = str(error.value)
+    assert text.startswith("_crash: rank 0 died (exit code -11).\nFatal Python error")
+    assert "in _crash" in text

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 import torchspmd
-from torchspmd._cli import diff, trace
+from torchspmd._cli import diff, plan, trace
 from torchspmd.errors import SpmdError
 
 _EPILOG = """\
@@ -17,6 +17,7 @@ examples:
   torchspmd trace train.py --world-size 8          simulate 8 ranks on this machine
   torchrun --nproc-per-node 4 -m torchspmd trace train.py
   torchspmd diff before.json after.json            exit code 1 when they differ
+  torchspmd plan model.py:build --mesh tp=8        what a plan does to every parameter
 """
 
 
@@ -24,13 +25,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="torchspmd",
-        description="See every byte that a PyTorch training step sends.",
+        description="Lay a PyTorch model out over a mesh, and see every byte it sends.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=torchspmd.__version__)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for command in (trace, diff):
+    for command in (trace, diff, plan):
         command.add_parser(subparsers)
     own, for_script = _split(sys.argv[1:] if arguments is None else list(arguments))
     options = parser.parse_args(own)

@@ -47,6 +47,11 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--auto", action="store_true", help="infer the plan even if the model has one"
     )
+    parser.add_argument(
+        "--share-inputs",
+        action="store_true",
+        help="let layers that read one tensor sum its gradient once",
+    )
     parser.add_argument("--batch", type=int, help="sequences a rank sees in a step")
     parser.add_argument("--seq", type=int, help="length of each")
     parser.add_argument("--dtype", help="of the parameters, such as bfloat16")
@@ -62,6 +67,8 @@ def run(options: argparse.Namespace) -> int:
     model = _build(options.factory, options.dtype)
     try:
         plan = _plan(options, model)
+        if options.share_inputs:
+            plan = plan.share_inputs(model)
         preview = plan.preview(
             model, mesh, axis=options.axis, batch=options.batch, seq=options.seq
         )

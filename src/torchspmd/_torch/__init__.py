@@ -10,6 +10,21 @@ from torchspmd._torch.autograd import current_node as current_node
 from torchspmd._torch.autograd import graph_task as graph_task
 from torchspmd._torch.autograd import node_sequence as node_sequence
 from torchspmd._torch.autograd import sequence_number as sequence_number
+from torchspmd._torch.capture import FakeWorld as FakeWorld
+from torchspmd._torch.capture import autocast_state as autocast_state
+from torchspmd._torch.capture import compile_with_inductor as compile_with_inductor
+from torchspmd._torch.capture import copy_all as copy_all
+from torchspmd._torch.capture import current_graph as current_graph
+from torchspmd._torch.capture import data_dependence_errors as data_dependence_errors
+from torchspmd._torch.capture import functional as functional
+from torchspmd._torch.capture import functional_optimizer as functional_optimizer
+from torchspmd._torch.capture import has_symbols as has_symbols
+from torchspmd._torch.capture import holds as holds
+from torchspmd._torch.capture import layout_of as layout_of
+from torchspmd._torch.capture import plain_tensor as plain_tensor
+from torchspmd._torch.capture import sum_over as sum_over
+from torchspmd._torch.capture import symbol_of as symbol_of
+from torchspmd._torch.capture import trace as trace
 from torchspmd._torch.compilation import is_compiled_module as is_compiled_module
 from torchspmd._torch.compilation import (
     is_tracing_for_compile as is_tracing_for_compile,
@@ -34,6 +49,7 @@ from torchspmd._torch.groups import live_meshes as live_meshes
 from torchspmd._torch.groups import num_unwaited as num_unwaited
 from torchspmd._torch.groups import owned_axis as owned_axis
 from torchspmd._torch.groups import resolve_group as resolve_group
+from torchspmd._torch.hooks import has_forward_hooks as has_forward_hooks
 from torchspmd._torch.landmarks import LANDMARKS as LANDMARKS
 from torchspmd._torch.landmarks import Landmark as Landmark
 from torchspmd._torch.landmarks import fsdp_module as fsdp_module

@@ -32,6 +32,9 @@ def serve(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with (Path(folder) / f"stack{rank}").open("w") as stack_file:
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
+        faulthandler.enable(
+            file=stack_file
+        )  # where a crash was, for the parent to tell
         torch.set_num_threads(1)
         _answer(connection, _join, rank, world_size, backend, folder)
         while True:

@@ -206,11 +206,8 @@ class _Worker:
             message = self.connection.recv_bytes()
         except (EOFError, OSError):
             self.process.join(5)
-            return _Failure(
-                f"rank {self.rank} died without a word "
-                f"(exit code {self.process.exitcode}).",
-                is_death=True,
-            )
+            text = f"rank {self.rank} died (exit code {self.process.exitcode})."
+            return _Failure(f"{text}\n{self._last_words()}".rstrip(), is_death=True)
         try:
             status, payload = pickle.loads(message)
         except Exception as error:
@@ -221,6 +218,12 @@ class _Worker:
         if status == "error":
             return _Failure(f"rank {self.rank} failed:\n\n{payload}")
         return payload
+
+    def _last_words(self) -> str:
+        """Where the process crashed, if it could still write it."""
+        with contextlib.suppress(OSError):
+            return self.stack_file.read_text()
+        return ""
 
     def stack(self) -> str:
         """Where the rank is now, from its own process."""

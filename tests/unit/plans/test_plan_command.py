@@ -20,6 +20,17 @@ def build():
     assert torch.get_default_device().type == "meta"
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
 
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        return self.down(self.gate(x).relu() * self.up(x))
+
+def gated():
+    return nn.Sequential(nn.Embedding(4, 8), Gated())
+
 def unplaceable():
     return nn.Sequential(nn.Conv1d(4, 4, 1), nn.Linear(8, 16))
 
@@ -64,6 +75,14 @@ def test_it_reads_and_writes_plans_and_json(model_file, tmp_path, capsys):
     assert value["mesh"] == {"dp": 2, "tp": 4}
     assert value["parameters"][0]["dtype"] == "bfloat16"
     capsys.readouterr()
+
+
+def test_inputs_can_be_shared(model_file, capsys):
+    arguments = (f"{model_file}:gated", "--mesh", "tp=2", "--batch", 1, "--seq", 2)
+    assert run(*arguments) == 0
+    assert capsys.readouterr().out.count("backward  all_reduce") == 2
+    assert run(*arguments, "--share-inputs") == 0
+    assert capsys.readouterr().out.count("backward  all_reduce") == 1
 
 
 def test_a_module_can_be_imported(model_file, monkeypatch, capsys):

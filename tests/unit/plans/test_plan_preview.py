@@ -214,7 +214,9 @@ def test_what_is_not_called_is_noted():
 
 
 def test_a_plan_that_does_not_fit_has_no_preview():
-    with pytest.raises(PlanError, match="matches no module"):
+    with pytest.raises(
+        PlanError, match=r"^Plan.preview: the plan does not fit MLP on the mesh tp=2"
+    ):
         Plan({"nothing": ColwiseParallel()}).preview(MLP(), {"tp": 2})
 
 
@@ -222,3 +224,36 @@ def test_a_plan_that_does_not_fit_has_no_preview():
 def test_a_number_of_tokens_must_be_a_number(options):
     with pytest.raises(UsageError, match="pass a number of at least 1"):
         MLP_PLAN.preview(MLP(), {"tp": 2}, **options)
+
+
+class FixedHeads(Attention):
+    def forward(self, x):
+        q = self.q(x).view(*x.shape[:-1], 4, self.head_dim)
+        return self.o(q.flatten(-2))
+
+
+def test_sizes_that_are_written_into_a_forward_are_noted():
+    plan = Plan({"q": ColwiseParallel(), "o": RowwiseParallel()})
+    model = nn.Sequential(FixedHeads())
+    plan = Plan({f"0.{name}": style for name, style in plan.items()})
+    preview = plan.preview(model, {"tp": 2}, batch=2, seq=3)
+    assert "The forward fails on the shapes of one rank, in '0': " in preview.notes[-1]
+    assert preview.notes[-1].endswith("not from the config: -1 in a view.")
+    whole = plan.preview(model, {"tp": 1}, batch=2, seq=3)
+    assert len(whole.notes) == 1
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_a_forward_that_takes_sizes_from_tensors_is_not_noted(size):
+    model = nn.Sequential(MLP(), Attention(16, 2, 8), nn.Linear(16, 8))
+    model[0].down = nn.Linear(16, 16)
+    plan = Plan(
+        {
+            "0.up": ColwiseParallel(),
+            "0.down": RowwiseParallel(),
+            "1.[qkv]": ColwiseParallel(),
+            "1.o": RowwiseParallel(output_layouts=Shard(-1)),
+            "2": RowwiseParallel(),
+        }
+    )
+    assert len(plan.preview(model, {"tp": size}, batch=2, seq=3).notes) == 1

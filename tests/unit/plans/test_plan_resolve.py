@@ -61,10 +61,10 @@ def test_a_plan_that_fits_gives_one_style_to_each_module():
 
 def test_the_text_names_the_call_the_model_the_mesh_and_the_fix():
     with pytest.raises(PlanError) as caught:
-        resolve({"hed": COLWISE}, GPT(), {"dp": 4, "tp": 2})
+        resolve({"haed": COLWISE}, GPT(), {"dp": 4, "tp": 2})
     assert str(caught.value) == (
         "parallelize_module: the plan does not fit GPT on the mesh dp=4, tp=2\n\n"
-        "  * 'hed' matches no module; the model has no 'hed' inside, only embed, layers, "
+        "  * 'haed' matches no module; the model has no 'haed' inside, only embed, layers, "
         "head; nearest: 'head'\n\n"
         "The module was not changed. Change these entries of the plan."
     )
@@ -153,10 +153,12 @@ def test_heads_that_the_ranks_cannot_share_come_from_head_dim():
     assert found == [
         "'layers.[0-1].attention.k': 2 heads (4 features, head_dim 2 of "
         "'layers.[0-1].attention') cannot be shared out whole over tp=4; use an axis of "
-        "1, 2 ranks, or KeyValueParallel(num_heads=2) if these are keys or values",
+        "1, 2 ranks, or KeyValueParallel(num_heads=2) if these are keys or values, or "
+        "heads={pattern: 0} in the Plan if these are not heads",
         "'layers.[0-1].attention.v': 2 heads (4 features, head_dim 2 of "
         "'layers.[0-1].attention') cannot be shared out whole over tp=4; use an axis of "
-        "1, 2 ranks, or KeyValueParallel(num_heads=2) if these are keys or values",
+        "1, 2 ranks, or KeyValueParallel(num_heads=2) if these are keys or values, or "
+        "heads={pattern: 0} in the Plan if these are not heads",
     ]
 
 
@@ -180,6 +182,11 @@ def test_heads_come_from_the_plan():
     found = problems(plan, MLP(), {"tp": 4})
     assert found[0].startswith("heads: 'dwn' matches no module")
     assert found[1].startswith("'up': 2 heads (16 features, heads['up'] of the plan)")
+
+
+def test_features_that_are_not_heads_can_be_said_to_be_none():
+    plan = Plan({"q": COLWISE}, heads={"q": 0})
+    assert resolve(plan, Attention(), {"tp": 3})
 
 
 def test_a_tie_that_would_be_broken():
@@ -239,7 +246,8 @@ def sequential(*styles):
         (
             (RowwiseParallel(output_layouts=Shard(1)), COLWISE),
             "'0' (RowwiseParallel(output_layouts=Shard(1))) hands on Shard(1), but '2' "
-            "(ColwiseParallel()) takes Replicate(); give '0' output_layouts=Replicate()",
+            "(ColwiseParallel()) takes Replicate(); give '2' input_layouts=Shard(1), or "
+            "'0' output_layouts=Replicate()",
         ),
         (
             (
@@ -264,6 +272,21 @@ def test_neighbours_that_do_not_hand_over(styles, text):
         assert text in problem
 
 
+def test_a_whole_tensor_into_sequence_parallel_would_be_tiled():
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+    (problem,) = problems({"0": ROWWISE, "1": SequenceParallel()}, model)
+    assert problem == (
+        "'0' (RowwiseParallel()) hands on Replicate(), but '1' (SequenceParallel()) takes "
+        "Shard(1); give '0' output_layouts=Shard(1)"
+    )
+    (problem,) = problems({"1": SequenceParallel(use_local_output=True)}, model)
+    assert problem == (
+        "'1' (SequenceParallel(use_local_output=True)) hands on Shard(1), but '2' has no "
+        "style and needs the whole tensor, or its parameters get the gradients of one "
+        "rank's part; give '2' a style that takes Shard(1)"
+    )
+
+
 @pytest.mark.parametrize(
     "styles",
     [
@@ -279,6 +302,37 @@ def test_neighbours_that_do_not_hand_over(styles, text):
 def test_neighbours_that_hand_over(styles):
     plan, model = sequential(*styles)
     assert resolve(plan, model, {"tp": 2})
+
+
+def test_a_fused_projection_cannot_be_column_wise():
+    class Fused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv, self.o = nn.Linear(8, 24), nn.Linear(8, 8)
+
+        def forward(self, x):
+            q, k, v = self.qkv(x).chunk(3, dim=-1)
+            return self.o(q * k + v)
+
+    (problem,) = problems({"qkv": COLWISE, "o": ROWWISE}, Fused())
+    assert problem == (
+        "'qkv' (ColwiseParallel()) hands on a shard of its features, which chunk then "
+        "takes apart: a rank's parts would not be its share of each part; give 'qkv' "
+        "FusedColwiseParallel(parts=...)"
+    )
+    fused = FusedColwiseParallel(parts=(8, 8, 8))
+    assert resolve({"qkv": fused, "o": ROWWISE}, Fused(), {"tp": 2})
+
+
+def test_what_a_hook_may_change_is_not_judged():
+    plan, model = sequential(COLWISE, None)
+    model[0].register_forward_hook(lambda module, inputs, output: output)
+    assert resolve(plan, model, {"tp": 2})
+
+
+def test_layers_built_with_the_features_of_one_rank_are_not_judged():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(4, 4), nn.Linear(8, 8))
+    assert resolve({"0": COLWISE, "2": ROWWISE}, model, {"tp": 2})
 
 
 class WritesInForward(nn.Module):

@@ -114,7 +114,7 @@ def test_the_text_form_says_only_what_is_not_default():
         ),
         ('[styles]\nup = { style = "KeyValueParallel" }', "'up': .*num_heads"),
         ("heads = 1\n[styles]\n", r"\[heads\] is not a table from patterns to numbers"),
-        ("[styles]\n[heads]\nk = 0\n", r"\[heads\] 'k': 0 is not a number of heads"),
+        ("[styles]\n[heads]\nk = -1\n", r"\[heads\] 'k': -1 is not a number of heads"),
     ],
 )
 def test_a_bad_text_form_names_the_entry_and_the_nearest_name(tmp_path, text, message):
@@ -187,7 +187,7 @@ def test_the_styles_of_torch_may_be_in_a_plan():
         (ColwiseParallel(), None, "a plan maps patterns to styles; this is a Colwise"),
         ({"a": "colwise"}, None, "'a': 'colwise' is not a style"),
         ({1: ColwiseParallel()}, None, "the pattern 1 is not text"),
-        ({}, {"a": 0}, r"heads\['a'\]: 0 is not a number of heads"),
+        ({}, {"a": -1}, r"heads\['a'\]: -1 is not a number of heads"),
     ],
 )
 def test_what_is_not_a_plan(styles, heads, message):

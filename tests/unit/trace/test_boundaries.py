@@ -42,12 +42,12 @@ def test_a_forgotten_forward_is_a_line_in_the_ledger(monkeypatch):
     model = nn.Linear(2, 2)
     with fake_mesh(2, ("dp",)), CommDebugMode() as mode:
         output = model(torch.ones(2))
-        output.register_hook(lambda grad: dist.all_reduce(grad))
+        output.register_hook(dist.all_reduce)
         for _ in range(8):
             model(torch.ones(2))
         output.sum().backward()
     assert [event.module for event in mode.ledger.events] == ["(forward too long ago)"]
     assert list(mode.ledger.notes) == [
-        "backward ran for modules whose forward was too many calls ago to know their names; "
-        "they are shown as (forward too long ago)"
+        "backward ran for modules whose forward was too many calls ago to know their "
+        "names; they are shown as (forward too long ago)"
     ]

@@ -1,0 +1,3 @@
+"""Manual regions: functions of local tensors inside a program of DTensors."""
+
+from torchspmd.local.api import local_map as local_map

@@ -1,0 +1,208 @@
+"""Run-time proof of what layouts promise, for tests: it costs collectives.
+
+They are marked as checks, so that a ledger can leave them out of counts. Every rank of
+an axis comes to the same verdict, so that all of them raise and none waits.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchspmd import _torch
+from torchspmd.comm import Kind, find_operator
+from torchspmd.errors import CheckError
+from torchspmd.local.compare import Comparison, can_compare, compare, gather_shapes
+from torchspmd.local.evidence import group_axes
+from torchspmd.local.frame import Frame
+from torchspmd.local.gradient import Axis
+from torchspmd.local.layout import Layout, format_layout, shard_dim
+from torchspmd.local.messages import Problem, refuse
+from torchspmd.local.shapes import chunk_size
+
+VARIABLE = "TORCHSPMD_CHECK"
+_MAKES_EQUAL = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.BROADCAST)
+
+
+def is_asked_for(option: bool | None) -> bool:
+    """Whether checking is on: the option where it is given, else the environment."""
+    if option is not None:
+        return option
+    return os.environ.get(VARIABLE, "0") not in ("", "0")
+
+
+@dataclass(frozen=True, slots=True)
+class Checker:
+    """Compares the ranks of a region; one for each checked call.
+
+    Attributes:
+        function: Name of the function, for messages.
+        frame: Mesh and axes of the region.
+        reduced: Axes (by number) along which the function may have reduced by itself.
+    """
+
+    function: str
+    frame: Frame
+    reduced: frozenset[int] = frozenset()
+
+    def check_output(
+        self,
+        local: torch.Tensor,
+        layout: Layout,
+        name: str,
+        is_summed: Sequence[bool],
+        has_graph: bool,
+    ) -> None:
+        """Check a layout that was declared for an output.
+
+        Args:
+            local: This rank's part.
+            layout: What was declared.
+            name: For messages.
+            is_summed: For each axis, whether the function has reduced this output over
+                it already, as far as can be told without looking at values.
+            has_graph: Whether that was told from the recorded graph.
+        """
+        problems = []
+        for axis, entry, summed in zip(self.frame.axes, layout, is_summed, strict=True):
+            if axis.size == 1 or not can_compare(local, self.frame, axis):
+                continue
+            if entry.is_replicate():
+                problems += self._differs(local, axis, name)
+            elif entry.is_partial() and summed:
+                problems += self._is_doubled(local, axis, name, has_graph)
+            elif (dim := shard_dim(entry)) is not None:
+                problems += self._is_badly_cut(local, axis, dim, layout, name)
+        self._refuse("an output is not what out_placements says", problems)
+
+    def check_gradient(self, local: torch.Tensor, layout: Layout, name: str) -> None:
+        """Check the gradient of an argument against the layout that it will be given."""
+        problems = []
+        for axis, entry in zip(self.frame.axes, layout, strict=True):
+            if axis.size == 1 or not can_compare(local, self.frame, axis):
+                continue
+            if entry.is_replicate():
+                problems += self._gradient_differs(local, axis, name)
+            elif entry.is_partial() and axis.index in self.reduced:
+                problems += self._gradient_is_doubled(local, axis, name)
+        self._refuse("a gradient is not what its layout says", problems)
+
+    def _refuse(self, what: str, problems: list[Problem]) -> None:
+        rule = "Checked across ranks because check=True or TORCHSPMD_CHECK=1."
+        refuse(self.function, self.frame.mesh, what, problems, rule, CheckError)
+
+    def _differs(self, local: torch.Tensor, axis: Axis, name: str) -> list[Problem]:
+        found = compare(local, self.frame, axis)
+        if found.is_same:
+            return []
+        return [
+            Problem(
+                f"{name}: declared Replicate() over {axis.name!r}, but rank {found.rank} "
+                f"of {axis.name!r} differs from rank 0 by {_size(found)}",
+                f"Declare {name} as Partial() over {axis.name!r} if it is one term of a "
+                f"sum, as Shard(...) if it is a piece; or reduce it in the function.",
+            )
+        ]
+
+    def _is_doubled(
+        self, local: torch.Tensor, axis: Axis, name: str, has_graph: bool
+    ) -> list[Problem]:
+        found = compare(local, self.frame, axis)
+        # Without a graph, equal constants may as well be equal terms of a sum.
+        is_telling = found.is_nonzero if has_graph else found.has_contrast
+        if not (found.is_same and is_telling):
+            return []
+        return [
+            Problem(
+                f"{name}: declared Partial() over {axis.name!r}, but the function reduces "
+                f"over {axis.name!r} and all {axis.size} ranks hold the same values",
+                f"Declare {name} as Replicate() over {axis.name!r}, or leave the "
+                "reduction out of the function: it would be summed twice.",
+            )
+        ]
+
+    def _is_badly_cut(
+        self, local: torch.Tensor, axis: Axis, dim: int, layout: Layout, name: str
+    ) -> list[Problem]:
+        """Sizes along a sharded dim must be those of DTensor's own split."""
+        axes_of_dim = [e for e in layout if shard_dim(e) == dim]
+        if len(axes_of_dim) > 1:
+            return []
+        shapes = gather_shapes(local, self.frame, axis)
+        if any(len(shape) <= dim for shape in shapes):
+            return []
+        sizes = [shape[dim] for shape in shapes]
+        expected = [chunk_size(sum(sizes), axis.size, r) for r in range(axis.size)]
+        if sizes == expected:
+            return []
+        rank = next(r for r in range(axis.size) if sizes[r] != expected[r])
+        return [
+            Problem(
+                f"{name}: declared {format_layout(layout)}, but rank {rank} of "
+                f"{axis.name!r} holds {sizes[rank]} of {sum(sizes)} along dim {dim}, not "
+                f"the {expected[rank]} that an even split gives it",
+                "Return equal pieces (the last ranks may hold fewer), as DTensor splits.",
+            )
+        ]
+
+    def _gradient_differs(
+        self, local: torch.Tensor, axis: Axis, name: str
+    ) -> list[Problem]:
+        found = compare(local, self.frame, axis)
+        if found.is_same:
+            return []
+        return [
+            Problem(
+                f"{name}: its gradient is taken as Replicate() over {axis.name!r}, but "
+                f"rank {found.rank} of {axis.name!r} differs from rank 0 by "
+                f"{_size(found)}",
+                f"Write Partial() for {axis.name!r} in in_grad_placements: each rank "
+                "holds one term of the gradient.",
+            )
+        ]
+
+    def _gradient_is_doubled(
+        self, local: torch.Tensor, axis: Axis, name: str
+    ) -> list[Problem]:
+        found = compare(local, self.frame, axis)
+        if not (found.is_same and found.has_contrast):
+            return []
+        return [
+            Problem(
+                f"{name}: its gradient is taken as Partial() over {axis.name!r}, but the "
+                f"region reduces over {axis.name!r} in backward and all {axis.size} ranks "
+                "hold the same values",
+                f"Write Replicate() for {axis.name!r} in in_grad_placements, or leave the "
+                "reduction out of the function: it would be summed twice.",
+            )
+        ]
+
+
+def _size(found: Comparison) -> str:
+    if found.size == float("inf"):
+        return "its shape, its dtype or a value that is not finite"
+    return f"up to {found.size:.3g} (largest element {found.scale:.3g})"
+
+
+@contextlib.contextmanager
+def observe_reductions(
+    frame: Frame, axes: set[int], is_checked: bool
+) -> Iterator[None]:
+    """Note the axes along which what runs inside makes values equal."""
+    if not is_checked:
+        yield
+        return
+
+    def note(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        operator = find_operator(_torch.packet_name(op))
+        if operator is not None and operator.kind in _MAKES_EQUAL:
+            given = dict(zip(_torch.argument_names(op), args, strict=False), **kwargs)
+            named = given.get("group_name", given.get("process_group"))
+            group = _torch.resolve_group(named)
+            axes.update(group_axes(frame.mesh, group) if group is not None else ())
+
+    with _torch.observe_calls(note):
+        yield

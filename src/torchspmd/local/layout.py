@@ -1,0 +1,232 @@
+"""Layouts as users write them: per argument, nested like the arguments, or a prefix.
+
+Everything here works on values and tree paths; nothing communicates.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Placement, Shard
+
+Layout: TypeAlias = tuple[Placement, ...]
+# A tree of layouts; None stands for "as it is" or "not a tensor".
+Spec: TypeAlias = Any
+Path: TypeAlias = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a user wrote for one leaf.
+
+    Attributes:
+        layout: The layout; None for "as it is".
+        where: The place in the spec that holds it, as in ``[1]['k']``.
+        is_exact: It was written for this very leaf, not for a tree above it.
+    """
+
+    layout: Layout | None
+    where: str = ""
+    is_exact: bool = False
+
+
+class SpecMismatchError(Exception):
+    """A spec does not mirror its tree; the text is one bullet of a message."""
+
+
+def is_layout(spec: Spec) -> bool:
+    """Whether a spec is one layout: a list or tuple of placements.
+
+    >>> is_layout([Shard(0), Partial()]), is_layout(([Shard(0)], None))
+    (True, False)
+    """
+    return (
+        isinstance(spec, Sequence)
+        and not isinstance(spec, str)
+        and len(spec) > 0
+        and all(isinstance(entry, Placement) for entry in spec)
+    )
+
+
+def find_written(spec: Spec, path: Path, name: str) -> Written:
+    """What a spec says about the leaf at a path: the first layout or None on the way.
+
+    >>> spec = {"q": [Shard(1)], "kv": None}
+    >>> find_written(spec, ("kv", 0), "in_placements").layout is None
+    True
+    """
+    entry, depth = find_entry(spec, path, name, is_layout)
+    where = f"{name}{format_path(path[:depth])}"
+    if entry is None:
+        return Written(None, where)
+    return Written(tuple(entry), where, is_exact=depth == len(path))
+
+
+def find_entry(
+    spec: Spec, path: Path, name: str, is_end: Callable[[Spec], bool]
+) -> tuple[Spec, int]:
+    """The first None or end of a spec on the way down a path, and how deep it is."""
+    for depth, step in enumerate((*path, None)):
+        where = f"{name}{format_path(path[:depth])}"
+        if spec is None or is_end(spec):
+            return spec, depth
+        if depth == len(path):
+            break
+        spec = _step_down(spec, step, where)
+    raise SpecMismatchError(f"{where} is {_kind(spec)}, but one tensor stands there")
+
+
+def _step_down(spec: Spec, step: Any, where: str) -> Spec:
+    if isinstance(spec, Placement):
+        raise SpecMismatchError(f"{where} is {format_placement(spec)}: {_IN_A_LIST}")
+    if isinstance(spec, Mapping):
+        if step not in spec:
+            raise SpecMismatchError(f"{where} has no entry for {step!r}")
+        return spec[step]
+    if isinstance(step, str) and hasattr(spec, step):
+        return getattr(spec, step)
+    if not isinstance(spec, (list, tuple)) or not isinstance(step, int):
+        raise SpecMismatchError(f"{where} is {_kind(spec)} and has no {step!r}")
+    if step >= len(spec):
+        entries = format_count(len(spec), "entry", "entries")
+        raise SpecMismatchError(f"{where} has {entries}, none for number {step}")
+    return spec[step]
+
+
+_IN_A_LIST = (
+    "a layout is a list with one placement for each mesh axis, as in [Shard(0)]"
+)
+
+
+def leftover_entries(spec: Spec, paths: list[Path], name: str) -> list[str]:
+    """The entries of a spec that no leaf used, as text; a typo must not pass unseen."""
+    if not isinstance(spec, (list, tuple, dict)):
+        return []
+    return [
+        f"{name}{format_path(end)} = {format_spec(entry)}: there is nothing at that place"
+        for end, entry in list_ends(spec)
+        if not any(path[: len(end)] == end for path in paths)
+    ]
+
+
+def list_ends(spec: Spec, path: Path = ()) -> Iterator[tuple[Path, Spec]]:
+    """Every end of a spec (a layout, None, or whatever else stands there) and its path."""
+    if spec is None or is_layout(spec) or not isinstance(spec, (list, tuple, dict)):
+        yield path, spec
+        return
+    if hasattr(spec, "_fields"):
+        children: Any = zip(spec._fields, spec, strict=True)
+    else:
+        children = spec.items() if isinstance(spec, dict) else enumerate(spec)
+    for step, child in children:
+        yield from list_ends(child, (*path, step))
+
+
+def normalize(layout: Layout, ndim: int) -> Layout:
+    """The same layout with tensor dims counted from the front.
+
+    >>> normalize((Shard(-1), Shard(0)), 3)
+    (Shard(dim=2), Shard(dim=0))
+    """
+    if not any(type(entry) is Shard and entry.dim < 0 for entry in layout):
+        return layout
+    return tuple(
+        Shard(entry.dim + ndim) if type(entry) is Shard and entry.dim < 0 else entry
+        for entry in layout
+    )
+
+
+def layout_problem(layout: Layout, num_axes: int, ndim: int | None) -> str | None:
+    """Why a layout cannot stand for a tensor of ``ndim`` dims; None where it can."""
+    if len(layout) != num_axes:
+        entries = format_count(len(layout), "entry", "entries")
+        axes = format_count(num_axes, "axis", "axes")
+        return f"{format_layout(layout)} has {entries} for {axes}"
+    for entry in layout:
+        dim = shard_dim(entry)
+        if dim is not None and ndim is not None and not -ndim <= dim < ndim:
+            return (
+                f"{format_layout(layout)} shards dim {dim} of a tensor of {ndim} dims"
+            )
+    return None
+
+
+def shard_dim(placement: Placement) -> int | None:
+    """The tensor dim that a placement shards, of a plain or a strided shard."""
+    if placement.is_replicate() or placement.is_partial():
+        return None
+    dim: int = getattr(placement, "dim")  # noqa: B009  (not on the base class)
+    return dim
+
+
+def reduce_op(placement: Placement) -> str | None:
+    """``sum``, ``avg`` and so on of a partial placement; None for others."""
+    return str(placement.reduce_op) if isinstance(placement, Partial) else None
+
+
+def format_placement(placement: Placement) -> str:
+    """A placement as it is written in code.
+
+    >>> format_placement(Shard(1)), format_placement(Partial("avg"))
+    ('Shard(1)', "Partial('avg')")
+    """
+    if isinstance(placement, Partial):
+        op = str(placement.reduce_op)
+        return "Partial()" if op == "sum" else f"Partial({op!r})"
+    if type(placement) is Shard:
+        return f"Shard({placement.dim})"
+    return "Replicate()" if placement.is_replicate() else repr(placement)
+
+
+def format_layout(layout: Sequence[Placement]) -> str:
+    """A layout as it is written in code.
+
+    >>> format_layout((Partial(), Shard(1)))
+    '[Partial(), Shard(1)]'
+    """
+    return f"[{', '.join(format_placement(entry) for entry in layout)}]"
+
+
+def format_spec(spec: Spec) -> str:
+    """One entry of a spec as text, whatever it is."""
+    if spec is None:
+        return "None"
+    return format_layout(spec) if is_layout(spec) else _kind(spec)
+
+
+def _kind(spec: Spec) -> str:
+    if isinstance(spec, Placement):
+        return format_placement(spec)
+    length = f" of {len(spec)}" if isinstance(spec, (list, tuple, dict)) else ""
+    return f"a {type(spec).__name__}{length}"
+
+
+def format_path(path: Path) -> str:
+    """Steps as they are written in code.
+
+    >>> format_path((1, "k"))
+    "[1]['k']"
+    """
+    return "".join(f"[{step!r}]" for step in path)
+
+
+def format_count(number: int, one: str, many: str) -> str:
+    """A number and its noun.
+
+    >>> format_count(1, "axis", "axes"), format_count(2, "axis", "axes")
+    ('1 axis', '2 axes')
+    """
+    return f"{number} {one if number == 1 else many}"
+
+
+def format_mesh(mesh: DeviceMesh) -> str:
+    """Axis names and sizes: ``dp=2, tp=4``."""
+    sizes = zip(axis_names(mesh), mesh.shape, strict=True)
+    return ", ".join(f"{name}={size}" for name, size in sizes)
+
+
+def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
+    """The names of a mesh's axes; numbers where it has none."""
+    names = mesh.mesh_dim_names
+    return names or tuple(str(index) for index in range(mesh.ndim))

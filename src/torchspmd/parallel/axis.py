@@ -1,0 +1,170 @@
+"""One mesh axis as one rank sees it, and how a dimension is cut along it.
+
+Sizes follow ``torch.chunk`` and DTensor: every shard has ``ceil(size / ranks)`` elements
+until they run out, so the last shards may be smaller or empty.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from torchspmd import _torch
+from torchspmd.errors import LayoutError, WorldError
+
+_MAX_SPECS = 256  # shapes of activations that one axis remembers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Axis:
+    """A mesh of one axis: its name, its group, and this rank's place in it.
+
+    It is shared, never copied: a deep copy of a module keeps talking to the same ranks.
+    """
+
+    mesh: DeviceMesh
+    name: str
+    size: int
+    rank: int
+    group: str
+    _specs: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
+
+    def spec(
+        self, placement: Placement, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Any:
+        """The description of a DTensor on this axis; built once, it costs much."""
+        key = (placement, shape, dtype)
+        found = self._specs.get(key)
+        if found is None:
+            if len(self._specs) >= _MAX_SPECS:
+                self._specs.clear()
+            found = _torch.build_spec(self.mesh, (placement,), shape, dtype)
+            self._specs[key] = found
+        return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return build_axis, (self.mesh,)
+
+    def __str__(self) -> str:
+        return f"mesh {self.name}={self.size}"
+
+
+def build_axis(mesh: DeviceMesh, call: str = "parallelize_module") -> Axis:
+    """The only axis of a mesh.
+
+    Raises:
+        LayoutError: It is no mesh, or has another number of axes than one.
+        WorldError: This rank is not part of the mesh.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise LayoutError(
+            f"{call}: device_mesh is a {type(mesh).__name__}. Pass a DeviceMesh with one "
+            'axis, such as init_device_mesh("cuda", (8,), mesh_dim_names=("tp",)).'
+        )
+    if mesh.ndim != 1:
+        raise LayoutError(_several_axes(mesh, call))
+    rank = mesh.get_rank()
+    if rank not in mesh.mesh.flatten().tolist():
+        raise WorldError(
+            f"{call}: rank {rank} is not in the {describe_mesh(mesh)}, which holds "
+            f"ranks {mesh.mesh.flatten().tolist()}. Build the mesh over all ranks of the "
+            "job, or call this only on the ranks of the mesh."
+        )
+    names = mesh.mesh_dim_names
+    return Axis(
+        mesh=mesh,
+        name=names[0] if names else "0",
+        size=mesh.size(),
+        rank=mesh.get_local_rank(),
+        group=mesh.get_group().group_name,
+    )
+
+
+def describe_mesh(mesh: DeviceMesh) -> str:
+    """A mesh as text: ``mesh dp=2, tp=4``."""
+    names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+    sizes = mesh.mesh.shape
+    return "mesh " + ", ".join(f"{n}={s}" for n, s in zip(names, sizes, strict=True))
+
+
+def _several_axes(mesh: DeviceMesh, call: str) -> str:
+    names = mesh.mesh_dim_names
+    example = f'mesh["{names[-1]}"]' if names else 'mesh["tp"]'
+    fix = f"Pass one axis of it, such as {example}"
+    if not names:
+        fix += ', after giving its axes names with mesh_dim_names=("dp", "tp")'
+    return (
+        f"{call}: the {describe_mesh(mesh)} has {mesh.ndim} axes; styles lay a module "
+        f"over one. {fix}."
+    )
+
+
+def shard_size(size: int, num_ranks: int, rank: int) -> int:
+    """How many elements of a dimension one rank holds.
+
+    >>> [shard_size(5, 4, rank) for rank in range(4)]
+    [2, 2, 1, 0]
+    """
+    chunk = -(-size // num_ranks)
+    return max(0, min(chunk, size - chunk * rank))
+
+
+def shard_offset(size: int, num_ranks: int, rank: int) -> int:
+    """Where one rank's part of a dimension starts.
+
+    >>> [shard_offset(5, 4, rank) for rank in range(4)]
+    [0, 2, 4, 5]
+    """
+    return min(size, -(-size // num_ranks) * rank)
+
+
+def positive_dim(placement: Placement, ndim: int) -> Placement:
+    """The same placement with a shard dimension that counts from the front.
+
+    >>> positive_dim(Shard(-1), 3)
+    Shard(dim=2)
+    """
+    if type(placement) is Shard and placement.dim < 0:
+        return Shard(placement.dim + ndim)
+    return placement
+
+
+def gradient_layout(placement: Placement) -> Placement:
+    """The layout of the gradient of a tensor with this layout, as DTensor has it.
+
+    A term of a sum gets the gradient of the sum: whole on every rank.
+    """
+    return Replicate() if type(placement) is Partial else placement
+
+
+def global_shape(
+    local_shape: tuple[int, ...], placement: Placement, num_ranks: int
+) -> tuple[int, ...]:
+    """Shape of the whole tensor, if all ranks hold as much as this one.
+
+    >>> global_shape((2, 3), Shard(1), 4)
+    (2, 12)
+    """
+    if type(placement) is not Shard:
+        return tuple(local_shape)
+    shape = list(local_shape)
+    shape[placement.dim] *= num_ranks
+    return tuple(shape)
+
+
+def layout_of(tensor: DTensor, axis: Axis, where: str) -> Placement:
+    """The placement of a DTensor that must live on exactly this axis."""
+    mesh = tensor.device_mesh
+    if mesh is not axis.mesh and mesh != axis.mesh:
+        raise LayoutError(
+            f"{where}: the input is a DTensor on the {describe_mesh(mesh)}, the module is "
+            f"laid over the {axis}. Redistribute it to that mesh, or pass its local "
+            "tensor."
+        )
+    placement: Placement = tensor.placements[0]
+    return placement

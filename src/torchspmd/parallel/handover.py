@@ -1,0 +1,244 @@
+"""Layout changes that autograd understands.
+
+Between plain tensors and DTensors, and between layouts of a plain tensor. Each is one
+small autograd function, because the ready-made ones of DTensor cost several times as
+much host time as the layer they serve.
+"""
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+
+from torchspmd import _torch
+from torchspmd.errors import UsageError
+from torchspmd.parallel.axis import Axis, gradient_layout
+from torchspmd.parallel.exchange import is_same, move
+
+
+def change_layout(
+    tensor: torch.Tensor,
+    source: Placement,
+    target: Placement,
+    axis: Axis,
+    shape: tuple[int, ...],
+    *,
+    gradient: Placement | None = None,
+    leaving: Placement | None = None,
+) -> torch.Tensor:
+    """A local tensor in another layout, with the matching move of its gradient.
+
+    Args:
+        tensor: This rank's part.
+        source: Its layout.
+        target: The layout of the result.
+        axis: The mesh axis.
+        shape: Shape of the whole tensor.
+        gradient: The layout in which the result's gradient arrives, if that is not the
+            usual one of ``target``: a layer that reads a whole input and writes a
+            shard of its output gives every rank a term of the input's gradient.
+        leaving: The layout in which the gradient goes on, if that is not the usual one
+            of ``source``.
+    """
+    arriving = gradient_layout(target) if gradient is None else gradient
+    leaving = gradient_layout(source) if leaving is None else leaving
+    if is_same(source, target) and is_same(arriving, leaving):
+        return tensor
+    result: torch.Tensor = _ChangeLayout.apply(
+        tensor, source, target, (arriving, leaving), axis, shape
+    )
+    return result
+
+
+def hand_on(
+    tensor: torch.Tensor,
+    source: Placement,
+    target: Placement,
+    axis: Axis,
+    shape: tuple[int, ...],
+    *,
+    as_dtensor: bool,
+) -> torch.Tensor:
+    """A plain tensor or DTensor in another layout, as a plain tensor or DTensor.
+
+    One step both ways: a gradient that arrives as terms of a sum is summed straight
+    into the layout in which it leaves.
+    """
+    if torch.compiler.is_compiling():
+        local = unwrap(tensor, axis) if isinstance(tensor, DTensor) else tensor
+        local = change_layout(local, source, target, axis, shape)
+        return wrap(local, target, axis, shape) if as_dtensor else local
+    result: torch.Tensor = _HandOn.apply(
+        tensor, source, target, axis, shape, as_dtensor
+    )
+    return result
+
+
+def unwrap(
+    tensor: DTensor, axis: Axis, gradient: Placement | None = None
+) -> torch.Tensor:
+    """This rank's shard of a DTensor; its gradient goes back as a DTensor.
+
+    ``gradient`` is the layout of that gradient, if not the usual one. Layers that read
+    the same DTensor share one shard, so that their gradients add up as plain tensors.
+    """
+    if torch.compiler.is_compiling():
+        layout = None if gradient is None else (gradient,)
+        traced: torch.Tensor = tensor.to_local(grad_placements=layout)
+        return traced
+    if not (tensor.requires_grad and torch.is_grad_enabled()):
+        return _torch.local_tensor(tensor)
+    shared = getattr(tensor, _SHARED, None)
+    shard, history = _torch.local_tensor(tensor), tensor.grad_fn
+    if (
+        shared is not None
+        and shared[0] is shard
+        and shared[1] is history
+        and shared[2] is type(gradient)
+    ):
+        found: torch.Tensor = shared[3]
+        return found
+    local: torch.Tensor = _Unwrap.apply(tensor, axis, gradient)
+    setattr(tensor, _SHARED, (shard, history, type(gradient), local))
+    return local
+
+
+# Where a DTensor keeps the shard that was handed out.
+_SHARED = "_torchspmd_shard"
+
+
+def wrap(
+    tensor: torch.Tensor, placement: Placement, axis: Axis, shape: tuple[int, ...]
+) -> DTensor:
+    """A DTensor around this rank's shard; its gradient comes back as a shard."""
+    if torch.compiler.is_compiling():
+        meta = torch.empty(shape, device="meta")
+        return DTensor.from_local(
+            tensor, axis.mesh, (placement,), shape=meta.shape, stride=meta.stride()
+        )
+    wrapped: DTensor = _Wrap.apply(tensor, placement, axis, shape)
+    return wrapped
+
+
+def refuse_double_backward(what: str) -> None:
+    """Say in a backward that no second one will follow.
+
+    ``once_differentiable`` says it too, at several times the host time.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise UsageError(
+            f"backward of {what} with create_graph=True: the gradients of parallel "
+            "layers cannot be differentiated again. Use the layer without its style, or "
+            "torch.distributed.tensor.parallel, where second derivatives are needed."
+        )
+
+
+class _ChangeLayout(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        source: Placement,
+        target: Placement,
+        gradients: tuple[Placement, Placement],
+        axis: Axis,
+        shape: tuple[int, ...],
+    ) -> torch.Tensor:
+        ctx.gradient_move = (*gradients, axis, shape)
+        result = move(tensor, source, target, axis, shape)
+        return tensor.view_as(tensor) if result is tensor else result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        refuse_double_backward("a layout change")
+        return move(gradient, *ctx.gradient_move), None, None, None, None, None
+
+
+class _HandOn(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        source: Placement,
+        target: Placement,
+        axis: Axis,
+        shape: tuple[int, ...],
+        as_dtensor: bool,
+    ) -> torch.Tensor:
+        from_dtensor = isinstance(tensor, DTensor)
+        ctx.call = (source, target, axis, shape, from_dtensor)
+        local = _torch.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+        moved = move(local, source, target, axis, shape)
+        if as_dtensor:
+            return _torch.wrap_local(
+                moved.detach(), axis.spec(target, shape, moved.dtype)
+            )
+        return moved.view_as(moved) if moved is local else moved
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        refuse_double_backward("a layout change")
+        source, target, axis, shape, from_dtensor = ctx.call
+        local, arriving = open_gradient(gradient, target)
+        leaving = gradient_layout(source)
+        moved = move(local, arriving, leaving, axis, shape)
+        if from_dtensor:
+            moved = _torch.wrap_local(moved, axis.spec(leaving, shape, moved.dtype))
+        return moved, None, None, None, None, None
+
+
+class _Unwrap(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: DTensor, axis: Axis, gradient: Placement | None
+    ) -> torch.Tensor:
+        layout = gradient_layout(tensor.placements[0]) if gradient is None else gradient
+        ctx.call = (layout, axis, tuple(tensor.shape))
+        local = _torch.local_tensor(tensor)
+        # A fresh object: autograd writes its history into what is returned here.
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        refuse_double_backward("a parallel layer")
+        layout, axis, shape = ctx.call
+        spec = axis.spec(layout, shape, gradient.dtype)
+        return _torch.wrap_local(gradient, spec), None, None
+
+
+class _Wrap(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        placement: Placement,
+        axis: Axis,
+        shape: tuple[int, ...],
+    ) -> torch.Tensor:
+        ctx.call = (placement, axis, shape)
+        return _torch.wrap_local(
+            tensor.detach(), axis.spec(placement, shape, tensor.dtype)
+        )
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        refuse_double_backward("a parallel layer")
+        placement, axis, shape = ctx.call
+        local, arriving = open_gradient(gradient, placement)
+        return move(local, arriving, gradient_layout(placement), axis, shape), *_NONE
+
+
+_NONE = (None, None, None)
+
+
+def open_gradient(
+    gradient: torch.Tensor, layout: Placement
+) -> tuple[torch.Tensor, Placement]:
+    """A gradient's shard and the layout in which it arrived."""
+    if not isinstance(gradient, DTensor):
+        return gradient, gradient_layout(layout)
+    arriving: Placement = gradient.placements[0]
+    if type(arriving) is Partial and arriving.reduce_op != "sum":
+        gradient = gradient.redistribute(placements=(Replicate(),))
+        arriving = Replicate()
+    return _torch.local_tensor(gradient), arriving

@@ -1,0 +1,235 @@
+"""``nn.Linear`` on this rank's shard of the weight, as one autograd function.
+
+One function for the whole layer keeps host time low and lets the sum of the input's
+gradient travel while the weight's gradient is computed.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from torchspmd import _torch
+from torchspmd.parallel.exchange import finish_reduce, move, start_reduce, take_shard
+from torchspmd.parallel.handover import change_layout, refuse_double_backward
+from torchspmd.parallel.parameters import (
+    GradientSum,
+    close_gradient,
+    local_shards,
+    open_parameter,
+)
+from torchspmd.parallel.route import (
+    Route,
+    Steps,
+    Value,
+    check_tensor,
+    enter_features,
+    leave,
+)
+
+
+class LocalLinear(nn.Linear):
+    """A Linear whose parameters are DTensors and whose forward runs on shards.
+
+    ``parallelize_module`` turns an ``nn.Linear`` into one; it is not built by hand.
+    """
+
+    route: Route
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The layer's output in the layout that its style asks for."""
+        route = self.route
+        check_tensor(input, route)
+        if torch.compiler.is_compiling() or isinstance(input, DTensor):
+            return self._forward(input)
+        call = route.calls.get(input.shape)
+        if call is None:
+            return self._forward(input)
+        # The usual way: a plain tensor of a shape that was checked before.
+        output: torch.Tensor = _LocalLinear.apply(input, self.weight, self.bias, call)
+        return leave(output, route, call.steps, call.shape)
+
+    def _forward(self, input: torch.Tensor) -> torch.Tensor:
+        route = self.route
+        steps = route.steps(input.ndim, input.ndim)
+        value = enter_features(input, route, steps, self.in_features)
+        shape = (*value.shape[:-1], self.out_features)
+        if torch.compiler.is_compiling():
+            output = _traceable(self, value, steps, shape)
+        else:
+            call = Call(route, steps, value, shape)
+            if not isinstance(input, DTensor):
+                route.remember(input.shape, call)
+            output = _LocalLinear.apply(value.tensor, self.weight, self.bias, call)
+        return leave(output, route, steps, shape)
+
+    def extra_repr(self) -> str:
+        """The layer's sizes and its style."""
+        return f"{super().extra_repr()}, {self.route}"
+
+
+class Call:
+    """What the backward of one call needs to know besides tensors."""
+
+    __slots__ = (
+        "axis",
+        "input_gradient",
+        "input_layout",
+        "input_shape",
+        "shape",
+        "steps",
+    )
+
+    def __init__(
+        self, route: Route, steps: Steps, value: Value, shape: tuple[int, ...]
+    ) -> None:
+        self.axis = route.axis
+        self.steps = steps
+        self.input_layout = value.layout
+        self.input_gradient = value.gradient
+        self.input_shape = value.shape
+        self.shape = shape
+
+
+class _LocalLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        call: Call,
+    ) -> torch.Tensor:
+        ctx.call = call
+        ctx.dtypes = None
+        local_weight, ctx.weight_spec = open_parameter(weight)
+        assert local_weight is not None
+        local_bias, ctx.bias_spec = open_parameter(bias)
+        if _torch.is_autocast_enabled():
+            ctx.dtypes = (input.dtype, local_weight.dtype)
+            input, local_weight, local_bias = _autocast(input, local_weight, local_bias)
+        steps, axis = call.steps, call.axis
+        whole = move(input, call.input_layout, steps.needed, axis, call.input_shape)
+        # Detached: a weight that DistributedDataParallel rebuilt is a view of another.
+        ctx.save_for_backward(whole, local_weight.detach())
+        if type(steps.made) is Partial and axis.rank != 0:
+            local_bias = None  # a replicated bias enters the sum once
+        output = F.linear(whole, local_weight, local_bias)
+        return move(output, steps.made, steps.wanted, axis, call.shape, owned=True)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        refuse_double_backward(LocalLinear.__name__)
+        call = ctx.call
+        steps, axis = call.steps, call.axis
+        whole, weight = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        gradient = move(
+            gradient, steps.wanted_gradient, steps.made_gradient, axis, call.shape
+        )
+        rows = _rows(gradient)
+        started = of_weight = of_bias = None
+        if needs_input:
+            started = _start_input_gradient(rows.mm(weight), gradient.shape, call)
+        if needs_weight:
+            of_weight = rows.t().mm(_rows(whole))
+        if needs_bias:
+            of_bias = rows.sum(0)
+        of_input = None if started is None else _finish_input_gradient(started, call)
+        if ctx.dtypes is not None:
+            of_input, of_weight, of_bias = _cast_back(
+                of_input, of_weight, of_bias, ctx.dtypes
+            )
+        of_weight = close_gradient(of_weight, ctx.weight_spec)
+        return of_input, of_weight, close_gradient(of_bias, ctx.bias_spec), None
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.ndim == 2:
+        return tensor
+    return tensor.flatten(0, -2) if tensor.ndim > 2 else tensor.unsqueeze(0)
+
+
+def _start_input_gradient(
+    rows: torch.Tensor, shape: torch.Size, call: Call
+) -> torch.Tensor:
+    """Start the sum of the input's gradient, if it is one."""
+    gradient = rows
+    if len(shape) != 2:
+        gradient = rows.view(*shape[:-1], rows.size(-1))
+    if type(call.steps.input_gradient) is not Partial:
+        return gradient
+    return start_reduce(gradient, call.input_gradient, call.axis, owned=True)
+
+
+def _finish_input_gradient(started: torch.Tensor, call: Call) -> torch.Tensor:
+    target, made = call.input_gradient, call.steps.input_gradient
+    if type(made) is Partial:
+        return finish_reduce(started, target, call.axis, call.input_shape)
+    return move(started, made, target, call.axis, call.input_shape)
+
+
+def _cast_back(
+    of_input: torch.Tensor | None,
+    of_weight: torch.Tensor | None,
+    of_bias: torch.Tensor | None,
+    dtypes: tuple[torch.dtype, torch.dtype],
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients in the types that the operands had before autocast."""
+    of_input = None if of_input is None else of_input.to(dtypes[0])
+    of_weight = None if of_weight is None else of_weight.to(dtypes[1])
+    return of_input, of_weight, None if of_bias is None else of_bias.to(dtypes[1])
+
+
+def _autocast(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """What autocast does to a Linear's operands; the backward must see the same ones."""
+    device = input.device.type
+    if not torch.is_autocast_enabled(device) or not input.is_floating_point():
+        return input, weight, bias
+    dtype = torch.get_autocast_dtype(device)
+    return input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _traceable(
+    module: LocalLinear, value: Value, steps: Steps, shape: tuple[int, ...]
+) -> torch.Tensor:
+    """The same layer in small differentiable parts, for torch.compile to trace."""
+    axis = module.route.axis
+    whole = change_layout(
+        value.tensor,
+        value.layout,
+        steps.needed,
+        axis,
+        value.shape,
+        gradient=steps.input_gradient,
+        leaving=value.gradient,
+    )
+    (weight,) = local_shards([module.weight])
+    assert weight is not None
+    if type(steps.made) is Shard:
+        (bias,) = local_shards([module.bias])
+        output = F.linear(whole, weight, bias)
+        return change_layout(output, steps.made, steps.wanted, axis, shape)
+    output = F.linear(whole, weight)
+    output = change_layout(output, steps.made, steps.wanted, axis, shape)
+    if module.bias is None:
+        return output
+    return output + _traceable_bias(module, steps.wanted, output.ndim)
+
+
+def _traceable_bias(module: LocalLinear, wanted: Placement, ndim: int) -> torch.Tensor:
+    axis = module.route.axis
+    if type(wanted) is Replicate:
+        (bias,) = local_shards([module.bias])
+        assert bias is not None
+        return bias
+    (bias,) = local_shards([module.bias], GradientSum(axis))
+    assert bias is not None
+    if type(wanted) is Partial:
+        return bias if axis.rank == 0 else bias * 0
+    is_last = type(wanted) is Shard and wanted.dim == ndim - 1
+    return take_shard(bias, 0, axis) if is_last else bias

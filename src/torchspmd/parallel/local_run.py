@@ -1,0 +1,125 @@
+"""Run any module's own forward on this rank's shards of its parameters.
+
+For modules of types that torchspmd does not know, where the style says in which layouts
+that is right: stacked experts, adapters, routers.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+
+from torchspmd.errors import LayoutError
+from torchspmd.parallel.axis import Axis, global_shape, layout_of, positive_dim
+from torchspmd.parallel.handover import change_layout, unwrap, wrap
+from torchspmd.parallel.parameters import local_shards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalRule:
+    """The layouts between which a module computes on its shards.
+
+    Attributes:
+        axis: The mesh axis.
+        style: The style's name, for texts.
+        path: The module's name in the model, for texts.
+        given: Layout of each positional input that is a plain tensor; None leaves an
+            input alone.
+        needed: Layout that the computation reads, for each of them.
+        made: Layout that the computation writes. ``Partial()`` says that every rank
+            computes another term, ``Replicate()`` that every rank computes the same.
+        wanted: Layout of what is returned.
+        local_output: Return this rank's part, not a DTensor.
+    """
+
+    axis: Axis
+    style: str
+    path: str
+    given: tuple[Placement | None, ...]
+    needed: tuple[Placement | None, ...]
+    made: Placement
+    wanted: Placement
+    local_output: bool
+
+    @property
+    def where(self) -> str:
+        """How errors name the module: its path, its style and its mesh."""
+        name = f"'{self.path}'" if self.path else "the module"
+        return f"{name} with {self.style} on the {self.axis}"
+
+
+class LocalForward:
+    """Stands in for the ``forward`` of one module object."""
+
+    def __init__(self, module: nn.Module, rule: LocalRule) -> None:
+        self._shell = _Shell(module)
+        self._rule = rule
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Prepare the inputs, run the module's own forward on shards, hand on."""
+        rule = self._rule
+        if len(args) != len(rule.given):
+            raise LayoutError(
+                f"{rule.where}: module inputs and input_layouts should have same length! "
+                f"It got {len(args)} positional inputs for {len(rule.given)} layouts; "
+                "write None for an input to leave alone."
+            )
+        inputs = tuple(self._enter(i, value) for i, value in enumerate(args))
+        parameters = dict(self._shell.named_parameters())
+        found = local_shards(list(parameters.values()))
+        shards = {n: s for n, s in zip(parameters, found, strict=True) if s is not None}
+        output = torch.func.functional_call(self._shell, shards, inputs, kwargs)
+        if not isinstance(output, torch.Tensor) or isinstance(output, DTensor):
+            raise LayoutError(
+                f"{rule.where}: the module returned a {type(output).__name__}; it must "
+                "return one plain tensor."
+            )
+        return self._leave(output)
+
+    def _enter(self, index: int, value: Any) -> Any:
+        rule = self._rule
+        given, needed = rule.given[index], rule.needed[index]
+        if given is None or needed is None:
+            return value
+        if not isinstance(value, torch.Tensor):
+            raise LayoutError(
+                f"{rule.where}: input {index} is a {type(value).__name__}; write None as "
+                "its layout to leave it alone."
+            )
+        axis, target = rule.axis, positive_dim(needed, value.ndim)
+        # What every rank reads whole and uses for its own term has a gradient in terms.
+        terms = type(target) is Replicate and type(rule.made) is Partial
+        gradient = Partial() if terms and value.requires_grad else None
+        if isinstance(value, DTensor):
+            source, shape = layout_of(value, axis, rule.where), tuple(value.shape)
+            value = unwrap(value, axis)
+        else:
+            source = positive_dim(given, value.ndim)
+            shape = global_shape(tuple(value.shape), source, axis.size)
+        return change_layout(value, source, target, axis, shape, gradient=gradient)
+
+    def _leave(self, output: torch.Tensor) -> torch.Tensor:
+        rule = self._rule
+        made = positive_dim(rule.made, output.ndim)
+        wanted = positive_dim(rule.wanted, output.ndim)
+        shape = global_shape(tuple(output.shape), made, rule.axis.size)
+        output = change_layout(output, made, wanted, rule.axis, shape)
+        return output if rule.local_output else wrap(output, wanted, rule.axis, shape)
+
+
+class _Shell(nn.Module):
+    """Holds a module to swap its parameters, and runs the forward of its class."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
+def run_on_shards(module: nn.Module, rule: LocalRule) -> None:
+    """Make a module compute on the shards of its DTensor parameters."""
+    module.forward = LocalForward(module, rule)

@@ -1,0 +1,154 @@
+"""From DTensor parameters to the shards that a layer computes with, and back.
+
+Parameters stay DTensors for state dicts, optimizers and checkpoints; ``local_shards``
+hands out this rank's part and turns the gradients back into DTensors.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    distribute_tensor,
+)
+
+from torchspmd import _torch
+from torchspmd.parallel.axis import Axis
+from torchspmd.parallel.handover import change_layout, refuse_double_backward
+
+# Set on a plain parameter that a style has replaced, so that a second module that is
+# tied to it gets the same DTensor and not another copy.
+_REPLACED_BY = "_torchspmd_replaced_by"
+
+
+def place_parameter(
+    module: nn.Module,
+    name: str,
+    placement: Placement,
+    axis: Axis,
+    src_data_rank: int | None,
+) -> None:
+    """Replace a parameter by a DTensor with this placement; ties are kept."""
+    parameter = module.get_parameter(name)
+    placed = getattr(parameter, _REPLACED_BY, None)
+    if placed is None or placed.placements != (placement,):
+        placed = nn.Parameter(
+            distribute_tensor(
+                parameter.detach(),
+                axis.mesh,
+                (placement,),
+                src_data_rank=src_data_rank,
+            ),
+            requires_grad=parameter.requires_grad,
+        )
+        setattr(parameter, _REPLACED_BY, placed)
+    module.register_parameter(name, placed)
+
+
+def place_buffers(module: nn.Module, axis: Axis, src_data_rank: int | None) -> None:
+    """Replace the buffers of a module, not of its children, by replicated DTensors."""
+    for name, buffer in list(module.named_buffers(recurse=False)):
+        if not isinstance(buffer, DTensor):
+            placed = distribute_tensor(
+                buffer, axis.mesh, (Replicate(),), src_data_rank=src_data_rank
+            )
+            setattr(module, name, placed)
+
+
+@dataclass(frozen=True, slots=True)
+class GradientSum:
+    """Which gradients are terms of a sum over the ranks, and the axis to sum them on."""
+
+    axis: Axis
+
+
+def local_shards(
+    parameters: Sequence[torch.Tensor | None], gradient_sum: GradientSum | None = None
+) -> list[torch.Tensor | None]:
+    """This rank's shard of each parameter; gradients arrive as DTensors.
+
+    Args:
+        parameters: DTensors; None and plain tensors are handed through.
+        gradient_sum: Sum the gradients over this axis first, all in one collective:
+            for replicated parameters of which every rank sees another part of the
+            data.
+    """
+    given = [p for p in parameters if isinstance(p, DTensor)]
+    if torch.compiler.is_compiling():
+        shards = iter([_traceable_shard(p, gradient_sum) for p in given])
+    elif torch.is_grad_enabled() and any(p.requires_grad for p in given):
+        shards = iter(_LocalShards.apply(gradient_sum, *given))
+    else:
+        shards = iter([_torch.local_tensor(p) for p in given])
+    return [next(shards) if isinstance(p, DTensor) else p for p in parameters]
+
+
+def _traceable_shard(
+    parameter: DTensor, gradient_sum: GradientSum | None
+) -> torch.Tensor:
+    shard: torch.Tensor = parameter.to_local()
+    if gradient_sum is None:
+        return shard
+    layout, shape = Replicate(), tuple(shard.shape)
+    axis = gradient_sum.axis
+    return change_layout(shard, layout, layout, axis, shape, gradient=Partial())
+
+
+class _LocalShards(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, gradient_sum: GradientSum | None, *parameters: DTensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.gradient_sum = gradient_sum
+        ctx.specs = [_torch.spec(p) for p in parameters]
+        ctx.set_materialize_grads(False)
+        locals_ = [_torch.local_tensor(p) for p in parameters]
+        return tuple(local.view_as(local) for local in locals_)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        refuse_double_backward("a parallel layer")
+        if ctx.gradient_sum is not None:
+            gradients = sum_over_axis(gradients, ctx.gradient_sum.axis)
+        return None, *(
+            None if gradient is None else _torch.wrap_local(gradient, spec)
+            for gradient, spec in zip(gradients, ctx.specs, strict=True)
+        )
+
+
+def sum_over_axis(
+    gradients: Sequence[torch.Tensor | None], axis: Axis
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients summed over the ranks, in one collective."""
+    given = [g for g in gradients if g is not None]
+    if not given:
+        return tuple(gradients)
+    flat = torch.cat([g.reshape(-1) for g in given])
+    flat = _torch.wait(_torch.start_all_reduce(flat, "sum", axis.group))
+    parts = iter(flat.split([g.numel() for g in given]))
+    return tuple(None if g is None else next(parts).view_as(g) for g in gradients)
+
+
+def open_parameter(parameter: torch.Tensor | None) -> tuple[torch.Tensor | None, Any]:
+    """A parameter's shard, and what makes a DTensor of its gradient.
+
+    For autograd functions that take parameters as they are. A plain tensor stands for
+    its own shard: DistributedDataParallel and ``functional_call`` put such tensors in
+    the place of parameters.
+    """
+    if isinstance(parameter, DTensor):
+        return _torch.local_tensor(parameter), _torch.spec(parameter)
+    return parameter, None
+
+
+def close_gradient(gradient: torch.Tensor | None, spec: Any) -> torch.Tensor | None:
+    """The gradient of a shard as that of the parameter it was opened from."""
+    if spec is None or gradient is None:
+        return gradient
+    return _torch.wrap_local(gradient, spec)

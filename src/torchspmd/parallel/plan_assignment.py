@@ -1,0 +1,80 @@
+"""One style for one module, and what can be known of a style before it is applied."""
+
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.tensor import Placement
+from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
+from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
+from torch.distributed.tensor.parallel import SequenceParallel as TorchSequence
+
+from torchspmd.parallel.colwise import ColwiseParallel
+from torchspmd.parallel.fused import FusedColwiseParallel, KeyValueParallel
+from torchspmd.parallel.plan import Style
+from torchspmd.parallel.rowwise import RowwiseParallel
+from torchspmd.parallel.sequence import SequenceParallel
+from torchspmd.parallel.style import ParallelStyle
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """One style for one module of a model, and the pattern that asked for it."""
+
+    path: str
+    module: nn.Module
+    style: Style
+    pattern: str
+
+    def parameter_path(self, name: str) -> str:
+        """The path in the model of one of the module's parameters."""
+        return f"{self.path}.{name}" if self.path else name
+
+
+def own_twin(style: Style) -> ParallelStyle | None:
+    """The style as one of ours; None for one of torch's that we cannot read."""
+    if isinstance(style, ParallelStyle):
+        return style
+    if isinstance(style, (TorchColwise, TorchRowwise)):
+        ours = ColwiseParallel if isinstance(style, TorchColwise) else RowwiseParallel
+        return ours(
+            input_layouts=style.input_layouts,
+            output_layouts=style.output_layouts,
+            use_local_output=style.use_local_output,
+        )
+    if isinstance(style, TorchSequence):
+        (layout,) = style.sequence_sharding
+        return SequenceParallel(
+            sequence_dim=layout.dim, use_local_output=style.use_local_output
+        )
+    return None
+
+
+def fused_form(assignment: Assignment) -> FusedColwiseParallel | None:
+    """The style as the fused one that it stands for; None for other styles."""
+    style, module = assignment.style, assignment.module
+    if isinstance(style, KeyValueParallel) and isinstance(module, nn.Linear):
+        return FusedColwiseParallel(
+            parts=(module.out_features,),
+            num_heads=(style.num_heads,),
+            input_layouts=style.input_layouts,
+        )
+    return style if isinstance(style, FusedColwiseParallel) else None
+
+
+def find_problems(style: Style, module: nn.Module, num_ranks: int) -> list[str]:
+    """Why a style does not fit a module; empty when it does, or cannot be known."""
+    twin = own_twin(style)
+    if twin is None:
+        return []
+    problems = twin.find_problems(module)
+    # Sizes that do not fit the module need not be compared with the ranks.
+    return problems or twin.find_axis_problems(module, num_ranks)
+
+
+def parameter_layouts(assignment: Assignment) -> dict[str, Placement] | None:
+    """The placement of each parameter by path; None when it cannot be known."""
+    twin = own_twin(assignment.style)
+    if twin is None:
+        return None
+    layouts = twin.parameter_layouts(assignment.module)
+    return {assignment.parameter_path(name): p for name, p in layouts.items()}

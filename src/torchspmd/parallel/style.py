@@ -1,0 +1,122 @@
+"""What every style has: a frozen value that says how one module lies on one mesh axis.
+
+``place`` is the only part that changes a module. ``parameter_layouts`` and
+``find_problems`` are pure, so that a whole plan can be checked before anything moves.
+"""
+
+import copy
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from torchspmd.errors import LayoutError
+from torchspmd.parallel.axis import Axis, build_axis
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a style is applied.
+
+    Attributes:
+        axis: The mesh axis.
+        path: The module's name in the model; empty for the model itself.
+        src_data_rank: Rank of the axis whose values every rank gets; None keeps each
+            rank's own.
+    """
+
+    axis: Axis
+    path: str = ""
+    src_data_rank: int | None = 0
+
+
+class ParallelStyle(ABC):
+    """Base of the styles, and of your own.
+
+    Your own style needs only ``_apply``. It may read ``self.src_data_rank``, which is
+    set on a copy of the style: the object in the plan is never written to.
+
+    Example:
+        >>> class Frozen(ParallelStyle):
+        ...     def _apply(self, module, device_mesh):
+        ...         return module.requires_grad_(False)
+    """
+
+    src_data_rank: int | None = 0
+
+    @abstractmethod
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Lay ``module`` over ``device_mesh`` and return it."""
+
+    def place(self, module: nn.Module, place: Place) -> nn.Module:
+        """Lay ``module`` over one axis and return it."""
+        style = copy.copy(self)
+        object.__setattr__(style, "src_data_rank", place.src_data_rank)
+        return style._apply(module, place.axis.mesh)
+
+    def parameter_layouts(self, module: nn.Module) -> dict[str, Placement]:
+        """The placement that each of the module's own parameters gets."""
+        return {}
+
+    def find_problems(self, module: nn.Module) -> list[str]:
+        """Why this style does not fit this module; empty when it does."""
+        return []
+
+    def find_axis_problems(self, module: nn.Module, num_ranks: int) -> list[str]:
+        """Why this style does not fit this module on so many ranks."""
+        return []
+
+
+class PlacedStyle(ParallelStyle):
+    """Base of the styles of this package: they know where they are applied."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return self.place(module, Place(axis=build_axis(device_mesh)))
+
+    @abstractmethod
+    def place(self, module: nn.Module, place: Place) -> nn.Module:
+        """Lay ``module`` over one axis and return it."""
+
+
+def one_layout(
+    style: ParallelStyle, argument: str, value: object, default: Placement
+) -> tuple[Placement]:
+    """A layout argument as the tuple that torch's styles keep; None is the default."""
+    if isinstance(value, tuple) and len(value) == 1:
+        value = value[0]
+    placement = default if value is None else value
+    check_layout(type(style).__name__, argument, placement)
+    assert isinstance(placement, Placement)
+    return (placement,)
+
+
+def check_layout(call: str, argument: str, value: object) -> None:
+    """A layout is one placement of three kinds; sums are the only partial ones."""
+    known = type(value) in (Replicate, Shard, Partial)
+    if known and not (isinstance(value, Partial) and value.reduce_op != "sum"):
+        return
+    raise LayoutError(
+        f"{call}: {argument} is {value!r}; a layout is Replicate(), Shard(dim) or "
+        "Partial() on the one axis of the mesh."
+    )
+
+
+def already_placed(module: nn.Module) -> list[str]:
+    """Names of the module's own parameters that are DTensors already."""
+    own = module.named_parameters(recurse=False)
+    return [name for name, parameter in own if isinstance(parameter, DTensor)]
+
+
+def describe_placed(module: nn.Module) -> list[str]:
+    """The problem of a module that has a layout already, as ``find_problems`` says it."""
+    names = already_placed(module)
+    if not names:
+        return []
+    listed = ", ".join(names)
+    text = (
+        f"{listed}: already a DTensor, so another style has placed this module; give a "
+        "module one style that shards its parameters"
+    )
+    return [text]

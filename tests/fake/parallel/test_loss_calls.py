@@ -1,0 +1,85 @@
+"""What the vocabulary-parallel loss sends, and what it refuses."""
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from torchspmd import CommDebugMode
+from torchspmd.errors import LayoutError, UsageError
+from torchspmd.parallel import vocab_parallel_cross_entropy
+from torchspmd.testing import fake_mesh
+
+pytestmark = pytest.mark.fake
+
+TARGET = torch.zeros(6, dtype=torch.long)
+
+
+def test_the_logits_are_never_gathered() -> None:
+    with fake_mesh(4, ("tp",)) as mesh:
+        logits = torch.randn(6, 100, requires_grad=True)
+        with CommDebugMode() as comm:
+            vocab_parallel_cross_entropy(logits, TARGET, mesh=mesh).backward()
+        sent = [(event.kind.value, event.shape) for event in comm.ledger.events]
+        assert sent == [("all_reduce", (6,)), ("all_reduce", (3, 6))]
+
+
+def test_plain_logits_need_a_mesh() -> None:
+    with pytest.raises(LayoutError, match=r"plain logits of shape \(6, 4\).*mesh="):
+        vocab_parallel_cross_entropy(torch.randn(6, 4), TARGET)
+
+
+def test_a_mesh_with_two_axes_is_refused() -> None:
+    with fake_mesh((2, 4), ("dp", "tp")) as mesh:
+        with pytest.raises(LayoutError, match=r'dp=2, tp=4 has 2 axes.*mesh\["tp"\]'):
+            vocab_parallel_cross_entropy(torch.randn(6, 4), TARGET, mesh=mesh)
+
+
+def test_logits_that_are_not_sharded_by_class() -> None:
+    with fake_mesh(4, ("tp",)) as mesh:
+        logits = DTensor.from_local(torch.randn(6, 4), mesh, (Replicate(),))
+        with pytest.raises(LayoutError, match=r"must be sharded.*\(Shard\(1\),\)"):
+            vocab_parallel_cross_entropy(logits, TARGET)
+
+
+def test_a_part_of_the_wrong_size() -> None:
+    with fake_mesh(4, ("tp",)) as mesh:
+        with pytest.raises(
+            LayoutError, match=r"4 classes on this rank; of num_classes=17"
+        ):
+            vocab_parallel_cross_entropy(
+                torch.randn(6, 4), TARGET, mesh=mesh, num_classes=17
+            )
+
+
+def test_a_weight_for_the_local_classes_only() -> None:
+    with fake_mesh(4, ("tp",)) as mesh:
+        with pytest.raises(
+            LayoutError, match="each of the 16 classes, not of this rank"
+        ):
+            vocab_parallel_cross_entropy(
+                torch.randn(6, 4), TARGET, mesh=mesh, weight=torch.ones(4)
+            )
+
+
+def test_all_wrong_arguments_in_one_message() -> None:
+    with fake_mesh(4, ("tp",)) as mesh:
+        with pytest.raises(UsageError) as error:
+            vocab_parallel_cross_entropy(
+                torch.randn(6, 4),
+                torch.rand(3),
+                mesh=mesh,
+                reduction="average",
+                label_smoothing=2,
+            )
+        text = str(error.value)
+        assert "class probabilities" in text
+        assert "target has shape (3,), the logits have rows of (6,)" in text
+        assert "reduction is 'average'" in text
+        assert "label_smoothing is 2" in text
+
+
+def test_a_target_that_is_a_dtensor() -> None:
+    with fake_mesh(4, ("tp",)) as mesh:
+        target = DTensor.from_local(TARGET, mesh, (Shard(0),))
+        with pytest.raises(UsageError, match="pass its full_tensor"):
+            vocab_parallel_cross_entropy(torch.randn(24, 4), target, mesh=mesh)
