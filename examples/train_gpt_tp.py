@@ -2,23 +2,21 @@
 
 On several devices:  torchrun --nproc-per-node 4 examples/train_gpt_tp.py
 What it sends:       torchspmd trace examples/train_gpt_tp.py --world-size 8
+With torch's styles: torchspmd trace examples/train_gpt_tp.py --world-size 8 -- --torch
 """
 
 import argparse
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor.parallel
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+
+import torchspmd.parallel
 
 
 class Attention(nn.Module):
@@ -89,27 +87,27 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-def parallelize(model: GPT, mesh: DeviceMesh) -> None:
+def parallelize(model: GPT, mesh: DeviceMesh, styles: ModuleType) -> None:
     """Shard the projections over the mesh and the activations between them by token."""
-    gathers_sequence = PrepareModuleInput(
+    colwise, rowwise = styles.ColwiseParallel, styles.RowwiseParallel
+    by_token = styles.SequenceParallel()
+    gather = styles.PrepareModuleInput(
         input_layouts=Shard(1), desired_input_layouts=Replicate()
     )
     plan = {
-        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "norm": SequenceParallel(),
-        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-        "layers.*.norm1": SequenceParallel(),
-        "layers.*.norm2": SequenceParallel(),
-        "layers.*.attention": gathers_sequence,
-        "layers.*.attention.q_proj": ColwiseParallel(),
-        "layers.*.attention.k_proj": ColwiseParallel(),
-        "layers.*.attention.v_proj": ColwiseParallel(),
-        "layers.*.attention.o_proj": RowwiseParallel(output_layouts=Shard(1)),
-        "layers.*.mlp": gathers_sequence,
-        "layers.*.mlp.up": ColwiseParallel(),
-        "layers.*.mlp.down": RowwiseParallel(output_layouts=Shard(1)),
+        "embed": rowwise(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": by_token,
+        "head": colwise(input_layouts=Shard(1), output_layouts=Replicate()),
+        "layers.*.norm1": by_token,
+        "layers.*.norm2": by_token,
+        "layers.*.attention": gather,
+        "layers.*.attention.[qkv]_proj": colwise(),
+        "layers.*.attention.o_proj": rowwise(output_layouts=Shard(1)),
+        "layers.*.mlp": gather,
+        "layers.*.mlp.up": colwise(),
+        "layers.*.mlp.down": rowwise(output_layouts=Shard(1)),
     }
-    parallelize_module(model, mesh, plan)
+    styles.parallelize_module(model, mesh, plan)
 
 
 def main() -> None:
@@ -117,13 +115,15 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--torch", action="store_true", help="torch's own styles")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     torch.manual_seed(0)
     mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("tp",))
     model = GPT(512, options.width, options.layers, head_dim=32).to(device)
-    parallelize(model, mesh)
+    styles = torch.distributed.tensor.parallel if options.torch else torchspmd.parallel
+    parallelize(model, mesh, styles)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(options.steps):
         tokens = torch.randint(512, (2, 65), device=device)

@@ -99,8 +99,17 @@ def test_example_gpt(tmp_path, capsys):
     ledger = load_ledger(out)
     # 2 gathers and 2 scatters a layer each way, one for the embedding, two for the head.
     assert ledger.total(phase="forward", axis="tp").count == 4 * 4 + 1 + 2
-    # Upstream's optimizer reduces the gradients of the norms again and again.
-    assert ledger.total(phase="optimizer", implicit=True).count == 54
+    assert ledger.total(phase="optimizer").count == 0
+    assert ledger.total(implicit=True).count == 0
+
+
+def test_example_gpt_with_torchs_styles(tmp_path, capsys):
+    """pytorch PR #121669: all-reduces in the optimizer that surprised everybody."""
+    out = tmp_path / "report.json"
+    command = ["trace", str(EXAMPLE), "--world-size", "8", "--out", str(out)]
+    assert main([*command, "--", "--torch"]) == 0
+    assert load_ledger(out).total(phase="optimizer", implicit=True).count == 54
+    assert "54 of 91 were implicit" in capsys.readouterr().out
 
 
 def test_script_that_fails(tmp_path, capsys):
