@@ -7,10 +7,7 @@ a fake one, so this runs on a laptop: python examples/parallelize_llama.py
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from torchspmd import CommDebugMode
-from torchspmd.parallel import parallelize_module
-from torchspmd.parallel.auto import auto_plan
-from torchspmd.parallel.plan import Plan
+from torchspmd import CommDebugMode, Plan, auto_plan, parallelize_module
 from torchspmd.testing import fake_mesh
 
 BATCH, SEQ = 2, 64

@@ -145,11 +145,6 @@ def test_wrap_local(sharded, requires_grad):
     assert torch.equal(wrapped.to_local(), local)
 
 
-def test_strided_shard(mesh):
-    placement = _torch.strided_shard()(0, split_factor=4)
-    assert (placement.dim, placement.split_factor) == (0, 4)
-
-
 def test_dtensor_slots(tp, sharded):
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model[0].weight = nn.Parameter(sharded)
@@ -306,3 +301,11 @@ def test_num_unwaited(tp, group):
     assert _torch.num_unwaited() == before + 1
     functional.wait_tensor(started)
     assert _torch.num_unwaited() == before
+
+
+def test_node_name(tp, group):
+    x = torch.ones(8, requires_grad=True)
+    assert _torch.node_name((x * 2).grad_fn) == "MulBackward0"
+    started = _differentiable.all_gather_into_tensor(x, 4, group)
+    names = {_torch.node_name(node) for node in _nodes(functional.wait_tensor(started))}
+    assert any("all_gather_into_tensor" in name for name in names), names

@@ -69,6 +69,7 @@ from torchspmd._torch.regions import is_fake as is_fake
 from torchspmd._torch.regions import leaf_paths as leaf_paths
 from torchspmd._torch.regions import node_group as node_group
 from torchspmd._torch.regions import node_kind as node_kind
+from torchspmd._torch.regions import node_name as node_name
 from torchspmd._torch.regions import observe_calls as observe_calls
 from torchspmd._torch.regions import strided_spec as strided_spec
 from torchspmd._torch.regions import unflatten_tree as unflatten_tree
@@ -83,6 +84,5 @@ from torchspmd._torch.shards import start_all_gather as start_all_gather
 from torchspmd._torch.shards import start_all_reduce as start_all_reduce
 from torchspmd._torch.shards import start_all_to_all as start_all_to_all
 from torchspmd._torch.shards import start_reduce_scatter as start_reduce_scatter
-from torchspmd._torch.shards import strided_shard as strided_shard
 from torchspmd._torch.shards import wait as wait
 from torchspmd._torch.shards import wrap_local as wrap_local

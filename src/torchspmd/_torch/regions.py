@@ -124,13 +124,21 @@ class NodeKind(Enum):
 LOCAL_NODE_TYPES: set[type] = set()
 
 
+def node_name(node: Any) -> str:
+    """An autograd node's name; Python's own have one of their class only, before 2.12."""
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        return type(node).__name__
+    return str(node.name())
+
+
 def node_kind(node: Any) -> NodeKind:
     """What an autograd node does between ranks."""
     is_python = isinstance(node, torch.autograd.function.BackwardCFunction)
-    kind = _kind_of(node.name(), is_python)
+    name = node_name(node)
+    kind = _kind_of(name, is_python)
     # Each operator's node has its own type, except for those of C++ extensions; custom
     # functions may be made and dropped, and must not be kept here.
-    is_own_type = not is_python and type(node).__name__ == node.name()
+    is_own_type = not is_python and type(node).__name__ == name
     if kind is NodeKind.LOCAL and is_own_type:
         LOCAL_NODE_TYPES.add(type(node))
     return kind
@@ -150,11 +158,11 @@ def _kind_of(name: str, is_python: bool) -> NodeKind:
 
 def node_group(node: Any) -> dist.ProcessGroup:
     """The group of a node that is a collective with a backward."""
-    if node.name() in _LEGACY:
+    if node_name(node) in _LEGACY:
         group = node.group or dist.group.WORLD
     else:
         group = resolve_group(node.group_name)
-    assert isinstance(group, dist.ProcessGroup), node.name()
+    assert isinstance(group, dist.ProcessGroup), node_name(node)
     return group
 
 

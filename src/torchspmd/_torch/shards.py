@@ -61,13 +61,6 @@ def _dtensor_class() -> "type[DTensor]":
     return DTensor
 
 
-def strided_shard() -> type:
-    """The placement of a dimension that two mesh axes shard, inner axis first."""
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    return _StridedShard
-
-
 def is_autocast_enabled() -> bool:
     """Whether autocast is on for any device type; cheaper than asking for one."""
     return bool(torch._C._is_any_autocast_enabled())

@@ -23,4 +23,5 @@ from torchspmd.comm.storage import load_ledger as load_ledger
 from torchspmd.comm.storage import save_ledger as save_ledger
 from torchspmd.comm.topology import Topology as Topology
 from torchspmd.comm.topology import describe_group as describe_group
+from torchspmd.comm.units import format_bytes as format_bytes
 from torchspmd.comm.wire import wire_bytes as wire_bytes

@@ -120,7 +120,7 @@ def _pass(node: Node, way: _Way, mesh: DeviceMesh) -> tuple[_Way, frozenset[int]
     if kind is _torch.NodeKind.LOCAL:
         return way, frozenset(), False
     if kind is _torch.NodeKind.OPAQUE:
-        name = str(node.name()).removesuffix("Backward")
+        name = _torch.node_name(node).removesuffix("Backward")
         return (way[0], way[1] or name), frozenset(), True
     along = group_axes(mesh, _torch.node_group(node))
     if kind is _torch.NodeKind.MAKES_EQUAL:

@@ -101,7 +101,7 @@ def _check(
     if is_output and heads.number < axis.size and axis.size % heads.number == 0:
         # The style for this: ranks share a head.
         style = f"KeyValueParallel(num_heads={heads.number})"
-        fix = f", or {style} if these are keys or values"
+        fix = f", or {style} if these are keys or values of an attention of your own"
     fits = [str(n) for n in range(1, heads.number + 1) if heads.number % n == 0]
     text = (
         f"'{path}': {heads.number} heads ({features} features, {heads.origin}) cannot be "

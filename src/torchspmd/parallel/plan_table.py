@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from torchspmd.comm import Ledger, Total
+from torchspmd.comm import Ledger, Total, format_bytes
 from torchspmd.parallel.plan_names import fold, generalise
 
 if TYPE_CHECKING:
@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from torchspmd.parallel.preview import Preview
 
 WIDTH = 80
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def format_preview(preview: "Preview") -> str:
@@ -39,7 +38,7 @@ def _parameter_table(rows: Sequence["ParameterRow"]) -> str:
             _short_style(row.style),
             _short_layout(row.layout),
             " x ".join(map(str, row.local_shapes[0])) or "scalar",
-            format_size(row.local_bytes[0]),
+            format_bytes(row.local_bytes[0]),
         )
         for row in rows
     ]
@@ -65,9 +64,9 @@ def _summary(preview: "Preview") -> str:
     num_replicated = sum(row.count for row in replicated)
     num_all = sum(row.count for row in preview.rows)
     return (
-        f"Parameters: {format_size(total)} in all, {format_size(first)} on rank 0 of the "
+        f"Parameters: {format_bytes(total)} in all, {format_bytes(first)} on rank 0 of the "
         f"axis.\nReplicated: {num_replicated} of {num_all} parameters, "
-        f"{format_size(preview.replicated_bytes)} on every rank ({share:.1f} % of it)."
+        f"{format_bytes(preview.replicated_bytes)} on every rank ({share:.1f} % of it)."
     )
 
 
@@ -81,7 +80,7 @@ def _communication(ledger: Ledger) -> str:
         names, sum_ = groups.get(key, ([], Total()))
         groups[key] = ([*names, str(module)], sum_ + total)
     cells = [
-        (_module_name(names), phase, kind, str(t.count), format_size(t.wire_bytes))
+        (_module_name(names), phase, kind, str(t.count), format_bytes(t.wire_bytes))
         for (_, phase, kind), (names, t) in groups.items()
     ]
     header = ("module", "phase", "kind", "times", "sends")
@@ -99,8 +98,8 @@ def _module_name(modules: list[str]) -> str:
 def _totals(ledger: Ledger) -> list[str]:
     return [
         f"{str(phase).capitalize()}: {total.count} collectives, "
-        f"{format_size(total.payload_bytes)} payload, rank sends "
-        f"{format_size(total.wire_bytes)}."
+        f"{format_bytes(total.payload_bytes)} payload, rank sends "
+        f"{format_bytes(total.wire_bytes)}."
         for (phase,), total in ledger.total_by("phase").items()
     ]
 
@@ -139,18 +138,3 @@ def _wrap(text: str) -> str:
         else:
             lines[-1] = f"{lines[-1]} {word}" if lines[-1] else word
     return "\n".join(lines)
-
-
-def format_size(number: int) -> str:
-    """A size with a unit.
-
-    >>> format_size(512), format_size(1536), format_size(17 * 2**30)
-    ('512 B', '1.50 KiB', '17.0 GiB')
-    """
-    value, unit = float(number), 0
-    while value >= 1024 and unit < len(_UNITS) - 1:
-        value, unit = value / 1024, unit + 1
-    if unit == 0:
-        return f"{number} B"
-    digits = 2 if value < 10 else 1 if value < 100 else 0
-    return f"{value:.{digits}f} {_UNITS[unit]}"

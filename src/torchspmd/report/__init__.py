@@ -1,7 +1,7 @@
 """Data in, text out: one renderer a file."""
 
+from torchspmd.comm import format_bytes as format_bytes
 from torchspmd.report.text import print_changes as print_changes
 from torchspmd.report.text import print_ledger as print_ledger
 from torchspmd.report.tree import ModuleNode as ModuleNode
 from torchspmd.report.tree import build_tree as build_tree
-from torchspmd.report.units import format_bytes as format_bytes

@@ -7,9 +7,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from torchspmd.comm import Change, Ledger, Phase, Total
+from torchspmd.comm import Change, Ledger, Phase, Total, format_bytes
 from torchspmd.report.tree import ModuleNode, build_tree
-from torchspmd.report.units import format_bytes
 
 
 def print_ledger(ledger: Ledger, console: Console) -> None:

@@ -1,0 +1,215 @@
+"""Capture: fake tensors, symbols for numbers, tracing to a graph, functional form."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+
+class FakeWorld:
+    """Tensors without values and numbers without a value, for one capture."""
+
+    def __init__(self) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        self._environment: Any = ShapeEnv(allow_scalar_outputs=False)
+        self.mode: Any = FakeTensorMode(
+            shape_env=self._environment, static_shapes=True, allow_non_fake_inputs=False
+        )
+
+    def fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the same shape, strides, dtype and device, without values."""
+        fake: torch.Tensor = self.mode.from_tensor(tensor.detach(), static_shapes=True)
+        return fake.detach()
+
+    def number(self, name: str, value: float) -> Any:
+        """A symbol for a float or int that may change from run to run."""
+        from torch._dynamo.source import ConstantSource
+        from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+        source = ConstantSource(name)
+        symbol = self._environment.create_unspecified_symbol(
+            value, source=source, dynamic_dim=DimDynamic.DYNAMIC
+        )
+        if isinstance(value, int):
+            return self._environment.create_symintnode(
+                symbol, hint=value, source=source
+            )
+        return self._environment.create_symfloatnode(symbol, hint=value, source=source)
+
+    @contextlib.contextmanager
+    def reading_values(self) -> Iterator[None]:
+        """Let ``item()`` give a symbol inside; outside it fails."""
+        before = self.mode.allow_scalar_outputs
+        self.mode.allow_scalar_outputs = True
+        try:
+            yield
+        finally:
+            self.mode.allow_scalar_outputs = before
+
+    def assumptions(self) -> tuple[Any, ...]:
+        """What the trace assumed about the numbers, as expressions over their symbols."""
+        return tuple(guard.expr for guard in self._environment.guards)
+
+
+def symbol_of(number: Any) -> Any:
+    """The symbol that stands for a number of ``FakeWorld.number``; None for a tensor."""
+    # A symbol that was fixed to one value shows that value as its expression.
+    return None if isinstance(number, torch.Tensor) else number.node._expr
+
+
+def holds(expression: Any, values: Mapping[Any, float]) -> bool:
+    """Whether an assumption is true for these values of its symbols.
+
+    An assumption over other symbols (values read inside the step) cannot be decided here
+    and is taken as true: torch refuses to branch on those.
+    """
+    import sympy  # type: ignore[import-untyped]
+
+    if not expression.free_symbols <= set(values):
+        return True
+    numbers = {
+        symbol: sympy.Integer(value) if isinstance(value, int) else sympy.Float(value)
+        for symbol, value in values.items()
+    }
+    return bool(expression.xreplace(numbers))
+
+
+def trace(function: Callable[..., Any], inputs: list[Any]) -> fx.GraphModule:
+    """The operators that ``function(*inputs)`` calls, as a graph with flat inputs."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with _without_constant_values():
+        return make_fx(function, decomposition_table=_decompositions())(*inputs)
+
+
+@contextlib.contextmanager
+def _without_constant_values() -> Iterator[None]:
+    """Keep the tracer from computing with the values of one-element constants.
+
+    A counter that starts at zero and is multiplied by a symbol would become NaN, without
+    a word, and ``item()`` on it would be baked in.
+    """
+    from torch._subclasses import fake_tensor
+    from torch.fx.experimental import proxy_tensor
+
+    modules: tuple[Any, ...] = (fake_tensor, proxy_tensor)
+    before = [module.CONSTANT_NUMEL_LIMIT for module in modules]
+    for module in modules:
+        module.CONSTANT_NUMEL_LIMIT = -1
+    try:
+        yield
+    finally:
+        for module, limit in zip(modules, before, strict=True):
+            module.CONSTANT_NUMEL_LIMIT = limit
+
+
+def _decompositions() -> dict[Any, Callable[..., Any]]:
+    return {torch.ops.aten.native_batch_norm.default: _batch_norm_that_says_it_writes}
+
+
+def _batch_norm_that_says_it_writes(
+    x: Any, weight: Any, bias: Any, mean: Any, var: Any, *options: Any
+) -> Any:
+    # The plain operator writes its running statistics but its schema does not say so,
+    # and a functional form would lose them.
+    legit = torch.ops.aten._native_batch_norm_legit
+    if mean is None and var is None:
+        return legit.no_stats(x, weight, bias, *options)
+    return legit.default(x, weight, bias, mean, var, *options)
+
+
+def functional(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function without operators that write into a tensor."""
+    made: Callable[..., Any] = torch.func.functionalize(function, remove="mutations")
+    return made
+
+
+def functional_optimizer(operator: Any) -> Any | None:
+    """The functional form of a fused optimizer operator; None for any other operator.
+
+    Torch's own functional form fails on them where an argument is an empty list.
+    """
+    name = getattr(operator, "_opname", "")
+    if not (name.startswith("_fused_ada") and name.endswith("_")):
+        return None
+    packet = getattr(torch.ops.aten, name[:-1])
+    return getattr(packet, operator._overloadname)
+
+
+def current_graph() -> fx.Graph | None:
+    """The graph that is being traced into now."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    mode: Any = get_proxy_mode()
+    return None if mode is None else mode.tracer.graph
+
+
+def data_dependence_errors() -> tuple[type[Exception], ...]:
+    """What torch raises when a trace would have to know a tensor's value."""
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+    )
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        GuardOnDataDependentSymNode,
+    )
+
+
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each source into its target, in few kernel launches."""
+    torch._foreach_copy_(targets, sources)
+
+
+def compile_with_inductor(
+    graph: fx.GraphModule, inputs: list[Any]
+) -> Callable[..., Any]:
+    """The graph compiled ahead by torch's own compiler, collectives kept in order."""
+    import torch._inductor
+
+    made: Callable[..., Any] = torch._inductor.compile(graph, inputs)
+    return made
+
+
+def has_symbols(graph: fx.GraphModule) -> bool:
+    """Whether a graph computes with numbers that are not known yet."""
+    return any(
+        isinstance(node.meta.get("val"), (torch.SymFloat, torch.SymInt, torch.SymBool))
+        for node in graph.graph.nodes
+    )
+
+
+def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself; of a DTensor, this rank's shard."""
+    local = getattr(tensor, "_local_tensor", None)
+    return tensor if local is None else local
+
+
+def layout_of(tensor: torch.Tensor) -> Any:
+    """The spec of a DTensor; None for a plain tensor."""
+    return getattr(tensor, "_spec", None)
+
+
+def autocast_state() -> tuple[Any, ...]:
+    """Which device types have autocast on, and in which dtype."""
+    if not torch._C._is_any_autocast_enabled():
+        return ()
+    return tuple(
+        (device, torch.get_autocast_dtype(device))
+        for device in ("cpu", "cuda")
+        if torch.is_autocast_enabled(device)
+    )
+
+
+def sum_over(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+    """The sum of a tensor over the ranks of a group, as two traceable operators."""
+    started = torch.ops._c10d_functional.all_reduce(tensor, "sum", group.group_name)
+    total: torch.Tensor = torch.ops._c10d_functional.wait_tensor(started)
+    return total

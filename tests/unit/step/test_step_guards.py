@@ -1,0 +1,212 @@
+"""No stale graph: what makes a compiled step capture again, and what it says."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "ranks" / "step"))
+from step_models import build, difference
+
+from torchspmd.errors import CaptureError, SpmdError, UsageError
+from torchspmd.step import CompiledStep, DataParallel, compile
+
+pytestmark = pytest.mark.unit
+
+
+def step(model, optim, batch, flag=False):
+    loss = model(batch).square().mean()
+    if flag:
+        loss = loss * 2
+    loss.backward()
+    optim.step()
+    optim.zero_grad()
+    return loss
+
+
+def run_both(compiled, pairs, *args, **kwargs):
+    compiled(*pairs[0], *args, **kwargs)
+    step(*pairs[1], *args, **kwargs)
+
+
+def check_recaptured(change, reason, *args, optimizer="sgd", model="mlp", **kwargs):
+    """Change something between two calls: a second program, the right reason and result."""
+    pairs = build(model, optimizer)
+    compiled = compile(step)
+    torch.manual_seed(0)
+    run_both(compiled, pairs, torch.randn(6, 8))
+    before = len(compiled.programs)
+    for pair in pairs:
+        change(*pair)
+    batch = args[0] if args else torch.randn(6, 8)
+    torch.manual_seed(1)
+    compiled(*pairs[0], batch, **kwargs)
+    torch.manual_seed(1)
+    step(*pairs[1], batch, **kwargs)
+    assert difference(*pairs) == 0.0
+    assert len(compiled.programs) == before + 1
+    assert reason in compiled.programs[-1].reason, compiled.programs[-1].reason
+    assert reason in compiled.explain()
+
+
+def nothing(model, optim):
+    pass
+
+
+def test_batch_size():
+    check_recaptured(
+        nothing,
+        "args[2]: input float32[6, 8] strides [8, 1] on cpu without gradient -> "
+        "input float32[4, 8]",
+        torch.randn(4, 8),
+    )
+
+
+def test_constant_argument():
+    check_recaptured(nothing, "flag: absent -> ('bool', True)", flag=True)
+
+
+def test_train_and_eval():
+    check_recaptured(lambda m, o: m.eval(), "Sequential.1: ", model="drop")
+
+
+def test_an_attribute_of_a_module():
+    def change(model, optim):
+        model[1].p = 0.9
+
+    check_recaptured(change, "('p', 0.9)", model="drop")
+
+
+def test_requires_grad():
+    def change(model, optim):
+        model[0].weight.requires_grad_(False)
+
+    check_recaptured(change, "Sequential.0.weight: parameter float32[8, 8]")
+
+
+def test_tied_after_the_first_call():
+    def change(model, optim):
+        model[0].bias = nn.Parameter(torch.zeros(8))
+        optim.param_groups[0]["params"][1] = model[0].bias
+        model[2].weight = nn.Parameter(torch.ones(4, 8))
+
+    check_recaptured(change, "parameter groups")
+
+
+def test_a_number_that_was_branched_on():
+    def change(model, optim):
+        optim.param_groups[0]["weight_decay"] = 0.5
+
+    check_recaptured(change, "weight_decay", optimizer="momentum_without_decay")
+
+
+def test_a_flag_of_the_optimizer():
+    def change(model, optim):
+        optim.param_groups[0]["maximize"] = True
+
+    check_recaptured(change, "SGD.group0.maximize: False -> True")
+
+
+def test_programs_are_kept_and_found_again():
+    pairs = build("mlp", "sgd")
+    compiled = compile(step)
+    for size in (6, 4, 6, 4, 6):
+        run_both(compiled, pairs, torch.randn(size, 8))
+    assert len(compiled.programs) == 2
+    assert difference(*pairs) == 0.0
+
+
+def test_the_number_of_programs_is_bounded():
+    (model, optim), _ = build("mlp", "sgd")
+    compiled = compile(step)
+    for size in range(1, 9):
+        compiled(model, optim, torch.randn(size, 8))
+    with pytest.raises(CaptureError, match=r"8 programs are captured already") as caught:
+        compiled(model, optim, torch.randn(9, 8))
+    assert "input float32[8, 8]" in str(caught.value)
+    assert "pad batches to one shape" in str(caught.value)
+
+
+def test_what_a_compiled_step_shows():
+    (model, optim), _ = build("mlp", "sgd")
+
+    @compile
+    def train(model, optim, batch):
+        """The step's own docstring."""
+        return step(model, optim, batch)
+
+    assert isinstance(train, CompiledStep)
+    assert train.__doc__ == "The step's own docstring."
+    assert train.programs == ()
+    for _ in range(3):
+        train(model, optim, torch.randn(6, 8))
+    (program,) = train.programs
+    assert program.reason == "first call"
+    assert "torch.ops.aten.addmm.default" in program.code
+    assert program.capture_seconds > 0 and program.first_run_seconds > 0
+    assert len(program.step_seconds) == 2
+    assert "first run" in train.explain() and ", step " in train.explain()
+    assert len(program.ledger) == 0
+
+
+def test_the_graph_is_functional():
+    (model, optim), _ = build("norm", "adam_fused")
+    compiled = compile(step)
+    for _ in range(2):
+        compiled(model, optim, torch.randn(6, 8))
+    for program in compiled.programs:
+        for node in program.graph.graph.nodes:
+            if isinstance(node.target, torch._ops.OpOverload):
+                assert not node.target._schema.is_mutable, node
+    names = [node.name for node in compiled.programs[1].graph.graph.nodes]
+    assert "_fused_adam" in names and "_foreach_add" in names
+
+
+def test_close_and_context():
+    (model, optim), _ = build("mlp", "sgd")
+    with compile(step) as compiled:
+        compiled(model, optim, torch.randn(6, 8), last_train_step=True)
+        compiled.flush()
+    with pytest.raises(UsageError, match="this compiled step was closed"):
+        compiled(model, optim, torch.randn(6, 8))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"backend": "triton"}, "choose among graph, inductor"),
+        ({"verify": True}, "not available yet"),
+        ({"parallel_mode": "ddp"}, "pass a DataParallel"),
+    ],
+)
+def test_arguments_that_are_refused(options, text):
+    (model, optim), _ = build("mlp", "sgd")
+    with pytest.raises(UsageError, match=text):
+        compile(**options)(step)(model, optim, torch.randn(6, 8))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("fully_shard",), "not available yet"),
+        (("zero",), "Unknown parallel style: 'zero'"),
+        (("replicate", "max"), "choose 'avg' or 'sum'"),
+    ],
+)
+def test_data_parallel_arguments(arguments, text):
+    with pytest.raises(UsageError, match=text):
+        DataParallel(*arguments)
+
+
+def test_data_parallel_needs_a_group():
+    (model, optim), _ = build("mlp", "sgd")
+    compiled = compile(parallel_mode=DataParallel())(step)
+    with pytest.raises(SpmdError, match="there is no process group"):
+        compiled(model, optim, torch.randn(6, 8))
+
+
+def test_compile_needs_a_function():
+    with pytest.raises(UsageError, match="int cannot be called"):
+        compile()(3)

@@ -1,0 +1,194 @@
+"""Steps that cannot be captured: the user's line, and the way out."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "ranks" / "step"))
+from step_models import build
+
+from torchspmd.errors import CaptureError
+from torchspmd.step import compile
+
+pytestmark = pytest.mark.unit
+
+
+def refusal(step, *extra, model="mlp", optimizer="sgd"):
+    """The text of the refusal; the user's objects are as before."""
+    (module, optim), _ = build(model, optimizer)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    groups = [dict(group) for group in optim.param_groups]
+    with pytest.raises(CaptureError) as caught:
+        compile(step)(module, optim, torch.randn(6, 8), *extra)
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name])
+    assert [dict(group) for group in optim.param_groups] == groups
+    assert all(type(p) is nn.Parameter for p in module.parameters())
+    # A step that fits still runs: nothing was left behind.
+    compile(plain)(module, optim, torch.randn(6, 8))
+    return str(caught.value)
+
+
+def plain(model, optim, batch):
+    model(batch).sum().backward()
+    optim.step()
+    optim.zero_grad()
+
+
+def test_item():
+    def step(model, optim, batch):
+        loss = model(batch).sum()
+        loss.backward()
+        return loss.item()
+
+    text = refusal(step)
+    assert "the step needs a tensor's value" in text
+    assert "test_step_refusals.py" in text and "return loss.item()" in text
+    assert "Return the tensor and read it after the step" in text
+
+
+def test_branch_on_a_value():
+    def step(model, optim, batch):
+        if model(batch).sum() > 0:
+            plain(model, optim, batch)
+
+    text = refusal(step)
+    assert "if model(batch).sum() > 0:" in text and "torch.where" in text
+
+
+def test_shape_that_depends_on_values():
+    def step(model, optim, batch):
+        return model(batch[batch[:, 0] > 0]).sum()
+
+    assert "the step needs a tensor's value" in refusal(step)
+
+
+def test_print():
+    def step(model, optim, batch):
+        print(model(batch))
+
+    text = refusal(step)
+    assert "the step prints a tensor" in text and "test_step_refusals.py" in text
+
+
+def test_optimizer_that_chooses_by_value():
+    (model, _), _ = build("mlp", "sgd")
+    optim = torch.optim.RAdam(model.parameters())
+    with pytest.raises(CaptureError, match="chooses what to do by the value") as caught:
+        compile(plain)(model, optim, torch.randn(6, 8))
+    assert "capturable=True" in str(caught.value)
+
+
+def test_tensor_from_elsewhere():
+    weights = torch.ones(4)
+
+    def step(model, optim, batch):
+        return (model(batch) * weights).sum()
+
+    text = refusal(step)
+    assert "a tensor that is in no argument" in text
+    assert "return (model(batch) * weights).sum()" in text
+    assert "register it as a buffer" in text
+
+
+def test_tensor_kept_by_a_module():
+    def step(model, optim, batch):
+        model.kept = model(batch)
+
+    text = refusal(step)
+    assert "stores a tensor in Sequential.kept" in text
+    assert "register a buffer" in text
+
+
+def test_error_of_the_step_itself():
+    def step(model, optim, batch):
+        return model(batch[:, :3])
+
+    text = refusal(step)
+    assert "failed while it was captured (RuntimeError: " in text
+    assert "return model(batch[:, :3])" in text and "Sequential.0 (forward)" in text
+
+
+def test_argument_that_changes_without_a_sign():
+    text = refusal(lambda model, optim, batch, extra: None, {1, 2})
+    assert "argument args[3] is a set" in text
+
+
+def test_input_that_requires_gradients():
+    extra = torch.ones(2, requires_grad=True)
+    text = refusal(lambda model, optim, batch, extra: None, extra)
+    assert "argument args[3] requires gradients" in text
+
+
+def test_weights_tied_by_memory():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight.data = model[0].weight.data
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(CaptureError, match="two tensors on the same memory"):
+        compile(plain)(model, optim, torch.randn(6, 8))
+
+
+def test_random_numbers_in_a_checkpointed_region():
+    def step(model, optim, batch):
+        loss = checkpoint(model, batch, use_reentrant=False).sum()
+        loss.backward()
+
+    text = refusal(step, model="drop")
+    assert "draws random numbers and is recomputed" in text
+
+
+def test_buffer_replaced_by_another_shape():
+    def step(model, optim, batch):
+        model[1].running_mean = torch.zeros(3)
+        return batch.sum()
+
+    text = refusal(step, model="norm")
+    assert "replaces Sequential.1.running_mean by a tensor of another shape" in text
+
+
+def test_no_grad():
+    (model, optim), _ = build("mlp", "sgd")
+    with torch.no_grad(), pytest.raises(CaptureError, match="gradients are disabled"):
+        compile(plain)(model, optim, torch.randn(6, 8))
+
+
+def test_ddp(monkeypatch):
+    class Wrapped(nn.parallel.DistributedDataParallel):
+        def __init__(self):
+            nn.Module.__init__(self)
+
+    with pytest.raises(CaptureError, match=r"is wrapped by Wrapped, which reduces"):
+        compile(plain)(Wrapped(), None, torch.randn(6, 8))
+
+
+def test_tensor_inside_a_tuple_of_hyper_parameters():
+    (model, _), _ = build("mlp", "sgd")
+    optim = torch.optim.Adam(model.parameters())
+    optim.param_groups[0]["betas"] = (torch.tensor(0.9), 0.99)
+    with pytest.raises(CaptureError, match=r"betas\[0\] is a tensor inside a tuple"):
+        compile(plain)(model, optim, torch.randn(6, 8))
+
+
+def test_state_under_another_key():
+    (model, optim), _ = build("mlp", "sgd")
+    optim.state["global"] = {"count": 1}
+    with pytest.raises(CaptureError, match="keeps state under str"):
+        compile(plain)(model, optim, torch.randn(6, 8))
+
+
+def test_inductor_with_a_counter_on_the_host():
+    (model, optim), _ = build("mlp", "adam")
+    with pytest.raises(CaptureError, match="reads its step counter on the host"):
+        compile(backend="inductor")(plain)(model, optim, torch.randn(6, 8))
+
+
+def test_transformation_that_returns_nothing():
+    (model, optim), _ = build("mlp", "sgd")
+    with pytest.raises(CaptureError, match="gm_transformation returned NoneType"):
+        compile(gm_transformation=lambda gm: None)(plain)(
+            model, optim, torch.randn(6, 8)
+        )
