@@ -15,7 +15,9 @@ class FakeWorld:
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-        self._environment: Any = ShapeEnv(allow_scalar_outputs=False)
+        self._environment: Any = ShapeEnv(
+            allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False
+        )
         self.mode: Any = FakeTensorMode(
             shape_env=self._environment, static_shapes=True, allow_non_fake_inputs=False
         )

@@ -134,13 +134,7 @@ class CommDebugMode:
 
     def _locate(self) -> tuple[str, Phase]:
         """The module and phase of an operator, without the cost of a whole stack walk."""
-        inside = self._tracker.running()
-        in_backward = _torch.graph_task() != -1
-        if inside is not None:
-            return inside, Phase.RECOMPUTE if in_backward else Phase.FORWARD
-        if in_backward:
-            return self._tracker.path(Phase.BACKWARD, None), Phase.BACKWARD
-        return GLOBAL, read_phase()
+        return self._tracker.locate() or (GLOBAL, read_phase())
 
     # --- counts -----------------------------------------------------------------------
 

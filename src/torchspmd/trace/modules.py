@@ -93,6 +93,7 @@ class ModuleTracker:
         self.modules: dict[str, ModuleInfo] = {}
         self._thread = _Thread()
         self._forward_boundaries: Boundaries | None = None
+        self._last_node: tuple[int, Boundaries | None, str] = (-1, None, GLOBAL)
         self._paths: list[str] = []
         self._path_ids: dict[str, int] = {}
         # module -> {path of the module it was called from: its own path}
@@ -114,6 +115,15 @@ class ModuleTracker:
         """The module that runs forward in this thread now."""
         stack = self._thread.stack
         return stack[-1][1] if stack else None
+
+    def locate(self) -> tuple[str, Phase] | None:
+        """Module and phase of what runs now; None outside of modules and backward."""
+        stack = self._thread.stack
+        if _torch.graph_task() == -1:
+            return (stack[-1][1], Phase.FORWARD) if stack else None
+        if stack:
+            return stack[-1][1], Phase.RECOMPUTE
+        return self._backward_path(), Phase.BACKWARD
 
     def path(self, phase: Phase, owner: nn.Module | None) -> str:
         """The module that a communication of this phase, done now, belongs to."""
@@ -227,10 +237,14 @@ class ModuleTracker:
         boundaries = self._boundaries_of_node()
         if boundaries is None:
             return GLOBAL
-        place = boundaries.find(sequence)
-        if place is None:
-            return LOST
-        return self._paths[place] if place >= 0 else GLOBAL
+        # One node runs several operators, one after the other.
+        if self._last_node[:2] != (sequence, boundaries):
+            place = boundaries.find(sequence)
+            path = (
+                LOST if place is None else self._paths[place] if place >= 0 else GLOBAL
+            )
+            self._last_node = (sequence, boundaries, path)
+        return self._last_node[2]
 
     def _boundaries_of_node(self) -> Boundaries | None:
         """The marks of the thread that created the node that runs now.

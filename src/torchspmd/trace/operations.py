@@ -7,6 +7,7 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchspmd import _torch
 from torchspmd.comm import Phase
 
 # Views and copies that say little about what a module computes.
@@ -80,11 +81,9 @@ class OperationMode(TorchDispatchMode):
         super().__init__()
         self._log = log
         self._locate = locate
-        # Calls repeat themselves: equal ones are one object. The meshes are held because
-        # their ids are part of a key.
+        # Calls repeat themselves: equal ones are one object.
         self._plain: dict[Any, Operation] = {}
         self._on_dtensors: dict[tuple[Any, ...], Operation] = {}
-        self._meshes: set[Any] = set()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -111,14 +110,9 @@ class OperationMode(TorchDispatchMode):
 
     def _dtensor_operation(self, func: Any, args: tuple[Any, ...]) -> Operation:
         tensors = [arg for arg in args if isinstance(arg, DTensor)]
-        key = (
-            func,
-            *((arg.shape, arg.placements, id(arg.device_mesh)) for arg in tensors),
-        )
+        key = (func, *[_torch.spec(tensor) for tensor in tensors])
         operation = self._on_dtensors.get(key)
         if operation is None:
-            if tensors:
-                self._meshes.add(tensors[0].device_mesh)
             operation = self._on_dtensors[key] = Operation(
                 str(func),
                 tuple(tuple(tensor.shape) for tensor in tensors),
