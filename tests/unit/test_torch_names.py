@@ -298,3 +298,15 @@ def test_file_store(tmp_path):
     store.set("key", "value")
     assert store.get("key") == b"value"
     assert (tmp_path / "store").exists()
+
+
+def test_keep_from_compiler():
+    def kept(x):
+        torch._dynamo.graph_break()
+        return x + 1
+
+    _torch.keep_from_compiler(kept)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    assert torch.compile(kept, backend="eager")(torch.zeros(1)) == 1
+    assert not torch._dynamo.utils.counters["stats"]["unique_graphs"]

@@ -29,6 +29,7 @@ from torchspmd._torch.compilation import is_compiled_module as is_compiled_modul
 from torchspmd._torch.compilation import (
     is_tracing_for_compile as is_tracing_for_compile,
 )
+from torchspmd._torch.compilation import keep_from_compiler as keep_from_compiler
 from torchspmd._torch.compilation import load_compiler as load_compiler
 from torchspmd._torch.compilation import on_graph_replay as on_graph_replay
 from torchspmd._torch.compilation import size_hint as size_hint

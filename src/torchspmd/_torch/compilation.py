@@ -21,6 +21,16 @@ def load_compiler() -> None:
     import torch._dynamo  # noqa: F401
 
 
+def keep_from_compiler(function: Callable[..., Any]) -> None:
+    """Have torch.compile run a function as it is, but look at what it calls.
+
+    Costs nothing per call, where ``torch.compiler.disable`` wraps the function.
+    """
+    from torch._dynamo import eval_frame
+
+    eval_frame.skip_code(function.__code__)
+
+
 def is_compiled_module(module: torch.nn.Module) -> bool:
     """Whether calling a module runs code made by torch.compile."""
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None

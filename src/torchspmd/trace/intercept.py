@@ -33,6 +33,9 @@ _inside = threading.local()
 
 def listen(listener: Listener) -> Callable[[], None]:
     """Call ``listener`` before each communication; return the function that ends it."""
+    # Where torch.compile gave a region up, it looks at every Python function that runs
+    # in it, and would try to compile the recording.
+    listener = torch.compiler.disable(listener)
     global _listeners, _remove  # noqa: PLW0603  # the dispatcher is process-wide too
     with _lock:
         if _remove is None:
@@ -57,15 +60,14 @@ def _kernels() -> dict[Any, _torch.Kernel]:
 @lru_cache(maxsize=1)
 def _build_kernels(generation: object) -> dict[Any, _torch.Kernel]:
     """Listing all of torch's operators takes milliseconds: done when there may be more."""
-    # Where torch.compile gave a region up, it looks at every Python function that runs
-    # in it, and would try to compile the recording.
-    run = torch.compiler.disable(_run)
+    for function in (_run, _torch.call_below, _torch.is_tracing_for_compile):
+        _torch.keep_from_compiler(function)
     kernels: dict[Any, _torch.Kernel] = {}
     for op in _torch.registered_operators(NAMESPACES):
         operator = find_operator(_torch.packet_name(op))
         if operator is not None:
             names = _torch.argument_names(op)
-            kernels[op] = partial(run, op, operator, names)
+            kernels[op] = partial(_run, op, operator, names)
     return kernels
 
 
