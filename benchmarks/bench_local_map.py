@@ -2,21 +2,16 @@
 
 Both wrap the same tiny function and run in turns in one process on a fake group, so
 only the wrapper is timed: taking arguments apart, crossing the border, wrapping.
-
-    python benchmarks/bench_local_map.py [--rounds 15] [--out result.json]
 """
 
-import argparse
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from _harness import arguments, publish
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import local_map as torch_local_map
 
@@ -51,17 +46,6 @@ CASES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """Median host time of one call, in microseconds."""
-
-    name: str
-    torch_us: float
-    ours_us: float
-    ratio: float
-    spread: float
-
-
 def make_body(num_ops: int) -> Callable[..., torch.Tensor]:
     def body(first: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
         for _ in range(num_ops):
@@ -87,7 +71,7 @@ def time_round(call: Callable[[], Any]) -> float:
     return (time.perf_counter() - start) / CALLS * 1e6
 
 
-def measure(case: Case, mesh: Any, rounds: int) -> Row:
+def measure(case: Case, mesh: Any, rounds: int) -> dict[str, Any]:
     tensors = [
         distribute_tensor(torch.randn(16, 16), mesh, layout, src_data_rank=None)
         for layout in case.layouts
@@ -106,42 +90,21 @@ def measure(case: Case, mesh: Any, rounds: int) -> Row:
     # The two take turns, so that a busy moment of the machine hits both.
     pairs = [(time_round(calls[0]), time_round(calls[1])) for _ in range(rounds)]
     ratios = sorted(ours / upstream for upstream, ours in pairs)
-    return Row(
-        case.name,
-        statistics.median(upstream for upstream, _ in pairs),
-        statistics.median(ours for _, ours in pairs),
-        statistics.median(ratios),
-        ratios[-1] - ratios[0],
-    )
+    return {
+        "call": case.name,
+        "torch us": statistics.median(upstream for upstream, _ in pairs),
+        "ours us": statistics.median(ours for _, ours in pairs),
+        "ours / torch": statistics.median(ratios),
+        "spread": ratios[-1] - ratios[0],
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = arguments(__doc__, rounds=15)
     torch.set_num_threads(1)
     with fake_mesh(4, ("tp",)) as mesh:
         rows = [measure(case, mesh, options.rounds) for case in CASES]
-    print(
-        f"{'call':40} {'torch us':>9} {'ours us':>9} {'ours/torch':>11} {'spread':>7}"
-    )
-    for row in rows:
-        print(
-            f"{row.name:40} {row.torch_us:9.1f} {row.ours_us:9.1f} "
-            f"{row.ratio:11.2f} {row.spread:7.2f}"
-        )
-    result = {
-        "question": "host time of one call, wrapper only",
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": platform.processor() or platform.machine(),
-        "rounds": options.rounds,
-        "rows": [asdict(row) for row in rows],
-    }
-    print(json.dumps(result))
-    if options.out is not None:
-        options.out.write_text(json.dumps(result, indent=2) + "\n")
+    publish("Host time of one call, wrapper only", rows, options.json)
 
 
 if __name__ == "__main__":
