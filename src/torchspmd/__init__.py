@@ -13,6 +13,7 @@ from torchspmd.parallel import Plan as Plan
 from torchspmd.parallel import auto_plan as auto_plan
 from torchspmd.parallel import clip_grad_norm_ as clip_grad_norm_
 from torchspmd.parallel import parallelize_module as parallelize_module
+from torchspmd.step import compile as compile
 from torchspmd.trace import CommDebugMode as CommDebugMode
 
 __version__ = "0.1.0"

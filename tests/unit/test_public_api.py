@@ -21,6 +21,7 @@ _NAMES = {
     "SpmdError",
     "auto_plan",
     "clip_grad_norm_",
+    "compile",
     "diff_ledgers",
     "load_ledger",
     "local_map",

@@ -125,6 +125,7 @@ OPTIMIZERS = {
     "adamw_foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
     "adamw_fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "adagrad_fused": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
     "rmsprop_foreach": lambda p: torch.optim.RMSprop(p, lr=0.01, foreach=True),
     "two_groups": two_groups,

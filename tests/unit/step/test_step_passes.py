@@ -82,7 +82,7 @@ def test_too_late():
 
 
 def test_only_graphs():
-    with pytest.raises(PassOrderError, match="must be either fx.GraphModule or"):
+    with pytest.raises(PassOrderError, match=r"must be either fx\.GraphModule or"):
         first(3)
 
 
@@ -98,7 +98,10 @@ def test_descendants_of_many_diamonds_are_found_at_once():
     graph = fx.Graph()
     top = node = graph.placeholder("x")
     for _ in range(60):  # without a memory of what was seen: 2 ** 60 paths
-        left, right = graph.call_function(abs, (node,)), graph.call_function(abs, (node,))
+        left, right = (
+            graph.call_function(abs, (node,)),
+            graph.call_function(abs, (node,)),
+        )
         node = graph.call_function(max, (left, right))
     graph.output(node)
     gm = fx.GraphModule(nn.Module(), graph)
@@ -196,5 +199,5 @@ def test_inductor_needs_a_graph():
     def step(model, batch):
         return model(batch)
 
-    with pytest.raises(CaptureError, match="that returns an fx.GraphModule"):
+    with pytest.raises(CaptureError, match=r"that returns an fx\.GraphModule"):
         step(model, torch.ones(2, 4))

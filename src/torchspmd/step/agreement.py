@@ -1,0 +1,120 @@
+"""Ranks agree on what they will send before they send it.
+
+Each rank posts its collective sequence in the store of the process group and reads the
+others'. No collective is used for this: ranks that disagree could not complete one.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import zip_longest
+
+import torch.distributed as dist
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchspmd import _torch
+from torchspmd.errors import AgreementError
+from torchspmd.step.graph_ledger import communications
+
+_SHOWN = 12  # differences in one message
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one rank is about to run: its collectives and its tensor arguments."""
+
+    collectives: tuple[str, ...]
+    inputs: tuple[str, ...]
+
+    @property
+    def digest(self) -> str:
+        """Equal on ranks whose plans are equal."""
+        text = json.dumps([self.collectives, self.inputs])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def build_plan(graph: fx.GraphModule, inputs: Sequence[str]) -> Plan:
+    """The plan of a graph; ``inputs`` describes the tensor arguments."""
+    lines = tuple(
+        f"{event.kind.value} {event.dtype}{list(event.shape)} over {event.axis}"
+        + (f" ({node.args[1]})" if isinstance(node.args[1], str) else "")
+        for node, event in communications(graph)
+    )
+    return Plan(lines, tuple(inputs))
+
+
+def agree(plan: Plan, mesh: DeviceMesh, what: str, key: str, *, seconds: float) -> None:
+    """Compare a plan with those of all ranks of a mesh; raise on every rank if they differ.
+
+    Args:
+        plan: This rank's plan.
+        mesh: The ranks that take part.
+        what: Names the program in messages.
+        key: Names the program in the store; the same on every rank, used once.
+        seconds: How long to wait for the other ranks.
+    """
+    ranks = [int(rank) for rank in mesh.mesh.flatten().tolist()]
+    if len(ranks) == 1 or dist.get_backend() == "fake":
+        return
+    store = _torch.default_store()
+    text = json.dumps([plan.collectives, plan.inputs])
+    store.set(f"{key}/{dist.get_rank()}", text)
+    missing = [rank for rank in ranks if not _arrives(store, f"{key}/{rank}", seconds)]
+    if missing:
+        raise AgreementError(
+            f"compile: {what} is captured here, but not on rank "
+            f"{', '.join(map(str, missing))} after {seconds:g} s. Every rank must call the "
+            "step with the same shapes, in the same order: another rank may be running a "
+            "program that it has already, with a batch of another shape."
+        )
+    plans = {}
+    for rank in ranks:
+        collectives, inputs = json.loads(store.get(f"{key}/{rank}"))
+        plans[rank] = Plan(tuple(collectives), tuple(inputs))
+    problems = differences(plans)
+    if problems:
+        raise AgreementError(
+            f"compile: ranks would not run the same communication ({what})\n\n"
+            + "\n".join(f"  * {line}" for line in problems)
+            + "\n\nEvery rank must send the same sequence, or the step would hang.\n"
+            "Give every rank batches of the same shape and the same step; with uneven "
+            "batches, pad or drop the last one."
+        )
+
+
+def _arrives(store: _torch.Store, key: str, seconds: float) -> bool:
+    try:
+        store.wait([key], timedelta(seconds=seconds))
+    except (dist.DistStoreError, RuntimeError):
+        return False
+    return True
+
+
+def differences(plans: dict[int, Plan]) -> list[str]:
+    """One line for each rank and place where a plan is not that of the first rank.
+
+    >>> one, other = Plan(("all_reduce a",), ()), Plan(("all_reduce b",), ())
+    >>> for line in differences({0: one, 1: other}):
+    ...     print(line)
+    collective 0: rank 0 has all_reduce a, rank 1 has all_reduce b
+    """
+    first, reference = next(iter(plans.items()))
+    lines = []
+    for rank, plan in plans.items():
+        if plan.digest == reference.digest:
+            continue
+        for name, ours, theirs in (
+            ("tensor argument", reference.inputs, plan.inputs),
+            ("collective", reference.collectives, plan.collectives),
+        ):
+            lines += [
+                f"{name} {place}: rank {first} has {a or 'none'}, rank {rank} has "
+                f"{b or 'none'}"
+                for place, (a, b) in enumerate(zip_longest(ours, theirs))
+                if a != b
+            ]
+    rest = len(lines) - _SHOWN
+    return lines if rest <= 0 else [*lines[:_SHOWN], f"and {rest} more differences"]

@@ -1,0 +1,214 @@
+"""A compiled training step: its programs, why each exists, and how long each takes."""
+
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self, final
+
+import torch
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchspmd.errors import CaptureError, UsageError
+from torchspmd.step.agreement import agree, build_plan
+from torchspmd.step.backends import BACKENDS, needs_fixed_numbers, prepare
+from torchspmd.step.capture import capture
+from torchspmd.step.graph_ledger import build_ledger
+from torchspmd.step.inventory import Inventory, take_inventory
+from torchspmd.step.modes import DataParallel, Spread, resolve_spread
+from torchspmd.step.program import Program
+from torchspmd.step.signature import TensorFact, explain_difference, sign
+
+MAX_PROGRAMS = 8
+AGREEMENT_SECONDS = 60.0
+
+_made: dict[str, int] = {}  # how many steps of each name this process has compiled
+
+
+@final
+class CompiledStep:
+    """What ``compile`` returns: call it like the step that it was made from.
+
+    Attributes:
+        programs: The captured programs, oldest first.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        gm_transformation: Callable[[fx.GraphModule], Any] | None,
+        parallel_mode: DataParallel | None,
+        mesh: DeviceMesh | None,
+        backend: str,
+    ) -> None:
+        if backend not in BACKENDS:
+            raise UsageError(
+                f"compile(backend={backend!r}): choose among {', '.join(BACKENDS)}."
+            )
+        functools.update_wrapper(self, function)
+        self._function = function
+        self._name = getattr(function, "__qualname__", repr(function))
+        self._transformation = gm_transformation
+        self._parallel_mode = parallel_mode
+        self._asked_mesh = mesh
+        self._backend = backend
+        self._fixed_numbers = needs_fixed_numbers(backend, gm_transformation)
+        self._spread: Spread | None = None
+        self._programs: list[Program] = []
+        self._by_signature: dict[Any, list[Program]] = {}
+        self._is_closed = False
+        # The same on every rank when ranks compile the same steps in the same order.
+        self._serial = _made[self._name] = _made.get(self._name, -1) + 1
+
+    def __call__(self, *args: Any, last_train_step: bool = False, **kwargs: Any) -> Any:
+        """Run one step; capture it first where no program fits."""
+        if self._is_closed:
+            raise UsageError(f"{self._name}: this compiled step was closed.")
+        inventory = take_inventory(args, kwargs, lift_numbers=not self._fixed_numbers)
+        program = self._find(inventory)
+        if program is None:
+            program = self._capture(inventory)
+        return program.call(inventory, last=last_train_step)
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """The captured programs, oldest first."""
+        return tuple(self._programs)
+
+    def explain(self) -> str:
+        """Which programs there are, why each was captured, and what it costs."""
+        lines = [f"{self._name}: {len(self._programs)} programs"]
+        for program in self._programs:
+            total = program.ledger.total()
+            lines.append(
+                f"  program {program.number}: {len(program.graph.graph.nodes)} nodes, "
+                f"{total.count} collectives, {total.payload_bytes} payload bytes, "
+                f"captured in {program.capture_seconds:.2f} s{_times(program)}"
+            )
+            lines += [f"    {line}" for line in program.reason.splitlines()]
+        return "\n".join(lines)
+
+    def flush(self) -> None:
+        """Finish work that a pass moved to the next call. No pass does that yet."""
+
+    def close(self) -> None:
+        """Flush, and forget every program; the step cannot be called any more."""
+        self.flush()
+        self._programs.clear()
+        self._by_signature.clear()
+        self._is_closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _find(self, inventory: Inventory) -> Program | None:
+        for program in self._by_signature.get(sign(inventory), ()):
+            if program.accepts(inventory):
+                return program
+        return None
+
+    def _capture(self, inventory: Inventory) -> Program:
+        if not torch.is_grad_enabled():
+            raise CaptureError(
+                f"compile on {self._name!r}: gradients are disabled here. Call the step "
+                "outside torch.no_grad()."
+            )
+        reason = self._why(inventory)
+        if len(self._programs) >= MAX_PROGRAMS:
+            raise CaptureError(
+                f"compile on {self._name!r}: {MAX_PROGRAMS} programs are captured already "
+                f"and this call fits none of them.\n\n{_indented(reason)}\n\nKeep what "
+                "changes constant (pad batches to one shape), pass it as a tensor, or "
+                "call close() and compile again."
+            )
+        spread = self._resolve_spread(inventory)
+        start = time.perf_counter()
+        captured = capture(self._function, self._name, inventory, spread)
+        run, graph = prepare(captured.graph, self._backend, self._transformation)
+        self._agree(graph, inventory, spread)
+        program = Program(
+            number=len(self._programs),
+            graph=graph,
+            signature=sign(inventory),
+            outputs=captured.outputs,
+            symbols=captured.symbols,
+            assumptions=captured.assumptions,
+            run=run,
+            reason=reason,
+            ledger=build_ledger(graph),
+            capture_seconds=time.perf_counter() - start,
+        )
+        self._programs.append(program)
+        self._by_signature.setdefault(program.signature, []).append(program)
+        return program
+
+    def _resolve_spread(self, inventory: Inventory) -> Spread:
+        if self._spread is None:
+            devices = [slot.tensor.device for slot in inventory.slots]
+            device = devices[0] if devices else torch.device("cpu")
+            self._spread = resolve_spread(self._parallel_mode, self._asked_mesh, device)
+        return self._spread
+
+    def _agree(
+        self, graph: fx.GraphModule, inventory: Inventory, spread: Spread
+    ) -> None:
+        if spread.mesh is None:
+            return
+        number = len(self._programs)
+        facts = dict(sign(inventory))
+        inputs = [
+            f"{name} {fact}"
+            for slot in inventory.inputs.values()
+            if isinstance(fact := facts[name := inventory.slots[slot].name], TensorFact)
+        ]
+        agree(
+            build_plan(graph, inputs),
+            spread.mesh,
+            f"program {number} of {self._name!r}, mesh {_describe(spread.mesh)}",
+            f"torchspmd/step/{self._name}/{self._serial}/{number}",
+            seconds=AGREEMENT_SECONDS,
+        )
+
+    def _why(self, inventory: Inventory) -> str:
+        """What kept each earlier program from serving this call."""
+        if not self._programs:
+            return "first call"
+        signature = sign(inventory)
+        for program in self._by_signature.get(signature, ()):
+            broken = program.broken_assumptions(inventory)
+            if broken:
+                lines = [f"not {line}" for line in broken]
+                return f"differs from program {program.number}:\n" + "\n".join(lines)
+        latest = self._programs[-1]
+        lines = explain_difference(latest.signature, signature)
+        return f"differs from program {latest.number}:\n" + "\n".join(lines)
+
+
+def _times(program: Program) -> str:
+    if program.first_run_seconds is None:
+        return ""
+    text = f", first run {program.first_run_seconds * 1e3:.1f} ms"
+    if program.step_seconds:
+        median = statistics.median(program.step_seconds)
+        text += f", step {median * 1e3:.1f} ms"
+    return text
+
+
+def _describe(mesh: DeviceMesh) -> str:
+    names = mesh.mesh_dim_names or tuple(f"axis{n}" for n in range(mesh.ndim))
+    return ", ".join(f"{n}={s}" for n, s in zip(names, mesh.shape, strict=True))
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())

@@ -1,0 +1,109 @@
+"""Ranks that would not send the same: told on every rank, in seconds, without a hang."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchspmd.errors import AgreementError
+from torchspmd.step import DataParallel, compile, compiled
+from torchspmd.step.agreement import Plan, differences
+
+pytestmark = pytest.mark.ranks
+
+
+def step(model, optim, batch):
+    loss = model(batch).square().mean()
+    loss.backward()
+    optim.step()
+    optim.zero_grad()
+    return loss
+
+
+def refused(model, batch, mode=None):
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    start = time.monotonic()
+    before = [p.detach().clone() for p in model.parameters()]
+    try:
+        compile(parallel_mode=mode)(step)(model, optim, batch)
+    except AgreementError as error:
+        same = all(
+            torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)
+        )
+        dist.barrier()  # the group still works
+        return str(error), time.monotonic() - start, same
+    return None
+
+
+def with_another_layer():
+    width = 4 if dist.get_rank() == 1 else 5
+    model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 2))
+    return refused(model, torch.ones(3, 4), DataParallel("replicate"))
+
+
+def with_another_batch():
+    return refused(nn.Linear(4, 2), torch.ones(3 + dist.get_rank(), 4))
+
+
+def with_another_step():
+    model = nn.Linear(4, 2)
+    if dist.get_rank() == 1:
+        model.bias.requires_grad_(False)
+    return refused(model, torch.ones(3, 4))
+
+
+def test_another_layer(ranks2):
+    for text, seconds, unchanged in ranks2.run(with_another_layer):
+        assert "ranks would not run the same communication" in text
+        assert "program 0 of 'step', mesh data=2" in text
+        assert "rank 0 has all_reduce float32[5] over" in text
+        assert "rank 1 has all_reduce float32[4] over" in text
+        assert "Give every rank batches of the same shape" in text
+        assert unchanged
+        assert seconds < 30
+
+
+def test_uneven_batches(ranks2):
+    for text, _, unchanged in ranks2.run(with_another_batch):
+        assert "tensor argument 0: rank 0 has args[2] input float32[3, 4]" in text
+        assert "rank 1 has args[2] input float32[4, 4]" in text
+        assert unchanged
+
+
+def test_a_collective_less(ranks2):
+    for text, _, _ in ranks2.run(with_another_step):
+        assert "has none" in text
+
+
+def late():
+    """Rank 1 never calls the step."""
+    compiled.AGREEMENT_SECONDS = 1.0
+    found = None
+    if dist.get_rank() == 0:
+        model = nn.Linear(4, 2)
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        try:
+            compile(step)(model, optim, torch.ones(3, 4))
+        except AgreementError as error:
+            found = str(error)
+    compiled.AGREEMENT_SECONDS = 60.0
+    dist.barrier()
+    return found
+
+
+def test_a_rank_that_does_not_come(ranks2):
+    text, _ = ranks2.run(late)
+    assert "is captured here, but not on rank 1 after 1 s" in text
+    assert "with a batch of another shape" in text
+
+
+def test_long_differences_are_cut():
+    plans = {
+        0: Plan(tuple("abcdefghijklmnop"), ()),
+        1: Plan(tuple("ABCDEFGHIJKLMNOP"), ()),
+    }
+    lines = differences(plans)
+    assert len(lines) == 13
+    assert lines[-1] == "and 4 more differences"

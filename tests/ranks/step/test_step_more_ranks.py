@@ -1,0 +1,196 @@
+"""Sums and means, accumulation, tensor-parallel models and the example, on ranks."""
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from torchspmd.step import DataParallel, compile
+
+pytestmark = pytest.mark.ranks
+
+ROOT = Path(__file__).parents[3]
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def parts(number):
+    """The whole batch, and this rank's part."""
+    torch.manual_seed(100 + number)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    batch = torch.randn(4 * size, 8)
+    return batch, batch[4 * rank : 4 * rank + 4].clone()
+
+
+def worst(model, reference):
+    return max(
+        (full(p) - q).abs().max().item()
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True)
+    )
+
+
+def full(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def follow(step, options, *, steps=3, optimizer=torch.optim.AdamW):
+    model = mlp()
+    reference = copy.deepcopy(model)
+    optim = optimizer(model.parameters(), lr=0.01)
+    reference_optim = optimizer(reference.parameters(), lr=0.01)
+    compiled = compile(**options)(step)
+    differences = []
+    for number in range(steps):
+        whole, part = parts(number)
+        got = compiled(model, optim, part)
+        expected = step(reference, reference_optim, whole)
+        if isinstance(got, torch.Tensor):
+            differences.append((got - expected).abs().max().item())
+    return max([worst(model, reference), *differences]), compiled
+
+
+def sum_step(model, optim, batch):
+    loss = model(batch).sum()
+    loss.backward()
+    optim.step()
+    optim.zero_grad()
+    return loss
+
+
+def micro_step(model, optim, batch):
+    for scale in (1.0, 0.5):
+        loss = model(batch * scale).square().mean()
+        loss.backward()
+    optim.step()
+    optim.zero_grad()
+    return loss
+
+
+def mixed_step(model, optim, batch):
+    out = model(batch)
+    loss = F.cross_entropy(out, out.argmax(-1)) + 0.1 * out.pow(2).sum() / out.numel()
+    loss.backward()
+    total = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optim.step()
+    optim.zero_grad()
+    return total
+
+
+def run_default(names):
+    return [follow(globals()[name], {})[0] for name in names]
+
+
+def test_sums_accumulation_and_clipping_in_the_default_mode(ranks4):
+    for found in ranks4.run(run_default, ["sum_step", "micro_step", "mixed_step"]):
+        assert max(found) < 2e-5, found
+
+
+def run_reduced():
+    # Losses are each rank's own here: only parameters are compared.
+    return [worst_parameters(sum_step, "sum"), worst_parameters(micro_step, "avg")]
+
+
+def worst_parameters(step, reduce):
+    def silent(*args):
+        step(*args)
+
+    return follow(silent, {"parallel_mode": DataParallel(reduce=reduce)})[0]
+
+
+def test_sums_and_averages_of_gradients(ranks2):
+    for found in ranks2.run(run_reduced):
+        assert max(found) < 2e-5, found
+
+
+def run_layouts():
+    """Replicated extra input, sharded rows that come back."""
+    model = mlp()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
+
+    @compile(mesh=mesh)
+    def step(model, batch, weights):
+        out = model(batch) * weights
+        return out, out.sum(), weights + 1
+
+    whole, part = parts(0)
+    weights = DTensor.from_local(torch.arange(4.0), mesh, [Replicate()])
+    rows, total, plus = step(model, part, weights)
+    expected = model(whole) * torch.arange(4.0)
+    rank = dist.get_rank()
+    return (
+        torch.allclose(rows, expected[4 * rank : 4 * rank + 4], atol=1e-5),
+        torch.allclose(total, expected.sum(), atol=1e-4),
+        torch.equal(plus, torch.arange(1.0, 5.0)),
+    )
+
+
+def test_layouts_of_arguments_and_results(ranks2):
+    for found in ranks2.run(run_layouts):
+        assert found == (True, True, True)
+
+
+def run_tensor_parallel():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = mlp()
+    reference = copy.deepcopy(model)
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    parallelize_module(model, mesh["tp"], plan)
+    optim = torch.optim.AdamW(model.parameters(), lr=0.01)
+    reference_optim = torch.optim.AdamW(reference.parameters(), lr=0.01)
+    mode = DataParallel("replicate", reduce="sum")
+    step = compile(mesh=mesh["dp"], parallel_mode=mode)(sum_step)
+    for number in range(3):
+        torch.manual_seed(number)
+        batch = torch.randn(8, 8)
+        row = mesh.get_local_rank("dp")
+        step(model, optim, batch[4 * row : 4 * row + 4].clone())
+        sum_step(reference, reference_optim, batch)
+    state = optim.state[model[0].weight]["exp_avg"]
+    expected = reference_optim.state[reference[0].weight]["exp_avg"]
+    axes = step.programs[-1].ledger.total_by("axis")
+    return (
+        worst(model, reference),
+        (full(state) - expected).abs().max().item(),
+        isinstance(model[0].weight, DTensor),
+        sorted(axes),
+    )
+
+
+def test_tensor_parallel_model_with_a_data_axis(ranks4):
+    for parameters, state, is_dtensor, axes in ranks4.run(run_tensor_parallel):
+        assert max(parameters, state) < 2e-5
+        assert is_dtensor
+        assert axes == [("dp",), ("tp",)]
+
+
+def test_example_follows_ddp():
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    script = str(ROOT / "examples" / "train_gpt_compiled.py")
+    done = subprocess.run(
+        [*command, "--standalone", script, "--steps", "3", "--layers", "1"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "step 2: compiled" in done.stdout
+    assert "2 programs" in done.stdout
