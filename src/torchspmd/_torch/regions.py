@@ -152,7 +152,9 @@ def _kind_of(name: str, is_python: bool) -> NodeKind:
         return NodeKind.EXCHANGES
     if op in _PASSES_ON or name in _RELABELS:
         return NodeKind.LOCAL
-    is_opaque = is_python or "NotImplemented" in name
+    # A function of C++ is as opaque as one of Python. Before torch 2.12 the differentiable
+    # functional collectives are such, and do not tell their group.
+    is_opaque = is_python or "NotImplemented" in name or "CppNode<" in name
     return NodeKind.OPAQUE if is_opaque else NodeKind.LOCAL
 
 

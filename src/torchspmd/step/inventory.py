@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -181,6 +180,9 @@ def _add_module(inventory: Inventory, argument: str, module: nn.Module) -> None:
 
 
 def _check_module(argument: str, module: nn.Module) -> None:
+    # Not at the top: importing it registers operators.
+    from torch.distributed.fsdp import FSDPModule
+
     if isinstance(module, (DistributedDataParallel, FSDPModule)):
         raise CaptureError(
             f"compile: argument {argument} is wrapped by {type(module).__name__}, which "

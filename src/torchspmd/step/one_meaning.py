@@ -15,10 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor.experimental import (
-    implicit_replication,
-    register_sharding,
-)
 from torch.overrides import TorchFunctionMode
 
 from torchspmd import _torch
@@ -78,6 +74,9 @@ class OneMeaning(Spread):
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
         """Plain tensors made inside the step count as replicated."""
+        # Not at the top: importing it registers operators.
+        from torch.distributed.tensor.experimental import implicit_replication
+
         _register_attention_rules()
         with (
             implicit_replication(),
@@ -195,6 +194,8 @@ _ATTENTION_BACKWARD = (
 @functools.cache
 def _register_attention_rules() -> None:
     """The CPU attention kernel has no rule of its own: batch and heads may be sharded."""
+    from torch.distributed.tensor.experimental import register_sharding
+
     register_sharding(_ATTENTION)(_attention_rule)
     register_sharding(_ATTENTION_BACKWARD)(_attention_backward_rule)
 

@@ -107,7 +107,7 @@ def test_a_mesh_of_two_axes_is_refused():
         run(None, mesh)
 
 
-@torch.library.custom_op("torchspmd_test::odd", mutates_args=())
+@torch.library.custom_op("torchspmd_step_test::odd", mutates_args=())
 def odd(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
 
@@ -123,7 +123,7 @@ def test_an_operator_without_a_rule():
         run(function=oddly)
     text = str(caught.value)
     assert "an operator has no sharding rule" in text
-    assert "torchspmd_test.odd" in text
+    assert "torchspmd_step_test.odd" in text
     assert "return odd(model(batch).detach())" in text
     assert "register_sharding" in text and "DataParallel('replicate'" in text
 
