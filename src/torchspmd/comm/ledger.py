@@ -74,9 +74,9 @@ class Ledger:
             )
         self.max_events = max_events
         self._events: list[CommEvent] = []
-        # Steps repeat themselves: equal events are one object, so that keeping one more
-        # costs a reference. It never holds more than `max_events` entries.
-        self._interned: dict[CommEvent, CommEvent] = {}
+        # Steps repeat themselves: an event equal to the last one of its row is that one,
+        # so that keeping it costs a reference.
+        self._last: dict[Key, CommEvent] = {}
         self._dropped = 0
         # [count, payload bytes, wire bytes], added to in place.
         self._totals: dict[Key, list[int]] = {}
@@ -99,10 +99,13 @@ class Ledger:
         row[0] += 1
         row[1] += event.payload_bytes
         row[2] += event.wire_bytes
-        if len(self._events) < self.max_events:
-            self._events.append(self._interned.setdefault(event, event))
-        else:
+        if len(self._events) >= self.max_events:
             self._dropped += 1
+            return
+        last = self._last.get(key)
+        if last != event:
+            last = self._last[key] = event
+        self._events.append(last)
 
     def add_total(self, key: Key, total: Total) -> None:
         """Add to one row without a single event; for sums over ranks and loaded files."""
@@ -119,7 +122,7 @@ class Ledger:
 
     def restore_events(self, events: Iterable[CommEvent], dropped: int) -> None:
         """Put back single events whose totals are here already."""
-        self._events = [self._interned.setdefault(event, event) for event in events]
+        self._events = list(events)
         self._dropped = dropped
 
     def note(self, text: str, times: int = 1) -> None:

@@ -1,6 +1,6 @@
 """What a reader of a ledger must know and could not see in the numbers."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torchspmd.comm import CommEvent, Kind
 from torchspmd.trace.modules import LOST
@@ -19,8 +19,10 @@ _ON_LOST = (
 )
 
 
-def on_event(event: CommEvent) -> list[str]:
+def on_event(event: CommEvent) -> Sequence[str]:
     """What to say about one communication; most often nothing."""
+    if not event.compiled and event.kind is not Kind.UNKNOWN and event.module != LOST:
+        return ()
     said = []
     if event.kind is Kind.UNKNOWN:
         said.append(
