@@ -5,6 +5,9 @@ No other package may touch ``torch._*`` or a private module of torch;
 for each area; this page lists what the rest of torchspmd may use.
 """
 
+from torch._ops import OpOverload as OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
 from torchspmd._torch.autograd import ACCUMULATE_SEQUENCE as ACCUMULATE_SEQUENCE
 from torchspmd._torch.autograd import current_node as current_node
 from torchspmd._torch.autograd import graph_task as graph_task

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import fx
 
 from torchspmd import _torch
@@ -29,13 +28,13 @@ def communications(graph: fx.GraphModule) -> Iterator[tuple[fx.Node, CommEvent]]
 
 
 def _operator(node: fx.Node) -> Operator | None:
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(node.target, _torch.OpOverload):
         return None
     return find_operator(_torch.packet_name(node.target))
 
 
 def _event(node: fx.Node, operator: Operator, topology: Topology) -> CommEvent:
-    assert isinstance(node.target, torch._ops.OpOverload)
+    assert isinstance(node.target, _torch.OpOverload)
     names = _torch.argument_names(node.target)
     values: Any = fx.node.map_arg((node.args, node.kwargs), _value)
     arguments = {**dict(zip(names, values[0], strict=False)), **values[1]}

@@ -72,7 +72,7 @@ def _build_kernels(generation: object) -> dict[Any, _torch.Kernel]:
 
 
 def _run(
-    op: torch._ops.OpOverload,
+    op: _torch.OpOverload,
     operator: Operator,
     names: tuple[str, ...],
     keyset: Any,

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchspmd import _torch
 from torchspmd.comm import Phase
@@ -70,7 +69,7 @@ class OperationLog:
         return sum(map(len, self._by_place.values()))
 
 
-class OperationMode(TorchDispatchMode):
+class OperationMode(_torch.TorchDispatchMode):
     """Puts every operator into a log; ``locate`` says which module and phase runs."""
 
     supports_higher_order_operators = True
