@@ -182,18 +182,19 @@ def _report(
 ) -> None:
     console = Console()
     ranks = str(world) if world.simulated else f"the sum of {world.size} ranks"
-    console.print(
-        f"{options.script}, {ranks}, {_steps_text(window)}\n",
-        highlight=False,
-        soft_wrap=True,
-    )
+    # The path has a line to itself: it is copied whole, however long it is.
+    console.print(str(options.script), highlight=False, markup=False, soft_wrap=True)
+    console.print(f"{ranks}, {_steps_text(window)}\n", highlight=False, markup=False)
     print_ledger(ledger, console)
     for line in [*differences, *_setup_lines(window)]:
         console.print(line, highlight=False, markup=False)
     if options.out is not None:
         save_ledger(ledger, options.out)
         console.print(
-            f"Ledger written to {options.out}.", highlight=False, soft_wrap=True
+            f"Ledger written to {options.out}.",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
         )
 
 
