@@ -20,13 +20,14 @@ demo: $(STAMP) ## trace an example GPT on a simulated 8-device mesh, print the t
 
 test: check pytest ## everything CI runs
 
-check: $(STAMP) ## format, lint, types, import contracts, spelling, sizes
+check: $(STAMP) ## format, lint, types, import contracts, spelling, sizes, the example's lock
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/typos
 	$(BIN)/python tools/check_sizes.py
+	$(BIN)/torchspmd check examples/train_gpt_tp.lock
 
 pytest: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet

@@ -3,8 +3,14 @@
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from torchspmd.testing import Ranks
+
+# The same examples in every run; `--hypothesis-profile explore` draws new ones.
+settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
+settings.register_profile("explore", max_examples=500, deadline=None)
+settings.load_profile("repeatable")
 
 
 @pytest.fixture(scope="session")

@@ -69,6 +69,37 @@ class CheckError(SpmdError, ValueError):
     """
 
 
+class ContractError(SpmdError, AssertionError):
+    """A recorded step does not communicate what was expected; the text lists it all.
+
+    Cause: ``expect(ledger)`` was told other counts, bytes or kinds than came.
+    Cure: the text names the modules and lines behind the difference; change them, or
+    the contract.
+    """
+
+
+class LockError(SpmdError, ValueError):
+    """A lock of a step's communication cannot be read, or says what cannot be.
+
+    Cause: not a file of ``torchspmd lock``, another version of it, or a broken line.
+    Cure: write it again with ``torchspmd lock``, or ``pytest --comm-lock-update``.
+    """
+
+
+class ParityError(SpmdError, AssertionError):
+    """A parallel step does not compute what one device computes; ``verdict`` has the facts.
+
+    Cause: the last lines of the text, from the pattern of the difference.
+    Cure: start at the module that the text names; everything before it agrees.
+    """
+
+    verdict: object = None
+
+
+class RecordingError(SpmdError, ValueError):
+    """A recording for parity cannot be written or read: missing, not whole, or broken."""
+
+
 class CaptureError(SpmdError, RuntimeError):
     """A training step cannot be captured as one graph; the text names the user's line.
 
@@ -88,3 +119,48 @@ class AgreementError(SpmdError, RuntimeError):
 
 class PassOrderError(SpmdError, AssertionError):
     """A graph pass was applied in an order that it or another pass does not allow."""
+
+
+class LegalityError(SpmdError, RuntimeError):
+    """An edited graph would not compute what it computed before; it was not taken.
+
+    Cause: a pass lost an output, a wait or a gradient, changed the order of collectives
+    on a group, or moved a read across a write.
+    Cure: the text names the nodes. The graph is as it was before the pass.
+    """
+
+
+class DeferralError(LegalityError, ValueError):
+    """Work cannot be moved to the next iteration; the text names the nodes and the rule.
+
+    Cause: something reads the state that the moved nodes write before they would run, or
+    needs their result in this iteration.
+    Cure: the latest legal place, which the text names.
+    """
+
+
+class VirtualRanksError(SpmdError, RuntimeError):
+    """A graph cannot be run on virtual ranks; the text names the node and why.
+
+    Cause: a communication that is not modelled, a result that nobody waited for, groups
+    that are no grid, or an operator that failed.
+    Cure: run the step on real ranks, or change the node that the text names.
+    """
+
+
+class VerificationError(SpmdError, RuntimeError):
+    """A pass changed what the step computes; found by running both graphs.
+
+    Cause: a pass that computes something else, or keeps bits under fewer reduction
+    orders than it claims.
+    Cure: the text names the pass, the first node that differs and both values'
+    statistics. Leave the pass out, or correct it.
+    """
+
+
+class UnsupportedPassError(SpmdError, NotImplementedError):
+    """A pass does not know this kind of node; the text says which it knows."""
+
+
+class PassWarning(UserWarning):
+    """A pass that was asked for changed nothing, or something else than asked for."""

@@ -31,6 +31,14 @@ def test_fake_world():
             vector.nonzero()
 
 
+def test_number_hint():
+    world = _torch.FakeWorld()
+    assert _torch.number_hint(world.number("lr", 0.5)) == 0.5
+    assert _torch.number_hint(world.number("step", 3)) == 3
+    assert world.assumptions() == ()
+    assert _torch.number_hint(0.25) == 0.25
+
+
 def test_symbol_of():
     world = _torch.FakeWorld()
     number = world.number("lr", 0.5)
@@ -123,7 +131,8 @@ def test_copy_all():
 
 def test_compile_with_inductor():
     graph = traced(lambda x: [x.sin() + 1], torch.ones(2))
-    run = _torch.compile_with_inductor(graph, [torch.ones(2)])
+    run, told = _torch.compile_with_inductor(graph, [torch.ones(2)])
+    assert "cache" in told
     torch.testing.assert_close(run(torch.ones(2))[0], torch.ones(2).sin() + 1)
 
 

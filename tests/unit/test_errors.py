@@ -23,7 +23,9 @@ _BUILTINS = {
 _ALL = [
     value
     for value in vars(errors).values()
-    if inspect.isclass(value) and issubclass(value, Exception)
+    if inspect.isclass(value)
+    and issubclass(value, Exception)
+    and not issubclass(value, Warning)
 ]
 _CHILDREN = [error for error in _ALL if error is not SpmdError]
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 import torchspmd
-from torchspmd._cli import diff, plan, trace
+from torchspmd._cli import check, diff, lock, parity, plan, trace
 from torchspmd.errors import SpmdError
 
 _EPILOG = """\
@@ -18,6 +18,9 @@ examples:
   torchrun --nproc-per-node 4 -m torchspmd trace train.py
   torchspmd diff before.json after.json            exit code 1 when they differ
   torchspmd plan model.py:build --mesh tp=8        what a plan does to every parameter
+  torchspmd lock train.py --mesh dp=2,tp=4         write down what it communicates
+  torchspmd check comm.lock                        exit code 1 when that changed
+  torchspmd parity runs/one runs/tp4               do two recorded runs compute the same
 """
 
 
@@ -31,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=torchspmd.__version__)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for command in (trace, diff, plan):
+    for command in (trace, diff, plan, lock, check, parity):
         command.add_parser(subparsers)
     own, for_script = _split(sys.argv[1:] if arguments is None else list(arguments))
     options = parser.parse_args(own)

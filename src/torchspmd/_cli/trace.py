@@ -3,14 +3,11 @@
 import argparse
 import contextlib
 import os
-import runpy
 import sys
-import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from rich.console import Console
@@ -23,8 +20,9 @@ from torchspmd._cli.gather import (
     sum_ledgers,
 )
 from torchspmd._cli.progress import Progress
+from torchspmd._cli.script import run_script
 from torchspmd._cli.simulate import cuda_as_cpu, simulated_world
-from torchspmd._cli.window import EndOfWindow, StepWindow
+from torchspmd._cli.window import StepWindow
 from torchspmd.comm import Ledger, save_ledger
 from torchspmd.errors import UsageError
 from torchspmd.report import format_bytes, print_ledger
@@ -93,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
     )
     window = StepWindow(mode, skip=options.skip, steps=options.steps, progress=progress)
     with progress, _surroundings(world) as held:
-        succeeded = _run_script(options, mode, window)
+        succeeded = run_script(options.script, options.arguments, mode, window)
     if not succeeded:
         print(
             f"torchspmd trace: {options.script} failed after "
@@ -151,26 +149,6 @@ def _surroundings(world: _World) -> Iterator[HeldStore]:
             yield HeldStore()
         else:
             yield stack.enter_context(hold_store())
-
-
-def _run_script(
-    options: argparse.Namespace, mode: CommDebugMode, window: StepWindow
-) -> bool:
-    """Run the script as ``python script.py`` would; False when it fails."""
-    argv = [str(options.script), *options.arguments]
-    path = [str(options.script.absolute().parent), *sys.path[1:]]
-    with mock.patch.object(sys, "argv", argv), mock.patch.object(sys, "path", path):
-        try:
-            with mode, window:
-                runpy.run_path(str(options.script), run_name="__main__")
-        except EndOfWindow:
-            pass
-        except SystemExit as end:
-            return end.code in (None, 0)
-        except Exception:
-            traceback.print_exc()
-            return False
-    return True
 
 
 def _report(

@@ -13,6 +13,7 @@ from torchspmd._torch.autograd import current_node as current_node
 from torchspmd._torch.autograd import graph_task as graph_task
 from torchspmd._torch.autograd import node_sequence as node_sequence
 from torchspmd._torch.autograd import sequence_number as sequence_number
+from torchspmd._torch.backward import backward_under as backward_under
 from torchspmd._torch.capture import FakeWorld as FakeWorld
 from torchspmd._torch.capture import autocast_state as autocast_state
 from torchspmd._torch.capture import compile_with_inductor as compile_with_inductor
@@ -34,6 +35,7 @@ from torchspmd._torch.compilation import (
 )
 from torchspmd._torch.compilation import keep_from_compiler as keep_from_compiler
 from torchspmd._torch.compilation import load_compiler as load_compiler
+from torchspmd._torch.compilation import number_hint as number_hint
 from torchspmd._torch.compilation import on_graph_replay as on_graph_replay
 from torchspmd._torch.compilation import size_hint as size_hint
 from torchspmd._torch.dispatcher import Kernel as Kernel
@@ -64,6 +66,10 @@ from torchspmd._torch.landmarks import (
 from torchspmd._torch.landmarks import is_torch_code as is_torch_code
 from torchspmd._torch.landmarks import landmark as landmark
 from torchspmd._torch.landmarks import redistribution as redistribution
+from torchspmd._torch.mutation import in_place_form as in_place_form
+from torchspmd._torch.mutation import shared_arguments as shared_arguments
+from torchspmd._torch.mutation import storage_bytes as storage_bytes
+from torchspmd._torch.mutation import written_arguments as written_arguments
 from torchspmd._torch.regions import LOCAL_NODE_TYPES as LOCAL_NODE_TYPES
 from torchspmd._torch.regions import NodeKind as NodeKind
 from torchspmd._torch.regions import dtensor_slots as dtensor_slots
@@ -77,6 +83,19 @@ from torchspmd._torch.regions import node_name as node_name
 from torchspmd._torch.regions import observe_calls as observe_calls
 from torchspmd._torch.regions import strided_spec as strided_spec
 from torchspmd._torch.regions import unflatten_tree as unflatten_tree
+from torchspmd._torch.rewriting import ALL_GATHER as ALL_GATHER
+from torchspmd._torch.rewriting import ALL_REDUCE as ALL_REDUCE
+from torchspmd._torch.rewriting import REDUCE_SCATTER as REDUCE_SCATTER
+from torchspmd._torch.rewriting import WAIT as WAIT
+from torchspmd._torch.rewriting import fake_result as fake_result
+from torchspmd._torch.scaler import choosing_steps as choosing_steps
+from torchspmd._torch.scaler import scaler_facts as scaler_facts
+from torchspmd._torch.scaler import scaler_tensors as scaler_tensors
+from torchspmd._torch.schemas import Signature as Signature
+from torchspmd._torch.schemas import signature_of as signature_of
+from torchspmd._torch.sharding import has_gradient_hooks as has_gradient_hooks
+from torchspmd._torch.sharding import is_view as is_view
+from torchspmd._torch.sharding import version_of as version_of
 from torchspmd._torch.shards import apply_torch_style as apply_torch_style
 from torchspmd._torch.shards import build_spec as build_spec
 from torchspmd._torch.shards import current_mesh as current_mesh
@@ -90,3 +109,4 @@ from torchspmd._torch.shards import start_all_to_all as start_all_to_all
 from torchspmd._torch.shards import start_reduce_scatter as start_reduce_scatter
 from torchspmd._torch.shards import wait as wait
 from torchspmd._torch.shards import wrap_local as wrap_local
+from torchspmd._torch.storages import storage_key as storage_key

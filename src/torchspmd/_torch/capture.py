@@ -201,12 +201,36 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 def compile_with_inductor(
     graph: fx.GraphModule, inputs: list[Any]
-) -> Callable[..., Any]:
-    """The graph compiled ahead by torch's own compiler, collectives kept in order."""
-    import torch._inductor
+) -> tuple[Callable[..., Any], str]:
+    """The graph compiled ahead by torch's own compiler, and what its cache gave.
 
-    made: Callable[..., Any] = torch._inductor.compile(graph, inputs)
-    return made
+    A cache that cannot be used costs time, and nothing else.
+    """
+    import torch._inductor
+    from torch._dynamo.utils import counters
+    from torch._inductor.utils import fresh_cache
+
+    before = dict(counters["inductor"])
+    try:
+        made: Callable[..., Any] = torch._inductor.compile(graph, inputs)
+    except Exception as error:
+        # It may be a broken file in the cache: once more, without it.
+        try:
+            with fresh_cache():
+                made = torch._inductor.compile(graph, inputs)
+        except Exception:
+            raise error from None
+        return made, "its cache could not be used, compiled without it"
+    hits, misses = (
+        counters["inductor"][key] - before.get(key, 0)
+        for key in ("fxgraph_cache_hit", "fxgraph_cache_miss")
+    )
+    if hits:
+        return made, "compiled code from its cache"
+    return (
+        made,
+        "compiled anew, kept in its cache" if misses else "compiled, not cached",
+    )
 
 
 def has_symbols(graph: fx.GraphModule) -> bool:

@@ -43,6 +43,12 @@ def size_hint(size: int | torch.SymInt) -> int:
     return int(size)
 
 
+def number_hint(number: Any) -> Any:
+    """A number as it is; of a symbol, the value it was traced with, without a guard."""
+    is_symbol = isinstance(number, (torch.SymInt, torch.SymFloat))
+    return number.node.hint if is_symbol else number
+
+
 _replay_callbacks: list[Callable[[], None]] = []
 
 

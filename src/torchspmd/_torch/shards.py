@@ -95,7 +95,8 @@ def _run(op: Any, *args: Any) -> torch.Tensor:
 
 def start_all_reduce(tensor: torch.Tensor, op: str, group: str) -> torch.Tensor:
     """Start to reduce a tensor in place; ``wait`` for the returned tensor."""
-    if torch.compiler.is_compiling():
+    # A captured step has no functional form for the operator that writes in place.
+    if torch.compiler.is_compiling() or type(tensor) is not torch.Tensor:
         return _run(_functional_ops.all_reduce.default, tensor, op, group)
     return _run(_functional_ops.all_reduce_.default, tensor, op, group)
 

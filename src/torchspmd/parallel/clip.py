@@ -54,6 +54,12 @@ def clip_grad_norm_(
             f"clip_grad_norm_: norm_type is {norm_type}; pass a positive number or "
             'float("inf").'
         )
+    if not given:
+        raise UsageError(
+            "clip_grad_norm_: no parameters were given, so nothing would be clipped. A "
+            "model inside DistributedDataParallel(device_mesh=...) shows none after its "
+            "first forward: keep a list of its parameters from before."
+        )
     if not gradients:
         return torch.tensor(0.0)
     total = total_norm(gradients, norm_type, foreach=foreach)

@@ -112,8 +112,7 @@ class _LocalLinear(torch.autograd.Function):
             input, local_weight, local_bias = _autocast(input, local_weight, local_bias)
         steps, axis = call.steps, call.axis
         whole = move(input, call.input_layout, steps.needed, axis, call.input_shape)
-        # Detached: a weight that DistributedDataParallel rebuilt is a view of another.
-        ctx.save_for_backward(whole, local_weight.detach())
+        ctx.save_for_backward(whole, local_weight)
         if type(steps.made) is Partial and axis.rank != 0:
             local_bias = None  # a replicated bias enters the sum once
         output = F.linear(whole, local_weight, local_bias)

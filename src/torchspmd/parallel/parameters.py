@@ -143,7 +143,9 @@ def open_parameter(parameter: torch.Tensor | None) -> tuple[torch.Tensor | None,
     the place of parameters.
     """
     if isinstance(parameter, DTensor):
-        return _torch.local_tensor(parameter), _torch.spec(parameter)
+        # Detached: DistributedDataParallel makes the shard a view of the tensor that the
+        # optimizer changes, and autograd refuses to hand such a view to a backward.
+        return _torch.local_tensor(parameter).detach(), _torch.spec(parameter)
     return parameter, None
 
 

@@ -7,7 +7,7 @@ others'. No collective is used for this: ranks that disagree could not complete 
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import zip_longest
 
@@ -17,33 +17,51 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchspmd import _torch
 from torchspmd.errors import AgreementError
-from torchspmd.step.graph_ledger import communications
+from torchspmd.step.graph.ledger import communications
 
 _SHOWN = 12  # differences in one message
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one rank is about to run: its collectives and its tensor arguments."""
+    """What one rank is about to run.
+
+    Attributes:
+        collectives: Its collectives, in order.
+        inputs: Its tensor arguments.
+        values: Tensors that must be equal on all ranks, each with a checksum.
+        deferred: What it leaves for the next step.
+    """
 
     collectives: tuple[str, ...]
     inputs: tuple[str, ...]
+    values: tuple[str, ...] = ()
+    deferred: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The plan as it travels."""
+        return json.dumps([self.collectives, self.inputs, self.values, self.deferred])
 
     @property
     def digest(self) -> str:
         """Equal on ranks whose plans are equal."""
-        text = json.dumps([self.collectives, self.inputs])
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return hashlib.sha256(self.text.encode()).hexdigest()[:16]
 
 
-def build_plan(graph: fx.GraphModule, inputs: Sequence[str]) -> Plan:
-    """The plan of a graph; ``inputs`` describes the tensor arguments."""
+def build_plan(
+    graph: fx.GraphModule,
+    inputs: Sequence[str],
+    values: Sequence[str] = (),
+    deferred: Sequence[str] = (),
+) -> Plan:
+    """The plan of a graph; see ``Plan`` for the other arguments."""
     lines = tuple(
         f"{event.kind.value} {event.dtype}{list(event.shape)} over {event.axis}"
         + (f" ({node.args[1]})" if isinstance(node.args[1], str) else "")
         for node, event in communications(graph)
     )
-    return Plan(lines, tuple(inputs))
+    return Plan(lines, tuple(inputs), tuple(values), tuple(deferred))
 
 
 def agree(plan: Plan, mesh: DeviceMesh, what: str, key: str, *, seconds: float) -> None:
@@ -60,8 +78,7 @@ def agree(plan: Plan, mesh: DeviceMesh, what: str, key: str, *, seconds: float) 
     if len(ranks) == 1 or dist.get_backend() == "fake":
         return
     store = _torch.default_store()
-    text = json.dumps([plan.collectives, plan.inputs])
-    store.set(f"{key}/{dist.get_rank()}", text)
+    store.set(f"{key}/{dist.get_rank()}", plan.text)
     missing = [rank for rank in ranks if not _arrives(store, f"{key}/{rank}", seconds)]
     if missing:
         raise AgreementError(
@@ -72,17 +89,26 @@ def agree(plan: Plan, mesh: DeviceMesh, what: str, key: str, *, seconds: float) 
         )
     plans = {}
     for rank in ranks:
-        collectives, inputs = json.loads(store.get(f"{key}/{rank}"))
-        plans[rank] = Plan(tuple(collectives), tuple(inputs))
+        plans[rank] = Plan(*map(tuple, json.loads(store.get(f"{key}/{rank}"))))
     problems = differences(plans)
     if problems:
-        raise AgreementError(
-            f"compile: ranks would not run the same communication ({what})\n\n"
-            + "\n".join(f"  * {line}" for line in problems)
-            + "\n\nEvery rank must send the same sequence, or the step would hang.\n"
-            "Give every rank batches of the same shape and the same step; with uneven "
-            "batches, pad or drop the last one."
+        title, cure = _title_and_cure(plans)
+        lines = "\n".join(f"  * {line}" for line in problems)
+        raise AgreementError(f"compile: {title} ({what})\n\n{lines}\n\n{cure}")
+
+
+def _title_and_cure(plans: dict[int, Plan]) -> tuple[str, str]:
+    if len({replace(plan, values=()) for plan in plans.values()}) == 1:
+        return "ranks hold other values of the same tensors", (
+            "Each rank keeps its rows of these tensors, so ranks that hold other values "
+            "would mix two models.\nGive every rank the same seed before the model is "
+            "built, load the same checkpoint, or broadcast from one rank first."
         )
+    return "ranks would not run the same communication", (
+        "Every rank must send the same sequence, or the step would hang.\n"
+        "Give every rank batches of the same shape and the same step; with uneven "
+        "batches, pad or drop the last one."
+    )
 
 
 def _arrives(store: _torch.Store, key: str, seconds: float) -> bool:
@@ -109,6 +135,8 @@ def differences(plans: dict[int, Plan]) -> list[str]:
         for name, ours, theirs in (
             ("tensor argument", reference.inputs, plan.inputs),
             ("collective", reference.collectives, plan.collectives),
+            ("values", reference.values, plan.values),
+            ("deferred", reference.deferred, plan.deferred),
         ):
             lines += [
                 f"{name} {place}: rank {first} has {a or 'none'}, rank {rank} has "

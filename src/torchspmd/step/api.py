@@ -1,17 +1,19 @@
 """``compile``: the public way in."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, overload
 
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchspmd.errors import UsageError
+from torchspmd.step.capture.modes import DataParallel
+from torchspmd.step.capture.override import Override
 from torchspmd.step.compiled import CompiledStep
-from torchspmd.step.modes import DataParallel
+from torchspmd.step.virtual.options import Verification
 
 Transformation = Callable[[fx.GraphModule], Any]
-Backend = Literal["graph", "inductor"]
+Backend = Literal["graph", "inductor", "cudagraph"]
 
 
 @overload
@@ -23,10 +25,11 @@ def compile(
     func: None = None,
     /,
     *,
+    module_override: Sequence[Override] = (),
     gm_transformation: Transformation | None = None,
     parallel_mode: DataParallel | None = None,
     mesh: DeviceMesh | None = None,
-    verify: bool = False,
+    verify: bool | Verification = False,
     backend: Backend = "graph",
 ) -> Callable[[Callable[..., Any]], CompiledStep]: ...
 
@@ -35,10 +38,11 @@ def compile(
     func: Callable[..., Any] | None = None,
     /,
     *,
+    module_override: Sequence[Override] = (),
     gm_transformation: Transformation | None = None,
     parallel_mode: DataParallel | None = None,
     mesh: DeviceMesh | None = None,
-    verify: bool = False,
+    verify: bool | Verification = False,
     backend: Backend = "graph",
 ) -> CompiledStep | Callable[[Callable[..., Any]], CompiledStep]:
     """Capture a whole training step as one graph, and run that.
@@ -49,13 +53,17 @@ def compile(
 
     Args:
         func: The step: takes modules, optimizers and tensors anywhere in its arguments.
+        module_override: Stand-ins for modules while the step is captured; see
+            ``Override``. Each module is offered once, the model itself too.
         gm_transformation: Called with the captured ``fx.GraphModule``; what it returns is
             run instead. See ``GraphModuleTransformation``.
         parallel_mode: None for the result of one device with all ranks' batches
             together; ``DataParallel`` to reduce each rank's own gradients.
         mesh: The data axis, a mesh of one axis; all ranks when there is a process group.
-        verify: Compare transformed graphs with the captured one. Not available yet.
-        backend: ``graph`` runs generated Python, ``inductor`` compiled code.
+        verify: Run the graphs before and after each pass on virtual ranks and compare them
+            bit for bit; a ``Verification`` says on how many and how long.
+        backend: ``graph`` runs generated Python, ``inductor`` compiled code,
+            ``cudagraph`` replays what was launched once.
 
     Returns:
         The compiled step, or a decorator when ``func`` is not given.
@@ -77,11 +85,11 @@ def compile(
         >>> len(train_step.programs)
         1
     """
-    if verify:
+    if not isinstance(verify, (bool, Verification)):
         raise UsageError(
-            "compile(verify=True) is not available yet: graphs are not compared on "
-            "virtual ranks. Leave verify out."
+            f"compile(verify={verify!r}): pass True, False or a Verification."
         )
+    comparing = Verification() if verify is True else verify or None
 
     def wrap(function: Callable[..., Any]) -> CompiledStep:
         if not callable(function):
@@ -95,6 +103,8 @@ def compile(
             parallel_mode=parallel_mode,
             mesh=mesh,
             backend=backend,
+            module_override=module_override,
+            verify=comparing,
         )
 
     return wrap if func is None else wrap(func)

@@ -1,6 +1,8 @@
-"""How a program's graph is run: as generated Python, or compiled ahead by Inductor."""
+"""How a program's graph is run: as generated Python, by Inductor, or as a CUDA graph."""
 
+import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,15 +10,42 @@ from torch import fx
 
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
-from torchspmd.step.iteration import IterGraphModule
+from torchspmd.step.capture.progress import note, phase
+from torchspmd.step.cuda_graph import CudaGraphRun
+from torchspmd.step.graph.roles import output_values, written_state
+from torchspmd.step.iterate.iteration import IterGraphModule
+from torchspmd.step.passes.in_place import (
+    InPlaceReport,
+    apply_in_place,
+    plan_in_place,
+)
 from torchspmd.step.transformation import GraphModuleTransformation
 
-BACKENDS = ("graph", "inductor")
+BACKENDS = ("graph", "inductor", "cudagraph")
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a program runs, and what can be said about it.
+
+    Attributes:
+        run: What is called with the graph's inputs.
+        graph: The functional graph behind it, as far as it can be seen.
+        running: The graph whose nodes are run; None for a callable of the user's own.
+        in_place: What became of the new values of the states.
+        can_release: Whether an input that the graph does not read may be left out.
+    """
+
+    run: Callable[..., Any]
+    graph: fx.GraphModule
+    running: fx.GraphModule | None
+    in_place: InPlaceReport
+    can_release: bool = False
 
 
 def needs_fixed_numbers(backend: str, transformation: object) -> bool:
-    """Whether hyper-parameters become constants: Inductor takes tensors only."""
-    if backend == "inductor":
+    """Whether hyper-parameters become constants: compiled code takes tensors only."""
+    if backend != "graph":
         return True
     return (
         isinstance(transformation, GraphModuleTransformation)
@@ -28,32 +57,81 @@ def prepare(
     graph: fx.GraphModule,
     backend: str,
     transformation: Callable[[fx.GraphModule], Any] | None,
-) -> tuple[Callable[..., Any], fx.GraphModule]:
-    """What a program calls, and the graph behind it as far as it can be seen.
+) -> Prepared:
+    """Transform a captured graph and make it ready to run.
 
     A transformation may return any callable; then the captured graph is what is shown.
     """
     run: Any = graph
     if transformation is not None:
-        with torch.no_grad():
+        with phase("passes"), torch.no_grad():
             run = transformation(graph)
         if not callable(run):
             raise CaptureError(
                 f"compile: gm_transformation returned {type(run).__name__}, which cannot "
                 "be called. Return the graph module, or a callable on its inputs."
             )
-    if backend == "inductor":
-        if run is not graph and not isinstance(run, fx.GraphModule):
-            raise CaptureError(
-                "compile(backend='inductor') needs a gm_transformation that returns an "
-                f"fx.GraphModule, not {type(run).__name__}. Pass enable_inductor=True to "
-                "GraphModuleTransformation instead."
-            )
-        return _WithoutLastIteration(lower(run)), run
+    if backend != "graph" and not isinstance(run, fx.GraphModule):
+        raise CaptureError(
+            f"compile(backend={backend!r}) needs a gm_transformation that returns an "
+            f"fx.GraphModule, not {type(run).__name__}. Use backend='graph', for Inductor "
+            "with enable_inductor=True in GraphModuleTransformation."
+        )
     if isinstance(run, IterGraphModule):
-        return run, run.main_gm
-    final = run if isinstance(run, fx.GraphModule) else graph
-    return _WithoutLastIteration(run), final
+        return _prepare_iterated(run)
+    if not isinstance(run, fx.GraphModule):
+        return Prepared(_WithoutLastIteration(run), graph, None, InPlaceReport())
+    is_compiled = backend == "inductor"
+    running, report = write_in_place(run, only_copies=is_compiled)
+    if is_compiled:
+        call = _WithoutLastIteration(lower(running))
+        return Prepared(call, run, running, report)
+    if backend == "cudagraph":
+        return Prepared(CudaGraphRun(running), run, running, report)
+    return Prepared(_WithoutLastIteration(running), run, running, report, True)
+
+
+def _prepare_iterated(run: IterGraphModule) -> Prepared:
+    """Every form of an iterated graph writes in place."""
+    whole, report = write_in_place(run.main_gm, only_copies=run.enable_inductor)
+
+    def make_ready(name: str, form: fx.GraphModule) -> Callable[..., Any]:
+        running = whole
+        if name != "whole":
+            # An iteration that leaves work and fails may be run again, so that its
+            # inputs must stay as they were.
+            running, _ = write_in_place(
+                form, keep_inputs=True, only_copies=run.enable_inductor
+            )
+        return lower(running) if run.enable_inductor else running
+
+    run.finalize_setup(make_ready)
+    is_plain = not run.is_deferring and not run.enable_inductor
+    return Prepared(run, run.main_gm, whole, report, is_plain)
+
+
+def write_in_place(
+    graph: fx.GraphModule, *, keep_inputs: bool = False, only_copies: bool = False
+) -> tuple[fx.GraphModule, InPlaceReport]:
+    """A copy of a functional graph that writes new values where the old ones lie.
+
+    With ``keep_inputs`` it does so only for values that the graph itself made, with
+    ``only_copies`` it changes no operator.
+    """
+    running = fx.GraphModule(graph, copy.deepcopy(graph.graph))
+    values = output_values(running.graph)
+    written: dict[fx.Node, fx.Node] = {}
+    states = {} if keep_inputs else written_state(running.graph)
+    for index, place in states.items():
+        value = values[index]
+        if isinstance(value, fx.Node) and isinstance(
+            place.meta.get("val"), torch.Tensor
+        ):
+            written.setdefault(value, place)
+    plan = plan_in_place(running.graph, written, only_copies=only_copies)
+    report = apply_in_place(running.graph, plan)
+    running.recompile()
+    return running, report
 
 
 def lower(graph: fx.GraphModule) -> Callable[..., Any]:
@@ -65,7 +143,10 @@ def lower(graph: fx.GraphModule) -> Callable[..., Any]:
             "fused=True or capturable=True, or backend='graph'."
         )
     inputs = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
-    return _torch.compile_with_inductor(graph, inputs)
+    with phase("compiling"):
+        made, from_cache = _torch.compile_with_inductor(graph, inputs)
+    note(f"Inductor: {from_cache}")
+    return made
 
 
 class _WithoutLastIteration:

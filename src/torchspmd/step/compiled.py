@@ -3,7 +3,8 @@
 import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, final
 
@@ -13,13 +14,26 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchspmd.errors import CaptureError, UsageError
 from torchspmd.step.agreement import agree, build_plan
-from torchspmd.step.backends import BACKENDS, needs_fixed_numbers, prepare
-from torchspmd.step.capture import capture
-from torchspmd.step.graph_ledger import build_ledger
-from torchspmd.step.inventory import Inventory, take_inventory
-from torchspmd.step.modes import DataParallel, Spread, resolve_spread
-from torchspmd.step.program import Program
-from torchspmd.step.signature import TensorFact, explain_difference, sign
+from torchspmd.step.backends import (
+    BACKENDS,
+    Prepared,
+    needs_fixed_numbers,
+    prepare,
+)
+from torchspmd.step.capture.inventory import Inventory, take_inventory
+from torchspmd.step.capture.modes import DataParallel, Spread, resolve_spread
+from torchspmd.step.capture.override import Override, Overrides
+from torchspmd.step.capture.progress import Progress
+from torchspmd.step.capture.signature import TensorFact, explain_difference, sign
+from torchspmd.step.capture.tracing import Captured, capture
+from torchspmd.step.certification import prepare_certified
+from torchspmd.step.graph.ledger import build_ledger
+from torchspmd.step.graph.memory import PeakMemory, predict_peak
+from torchspmd.step.iterate.iter_graph import deferral_facts
+from torchspmd.step.pending import Pending
+from torchspmd.step.program import Program, find_loose, find_released
+from torchspmd.step.unchanged import KnownCalls
+from torchspmd.step.virtual.options import Verification
 
 MAX_PROGRAMS = 8
 AGREEMENT_SECONDS = 60.0
@@ -43,6 +57,8 @@ class CompiledStep:
         parallel_mode: DataParallel | None,
         mesh: DeviceMesh | None,
         backend: str,
+        module_override: Sequence[Override] = (),
+        verify: Verification | None = None,
     ) -> None:
         if backend not in BACKENDS:
             raise UsageError(
@@ -55,11 +71,15 @@ class CompiledStep:
         self._parallel_mode = parallel_mode
         self._asked_mesh = mesh
         self._backend = backend
+        self._verify = verify
         self._fixed_numbers = needs_fixed_numbers(backend, gm_transformation)
         self._spread: Spread | None = None
         self._programs: list[Program] = []
         self._by_signature: dict[Any, list[Program]] = {}
+        self._overrides = Overrides(module_override)
+        self._known = KnownCalls()
         self._is_closed = False
+        self._pending: Pending | None = None
         # The same on every rank when ranks compile the same steps in the same order.
         self._serial = _made[self._name] = _made.get(self._name, -1) + 1
 
@@ -67,11 +87,19 @@ class CompiledStep:
         """Run one step; capture it first where no program fits."""
         if self._is_closed:
             raise UsageError(f"{self._name}: this compiled step was closed.")
-        inventory = take_inventory(args, kwargs, lift_numbers=not self._fixed_numbers)
-        program = self._find(inventory)
-        if program is None:
-            program = self._capture(inventory)
-        return program.call(inventory, last=last_train_step)
+        with self._overrides.standing_in(args, kwargs) as (positional, named):
+            program, inventory = self._look_up(positional, named)
+            if self._pending is not None and not self._pending.belongs_to(
+                program, inventory
+            ):
+                # Another program, or other tensors: what is owed comes first.
+                self.flush()
+                program, inventory = self._look_up(positional, named)
+            if program is None:
+                program = self._capture(inventory)
+        result = program.call(inventory, last=last_train_step)
+        self._note_pending(program, inventory)
+        return result
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -89,16 +117,29 @@ class CompiledStep:
                 f"captured in {program.capture_seconds:.2f} s{_times(program)}"
             )
             lines += [f"    {line}" for line in program.reason.splitlines()]
+            lines += [f"    {line}" for line in program.describe_memory()]
+            lines += [f"    {line}" for line in program.describe_deferral()]
+            lines += [f"    {line}" for line in program.notes]
+            lines.append(f"    {program.certificate.summary()}")
         return "\n".join(lines)
 
     def flush(self) -> None:
-        """Finish work that a pass moved to the next call. No pass does that yet."""
+        """Make the updates that a pass moved to the next call.
+
+        Parameters, optimizer states and gradients are then those of the eager step. Happens
+        by itself before a ``state_dict``, ``eval``, eager call or other look at the module
+        or optimizer, when another program is needed, and in ``close``.
+        """
+        if self._pending is not None:
+            self._pending.flush()
+            self._pending = None
 
     def close(self) -> None:
         """Flush, and forget every program; the step cannot be called any more."""
         self.flush()
         self._programs.clear()
         self._by_signature.clear()
+        self._known = KnownCalls()
         self._is_closed = True
 
     def __enter__(self) -> Self:
@@ -110,7 +151,34 @@ class CompiledStep:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            error.add_note(
+                f"{self._name}: the update that was owed could not be made: {failure}"
+            )
+
+    def _look_up(self, args: Any, kwargs: Any) -> tuple[Program | None, Inventory]:
+        """What a call works on, and the program that serves it if there is one."""
+        known = self._known.find(args, kwargs)
+        if known is not None:
+            return known
+        inventory = take_inventory(args, kwargs, lift_numbers=not self._fixed_numbers)
+        program = self._find(inventory)
+        if program is not None:
+            self._known.add(inventory, program)
+        return program, inventory
+
+    def _note_pending(self, program: Program, inventory: Inventory) -> None:
+        if program.is_pending:
+            if self._pending is None:
+                self._pending = Pending(self._name, program, self.flush)
+            self._pending.update(inventory)
+        elif self._pending is not None:  # the last step did what was owed
+            self._pending.release()
+            self._pending = None
 
     def _find(self, inventory: Inventory) -> Program | None:
         for program in self._by_signature.get(sign(inventory), ()):
@@ -132,26 +200,50 @@ class CompiledStep:
                 "changes constant (pad batches to one shape), pass it as a tensor, or "
                 "call close() and compile again."
             )
+        with Progress(f"compile {self._name}") as progress:
+            program = self._make_program(inventory, reason, progress)
+        self._programs.append(program)
+        self._by_signature.setdefault(program.signature, []).append(program)
+        return program
+
+    def _make_program(
+        self, inventory: Inventory, reason: str, progress: Progress
+    ) -> Program:
         spread = self._resolve_spread(inventory)
         start = time.perf_counter()
         captured = capture(self._function, self._name, inventory, spread)
-        run, graph = prepare(captured.graph, self._backend, self._transformation)
-        self._agree(graph, inventory, spread)
-        program = Program(
+        captured = _override(captured, inventory, self._overrides)
+        prepared, certificate = prepare_certified(
+            f"{self._name}, program {len(self._programs)}",
+            captured.graph,
+            inventory if captured.relayout is None else captured.relayout.inventory,
+            lambda: prepare(captured.graph, self._backend, self._transformation),
+            self._verify,
+            is_compiled=self._fixed_numbers,
+        )
+        graph = prepared.graph
+        self._agree(graph, inventory, spread, captured.values)
+        if captured.relayout is not None:
+            captured.relayout.commit()  # all ranks run this program now
+        released = find_released(captured.outputs, inventory, prepared)
+        return Program(
             number=len(self._programs),
             graph=graph,
             signature=sign(inventory),
             outputs=captured.outputs,
             symbols=captured.symbols,
             assumptions=captured.assumptions,
-            run=run,
+            run=prepared.run,
+            released=released,
+            loose=find_loose(captured.outputs, prepared),
+            in_place=prepared.in_place,
+            notes=(f"phases: {progress.describe()}", *progress.notes),
+            peak_memory=_peak(prepared, released),
             reason=reason,
+            certificate=certificate,
             ledger=build_ledger(graph),
             capture_seconds=time.perf_counter() - start,
         )
-        self._programs.append(program)
-        self._by_signature.setdefault(program.signature, []).append(program)
-        return program
 
     def _resolve_spread(self, inventory: Inventory) -> Spread:
         if self._spread is None:
@@ -161,7 +253,11 @@ class CompiledStep:
         return self._spread
 
     def _agree(
-        self, graph: fx.GraphModule, inventory: Inventory, spread: Spread
+        self,
+        graph: fx.GraphModule,
+        inventory: Inventory,
+        spread: Spread,
+        values: tuple[str, ...],
     ) -> None:
         if spread.mesh is None:
             return
@@ -173,7 +269,7 @@ class CompiledStep:
             if isinstance(fact := facts[name := inventory.slots[slot].name], TensorFact)
         ]
         agree(
-            build_plan(graph, inputs),
+            build_plan(graph, inputs, values, deferral_facts(graph.graph)),
             spread.mesh,
             f"program {number} of {self._name!r}, mesh {_describe(spread.mesh)}",
             f"torchspmd/step/{self._name}/{self._serial}/{number}",
@@ -193,6 +289,22 @@ class CompiledStep:
         latest = self._programs[-1]
         lines = explain_difference(latest.signature, signature)
         return f"differs from program {latest.number}:\n" + "\n".join(lines)
+
+
+def _peak(prepared: Prepared, released: frozenset[int]) -> PeakMemory | None:
+    if prepared.running is None:
+        return None
+    return predict_peak(prepared.running.graph, released)
+
+
+def _override(
+    captured: Captured, inventory: Inventory, overrides: Overrides
+) -> Captured:
+    if captured.relayout is not None:
+        inventory = captured.relayout.inventory
+    with torch.no_grad():
+        graph = overrides.transform(captured.graph, inventory.flat_state())
+    return replace(captured, graph=graph)
 
 
 def _times(program: Program) -> str:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -10,8 +10,9 @@ from torch import fx
 
 from torchspmd import _torch
 from torchspmd.comm import Ledger
-from torchspmd.step.inventory import Inventory
-from torchspmd.step.outputs import (
+from torchspmd.step.backends import Prepared
+from torchspmd.step.capture.inventory import Inventory
+from torchspmd.step.capture.outputs import (
     NewGradient,
     NewNumber,
     NewState,
@@ -19,7 +20,12 @@ from torchspmd.step.outputs import (
     Outputs,
     Result,
 )
-from torchspmd.step.signature import Signature
+from torchspmd.step.capture.signature import Signature
+from torchspmd.step.graph.memory import PeakMemory
+from torchspmd.step.graph.roles import output_values
+from torchspmd.step.iterate.iteration import IterGraphModule
+from torchspmd.step.passes.in_place import InPlaceReport
+from torchspmd.step.virtual.certificate import Certificate
 
 
 @dataclass(slots=True)
@@ -31,6 +37,14 @@ class Program:
         graph: The functional graph: tensors and numbers in, new values out.
         reason: Why it was captured: ``first call``, or what differed from an earlier one.
         ledger: What the graph communicates.
+        certificate: Which passes ran, what they claim, what was checked and what not.
+        in_place: Which new values are computed in the memory of the old ones.
+        peak_memory: What is alive at the worst moment, read from the graph; None for a
+            transformation that returns a callable of its own.
+        released: Inputs that are given up before the run: gradients that the step
+            replaces without reading them.
+        notes: What else was done to the graph, a line each.
+        loose: The outputs that are not in place already; None where that is not known.
         capture_seconds: Time to trace, transform and compile it.
         first_run_seconds: Time of its first run, after capture.
         step_seconds: Times of the latest runs after the first.
@@ -45,7 +59,13 @@ class Program:
     run: Callable[..., Any]
     reason: str
     ledger: Ledger
+    certificate: Certificate
     capture_seconds: float
+    in_place: InPlaceReport = field(default_factory=InPlaceReport)
+    peak_memory: PeakMemory | None = None
+    released: frozenset[int] = frozenset()
+    notes: tuple[str, ...] = ()
+    loose: tuple[int, ...] | None = None
     first_run_seconds: float | None = None
     step_seconds: list[float] = field(default_factory=list)
     _checked: tuple[float, ...] | None = None
@@ -86,8 +106,11 @@ class Program:
         start = time.perf_counter()
         with torch.no_grad():
             flat = inventory.flat_inputs()
+            for parameter, gradient in inventory.gradients.items():
+                if gradient in self.released:
+                    _release(inventory, flat, parameter, gradient)
             values = self.run(*flat, last_iter=True) if last else self.run(*flat)
-            result = write_back(self.outputs, inventory, values)
+            result = write_back(self.outputs, inventory, values, self.loose)
         seconds = time.perf_counter() - start
         if self.first_run_seconds is None:
             self.first_run_seconds = seconds
@@ -96,6 +119,80 @@ class Program:
             del self.step_seconds[:-1000]
         return result
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether an update of an earlier step is still to be made."""
+        return bool(getattr(self.run, "is_pending", False))
+
+    def describe_deferral(self) -> list[str]:
+        """What is left for the next step, in one line; nothing where nothing is."""
+        if not isinstance(self.run, IterGraphModule) or not self.run.num_carried:
+            return []
+        count = len(self.run.graph.regions)
+        return [
+            f"{count} updates are made in the next step, {self.run.num_carried} values "
+            "go from one step to the next"
+        ]
+
+    def flush(self, inventory: Inventory) -> None:
+        """Make the updates that an earlier step left for the next one."""
+        assert isinstance(self.run, IterGraphModule), type(self.run)
+        with torch.no_grad():
+            values = self.run.flush(*inventory.flat_inputs())
+            if values is not None:
+                write_values(self.outputs, inventory, values)
+
+    def describe_memory(self) -> list[str]:
+        """Lines about memory, for people."""
+        lines = [] if self.peak_memory is None else [f"memory: {self.peak_memory}"]
+        lines.append(str(self.in_place))
+        lines += [
+            f"  {name} after the run: {why}" for name, why in self.in_place.left[:4]
+        ]
+        return lines
+
+
+def find_released(
+    outputs: Outputs, inventory: Inventory, prepared: Prepared
+) -> frozenset[int]:
+    """Gradients that a step replaces or clears without reading them, as in eager."""
+    if prepared.running is None or not prepared.can_release:
+        return frozenset()
+    replaced = {
+        where.parameter
+        for where in outputs.destinations
+        if isinstance(where, NewGradient)
+    }
+    inputs = prepared.running.graph.find_nodes(op="placeholder")
+    return frozenset(
+        gradient
+        for parameter, gradient in inventory.gradients.items()
+        if parameter in replaced.union(outputs.cleared) and not inputs[gradient].users
+    )
+
+
+def find_loose(outputs: Outputs, prepared: Prepared) -> tuple[int, ...] | None:
+    """The outputs that a run does not leave in the tensors where they belong."""
+    if prepared.running is None or not prepared.can_release:
+        return None
+    inputs = prepared.running.graph.find_nodes(op="placeholder")
+    values = output_values(prepared.running.graph)
+    return tuple(
+        place
+        for place, where in enumerate(outputs.destinations)
+        if not (isinstance(where, NewValue) and values[place] is inputs[where.slot])
+    )
+
+
+def _release(
+    inventory: Inventory, flat: list[Any], parameter: int, gradient: int
+) -> None:
+    slot = inventory.slots[gradient]
+    empty = slot.tensor.new_empty(0)
+    inventory.slots[gradient] = replace(slot, tensor=empty)
+    flat[gradient] = empty
+    inventory.slots[parameter].tensor.grad = None
+
 
 def _readable(text: str, names: dict[str, str]) -> str:
     for symbol in sorted(names, key=len, reverse=True):
@@ -103,37 +200,77 @@ def _readable(text: str, names: dict[str, str]) -> str:
     return text
 
 
-def write_back(outputs: Outputs, inventory: Inventory, values: Any) -> Any:
-    """Put each value where it belongs; return what the user's function returned."""
-    leaves = list(outputs.leaves)
+def write_back(
+    outputs: Outputs,
+    inventory: Inventory,
+    values: Any,
+    loose: tuple[int, ...] | None = None,
+) -> Any:
+    """Put each value where it belongs; return what the user's function returned.
+
+    ``loose`` names the values that are not there already; all by default.
+    """
     for address in outputs.new_states:  # first, so that keys have the eager order
         _state(inventory, address)[address.key] = None
     for address, constant in outputs.constant_states:
         _state(inventory, address)[address.key] = constant
+    destinations = outputs.destinations
+    if loose is not None:
+        destinations = tuple(destinations[place] for place in loose)
+        values = [values[place] for place in loose]
+    leaves = write_values(
+        replace(outputs, destinations=destinations), inventory, values
+    )
+    for parameter in outputs.cleared:
+        inventory.slots[parameter].tensor.grad = None
+    return _torch.unflatten_tree(leaves, outputs.structure)
+
+
+def write_values(outputs: Outputs, inventory: Inventory, values: Any) -> list[Any]:
+    """Put each value where it belongs; the leaves of what the user's function returns.
+
+    A value that is None belongs to work that was left for the next step.
+    """
+    leaves = list(outputs.leaves)
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     for destination, value in zip(outputs.destinations, values, strict=True):
+        if value is None:
+            continue
         match destination:
             case NewValue(slot):
-                targets.append(_torch.plain_tensor(inventory.slots[slot].tensor))
-                sources.append(value)
+                target = _torch.plain_tensor(inventory.slots[slot].tensor)
+                if value is not target:  # otherwise it was computed there
+                    targets.append(target)
+                    sources.append(value)
             case NewGradient(parameter):
                 owner = inventory.slots[parameter].tensor
                 owner.grad = _like(owner, value)
             case NewState(_, parameter, key):
                 owner = inventory.slots[parameter].tensor
-                _state(inventory, destination)[key] = _like_if_shaped(owner, value)
+                _state(inventory, destination)[key] = _like_if_shaped(owner, key, value)
             case NewNumber(number):
                 counter = inventory.numbers[number]
                 assert counter.holder is not None
                 counter.holder[counter.key] = value
             case Result(leaf):
-                leaves[leaf] = value
+                # A parameter that the step returns: its memory, without its history.
+                is_leaf = isinstance(value, torch.Tensor) and value.requires_grad
+                leaves[leaf] = value.detach() if is_leaf else value
     if targets:
-        _torch.copy_all(targets, sources)
-    for parameter in outputs.cleared:
-        inventory.slots[parameter].tensor.grad = None
-    return _torch.unflatten_tree(leaves, outputs.structure)
+        _torch.copy_all(targets, _apart(targets, sources))
+    return leaves
+
+
+def _apart(
+    targets: list[torch.Tensor], sources: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Sources of their own: one that is itself written would be read too late."""
+    written = {target.untyped_storage().data_ptr() for target in targets}
+    return [
+        source.clone() if source.untyped_storage().data_ptr() in written else source
+        for source in sources
+    ]
 
 
 def _state(inventory: Inventory, address: NewState) -> Any:
@@ -147,8 +284,10 @@ def _like(owner: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return value if layout is None else _torch.wrap_local(value, layout)
 
 
-def _like_if_shaped(owner: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    # A counter is the same on every rank, whatever the layout of its parameter.
-    if value.shape != _torch.plain_tensor(owner).shape:
+def _like_if_shaped(owner: torch.Tensor, key: str, value: torch.Tensor) -> torch.Tensor:
+    # A counter is the same on every rank, whatever the layout of its parameter; only the
+    # name tells it from the state of a parameter that is one number.
+    is_counter = key == "step" and value.ndim == 0
+    if is_counter or value.shape != _torch.plain_tensor(owner).shape:
         return value
     return _like(owner, value)

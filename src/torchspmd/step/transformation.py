@@ -1,15 +1,19 @@
 """The default transformation of a captured graph, and its dumps."""
 
 import os
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from torch import fx
 
-from torchspmd.errors import UsageError
+from torchspmd.errors import PassWarning
 from torchspmd.step.dumps import Dumps
-from torchspmd.step.iteration import IterGraphModule
+from torchspmd.step.graph.cost import CostModel
+from torchspmd.step.graph.reports import PassReport
+from torchspmd.step.iterate.iteration import IterGraphModule
+from torchspmd.step.passes.ordering import observing_passes
 
 
 @final
@@ -17,14 +21,22 @@ class GraphModuleTransformation:
     """Turns a captured graph into the object that a program runs.
 
     Args:
-        enable_graph_optimization: Run the default passes. None is available yet, so this
-            is refused.
+        enable_graph_optimization: Run the passes of ``passes.default_passes``.
         enable_inductor: Compile the graph with Inductor.
         dump_graphs: Write the graphs to files: True for a folder of its own, printed in
             ``folder``, or the folder to write to.
+        bucket_size_mb: How much one fused collective carries at most; chosen by the size
+            of the gradients by default.
+        overlap_iterations: Also leave updates for the next step, where they overlap with
+            its forward. End a run with ``last_train_step=True``, ``flush()``, or use the
+            compiled step as a context manager.
+        cost: What the order of deferred reductions is chosen by; the same on all ranks.
+        passes: Passes to run instead of the default ones, each called with the
+            ``IterGraphModule``.
 
     Attributes:
         folder: Where the dumps are; None before the first.
+        reports: What each pass did to the latest graph.
 
     Example:
         >>> transformation = GraphModuleTransformation(dump_graphs=False)
@@ -38,17 +50,26 @@ class GraphModuleTransformation:
         enable_graph_optimization: bool = False,
         enable_inductor: bool = False,
         dump_graphs: bool | str | os.PathLike[str] = False,
-        passes: tuple[Callable[[IterGraphModule], None], ...] = (),
+        bucket_size_mb: float | None = None,
+        overlap_iterations: bool = False,
+        cost: CostModel | None = None,
+        passes: Sequence[Callable[[IterGraphModule], Any]] | None = None,
     ) -> None:
-        if enable_graph_optimization and not passes:
-            raise UsageError(
-                "GraphModuleTransformation(enable_graph_optimization=True): the default "
-                "passes are not available yet. Pass your own in passes=(...)."
-            )
         self.enable_graph_optimization = enable_graph_optimization
         self.enable_inductor = enable_inductor
         self.dump_graphs = dump_graphs
-        self.passes = passes
+        self.reports: tuple[PassReport, ...] = ()
+        self._passes: Sequence[Callable[[IterGraphModule], Any]] = ()
+        if passes is not None:
+            self._passes = tuple(passes)
+        elif enable_graph_optimization:
+            from torchspmd.step.passes import default_passes
+
+            self._passes = default_passes(
+                bucket_size_mb=bucket_size_mb,
+                overlap_iterations=overlap_iterations,
+                cost=cost,
+            )
         self._dumps: Dumps | None = None
 
     @property
@@ -63,12 +84,29 @@ class GraphModuleTransformation:
             self._dumps = Dumps(asked)
         self._dump("captured", gm)
         module = IterGraphModule(gm, enable_inductor=self.enable_inductor)
-        if self.enable_graph_optimization:
-            for each in self.passes:
-                each(module)
-                self._dump(getattr(each, "__name__", "pass"), module.main_gm)
-        module.finalize_setup()
+        if self._passes:
+            self._run_passes(module)
         return module
+
+    def _run_passes(self, module: IterGraphModule) -> None:
+        reports: list[PassReport] = []
+
+        def note(report: PassReport, before: fx.Graph, after: fx.Graph) -> None:
+            reports.append(report)
+            self._dump(report.name, module.main_gm)
+
+        with observing_passes(note):
+            for each in self._passes:
+                each(module)
+        self.reports = tuple(reports)
+        if not any(report.outcome.changed for report in reports):
+            names = ", ".join(report.name for report in reports)
+            warnings.warn(
+                f"GraphModuleTransformation: none of its passes changed anything ({names})"
+                ". Is there communication in this step?",
+                PassWarning,
+                stacklevel=2,
+            )
 
     def _dump(self, name: str, gm: fx.GraphModule) -> None:
         if self._dumps is not None:

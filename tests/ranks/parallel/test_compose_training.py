@@ -99,29 +99,37 @@ def test_fully_shard_on_the_data_axis(ranks4: Ranks) -> None:
     ranks4.run(with_fully_shard)
 
 
-def with_ddp() -> None:
+def with_ddp(by_token: bool) -> None:
     mesh = init_device_mesh(
         "cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp")
     )
-    model = parallelize_module(build(), mesh["tp"], PLAN)
+    tp = mesh["tp"]
+
+    def mine(value: torch.Tensor) -> torch.Tensor:
+        return value.chunk(tp.size(), 1)[tp.get_local_rank()] if by_token else value
+
+    plan = SEQUENCE_PLAN if by_token else PLAN
+    model = parallelize_module(build(), tp, plan)
     wrapped = DistributedDataParallel(model, device_mesh=mesh["dp"])
-    mine = [batch(seed).chunk(2)[mesh["dp"].get_local_rank()] for seed in (1, 2)]
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
     plain = build()
     theirs = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-    for value, whole in zip(mine, (batch(1), batch(2)), strict=True):
+    for whole in (batch(1), batch(2), batch(3)):
         optimizer.zero_grad()
         theirs.zero_grad()
-        wrapped(value).square().mean().backward()
+        rows = whole.chunk(2)[mesh["dp"].get_local_rank()]
+        loss = wrapped(mine(rows)).square().sum() / rows.numel()
+        loss.backward()
         plain(whole).square().mean().backward()
         optimizer.step()
         theirs.step()
-    output = wrapped(batch(3))
-    torch.testing.assert_close(output, plain(batch(3)), **CLOSE)
+    output = wrapped(mine(batch(4)))
+    torch.testing.assert_close(output, mine(plain(batch(4))), **CLOSE)
 
 
-def test_ddp_on_the_data_axis(ranks4: Ranks) -> None:
-    ranks4.run(with_ddp)
+@pytest.mark.parametrize("by_token", (False, True), ids=("whole", "by_token"))
+def test_ddp_on_the_data_axis(by_token: bool, ranks4: Ranks) -> None:
+    ranks4.run(with_ddp, by_token)
 
 
 def with_checkpointing() -> None:

@@ -51,9 +51,7 @@ def train(model, optimizer, mode):
 def run_cases(cases):
     found = []
     for model, optimizer, mode in cases:
-        parallel = (
-            None if mode == "default" else DataParallel("replicate", reduce="avg")
-        )
+        parallel = None if mode == "default" else DataParallel(mode, reduce="avg")
         try:
             found.append((model, optimizer, mode, *train(model, optimizer, parallel)))
         except Exception as error:
@@ -69,11 +67,17 @@ SOME = ("adam_foreach", "adamw_fused", "adagrad", "rmsprop", "two_groups", "lion
 OPTIMIZED = [("mlp", optimizer) for optimizer in SOME]
 PLAIN = ("mlp", "tied", "attention", "partly")  # no statistics or masks over the batch
 DEFAULT = [(*case, "default") for case in MOMENTUM + OPTIMIZED]
-REPLICATE = [(*case, "replicate") for case in MOMENTUM + OPTIMIZED if case[0] in PLAIN]
+LOCAL = [case for case in MOMENTUM + OPTIMIZED if case[0] in PLAIN]
+REPLICATE = [(*case, "replicate") for case in LOCAL]
+FULLY_SHARD = [(*case, "fully_shard") for case in LOCAL]
 
 
 @pytest.mark.parametrize("world", ["ranks2", "ranks4"])
-@pytest.mark.parametrize("cases", [DEFAULT, REPLICATE], ids=["default", "replicate"])
+@pytest.mark.parametrize(
+    "cases",
+    [DEFAULT, REPLICATE, FULLY_SHARD],
+    ids=["default", "replicate", "fully_shard"],
+)
 def test_steps_equal_one_device(world, cases, request):
     if world == "ranks4":
         cases = cases[::4]  # a part of them: capture takes most of the time

@@ -224,7 +224,7 @@ def test_close_and_context():
     ("options", "text"),
     [
         ({"backend": "triton"}, "choose among graph, inductor"),
-        ({"verify": True}, "not available yet"),
+        ({"verify": "yes"}, "pass True, False or a Verification"),
         ({"parallel_mode": "ddp"}, "pass a DataParallel"),
     ],
 )
@@ -237,7 +237,6 @@ def test_arguments_that_are_refused(options, text):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("fully_shard",), "not available yet"),
         (("zero",), "Unknown parallel style: 'zero'"),
         (("replicate", "max"), "choose 'avg' or 'sum'"),
     ],

@@ -134,11 +134,14 @@ def test_weights_tied_by_memory():
 
 def test_random_numbers_in_a_checkpointed_region():
     def step(model, optim, batch):
-        loss = checkpoint(model, batch, use_reentrant=False).sum()
+        loss = checkpoint(
+            model, batch, use_reentrant=False, preserve_rng_state=False
+        ).sum()
         loss.backward()
 
     text = refusal(step, model="drop")
-    assert "draws random numbers and is recomputed" in text
+    assert "Sequential.1 draws random numbers in backward" in text
+    assert "preserve_rng_state=True" in text
 
 
 def test_buffer_replaced_by_another_shape():
@@ -192,3 +195,24 @@ def test_transformation_that_returns_nothing():
         compile(gm_transformation=lambda gm: None)(plain)(
             model, optim, torch.randn(6, 8)
         )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_graph_without_a_device():
+    (model, optim), _ = build("mlp", "sgd")
+    with pytest.raises(CaptureError, match="needs a CUDA device, and there is none"):
+        compile(backend="cudagraph")(plain)(model, optim, torch.randn(6, 8))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "text"),
+    [
+        ("adam", "reads its step counter on the host"),
+        ("sgd", r"Sequential.0.weight and 4 more tensors are not on a CUDA device"),
+    ],
+)
+def test_cuda_graph_of_what_it_cannot_do(optimizer, text, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    (model, optim), _ = build("mlp", optimizer)
+    with pytest.raises(CaptureError, match=text):
+        compile(backend="cudagraph")(plain)(model, optim, torch.randn(6, 8))

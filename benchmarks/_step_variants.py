@@ -1,0 +1,177 @@
+"""Ways to run one data-parallel training step, each in the words of its own system."""
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _models import Transformer
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.flop_counter import FlopCounterMode
+
+from torchspmd.step import DataParallel, GraphModuleTransformation, compile
+from torchspmd.step.graph.cost import CostModel
+
+Step = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, its batch and where it runs."""
+
+    model: str
+    batch: int
+    device: str = "cpu"
+
+    def build(self) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
+        """The model, a warm optimizer and a batch of this rank."""
+        torch.manual_seed(0)
+        dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
+        where = {"device": self.device, "dtype": dtype}
+        if self.model == "transformer 12x768":
+            model: nn.Module = Transformer(12, 768, 3072, 64).to(**where)
+            batch = torch.randn(self.batch, 512 if self.device == "cuda" else 32, 768)
+        else:
+            layers, width = (int(part) for part in self.model.split()[1].split("x"))
+            model = linear_stack(layers, width).to(**where)
+            batch = torch.randn(self.batch, width)
+        optim = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        return model, optim, batch.to(**where)
+
+
+def linear_stack(layers: int, width: int) -> nn.Module:
+    """Linear and relu in turns, as in the original's own tests."""
+    parts = [
+        part for _ in range(layers) for part in (nn.Linear(width, width), nn.ReLU())
+    ]
+    return nn.Sequential(*parts)
+
+
+def train_step(
+    model: nn.Module, optim: torch.optim.Optimizer, batch: torch.Tensor
+) -> torch.Tensor:
+    loss = model(batch).float().square().mean()
+    loss.backward()
+    optim.step()
+    optim.zero_grad()
+    return loss.detach()
+
+
+def ddp(model: nn.Module, _: CostModel) -> tuple[nn.Module, Step]:
+    return DistributedDataParallel(model), train_step
+
+
+def ddp_compiled(model: nn.Module, _: CostModel) -> tuple[nn.Module, Step]:
+    return torch.compile(DistributedDataParallel(model)), train_step
+
+
+def fsdp(model: nn.Module, _: CostModel) -> tuple[nn.Module, Step]:
+    blocks = model.layers if isinstance(model, Transformer) else model
+    for block in blocks:
+        if any(True for _ in block.parameters()):
+            fully_shard(block)
+    fully_shard(model)
+    return model, train_step
+
+
+def fsdp_compiled(model: nn.Module, cost: CostModel) -> tuple[nn.Module, Step]:
+    return torch.compile(fsdp(model, cost)[0]), train_step
+
+
+def ours(
+    model: nn.Module,
+    cost: CostModel,
+    *,
+    passes: bool,
+    overlap: bool,
+    megabytes: float | None = None,
+) -> tuple[nn.Module, Step]:
+    transformation = None
+    if passes:
+        transformation = GraphModuleTransformation(
+            enable_graph_optimization=True,
+            overlap_iterations=overlap,
+            bucket_size_mb=megabytes,
+            cost=cost,
+        )
+    step = compile(
+        gm_transformation=transformation, parallel_mode=DataParallel("replicate")
+    )(train_step)
+    return model, step
+
+
+def alone(model: nn.Module, _: CostModel) -> tuple[nn.Module, Step]:
+    return model, train_step
+
+
+VARIANTS: dict[str, Callable[[nn.Module, CostModel], tuple[nn.Module, Step]]] = {
+    "DDP": ddp,
+    "DDP + torch.compile": ddp_compiled,
+    "FSDP2": fsdp,
+    "FSDP2 + torch.compile": fsdp_compiled,
+    "torchspmd, no passes": functools.partial(ours, passes=False, overlap=False),
+    "torchspmd, passes": functools.partial(ours, passes=True, overlap=False),
+    "torchspmd, overlapped iterations": functools.partial(
+        ours, passes=True, overlap=True
+    ),
+}
+
+
+def measure(name: str, workload: Workload, cost: CostModel, steps: int) -> float:
+    """Seconds for a step of a variant, everything that it owes at the end included."""
+    model, optim, batch = workload.build()
+    build = alone if name == "compute alone" else VARIANTS[name]
+    if name.startswith("FSDP2"):
+        model, step = build(model, cost)
+        optim = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    else:
+        model, step = build(model, cost)
+    for _ in range(3):  # cold optimizer, warm one, and one in the steady state
+        step(model, optim, batch)
+    wait_for_all(workload.device)
+    start = time.perf_counter()
+    for _ in range(steps):
+        step(model, optim, batch)
+    if hasattr(step, "flush"):
+        step.flush()
+    wait_for_all(workload.device)
+    return (time.perf_counter() - start) / steps
+
+
+def measure_wire(workload: Workload, steps: int, megabytes: float = 25.0) -> float:
+    """Seconds to reduce all gradients in buckets, with nothing else to do."""
+    model, _, _ = workload.build()
+    sample = next(model.parameters())
+    total = sum(parameter.numel() for parameter in model.parameters())
+    size = int(megabytes * 2**20) // sample.element_size()
+    buckets = [sample.new_zeros(min(size, total - at)) for at in range(0, total, size)]
+    for _ in range(2):
+        dist.all_reduce(buckets[0])
+    wait_for_all(workload.device)
+    start = time.perf_counter()
+    for _ in range(steps):
+        works = [dist.all_reduce(bucket, async_op=True) for bucket in buckets]
+        for work in works:
+            work.wait()
+    wait_for_all(workload.device)
+    return (time.perf_counter() - start) / steps
+
+
+def count(workload: Workload) -> tuple[float, float]:
+    """Floating-point operations of a step, and bytes of all gradients."""
+    model, optim, batch = workload.build()
+    with FlopCounterMode(display=False) as counter:
+        train_step(model, optim, batch)
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    return float(counter.get_total_flops()), float(size)
+
+
+def wait_for_all(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()

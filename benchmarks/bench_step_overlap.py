@@ -1,0 +1,167 @@
+"""How much of a data-parallel step's communication is hidden, against every peer?
+
+One training step (forward, backward, fused AdamW) on real ranks: eager DDP, DDP under
+torch.compile, FSDP2 eager and compiled, and torchspmd's whole-step graph without passes,
+with the default passes, and with updates overlapped with the next iteration. Beside them
+the limit: the larger of computing alone and communicating alone.
+
+``--network 1gbit`` runs inside a network namespace of its own whose loopback is shaped to
+that rate (needs root, ip and tc). The batch is chosen so that computing takes ``--ratio``
+times as long as communicating.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from _harness import publish
+from _step_variants import VARIANTS, Workload, count, measure, measure_wire
+
+from torchspmd.errors import SpmdError
+from torchspmd.step.graph.cost import CostModel
+from torchspmd.testing import Ranks
+
+SPACE = "torchspmd-bench"
+LIMIT = 900.0  # seconds for one variant, its compilation included
+
+
+def main() -> None:
+    options = parse()
+    if options.network and not os.environ.get("TORCHSPMD_BENCH_INSIDE"):
+        sys.exit(run_shaped(options.network))
+    rows: list[dict[str, Any]] = []
+    backend = "nccl" if options.device == "cuda" else "gloo"
+    with Ranks(options.ranks, backend=backend) as ranks:
+        for model in options.models:
+            for ratio in options.ratios:
+                rows += compare(ranks, model, ratio, options)
+    where = f"loopback shaped to {options.network}" if options.network else "loopback"
+    title = f"A data-parallel step on {options.ranks} ranks, {backend} over {where}"
+    publish(title, rows, options.json)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--models", nargs="+", default=["linear 5x1024"])
+    parser.add_argument("--ratios", nargs="+", type=float, default=[1.0, 0.25])
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS))
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--network", help="shape loopback to this rate, such as 1gbit")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    return parser.parse_args()
+
+
+def compare(
+    ranks: Ranks, model: str, ratio: float, options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Every variant on one model, at one ratio of computing to communicating."""
+    workload, compute, wire, cost = balance(ranks, model, ratio, options)
+    limit = max(compute, wire)
+    seconds: dict[str, float | str] = {}
+    for _ in range(options.rounds):
+        for name in options.variants:
+            found = attempt(ranks, name, workload, cost, options.steps)
+            best = seconds.get(name)
+            if isinstance(best, float) and isinstance(found, float):
+                found = min(best, found)
+            seconds[name] = found
+    peers = [
+        value
+        for name, value in seconds.items()
+        if isinstance(value, float) and not name.startswith("torchspmd")
+    ]
+    rows = [row(model, workload, "compute alone", compute, peers, limit)]
+    rows.append(row(model, workload, "communication alone", wire, peers, limit))
+    return rows + [
+        row(model, workload, name, value, peers, limit)
+        for name, value in seconds.items()
+    ]
+
+
+def row(
+    model: str,
+    workload: Workload,
+    name: str,
+    seconds: float | str,
+    peers: list[float],
+    limit: float,
+) -> dict[str, Any]:
+    known = isinstance(seconds, float)
+    return {
+        "model": f"{model}, batch {workload.batch}",
+        "variant": name,
+        "ms": seconds * 1e3 if isinstance(seconds, float) else seconds,
+        "times the best peer": min(peers) / seconds if known and peers else "",
+        "of the limit": limit / seconds if known else "",
+    }
+
+
+def balance(
+    ranks: Ranks, model: str, ratio: float, options: argparse.Namespace
+) -> tuple[Workload, float, float, CostModel]:
+    """The batch at which computing takes ``ratio`` times as long as communicating."""
+    workload = Workload(model, 16, options.device)
+    wire = max(ranks.run(measure_wire, workload, 3, timeout=LIMIT))
+    for _ in range(2):
+        alone = ranks.run(
+            measure, "compute alone", workload, CostModel(), 3, timeout=LIMIT
+        )
+        wanted = workload.batch * ratio * wire / max(alone)
+        workload = replace(workload, batch=max(1, round(wanted)))
+    compute = max(
+        ranks.run(measure, "compute alone", workload, CostModel(), 3, timeout=LIMIT)
+    )
+    flops, size = ranks.run(count, workload, timeout=LIMIT)[0]
+    sent = 2 * (options.ranks - 1) / options.ranks * size
+    cost = CostModel(
+        flops=flops / compute,
+        memory_bytes=1e12 if options.device == "cuda" else 1e10,
+        network_bytes=sent / wire,
+    )
+    return workload, compute, wire, cost
+
+
+def attempt(
+    ranks: Ranks, name: str, workload: Workload, cost: CostModel, steps: int
+) -> float | str:
+    try:
+        seconds = max(ranks.run(measure, name, workload, cost, steps, timeout=LIMIT))
+    except SpmdError as error:
+        last = str(error).strip().splitlines()[-1]
+        print(f"{name}: {error}", file=sys.stderr)
+        return f"failed: {last[:40]}"
+    print(f"{workload}, {name}: {seconds * 1e3:.1f} ms", file=sys.stderr)
+    return seconds
+
+
+def run_shaped(rate: str) -> int:
+    """Run this benchmark in a network namespace whose loopback is that slow."""
+    inside = ["ip", "netns", "exec", SPACE]
+    commands = [
+        ["ip", "netns", "add", SPACE],
+        [*inside, "ip", "link", "set", "lo", "up"],
+        [
+            *inside,
+            *"tc qdisc add dev lo root tbf burst 256kb latency 50ms rate".split(),
+            rate,
+        ],
+    ]
+    try:
+        for command in commands:
+            subprocess.run(command, check=True)
+        environment = {**os.environ, "TORCHSPMD_BENCH_INSIDE": "1"}
+        again = [*inside, sys.executable, *sys.argv]
+        return subprocess.run(again, env=environment, check=False).returncode
+    finally:
+        subprocess.run(["ip", "netns", "delete", SPACE], check=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""``torchspmd check``: does a script still do what its lock says?"""
+
+import argparse
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+from torchspmd._cli.lock_run import simulate
+from torchspmd.comm import format_bytes
+from torchspmd.errors import UsageError
+from torchspmd.verify.lock.changes import changes
+from torchspmd.verify.lock.contents import Lock, Recipe
+from torchspmd.verify.lock.text import load_lock
+
+_EPILOG = """\
+examples:
+  torchspmd check                                  ./comm.lock
+  torchspmd check configs/llama.lock
+
+The lock knows its script, mesh and arguments. A sentence for each change; to accept
+them, run the command in the last line and commit the lock.
+
+exit code: 0 as locked, 1 something changed or the script failed, 2 wrong use
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the subcommand's options."""
+    parser = subparsers.add_parser(
+        "check",
+        help="compare a training script with its lock",
+        description="Compare what a training script communicates with its lock.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("lock", type=Path, nargs="?", default=Path("comm.lock"))
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Simulate again and compare; 1 when something changed."""
+    locked = load_lock(options.lock)
+    recipe = locked.made_by
+    if isinstance(recipe, str):
+        raise UsageError(
+            f"{options.lock} is the lock of a test, {recipe}: pytest compares it."
+        )
+    if options.arguments:
+        raise UsageError(
+            f"{options.lock} knows the script's arguments; write another lock for others."
+        )
+    now = simulate(recipe, options.lock.absolute().parent, "check")
+    if now is None:
+        return 1
+    sentences = changes(locked, now)
+    for sentence in sentences:
+        print(sentence)
+    _conclude(options.lock, locked, now, len(sentences))
+    return 1 if sentences else 0
+
+
+def _conclude(path: Path, locked: Lock, now: Lock, num_changes: int) -> None:
+    assert isinstance(now.made_by, Recipe)
+    if locked.torch != now.torch:
+        print(f"The lock was made with torch {locked.torch}, this is {now.torch}.")
+    if not num_changes:
+        total = now.total()
+        print(
+            f"{path}: as locked, {total.count} communications, "
+            f"{format_bytes(total.payload_bytes)} payload."
+        )
+        return
+    plural = "" if num_changes == 1 else "s"
+    print(f"{path}: {num_changes} change{plural}. To accept: {_command(path, now)}")
+
+
+def _command(path: Path, lock: Lock) -> str:
+    recipe = lock.made_by
+    assert isinstance(recipe, Recipe)
+    script = os.path.relpath(path.parent / recipe.script)
+    words = ["torchspmd", "lock", script, "--mesh", recipe.mesh, "-o", str(path)]
+    for name, usual in (("rank", 0), ("steps", 1), ("skip", 0)):
+        value = getattr(recipe, name)
+        if value != usual:
+            words += [f"--{name}", str(value)]
+    if recipe.arguments:
+        words += ["--", *recipe.arguments]
+    return shlex.join(words)

@@ -1,0 +1,1 @@
+"""From an ordinary training step to one functional graph."""

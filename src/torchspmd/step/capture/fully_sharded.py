@@ -1,0 +1,92 @@
+"""Each rank keeps a share of every parameter, and gathers the whole where it is used."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Literal, final
+
+import torch
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchspmd import _torch
+from torchspmd.step.capture.gather_on_use import (
+    GatherForFunctions,
+    Gathering,
+    check_writes,
+    gathering_tables,
+)
+from torchspmd.step.capture.inventory import Inventory, Slot
+from torchspmd.step.capture.modes import Spread, as_laid_out
+from torchspmd.step.capture.regather import (
+    drop_unused_gathers,
+    gather_again_in_backward,
+)
+from torchspmd.step.capture.shard_layout import Relayout, plan_layout
+from torchspmd.step.graph.owners import OwnerLog
+
+
+@final
+class FullyShardedData(Spread):
+    """Parameters and optimizer state are shards; each rank computes on its own batch."""
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        reduce: Literal["avg", "sum"],
+        *,
+        reshard_after_forward: bool,
+    ) -> None:
+        self.mesh: DeviceMesh = mesh
+        self._average = reduce == "avg"
+        self._reshard = reshard_after_forward
+
+    def lay_out(self, inventory: Inventory) -> Relayout | None:
+        """Shards for the parameters that are still plain."""
+        return plan_layout(inventory, self.mesh)
+
+    def show(self, slot: Slot, local: torch.Tensor) -> torch.Tensor:
+        """The shard as a DTensor; what is not sharded, as it is."""
+        return as_laid_out(slot, local)
+
+    @contextlib.contextmanager
+    def installed(
+        self, inventory: Inventory, shown: list[torch.Tensor], log: OwnerLog
+    ) -> Iterator[None]:
+        """Gather parameters where the step uses them."""
+        gathering = Gathering(inventory, shown, log, average=self._average)
+        with contextlib.ExitStack() as stack:
+            for module, table in gathering_tables(inventory, gathering):
+                stack.callback(
+                    vars(module).__setitem__, "_parameters", module._parameters
+                )
+                vars(module)["_parameters"] = table
+            for hook in gathering.watch(shown):
+                stack.callback(hook.remove)
+            stack.enter_context(GatherForFunctions(gathering))
+            yield
+
+    def reduce(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Nothing to do: a gathered parameter has reduced its gradient."""
+        return gradient
+
+    def result(self, value: torch.Tensor) -> torch.Tensor:
+        """This rank's own value; of a shard, the whole."""
+        if _torch.layout_of(value) is None:
+            return value
+        laid_out: Any = value
+        return _torch.finished(laid_out.full_tensor())
+
+    def check(self, traced: fx.GraphModule) -> None:
+        """Refuse what gathering on use would get wrong."""
+        check_writes(traced)
+
+    def finish(self, graph: fx.GraphModule) -> None:
+        """Gather again in backward, where that was asked for."""
+        drop_unused_gathers(graph.graph)
+        if self._reshard:
+            gather_again_in_backward(graph.graph)
+
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Nothing special."""
+        yield

@@ -1,0 +1,286 @@
+"""Sharded parameters while a step is traced: whole where they are used, shards elsewhere.
+
+Inside of a module's forward an attribute such as ``self.weight`` is the gathered tensor.
+Everywhere else (``model.parameters()``, gradients, clipping) it is the shard, a DTensor,
+and a function of torch that needs its values with gradients gets them gathered.
+"""
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, MutableMapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import fx, nn
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+
+from torchspmd import _torch
+from torchspmd.comm import Phase
+from torchspmd.errors import CaptureError
+from torchspmd.step.capture.inventory import Inventory, Role
+from torchspmd.step.capture.shard_collectives import gather_rows, reduce_rows
+from torchspmd.step.graph.aliases import find_aliases
+from torchspmd.step.graph.owners import OwnerLog, last_node, owner_of
+
+GATHERED = "torchspmd_gathered"
+_REDUCED = "torchspmd_reduced"
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A gathered value that may be used again."""
+
+    whole: torch.Tensor
+    version: int  # of the shard that it was gathered from
+    call: int  # the outermost module call that it belongs to
+
+
+class Gathering:
+    """Gathers each parameter of a step where it is used, and reduces its gradient.
+
+    A value that gradients flow through is gathered once between two backwards, so that
+    its gradient is reduced once; others once in a call of a module.
+    """
+
+    def __init__(
+        self,
+        inventory: Inventory,
+        shown: list[torch.Tensor],
+        log: OwnerLog,
+        *,
+        average: bool,
+    ) -> None:
+        self.log, self.average = log, average
+        self._names = {
+            id(tensor): slot.name
+            for slot, tensor in zip(inventory.slots, shown, strict=True)
+            if slot.role is Role.PARAMETER and _torch.layout_of(tensor) is not None
+        }
+        self._kept: dict[int, _Kept] = {}
+        self._scattered: Counter[int] = Counter()  # gradients under way to a shard
+
+    def watch(self, shown: list[torch.Tensor]) -> Iterator[Any]:
+        """Check the gradients of all parameters; gives the hooks, to be removed."""
+        for tensor in shown:
+            if self.owns(tensor) and tensor.requires_grad:
+                yield tensor.register_hook(functools.partial(self.arrive, tensor))
+
+    def owns(self, value: object) -> bool:
+        """Whether a value is one of the sharded parameters."""
+        return id(value) in self._names
+
+    def owner_of(self, parameter: torch.Tensor) -> str:
+        """The module that a parameter belongs to."""
+        return self._names[id(parameter)].rpartition(".")[0]
+
+    def whole(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The gathered parameter; gathers it unless that was done already."""
+        version = _torch.version_of(_torch.plain_tensor(parameter))
+        needs_gradient = parameter.requires_grad and torch.is_grad_enabled()
+        kept = self._kept.get(id(parameter))
+        if kept is not None and kept.version == version:
+            if kept.whole.requires_grad or (
+                not needs_gradient and kept.call == self.log.calls
+            ):
+                return kept.whole
+        phase = self.log.current().phase
+        with self.log.owned(phase, self.owner_of(parameter)):
+            made: torch.Tensor = _Gather.apply(parameter, self)
+            self._mark(parameter)
+        self._kept[id(parameter)] = _Kept(made, version, self.log.calls)
+        return made
+
+    def scatter(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """The reduced gradient of a shard; the gathered value is not used again."""
+        owner, layout = self.owner_of(parameter), _torch.layout_of(parameter)
+        self._kept.pop(id(parameter), None)
+        with self.log.owned(Phase.BACKWARD, owner):
+            rows = reduce_rows(gradient, layout, average=self.average)
+            reduced = _torch.wrap_local(rows, layout)
+        # A mark, not a list: autograd would copy a gradient that someone else holds.
+        vars(reduced)[_REDUCED] = True
+        self._scattered[id(parameter)] += 1
+        return reduced
+
+    def arrive(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Refuse a gradient that did not come through a gathered parameter."""
+        count = self._scattered.pop(id(parameter), 0)
+        if count == 0 or (count == 1 and _REDUCED not in vars(gradient)):
+            raise CaptureError(
+                f"compile: a gradient reaches {self._names[id(parameter)]} without being "
+                "reduced: an autograd.Function got the shard, outside of a module's "
+                "forward. Call it inside of one, where parameters are whole."
+            )
+
+    def _mark(self, parameter: torch.Tensor) -> None:
+        node = last_node(_torch.current_graph())
+        if node is not None:
+            node.meta[GATHERED] = self._names[id(parameter)]
+
+
+class _Gather(torch.autograd.Function):
+    """A shard in, the whole plain tensor out; in backward the other way, reduced."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, gathering: Gathering) -> Any:
+        ctx.parameter, ctx.gathering = parameter, gathering
+        layout = _torch.layout_of(parameter)
+        return gather_rows(_torch.plain_tensor(parameter), layout)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        if gradient.layout is not torch.strided:
+            raise CaptureError(
+                f"compile: {ctx.gathering.owner_of(ctx.parameter)} makes a sparse "
+                "gradient, which cannot be scattered. Make the module with sparse=False."
+            )
+        return ctx.gathering.scatter(ctx.parameter, gradient), None
+
+
+@final
+class GatheringTable(MutableMapping[str, Any]):
+    """A module's table of parameters: attributes read in a forward are gathered."""
+
+    def __init__(self, table: MutableMapping[str, Any], gathering: Gathering) -> None:
+        self._table, self._gathering = table, gathering
+
+    def __getitem__(self, key: str) -> Any:
+        value = self._table[key]
+        if self._gathering.owns(value) and self._gathering.log.is_in_module:
+            return self._gathering.whole(value)
+        return value
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._table[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._table[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._table)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._table
+
+    def items(self) -> Any:
+        """The shards: this is what ``parameters()`` reads."""
+        return self._table.items()
+
+    def values(self) -> Any:
+        """The shards."""
+        return self._table.values()
+
+
+# What a sharded parameter answers by itself: facts, hooks, and DTensor's own methods.
+_OF_THE_SHARD = frozenset(
+    {
+        "backward",
+        "data_ptr",
+        "dim",
+        "element_size",
+        "get_device",
+        "grad",  # torch.autograd.grad, with respect to the shard
+        "is_complex",
+        "is_contiguous",
+        "is_floating_point",
+        "ndimension",
+        "nelement",
+        "numel",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "requires_grad_",
+        "retain_grad",
+        "size",
+        "stride",
+        "storage_offset",
+        "__format__",
+        "__hash__",
+        "__len__",
+        "__repr__",
+    }
+)
+_VIEW_PROPERTIES = frozenset({"T", "H", "mT", "mH", "real", "imag"})
+
+
+@final
+class GatherForFunctions(TorchFunctionMode):
+    """Gathers sharded parameters that reach a function of torch outside of a forward."""
+
+    def __init__(self, gathering: Gathering) -> None:
+        super().__init__()
+        self._gathering = gathering
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        leaves, structure = _torch.flatten_tree((args, kwargs))
+        if any(map(self._gathering.owns, leaves)) and self._needs_values(func, leaves):
+            whole = [
+                self._gathering.whole(leaf) if self._gathering.owns(leaf) else leaf
+                for leaf in leaves
+            ]
+            args, kwargs = _torch.unflatten_tree(whole, structure)
+        return func(*args, **kwargs)
+
+    def _needs_values(self, func: Callable[..., Any], leaves: list[Any]) -> bool:
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "__set__", "__delete__"):
+            descriptor = getattr(func, "__self__", None)
+            return getattr(descriptor, "__name__", "") in _VIEW_PROPERTIES
+        if name in _OF_THE_SHARD or _writes(name):
+            return False
+        # Without gradients, shards work with shards (a moving average of weights).
+        return torch.is_grad_enabled() or any(
+            isinstance(leaf, torch.Tensor)
+            and leaf.ndim > 0
+            and _torch.layout_of(leaf) is None
+            for leaf in leaves
+        )
+
+
+def _writes(name: str) -> bool:
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    return is_in_place or name in ("__setitem__", "__iadd__", "__isub__", "__imul__")
+
+
+def gathering_tables(
+    inventory: Inventory, gathering: Gathering
+) -> Iterator[tuple[nn.Module, GatheringTable]]:
+    """Each module that holds a sharded parameter, and the table to give it."""
+    for _, root in inventory.modules:
+        for module in root.modules():
+            if any(map(gathering.owns, module._parameters.values())):
+                yield module, GatheringTable(module._parameters, gathering)
+
+
+def check_writes(traced: fx.GraphModule) -> None:
+    """Refuse a step that writes into a gathered parameter: the shard would not change."""
+    aliases = find_aliases(traced.graph)
+    names = {
+        aliases.root[node]: node.meta[GATHERED]
+        for node in traced.graph.nodes
+        if GATHERED in node.meta
+    }
+    for node in traced.graph.nodes:
+        for place in _torch.written_arguments(node.target):
+            written, _ = _torch.flatten_tree(node.args[place : place + 1])
+            for target in written:
+                root = aliases.root.get(target)
+                if root in names:
+                    raise CaptureError(
+                        f"compile: {owner_of(node).module} writes into {names[root]} "
+                        "inside of forward, where it is a gathered copy that is thrown "
+                        "away. Write to it in the step itself, under torch.no_grad(), "
+                        "where it is the shard."
+                    )

@@ -1,0 +1,316 @@
+"""What a step works on: every tensor and number in its modules, optimizers, arguments.
+
+An inventory is taken anew at each call, so a parameter or a state that the user replaced
+since the last call is simply the one that is used.
+"""
+
+import math
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from torchspmd import _torch
+from torchspmd.errors import CaptureError
+
+
+class Role(StrEnum):
+    """What a tensor is to the step."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    GRADIENT = "gradient"
+    STATE = "optimizer state"
+    HYPER = "hyper-parameter"
+    INPUT = "input"
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One tensor that the graph takes in."""
+
+    name: str
+    role: Role
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """One float or integer that the graph takes in: a hyper-parameter or an argument.
+
+    ``path`` leads into a tuple or list, such as ``betas``.
+    """
+
+    name: str
+    value: float
+    holder: MutableMapping[str, Any] | None = None
+    key: str = ""
+    path: tuple[int, ...] = ()
+    leaf: int = -1  # its place among the arguments, or -1
+    is_state: bool = False  # the step may give it a new value
+    as_tensor: bool = False  # goes in as a tensor: a fused optimizer takes lr so
+
+    @property
+    def flat(self) -> Any:
+        """What goes into the graph."""
+        # A double, because that is what the operator makes of a Python number.
+        return (
+            torch.tensor(self.value, dtype=torch.float64)
+            if self.as_tensor
+            else self.value
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a module keeps a tensor: a table of the module and a key in it."""
+
+    table: MutableMapping[str, Any]
+    key: str
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class StatePlace:
+    """Where an optimizer keeps a state tensor: for which parameter, under which key."""
+
+    optimizer: int
+    parameter: int
+    key: str
+    slot: int
+
+
+@dataclass(slots=True)
+class Inventory:
+    """Everything that one call of a step works on."""
+
+    leaves: list[Any]
+    structure: Any
+    names: list[str]
+    modules: list[tuple[str, nn.Module]] = field(default_factory=list)
+    optimizers: list[tuple[str, Optimizer]] = field(default_factory=list)
+    scalers: list[tuple[str, GradScaler]] = field(default_factory=list)
+    slots: list[Slot] = field(default_factory=list)
+    numbers: list[Number] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
+    states: list[StatePlace] = field(default_factory=list)
+    groups: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
+    gradients: dict[int, int] = field(default_factory=dict)
+    inputs: dict[int, int] = field(default_factory=dict)
+    by_id: dict[int, int] = field(default_factory=dict)
+    # Each optimizer's state as it was: a stage puts another in its place.
+    saved_states: list[Any] = field(default_factory=list)
+
+    def add(self, name: str, role: Role, tensor: torch.Tensor) -> int:
+        """The slot of a tensor; one object has one slot, so tied weights stay tied."""
+        known = self.by_id.get(id(tensor))
+        if known is None:
+            known = self.by_id[id(tensor)] = len(self.slots)
+            self.slots.append(Slot(name, role, tensor))
+        return known
+
+    def flat_inputs(self) -> list[Any]:
+        """The graph's inputs, in its order: tensors, then numbers."""
+        tensors: list[Any] = [_torch.plain_tensor(slot.tensor) for slot in self.slots]
+        return tensors + [number.flat for number in self.numbers]
+
+    def flat_state(self) -> list[torch.Tensor]:
+        """The tensors that feed the first inputs: parameters, buffers, optimizer state."""
+        passing = (Role.GRADIENT, Role.INPUT)
+        return [
+            _torch.plain_tensor(slot.tensor)
+            for slot in self.slots
+            if slot.role not in passing
+        ]
+
+
+def take_inventory(
+    args: tuple[Any, ...], kwargs: dict[str, Any], *, lift_numbers: bool
+) -> Inventory:
+    """Find every module, optimizer, tensor and number in a call's arguments."""
+    leaves, structure = _torch.flatten_tree((args, kwargs))
+    paths = _torch.leaf_paths((args, kwargs))
+    inventory = Inventory(leaves, structure, [_argument_name(path) for path in paths])
+    for name, leaf in zip(inventory.names, leaves, strict=True):
+        if isinstance(leaf, nn.Module):
+            _add_module(inventory, name, leaf)
+    for name, leaf in zip(inventory.names, leaves, strict=True):
+        if isinstance(leaf, Optimizer):
+            _add_optimizer(inventory, name, leaf, lift_numbers)
+    for name, leaf in zip(inventory.names, leaves, strict=True):
+        if isinstance(leaf, GradScaler):
+            _add_scaler(inventory, name, leaf)
+    _add_gradients(inventory)
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            name = inventory.names[place]
+            _check_input(name, leaf, inventory)
+            inventory.inputs[place] = inventory.add(name, Role.INPUT, leaf)
+        elif lift_numbers and is_liftable(leaf):
+            name = inventory.names[place]
+            inventory.numbers.append(Number(name, leaf, leaf=place))
+    return inventory
+
+
+def _check_input(name: str, tensor: torch.Tensor, inventory: Inventory) -> None:
+    if tensor.requires_grad and id(tensor) not in inventory.by_id:
+        raise CaptureError(
+            f"compile: argument {name} requires gradients, but its grad would stay "
+            "inside the graph. Pass it detached, or make it a parameter of a module."
+        )
+
+
+def _argument_name(path: tuple[Any, ...]) -> str:
+    kind, *rest = path
+    if kind == 1:
+        return ".".join(map(str, rest))
+    return "args" + "".join(f"[{step!r}]" for step in rest)
+
+
+def _add_module(inventory: Inventory, argument: str, module: nn.Module) -> None:
+    if any(module is known for _, known in inventory.modules):
+        return
+    _check_module(argument, module)
+    root = type(module).__name__
+    if any(root == name for name, _ in inventory.modules):
+        root = f"{root}@{argument}"
+    inventory.modules.append((root, module))
+    for prefix, child in module.named_modules():
+        path = f"{root}.{prefix}" if prefix else root
+        for table, role in (
+            (child._parameters, Role.PARAMETER),
+            (child._buffers, Role.BUFFER),
+        ):
+            for key, tensor in table.items():
+                if tensor is not None:
+                    slot = inventory.add(f"{path}.{key}", role, tensor)
+                    inventory.places.append(Place(table, key, slot))
+
+
+def _check_module(argument: str, module: nn.Module) -> None:
+    # Not at the top: importing it registers operators.
+    from torch.distributed.fsdp import FSDPModule
+
+    if isinstance(module, (DistributedDataParallel, FSDPModule)):
+        raise CaptureError(
+            f"compile: argument {argument} is wrapped by {type(module).__name__}, which "
+            "reduces gradients by itself, outside of the graph. Pass the plain module: "
+            "compile reduces them, see parallel_mode."
+        )
+
+
+def _add_optimizer(
+    inventory: Inventory, argument: str, optimizer: Optimizer, lift_numbers: bool
+) -> None:
+    if any(optimizer is known for _, known in inventory.optimizers):
+        return
+    index = len(inventory.optimizers)
+    name = (
+        f"{type(optimizer).__name__}@{argument}" if index else type(optimizer).__name__
+    )
+    inventory.optimizers.append((name, optimizer))
+    inventory.saved_states.append(optimizer.state)
+    for number, group in enumerate(optimizer.param_groups):
+        slots = tuple(
+            inventory.add(
+                f"{name}.group{number}.params[{place}]", Role.PARAMETER, tensor
+            )
+            for place, tensor in enumerate(group["params"])
+        )
+        inventory.groups.append((index, number, slots))
+        _add_hyper_parameters(inventory, f"{name}.group{number}", group, lift_numbers)
+    for parameter, state in optimizer.state.items():
+        if isinstance(parameter, torch.Tensor) and id(parameter) in inventory.by_id:
+            slot = inventory.by_id[id(parameter)]
+            _add_states(inventory, index, slot, state)
+        elif state:
+            raise CaptureError(
+                f"{name} keeps state under {type(parameter).__name__} that is not one of "
+                "its parameters: compile cannot follow it. Keep state for each "
+                "parameter, as torch.optim's own optimizers do."
+            )
+
+
+def _add_scaler(inventory: Inventory, argument: str, scaler: GradScaler) -> None:
+    if any(scaler is known for _, known in inventory.scalers):
+        return
+    inventory.scalers.append((argument, scaler))
+    devices = [slot.tensor.device for slot in inventory.slots]
+    device = devices[0] if devices else torch.device("cpu")
+    for key, tensor in _torch.scaler_tensors(scaler, device).items():
+        slot = inventory.add(f"{argument}.{key.lstrip('_')}", Role.STATE, tensor)
+        inventory.places.append(Place(vars(scaler), key, slot))
+
+
+def _add_hyper_parameters(
+    inventory: Inventory, name: str, group: dict[str, Any], lift_numbers: bool
+) -> None:
+    for key, value in group.items():
+        if key == "params":
+            continue
+        for path, item in _items(value):
+            label = f"{name}.{key}" + "".join(f"[{step}]" for step in path)
+            if isinstance(item, torch.Tensor):
+                if path:
+                    raise CaptureError(
+                        f"compile: {label} is a tensor inside a {type(value).__name__}. "
+                        "Pass a number, or a tensor as the whole hyper-parameter."
+                    )
+                inventory.places.append(
+                    Place(group, key, inventory.add(label, Role.HYPER, item))
+                )
+            elif key == "lr" and group.get("fused") and type(item) is float:
+                inventory.numbers.append(
+                    Number(label, item, group, key, as_tensor=True)
+                )
+            elif lift_numbers and is_liftable(item):
+                inventory.numbers.append(Number(label, item, group, key, path))
+
+
+def _add_states(
+    inventory: Inventory, optimizer: int, parameter: int, state: dict[str, Any]
+) -> None:
+    owner = inventory.slots[parameter].name
+    for key, value in state.items():
+        name = f"{owner}.{key}"
+        if isinstance(value, torch.Tensor):
+            slot = inventory.add(name, Role.STATE, value)
+            inventory.states.append(StatePlace(optimizer, parameter, key, slot))
+        elif type(value) in (int, float):
+            # A counter that is a Python number changes at each step.
+            inventory.numbers.append(Number(name, value, state, key, is_state=True))
+
+
+def _add_gradients(inventory: Inventory) -> None:
+    parameters = [
+        (place, slot)
+        for place, slot in enumerate(inventory.slots)
+        if slot.role is Role.PARAMETER and slot.tensor.grad is not None
+    ]
+    for place, slot in parameters:
+        assert slot.tensor.grad is not None
+        name = f"{slot.name}.grad"
+        inventory.gradients[place] = inventory.add(
+            name, Role.GRADIENT, slot.tensor.grad
+        )
+
+
+def _items(value: Any) -> Iterator[tuple[tuple[int, ...], Any]]:
+    """A value, or the items of a flat tuple or list, with where they are."""
+    if isinstance(value, (tuple, list)):
+        for place, item in enumerate(value):
+            yield (place,), item
+    else:
+        yield (), value
+
+
+def is_liftable(value: Any) -> bool:
+    """Whether a number can be an input of the graph."""
+    # Infinity and NaN have no symbol; they stay constants.
+    return type(value) is float and math.isfinite(value)

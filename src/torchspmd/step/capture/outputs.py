@@ -1,0 +1,186 @@
+"""What a captured step gives back, and where each value goes."""
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from torchspmd import _torch
+from torchspmd.errors import CaptureError
+from torchspmd.step.capture.inventory import Inventory, Role
+from torchspmd.step.capture.stage import Stage
+
+
+@dataclass(frozen=True, slots=True)
+class NewValue:
+    """A new value of a tensor that came in; copied into the user's own tensor."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class NewGradient:
+    """A gradient that the step leaves behind; becomes the parameter's ``grad``."""
+
+    parameter: int
+
+
+@dataclass(frozen=True, slots=True)
+class NewState:
+    """A state that the step created; put into the optimizer."""
+
+    optimizer: int
+    parameter: int
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class NewNumber:
+    """A new value of an optimizer's counter that is a Python number."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One leaf of what the user's function returned."""
+
+    leaf: int
+
+
+Destination: TypeAlias = NewValue | NewGradient | NewState | NewNumber | Result
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """The destinations of a graph's outputs, in order, and all that is constant.
+
+    Attributes:
+        destinations: One for each output of the graph.
+        leaves: The leaves of the returned tree; traced ones are None here.
+        structure: The shape of the returned tree.
+        constant_states: States that the step created and that are no tensors.
+        new_states: All states that the step created, in the order of their creation.
+        cleared: Parameters whose gradient is None after the step.
+    """
+
+    destinations: tuple[Destination, ...]
+    leaves: tuple[Any, ...]
+    structure: Any
+    constant_states: tuple[tuple[NewState, Any], ...]
+    new_states: tuple[NewState, ...]
+    cleared: tuple[int, ...]
+
+
+def collect(stage: Stage, returned: Any) -> tuple[list[Any], Outputs]:
+    """After the step has been traced: its values, and where each goes."""
+    found: list[tuple[Destination, Any]] = []
+    found += _module_values(stage)
+    constant_states, new_states = _state_values(stage, found)
+    cleared = _gradient_values(stage, found)
+    written = {d.slot for d, _ in found if isinstance(d, NewValue)}
+    found += [
+        (NewValue(slot), local)
+        for slot, local in enumerate(stage.locals)
+        if slot not in written
+    ]
+    leaves, structure = _torch.flatten_tree(returned)
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            found.append((Result(place), stage.spread.result(leaf.detach())))
+            leaves[place] = None
+        elif isinstance(leaf, (torch.SymFloat, torch.SymInt, torch.SymBool)):
+            found.append((Result(place), leaf))
+            leaves[place] = None
+    outputs = Outputs(
+        tuple(destination for destination, _ in found),
+        tuple(leaves),
+        structure,
+        tuple(constant_states),
+        tuple(new_states),
+        tuple(cleared),
+    )
+    return [value for _, value in found], outputs
+
+
+def _module_values(stage: Stage) -> list[tuple[Destination, Any]]:
+    """Buffers that the step replaced by another tensor instead of writing into them."""
+    replaced: list[tuple[Destination, Any]] = []
+    for place in stage.inventory.places:
+        slot = stage.inventory.slots[place.slot]
+        now = place.table.get(place.key)
+        if slot.role is Role.HYPER or now is stage.shown[place.slot]:
+            continue
+        local = stage.locals[place.slot]
+        value = now if now is None else stage.spread.result(now.detach())
+        if value is None or value.shape != local.shape or value.dtype != local.dtype:
+            raise CaptureError(
+                f"compile: the step replaces {slot.name} by a tensor of another shape or "
+                "dtype, or removes it. Keep its shape, or do this outside the step."
+            )
+        replaced.append((NewValue(place.slot), value))
+    return replaced
+
+
+def _state_values(
+    stage: Stage, found: list[tuple[Destination, Any]]
+) -> tuple[list[tuple[NewState, Any]], list[NewState]]:
+    """What each optimizer holds now that it did not hold before."""
+    constants: list[tuple[NewState, Any]] = []
+    created: list[NewState] = []
+    inventory = stage.inventory
+    known = {(s.optimizer, s.parameter, s.key): s.slot for s in inventory.states}
+    counters = _counters(inventory)
+    for index, (_, optimizer) in enumerate(inventory.optimizers):
+        by_tensor = {id(stage.steps_on(slot)): slot for slot in _parameters(inventory)}
+        for parameter, entries in optimizer.state.items():
+            slot = by_tensor[id(parameter)]
+            for key, value in entries.items():
+                address = NewState(index, slot, key)
+                before = known.get((index, slot, key))
+                if before is not None:
+                    if value is not stage.steps_on(before):
+                        found.append((NewValue(before), _torch.plain_tensor(value)))
+                elif (index, slot, key) in counters:
+                    found.append((NewNumber(counters[index, slot, key]), value))
+                else:
+                    created.append(address)
+                    if isinstance(value, torch.Tensor):
+                        found.append((address, _torch.plain_tensor(value.detach())))
+                    else:
+                        constants.append((address, value))
+    return constants, created
+
+
+def _parameters(inventory: Inventory) -> list[int]:
+    return [slot for _, _, slots in inventory.groups for slot in slots]
+
+
+def _counters(inventory: Inventory) -> dict[tuple[int, int, str], int]:
+    holders = {
+        id(entries): (index, inventory.by_id[id(parameter)])
+        for index, (_, optimizer) in enumerate(inventory.optimizers)
+        for parameter, entries in inventory.saved_states[index].items()
+    }
+    return {
+        (*holders[id(number.holder)], number.key): place
+        for place, number in enumerate(inventory.numbers)
+        if number.is_state
+    }
+
+
+def _gradient_values(stage: Stage, found: list[tuple[Destination, Any]]) -> list[int]:
+    """Gradients that the step leaves behind, and parameters without one."""
+    cleared = []
+    for place, slot in enumerate(stage.inventory.slots):
+        if slot.role is not Role.PARAMETER:
+            continue
+        gradient = stage.shown[place].grad
+        before = stage.inventory.gradients.get(place)
+        if gradient is None:
+            if before is not None:
+                cleared.append(place)
+        elif before is None or gradient is not stage.shown[before]:
+            local = stage.spread.for_optimizer(stage.shown[place])
+            found.append((NewGradient(place), local))
+    return cleared

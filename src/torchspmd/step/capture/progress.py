@@ -1,0 +1,95 @@
+"""What a capture is doing: times of its phases, and a moving line on a terminal."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from contextvars import ContextVar
+from types import TracebackType
+from typing import Self, final
+
+import torch.distributed as dist
+from rich.console import Console
+
+_TOLD_AFTER = 2.0  # seconds: a quicker capture leaves no line behind
+
+
+@final
+class Progress:
+    """One capture, from its first to its last phase.
+
+    On a terminal the phase is shown on standard error while it lasts, and a line with all
+    times stays behind when the capture was long; elsewhere nothing is written.
+
+    Attributes:
+        seconds: How long each phase took, in order.
+        notes: What there is to say about it afterwards, a line each.
+    """
+
+    def __init__(self, what: str, console: Console | None = None) -> None:
+        is_first = not dist.is_initialized() or dist.get_rank() == 0
+        self._console = console or Console(stderr=True, quiet=not is_first)
+        self._what = what
+        self._status = self._console.status(what)
+        self.seconds: dict[str, float] = {}
+        self.notes: list[str] = []
+
+    def __enter__(self) -> Self:
+        self._token = _current.set(self)
+        if self._console.is_terminal:
+            self._status.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._status.stop()
+        _current.reset(self._token)
+        is_long = sum(self.seconds.values()) > _TOLD_AFTER
+        if error is None and is_long and self._console.is_terminal:
+            text = f"{self._what}: {self.describe()}"
+            self._console.print(text, highlight=False, markup=False)
+
+    def describe(self) -> str:
+        """The total and each phase, in seconds.
+
+        >>> progress = Progress("compile step")
+        >>> progress.seconds.update(tracing=1.0, passes=0.25)
+        >>> progress.describe()
+        '1.25 s (tracing 1.00, passes 0.25)'
+        """
+        phases = ", ".join(f"{name} {took:.2f}" for name, took in self.seconds.items())
+        return f"{sum(self.seconds.values()):.2f} s ({phases})"
+
+    def begin(self, name: str) -> None:
+        """Show what is being done now."""
+        if self._console.is_terminal:
+            self._status.update(f"{self._what}: {name}")
+
+
+_current: ContextVar[Progress | None] = ContextVar("progress", default=None)
+
+
+@contextlib.contextmanager
+def phase(name: str) -> Iterator[None]:
+    """What runs inside is this phase of the capture under way."""
+    progress = _current.get()
+    if progress is None:
+        yield
+        return
+    progress.begin(name)
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        took = time.perf_counter() - start
+        progress.seconds[name] = progress.seconds.get(name, 0.0) + took
+
+
+def note(line: str) -> None:
+    """Remember a line about the capture under way, once."""
+    progress = _current.get()
+    if progress is not None and line not in progress.notes:
+        progress.notes.append(line)

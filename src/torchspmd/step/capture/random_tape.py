@@ -1,0 +1,121 @@
+"""Random numbers that are drawn again: a recomputation gets those of the forward.
+
+Activation checkpointing saves the generator's state before a region and sets it again
+before it recomputes the region. A graph has no generator, so while a step is traced a
+state is a place on a tape of draws: after it was set, the draws that follow are those that
+followed it before.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+
+from torchspmd import _torch
+from torchspmd.errors import CaptureError
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What ``torch.get_rng_state`` gives while a step is traced."""
+
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Draw:
+    """One random operator: what it was, and copies of what it drew, where needed."""
+
+    operator: Any
+    form: tuple[Any, ...]
+    copies: tuple[torch.Tensor, ...]
+    is_single: bool
+
+
+@final
+class RandomTape(_torch.TorchDispatchMode):
+    """Remembers the draws of a traced step and repeats them where a state is set back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._draws: list[_Draw] = []
+        self._place = 0
+        self._is_state_taken = False
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Watch what is traced inside, and stand in for the generators' states."""
+        owners: list[Any] = [torch, torch.random]
+        if torch.cuda.is_available():
+            owners.append(torch.cuda)
+        with contextlib.ExitStack() as stack:
+            for owner in owners:
+                for name, ours in (
+                    ("get_rng_state", self._get_state),
+                    ("set_rng_state", self._set_state),
+                ):
+                    stack.callback(setattr, owner, name, getattr(owner, name))
+                    setattr(owner, name, ours)
+            stack.enter_context(self)
+            yield
+
+    def _get_state(self, *_: Any) -> Any:
+        self._is_state_taken = True
+        return _State(self._place)
+
+    def _set_state(self, state: Any, *_: Any) -> None:
+        if not isinstance(state, _State):
+            raise CaptureError(
+                "compile: the step sets the state of a random generator to one from "
+                "outside, which would happen once, while the step is captured. Set it "
+                "before the step, or take it inside the step."
+            )
+        self._place = state.place
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        if any(_torch.layout_of(a) for a in args if isinstance(a, torch.Tensor)):
+            return NotImplemented  # a DTensor: what it does to its shard is seen here
+        if self._place < len(self._draws):
+            return self._repeat(func, args)
+        result = func(*args, **kwargs)
+        self._draws.append(self._note(func, args, result))
+        self._place += 1
+        return result
+
+    def _note(self, func: Any, args: tuple[Any, ...], result: Any) -> _Draw:
+        is_single = isinstance(result, torch.Tensor)
+        drawn = (result,) if is_single else tuple(result)
+        # Copies, because what was drawn may be written to; kept only where a state was
+        # taken before, since nothing else can come back here.
+        copies = tuple(t.clone() for t in drawn) if self._is_state_taken else ()
+        return _Draw(func, _form(args), copies, is_single)
+
+    def _repeat(self, func: Any, args: tuple[Any, ...]) -> Any:
+        draw = self._draws[self._place]
+        self._place += 1
+        if draw.operator is not func or draw.form != _form(args) or not draw.copies:
+            raise CaptureError(
+                f"compile: a recomputed region draws random numbers with {func}, where "
+                f"its forward drew them with {draw.operator}, or in another shape. A "
+                "checkpointed region must do the same each time it is run."
+            )
+        if _torch.written_arguments(func):
+            return args[0].copy_(draw.copies[0])
+        again = tuple(copy.clone() for copy in draw.copies)
+        return again[0] if draw.is_single else again
+
+
+def _form(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(
+        (tuple(arg.shape), arg.dtype, arg.device)
+        if isinstance(arg, torch.Tensor)
+        else str(arg)
+        for arg in args
+    )

@@ -1,0 +1,216 @@
+"""Guards: all that a program took for granted, as one comparable value."""
+
+from collections.abc import Iterator
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from torchspmd import _torch
+from torchspmd.errors import CaptureError
+from torchspmd.step.capture.inventory import Inventory, Role
+
+# Each guarded fact by its name. Two calls may share a program when all facts are equal.
+Signature: TypeAlias = tuple[tuple[str, Any], ...]
+
+_SIMPLE = (
+    bool,
+    int,
+    float,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    FunctionType,  # an activation function, for instance
+    BuiltinFunctionType,
+)
+
+
+def sign(inventory: Inventory) -> Signature:
+    """Everything about a call that a program depends on, except tensor values."""
+    return (
+        *ambient_facts(),
+        ("structure of the arguments", inventory.structure),
+        *_tensor_facts(inventory),
+        *_wiring_facts(inventory),
+        *_constant_facts(inventory),
+        *_module_facts(inventory),
+        *_optimizer_facts(inventory),
+    )
+
+
+def explain_difference(old: Signature, new: Signature, *, limit: int = 8) -> list[str]:
+    """One line for each fact that differs, ``name: before -> after``.
+
+    >>> explain_difference((("x", 1), ("y", 2)), (("x", 1), ("y", 3)))
+    ['y: 2 -> 3']
+    """
+    before, after = dict(old), dict(new)
+    changed = [
+        name
+        for name in {**before, **after}
+        if before.get(name, "absent") != after.get(name, "absent")
+    ]
+    created = [
+        name
+        for name in changed
+        if name not in before and _role(after[name]) == Role.STATE
+    ]
+    lines = []
+    if created:
+        lines.append(f"{len(created)} optimizer states that did not exist before")
+    facts = [name for name in changed if name not in created]
+    # How tensors hang together follows from which there are: said when nothing else is.
+    telling = [name for name in facts if name not in WIRING] or facts
+    if not (created and all(name in WIRING for name in telling)):
+        lines += [
+            f"{name}: {before.get(name, 'absent')} -> {after.get(name, 'absent')}"
+            for name in telling
+        ]
+    rest = len(lines) - limit
+    return lines if rest <= 0 else [*lines[:limit], f"and {rest} more"]
+
+
+def _role(fact: Any) -> str:
+    return fact[5] if isinstance(fact, TensorFact) else ""
+
+
+def ambient_facts() -> Iterator[tuple[str, Any]]:
+    """What a program depends on that is in no argument."""
+    yield "gradients enabled", torch.is_grad_enabled()
+    yield "default dtype", torch.get_default_dtype()
+    yield "autocast", _torch.autocast_state()
+
+
+def _tensor_facts(inventory: Inventory) -> Iterator[tuple[str, Any]]:
+    for slot in inventory.slots:
+        tensor = slot.tensor
+        yield (
+            slot.name,
+            TensorFact(
+                (
+                    tuple(tensor.shape),
+                    tensor.dtype,
+                    tensor.stride(),
+                    tensor.device,
+                    tensor.requires_grad,
+                    slot.role.value,
+                    _torch.layout_of(tensor),
+                )
+            ),
+        )
+
+
+class TensorFact(tuple[Any, ...]):
+    """Shape, dtype, strides, device, requires_grad, role, layout; prints readably."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        shape, dtype, stride, device, requires_grad, role, layout = self
+        text = f"{role} {str(dtype).removeprefix('torch.')}{list(shape)}"
+        text += f" strides {list(stride)} on {device}"
+        text += "" if requires_grad else " without gradient"
+        return text + (f" {layout}" if layout else "")
+
+
+WIRING = (
+    "tensors of modules",
+    "optimizer state",
+    "parameter groups",
+    "gradients before the step",
+    "tensor arguments",
+    "numbers",
+)
+
+
+def _wiring_facts(inventory: Inventory) -> Iterator[tuple[str, Any]]:
+    yield "tensors of modules", tuple((p.key, p.slot) for p in inventory.places)
+    yield (
+        "optimizer state",
+        tuple((s.optimizer, s.parameter, s.key, s.slot) for s in inventory.states),
+    )
+    yield "parameter groups", tuple(inventory.groups)
+    yield "gradients before the step", tuple(sorted(inventory.gradients.items()))
+    yield "tensor arguments", tuple(inventory.inputs.items())
+    yield "numbers", tuple(number.name for number in inventory.numbers)
+
+
+def _constant_facts(inventory: Inventory) -> Iterator[tuple[str, Any]]:
+    lifted = {number.leaf for number in inventory.numbers}
+    known = [id(module) for _, module in inventory.modules]
+    known += [id(optimizer) for _, optimizer in inventory.optimizers]
+    scalers = {id(scaler): scaler for _, scaler in inventory.scalers}
+    for place, leaf in enumerate(inventory.leaves):
+        name = inventory.names[place]
+        if place in inventory.inputs or place in lifted:
+            continue
+        if id(leaf) in known:
+            yield name, type(leaf).__name__
+            continue
+        if id(leaf) in scalers:
+            yield name, _torch.scaler_facts(leaf)
+            continue
+        _check_hashable(name, leaf)
+        yield name, (type(leaf).__name__, leaf)
+
+
+def _check_hashable(name: str, leaf: Any) -> None:
+    try:
+        hash(leaf)
+    except TypeError:
+        raise CaptureError(
+            f"compile: argument {name} is a {type(leaf).__name__}, which can change "
+            "without a sign, so a graph made with it could be stale. Pass tensors, "
+            "numbers, strings, modules, optimizers, or lists, tuples and dicts of them."
+        ) from None
+
+
+def _module_facts(inventory: Inventory) -> Iterator[tuple[str, Any]]:
+    """Train or eval, and every plain attribute, of every module."""
+    for root, module in inventory.modules:
+        for prefix, child in module.named_modules():
+            path = f"{root}.{prefix}" if prefix else root
+            yield path, _attributes(child)
+
+
+def _attributes(module: nn.Module) -> tuple[Any, ...]:
+    return (
+        type(module),
+        *(
+            (key, tuple(value) if type(value) is list else value)
+            for key, value in vars(module).items()
+            if isinstance(value, _SIMPLE) or _is_simple_sequence(value)
+        ),
+    )
+
+
+def _is_simple_sequence(value: Any) -> bool:
+    return type(value) in (tuple, list) and all(
+        isinstance(item, _SIMPLE) for item in value
+    )
+
+
+def _optimizer_facts(inventory: Inventory) -> Iterator[tuple[str, Any]]:
+    """Hyper-parameters that are no inputs of the graph: flags, integers, strings."""
+    lifted = {(number.name) for number in inventory.numbers}
+    for index, (name, optimizer) in enumerate(inventory.optimizers):
+        yield f"optimizer {index}", type(optimizer)
+        for number, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                if key != "params":
+                    label = f"{name}.group{number}.{key}"
+                    yield label, _without_lifted(label, value, lifted)
+
+
+def _without_lifted(label: str, value: Any, lifted: set[str]) -> Any:
+    if isinstance(value, (tuple, list)):
+        return tuple(
+            _without_lifted(f"{label}[{place}]", item, lifted)
+            for place, item in enumerate(value)
+        )
+    if isinstance(value, torch.Tensor):
+        return "tensor"
+    return "an input of the graph" if label in lifted else value

@@ -1,0 +1,240 @@
+"""The user's own modules and optimizers with traced values in place of their tensors.
+
+While a step is traced its objects hold what the trace gives them; afterwards everything
+is put back, whatever happened.
+"""
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from torchspmd import _torch
+from torchspmd.comm import Phase
+from torchspmd.step.capture.inventory import Inventory, Number, Role
+from torchspmd.step.capture.modes import Spread
+from torchspmd.step.graph.owners import OwnerLog
+
+# Optimizers whose update of an element depends on that element's own values alone: on a
+# shard they do what they would do on the whole tensor.
+ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+)
+
+
+class Stage:
+    """Traced values for one inventory, and the objects that hold them.
+
+    Attributes:
+        locals: The traced tensor of each slot; the optimizer writes into it.
+        shown: What the user's modules see for each slot.
+    """
+
+    def __init__(
+        self, inventory: Inventory, flat: tuple[Any, ...], spread: Spread
+    ) -> None:
+        self.inventory = inventory
+        count = len(inventory.slots)
+        self.locals: list[torch.Tensor] = list(flat[:count])
+        self.numbers: list[Any] = list(flat[count:])
+        self.spread = spread
+        self._plain = self._plain_slots()
+        self.shown = [
+            spread.show(slot, local)
+            for slot, local in zip(inventory.slots, self.locals, strict=True)
+        ]
+        for slot, shown in zip(inventory.slots, self.shown, strict=True):
+            if slot.tensor.requires_grad:
+                shown.requires_grad_()
+        for parameter, gradient in inventory.gradients.items():
+            self.shown[parameter].grad = self.shown[gradient]
+
+    def leaves(self) -> list[Any]:
+        """The step's arguments with traced tensors and numbers."""
+        leaves = list(self.inventory.leaves)
+        for place, slot in self.inventory.inputs.items():
+            leaves[place] = self.shown[slot]
+        for number, traced in zip(self.inventory.numbers, self.numbers, strict=True):
+            if number.leaf >= 0:
+                leaves[number.leaf] = traced
+        return leaves
+
+    def steps_on(self, slot: int) -> torch.Tensor:
+        """What an optimizer works on for a parameter or a state.
+
+        Where the mode laid out a plain tensor as replicated, the plain one: every
+        optimizer works on it, whether DTensor knows its operators or not. Of a DTensor,
+        the shard, for optimizers that treat each element by itself.
+        """
+        return self.locals[slot] if slot in self._plain else self.shown[slot]
+
+    def _plain_slots(self) -> set[int]:
+        inventory = self.inventory
+        plain = {
+            place
+            for place, slot in enumerate(inventory.slots)
+            if _torch.layout_of(slot.tensor) is None
+        }
+        elementwise = {
+            index
+            for index, (_, optimizer) in enumerate(inventory.optimizers)
+            if type(optimizer) in ELEMENTWISE
+        }
+        for index, _, slots in inventory.groups:
+            if index in elementwise:
+                plain.update(slots)
+        plain.update(s.slot for s in inventory.states if s.optimizer in elementwise)
+        return plain
+
+    @contextlib.contextmanager
+    def installed(self, log: OwnerLog, world: _torch.FakeWorld) -> Iterator[None]:
+        """Put the traced values into the user's objects; put all back at the end."""
+        with contextlib.ExitStack() as stack:
+            for place in self.inventory.places:
+                stack.callback(
+                    place.table.__setitem__, place.key, place.table[place.key]
+                )
+                place.table[place.key] = self._held(place.slot)
+            self._install_numbers(stack)
+            for index, (_, optimizer) in enumerate(self.inventory.optimizers):
+                self._install_optimizer(stack, index, optimizer, log, world)
+            self._install_reduction(stack, log)
+            stack.enter_context(self.spread.installed(self.inventory, self.shown, log))
+            yield
+
+    def _held(self, slot: int) -> torch.Tensor:
+        is_hyper = self.inventory.slots[slot].role is Role.HYPER
+        return self.locals[slot] if is_hyper else self.shown[slot]
+
+    def _install_numbers(self, stack: contextlib.ExitStack) -> None:
+        for number, traced in zip(self.inventory.numbers, self.numbers, strict=True):
+            if number.holder is not None and not number.is_state:
+                stack.callback(
+                    number.holder.__setitem__, number.key, number.holder[number.key]
+                )
+                number.holder[number.key] = _placed(number, traced)
+
+    def _install_reduction(self, stack: contextlib.ExitStack, log: OwnerLog) -> None:
+        for slot, shown in zip(self.inventory.slots, self.shown, strict=True):
+            if slot.role is Role.PARAMETER and shown.requires_grad:
+                owner = slot.name.rpartition(".")[0]
+                # Before it is added to `grad`: what is there was reduced already.
+                hook = shown.register_hook(_Reduction(self.spread, log, owner))
+                stack.callback(hook.remove)
+
+    def _install_optimizer(
+        self,
+        stack: contextlib.ExitStack,
+        index: int,
+        optimizer: Optimizer,
+        log: OwnerLog,
+        world: _torch.FakeWorld,
+    ) -> None:
+        stack.callback(setattr, optimizer, "state", optimizer.state)
+        for owner, number, slots in self.inventory.groups:
+            if owner == index:
+                group = optimizer.param_groups[number]
+                stack.callback(group.__setitem__, "params", group["params"])
+                group["params"] = [self.shown[slot] for slot in slots]
+        optimizer.state = self._traced_state(index)
+        run = _OptimizerRun(self, index, log, world)
+        for hook in (
+            optimizer.register_step_pre_hook(run.begin),
+            optimizer.register_step_post_hook(run.end),
+        ):
+            stack.callback(hook.remove)
+        stack.callback(run.abort)
+
+    def _traced_state(self, index: int) -> defaultdict[torch.Tensor, Any]:
+        """An optimizer's state, keyed by what it steps on."""
+        state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        optimizer = self.inventory.optimizers[index][1]
+        traced = {
+            (place.parameter, place.key): self.steps_on(place.slot)
+            for place in self.inventory.states
+            if place.optimizer == index
+        }
+        numbers = {
+            (id(number.holder), number.key): value
+            for number, value in zip(self.inventory.numbers, self.numbers, strict=True)
+            if number.is_state
+        }
+        for parameter, entries in optimizer.state.items():
+            slot = self.inventory.by_id[id(parameter)]
+            state[self.steps_on(slot)] = {
+                key: traced.get((slot, key), numbers.get((id(entries), key), value))
+                for key, value in entries.items()
+            }
+        return state
+
+
+class _Reduction:
+    """Reduces a parameter's gradient as soon as backward has made it."""
+
+    def __init__(self, spread: Spread, log: OwnerLog, owner: str) -> None:
+        self._spread, self._log, self._owner = spread, log, owner
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
+        with self._log.owned(Phase.BACKWARD, self._owner), torch.no_grad():
+            return self._spread.reduce(gradient)
+
+
+class _OptimizerRun:
+    """Hands an optimizer the plain tensors while it steps, and lets it read counters."""
+
+    def __init__(
+        self, stage: Stage, index: int, log: OwnerLog, world: _torch.FakeWorld
+    ) -> None:
+        self._stage, self._index = stage, index
+        self._log, self._world = log, world
+        self._open: contextlib.ExitStack | None = None
+
+    def begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        stack = self._open = contextlib.ExitStack()
+        stack.enter_context(self._log.owned(Phase.OPTIMIZER))
+        stack.enter_context(self._world.reading_values())
+        stage = self._stage
+        for owner, number, slots in stage.inventory.groups:
+            if owner != self._index:
+                continue
+            group = optimizer.param_groups[number]
+            stack.callback(group.__setitem__, "params", group["params"])
+            group["params"] = [stage.steps_on(slot) for slot in slots]
+            for slot in slots:
+                self._hand_over(slot)
+
+    def _hand_over(self, slot: int) -> None:
+        shown, plain = self._stage.shown[slot], self._stage.steps_on(slot)
+        if shown is plain:
+            return
+        with torch.no_grad():
+            plain.grad = self._stage.spread.for_optimizer(shown)
+
+    def end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.abort()
+
+    def abort(self) -> None:
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+
+
+def _placed(number: Number, traced: Any) -> Any:
+    """A hyper-parameter with one of its items traced; other items as they are now."""
+    assert number.holder is not None
+    if not number.path:
+        return traced
+    items = list(number.holder[number.key])
+    items[number.path[0]] = traced
+    return type(number.holder[number.key])(items)

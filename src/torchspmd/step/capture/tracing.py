@@ -1,0 +1,332 @@
+"""From a step and its inventory to one functional graph."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from torchspmd import _torch
+from torchspmd.comm import Phase
+from torchspmd.errors import CaptureError
+from torchspmd.step.capture.accumulation import join_reductions
+from torchspmd.step.capture.inventory import Inventory, Number, Role
+from torchspmd.step.capture.modes import Spread, check_layouts
+from torchspmd.step.capture.outputs import (
+    NewGradient,
+    NewNumber,
+    NewState,
+    NewValue,
+    Outputs,
+    Result,
+    collect,
+)
+from torchspmd.step.capture.progress import note, phase
+from torchspmd.step.capture.random_tape import RandomTape
+from torchspmd.step.capture.refusals import NoPrinting, is_ours, refuse
+from torchspmd.step.capture.scaling import scaled_steps
+from torchspmd.step.capture.shard_layout import Relayout
+from torchspmd.step.capture.stage import Stage
+from torchspmd.step.graph.memory import ROLE_KEY
+from torchspmd.step.graph.owners import (
+    META_KEY,
+    OwnerLog,
+    annotate_after,
+    last_node,
+    owner_of,
+)
+from torchspmd.step.graph.roles import OutputKind, OutputRole, set_roles
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A functional graph, where its outputs go, and what it assumes about numbers."""
+
+    graph: fx.GraphModule
+    outputs: Outputs
+    symbols: tuple[Any, ...]
+    assumptions: tuple[Any, ...]
+    relayout: Relayout | None
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """A checksum of each tensor that must be equal on all ranks."""
+        return self.relayout.facts if self.relayout else ()
+
+
+def capture(
+    function: Callable[..., Any], name: str, inventory: Inventory, spread: Spread
+) -> Captured:
+    """Trace a step once, without running it, and make its graph functional."""
+    check_layouts(spread, inventory.slots)
+    check_memory(inventory)
+    relayout = spread.lay_out(inventory)
+    if relayout is not None:
+        inventory = relayout.inventory
+    world = _torch.FakeWorld()
+    flat: list[Any] = [
+        world.fake(_torch.plain_tensor(slot.tensor)) for slot in inventory.slots
+    ]
+    numbers = [_fake_number(world, number) for number in inventory.numbers]
+    symbols = tuple(_torch.symbol_of(number) for number in numbers)
+    flat += numbers
+    tracing = _Tracing(function, inventory, spread, world)
+    try:
+        with phase("tracing"), world.mode, torch.enable_grad():
+            traced = _torch.trace(tracing.run, flat)
+    except Exception as error:
+        if is_ours(error):
+            raise
+        cause = None if isinstance(error, _torch.data_dependence_errors()) else error
+        raise refuse(name, error, tracing.log.latest()) from cause
+    check_leaks(inventory)
+    assert tracing.outputs is not None
+    spread.check(traced)
+    try:
+        with phase("functional form"):
+            graph = make_functional(traced, flat, world)
+    except Exception as error:
+        raise refuse(name, error, tracing.log.latest()) from error
+    outputs = _drop_unchanged(graph, tracing.outputs)
+    clean(graph)
+    spread.finish(graph)
+    num_joined = join_reductions(graph.graph)
+    graph.recompile()
+    check_recomputation(name, graph)
+    _name_placeholders(graph, inventory)
+    set_roles(graph.graph, _roles(outputs, len(inventory.slots)))
+    if num_joined:
+        note(
+            f"{num_joined} reductions of micro-batches joined with those of later ones"
+        )
+    return Captured(graph, outputs, symbols, world.assumptions(), relayout)
+
+
+def _fake_number(world: _torch.FakeWorld, number: Number) -> Any:
+    if number.as_tensor:
+        return world.fake(number.flat)
+    return world.number(number.name, number.value)
+
+
+class _Tracing:
+    """The function that is traced: flat values in, flat values out."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        inventory: Inventory,
+        spread: Spread,
+        world: _torch.FakeWorld,
+    ) -> None:
+        self._function, self._inventory = function, inventory
+        self._spread, self._world = spread, world
+        self.log = OwnerLog(inventory.modules)
+        self.outputs: Outputs | None = None
+
+    def run(self, *flat: Any) -> list[Any]:
+        """Run the user's step on traced values."""
+        with (
+            self._spread.tracing(),
+            self.log.recording(),
+            NoPrinting(),
+            RandomTape().recording(),
+        ):
+            stage = Stage(self._inventory, flat, self._spread)
+            with stage.installed(self.log, self._world), scaled_steps(stage):
+                args, kwargs = _torch.unflatten_tree(
+                    stage.leaves(), self._inventory.structure
+                )
+                returned = self._function(*args, **kwargs)
+                with torch.no_grad(), self.log.owned(Phase.FORWARD):
+                    values, self.outputs = collect(stage, returned)
+        return values
+
+
+def make_functional(
+    traced: fx.GraphModule, flat: list[Any], world: _torch.FakeWorld
+) -> fx.GraphModule:
+    """The same graph without an operator that writes into a tensor."""
+    inputs = [
+        value.detach() if isinstance(value, torch.Tensor) else value for value in flat
+    ]
+    run = _torch.functional(_Replay(traced).replay)
+    with world.mode, world.reading_values(), torch.no_grad():
+        graph = _torch.trace(run, inputs)
+    for node in graph.graph.find_nodes(
+        op="call_function", target=torch.ops.aten.copy_.default
+    ):
+        # Functional form writes the new values back at the end; a program does that.
+        if node.args[0].op == "placeholder":
+            graph.graph.erase_node(node)
+    return graph
+
+
+class _Replay(fx.Interpreter):
+    """Runs a graph while another is traced, and hands each node's owner on."""
+
+    def replay(self, *flat: Any) -> Any:
+        """Run the graph on flat inputs."""
+        return self.run(*flat, enable_io_processing=False)
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node; the nodes that this makes belong to the same owner."""
+        graph = _torch.current_graph()
+        last = last_node(graph)
+        result = super().run_node(n)
+        annotate_after(graph, last, n.meta.get(META_KEY))
+        return result
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Call an operator; a fused optimizer in its functional form, then copied back."""
+        functional = _torch.functional_optimizer(target)
+        if functional is None:
+            return super().call_function(target, args, kwargs)
+        lists = [arg for arg in args if isinstance(arg, (list, tuple))]
+        for old, new in zip(lists, functional(*args, **kwargs), strict=False):
+            # The gradients are read only, except where a loss scale is taken out.
+            if old is not args[1] or kwargs.get("grad_scale") is not None:
+                for target_tensor, value in zip(old, new, strict=True):
+                    target_tensor.copy_(value)
+        return None
+
+
+def _drop_unchanged(graph: fx.GraphModule, outputs: Outputs) -> Outputs:
+    """Leave out the state that the step does not change."""
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    place = {node: index for index, node in enumerate(placeholders)}
+    output = next(iter(graph.graph.find_nodes(op="output")))
+    (values,) = output.args
+    kept = [
+        (value, destination)
+        for value, destination in zip(values, outputs.destinations, strict=True)
+        if not (
+            isinstance(destination, NewValue) and place.get(value) == destination.slot
+        )
+    ]
+    output.args = ([value for value, _ in kept],)
+    return replace(outputs, destinations=tuple(where for _, where in kept))
+
+
+_TRANSPARENT = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
+def clean(graph: fx.GraphModule) -> None:
+    """Remove what does nothing in a functional graph: detach, profiler marks, dead code."""
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and node.target in _TRANSPARENT:
+            node.replace_all_uses_with(node.args[0])
+        elif _is_same_view(node):
+            node.replace_all_uses_with(node.args[0])
+    for node in reversed(graph.graph.nodes):
+        if "profiler" in str(node.target) and not node.users:
+            graph.graph.erase_node(node)
+    graph.graph.eliminate_dead_code()
+    graph.graph.lint()
+    graph.recompile()
+
+
+def _is_same_view(node: fx.Node) -> bool:
+    if node.op != "call_function" or node.target is not torch.ops.aten.view.default:
+        return False
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    before, after = source.meta.get("val"), node.meta.get("val")
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        return False
+    return before.shape == after.shape and before.stride() == after.stride()
+
+
+def _name_placeholders(graph: fx.GraphModule, inventory: Inventory) -> None:
+    """Write on each input what it is, for readers of the graph."""
+    names = [slot.name for slot in inventory.slots]
+    names += [number.name for number in inventory.numbers]
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    for node, name in zip(placeholders, names, strict=True):
+        node.meta["torchspmd_name"] = name
+    for node, slot in zip(placeholders, inventory.slots, strict=False):
+        node.meta[ROLE_KEY] = slot.role.value
+
+
+def _roles(outputs: Outputs, num_slots: int) -> list[OutputRole]:
+    """What each output is for, as the graph's passes see it."""
+    roles = []
+    for destination in outputs.destinations:
+        match destination:
+            case NewValue(slot):
+                roles.append(OutputRole(OutputKind.STATE, slot))
+            case NewNumber(number):
+                roles.append(OutputRole(OutputKind.STATE, num_slots + number))
+            case NewGradient():
+                roles.append(OutputRole(OutputKind.GRADIENT))
+            case NewState():
+                roles.append(OutputRole(OutputKind.CREATED))
+            case Result():
+                roles.append(OutputRole(OutputKind.RESULT))
+    return roles
+
+
+def check_memory(inventory: Inventory) -> None:
+    """Refuse tensors that share memory: a functional graph would pull them apart."""
+    spans: list[tuple[int, int, int, str]] = []
+    for slot in inventory.slots:
+        tensor = _torch.plain_tensor(slot.tensor)
+        if slot.role is Role.INPUT or tensor.numel() == 0 or tensor.is_meta:
+            continue
+        extent = 1 + sum(
+            (size - 1) * step
+            for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+        )
+        start = tensor.data_ptr()
+        end = start + extent * tensor.element_size()
+        spans.append((tensor.untyped_storage().data_ptr(), start, end, slot.name))
+    spans.sort()
+    for (storage, _, end, name), (other, start, _, second) in pairwise(spans):
+        if storage == other and start < end:
+            raise CaptureError(
+                f"compile: {name} and {second} are two tensors on the same memory, and a "
+                "graph that writes one would not change the other. Tie weights by "
+                "assigning the parameter itself, not its data."
+            )
+
+
+def check_recomputation(name: str, graph: fx.GraphModule) -> None:
+    """Refuse random numbers that would be drawn twice: eager restores the generator."""
+    for node in graph.graph.nodes:
+        tags = getattr(node.target, "tags", ())
+        owner = owner_of(node)
+        in_backward = owner.phase in (Phase.RECOMPUTE, Phase.BACKWARD)
+        if in_backward and torch.Tag.nondeterministic_seeded in tags:
+            raise CaptureError(
+                f"compile on {name!r}: {owner.module} draws random numbers in backward "
+                f"({node.target}). A region that is recomputed there must draw those of "
+                "its forward: leave preserve_rng_state=True, use F.dropout for random "
+                "numbers on a sharded batch, or take them out of the checkpointed region."
+            )
+
+
+def check_leaks(inventory: Inventory) -> None:
+    """Refuse a module that kept a traced tensor: it would hold no value."""
+    for root, module in inventory.modules:
+        for prefix, child in module.named_modules():
+            for key, value in vars(child).items():
+                if _is_traced(value):
+                    path = f"{root}.{prefix}" if prefix else root
+                    _drop(child, key)
+                    raise CaptureError(
+                        f"compile: the step stores a tensor in {path}.{key}, where a "
+                        "captured step cannot put its value. Return the tensor from the "
+                        "step, or register a buffer and write into it with copy_()."
+                    )
+
+
+def _is_traced(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and (
+        _torch.is_fake(_torch.plain_tensor(value)) and not value.is_meta
+    )
+
+
+def _drop(module: nn.Module, key: str) -> None:
+    # The fake tensor must not stay behind for eager code to trip over.
+    setattr(module, key, None)

@@ -1,0 +1,79 @@
+"""What a node takes: an estimate from shapes alone, so that it is equal on all ranks."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import flop_counter
+
+from torchspmd import _torch
+from torchspmd.comm import CommEvent
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """How fast one rank computes, moves memory and sends.
+
+    Only the ratios matter for a schedule. Give every rank the same numbers: ranks that
+    schedule by different ones would not run the same program, and are told so.
+
+    Attributes:
+        flops: Floating-point operations a second.
+        memory_bytes: Bytes read and written a second by simple operators.
+        network_bytes: Bytes a second that one rank sends.
+        launch_seconds: What any operator takes at least.
+        latency_seconds: What any collective takes at least.
+    """
+
+    flops: float = 1e14
+    memory_bytes: float = 1e12
+    network_bytes: float = 5e10
+    launch_seconds: float = 5e-6
+    latency_seconds: float = 2e-5
+
+    @classmethod
+    def for_device(cls, device_type: str) -> "CostModel":
+        """A coarse guess: a GPU with a fast link, or one CPU core on loopback."""
+        if device_type == "cpu":
+            return cls(5e10, 8e9, 5e8, launch_seconds=5e-6, latency_seconds=2e-4)
+        return cls()
+
+    def compute_seconds(self, node: fx.Node) -> float:
+        """How long a node computes; nothing for views and for the graph's own marks."""
+        operator = node.target
+        if node.op != "call_function" or not isinstance(operator, _torch.OpOverload):
+            return 0.0
+        if operator.is_view or _torch.packet_name(operator).startswith("_c10d"):
+            return 0.0
+        values: Any = fx.node.map_arg((node.args, node.kwargs), _value)
+        out = node.meta.get("val")
+        counted = _flops(operator, values[0], values[1], out)
+        moved = sum(map(_num_bytes, _tensors((values, out))))
+        busy = max(counted / self.flops, moved / self.memory_bytes)
+        return self.launch_seconds + busy
+
+    def comm_seconds(self, event: CommEvent) -> float:
+        """How long a collective is on the wire."""
+        return self.latency_seconds + event.wire_bytes / self.network_bytes
+
+
+def _flops(operator: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> float:
+    count = flop_counter.flop_registry.get(operator.overloadpacket)
+    if count is None:
+        return 0.0
+    return float(count(*args, **kwargs, out_val=out))
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta.get("val")
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    leaves, _ = _torch.flatten_tree(tree)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

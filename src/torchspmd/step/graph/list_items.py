@@ -1,0 +1,216 @@
+"""Operators on lists of tensors (``_foreach_*``, ``_fused_*``), followed item by item.
+
+Item i of such an operator depends on item i of its lists alone. Items that feed each
+other, through any number of operators, belong to one parameter: these chains are how an
+optimizer over many parameters is taken apart.
+"""
+
+import operator
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+
+# A chain goes through places: an item of a list operator, or a node that is an item.
+_Place: TypeAlias = tuple[fx.Node, int]
+_WHOLE = -1
+
+
+def is_list_operator(node: fx.Node) -> bool:
+    """Whether a node computes on lists, item by item."""
+    if node.op != "call_function":
+        return False
+    name = getattr(node.target, "__name__", "")
+    return name.startswith(("_foreach_", "_fused_")) and num_items(node) > 0
+
+
+def num_items(node: fx.Node) -> int:
+    """How long the lists are that a node takes; 0 where they are not of one length."""
+    lengths = {len(each) for each in _lists(node) if each}
+    return lengths.pop() if len(lengths) == 1 else 0
+
+
+def _lists(node: fx.Node) -> Iterator[Any]:
+    for argument in (*node.args, *node.kwargs.values()):
+        if isinstance(argument, (list, tuple)):
+            yield argument
+
+
+def item_of(node: fx.Node) -> _Place | None:
+    """The list operator and the item that a node takes out of its result."""
+    if node.target is not operator.getitem:
+        return None
+    source, index = node.args
+    assert isinstance(source, fx.Node) and isinstance(index, int)
+    if is_list_operator(source):
+        return None if _is_nested(source) else (source, index)
+    if source.target is operator.getitem and is_list_operator(_source(source)):
+        return _source(source), index
+    return None
+
+
+def _source(node: fx.Node) -> fx.Node:
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    return source
+
+
+def _is_nested(node: fx.Node) -> bool:
+    """Whether a list operator gives several lists, as the fused optimizers do."""
+    value = node.meta["val"]
+    return any(isinstance(each, (list, tuple)) for each in value)
+
+
+def first_items(source: fx.Node) -> list[fx.Node]:
+    """What the next list operators take of a node's result, or the node itself."""
+    found: dict[fx.Node, None] = {}
+    seen, waiting = {source}, [source]
+    while waiting:
+        node = waiting.pop()
+        for user in node.users:
+            if is_list_operator(user):
+                found[node] = None
+            elif user.op != "output" and user not in seen:
+                seen.add(user)
+                waiting.append(user)
+    return list(found)
+
+
+class Chains:
+    """Which items of a graph's list operators hang together."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._parent: dict[_Place, _Place] = {}
+        self.operators = [node for node in graph.nodes if is_list_operator(node)]
+        for node in self.operators:
+            for each in _lists(node):
+                for index, element in enumerate(each):
+                    for place in _places(element):
+                        self._join((node, index), place)
+
+    def chain_of(self, node: fx.Node) -> _Place:
+        """What stands for the chain that a node is an item of."""
+        return self._find(item_of(node) or (node, _WHOLE))
+
+    def chains_of(self, operator_node: fx.Node) -> list[_Place]:
+        """The chain of each item of a list operator."""
+        return [
+            self._find((operator_node, index))
+            for index in range(num_items(operator_node))
+        ]
+
+    def _find(self, place: _Place) -> _Place:
+        parent = self._parent.setdefault(place, place)
+        while parent != (above := self._parent[parent]):
+            self._parent[place] = above
+            place, parent = parent, above
+        return parent
+
+    def _join(self, one: _Place, other: _Place) -> None:
+        self._parent[self._find(one)] = self._find(other)
+
+
+def _places(element: object) -> Iterator[_Place]:
+    """Where an item of a list comes from."""
+    if not isinstance(element, fx.Node):
+        return
+    if isinstance(element.meta.get("val"), torch.Tensor):
+        yield item_of(element) or (element, _WHOLE)
+        return
+    # A number that was read from an item, such as a step count: follow it back to there.
+    waiting, seen = [element], {element}
+    while waiting:
+        for source in waiting.pop().all_input_nodes:
+            place = item_of(source)
+            if place is not None:
+                yield place
+            elif source not in seen and source.op == "call_function":
+                seen.add(source)
+                waiting.append(source)
+
+
+def split_by_chain(graph: fx.Graph, chosen: Iterable[_Place], chains: Chains) -> int:
+    """Cut every list operator into the items of the chosen chains and the others.
+
+    Returns:
+        How many operators were cut; those whose items are all on one side stay.
+    """
+    wanted = set(chosen)
+    sides = {
+        node: [chain in wanted for chain in chains.chains_of(node)]
+        for node in chains.operators
+    }
+    cut = 0
+    for node, is_chosen in sides.items():
+        if any(is_chosen) and not all(is_chosen):
+            _cut(graph, node, is_chosen)
+            cut += 1
+    return cut
+
+
+def _cut(graph: fx.Graph, node: fx.Node, is_chosen: list[bool]) -> None:
+    with graph.inserting_before(node):
+        halves = {
+            side: _half(graph, node, [i for i, s in enumerate(is_chosen) if s is side])
+            for side in (True, False)
+        }
+    rank = dict.fromkeys((True, False), 0)
+    position = []
+    for side in is_chosen:
+        position.append(rank[side])
+        rank[side] += 1
+    for getter in _item_getters(node):
+        index = getter.args[1]
+        assert isinstance(index, int)
+        new = _getter(graph, getter, node, halves[is_chosen[index]], position[index])
+        getter.replace_all_uses_with(new)
+    for user in reversed([*node.users, *(g for u in node.users for g in u.users)]):
+        if not user.users and user in graph.nodes:
+            graph.erase_node(user)
+    graph.erase_node(node)
+
+
+def _half(graph: fx.Graph, node: fx.Node, indices: list[int]) -> fx.Node:
+    """The same operator on some of its items."""
+    count = num_items(node)
+
+    def some(argument: Any) -> Any:
+        if isinstance(argument, (list, tuple)) and len(argument) == count:
+            return [argument[index] for index in indices]
+        return argument
+
+    assert callable(node.target)
+    half = graph.call_function(
+        node.target,
+        tuple(some(argument) for argument in node.args),
+        {name: some(argument) for name, argument in node.kwargs.items()},
+    )
+    half.meta = dict(node.meta)
+    value = node.meta["val"]
+    nested = _is_nested(node)
+    half.meta["val"] = [some(each) for each in value] if nested else some(value)
+    return half
+
+
+def _item_getters(node: fx.Node) -> list[fx.Node]:
+    if not _is_nested(node):
+        return list(node.users)
+    return [getter for part in node.users for getter in part.users]
+
+
+def _getter(
+    graph: fx.Graph, getter: fx.Node, node: fx.Node, half: fx.Node, index: int
+) -> fx.Node:
+    """What takes an item out of a half, as ``getter`` took it out of the whole."""
+    with graph.inserting_before(getter):
+        source = half
+        if _source(getter) is not node:
+            part = _source(getter)
+            source = graph.call_function(operator.getitem, (half, part.args[1]))
+            which = part.args[1]
+            assert isinstance(which, int)
+            source.meta = {**part.meta, "val": half.meta["val"][which]}
+        new = graph.call_function(operator.getitem, (source, index))
+    new.meta = dict(getter.meta)
+    return new

@@ -1,0 +1,228 @@
+"""What runs in the first, every further and the last iteration when work is deferred.
+
+Software pipelining of one functional iteration: nothing is edited, each graph is derived
+from the iteration and its deferred regions.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchspmd.errors import DeferralError
+from torchspmd.step.graph.roles import (
+    OutputKind,
+    OutputRole,
+    output_node,
+    output_values,
+    roles_of,
+    set_roles,
+)
+from torchspmd.step.iterate.deferral import (
+    DeferredRegion,
+    inputs_read,
+    is_view,
+    written_by,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One derived graph.
+
+    Attributes:
+        graph: Takes the step's inputs, then what an earlier iteration left, if it takes
+            anything; gives the outputs, then what it leaves for the next.
+        outputs: Which outputs of the step it gives, by index.
+    """
+
+    graph: fx.Graph
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """The forms of an iteration with deferred work.
+
+    Attributes:
+        first: Nothing is owed from before; leaves work behind.
+        steady: Does what the iteration before left, and leaves work behind.
+        last: Does what is owed and all of its own.
+        flush: Does what is owed, and nothing else.
+        num_carried: How many values go from one iteration to the next.
+        num_outputs: How many outputs the step has.
+    """
+
+    first: Stage
+    steady: Stage
+    last: Stage
+    flush: Stage
+    num_carried: int
+    num_outputs: int
+
+
+def derive(graph: fx.Graph, regions: Sequence[DeferredRegion]) -> Pipeline:
+    """The forms of an iteration whose regions run in the next one."""
+    plan = _Plan(graph, [_Region(graph, region) for region in regions])
+    return Pipeline(
+        first=_Form(plan, owes=False, leaves=True).stage(),
+        steady=_Form(plan, owes=True, leaves=True).stage(),
+        last=_Form(plan, owes=True, leaves=False).stage(),
+        flush=_Form(plan, owes=True, leaves=False, alone=True).stage(),
+        num_carried=len(plan.carried),
+        num_outputs=len(plan.values),
+    )
+
+
+class _Region:
+    """One deferred region: its nodes, what it writes, what it takes along."""
+
+    def __init__(self, graph: fx.Graph, region: DeferredRegion) -> None:
+        by_name = {node.name: node for node in graph.nodes}
+        lost = [n for n in (*region.nodes, region.before) if n not in by_name]
+        if lost:
+            raise DeferralError(
+                f"Nodes that were moved to the next iteration are gone: {', '.join(lost)}"
+                ". A later pass replaced them: move nodes after all other passes."
+            )
+        self.nodes = [by_name[name] for name in region.nodes]
+        self.before = by_name[region.before]
+        self.written = written_by(graph, self.nodes)
+        self.carried = self._find_carried()
+
+    def _find_carried(self) -> list[fx.Node]:
+        """Values of this iteration that the nodes need in the next one, each once."""
+        inside = set(self.nodes)
+        carried: dict[fx.Node, None] = {}
+        for node in self.nodes:
+            for source in node.all_input_nodes:
+                if source in inside or source in self.written:
+                    continue
+                if source.op == "get_attr" or self._follows(source):
+                    continue
+                carried[source] = None
+        return list(carried)
+
+    def _follows(self, source: fx.Node) -> bool:
+        """Whether it is a view of a state that the nodes write: made again there."""
+        return is_view(source) and all(
+            root in self.written or self._follows(root)
+            for root in source.all_input_nodes
+        )
+
+
+class _Plan:
+    """The iteration and its regions, looked up by node."""
+
+    def __init__(self, graph: fx.Graph, regions: list[_Region]) -> None:
+        self.graph, self.regions = graph, regions
+        self.deferred = {node for region in regions for node in region.nodes}
+        self.carried = list(
+            dict.fromkeys(node for region in regions for node in region.carried)
+        )
+        self.values = output_values(graph)
+        self.roles = roles_of(graph)
+        self.placeholders = graph.find_nodes(op="placeholder")
+
+
+class _Form:
+    """Builds one derived graph."""
+
+    def __init__(
+        self, plan: _Plan, *, owes: bool, leaves: bool, alone: bool = False
+    ) -> None:
+        self._plan, self._owes, self._leaves, self._alone = plan, owes, leaves, alone
+        self._graph = fx.Graph()
+        self._now: dict[fx.Node, fx.Node] = {}  # this iteration's value of each node
+        self._brought: dict[fx.Node, fx.Node] = {}  # the iteration before's value
+        self._before: dict[fx.Node, fx.Node] = {}  # results of what was owed
+
+    def stage(self) -> Stage:
+        plan = self._plan
+        for placeholder in plan.placeholders:
+            self._now[placeholder] = self._graph.node_copy(placeholder)
+        if self._owes:
+            self._take_carried()
+        self._run_body()
+        chosen = [
+            (index, self._final(value))
+            for index, value in enumerate(plan.values)
+            if self._is_made(value)
+        ]
+        carried = self._leave_carried() if self._leaves else []
+        self._graph.output([*(node for _, node in chosen), *carried])
+        output_node(self._graph).meta.update(output_node(plan.graph).meta)
+        roles = [plan.roles[index] for index, _ in chosen]
+        results = [OutputRole(OutputKind.RESULT)] * len(carried)
+        set_roles(self._graph, [*roles, *results])
+        self._graph.lint()
+        return Stage(self._graph, tuple(index for index, _ in chosen))
+
+    def _take_carried(self) -> None:
+        for place, source in enumerate(self._plan.carried):
+            node = self._graph.placeholder(f"carried_{place}")
+            node.meta = dict(source.meta)
+            self._brought[source] = node
+
+    def _run_body(self) -> None:
+        plan = self._plan
+        for node in plan.graph.nodes:
+            if self._owes:
+                for region in plan.regions:
+                    if region.before is node:
+                        self._run_owed(region)
+            if self._alone or node.op in ("placeholder", "output"):
+                continue
+            if node not in plan.deferred or not self._leaves:
+                self._now[node] = self._graph.node_copy(node, self._now.__getitem__)
+
+    def _run_owed(self, region: _Region) -> None:
+        """What the iteration before left: its values, this iteration's state."""
+        own: dict[fx.Node, fx.Node] = {}
+
+        def find(source: fx.Node) -> fx.Node:
+            if source in own:
+                return own[source]
+            if source in region.written:
+                return self._now[source]
+            if source in region.carried:
+                return self._brought[source]
+            own[source] = self._graph.node_copy(source, find)  # a view, or a constant
+            return own[source]
+
+        for node in region.nodes:
+            own[node] = self._graph.node_copy(node, find)
+        self._before.update((node, own[node]) for node in region.nodes)
+        for value, role in zip(self._plan.values, self._plan.roles, strict=True):
+            if role.kind is OutputKind.STATE and value in own:
+                # From here on the state has its next value.
+                self._now[self._plan.placeholders[role.placeholder]] = own[value]
+
+    def _is_made(self, value: object) -> bool:
+        """Whether this form gives an output of the step."""
+        if value in self._plan.deferred:
+            return self._owes
+        return not self._alone
+
+    def _final(self, value: object) -> Any:
+        if not isinstance(value, fx.Node):
+            return value
+        owed = value in self._plan.deferred and (self._leaves or self._alone)
+        return self._before[value] if owed else self._now[value]
+
+    def _leave_carried(self) -> list[fx.Node]:
+        return [self._kept(source) for source in self._plan.carried]
+
+    def _kept(self, source: fx.Node) -> fx.Node:
+        """A value for the next iteration; a copy of what the caller may overwrite."""
+        node = self._now[source]
+        is_input = source.op == "placeholder" or (
+            is_view(source) and inputs_read([source])
+        )
+        if not is_input or not isinstance(source.meta.get("val"), torch.Tensor):
+            return node
+        copy = self._graph.call_function(torch.ops.aten.clone.default, (node,))
+        copy.meta = dict(source.meta)
+        return copy

@@ -1,0 +1,1 @@
+"""Whether an edited graph still computes what it computed before."""

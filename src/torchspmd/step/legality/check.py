@@ -1,0 +1,108 @@
+"""Whether an edited graph still computes what it computed before.
+
+Checked after each pass, from the graphs alone: every value is computed before it is used;
+inputs and outputs are the same; each collective has one wait, before its first use;
+collectives keep their order on each group; no access of memory crossed a write; outputs
+keep memory of their own; each output is the same value. What cannot be shown is said, not
+passed over.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+
+from torch import fx
+
+from torchspmd.errors import LegalityError
+from torchspmd.step.legality.collective_order import check_order
+from torchspmd.step.legality.edit import Edit, Problem
+from torchspmd.step.legality.equivalence import Comparison, Equivalence
+from torchspmd.step.legality.hazards import check_hazards
+from torchspmd.step.legality.interfaces import check_definitions, check_interface
+from torchspmd.step.legality.output_memory import check_output_memory
+from torchspmd.step.legality.waits import check_waits
+
+_SHOWN = 3  # names in one line
+_MOST = 20  # problems in one error
+
+
+def check_edit(
+    before: fx.Graph,
+    after: fx.Graph,
+    twins: Mapping[fx.Node, fx.Node],
+    *,
+    name: str = "the edit",
+    may_reorder: bool | Collection[str] = False,
+) -> str:
+    """Raise ``LegalityError`` unless an edit is legal; say what was shown.
+
+    Args:
+        before: A copy of the graph before the edit.
+        after: The edited graph.
+        twins: The node of ``before`` for each node of ``after`` that was there before.
+        name: What the edit is called in an error.
+        may_reorder: Whether collectives may change their order on a group, or on which
+            groups. Then each change is told in the text.
+
+    Returns:
+        ``proved equal``, or how many outputs are not proved; and what was explained.
+
+    Example:
+        >>> from torchspmd.step.graph.snapshot import copy_graph
+        >>> graph = fx.symbolic_trace(lambda x, y: (x + 1, y)).graph
+        >>> before, twins = copy_graph(graph)
+        >>> check_edit(before, graph, twins)
+        'proved equal'
+        >>> graph.output_node().args = (graph.output_node().args[0][:1],)
+        >>> check_edit(before, graph, twins)
+        Traceback (most recent call last):
+        torchspmd.errors.LegalityError: the edit would change what the graph computes...
+    """
+    edit = Edit.of(before, after, twins)
+    problems = check_definitions(after)
+    if problems:  # nothing else can be said of a graph that cannot run
+        raise LegalityError(_text(name, problems))
+    interface = check_interface(edit)
+    problems = [*interface, *check_waits(edit), *check_hazards(edit)]
+    values = Equivalence(edit)
+    order = check_order(edit, values.before.made, values.after.made, may_reorder)
+    problems += order.problems
+    if interface:
+        raise LegalityError(_text(name, problems))
+    problems += check_output_memory(edit, values.elements)
+    comparison = values.compare()
+    problems += comparison.problems
+    if comparison.unproved and not comparison.problems:
+        # A bucket in another dtype may still lose a gradient.
+        problems += Equivalence(edit, ignores_casts=True).compare().problems
+    if problems:
+        raise LegalityError(_text(name, problems))
+    return "; ".join([_proof(comparison), *_order(order.explained)])
+
+
+def _proof(comparison: Comparison) -> str:
+    unproved = comparison.unproved
+    if not unproved:
+        return "proved equal"
+    return (
+        f"checked: {len(unproved)} of {comparison.num_outputs} outputs not proved: "
+        f"{_shorten(unproved)}"
+    )
+
+
+def _order(explained: Sequence[str]) -> list[str]:
+    return [f"order changed as declared: {_shorten(explained)}"] if explained else []
+
+
+def _shorten(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _text(name: str, problems: list[Problem]) -> str:
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    lines = [f"  {problem}" for problem in problems[:_MOST]]
+    if len(problems) > _MOST:
+        lines.append(f"  and {len(problems) - _MOST} more")
+    return (
+        f"{name} would change what the graph computes, and was not taken; {count}:\n"
+        + "\n".join(lines)
+    )

@@ -1,0 +1,112 @@
+"""Operators on lists of tensors: item i depends on item i of each list alone."""
+
+from typing import Any
+
+from torchspmd.step.legality.symbolic.call import (
+    Call,
+    Impossible,
+    Reader,
+    kind_of,
+    split_arguments,
+    tensor_of,
+)
+from torchspmd.step.legality.symbolic.segments import Shape
+from torchspmd.step.legality.symbolic.table import TUPLE, Term
+
+_TO_NUMBERS = ("aten::_foreach_norm", "aten::_foreach_max", "aten::_foreach_powsum")
+
+
+def on_lists(reader: Reader, call: Call) -> int | None:
+    """The value of a ``_foreach_*`` or ``_fused_*`` operator; None for any other."""
+    if call.name.startswith("aten::_foreach_"):
+        return _foreach(reader, call)
+    if call.name.startswith("aten::_fused_") and isinstance(call.first, (list, tuple)):
+        return _fused(reader, call)
+    return None
+
+
+def getitem(reader: Reader, call: Call) -> int | None:
+    """One value out of a list of values."""
+    source, index = (call.arguments[name] for name in ("0", "1"))
+    term = reader.table[reader.value(source)]
+    if not isinstance(term, Term) or term.head != TUPLE or type(index) is not int:
+        return None
+    if not -len(term.children) <= index < len(term.children):
+        raise Impossible(f"item {index} of {len(term.children)}")
+    return term.children[index]
+
+
+def _items(call: Call) -> list[dict[str, Any]] | None:
+    """The arguments of each item: from every list its item, all else as it is."""
+    lists = {
+        name: each
+        for name, each in call.arguments.items()
+        if isinstance(each, (list, tuple))
+    }
+    lengths = {len(each) for each in lists.values() if each}
+    if len(lengths) > 1:
+        raise Impossible(f"lists of lengths {sorted(lengths)}")
+    if not lengths:
+        return None
+    return [
+        {
+            **call.arguments,
+            **{name: each[i] if each else None for name, each in lists.items()},
+        }
+        for i in range(lengths.pop())
+    ]
+
+
+def _foreach(reader: Reader, call: Call) -> int | None:
+    items = _items(call)
+    if items is None:
+        return None
+    values = [_foreach_item(reader, call, item) for item in items]
+    known = [value for value in values if value is not None]
+    return reader.table.list_of(known) if len(known) == len(values) else None
+
+
+def _foreach_item(reader: Reader, call: Call, item: dict[str, Any]) -> int | None:
+    if call.name == "aten::_foreach_copy" and _is_plain_copy(reader, item):
+        return reader.value(item["src"])
+    shape = () if call.name in _TO_NUMBERS else _shape(reader, item)
+    if shape is None:
+        return None
+    atom = reader.table.term(call.head, *split_arguments(reader, item))
+    return reader.table.tensor(atom, shape)
+
+
+def _is_plain_copy(reader: Reader, item: dict[str, Any]) -> bool:
+    to, source = (tensor_of(reader, item[name]) for name in ("self", "src"))
+    if to is None or source is None or kind_of(item["self"]) is None:
+        return False
+    same_kind = kind_of(item["self"]) == kind_of(item["src"])
+    return same_kind and to[1].shape == source[1].shape
+
+
+def _shape(reader: Reader, item: dict[str, Any]) -> Shape | None:
+    tensors = (tensor_of(reader, each) for each in item.values())
+    return next((found[1].shape for found in tensors if found is not None), None)
+
+
+def _fused(reader: Reader, call: Call) -> int | None:
+    """One list of new values for each list of old ones, as the operators return them."""
+    items = _items(call)
+    if items is None:
+        return None
+    stripped = [split_arguments(reader, item) for item in items]
+    outputs = []
+    names = [n for n, each in call.arguments.items() if isinstance(each, (list, tuple))]
+    for number, name in enumerate(names):
+        values = []
+        for item, (attributes, children) in zip(items, stripped, strict=True):
+            found = tensor_of(reader, item[name])
+            if found is None:
+                continue  # an empty list: this optimizer does not keep such a state
+            value, flat = found
+            if name != "grads" or item.get("grad_scale") is not None:
+                atom = reader.table.term(call.head, (number, attributes), children)
+                value = reader.table.tensor(atom, flat.shape)
+            values.append(value)
+        outputs.append(reader.table.list_of(values))
+    return reader.table.list_of(outputs)

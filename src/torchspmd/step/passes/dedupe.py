@@ -1,0 +1,94 @@
+"""Collectives that send the same thing twice, sent once."""
+
+from typing import Any
+
+from torch import fx
+
+from torchspmd.comm import Kind, format_bytes
+from torchspmd.step.graph.comm_blocks import (
+    CommBlock,
+    get_all_comm_blocks,
+    writes_in_place,
+)
+from torchspmd.step.graph.owners import owner_of
+from torchspmd.step.graph.queries import HasGraph
+from torchspmd.step.graph.reports import ORDERS, Outcome
+from torchspmd.step.passes.ordering import graph_optimization_pass
+
+# Each of them pairs with one on another rank, or orders ranks.
+_NEVER = (Kind.SEND, Kind.RECV, Kind.SEND_RECV, Kind.BARRIER, Kind.UNKNOWN)
+
+
+@graph_optimization_pass(prerequisites=[], apply_after=[], undoes_others=False)
+def dedupe_collectives(gm: HasGraph, *, across_phases: bool = False) -> Outcome:
+    """Keep one of several equal collectives on the same value.
+
+    Equal means: the same operator, group and arguments, and the same input, or the same
+    views and casts of the same value.
+
+    Args:
+        gm: The graph module to edit.
+        across_phases: Also join collectives of different phases. The result then lives
+            from one phase to the other: fully sharded parameters that backward gathers
+            again would stay gathered.
+    """
+    blocks = [each for each in get_all_comm_blocks(gm) if each.kind not in _NEVER]
+    if (writer := writes_in_place(gm.graph)) is not None:
+        reason = f"{writer.name} writes in place: join collectives before new values do"
+        return Outcome(len(blocks), 0, (reason,))
+    first: dict[Any, CommBlock] = {}
+    detail, refused = [], []
+    for block in blocks:
+        kept = first.setdefault(_key(block), block)
+        if kept is block:
+            continue
+        names = f"{block.start.name} is {kept.start.name}"
+        reason = _obstacle(kept, block, across_phases)
+        if reason:
+            refused.append(f"{names}: {reason}")
+            first[_key(block)] = block
+        else:
+            _join(gm.graph, kept, block)
+            detail.append(f"{names}: {format_bytes(block.event.payload_bytes)} saved")
+    found = len(detail) + len(refused)
+    return Outcome(found, len(detail), tuple(refused), tuple(detail), ORDERS)
+
+
+def _key(block: CommBlock) -> Any:
+    return _form(block.start, {*block.head, block.start})
+
+
+def _form(value: Any, own: set[fx.Node]) -> Any:
+    """What a node of a block computes, as a value that can be compared."""
+    if isinstance(value, fx.Node):
+        if value not in own:
+            return value
+        kwargs = tuple((key, _form(each, own)) for key, each in value.kwargs.items())
+        return value.target, _form(value.args, own), kwargs
+    if isinstance(value, (list, tuple)):
+        return tuple(_form(each, own) for each in value)
+    return repr(value)
+
+
+def _obstacle(kept: CommBlock, block: CommBlock, across_phases: bool) -> str:
+    for each in (kept, block):
+        if each.problem:
+            return each.problem
+        if list(each.start.users) != [each.wait]:
+            return "it has several waits"
+    phases = owner_of(kept.start).phase, owner_of(block.start).phase
+    if phases[0] is not phases[1] and not across_phases:
+        return (
+            f"joining {phases[0]} and {phases[1]} keeps the result alive in between; "
+            "across_phases=True does it"
+        )
+    return ""
+
+
+def _join(graph: fx.Graph, kept: CommBlock, block: CommBlock) -> None:
+    """Let the readers of one block read the result of an earlier one."""
+    if block.wait < kept.wait:
+        block.wait.prepend(kept.wait)
+    block.wait.replace_all_uses_with(kept.wait)
+    for node in (block.wait, block.start, *reversed(block.head)):
+        graph.erase_node(node)

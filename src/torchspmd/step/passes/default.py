@@ -1,0 +1,60 @@
+"""The default passes, in their order."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torchspmd.comm import Kind
+from torchspmd.step.graph.cost import CostModel
+from torchspmd.step.graph.ledger import events_of
+from torchspmd.step.graph.reports import PassReport
+from torchspmd.step.passes.comm_fusion import comm_fusion_with_concat
+from torchspmd.step.passes.dedupe import dedupe_collectives
+from torchspmd.step.passes.defer import defer_updates
+from torchspmd.step.passes.optimizer_copies import remove_copy_from_optimizer
+from torchspmd.step.passes.prefetch import prefetch_gathers
+from torchspmd.step.passes.schedule import schedule_comm_wait
+
+_SMALLEST_MB, _LARGEST_MB, _BUCKETS = 1.0, 25.0, 16
+
+
+def default_passes(
+    *,
+    bucket_size_mb: float | None = None,
+    overlap_iterations: bool = False,
+    cost: CostModel | None = None,
+) -> tuple[Callable[[Any], Any], ...]:
+    """The passes of ``GraphModuleTransformation(enable_graph_optimization=True)``.
+
+    Args:
+        bucket_size_mb: How much one fused collective carries at most; by default a part
+            of all gradients, so that there is something to overlap with.
+        overlap_iterations: Also leave updates for the next step (``defer_updates``).
+        cost: What the order of deferred reductions is chosen by.
+    """
+    passes: tuple[Callable[[Any], Any], ...] = (
+        dedupe_collectives,  # the same bytes are not sent twice
+        functools.partial(_fuse, bucket_size_mb=bucket_size_mb),
+        prefetch_gathers,  # of fully sharded parameters, before the layer that needs them
+        schedule_comm_wait,  # starts early, waits late
+        remove_copy_from_optimizer,
+    )
+    if overlap_iterations:
+        passes += (functools.partial(defer_updates, cost=cost),)
+    return passes
+
+
+def _fuse(gm: Any, bucket_size_mb: float | None) -> PassReport:
+    size = choose_bucket_size(gm) if bucket_size_mb is None else bucket_size_mb
+    report: PassReport = comm_fusion_with_concat(gm, size)
+    return report
+
+
+def choose_bucket_size(gm: Any) -> float:
+    """Megabytes for a bucket: a sixteenth of all reductions, between 1 and 25."""
+    reduced = sum(
+        event.payload_bytes
+        for _, event in events_of(gm.graph)
+        if event.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)
+    )
+    return min(_LARGEST_MB, max(_SMALLEST_MB, reduced / 2**20 / _BUCKETS))

@@ -1,0 +1,236 @@
+"""New values computed in the memory of the old ones, instead of copied there afterwards.
+
+A functional graph holds the old and the new value of every state at once. Where nothing
+reads the old one any more, an operator may write into it: ``add`` becomes ``add_``,
+``_fused_adam`` becomes ``_fused_adam_``. The same is done for values that the graph itself
+made, which is what eager optimizers do.
+"""
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from torchspmd import _torch
+from torchspmd.step.graph.aliases import Aliases, find_aliases, operator_of
+from torchspmd.step.passes.in_place_checks import (
+    Write,
+    find_obstacle,
+    find_writes,
+    overlaps_itself,
+    same_form,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class InPlaceReport:
+    """What became of the new values of a graph's states.
+
+    Attributes:
+        num_in_place: New values that are computed in the memory of the old one.
+        num_temporaries: Operators that write into a value that the graph itself made.
+        copied: States whose new value is copied there as soon as nothing reads the old
+            one, each with what kept it from being computed there.
+        left: States that are copied after the run, each with the reason.
+    """
+
+    num_in_place: int = 0
+    num_temporaries: int = 0
+    copied: tuple[tuple[str, str], ...] = ()
+    left: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        """One line for people.
+
+        >>> print(InPlaceReport(2, 0, (("mean", "no in-place form"),)))
+        new values: 2 computed in place, 1 copied as soon as known, 0 after the run
+        """
+        return (
+            f"new values: {self.num_in_place} computed in place, {len(self.copied)} "
+            f"copied as soon as known, {len(self.left)} after the run"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class InPlacePlan:
+    """Which nodes will write into memory that exists.
+
+    Attributes:
+        calls: Operators that get their in-place form, in graph order.
+        forwarded: Copies that add nothing, each with the value that it copies.
+        copies: A new value, the input to copy it to, and the node after which to do so.
+        report: What this comes to.
+    """
+
+    calls: tuple[fx.Node, ...]
+    forwarded: Mapping[fx.Node, fx.Node]
+    copies: tuple[tuple[fx.Node, fx.Node, fx.Node], ...]
+    report: InPlaceReport
+
+
+def plan_in_place(
+    graph: fx.Graph, written: Mapping[fx.Node, fx.Node], *, only_copies: bool = False
+) -> InPlacePlan:
+    """Find what may be computed in place, without changing the graph.
+
+    Args:
+        graph: A functional graph; its nodes have fake values in ``meta["val"]``.
+        written: The inputs that get a new value, by the node of that value.
+        only_copies: Change no operator: a compiler chooses itself where it computes.
+    """
+    forwarded = _find_forwarded(written)
+    aliases = find_aliases(graph, forwarded)
+    calls: dict[fx.Node, tuple[Write, ...]] = {}
+    obstacles: dict[fx.Node, str] = {}
+    for node in graph.nodes:
+        writes = () if only_copies or node in forwarded else find_writes(node)
+        if writes:
+            obstacle = find_obstacle(node, writes, aliases)
+            if obstacle is None:
+                calls[node] = writes
+            else:
+                obstacles.update((write.out or node, obstacle) for write in writes)
+    ends = {forwarded.get(value, value): place for value, place in written.items()}
+    held = _settle(calls, ends, aliases)
+    nodes = list(graph.nodes)
+    copies, copied, left = [], [], []
+    for value, place in ends.items():
+        if held.get(value) is place:
+            continue
+        after, reason = _place_of_copy(nodes, value, place, aliases)
+        if after is None:
+            left.append((_name(place), reason))
+        else:
+            copies.append((value, place, after))
+            copied.append((_name(place), obstacles.get(value) or _why(value)))
+    inputs = set(held.values())
+    num_in_place = sum(place in inputs for place in ends.values())
+    temporaries = [
+        call
+        for call, writes in calls.items()
+        if all(aliases.root[write.target] not in inputs for write in writes)
+        and all(write.out not in held for write in writes)
+    ]
+    report = InPlaceReport(num_in_place, len(temporaries), tuple(copied), tuple(left))
+    return InPlacePlan(tuple(calls), forwarded, tuple(copies), report)
+
+
+def apply_in_place(graph: fx.Graph, plan: InPlacePlan) -> InPlaceReport:
+    """Do what a plan for this graph says; values in place are outputs as their inputs."""
+    for copy, source in plan.forwarded.items():
+        copy.replace_all_uses_with(source)
+        graph.erase_node(copy)
+    moved: dict[fx.Node, fx.Node] = {}  # a node that is gone -> the call in its place
+    became: dict[fx.Node, fx.Node] = {}  # its value -> what was written
+    for node in plan.calls:
+        writes = find_writes(node)
+        became.update((write.out, write.target) for write in writes if write.out)
+        call = moved[node] = _write_in_place(graph, node, writes)
+        moved.update((write.out, call) for write in writes if write.out)
+    (output,) = graph.find_nodes(op="output")
+    for value, place, after in plan.copies:
+        source = became.get(value, value)
+        with graph.inserting_after(moved.get(after, after)):
+            graph.call_function(torch.ops.aten.copy_.default, (place, source))
+        output.replace_input_with(source, place)
+    graph.lint()
+    return plan.report
+
+
+def _write_in_place(
+    graph: fx.Graph, node: fx.Node, writes: tuple[Write, ...]
+) -> fx.Node:
+    form = _torch.in_place_form(operator_of(node))
+    assert form is not None
+    with graph.inserting_before(node):
+        call = graph.call_function(form, node.args, node.kwargs)
+    call.meta = {key: value for key, value in node.meta.items() if key != "val"}
+    for write in writes:
+        if write.out is not None:
+            write.out.replace_all_uses_with(write.target)
+    for item in [*node.users]:
+        for inner in [*item.users]:
+            graph.erase_node(inner)
+        graph.erase_node(item)
+    graph.erase_node(node)
+    return call
+
+
+def _settle(
+    calls: dict[fx.Node, tuple[Write, ...]],
+    ends: Mapping[fx.Node, fx.Node],
+    aliases: Aliases,
+) -> dict[fx.Node, fx.Node]:
+    """Drop calls until every input that is written ends with its own new value.
+
+    Returns the input that holds each value that is computed in one.
+    """
+    while True:
+        held: dict[fx.Node, fx.Node] = {}  # value -> the memory that it is written to
+        latest: dict[fx.Node, fx.Node] = {}
+        chains: dict[fx.Node, list[fx.Node]] = {}
+        for call, writes in calls.items():
+            for write in writes:
+                root = aliases.root[write.target]
+                memory = held.get(root, root)
+                if write.out is not None:
+                    held[write.out] = memory
+                if memory.op == "placeholder":
+                    chains.setdefault(memory, []).append(call)
+                    is_whole = write.target is root and write.out is not None
+                    latest[memory] = write.out if is_whole and write.out else memory
+        wrong = {
+            call
+            for place, value in latest.items()
+            if ends.get(value) is not place
+            for call in chains[place]
+        }
+        if not wrong:
+            return {v: m for v, m in held.items() if m.op == "placeholder"}
+        for call in wrong:
+            del calls[call]
+
+
+def _find_forwarded(written: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Copies into an input of a value that nothing else uses: that value will do."""
+    found = {}
+    for value, place in written.items():
+        is_copy = value.target is torch.ops.aten.copy.default
+        if not is_copy or value.args[0] is not place:
+            continue
+        source = value.args[1]
+        assert isinstance(source, fx.Node), type(source)
+        is_made = source.op == "call_function" and source not in written
+        if is_made and len(source.users) == 1 and same_form(source, value):
+            found[value] = source
+    return found
+
+
+def _place_of_copy(
+    nodes: list[fx.Node], value: fx.Node, place: fx.Node, aliases: Aliases
+) -> tuple[fx.Node | None, str]:
+    """The node after which an input's memory may take its new value; or why none."""
+    root = aliases.root[value]
+    if root.op != "call_function" or {root, place} & aliases.pinned:
+        return None, "its new value is another input, or a constant"
+    target = place.meta.get("val")
+    if not isinstance(target, torch.Tensor) or overlaps_itself(target):
+        return None, "its layout is not known, or several elements lie in one place"
+    last = max(aliases.position[value], aliases.last_read.get(place, -1))
+    if nodes[last].op == "output":
+        return None, "its old value is returned"
+    return nodes[last], ""
+
+
+def _why(value: fx.Node) -> str:
+    maker = value.args[0] if value.target is operator.getitem else value
+    assert isinstance(maker, fx.Node)
+    if _torch.in_place_form(operator_of(maker)) is None:
+        return f"{maker.target} has no in-place form"
+    return "the chain that ends in it does not begin at its old value"
+
+
+def _name(place: fx.Node) -> str:
+    return str(place.meta.get("torchspmd_name", place.name))

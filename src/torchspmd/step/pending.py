@@ -1,0 +1,146 @@
+"""Updates that a step left for the next one, and everything that must not miss them."""
+
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from torchspmd.errors import UsageError
+from torchspmd.step.capture.inventory import Inventory, Role
+from torchspmd.step.program import Program
+
+# What shows or changes parameters and states from outside the step.
+_OF_MODULES = (
+    "state_dict",
+    "load_state_dict",
+    "train",  # also what eval() calls
+    "named_parameters",
+    "named_buffers",
+)
+_OF_OPTIMIZERS = ("state_dict", "load_state_dict", "add_param_group", "step")
+
+
+class Pending:
+    """What one program owes, until it is flushed."""
+
+    def __init__(self, name: str, program: Program, flush: Callable[[], None]) -> None:
+        self._program = program
+        self._flush = flush
+        self._inventory: Inventory | None = None
+        self._watched: list[_Watched | _Hook] = []
+        self._at_exit = weakref.finalize(self, _report_unflushed, name)
+
+    def belongs_to(self, program: Program | None, inventory: Inventory) -> bool:
+        """Whether a call can do what is owed: the same program on the same tensors."""
+        if program is not self._program or self._inventory is None:
+            return False
+        pairs = zip(self._inventory.slots, inventory.slots, strict=True)
+        return all(
+            old.tensor is new.tensor or old.role is Role.INPUT for old, new in pairs
+        )
+
+    def update(self, inventory: Inventory) -> None:
+        """Note the call after which updates are owed."""
+        if self._inventory is None:
+            self._watch(inventory)
+        self._inventory = inventory
+
+    def flush(self) -> None:
+        """Make the updates."""
+        assert self._inventory is not None
+        self._program.flush(self._inventory)
+        self.release()
+
+    def release(self) -> None:
+        """Nothing is owed any more: stop watching."""
+        for watched in self._watched:
+            watched.remove()
+        self._watched.clear()
+        self._at_exit.detach()
+
+    def _watch(self, inventory: Inventory) -> None:
+        for _, root in inventory.modules:
+            for module in root.modules():
+                self._watched += [_Watched(module, n, self._flush) for n in _OF_MODULES]
+            hook = root.register_forward_pre_hook(_FlushHook(self._flush), prepend=True)
+            self._watched.append(_Hook(hook))
+        for _, optimizer in inventory.optimizers:
+            self._watched += [
+                _Watched(optimizer, name, self._flush) for name in _OF_OPTIMIZERS
+            ]
+
+
+class _Watched:
+    """A method of a user's object that flushes before it runs."""
+
+    def __init__(
+        self, owner: nn.Module | Optimizer, name: str, flush: Callable[[], None]
+    ) -> None:
+        self._owner, self._name, self._flush = owner, name, flush
+        self._own = vars(owner).get(name)  # a method that the user put there
+        self._method = getattr(owner, name)
+        vars(owner)[name] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._flush()
+        return self._method(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        # Marks on the method, such as the one that a learning-rate scheduler looks for.
+        return getattr(self._method, name)
+
+    def remove(self) -> None:
+        if vars(self._owner).get(self._name) is not self:
+            return  # somebody wrapped it since; it calls through
+        if self._own is None:
+            del vars(self._owner)[self._name]
+        else:
+            vars(self._owner)[self._name] = self._own
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _copied(type(self._owner).__name__)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise _copied(type(self._owner).__name__)
+
+
+class _FlushHook:
+    """Flushes before an eager call of the module."""
+
+    def __init__(self, flush: Callable[[], None]) -> None:
+        self._flush = flush
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self._flush()
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise _copied("module")
+
+
+class _Hook:
+    """A hook among the watched methods."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    def remove(self) -> None:
+        self._handle.remove()
+
+
+def _copied(owner: str) -> UsageError:
+    return UsageError(
+        f"The {owner} cannot be copied or pickled while a compiled step owes it an "
+        "update: call flush() of the step first, or pass last_train_step=True."
+    )
+
+
+def _report_unflushed(name: str) -> None:
+    print(  # noqa: T201
+        f"torchspmd: {name} ended with an update that was not made. Pass "
+        "last_train_step=True in the last step, call flush(), or use the step as a "
+        "context manager.",
+        file=sys.stderr,
+    )

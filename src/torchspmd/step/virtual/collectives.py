@@ -1,0 +1,175 @@
+"""What each collective does, computed from the values of all ranks of a group."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchspmd import _torch
+from torchspmd.errors import VirtualRanksError
+from torchspmd.step.graph.reductions import reduce_values
+
+Arguments = dict[str, Any]  # of one rank, by name
+
+
+class Started:
+    """The result of a collective, which may be read after a wait only."""
+
+    __slots__ = ("is_done", "value")
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+        self.is_done = False
+
+
+def wait(value: Any) -> Any:
+    """What a wait gives: the result, which from now on may be read."""
+    if isinstance(value, Started):
+        value.is_done = True
+        return value.value
+    return value
+
+
+def communicate(
+    node: fx.Node, arguments: list[Any], teams: list[list[int]], order: str
+) -> list[Any]:
+    """The results of a collective on all ranks, from each rank's arguments.
+
+    Args:
+        node: The collective.
+        arguments: Each rank's positional and keyword arguments.
+        teams: The sets of ranks that communicate, each in group order.
+        order: The order of reductions.
+    """
+    assert isinstance(node.target, _torch.OpOverload), node.target
+    namespace, _, name = _torch.packet_name(node.target).partition("::")
+    run = _RUN.get(name.removesuffix("_"))
+    if run is None or namespace not in _NAMESPACES:
+        raise VirtualRanksError(
+            f"virtual ranks: {node.name} ({node.target}) is a communication that they "
+            "do not know; run this step on real ranks."
+        )
+    names = _torch.argument_names(node.target)
+    by_name = [
+        {**dict(zip(names, args, strict=False)), **kwargs} for args, kwargs in arguments
+    ]
+    results: list[Any] = [None] * len(arguments)
+    for team in teams:
+        found = run([by_name[rank] for rank in team], order)
+        for rank, value in zip(team, found, strict=True):
+            written = by_name[rank] if name.endswith("_") else None
+            is_whole = namespace == "_dtensor"  # waits by itself
+            results[rank] = value if is_whole else _start(value, written)
+    return results
+
+
+def _start(value: Any, written: Arguments | None) -> Any:
+    if isinstance(value, list):
+        targets = [None] * len(value) if written is None else written["inputs"]
+        return [_start_one(v, t) for v, t in zip(value, targets, strict=True)]
+    return _start_one(value, None if written is None else written["input"])
+
+
+def _start_one(value: torch.Tensor, target: torch.Tensor | None) -> Started:
+    # An in-place form puts the result into its own argument.
+    return Started(value if target is None else target.copy_(value))
+
+
+def _all_reduce(ranks: list[Arguments], order: str) -> list[Any]:
+    values = [rank["input"] for rank in ranks]
+    total = reduce_values(values, ranks[0]["reduce_op"], order)
+    return [total.clone() for _ in ranks]
+
+
+def _all_reduce_coalesced(ranks: list[Arguments], order: str) -> list[Any]:
+    """As gloo does: one buffer of all tensors, so a ring's chunks cross their borders."""
+    shapes = [tensor.shape for tensor in ranks[0]["inputs"]]
+    flat = [torch.cat([t.reshape(-1) for t in rank["inputs"]]) for rank in ranks]
+    total = reduce_values(flat, ranks[0]["reduce_op"], order)
+    parts = total.split([shape.numel() for shape in shapes])
+    return [
+        [part.clone().view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        for _ in ranks
+    ]
+
+
+def _all_gather(ranks: list[Arguments], order: str) -> list[Any]:
+    whole = _gathered([rank["input"] for rank in ranks])
+    return [whole.clone() for _ in ranks]
+
+
+def _all_gather_coalesced(ranks: list[Arguments], order: str) -> list[Any]:
+    wholes = [_gathered(values) for values in _by_item(ranks)]
+    return [[whole.clone() for whole in wholes] for _ in ranks]
+
+
+def _gathered(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(list(values)) if values[0].ndim == 0 else torch.cat(list(values))
+
+
+def _reduce_scatter(ranks: list[Arguments], order: str) -> list[Any]:
+    """As gloo does: the whole buffer is reduced, and each rank keeps its part."""
+    values = [rank["input"] for rank in ranks]
+    return _scattered(values, ranks[0]["reduce_op"], order)
+
+
+def _reduce_scatter_coalesced(ranks: list[Arguments], order: str) -> list[Any]:
+    op = ranks[0]["reduce_op"]
+    by_item = [_scattered(values, op, order) for values in _by_item(ranks)]
+    return [list(items) for items in zip(*by_item, strict=True)]
+
+
+def _scattered(values: list[torch.Tensor], op: str, order: str) -> list[torch.Tensor]:
+    rows = values[0].shape[0] // len(values)
+    total = reduce_values(values, op, order)
+    return [part.clone() for part in total.split(rows)]
+
+
+def _all_to_all(ranks: list[Arguments], order: str) -> list[Any]:
+    sent = [list(rank["input"].split(rank["input_split_sizes"])) for rank in ranks]
+    results = []
+    for place, rank in enumerate(ranks):
+        parts = [from_one[place] for from_one in sent]
+        expected = list(rank["output_split_sizes"])
+        if [len(part) for part in parts] != expected:
+            raise VirtualRanksError(
+                f"virtual ranks: an all-to-all sends {[len(p) for p in parts]} rows to "
+                f"rank {place} of the group, which expects {expected}."
+            )
+        results.append(torch.cat(parts))
+    return results
+
+
+def _shard_dim_all_to_all(ranks: list[Arguments], order: str) -> list[Any]:
+    size, dim = len(ranks), ranks[0]["shard_dim"]
+    parts = [rank["input"].chunk(size, dim) for rank in ranks]
+    gather_dim = ranks[0]["gather_dim"]
+    return [
+        torch.cat([from_one[place] for from_one in parts], gather_dim)
+        for place in range(size)
+    ]
+
+
+def _broadcast(ranks: list[Arguments], order: str) -> list[Any]:
+    source = ranks[0]["src"]
+    return [ranks[source]["input"].clone() for _ in ranks]
+
+
+def _by_item(ranks: list[Arguments]) -> list[list[torch.Tensor]]:
+    """The ranks' values of each tensor of a coalesced collective."""
+    return [list(values) for values in zip(*(r["inputs"] for r in ranks), strict=True)]
+
+
+_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+_RUN: dict[str, Callable[[list[Arguments], str], list[Any]]] = {
+    "all_reduce": _all_reduce,
+    "all_reduce_coalesced": _all_reduce_coalesced,
+    "all_gather_into_tensor": _all_gather,
+    "all_gather_into_tensor_coalesced": _all_gather_coalesced,
+    "reduce_scatter_tensor": _reduce_scatter,
+    "reduce_scatter_tensor_coalesced": _reduce_scatter_coalesced,
+    "all_to_all_single": _all_to_all,
+    "shard_dim_alltoall": _shard_dim_all_to_all,
+    "broadcast": _broadcast,
+}

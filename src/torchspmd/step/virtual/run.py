@@ -1,0 +1,114 @@
+"""Run a program for N ranks in one process: the public way in to virtual ranks."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from torchspmd.step.graph.roles import written_state
+from torchspmd.step.virtual.axes import DEFAULT_SIZE, RankLayout, lay_out
+from torchspmd.step.virtual.inputs import Inputs
+from torchspmd.step.virtual.ranks import Graphs, VirtualRanks, graphs_of
+
+__all__ = ["VirtualRanks", "VirtualRun", "next_inputs", "run_virtual", "with_state"]
+
+InputSource = Callable[[int, int], Sequence[Any]]  # (step, rank) -> flat inputs
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualRun:
+    """What a program gave on virtual ranks.
+
+    Attributes:
+        layout: The virtual ranks and their axes.
+        order: In which order reductions added.
+        outputs: What the graph returned, by step, then rank, then output.
+        inputs: What a further step would take in, by rank: the state after the last one.
+    """
+
+    layout: RankLayout
+    order: str
+    outputs: tuple[list[list[Any]], ...]
+    inputs: list[list[Any]]
+
+
+def run_virtual(
+    program: Graphs,
+    ranks: int | Mapping[str, int] = DEFAULT_SIZE,
+    *,
+    order: str = "rank",
+    steps: int = 1,
+    inputs: Sequence[Any] | InputSource | None = None,
+    seed: int = 0,
+) -> VirtualRun:
+    """Run a program for N ranks in this process, in lockstep, for several steps.
+
+    All ranks run the same graph unless a list of graphs is given, one for each rank.
+    Constants in a graph are those of the rank that captured it (where its shard begins,
+    the size of its group): for the numbers of a real run take as many ranks, and the
+    graphs of all ranks where they differ.
+
+    Args:
+        program: A program of a compiled step, a graph module or a graph.
+        ranks: How many along each axis whose size the graph leaves open, one number or by
+            axis; an all-gather, reduce-scatter or all-to-all fixes its axis.
+        order: In which order reductions add: ``rank``, ``ring`` (gloo's) or ``tree``.
+        steps: How often to run; new values of state go into the next step.
+        inputs: Flat inputs of a real call, which other ranks vary; or a function of step
+            and rank that gives them exactly; or None to make them up. After step 0 state
+            comes from the step before.
+        seed: For inputs that are made up and for random operators.
+
+    Example:
+        >>> import torch
+        >>> graph = fx.Graph()
+        >>> x = graph.placeholder("x")
+        >>> gather = torch.ops._c10d_functional.all_gather_into_tensor.default
+        >>> wait = torch.ops._c10d_functional.wait_tensor.default
+        >>> whole = graph.call_function(
+        ...     wait, (graph.call_function(gather, (x, 2, "0")),)
+        ... )
+        >>> output = graph.output([whole])
+        >>> run = run_virtual(graph, inputs=lambda step, rank: [torch.tensor([rank])])
+        >>> [value.tolist() for (value,) in run.outputs[0]]
+        [[0, 1], [0, 1]]
+    """
+    (graph, *_) = graphs_of(program)
+    layout = lay_out(graph, ranks)
+    virtual = VirtualRanks(layout, order=order, seed=seed)
+    source = inputs if callable(inputs) else Inputs(graph, layout, inputs, seed).at
+    state: list[list[Any]] | None = None
+    outputs = []
+    for step in range(steps):
+        given = [list(source(step, rank)) for rank in range(layout.size)]
+        given = given if state is None else with_state(graph, given, state)
+        results = virtual.run(program, given)
+        outputs.append(results)
+        state = next_inputs(graph, given, results)
+    return VirtualRun(layout, order, tuple(outputs), state or [])
+
+
+def next_inputs(
+    graph: fx.Graph, given: list[list[Any]], results: list[list[Any]]
+) -> list[list[Any]]:
+    """The inputs of the next step: new values of state in the place of old ones."""
+    places = {node: n for n, node in enumerate(graph.find_nodes(op="placeholder"))}
+    following = [list(values) for values in given]
+    for index, node in written_state(graph).items():
+        for values, result in zip(following, results, strict=True):
+            if result[index] is not None:
+                values[places[node]] = result[index]
+    return following
+
+
+def with_state(
+    graph: fx.Graph, given: list[list[Any]], state: list[list[Any]]
+) -> list[list[Any]]:
+    """Inputs of a step with the state that the step before left."""
+    written = set(written_state(graph).values())
+    is_state = [node in written for node in graph.find_nodes(op="placeholder")]
+    return [
+        [s if keep else g for g, s, keep in zip(fresh, kept, is_state, strict=True)]
+        for fresh, kept in zip(given, state, strict=True)
+    ]

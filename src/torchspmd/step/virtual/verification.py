@@ -1,0 +1,326 @@
+"""``compile(verify=True)``: graphs before and after each pass, run and compared."""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import fx
+
+from torchspmd.errors import (
+    PassWarning,
+    UsageError,
+    VerificationError,
+    VirtualRanksError,
+)
+from torchspmd.step.graph.reports import ORDERS, PassReport
+from torchspmd.step.graph.roles import output_values, written_state
+from torchspmd.step.graph.snapshot import copy_graph
+from torchspmd.step.iterate.iter_graph import IterGraph
+from torchspmd.step.passes.ordering import observing_passes
+from torchspmd.step.virtual.axes import RankLayout, lay_out
+from torchspmd.step.virtual.bisection import (
+    FirstDifference,
+    find_first_difference,
+    output_name,
+)
+from torchspmd.step.virtual.certificate import EQUAL, Check, describe_claim
+from torchspmd.step.virtual.differences import digest, is_vacuous
+from torchspmd.step.virtual.inputs import Inputs
+from torchspmd.step.virtual.options import Verification, too_large
+from torchspmd.step.virtual.pipelined import (
+    differing_outputs,
+    is_pipelined,
+    run_pipelined,
+)
+from torchspmd.step.virtual.ranks import VirtualRanks, Watcher
+from torchspmd.step.virtual.run import next_inputs, with_state
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The digests of a run's outputs by step, rank and output; which show nothing."""
+
+    digests: list[list[list[str]]]
+    vacuous: tuple[int, ...]
+
+
+class Verifier:
+    """Compares each graph of a program with the one before it.
+
+    Args:
+        name: The step and its program, for messages.
+        captured: The graph as it was captured.
+        call: The flat inputs of the call that it was captured for.
+        options: How to compare.
+
+    Attributes:
+        reports: What each pass said, in order.
+        checks: What was compared.
+        refusal: Why nothing could be compared; empty when it could.
+        layouts: The virtual ranks, by order of reductions.
+        skipped: Orders that were not run, and why.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        captured: fx.GraphModule,
+        call: Sequence[Any],
+        options: Verification,
+    ) -> None:
+        self._name, self._options = name, options
+        self._module: object = captured
+        self.reports: list[PassReport] = []
+        self.checks: list[Check] = []
+        self.refusal = ""
+        self._current, _ = copy_graph(captured.graph)
+        self._known: dict[str, Trace] = {}
+        self.layouts: dict[str, RankLayout] = {}
+        self.skipped: dict[str, str] = {}
+        self._inputs: dict[str, Inputs] = {}
+        try:
+            self._lay_out(captured.graph, call)
+            self._known["rank"] = self._trace(self._current, "rank")
+        except VirtualRanksError as error:
+            self.refusal = str(error)
+            warnings.warn(
+                f"compile(verify=True) on {name}: graphs are not compared. {error}",
+                PassWarning,
+                stacklevel=6,
+            )
+
+    def _lay_out(self, graph: fx.Graph, call: Sequence[Any]) -> None:
+        options = self._options
+        for order in ORDERS:
+            layout = lay_out(graph, options.ranks)
+            if not layout.groups:
+                layout = lay_out(graph, 1)
+            elif order == "ring":
+                sizes = {
+                    each.label: each.real_size or each.size for each in layout.axes
+                }
+                layout = lay_out(graph, sizes)
+            problem = too_large(graph, layout, options)
+            if problem and order == "rank":
+                raise VirtualRanksError(problem)
+            if problem:
+                self.skipped[order] = problem
+                continue
+            self.layouts[order] = layout
+            self._inputs[order] = Inputs(graph, layout, call, options.seed)
+
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        """Compare the graphs of every pass that runs inside."""
+        with observing_passes(self.observe):
+            yield
+
+    def observe(self, report: PassReport, before: fx.Graph, after: fx.Graph) -> None:
+        """Compare the graphs before and after a pass."""
+        self.reports.append(report)
+        self.compare(before, "an edit outside of the passes")
+        claim = report.outcome.keeps_bits
+        self.compare(after, f"pass {report.name}", claim or (), claim != (), report)
+
+    def compare(
+        self,
+        graph: fx.Graph,
+        what: str,
+        orders: Sequence[str] = (),
+        strict: bool = True,
+        report: PassReport | None = None,
+    ) -> None:
+        """Compare a graph with the one before it; that is what the next is compared to.
+
+        Args:
+            graph: The edited graph.
+            what: The edit.
+            orders: Orders under which bits must be kept, besides that of the ranks.
+            strict: Whether other bits are an error, or a line in the certificate.
+            report: Of the pass that made the edit.
+        """
+        if self.refusal or _same_nodes(self._current, graph):
+            return
+        known = {}
+        if not self.layouts["rank"].groups:
+            orders = ()  # nothing is reduced
+        for order in dict.fromkeys(("rank", *orders)):
+            if order in self.skipped:
+                continue
+            before = self._known.get(order) or self._trace(self._current, order)
+            known[order] = after = self._run_edited(graph, order, what)
+            self._judge(_Pair(graph, what, order, before, after), strict, report)
+        self._module = graph.owning_module or self._module
+        self._current, _ = copy_graph(graph)
+        self._known = known
+
+    def compare_pipelined(self, graph: fx.Graph) -> None:
+        """Compare the forms of a graph whose work runs a step later with plain steps."""
+        if self.refusal or not is_pipelined(graph):
+            return
+        assert isinstance(graph, IterGraph)
+        steps, layout = max(3, self._options.steps), self.layouts["rank"]
+        ranks = VirtualRanks(layout, seed=self._options.seed)
+        given = partial(self._inputs_of, "rank")
+        what = f"work moved to the next iteration (regions: {len(graph.regions)})"
+        try:
+            forms = run_pipelined(ranks, graph, given, steps, self._module)
+        except (VirtualRanksError, UsageError) as error:
+            raise VerificationError(self._not_run(what, error)) from error
+        plain = list(self.run(graph, "rank", steps=steps))
+        differing = differing_outputs(graph, plain, forms)
+        if differing:
+            names = ", ".join(output_name(graph, n) for n in differing[:6])
+            raise VerificationError(
+                f"compile(verify=True) on {self._name}: {what} changed what {steps} steps "
+                f"compute ({layout}): {len(differing)} outputs differ: {names}. "
+                "Leave the move out."
+            )
+        checked = len(plain[0][0])
+        self.checks.append(Check(what, str(layout), "rank", steps, checked, EQUAL))
+
+    def _inputs_of(self, order: str, step: int) -> list[list[Any]]:
+        size = self.layouts[order].size
+        return [self._inputs[order].at(step, rank) for rank in range(size)]
+
+    def _judge(self, pair: "_Pair", strict: bool, report: PassReport | None) -> None:
+        differing = pair.differing()
+        if differing and strict:
+            raise VerificationError(self._explain(pair, differing, report))
+        result = EQUAL
+        if differing:
+            names = ", ".join(output_name(pair.graph, n) for n in differing[:3])
+            result = f"other bits in {len(differing)} outputs ({names})"
+        self.checks.append(
+            Check(
+                pair.what,
+                str(self.layouts[pair.order]),
+                pair.order,
+                self._options.steps,
+                len(pair.after.digests[0][0]),
+                result,
+                tuple(output_name(pair.graph, n) for n in pair.after.vacuous),
+            )
+        )
+
+    def _run_edited(self, graph: fx.Graph, order: str, what: str) -> Trace:
+        try:
+            return self._trace(graph, order)
+        except (VirtualRanksError, UsageError) as error:
+            raise VerificationError(self._not_run(what, error)) from error
+
+    def _not_run(self, what: str, error: Exception) -> str:
+        return (
+            f"compile(verify=True) on {self._name}: after {what} the graph cannot be "
+            f"run, before it could.\n\n  {error}\n\nLeave the edit out, or correct it."
+        )
+
+    def _trace(self, graph: fx.Graph, order: str) -> Trace:
+        trace = Trace([], ())
+        empty: set[int] | None = None
+        for results in self.run(graph, order):
+            trace.digests.append([list(map(digest, row)) for row in results])
+            found = {n for n, v in enumerate(results[0]) if is_vacuous(v)}
+            empty = found if empty is None else empty & found
+        return Trace(trace.digests, tuple(sorted(empty or ())))
+
+    def run(
+        self,
+        graph: fx.Graph,
+        order: str,
+        watch: Callable[[int], Watcher] | None = None,
+        steps: int | None = None,
+    ) -> Iterator[list[list[Any]]]:
+        """The outputs of each rank, step by step; random numbers start afresh."""
+        layout = self.layouts[order]
+        ranks = VirtualRanks(layout, order=order, seed=self._options.seed)
+        state: list[list[Any]] | None = None
+        for step in range(steps or self._options.steps):
+            given = self._inputs_of(order, step)
+            given = given if state is None else with_state(graph, given, state)
+            told = None if watch is None else watch(step)
+            results = ranks.run(graph, given, constants=self._module, watch=told)
+            yield results
+            state = next_inputs(graph, given, results)
+
+    def _explain(
+        self, pair: "_Pair", differing: list[int], report: PassReport | None
+    ) -> str:
+        def run(graph: fx.Graph, watch: Callable[[int], Watcher]) -> None:
+            for _ in self.run(graph, pair.order, watch):
+                pass
+
+        found = find_first_difference(self._current, pair.graph, run)
+        state = written_state(pair.graph)
+        differing.sort(
+            key=lambda index: index not in state
+        )  # what is named comes first
+        outputs = [output_name(pair.graph, n) for n in differing]
+        lines = [
+            f"compile(verify=True) on {self._name}: {pair.what} changed what the step "
+            "computes.",
+            "",
+            f"  {self.layouts[pair.order]}, reduction order {pair.order}",
+            *_lines_of(found),
+            f"  {len(outputs)} of {len(output_values(pair.graph))} outputs differ: "
+            + ", ".join(outputs[:6])
+            + (", ..." if len(outputs) > 6 else ""),
+            "",
+        ]
+        if report is not None:
+            lines.append(f"{report.name} {describe_claim(report)}.")
+        lines.append(
+            "Leave the edit out, or correct it. A pass that may change bits says so with "
+            "Outcome(keeps_bits=()); one that keeps them under some orders lists those."
+        )
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """The runs of a graph and of the one before it."""
+
+    graph: fx.Graph
+    what: str
+    order: str
+    before: Trace
+    after: Trace
+
+    def differing(self) -> list[int]:
+        """The outputs that have other bits on some rank at some step."""
+        pairs = zip(self.before.digests, self.after.digests, strict=True)
+        found: set[int] = set()
+        for before, after in pairs:
+            for ours, theirs in zip(before, after, strict=True):
+                if len(ours) != len(theirs):
+                    return list(range(len(theirs)))
+                found |= {n for n, d in enumerate(theirs) if d != ours[n]}
+        return sorted(found)
+
+
+def _lines_of(found: FirstDifference | None) -> list[str]:
+    if found is None:
+        return ["  no node that is in both graphs differs: outputs were exchanged"]
+    lines = [
+        f"  first node that differs: {found.node} ({found.where}), step {found.step}, "
+        f"rank {found.rank}"
+    ]
+    if found.added:
+        names = ", ".join(found.added[:6]) + (", ..." if len(found.added) > 6 else "")
+        lines.append(f"    computed from nodes that were added: {names}")
+    if found.relaid:
+        lines.append(f"    the same bits, but other strides: {found.relaid}")
+    return lines + [f"    {line}" for line in str(found.difference).splitlines()]
+
+
+def _same_nodes(left: fx.Graph, right: fx.Graph) -> bool:
+    def facts(graph: fx.Graph) -> list[tuple[str, str, str, str]]:
+        return [
+            (node.name, str(node.target), str(node.args), str(node.kwargs))
+            for node in graph.nodes
+        ]
+
+    return facts(left) == facts(right)

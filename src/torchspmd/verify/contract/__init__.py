@@ -1,0 +1,1 @@
+"""What a step may communicate, written as a test."""

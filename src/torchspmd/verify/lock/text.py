@@ -1,0 +1,210 @@
+"""A lock as text: sorted lines, one fact each, the same on every machine; and back."""
+
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from torchspmd.comm import Kind, Phase
+from torchspmd.comm.storage import write_whole
+from torchspmd.errors import LockError
+from torchspmd.verify.contract.layers import fold, natural, unfold
+from torchspmd.verify.lock.contents import Amount, Lock, Memory, Recipe, Row
+
+VERSION = 1
+
+_HEADER = """\
+# What one step sends and holds. {writer}
+# Rows: phase module kind axis dtype count bytes; [0-3] is each of these modules.
+torchspmd-lock {version}
+"""
+_WRITERS = {
+    True: "`torchspmd check` compares, `torchspmd lock` writes anew.",
+    False: "pytest compares, `pytest --comm-lock-update` writes anew.",
+}
+_PHASES = tuple(phase.value for phase in Phase)
+_WORD = re.compile(r'"(?:[^"\\]|\\.)*"|\S+')
+_MEMORY = tuple(field.name for field in fields(Memory))
+
+
+def save_lock(lock: Lock, path: Path) -> None:
+    """Write the file; it is replaced whole or left as it was."""
+    try:
+        write_whole(path, to_text(lock))
+    except OSError as error:
+        raise LockError(f"cannot write {path}: {error.strerror or error}.") from None
+
+
+def load_lock(path: Path) -> Lock:
+    """Read a file that ``save_lock`` wrote."""
+    try:
+        return from_text(path.read_text(encoding="utf-8"), str(path))
+    except OSError as error:
+        raise LockError(f"cannot read {path}: {error.strerror or error}.") from None
+    except UnicodeDecodeError:
+        raise LockError(f"{path} is not a text file.") from None
+
+
+def to_text(lock: Lock) -> str:
+    """The lock's lines.
+
+    >>> row = Row("forward", "GPT.layers.0.mlp", "all_reduce", "tp", "float32")
+    >>> print(to_text(Lock("a test", {row: Amount(1, 64)})).splitlines()[-1])
+    forward GPT.layers.0.mlp all_reduce tp float32 1 64
+    """
+    of_script = isinstance(lock.made_by, Recipe)
+    lines = [_HEADER.format(writer=_WRITERS[of_script], version=VERSION).rstrip()]
+    lines += [*_recipe_lines(lock.made_by), f"torch {lock.torch}"]
+    lines += [f"note {text}" for text in lock.notes]
+    if lock.memory is not None:
+        lines += ["", *(f"memory {n} {getattr(lock.memory, n)}" for n in _MEMORY)]
+    lines.append("")
+    if lock.setup is not None:
+        lines.append(f"setup {lock.setup.count} {lock.setup.payload_bytes}")
+    return "\n".join([*lines, *_row_lines(lock)]) + "\n"
+
+
+def _recipe_lines(made_by: Recipe | str) -> Iterator[str]:
+    if isinstance(made_by, str):
+        yield f"test {made_by}"
+        return
+    yield f"script {made_by.script}"
+    if made_by.arguments:
+        yield f"arguments {shlex.join(made_by.arguments)}"
+    yield f"mesh {made_by.mesh}"
+    for name in ("rank", "steps", "skip"):
+        yield f"{name} {getattr(made_by, name)}"
+
+
+def _row_lines(lock: Lock) -> list[str]:
+    rows = fold(
+        (row.module, (row._replace(module=""), amount))
+        for row, amount in sorted(lock.rows.items(), key=lambda item: _order(item[0]))
+    )
+    named = [(row._replace(module=module), amount) for module, (row, amount) in rows]
+    named.sort(key=lambda item: _order(item[0]))
+    return [_row_line(row, amount) for row, amount in named]
+
+
+def _order(row: Row) -> tuple[Any, ...]:
+    rest = (row.kind, row.axis, row.dtype, row.implicit, row.cause or "")
+    return (_PHASES.index(row.phase), natural(row.module), *rest)
+
+
+def _row_line(row: Row, amount: Amount) -> str:
+    words = [*map(_quoted, row[:5]), str(amount.count), str(amount.payload_bytes)]
+    if row.implicit:
+        words.append("implicit")
+    if row.cause is not None:
+        words += ["for", json.dumps(row.cause)]
+    return " ".join(words)
+
+
+def _quoted(word: str) -> str:
+    return json.dumps(word) if re.search(r'[\s"]', word) or not word else word
+
+
+def from_text(text: str, where: str) -> Lock:
+    """A lock from its lines; ``where`` names them in an error."""
+    if re.search(r"^(<<<<<<<|>>>>>>>) ", text, re.MULTILINE):
+        raise LockError(
+            f"{where} has conflict markers of a merge; write the lock again."
+        )
+    draft = _Draft()
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        try:
+            _read_line(draft, line)
+        except (ValueError, LookupError, TypeError) as error:
+            if not draft.version:
+                break
+            raise LockError(
+                f"{where}, line {number}: cannot read {line!r} ({error}). Write the "
+                "lock again."
+            ) from None
+    return _finish(draft, where)
+
+
+@dataclass(slots=True)
+class _Draft:
+    """What was read so far."""
+
+    version: int = 0
+    header: dict[str, str] = field(default_factory=dict)
+    memory: dict[str, int] = field(default_factory=dict)
+    setup: Amount | None = None
+    notes: list[str] = field(default_factory=list)
+    rows: dict[Row, Amount] = field(default_factory=dict)
+
+
+def _read_line(draft: _Draft, line: str) -> None:
+    first, _, rest = line.partition(" ")
+    if first == "torchspmd-lock":
+        draft.version = int(rest)
+    elif not draft.version:
+        raise ValueError("the first line must say torchspmd-lock")
+    elif first in _PHASES:
+        _read_row(draft, line)
+    elif first == "memory":
+        name, size = rest.split()
+        draft.memory[_MEMORY[_MEMORY.index(name)]] = int(size)
+    elif first == "setup":
+        draft.setup = Amount(*map(int, rest.split()))
+    elif first == "note":
+        draft.notes.append(rest)
+    elif first in _HEADER_WORDS and first not in draft.header:
+        draft.header[first] = rest
+    else:
+        raise ValueError(f"{first!r} is unknown here, or there twice")
+
+
+def _read_row(draft: _Draft, line: str) -> None:
+    words = [json.loads(w) if w.startswith('"') else w for w in _WORD.findall(line)]
+    phase, module, kind, axis, dtype, count, size, *rest = words
+    implicit = rest[:1] == ["implicit"]
+    reasons = rest[1:] if implicit else rest
+    if reasons and (reasons[0] != "for" or len(reasons) != 2):
+        raise ValueError(f"{' '.join(reasons)!r} has no meaning")
+    cause = reasons[1] if reasons else None
+    amount = Amount(int(count), int(size))
+    for name in unfold(module):
+        row = Row(phase, name, Kind(kind).value, axis, dtype, implicit, cause)
+        if row in draft.rows:
+            raise ValueError("the same communication has a line before")
+        draft.rows[row] = amount
+
+
+_HEADER_WORDS: dict[str, Callable[[str], Any]] = {
+    "script": str,
+    "arguments": lambda text: tuple(shlex.split(text)),
+    "mesh": str,
+    "rank": int,
+    "steps": int,
+    "skip": int,
+    "test": str,
+    "torch": str,
+}
+
+
+def _finish(draft: _Draft, where: str) -> Lock:
+    if draft.version != VERSION:
+        raise LockError(
+            f"{where} is a lock of version {draft.version}; this torchspmd reads "
+            f"version {VERSION}. Write the lock again."
+            if draft.version
+            else f"{where} is not a lock that `torchspmd lock` or pytest wrote."
+        )
+    try:
+        header = {name: _HEADER_WORDS[name](v) for name, v in draft.header.items()}
+        version, test = header.pop("torch"), header.pop("test", None)
+        made_by = Recipe(**header) if test is None else test
+        memory = Memory(**draft.memory) if draft.memory else None
+    except (ValueError, LookupError, TypeError) as error:
+        raise LockError(
+            f"{where} is not complete ({error}). Write the lock again."
+        ) from None
+    return Lock(made_by, draft.rows, memory, draft.setup, tuple(draft.notes), version)

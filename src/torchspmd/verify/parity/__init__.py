@@ -1,0 +1,1 @@
+"""A parallel step against the same step on one device."""

@@ -1,0 +1,198 @@
+"""Run a step on one device or on a rank, and record it: what check_parity compares."""
+
+import contextlib
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from torchspmd import _torch
+from torchspmd.errors import UsageError
+from torchspmd.step import compile as compile_step
+from torchspmd.verify.parity.limits import explain_size
+from torchspmd.verify.recording.layouts import Grid, cut
+from torchspmd.verify.recording.pieces import MAX_BYTES, grid_of
+from torchspmd.verify.recording.recorder import Recorder, record
+
+Split = Callable[[Any, DeviceMesh], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Everything a rank needs to know; travels to it by pickle."""
+
+    build_model: Callable[[], nn.Module]
+    step: Callable[..., Any]
+    batches: tuple[Any, ...]
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    parallelize: Callable[..., Any] | None
+    mesh: Mapping[str, int]
+    data_axes: tuple[str, ...]
+    split: Split | None
+    loss_reduction: str
+    compile: Any
+    dtype: torch.dtype | None
+    device_type: str
+    seed: int
+    max_bytes: int = MAX_BYTES
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the mesh has."""
+        return math.prod(self.mesh.values())
+
+
+def run_reference(job: Job, folder: str) -> None:
+    """The step on one device with the whole batch."""
+    with _one_thread(), torch.random.fork_rng():
+        model = _build(job)
+        size = sum(p.numel() * p.element_size() for p in model.parameters())
+        if job.device_type == "cpu" and (text := explain_size(size, job.world_size)):
+            raise UsageError(text)
+        optimizer = _optimizer(job, model)
+        recorder = record(folder, model, optimizer)
+        _train(job, _whole_step(job.step), recorder, model, optimizer, job.batches)
+
+
+def run_rank(job: Job, folder: str) -> None:
+    """The step on this rank with its part of the batch."""
+    names = tuple(job.mesh)
+    mesh = init_device_mesh(
+        job.device_type, tuple(job.mesh.values()), mesh_dim_names=names
+    )
+    model = _build(job)
+    if job.parallelize is not None:
+        changed = job.parallelize(model, mesh)
+        model = model if changed is None else changed
+    optimizer = _optimizer(job, model)
+    step = _whole_step(job.step)
+    if job.compile:
+        step = _compiled(job, step, mesh)
+    batches = tuple(_own_part(job, batch, mesh) for batch in job.batches)
+    recorder = record(
+        folder,
+        model,
+        optimizer,
+        mesh=mesh,
+        data_axes=job.data_axes,
+        loss_reduction=job.loss_reduction,  # type: ignore[arg-type]
+        modules=not job.compile,
+        max_bytes=job.max_bytes,
+    )
+    _train(job, step, recorder, model, optimizer, batches)
+    dist.barrier()  # a rank that is done must not take its sockets away
+
+
+def _build(job: Job) -> nn.Module:
+    torch.manual_seed(job.seed)
+    model = job.build_model()
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"check_parity: build_model returned a {type(model).__name__}; it must return "
+            "a new nn.Module."
+        )
+    return model.to(device=job.device_type, dtype=job.dtype)
+
+
+def _optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
+    return job.optimizer([p for p in model.parameters() if p.requires_grad])
+
+
+def _train(
+    job: Job,
+    step: Callable[..., Any],
+    recorder: Recorder,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: tuple[Any, ...],
+) -> None:
+    with recorder:
+        for number, batch in enumerate(batches):
+            torch.manual_seed(job.seed + 1 + number)
+            result = step(model, optimizer, batch)
+            recorder.end_step(*_loss_of(result))
+
+
+def _whole_step(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A step with backward and update, also where the user gave the loss alone."""
+    if is_whole_step(step):
+        return step
+
+    def loss_and_update(model: nn.Module, optim: Any, batch: Any) -> Any:
+        result = step(model, batch)
+        _loss_of(result)[0].backward()
+        optim.step()
+        optim.zero_grad()
+        return result
+
+    return loss_and_update
+
+
+def is_whole_step(step: Callable[..., Any]) -> bool:
+    """Whether a step takes an optimizer too, and not only ``(model, batch)``."""
+    try:
+        parameters = inspect.signature(step).parameters.values()
+    except (TypeError, ValueError):
+        return True
+    positional = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    )
+    return sum(parameter.kind in positional for parameter in parameters) != 2
+
+
+def _loss_of(result: Any) -> tuple[Any, Any]:
+    """The loss, and whatever else a step returned."""
+    if isinstance(result, torch.Tensor):
+        return result, None
+    if isinstance(result, Mapping) and isinstance(result.get("loss"), torch.Tensor):
+        return result["loss"], {k: v for k, v in result.items() if k != "loss"}
+    if isinstance(result, tuple) and result and isinstance(result[0], torch.Tensor):
+        return result[0], result[1:]
+    raise UsageError(
+        f"check_parity: step returned {type(result).__name__}; return the loss, "
+        "(loss, outputs), or a dict with 'loss', as tensors."
+    )
+
+
+def _compiled(
+    job: Job, step: Callable[..., Any], mesh: DeviceMesh
+) -> Callable[..., Any]:
+    options = dict(job.compile) if isinstance(job.compile, Mapping) else {}
+    if isinstance(options.get("mesh"), str):
+        options["mesh"] = mesh[options["mesh"]]
+    compiled: Callable[..., Any] = compile_step(**options)(step)
+    return compiled
+
+
+def _own_part(job: Job, batch: Any, mesh: DeviceMesh) -> Any:
+    if job.split is not None:
+        return job.split(batch, mesh)
+    grid = grid_of(mesh)
+    layout = tuple("S(0)" if name in job.data_axes else "R" for name in grid.names)
+    leaves, structure = _torch.flatten_tree(batch)
+    parts = [_part(leaf, grid, layout) for leaf in leaves]
+    return _torch.unflatten_tree(parts, structure)
+
+
+def _part(leaf: Any, grid: Grid, layout: tuple[str, ...]) -> Any:
+    if not isinstance(leaf, torch.Tensor) or leaf.ndim == 0:
+        return leaf
+    return cut(leaf.cpu(), grid, layout, dist.get_rank()).to(leaf.device)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """As on the ranks: the same kernels add in the same order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

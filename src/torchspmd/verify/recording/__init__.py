@@ -1,0 +1,1 @@
+"""What one run computed, kept so that another can be compared with it."""

@@ -1,0 +1,267 @@
+"""The graph of a fully sharded step: where parameters are gathered, for how long."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+from torchspmd import CommDebugMode
+from torchspmd.comm import Phase
+from torchspmd.step import DataParallel, compile
+from torchspmd.step.graph.owners import owner_of
+from torchspmd.testing import fake_mesh
+
+pytestmark = pytest.mark.fake
+
+GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 10)
+        self.norm = nn.LayerNorm(10)
+        self.down = nn.Linear(10, 8, bias=False)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return self.down(torch.relu(self.norm(self.up(x)))) * self.scale
+
+
+def step(model, optim, batch):
+    loss = model(batch).square().mean()
+    loss.backward()
+    optim.step()
+    optim.zero_grad()
+    return loss
+
+
+def train(mode=None, *, rank=0, function=step, model=None, optimizer=torch.optim.SGD):
+    """A model, its optimizer and its program, after a step on a fake mesh of four."""
+    with fake_mesh(4, ("dp",), rank=rank) as mesh:
+        model = Net() if model is None else model
+        optim = optimizer(model.parameters(), lr=0.1)
+        mode = mode or DataParallel("fully_shard", reduce="sum")
+        compiled = compile(parallel_mode=mode, mesh=mesh)(function)
+        compiled(model, optim, torch.randn(3, 8))
+        (program,) = compiled.programs
+        return model, optim, program
+
+
+def gathered(graph):
+    """The phases in which each value is read that forward made of one gather alone."""
+    of_one: dict = {}
+    for node in graph.graph.nodes:
+        if node.op != "call_function" or owner_of(node).phase is not Phase.FORWARD:
+            continue
+        if node.target is WAIT and node.args[0].target is GATHER:
+            of_one[node] = node
+        elif all(source in of_one for source in node.all_input_nodes):
+            roots = {of_one[source] for source in node.all_input_nodes}
+            if len(roots) == 1:
+                of_one[node] = roots.pop()
+    phases: dict = {root: set() for root in of_one.values()}
+    for node, root in of_one.items():
+        readers = [user for user in node.users if of_one.get(user) is not root]
+        phases[root] |= {owner_of(reader).phase for reader in readers}
+    return list(phases.values())
+
+
+def test_what_is_sent():
+    _, _, program = train()
+    ledger = program.ledger
+    rows = ledger.total_by("module", "phase", "kind")
+    forward = {key[0]: t.count for key, t in rows.items() if key[1] == "forward"}
+    assert forward == {"Net.up": 2, "Net.norm": 2, "Net.down": 1}
+    # No gradient flows into the batch, so backward needs no weight of `up`.
+    again = {
+        k[0]: t.count for k, t in rows.items() if k[1:] == ("backward", "all_gather")
+    }
+    assert again == {"Net.norm": 2, "Net.down": 1}
+    scattered = ledger.total(kind="reduce_scatter", phase="backward")
+    assert scattered.count == 5
+    padded = 12 * 8 + 3 * 12 + 8 * 10  # ten rows on four ranks are three each
+    assert scattered.payload_bytes == ledger.total(phase="forward").payload_bytes
+    assert scattered.payload_bytes == padded * 4
+    scalar = ledger.total(kind="all_reduce")
+    assert (scalar.count, scalar.payload_bytes) == (1, 4)
+
+
+def test_the_ledger_is_what_running_the_graph_sends():
+    with fake_mesh(4, ("dp",)) as mesh:
+        model = Net()
+        mode = DataParallel("fully_shard")
+        compiled = compile(parallel_mode=mode, mesh=mesh)(step)
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        compiled(model, optim, torch.randn(3, 8))
+        with CommDebugMode() as seen:
+            compiled(model, optim, torch.randn(3, 8))
+        by = ("kind", "dtype", "axis", "op")
+        assert seen.ledger.total_by(*by) == compiled.programs[0].ledger.total_by(*by)
+
+
+def test_gathered_values_die_before_backward():
+    _, _, program = train()
+    phases = gathered(program.graph)
+    assert phases == [{Phase.FORWARD}] * 5
+
+
+def test_gathered_values_stay_when_told_so():
+    mode = DataParallel("fully_shard", reshard_after_forward=False)
+    _, _, program = train(mode)
+    assert {Phase.FORWARD, Phase.BACKWARD} in gathered(program.graph)
+    kinds = program.ledger.total_by("kind", "phase")
+    assert ("all_gather", "backward") not in kinds
+
+
+def test_no_gathered_value_lives_from_one_backward_to_the_next():
+    def accumulates(model, optim, batch):
+        for scale in (1.0, 0.5):
+            model(batch * scale).sum().backward()
+        optim.step()
+
+    _, _, program = train(model=nn.Linear(8, 8), function=accumulates)
+    kinds = program.ledger.total_by("kind", "phase")
+    assert kinds["all_gather", "forward"].count == 2 * 2
+    assert kinds["reduce_scatter", "backward"].count == 2 * 2
+
+
+def test_a_look_at_a_parameter_gathers_nothing():
+    class Looks(nn.Linear):
+        def forward(self, x):
+            assert self.weight.mT.shape == (8, 10)
+            return x * self.bias.sum()
+
+    _, _, program = train(model=Looks(8, 10))
+    assert program.ledger.total(kind="all_gather").count == 1  # the bias
+
+
+def test_casts_are_done_again_too():
+    def mixed(model, optim, batch):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(batch).float().square().mean()
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+
+    _, _, program = train(function=mixed)
+    graph = program.graph
+    assert "bfloat16" in graph.code
+    assert gathered(graph) == [{Phase.FORWARD}] * 5
+
+
+def test_recomputation_shares_the_gathers_of_backward():
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    _, _, program = train(model=Checkpointed())
+    kinds = program.ledger.total_by("kind", "phase")
+    assert kinds["all_gather", "forward"].count == 4
+    # The recomputation stops before the last layer's result: its bias is not needed.
+    assert kinds["all_gather", "backward"].count == 3
+    assert kinds["reduce_scatter", "backward"].count == 4
+    assert all(Phase.RECOMPUTE not in p for p in gathered(program.graph))
+
+
+def test_every_rank_has_the_same_nodes():
+    graphs = [train(rank=rank)[2].graph for rank in (0, 3)]
+    first, last = ([(n.op, n.target) for n in g.graph.nodes] for g in graphs)
+    assert first == last
+    for graph in graphs:
+        for node in graph.graph.find_nodes(op="call_function", target=GATHER):
+            rows = node.args[0].meta["val"].shape[0]
+            assert node.meta["val"].shape[0] == 4 * rows
+
+
+def test_what_the_user_holds_afterwards():
+    model, optim, _ = train(rank=3, optimizer=torch.optim.AdamW)
+    parameters = list(model.parameters())
+    assert [id(p) for p in optim.param_groups[0]["params"]] == list(map(id, parameters))
+    assert list(map(id, optim.state)) == list(map(id, parameters))
+    assert all(isinstance(p, DTensor) and p.is_leaf for p in parameters)
+    assert all(isinstance(p, nn.Parameter) and p.requires_grad for p in parameters)
+    weight = model.up.weight
+    assert weight.shape == (10, 8)
+    assert weight.placements == (Shard(0),)
+    assert weight.to_local().shape == (1, 8)  # three, three, three, one
+    moment = optim.state[weight]["exp_avg"]
+    assert moment.placements == (Shard(0),)
+    assert moment.to_local().shape == (1, 8)
+    assert type(optim.state[weight]["step"]) is torch.Tensor
+    assert model.scale.placements == (Replicate(),)
+    assert type(optim.state[model.scale]["step"]) is torch.Tensor
+    assert isinstance(optim.state[model.scale]["exp_avg"], DTensor)
+
+
+def test_tied_weights_are_one_shard():
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    model[1].weight = model[0].weight
+    model, optim, program = train(model=model)
+    assert model[1].weight is model[0].weight
+    assert len(optim.param_groups[0]["params"]) == 1
+    kinds = program.ledger.total_by("kind", "phase")
+    assert {kind: total.count for kind, total in kinds.items()} == {
+        ("all_gather", "forward"): 1,
+        ("all_gather", "backward"): 1,
+        ("reduce_scatter", "backward"): 1,
+    }
+
+
+def test_marks_and_frozen_parameters_stay():
+    model = Net()
+    model.up.requires_grad_(False)
+    model.up.weight.is_special = True
+    model, _, program = train(model=model)
+    assert model.up.weight.is_special
+    assert isinstance(model.up.weight, DTensor) and not model.up.weight.requires_grad
+    totals = program.ledger.total_by("module", "kind")
+    assert totals["Net.up", "all_gather"].count == 2
+    assert ("Net.up", "reduce_scatter") not in totals
+
+
+def test_shards_are_taken_as_they_are_over_the_same_ranks():
+    def forward(model, batch):
+        with torch.no_grad():
+            return model(batch)
+
+    with fake_mesh(4, ("dp",)) as mesh:
+        model = nn.Linear(8, 10)
+        for name, parameter in list(model.named_parameters()):
+            shards = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
+            setattr(model, name, nn.Parameter(shards))
+        before = list(model.parameters())
+        # Without a mesh: all ranks, another name for the same axis.
+        evaluate = compile(parallel_mode=DataParallel("fully_shard"))(forward)
+        assert evaluate(model, torch.randn(3, 8)).shape == (3, 10)
+        after = model.parameters()
+        assert all(p is q for p, q in zip(before, after, strict=True))
+        kinds = evaluate.programs[0].ledger.total_by("kind", "phase")
+        assert {kind: total.count for kind, total in kinds.items()} == {
+            ("all_gather", "forward"): 2
+        }
+
+
+def test_less_memory_than_replicas():
+    modes = (
+        DataParallel("fully_shard"),
+        DataParallel("fully_shard", reshard_after_forward=False),
+        DataParallel("replicate"),
+    )
+    resharded, kept, replicated = (
+        train(mode, model=deep())[2].peak_memory.total_bytes for mode in modes
+    )
+    assert resharded < 0.7 * kept
+    assert kept < 0.7 * replicated
+
+
+def deep():
+    return nn.Sequential(
+        *(nn.Linear(8, 64) if n % 2 == 0 else nn.Linear(64, 8) for n in range(4))
+    )

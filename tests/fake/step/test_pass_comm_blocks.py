@@ -1,0 +1,167 @@
+"""Collectives of a graph as blocks, found by operator and by who reads what."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from comm_graphs import all_gather, all_reduce, captured, ops
+
+from torchspmd import _torch
+from torchspmd.comm import Kind, Phase
+from torchspmd.step.graph.comm_blocks import get_all_comm_blocks
+from torchspmd.step.graph.live_bytes import live_bytes
+from torchspmd.step.graph.new_nodes import NodeMaker, common_owner
+from torchspmd.step.graph.owners import META_KEY, Owner, owner_of
+from torchspmd.testing import fake_mesh
+
+pytestmark = pytest.mark.fake
+
+
+def names(nodes):
+    return [node.name for node in nodes]
+
+
+def test_a_block_has_its_head_and_its_tail():
+    def function(x, y):
+        sent = torch.cat([x.reshape(-1), y.reshape(-1)]).to(torch.bfloat16)
+        first, second = all_reduce(sent).float().div(4).split([4, 6])
+        return [first.view(2, 2) + 1, second]
+
+    with fake_mesh(4, ("dp",)):
+        gm = captured(function, torch.ones(2, 2), torch.ones(6))
+        (block,) = get_all_comm_blocks(gm)
+    assert block.kind is Kind.ALL_REDUCE and block.group.axis == "dp"
+    assert block.event.payload_bytes == 20 and not block.problem
+    assert names(block.head) == ["view", "view_1", "cat", "_to_copy"]
+    assert names(block.sources()) == ["x_1", "y_1"]
+    assert names(block.tail) == [
+        *("_to_copy_1", "div", "split_with_sizes", "getitem", "getitem_1", "view_2")
+    ]
+    assert names(block.outputs) == ["getitem_1", "view_2"]
+    assert sorted(names(block.readers())) == ["add", "output"]
+    assert block.argument("reduce_op") == "sum" and block.argument("nothing") is None
+
+
+def test_a_name_tells_nothing():
+    """The original went by prefixes: a renamed collective was not seen, a lookalike was."""
+    with fake_mesh(4, ("dp",)):
+        gm = captured(lambda x: [all_reduce(x), x + 1], torch.ones(4))
+        for node in gm.graph.nodes:
+            if node.op == "call_function":
+                is_add = node.target is torch.ops.aten.add.Tensor
+                node._rename("all_reduce_lookalike" if is_add else "something")
+        (block,) = get_all_comm_blocks(gm)
+        assert block.start.name == "something" and block.wait.name == "something_1"
+
+
+def test_a_long_chain_of_views_belongs_to_the_block():
+    """The original gave up five nodes behind the collective."""
+
+    def function(x):
+        result = all_reduce(x)
+        for _ in range(9):
+            result = result.unsqueeze(0)
+        return [result * result]
+
+    with fake_mesh(4, ("dp",)):
+        (block,) = get_all_comm_blocks(captured(function, torch.ones(4)))
+    assert len(block.tail) == 9 and names(block.outputs) == ["unsqueeze_8"]
+
+
+def test_a_node_of_two_blocks_belongs_to_none():
+    def function(x, y):
+        return [all_reduce(x) * all_reduce(y.sum())]
+
+    with fake_mesh(4, ("dp",)):
+        blocks = get_all_comm_blocks(captured(function, torch.ones(4), torch.ones(4)))
+    assert [block.tail for block in blocks] == [(), ()]
+    assert [names(block.readers()) for block in blocks] == [["mul"], ["mul"]]
+
+
+def test_random_numbers_do_not_travel():
+    def function(x):
+        return [torch.ops.aten.native_dropout(all_reduce(x), 0.5, True)[0]]
+
+    with fake_mesh(4, ("dp",)):
+        (block,) = get_all_comm_blocks(captured(function, torch.ones(4)))
+    assert block.tail == ()
+
+
+def test_what_must_be_left_alone():
+    def function(x):
+        unwaited = ops.all_reduce(x, "sum", "0")
+        raced = ops.all_reduce(x, "sum", "0")
+        return [unwaited, raced + 1, ops.wait_tensor(raced)]
+
+    with fake_mesh(4, ("dp",)):
+        blocks = get_all_comm_blocks(captured(function, torch.ones(4)))
+    assert [block.problem for block in blocks] == [
+        "all_reduce: nothing waits for it",
+        "all_reduce_1: add reads it without a wait",
+    ]
+
+
+def test_coalesced_collectives_have_several_waits():
+    def function(x, y):
+        both = ops.all_reduce_coalesced([x, y], "sum", "0")
+        return [ops.wait_tensor(each) for each in both]
+
+    with fake_mesh(4, ("dp",)):
+        (block,) = get_all_comm_blocks(captured(function, *[torch.ones(4)] * 2))
+    assert not block.problem and len(block.waits) == 2
+
+
+def test_only_gathers_of_inputs():
+    def function(x):
+        return [all_gather(x.bfloat16(), 4), all_gather(x + 1, 4), all_reduce(x)]
+
+    with fake_mesh(4, ("dp",)):
+        gm = captured(function, torch.ones(4))
+        blocks = get_all_comm_blocks(gm)
+        assert len(get_all_comm_blocks(gm, ["all_gather"])) == 2
+    assert [block.gathers_inputs() for block in blocks] == [True, False, False]
+
+
+def test_live_bytes():
+    def function(x):
+        doubled = x * 2  # 16 bytes, held by the gather until its wait
+        whole = all_gather(doubled, 4)  # 64 bytes
+        return [whole.view(2, 8).sum()]  # 4 bytes
+
+    with fake_mesh(4, ("dp",)):
+        gm = captured(function, torch.ones(4))
+        live = {node.name: size for node, size in live_bytes(gm).items()}
+    assert live == {
+        "x_1": 0,
+        "mul": 16,
+        "all_gather_into_tensor": 80,
+        "wait_tensor": 80,
+        "view": 64,
+        "sum_1": 68,
+        "output": 4,
+    }
+
+
+def test_an_all_reduce_reads_a_copy():
+    def function(x):
+        return [all_reduce(x * 2) + 1]
+
+    with fake_mesh(4, ("dp",)):
+        live = list(live_bytes(captured(function, torch.ones(4))).values())
+    assert live == [0, 16, 32, 16, 32, 16]
+
+
+def test_new_nodes_have_values_and_owners():
+    with fake_mesh(4, ("dp",)):
+        gm = captured(lambda x: [x + 1], torch.ones(4, 2))
+    add = gm.graph.output_node().prev
+    add.meta[META_KEY] = Owner(Phase.BACKWARD, "Net.layer")
+    with gm.graph.inserting_after(add):
+        make = NodeMaker(gm.graph, common_owner([add]))
+        gathered = make.call(_torch.ALL_GATHER, add, 4, "0")
+    assert gathered.meta["val"].shape == (16, 2)
+    assert _torch.is_fake(gathered.meta["val"])
+    assert owner_of(gathered) == Owner(Phase.BACKWARD, "Net.layer")

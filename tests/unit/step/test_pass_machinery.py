@@ -1,0 +1,99 @@
+"""What surrounds a pass: transaction, report, warning, order, observers."""
+
+import pytest
+import torch
+from torch import fx
+
+from torchspmd.errors import LegalityError, PassOrderError, PassWarning
+from torchspmd.step import IterGraphModule, graph_optimization_pass, pass_reports
+from torchspmd.step.graph.reports import Outcome
+from torchspmd.step.passes.ordering import applied_passes, observing_passes
+
+pytestmark = pytest.mark.unit
+
+
+def module():
+    return fx.symbolic_trace(lambda x: torch.relu(x) + 1)
+
+
+@graph_optimization_pass(prerequisites=[], apply_after=[])
+def add_noise(gm):
+    """Adds a node that is used, and then fails."""
+    relu = next(n for n in gm.graph.nodes if n.target is torch.relu)
+    with gm.graph.inserting_after(relu):
+        noise = gm.graph.call_function(torch.neg, (relu,))
+    relu.replace_all_uses_with(noise, lambda user: user is not noise)
+    raise RuntimeError("half-way")
+
+
+@graph_optimization_pass(prerequisites=[], apply_after=[])
+def do_nothing(gm):
+    return Outcome(matched=3, changed=0, refused=("all three are alone",))
+
+
+@graph_optimization_pass(prerequisites=[], apply_after=[], repeatable=False)
+def add_dead_code(gm):
+    x = next(iter(gm.graph.nodes))
+    with gm.graph.inserting_after(x):
+        gm.graph.call_function(torch.abs, (x,))
+    return Outcome(matched=1, changed=1)
+
+
+@graph_optimization_pass(prerequisites=[], apply_after=[])
+def drop_the_output(gm):
+    output = gm.graph.output_node()
+    output.args = (output.args[0].args[0],)
+
+
+@pytest.mark.parametrize("make", [module, lambda: IterGraphModule(module())])
+def test_a_pass_that_fails_leaves_the_graph_as_it_was(make):
+    gm = make()
+    before = [(node.name, str(node.args)) for node in gm.graph.nodes]
+    with pytest.raises(RuntimeError, match="half-way"):
+        add_noise(gm)
+    assert [(node.name, str(node.args)) for node in gm.graph.nodes] == before
+    assert gm(torch.tensor([-1.0, 2.0])).tolist() == [1.0, 3.0]
+    assert applied_passes(gm) == () and pass_reports(gm) == ()
+
+
+def test_an_illegal_edit_is_not_taken():
+    gm = module()
+    with pytest.raises(LegalityError, match="output"):
+        drop_the_output(gm)
+    assert gm(torch.tensor([-1.0, 2.0])).tolist() == [1.0, 3.0]
+
+
+def test_a_pass_that_changes_nothing_says_so():
+    with pytest.warns(PassWarning, match="do_nothing changed nothing: all three are"):
+        do_nothing(module())
+
+
+def test_reports_are_kept_and_observed():
+    gm = module()
+    seen = []
+    with observing_passes(lambda report, before, after: seen.append(report)):
+        do_nothing(gm)
+        report = add_dead_code(gm)
+    assert tuple(seen) == pass_reports(gm) and seen[1] is report
+    assert applied_passes(gm) == ("do_nothing", "add_dead_code")
+    assert report.before == report.after  # the dead node was removed
+    assert report.as_dict()["outcome"]["changed"] == 1
+    assert "left alone: all three are alone" in str(seen[0])
+
+
+def test_once_is_once():
+    gm = module()
+    add_dead_code(gm)
+    with pytest.raises(PassOrderError, match="Cannot apply add_dead_code twice"):
+        add_dead_code(gm)
+    add_dead_code(module())  # another graph
+
+
+def test_a_pass_that_keeps_its_work_to_itself_is_measured():
+    @graph_optimization_pass(prerequisites=[], apply_after=[])
+    def swap(gm):
+        add = next(n for n in gm.graph.nodes if n.name == "add")
+        add.args = (add.args[0], add.args[1])
+
+    with pytest.warns(PassWarning, match="swap changed nothing: it found nothing"):
+        swap(module())

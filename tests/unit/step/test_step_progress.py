@@ -1,0 +1,97 @@
+"""What a capture shows while it runs, and what it takes from the compiler's cache."""
+
+import contextlib
+import io
+
+import pytest
+import torch
+import torch._inductor
+from rich.console import Console
+from torch import nn
+
+from torchspmd.step import compile
+from torchspmd.step.capture import progress
+from torchspmd.step.capture.progress import Progress, note, phase
+
+pytestmark = pytest.mark.unit
+
+
+def train(model, optim, batch):
+    loss = model(batch).square().mean()
+    loss.backward()
+    optim.step()
+    optim.zero_grad()
+    return loss
+
+
+def run(**options):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    step = compile(**options)(train)
+    step(model, optim, torch.ones(2, 4))
+    return step, model.weight.detach()
+
+
+def test_nothing_is_written_where_there_is_no_terminal(capfd):
+    step, _ = run(gm_transformation=lambda gm: gm)
+    assert capfd.readouterr() == ("", "")
+    (told,) = [line for line in step.programs[0].notes if line.startswith("phases: ")]
+    assert [name in told for name in ("tracing", "functional form", "passes")] == [
+        True
+    ] * 3
+    assert told in step.explain()
+
+
+def test_phases_on_a_terminal(monkeypatch):
+    monkeypatch.setattr(progress, "_TOLD_AFTER", 0.0)
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=120)
+    with Progress("compile step", console) as shown:
+        with phase("tracing"):
+            pass
+        with phase("tracing"), phase("compiling"):
+            note("from the cache")
+            note("from the cache")
+    assert list(shown.seconds) == ["tracing", "compiling"]
+    assert shown.notes == ["from the cache"]
+    text = file.getvalue()
+    assert "compile step: compiling" in text
+    assert "compile step: 0.00 s (tracing 0.00, compiling 0.00)" in text
+
+
+def test_outside_of_a_capture_nothing_is_kept():
+    with phase("tracing"):
+        note("lost")
+    with Progress("compile step") as shown:
+        pass
+    assert shown.seconds == {} and shown.notes == []
+
+
+def test_a_failed_capture_leaves_no_line():
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True)
+    with pytest.raises(ValueError, match="stop"), Progress("compile", console):
+        raise ValueError("stop")
+    assert " s (" not in file.getvalue()
+
+
+def test_the_compilers_cache_is_used_and_may_be_broken(monkeypatch):
+    first, weight = run(backend="inductor")
+    again, same = run(backend="inductor")
+    assert "Inductor: compiled" in first.explain()
+    assert "Inductor: compiled code from its cache" in again.explain()
+    real, calls = torch._inductor.compile, []
+
+    def fails_once(*args):
+        calls.append(1)
+        if len(calls) == 1:
+            raise OSError("truncated")
+        return real(*args)
+
+    monkeypatch.setattr(torch._inductor, "compile", fails_once)
+    # A cache of its own would compile everything anew, which takes long.
+    monkeypatch.setattr("torch._inductor.utils.fresh_cache", contextlib.nullcontext)
+    without, third = run(backend="inductor")
+    assert "its cache could not be used, compiled without it" in without.explain()
+    assert torch.equal(weight, same) and torch.equal(same, third)

@@ -1,0 +1,37 @@
+"""What torch says in schemas, as the legality check reads it."""
+
+import pytest
+import torch
+
+from torchspmd import _torch
+
+pytestmark = pytest.mark.unit
+
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+
+
+def test_signature_of():
+    add = _torch.signature_of(aten.add_.Tensor)
+    assert (add.name, add.overload) == ("aten::add", "Tensor")
+    assert (add.arguments, add.written) == (("self", "other", "alpha"), ("self",))
+    assert add.defaults == {"alpha": 1}
+    assert add.is_elementwise and not add.draws
+    assert _torch.signature_of(aten.bernoulli.p).draws
+    assert not _torch.signature_of(aten.mm.default).is_elementwise
+
+
+def test_signatures_of_collectives_and_lists():
+    into = _torch.signature_of(c10d.all_gather_into_tensor_out.default)
+    plain = _torch.signature_of(c10d.all_gather_into_tensor.default)
+    assert (into.name, into.arguments) == (plain.name, plain.arguments)
+    assert (into.written, plain.written) == (("out",), ())
+    fused = _torch.signature_of(aten._fused_adamw_.tensor_lr)
+    assert (fused.name, fused.overload) == ("aten::_fused_adamw", "tensor_lr")
+    assert fused.written == (
+        "self",
+        "grads",
+        "exp_avgs",
+        "exp_avg_sqs",
+        "max_exp_avg_sqs",
+    )
+    assert _torch.signature_of(aten._foreach_add_.List).name == "aten::_foreach_add"
