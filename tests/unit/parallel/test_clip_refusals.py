@@ -9,5 +9,7 @@ pytestmark = pytest.mark.unit
 
 
 def test_no_parameters():
-    with pytest.raises(UsageError, match="no parameters were given, so nothing would be"):
+    with pytest.raises(
+        UsageError, match="no parameters were given, so nothing would be"
+    ):
         clip_grad_norm_([], 1.0)
