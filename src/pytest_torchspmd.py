@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torchspmd import Ledger
     from torchspmd.verify.plugin.mesh import MeshMaker
 
-# The name under which a rank's own pytest knows that it is one; see plugin_rank.
+# The name under which a rank's own pytest knows that it is one; see verify.plugin.rank.
 RANK_PLUGIN = "torchspmd-rank"
 
 _MARKS = (

@@ -8,7 +8,7 @@ from typing import Any, final
 
 from torch import fx
 
-from torchspmd.errors import PassWarning
+from torchspmd.errors import PassWarning, UsageError
 from torchspmd.step.dumps import Dumps
 from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.graph.reports import PassReport
@@ -55,6 +55,22 @@ class GraphModuleTransformation:
         cost: CostModel | None = None,
         passes: Sequence[Callable[[IterGraphModule], Any]] | None = None,
     ) -> None:
+        runs_default = enable_graph_optimization and passes is None
+        unused = [
+            name
+            for name, value in (
+                ("bucket_size_mb", bucket_size_mb),
+                ("overlap_iterations", overlap_iterations or None),
+                ("cost", cost),
+            )
+            if value is not None and not runs_default
+        ]
+        if unused:
+            raise UsageError(
+                f"GraphModuleTransformation: {', '.join(unused)} would have no effect: for "
+                "the default passes alone. Set enable_graph_optimization=True and leave "
+                "out passes."
+            )
         self.enable_graph_optimization = enable_graph_optimization
         self.enable_inductor = enable_inductor
         self.dump_graphs = dump_graphs
@@ -99,7 +115,8 @@ class GraphModuleTransformation:
             for each in self._passes:
                 each(module)
         self.reports = tuple(reports)
-        if not any(report.outcome.changed for report in reports):
+        # A plain function among the passes makes no report, and cannot be judged here.
+        if reports and not any(report.outcome.changed for report in reports):
             names = ", ".join(report.name for report in reports)
             warnings.warn(
                 f"GraphModuleTransformation: none of its passes changed anything ({names})"

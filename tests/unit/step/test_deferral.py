@@ -4,11 +4,18 @@ import copy
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 from torchspmd.errors import DeferralError, PassWarning, UsageError
-from torchspmd.step import IterGraphModule, compile, find_all_descendants, find_node
+from torchspmd.step import (
+    IterGraphModule,
+    compile,
+    find_all_descendants,
+    find_node,
+)
+from torchspmd.step.graph.roles import OutputKind, OutputRole, set_roles
 from torchspmd.step.passes import (
+    defer_updates,
     iter_move_grads_and_optimizers,
     remove_copy_from_optimizer,
 )
@@ -150,7 +157,13 @@ def test_one_value_for_each_gradient_is_carried():
     run = step.programs[0].run
     assert run.num_carried == 3  # two gradients and the learning rate
     assert set(run.forms) == {"whole", "first", "steady", "last", "flush"}
+    assert "2 updates are made in the next step, 3 values go" in step.explain()
+    with pytest.raises(
+        UsageError, match="cannot be edited while work of the iteration"
+    ):
+        run.recompile()
     step.flush()
+    run.recompile()
 
 
 # Everything that looks at the state from outside flushes.
@@ -437,3 +450,36 @@ def test_nodes_that_a_later_pass_removed():
 
     text = refusal(transformation)
     assert "Nodes that were moved to the next iteration are gone: gone" in text
+
+
+def test_two_regions_that_share_a_state():
+    graph = fx.Graph()
+    weight, average = graph.placeholder("weight"), graph.placeholder("average")
+    result = graph.call_function(torch.abs, (weight,))
+    update = graph.call_function(torch.neg, (weight,))
+    mean = graph.call_function(torch.add, (average, weight))
+    graph.output([update, mean, result])
+    state = [OutputRole(OutputKind.STATE, place) for place in range(2)]
+    set_roles(graph, [*state, OutputRole(OutputKind.RESULT)])
+    gm = IterGraphModule(fx.GraphModule(nn.Module(), graph))
+    by_name = {node.name: node for node in gm.graph.nodes}
+    gm.graph.move_to_next_iter_before([by_name["neg"]], by_name["abs_1"])
+    with pytest.raises(DeferralError, match="weight is changed by one deferred region"):
+        gm.graph.move_to_next_iter_before([by_name["add"]], by_name["abs_1"])
+
+
+def test_an_error_in_the_block_is_not_hidden_by_a_flush_that_fails():
+    step = compile(gm_transformation=defer_everything)(plain_step)
+    with pytest.raises(KeyError) as caught, step:
+        step(*build(), batches(1)[0])
+        step.programs[0].run._forms._runs["flush"] = None  # cannot be called
+        raise KeyError("the user's own")
+    assert "the update that was owed could not be made" in caught.value.__notes__[0]
+
+
+def test_words_of_defer_updates():
+    gm = IterGraphModule(fx.symbolic_trace(lambda x: x + 1))
+    with pytest.raises(UsageError, match="choose 'now' or 'next'"):
+        defer_updates(gm, start="later")
+    with pytest.raises(UsageError, match="pass an IterGraphModule, not"):
+        defer_updates(fx.symbolic_trace(lambda x: x + 1))

@@ -97,3 +97,15 @@ def test_a_pass_that_keeps_its_work_to_itself_is_measured():
 
     with pytest.warns(PassWarning, match="swap changed nothing: it found nothing"):
         swap(module())
+
+
+def test_a_pass_that_fails_takes_its_marks_back():
+    @graph_optimization_pass(prerequisites=[], apply_after=[])
+    def mark_and_fail(gm):
+        gm.graph.regions.append("a mark")
+        raise RuntimeError("after the move")
+
+    gm = IterGraphModule(module())
+    with pytest.raises(RuntimeError, match="after the move"):
+        mark_and_fail(gm)
+    assert gm.graph.regions == []

@@ -185,6 +185,14 @@ def test_default_passes_without_communication_warn():
     assert names[0] == "dedupe_collectives" and "schedule_comm_wait" in names
 
 
+@pytest.mark.parametrize(
+    "options", [{"overlap_iterations": True}, {"bucket_size_mb": 4, "passes": [first]}]
+)
+def test_options_without_effect_are_refused(options):
+    with pytest.raises(UsageError, match=f"{next(iter(options))} would have no effect"):
+        GraphModuleTransformation(**options)
+
+
 def test_an_iterated_graph_finishes_by_itself():
     assert IterGraphModule(module())(torch.ones(2)).tolist() == [2.0, 2.0]
     assert "add" in IterGraphModule(module()).print_readable(print_output=False)

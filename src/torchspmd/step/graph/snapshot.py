@@ -31,6 +31,8 @@ class Snapshot:
         """Give a module back the graph that it had."""
         copy, _ = copy_graph(self.graph)
         gm.graph = copy
+        if hasattr(gm.graph, "regions"):  # marks that the failed edit set are gone too
+            gm.graph.regions[:] = self.deferred
         gm.recompile()
 
     def num_changes(self, graph: fx.Graph) -> int:

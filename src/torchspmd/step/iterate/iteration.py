@@ -5,6 +5,7 @@ from typing import Any, final
 
 from torch import fx
 
+from torchspmd.errors import UsageError
 from torchspmd.step.graph.roles import OutputKind, output_values, roles_of
 from torchspmd.step.iterate.iter_graph import IterGraph
 from torchspmd.step.iterate.pipeline import Stage, derive
@@ -39,6 +40,7 @@ class IterGraphModule:
         self.enable_inductor = enable_inductor
         self._forms: _Forms | None = None
         self._carried: tuple[Any, ...] | None = None
+        self._make_ready: Callable[[str, fx.GraphModule], Runnable] = self._prepare
 
     @property
     def graph(self) -> IterGraph:
@@ -53,8 +55,14 @@ class IterGraphModule:
         self.main_gm.graph = IterGraph.copy_of(graph, regions)
 
     def recompile(self) -> None:
-        """Generate the graph's code again after an edit."""
+        """Generate the graph's code again after an edit; what is run is derived anew."""
+        if self.is_pending:
+            raise UsageError(
+                "IterGraphModule: the graph cannot be edited while work of the iteration "
+                "before is owed. Call flush(), or run one with last_iter=True, first."
+            )
         self.main_gm.recompile()
+        self._forms = None
 
     def freeze_cross_iter_movement(self) -> None:
         """End moving nodes to the next iteration."""
@@ -72,8 +80,8 @@ class IterGraphModule:
         """
         self.recompile()
         self.freeze_cross_iter_movement()
-        self._forms = _Forms(self.main_gm, prepare or self._prepare)
-        self._carried = None
+        self._make_ready = prepare or self._make_ready
+        self._forms = _Forms(self.main_gm, self._make_ready)
 
     @property
     def is_pending(self) -> bool:

@@ -67,6 +67,8 @@ def defer_updates(
             f"defer_updates: pass an IterGraphModule, not {type(gm).__name__}: only that "
             "can leave work for the next iteration."
         )
+    if start not in ("now", "next"):
+        raise UsageError(f"defer_updates(start={start!r}): choose 'now' or 'next'.")
     graph = gm.graph
     cost = cost or CostModel.for_device(_device(graph))
     blocks = get_all_comm_blocks(gm, _REDUCTIONS)
