@@ -30,7 +30,8 @@ check: $(STAMP) ## format, lint, types, import contracts, spelling, sizes, the e
 	$(BIN)/torchspmd check examples/train_gpt_tp.lock
 
 pytest: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet --numprocesses 2 src tests/unit tests/fake
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet tests/ranks tests/gpu
 
 format: $(STAMP) ## rewrite files in the house format
 	$(BIN)/ruff format .

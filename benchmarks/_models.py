@@ -90,6 +90,26 @@ class Transformer(nn.Module):
         return self.layers(x)
 
 
+class GPT(nn.Module):
+    """A decoder with learned positions and a tied head; gives the loss."""
+
+    def __init__(
+        self, num_layers: int = 12, width: int = 768, vocabulary: int = 50304
+    ) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.positions = nn.Parameter(torch.zeros(1024, width))
+        self.body = Transformer(num_layers, width, 4 * width, 64)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) + self.positions[: tokens.shape[1]]
+        logits = self.head(self.norm(self.body(x)))[:, :-1]
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
 _COLWISE = ("up", "q", "k", "v")
 _ROWWISE = ("down", "o")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _models import Transformer
+from _models import GPT, Transformer
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -18,6 +18,8 @@ from torchspmd.step import DataParallel, GraphModuleTransformation, compile
 from torchspmd.step.graph.cost import CostModel
 
 Step = Callable[..., Any]
+
+BUCKET_MB = 25.0  # where nothing but communication is measured
 
 
 @dataclass(frozen=True)
@@ -33,15 +35,23 @@ class Workload:
         torch.manual_seed(0)
         dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
         where = {"device": self.device, "dtype": dtype}
+        if self.model == "gpt 12x768":
+            model: nn.Module = GPT().to(**where)
+            length = 512 if self.device == "cuda" else 32
+            batch = torch.randint(50304, (self.batch, length), device=self.device)
+            return model, _optimizer(model), batch
         if self.model == "transformer 12x768":
-            model: nn.Module = Transformer(12, 768, 3072, 64).to(**where)
+            model = Transformer(12, 768, 3072, 64).to(**where)
             batch = torch.randn(self.batch, 512 if self.device == "cuda" else 32, 768)
         else:
             layers, width = (int(part) for part in self.model.split()[1].split("x"))
             model = linear_stack(layers, width).to(**where)
             batch = torch.randn(self.batch, width)
-        optim = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        return model, optim, batch.to(**where)
+        return model, _optimizer(model), batch.to(**where)
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
 def linear_stack(layers: int, width: int) -> nn.Module:
@@ -55,7 +65,8 @@ def linear_stack(layers: int, width: int) -> nn.Module:
 def train_step(
     model: nn.Module, optim: torch.optim.Optimizer, batch: torch.Tensor
 ) -> torch.Tensor:
-    loss = model(batch).float().square().mean()
+    out = model(batch)
+    loss = out if out.ndim == 0 else out.float().square().mean()
     loss.backward()
     optim.step()
     optim.zero_grad()
@@ -71,7 +82,8 @@ def ddp_compiled(model: nn.Module, _: CostModel) -> tuple[nn.Module, Step]:
 
 
 def fsdp(model: nn.Module, _: CostModel) -> tuple[nn.Module, Step]:
-    blocks = model.layers if isinstance(model, Transformer) else model
+    body = model.body if isinstance(model, GPT) else model
+    blocks = body.layers if isinstance(body, Transformer) else body
     for block in blocks:
         if any(True for _ in block.parameters()):
             fully_shard(block)
@@ -90,6 +102,7 @@ def ours(
     passes: bool,
     overlap: bool,
     megabytes: float | None = None,
+    inductor: bool = False,
 ) -> tuple[nn.Module, Step]:
     transformation = None
     if passes:
@@ -98,6 +111,7 @@ def ours(
             overlap_iterations=overlap,
             bucket_size_mb=megabytes,
             cost=cost,
+            enable_inductor=inductor,
         )
     step = compile(
         gm_transformation=transformation, parallel_mode=DataParallel("replicate")
@@ -109,7 +123,17 @@ def alone(model: nn.Module, _: CostModel) -> tuple[nn.Module, Step]:
     return model, train_step
 
 
-VARIANTS: dict[str, Callable[[nn.Module, CostModel], tuple[nn.Module, Step]]] = {
+def alone_compiled(model: nn.Module, _: CostModel) -> tuple[nn.Module, Step]:
+    return torch.compile(model), train_step
+
+
+Variant = Callable[[nn.Module, CostModel], tuple[nn.Module, Step]]
+
+BASES: dict[str, Variant] = {
+    "compute alone": alone,
+    "compute alone, compiled": alone_compiled,
+}
+VARIANTS: dict[str, Variant] = {
     "DDP": ddp,
     "DDP + torch.compile": ddp_compiled,
     "FSDP2": fsdp,
@@ -118,6 +142,12 @@ VARIANTS: dict[str, Callable[[nn.Module, CostModel], tuple[nn.Module, Step]]] = 
     "torchspmd, passes": functools.partial(ours, passes=True, overlap=False),
     "torchspmd, overlapped iterations": functools.partial(
         ours, passes=True, overlap=True
+    ),
+    "torchspmd, passes, inductor": functools.partial(
+        ours, passes=True, overlap=False, inductor=True
+    ),
+    "torchspmd, overlapped, inductor": functools.partial(
+        ours, passes=True, overlap=True, inductor=True
     ),
 }
 
@@ -129,10 +159,10 @@ def measure(name: str, workload: Workload, cost: CostModel, steps: int) -> float
     at the very end is made off the clock.
     """
     model, optim, batch = workload.build()
-    build = alone if name == "compute alone" else VARIANTS[name]
+    build = BASES.get(name) or VARIANTS[name]
     if name.startswith("FSDP2"):
         model, step = build(model, cost)
-        optim = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        optim = _optimizer(model)
     else:
         model, step = build(model, cost)
     for _ in range(4):  # cold optimizer, warm one, and two in the steady state
@@ -148,12 +178,12 @@ def measure(name: str, workload: Workload, cost: CostModel, steps: int) -> float
     return seconds
 
 
-def measure_wire(workload: Workload, steps: int, megabytes: float = 25.0) -> float:
+def measure_wire(workload: Workload, steps: int) -> float:
     """Seconds to reduce all gradients in buckets, with nothing else to do."""
     model, _, _ = workload.build()
     sample = next(model.parameters())
     total = sum(parameter.numel() for parameter in model.parameters())
-    size = int(megabytes * 2**20) // sample.element_size()
+    size = int(BUCKET_MB * 2**20) // sample.element_size()
     buckets = [sample.new_zeros(min(size, total - at)) for at in range(0, total, size)]
     for _ in range(2):
         dist.all_reduce(buckets[0])
@@ -164,6 +194,19 @@ def measure_wire(workload: Workload, steps: int, megabytes: float = 25.0) -> flo
         for work in works:
             work.wait()
     wait_for_all(workload.device)
+    return (time.perf_counter() - start) / steps
+
+
+def measure_latency(workload: Workload, steps: int) -> float:
+    """Seconds that a reduction of next to nothing takes, one behind the other."""
+    small = next(workload.build()[0].parameters()).new_zeros(16)
+    for _ in range(2):
+        wait_for_all(workload.device)
+        start = time.perf_counter()
+        works = [dist.all_reduce(small.clone(), async_op=True) for _ in range(steps)]
+        for work in works:
+            work.wait()
+        wait_for_all(workload.device)
     return (time.perf_counter() - start) / steps
 
 

@@ -11,6 +11,7 @@ times as long as communicating.
 """
 
 import argparse
+import math
 import os
 import subprocess
 import sys
@@ -19,7 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from _harness import publish
-from _step_variants import VARIANTS, Workload, count, measure, measure_wire
+from _step_variants import (
+    BASES,
+    BUCKET_MB,
+    VARIANTS,
+    Workload,
+    count,
+    measure,
+    measure_latency,
+    measure_wire,
+)
 
 from torchspmd.errors import SpmdError
 from torchspmd.step.graph.cost import CostModel
@@ -50,6 +60,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--models", nargs="+", default=["linear 5x1024"])
     parser.add_argument("--ratios", nargs="+", type=float, default=[1.0, 0.25])
+    parser.add_argument("--batch", type=int, help="instead of looking for the ratio")
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS))
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=2)
@@ -62,8 +73,8 @@ def compare(
     ranks: Ranks, model: str, ratio: float, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Every variant on one model, at one ratio of computing to communicating."""
-    workload, compute, wire, cost = balance(ranks, model, ratio, options)
-    limit = max(compute, wire)
+    workload, bases, wire, cost = balance(ranks, model, ratio, options)
+    limit = max(min(bases.values()), wire)
     seconds: dict[str, float | str] = {}
     for _ in range(options.rounds):
         for name in options.variants:
@@ -77,7 +88,9 @@ def compare(
         for name, value in seconds.items()
         if isinstance(value, float) and not name.startswith("torchspmd")
     ]
-    rows = [row(model, workload, "compute alone", compute, peers, limit)]
+    rows = [
+        row(model, workload, name, value, peers, limit) for name, value in bases.items()
+    ]
     rows.append(row(model, workload, "communication alone", wire, peers, limit))
     return rows + [
         row(model, workload, name, value, peers, limit)
@@ -105,27 +118,35 @@ def row(
 
 def balance(
     ranks: Ranks, model: str, ratio: float, options: argparse.Namespace
-) -> tuple[Workload, float, float, CostModel]:
+) -> tuple[Workload, dict[str, float], float, CostModel]:
     """The batch at which computing takes ``ratio`` times as long as communicating."""
-    workload = Workload(model, 16, options.device)
+    batch = getattr(options, "batch", None)
+    workload = Workload(model, batch or 16, options.device)
     wire = max(ranks.run(measure_wire, workload, 3, timeout=LIMIT))
-    for _ in range(2):
-        alone = ranks.run(
-            measure, "compute alone", workload, CostModel(), 3, timeout=LIMIT
-        )
-        wanted = workload.batch * ratio * wire / max(alone)
-        workload = replace(workload, batch=max(1, round(wanted)))
-    compute = max(
-        ranks.run(measure, "compute alone", workload, CostModel(), 3, timeout=LIMIT)
-    )
+    wanted = getattr(options, "variants", ())
+    is_compiled = any("compile" in name or "inductor" in name for name in wanted)
+    names = list(BASES) if is_compiled and options.device == "cuda" else list(BASES)[:1]
+
+    def alone(name: str) -> float:
+        return max(ranks.run(measure, name, workload, CostModel(), 3, timeout=LIMIT))
+
+    for _ in range(0 if batch else 2):
+        found = workload.batch * ratio * wire / alone(names[-1])
+        workload = replace(workload, batch=max(1, round(found)))
+    bases = {name: alone(name) for name in names}
+    compute = bases["compute alone"]
     flops, size = ranks.run(count, workload, timeout=LIMIT)[0]
     sent = 2 * (options.ranks - 1) / options.ranks * size
+    latency = max(ranks.run(measure_latency, workload, 20, timeout=LIMIT))
+    print(f"latency of a reduction: {latency * 1e3:.2f} ms", file=sys.stderr)
+    sending = wire - latency * math.ceil(size / (BUCKET_MB * 2**20))
     cost = CostModel(
         flops=flops / compute,
         memory_bytes=1e12 if options.device == "cuda" else 1e10,
-        network_bytes=sent / wire,
+        network_bytes=sent / max(sending, wire / 2),
+        latency_seconds=latency,
     )
-    return workload, compute, wire, cost
+    return workload, bases, wire, cost
 
 
 def attempt(

@@ -21,7 +21,7 @@ README = 200
 # What may be larger, its own limit, and why. A file by its path; a class or function as
 # `path::name`. There is no other way out.
 EXCEPTIONS: dict[str, tuple[int, str]] = {
-    "src/torchspmd/_torch/__init__.py": (120, "it is a list of names"),
+    "src/torchspmd/_torch/__init__.py": (140, "it is a list of names"),
 }
 
 Finding = tuple[str, str, int, int]  # where, what, its size, the usual limit

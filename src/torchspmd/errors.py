@@ -4,6 +4,10 @@ Each class is a ``SpmdError`` and also the builtin that a caller would expect, s
 ``except SpmdError`` and ``except ValueError`` work.
 """
 
+from collections.abc import Sequence
+
+_SHOWN = 6  # names in one message
+
 
 class SpmdError(Exception):
     """Base of all torchspmd errors; its text says what was called and what to change."""
@@ -137,6 +141,27 @@ class DeferralError(LegalityError, ValueError):
     needs their result in this iteration.
     Cure: the latest legal place, which the text names.
     """
+
+
+class LostStateError(SpmdError, RuntimeError):
+    """An update was interrupted half-way: its states are neither the old nor the new ones.
+
+    Cause: an exception, or Ctrl-C, in the middle of an update that overlapped steps make
+    in place.
+    Cure: load a checkpoint, into the same module and optimizer or in a new process.
+    """
+
+    @classmethod
+    def of(cls, names: Sequence[str]) -> "LostStateError":
+        """The error for states, by name."""
+        shown = ", ".join(names[:_SHOWN])
+        rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        return cls(
+            f"{len(names)} states of an overlapped step are lost: {shown}{rest}. An "
+            "exception ended the step while it wrote them, so that they hold neither the "
+            "old nor the new values. Load a checkpoint: load_state_dict() of the module "
+            "and of the optimizer, both before the next step, or in a new process."
+        )
 
 
 class VirtualRanksError(SpmdError, RuntimeError):

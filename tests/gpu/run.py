@@ -1,6 +1,7 @@
-"""Run the GPU tests without pytest: ``PYTHONPATH=src python tests/gpu/run.py``.
+"""Run the GPU tests without pytest: ``PYTHONPATH=src python tests/gpu/run.py [words]``.
 
-Every ``test_*`` function of every ``test_*.py`` beside this file; exit code 1 on a failure.
+Every ``test_*`` function of every ``test_*.py`` beside this file, or those whose file and
+name contain one of the words; exit code 1 on a failure.
 """
 
 import importlib
@@ -17,7 +18,9 @@ def main() -> int:
     for path in sorted(folder.glob("test_*.py")):
         module = importlib.import_module(path.stem)
         for name in sorted(vars(module)):
-            if not name.startswith("test_"):
+            words = sys.argv[1:] or [""]
+            wanted = any(word in f"{path.stem}.{name}" for word in words)
+            if not name.startswith("test_") or not wanted:
                 continue
             start = time.perf_counter()
             try:

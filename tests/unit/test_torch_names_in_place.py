@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.amp import GradScaler
 from torch.overrides import TorchFunctionMode
 
@@ -99,3 +100,22 @@ def test_backward_under():
         with _torch.backward_under(mode):
             out.backward()
     assert seen.count("sin") == 2  # the recomputation is seen too
+
+
+def test_hook_tables():
+    module = nn.Linear(2, 2)
+    module.register_forward_pre_hook(print)
+    module.register_forward_hook(print)
+    module.register_full_backward_pre_hook(print)
+    module.register_full_backward_hook(print)
+    for name in _torch.HOOK_TABLES:
+        assert len(getattr(module, name)) == 1
+
+
+def test_reduction_in_place():
+    functional = torch.ops._c10d_functional
+    form = _torch.reduction_in_place(functional.all_reduce.default)
+    assert form is functional.all_reduce_.default
+    assert _torch.written_arguments(form) == (0,)
+    for other in (functional.reduce_scatter_tensor.default, aten.add.Tensor, None):
+        assert _torch.reduction_in_place(other) is None

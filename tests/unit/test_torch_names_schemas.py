@@ -35,3 +35,19 @@ def test_signatures_of_collectives_and_lists():
         "max_exp_avg_sqs",
     )
     assert _torch.signature_of(aten._foreach_add_.List).name == "aten::_foreach_add"
+
+
+def test_draws_random_numbers():
+    """Attention draws only for dropout."""
+    cudnn = aten._scaled_dot_product_cudnn_attention
+    tensors = (None,) * 4
+    assert not _torch.draws_random_numbers(cudnn.default, (*tensors, True), {})
+    assert not _torch.draws_random_numbers(cudnn.default, (*tensors, True, 0.0), {})
+    assert _torch.draws_random_numbers(cudnn.default, (*tensors, True, 0.1), {})
+    # It is given the seed of its forward.
+    backward = aten._scaled_dot_product_cudnn_attention_backward.default
+    assert torch.Tag.nondeterministic_seeded in backward.tags
+    assert not _torch.draws_random_numbers(backward, (None,) * 13 + (0.1,), {})
+    assert not _torch.signature_of(backward).draws
+    assert _torch.draws_random_numbers(aten.bernoulli.p, (None, 0.5), {})
+    assert not _torch.draws_random_numbers(len, (), {})

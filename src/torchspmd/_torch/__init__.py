@@ -8,6 +8,7 @@ for each area; this page lists what the rest of torchspmd may use.
 from torch._ops import OpOverload as OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
+from torchspmd._torch import numbers as numbers
 from torchspmd._torch.autograd import ACCUMULATE_SEQUENCE as ACCUMULATE_SEQUENCE
 from torchspmd._torch.autograd import current_node as current_node
 from torchspmd._torch.autograd import graph_task as graph_task
@@ -25,6 +26,7 @@ from torchspmd._torch.capture import functional_optimizer as functional_optimize
 from torchspmd._torch.capture import has_symbols as has_symbols
 from torchspmd._torch.capture import holds as holds
 from torchspmd._torch.capture import layout_of as layout_of
+from torchspmd._torch.capture import lazy_module as lazy_module
 from torchspmd._torch.capture import plain_tensor as plain_tensor
 from torchspmd._torch.capture import sum_over as sum_over
 from torchspmd._torch.capture import symbol_of as symbol_of
@@ -55,6 +57,7 @@ from torchspmd._torch.groups import live_meshes as live_meshes
 from torchspmd._torch.groups import num_unwaited as num_unwaited
 from torchspmd._torch.groups import owned_axis as owned_axis
 from torchspmd._torch.groups import resolve_group as resolve_group
+from torchspmd._torch.hooks import HOOK_TABLES as HOOK_TABLES
 from torchspmd._torch.hooks import has_forward_hooks as has_forward_hooks
 from torchspmd._torch.landmarks import LANDMARKS as LANDMARKS
 from torchspmd._torch.landmarks import Landmark as Landmark
@@ -67,6 +70,7 @@ from torchspmd._torch.landmarks import is_torch_code as is_torch_code
 from torchspmd._torch.landmarks import landmark as landmark
 from torchspmd._torch.landmarks import redistribution as redistribution
 from torchspmd._torch.mutation import in_place_form as in_place_form
+from torchspmd._torch.mutation import reduction_in_place as reduction_in_place
 from torchspmd._torch.mutation import shared_arguments as shared_arguments
 from torchspmd._torch.mutation import storage_bytes as storage_bytes
 from torchspmd._torch.mutation import written_arguments as written_arguments
@@ -92,9 +96,14 @@ from torchspmd._torch.scaler import choosing_steps as choosing_steps
 from torchspmd._torch.scaler import scaler_facts as scaler_facts
 from torchspmd._torch.scaler import scaler_tensors as scaler_tensors
 from torchspmd._torch.schemas import Signature as Signature
+from torchspmd._torch.schemas import draws_random_numbers as draws_random_numbers
 from torchspmd._torch.schemas import signature_of as signature_of
+from torchspmd._torch.sharding import free_shard as free_shard
 from torchspmd._torch.sharding import has_gradient_hooks as has_gradient_hooks
 from torchspmd._torch.sharding import is_view as is_view
+from torchspmd._torch.sharding import join_axes as join_axes
+from torchspmd._torch.sharding import sister_axis as sister_axis
+from torchspmd._torch.sharding import strided_shard as strided_shard
 from torchspmd._torch.sharding import version_of as version_of
 from torchspmd._torch.shards import apply_torch_style as apply_torch_style
 from torchspmd._torch.shards import build_spec as build_spec

@@ -1,7 +1,6 @@
 """Capture: fake tensors, symbols for numbers, tracing to a graph, functional form."""
 
 import contextlib
-import gc
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -43,6 +42,16 @@ class FakeWorld:
             )
         return self._environment.create_symfloatnode(symbol, hint=value, source=source)
 
+    def same_number(self, number: Any) -> Any:
+        """Another number with the same symbol: both are taken to be always equal."""
+        from torch._dynamo.source import ConstantSource
+
+        symbol, hint = symbol_of(number), number.node.hint
+        make = self._environment.create_symfloatnode
+        if isinstance(number, torch.SymInt):
+            make = self._environment.create_symintnode
+        return make(symbol, hint=hint, source=ConstantSource(str(symbol)))
+
     @contextlib.contextmanager
     def reading_values(self) -> Iterator[None]:
         """Let ``item()`` give a symbol inside; outside it fails."""
@@ -67,8 +76,8 @@ def symbol_of(number: Any) -> Any:
 def holds(expression: Any, values: Mapping[Any, float]) -> bool:
     """Whether an assumption is true for these values of its symbols.
 
-    An assumption over other symbols (values read inside the step) cannot be decided here
-    and is taken as true: torch refuses to branch on those.
+    An assumption over other symbols (values that are only known inside the step) cannot be
+    decided here and is taken as true: torch refuses to branch on those.
     """
     import sympy  # type: ignore[import-untyped]
 
@@ -83,9 +92,15 @@ def holds(expression: Any, values: Mapping[Any, float]) -> bool:
 
 def trace(function: Callable[..., Any], inputs: list[Any]) -> fx.GraphModule:
     """The operators that ``function(*inputs)`` calls, as a graph with flat inputs."""
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    with _without_constant_values(), _quick_powers(), _without_collection():
+    with (
+        _without_constant_values(),
+        _quick_powers(),
+        _missing_kernels(),
+        _use_lazy_graph_module(True),
+    ):
         return make_fx(function, decomposition_table=_decompositions())(*inputs)
 
 
@@ -106,15 +121,24 @@ def _quick_powers() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
-    """Keep the garbage collector from walking a growing graph again and again."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
+def _missing_kernels() -> Iterator[None]:
+    """Let fused SGD run on tensors without values; torch has no such kernel for it."""
+    names = [
+        name
+        for name in ("_fused_sgd_", "_fused_sgd_.tensor_lr")
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta")
+    ]
+    with torch.library._scoped_library("aten", "IMPL", "Meta") as library:
+        for name in names:
+            library.impl(name, lambda *args, **kwargs: None)
         yield
-    finally:
-        if was_enabled:
-            gc.enable()
+
+
+def lazy_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """A graph with the tensors of a module; its code is made when it is asked for."""
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
+    return _LazyGraphModule(root, graph)
 
 
 @contextlib.contextmanager
@@ -165,7 +189,7 @@ def functional_optimizer(operator: Any) -> Any | None:
     Torch's own functional form fails on them where an argument is an empty list.
     """
     name = getattr(operator, "_opname", "")
-    if not (name.startswith("_fused_ada") and name.endswith("_")):
+    if not (name.startswith(("_fused_ada", "_fused_sgd")) and name.endswith("_")):
         return None
     packet = getattr(torch.ops.aten, name[:-1])
     return getattr(packet, operator._overloadname)
@@ -200,24 +224,28 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 
 def compile_with_inductor(
-    graph: fx.GraphModule, inputs: list[Any]
+    graph: fx.GraphModule, inputs: list[Any], *, keep_order: bool
 ) -> tuple[Callable[..., Any], str]:
     """The graph compiled ahead by torch's own compiler, and what its cache gave.
 
-    A cache that cannot be used costs time, and nothing else.
+    A cache that cannot be used costs time, and nothing else. With ``keep_order`` the code
+    runs in the graph's order: otherwise it is rearranged for memory, starts of collectives
+    towards the end and waits towards the front, and nothing overlaps any more.
     """
     import torch._inductor
     from torch._dynamo.utils import counters
     from torch._inductor.utils import fresh_cache
 
+    names = ("reorder_for_locality", "reorder_for_peak_memory") if keep_order else ()
+    options = dict.fromkeys(names, False)
     before = dict(counters["inductor"])
     try:
-        made: Callable[..., Any] = torch._inductor.compile(graph, inputs)
+        made: Callable[..., Any] = torch._inductor.compile(graph, inputs, options)
     except Exception as error:
         # It may be a broken file in the cache: once more, without it.
         try:
             with fresh_cache():
-                made = torch._inductor.compile(graph, inputs)
+                made = torch._inductor.compile(graph, inputs, options)
         except Exception:
             raise error from None
         return made, "its cache could not be used, compiled without it"

@@ -35,6 +35,14 @@ def in_place_form(operator: Any) -> OpOverload | None:
     return form if isinstance(form, OpOverload) and 0 in _written(form) else None
 
 
+def reduction_in_place(operator: Any) -> OpOverload | None:
+    """The all-reduce that works in its argument's memory; None for other operators."""
+    functional = torch.ops._c10d_functional
+    if operator is not functional.all_reduce.default:
+        return None
+    return functional.all_reduce_.default
+
+
 def written_arguments(operator: Any) -> tuple[int, ...]:
     """The places of the arguments that an operator writes into."""
     return _written(operator) if isinstance(operator, OpOverload) else ()

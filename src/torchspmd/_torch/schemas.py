@@ -1,5 +1,6 @@
 """What an operator's schema says about its arguments and its result."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -40,22 +41,39 @@ def signature_of(operator: OpOverload) -> Signature:
         for argument in schema.arguments
         if argument.alias_info is not None and argument.alias_info.is_write
     )
-    is_out = torch.Tag.out in operator.tags or schema.name.endswith("_out")
-    names = tuple(
-        argument.name
-        for argument in schema.arguments
-        if not (is_out and argument.kwarg_only and argument.name in written)
-    )
+    names = tuple(a.name for a in schema.arguments if not a.is_out)
     return Signature(
         _functional_name(schema.name, bool(written)),
         operator._overloadname.removesuffix("default"),
         names,
         {a.name: a.default_value for a in schema.arguments if a.has_default_value()},
         written,
-        torch.Tag.nondeterministic_seeded in operator.tags,
+        _is_seeded(operator),
         torch.Tag.pointwise in operator.tags,
     )
 
 
 def _functional_name(name: str, writes: bool) -> str:
     return name.removesuffix("_out").removesuffix("_") if writes else name
+
+
+def draws_random_numbers(
+    operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether a call takes numbers from a generator."""
+    if not isinstance(operator, OpOverload) or not _is_seeded(operator):
+        return False
+    for place, argument in enumerate(operator._schema.arguments):
+        if argument.name == "dropout_p":  # attention draws for nothing else
+            given = args[place] if place < len(args) else argument.default_value
+            return bool(kwargs.get("dropout_p", given))
+    return True
+
+
+def _is_seeded(operator: OpOverload) -> bool:
+    """Whether an operator may draw; a backward of attention is given its forward's seed."""
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        return False
+    return all(
+        argument.name != "philox_seed" for argument in operator._schema.arguments
+    )

@@ -38,7 +38,7 @@ def module_table(ledger: Ledger, is_terminal: bool = False) -> Table:
     root = build_tree(ledger)
     phases = [phase for phase in Phase if root.total.get(phase.value)]
     names = {Phase.FORWARD: "fwd", Phase.BACKWARD: "bwd", Phase.RECOMPUTE: "recomp"}
-    table = _table("Communication by module", is_terminal)
+    table = plain_table("Communication by module", is_terminal)
     table.add_column("module", overflow="fold", ratio=1)
     for phase in phases:
         table.add_column(names.get(phase, "optim"), justify="right", no_wrap=True)
@@ -61,7 +61,7 @@ def module_table(ledger: Ledger, is_terminal: bool = False) -> Table:
 
 def kind_table(ledger: Ledger, is_terminal: bool = False) -> Table:
     """Sums by kind, axis, dtype and phase."""
-    table = _table("Communication by kind", is_terminal)
+    table = plain_table("Communication by kind", is_terminal)
     for name in ("kind", "axis", "dtype", "phase"):
         table.add_column(name, no_wrap=name != "axis", overflow="fold")
     for name in ("count", "payload", "wire/rank"):
@@ -79,7 +79,7 @@ def kind_table(ledger: Ledger, is_terminal: bool = False) -> Table:
 
 def change_table(changes: Sequence[Change], is_terminal: bool = False) -> Table:
     """One row for each module and kind that differs."""
-    table = _table("What changed", is_terminal)
+    table = plain_table("What changed", is_terminal)
     table.add_column("module", overflow="fold", ratio=1)
     for name in ("kind", "axis", "phase"):
         table.add_column(name, no_wrap=True)
@@ -144,7 +144,8 @@ def _walk(node: ModuleNode, depth: int) -> Iterator[tuple[int, ModuleNode]]:
         yield from _walk(child, depth + 1)
 
 
-def _table(title: str, is_terminal: bool) -> Table:
+def plain_table(title: str, is_terminal: bool) -> Table:
+    """An empty table in the style of all reports."""
     return Table(
         title=title,
         title_justify="left",

@@ -4,6 +4,9 @@ from torchspmd.step.api import compile as compile
 from torchspmd.step.capture.modes import DataParallel as DataParallel
 from torchspmd.step.capture.override import Override as Override
 from torchspmd.step.compiled import CompiledStep as CompiledStep
+from torchspmd.step.exposure import measure_exposure as measure_exposure
+from torchspmd.step.graph.exposure_report import ExposureReport as ExposureReport
+from torchspmd.step.graph.exposure_report import MeasuredExposure as MeasuredExposure
 from torchspmd.step.graph.ledger import build_ledger as build_ledger
 from torchspmd.step.graph.optimizer_blocks import (
     get_all_fused_optimizer_blocks as get_all_fused_optimizer_blocks,

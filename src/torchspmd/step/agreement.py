@@ -77,9 +77,7 @@ def agree(plan: Plan, mesh: DeviceMesh, what: str, key: str, *, seconds: float) 
     ranks = [int(rank) for rank in mesh.mesh.flatten().tolist()]
     if len(ranks) == 1 or dist.get_backend() == "fake":
         return
-    store = _torch.default_store()
-    store.set(f"{key}/{dist.get_rank()}", plan.text)
-    missing = [rank for rank in ranks if not _arrives(store, f"{key}/{rank}", seconds)]
+    texts, missing = exchange(plan.text, ranks, key, seconds=seconds)
     if missing:
         raise AgreementError(
             f"compile: {what} is captured here, but not on rank "
@@ -87,14 +85,33 @@ def agree(plan: Plan, mesh: DeviceMesh, what: str, key: str, *, seconds: float) 
             "step with the same shapes, in the same order: another rank may be running a "
             "program that it has already, with a batch of another shape."
         )
-    plans = {}
-    for rank in ranks:
-        plans[rank] = Plan(*map(tuple, json.loads(store.get(f"{key}/{rank}"))))
+    plans = {rank: Plan(*map(tuple, json.loads(text))) for rank, text in texts.items()}
     problems = differences(plans)
     if problems:
         title, cure = _title_and_cure(plans)
         lines = "\n".join(f"  * {line}" for line in problems)
         raise AgreementError(f"compile: {title} ({what})\n\n{lines}\n\n{cure}")
+
+
+def exchange(
+    text: str, ranks: Sequence[int], key: str, *, seconds: float
+) -> tuple[dict[int, str], list[int]]:
+    """Post a text in the store and read those of other ranks.
+
+    Args:
+        text: What this rank posts.
+        ranks: Whose texts to read.
+        key: The same on every rank, used once.
+        seconds: How long to wait for each.
+
+    Returns:
+        The texts by rank, and the ranks from which none came.
+    """
+    store = _torch.default_store()
+    store.set(f"{key}/{dist.get_rank()}", text)
+    missing = [rank for rank in ranks if not _arrives(store, f"{key}/{rank}", seconds)]
+    there = [rank for rank in ranks if rank not in missing]
+    return {rank: store.get(f"{key}/{rank}").decode() for rank in there}, missing
 
 
 def _title_and_cure(plans: dict[int, Plan]) -> tuple[str, str]:

@@ -12,6 +12,8 @@ from torchspmd import _torch
 from torchspmd.errors import CaptureError
 from torchspmd.step.capture.progress import note, phase
 from torchspmd.step.cuda_graph import CudaGraphRun
+from torchspmd.step.graph.ledger import is_communication
+from torchspmd.step.graph.memory import predict_peak
 from torchspmd.step.graph.roles import output_values, written_state
 from torchspmd.step.iterate.iteration import IterGraphModule
 from torchspmd.step.passes.in_place import (
@@ -19,6 +21,9 @@ from torchspmd.step.passes.in_place import (
     apply_in_place,
     plan_in_place,
 )
+from torchspmd.step.passes.in_place_owed import OwedReport, write_owed_in_place
+from torchspmd.step.passes.in_place_reductions import reduce_in_place
+from torchspmd.step.passes.in_place_scratch import find_spare
 from torchspmd.step.transformation import GraphModuleTransformation
 
 BACKENDS = ("graph", "inductor", "cudagraph")
@@ -71,13 +76,16 @@ def prepare(
                 f"compile: gm_transformation returned {type(run).__name__}, which cannot "
                 "be called. Return the graph module, or a callable on its inputs."
             )
-    if backend != "graph" and not isinstance(run, fx.GraphModule):
+    if backend != "graph" and not isinstance(run, (fx.GraphModule, IterGraphModule)):
         raise CaptureError(
             f"compile(backend={backend!r}) needs a gm_transformation that returns an "
-            f"fx.GraphModule, not {type(run).__name__}. Use backend='graph', for Inductor "
-            "with enable_inductor=True in GraphModuleTransformation."
+            f"fx.GraphModule or an IterGraphModule, not {type(run).__name__}. Return the "
+            "graph, or use backend='graph'."
         )
+    if isinstance(run, IterGraphModule) and backend == "cudagraph":
+        run = _for_replay(run)
     if isinstance(run, IterGraphModule):
+        run.enable_inductor |= backend == "inductor"
         return _prepare_iterated(run)
     if not isinstance(run, fx.GraphModule):
         return Prepared(_WithoutLastIteration(run), graph, None, InPlaceReport())
@@ -91,23 +99,60 @@ def prepare(
     return Prepared(_WithoutLastIteration(running), run, running, report, True)
 
 
+def _for_replay(run: IterGraphModule) -> fx.GraphModule:
+    """The one graph that is replayed."""
+    if run.graph.regions or run.enable_inductor:
+        raise CaptureError(
+            "compile(backend='cudagraph') replays one graph that is launched as it is, in "
+            "which every collective ends: it takes neither work that is left for the next "
+            "step (overlap_iterations, defer_updates) nor enable_inductor. Leave them "
+            "out, or use backend='graph' or 'inductor'."
+        )
+    return run.main_gm
+
+
 def _prepare_iterated(run: IterGraphModule) -> Prepared:
-    """Every form of an iterated graph writes in place."""
+    """Every form of an iterated graph writes in place what it may."""
     whole, report = write_in_place(run.main_gm, only_copies=run.enable_inductor)
-
-    def make_ready(name: str, form: fx.GraphModule) -> Callable[..., Any]:
-        running = whole
-        if name != "whole":
-            # An iteration that leaves work and fails may be run again, so that its
-            # inputs must stay as they were.
-            running, _ = write_in_place(
-                form, keep_inputs=True, only_copies=run.enable_inductor
-            )
-        return lower(running) if run.enable_inductor else running
-
-    run.finalize_setup(make_ready)
+    forms = _FormsInPlace(run, whole)
+    run.finalize_setup(forms.make_ready)
+    for line in forms.notes:
+        note(line)
     is_plain = not run.is_deferring and not run.enable_inductor
     return Prepared(run, run.main_gm, whole, report, is_plain)
+
+
+class _FormsInPlace:
+    """Makes the forms of an iterated graph ready to run.
+
+    An iteration that leaves work and fails may be run again, so that its inputs must stay
+    as they were. Owed updates are an exception: which of them are done is written down.
+    """
+
+    def __init__(self, run: IterGraphModule, whole: fx.GraphModule) -> None:
+        self._run, self._whole = run, whole
+        self._owed = OwedReport()  # of the steady form
+        self._spare: frozenset[int] = frozenset()
+        self.notes: tuple[str, ...] = ()
+
+    def make_ready(self, name: str, form: fx.GraphModule) -> Callable[..., Any]:
+        is_compiled = self._run.enable_inductor
+        if name == "whole":
+            running = self._whole
+        elif name in ("steady", "flush") and not is_compiled:
+            # A collective under way that reads a state shows in the steady form only.
+            if name == "steady":
+                self._spare = find_spare(form.graph)
+            running, report = write_owed_in_place(
+                form, self._run.marks, self._owed.left, self._spare
+            )
+            if name == "steady":
+                self._owed = report
+                peak = predict_peak(running.graph)
+                self.notes = (*report.lines(), f"memory of an overlapped step: {peak}")
+        else:
+            running, _ = write_in_place(form, keep_inputs=True, only_copies=is_compiled)
+        return lower(running) if is_compiled else running
 
 
 def write_in_place(
@@ -118,20 +163,21 @@ def write_in_place(
     With ``keep_inputs`` it does so only for values that the graph itself made, with
     ``only_copies`` it changes no operator.
     """
-    running = fx.GraphModule(graph, copy.deepcopy(graph.graph))
-    values = output_values(running.graph)
+    edited = copy.deepcopy(graph.graph)
+    values = output_values(edited)
     written: dict[fx.Node, fx.Node] = {}
-    states = {} if keep_inputs else written_state(running.graph)
+    states = {} if keep_inputs else written_state(edited)
     for index, place in states.items():
         value = values[index]
         if isinstance(value, fx.Node) and isinstance(
             place.meta.get("val"), torch.Tensor
         ):
             written.setdefault(value, place)
-    plan = plan_in_place(running.graph, written, only_copies=only_copies)
-    report = apply_in_place(running.graph, plan)
-    running.recompile()
-    return running, report
+    plan = plan_in_place(edited, written, only_copies=only_copies)
+    report = apply_in_place(edited, plan)
+    if not only_copies:
+        reduce_in_place(edited)
+    return fx.GraphModule(graph, edited), report
 
 
 def lower(graph: fx.GraphModule) -> Callable[..., Any]:
@@ -144,7 +190,10 @@ def lower(graph: fx.GraphModule) -> Callable[..., Any]:
         )
     inputs = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
     with phase("compiling"):
-        made, from_cache = _torch.compile_with_inductor(graph, inputs)
+        keep_order = any(map(is_communication, graph.graph.nodes))
+        made, from_cache = _torch.compile_with_inductor(
+            graph, inputs, keep_order=keep_order
+        )
     note(f"Inductor: {from_cache}")
     return made
 

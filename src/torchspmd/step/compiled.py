@@ -3,7 +3,7 @@
 import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, final
@@ -13,13 +13,14 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchspmd.errors import CaptureError, UsageError
-from torchspmd.step.agreement import agree, build_plan
+from torchspmd.step.agreement import Plan, agree, build_plan
 from torchspmd.step.backends import (
     BACKENDS,
     Prepared,
     needs_fixed_numbers,
     prepare,
 )
+from torchspmd.step.capture.collection import without_collection
 from torchspmd.step.capture.inventory import Inventory, take_inventory
 from torchspmd.step.capture.modes import DataParallel, Spread, resolve_spread
 from torchspmd.step.capture.override import Override, Overrides
@@ -27,6 +28,9 @@ from torchspmd.step.capture.progress import Progress
 from torchspmd.step.capture.signature import TensorFact, explain_difference, sign
 from torchspmd.step.capture.tracing import Captured, capture
 from torchspmd.step.certification import prepare_certified
+from torchspmd.step.exposed_program import measure_program
+from torchspmd.step.graph.cost import CostModel
+from torchspmd.step.graph.exposure_report import ExposureReport
 from torchspmd.step.graph.ledger import build_ledger
 from torchspmd.step.graph.memory import PeakMemory, predict_peak
 from torchspmd.step.iterate.iter_graph import deferral_facts
@@ -80,6 +84,7 @@ class CompiledStep:
         self._known = KnownCalls()
         self._is_closed = False
         self._pending: Pending | None = None
+        self._num_measured = 0
         # The same on every rank when ranks compile the same steps in the same order.
         self._serial = _made[self._name] = _made.get(self._name, -1) + 1
 
@@ -110,18 +115,37 @@ class CompiledStep:
         """Which programs there are, why each was captured, and what it costs."""
         lines = [f"{self._name}: {len(self._programs)} programs"]
         for program in self._programs:
-            total = program.ledger.total()
-            lines.append(
-                f"  program {program.number}: {len(program.graph.graph.nodes)} nodes, "
-                f"{total.count} collectives, {total.payload_bytes} payload bytes, "
-                f"captured in {program.capture_seconds:.2f} s{_times(program)}"
-            )
-            lines += [f"    {line}" for line in program.reason.splitlines()]
-            lines += [f"    {line}" for line in program.describe_memory()]
-            lines += [f"    {line}" for line in program.describe_deferral()]
-            lines += [f"    {line}" for line in program.notes]
-            lines.append(f"    {program.certificate.summary()}")
+            lines += _explain(program)
         return "\n".join(lines)
+
+    def exposure(
+        self, *args: Any, runs: int = 5, cost: CostModel | None = None, **kwargs: Any
+    ) -> ExposureReport:
+        """Measure how long computing stands still for each collective, and why.
+
+        Call it on every rank with the arguments of a step that was made. The step's graph
+        is run on copies: no step is made, and what is owed stays owed.
+
+        Args:
+            args: The arguments of the step.
+            runs: How many runs to take medians of.
+            cost: The rates for what is simulated beside it; a guess by default.
+            kwargs: The step's arguments by name.
+        """
+        self._num_measured += 1  # before anything can fail: ranks must count alike
+        with self._overrides.standing_in(args, kwargs) as (positional, named):
+            program, inventory = self._look_up(positional, named)
+        key = f"torchspmd/exposure/{self._name}/{self._serial}/{self._num_measured}"
+        compiled = self._fixed_numbers
+        return measure_program(
+            self._name,
+            program,
+            inventory,
+            key,
+            runs=runs,
+            cost=cost,
+            is_compiled=compiled,
+        )
 
     def flush(self) -> None:
         """Make the updates that a pass moved to the next call.
@@ -192,7 +216,7 @@ class CompiledStep:
                 f"compile on {self._name!r}: gradients are disabled here. Call the step "
                 "outside torch.no_grad()."
             )
-        reason = self._why(inventory)
+        reason = _why(inventory, self._programs, self._by_signature)
         if len(self._programs) >= MAX_PROGRAMS:
             raise CaptureError(
                 f"compile on {self._name!r}: {MAX_PROGRAMS} programs are captured already "
@@ -200,7 +224,8 @@ class CompiledStep:
                 "changes constant (pad batches to one shape), pass it as a tensor, or "
                 "call close() and compile again."
             )
-        with Progress(f"compile {self._name}") as progress:
+        title = f"compile {self._name}"
+        with Progress(title) as progress, without_collection():
             program = self._make_program(inventory, reason, progress)
         self._programs.append(program)
         self._by_signature.setdefault(program.signature, []).append(program)
@@ -222,8 +247,10 @@ class CompiledStep:
             is_compiled=self._fixed_numbers,
         )
         graph = prepared.graph
-        self._agree(graph, inventory, spread, captured.values)
+        self._agree(_plan(graph, inventory, captured.values), spread.mesh)
         if captured.relayout is not None:
+            for axis in captured.relayout.beside:
+                self._agree(Plan((), (), captured.relayout.facts_along(axis)), axis)
             captured.relayout.commit()  # all ranks run this program now
         released = find_released(captured.outputs, inventory, prepared)
         return Program(
@@ -233,6 +260,7 @@ class CompiledStep:
             outputs=captured.outputs,
             symbols=captured.symbols,
             assumptions=captured.assumptions,
+            reads=captured.reads,
             run=prepared.run,
             released=released,
             loose=find_loose(captured.outputs, prepared),
@@ -252,43 +280,46 @@ class CompiledStep:
             self._spread = resolve_spread(self._parallel_mode, self._asked_mesh, device)
         return self._spread
 
-    def _agree(
-        self,
-        graph: fx.GraphModule,
-        inventory: Inventory,
-        spread: Spread,
-        values: tuple[str, ...],
-    ) -> None:
-        if spread.mesh is None:
+    def _agree(self, plan: Plan, mesh: DeviceMesh | None) -> None:
+        if mesh is None:
             return
-        number = len(self._programs)
-        facts = dict(sign(inventory))
-        inputs = [
-            f"{name} {fact}"
-            for slot in inventory.inputs.values()
-            if isinstance(fact := facts[name := inventory.slots[slot].name], TensorFact)
-        ]
+        number, axes = len(self._programs), _describe(mesh)
         agree(
-            build_plan(graph, inputs, values, deferral_facts(graph.graph)),
-            spread.mesh,
-            f"program {number} of {self._name!r}, mesh {_describe(spread.mesh)}",
-            f"torchspmd/step/{self._name}/{self._serial}/{number}",
+            plan,
+            mesh,
+            f"program {number} of {self._name!r}, mesh {axes}",
+            f"torchspmd/step/{self._name}/{self._serial}/{number}/{axes}",
             seconds=AGREEMENT_SECONDS,
         )
 
-    def _why(self, inventory: Inventory) -> str:
-        """What kept each earlier program from serving this call."""
-        if not self._programs:
-            return "first call"
-        signature = sign(inventory)
-        for program in self._by_signature.get(signature, ()):
-            broken = program.broken_assumptions(inventory)
-            if broken:
-                lines = [f"not {line}" for line in broken]
-                return f"differs from program {program.number}:\n" + "\n".join(lines)
-        latest = self._programs[-1]
-        lines = explain_difference(latest.signature, signature)
-        return f"differs from program {latest.number}:\n" + "\n".join(lines)
+
+def _why(
+    inventory: Inventory,
+    programs: Sequence[Program],
+    by_signature: Mapping[Any, Sequence[Program]],
+) -> str:
+    """What kept each earlier program from serving a call."""
+    if not programs:
+        return "first call"
+    signature = sign(inventory)
+    for program in by_signature.get(signature, ()):
+        broken = program.broken_assumptions(inventory)
+        if broken:
+            lines = [f"not {line}" for line in broken]
+            return f"differs from program {program.number}:\n" + "\n".join(lines)
+    latest = programs[-1]
+    lines = explain_difference(latest.signature, signature)
+    return f"differs from program {latest.number}:\n" + "\n".join(lines)
+
+
+def _plan(graph: fx.GraphModule, inventory: Inventory, values: tuple[str, ...]) -> Plan:
+    facts = dict(sign(inventory))
+    inputs = [
+        f"{name} {fact}"
+        for slot in inventory.inputs.values()
+        if isinstance(fact := facts[name := inventory.slots[slot].name], TensorFact)
+    ]
+    return build_plan(graph, inputs, values, deferral_facts(graph.graph))
 
 
 def _peak(prepared: Prepared, released: frozenset[int]) -> PeakMemory | None:
@@ -305,6 +336,23 @@ def _override(
     with torch.no_grad():
         graph = overrides.transform(captured.graph, inventory.flat_state())
     return replace(captured, graph=graph)
+
+
+def _explain(program: Program) -> list[str]:
+    total = program.ledger.total()
+    more = [
+        *program.reason.splitlines(),
+        *program.describe_memory(),
+        *program.describe_deferral(),
+        *program.notes,
+        program.certificate.summary(),
+    ]
+    return [
+        f"  program {program.number}: {len(program.graph.graph.nodes)} nodes, "
+        f"{total.count} collectives, {total.payload_bytes} payload bytes, "
+        f"captured in {program.capture_seconds:.2f} s{_times(program)}",
+        *(f"    {line}" for line in more),
+    ]
 
 
 def _times(program: Program) -> str:

@@ -1,7 +1,4 @@
-"""A program as a CUDA graph: captured once, replayed at each step.
-
-Not yet run on a GPU.
-"""
+"""A program as a CUDA graph: captured once, replayed at each step."""
 
 from collections.abc import Callable
 from typing import Any, final
@@ -96,7 +93,6 @@ class _Replay:
             for value, kept in zip(flat, is_state, strict=True)
         ]
         self._addresses = self._addresses_of(flat)
-        self._done = torch.cuda.Event()
         self._graph = torch.cuda.CUDAGraph()
         # NCCL's own threads may call CUDA while this one captures.
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
@@ -112,20 +108,12 @@ class _Replay:
         """Copy the inputs in, replay, copy the results out."""
         for value, buffer, kept in zip(flat, self._inputs, self._is_state, strict=True):
             if not kept and isinstance(buffer, torch.Tensor):
-                self._copy_in(buffer, value)
+                buffer.copy_(value, non_blocking=True)
         self._graph.replay()
-        self._done.record()
         return [
             flat[place] if place >= 0 and self._is_state[place] else _copy_out(value)
             for value, place in zip(self._outputs, self._places, strict=True)
         ]
-
-    def _copy_in(self, buffer: torch.Tensor, value: torch.Tensor) -> None:
-        if buffer.is_cuda:
-            buffer.copy_(value, non_blocking=True)
-        elif not torch.equal(buffer, value):
-            self._done.synchronize()  # the last replay may still have to read it
-            buffer.copy_(value)
 
     def _addresses_of(self, flat: tuple[Any, ...]) -> list[int]:
         pairs = zip(flat, self._is_state, strict=True)
@@ -133,14 +121,19 @@ class _Replay:
 
 
 def _buffer(value: Any) -> Any:
-    """Memory that stays; pinned for a rate on the host, so that a replay can read it."""
+    """Memory on the device that stays where it is.
+
+    Also for a rate on the host: a kernel would take it as a constant, and every replay
+    would use the first one. Fused optimizers read such a rate in single precision.
+    """
     if not isinstance(value, torch.Tensor):
         return value
     if value.is_cuda:
         return torch.empty_strided(
             value.shape, value.stride(), dtype=value.dtype, device=value.device
         ).copy_(value)
-    return value.clone().pin_memory()
+    dtype = torch.float32 if value.is_floating_point() else value.dtype
+    return value.to("cuda", dtype)
 
 
 def _copy_out(value: Any) -> Any:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from torchspmd.errors import UsageError
 from torchspmd.step.capture.inventory import Inventory, Role
+from torchspmd.step.lost_states import LostStates
 from torchspmd.step.program import Program
 
 # What shows or changes parameters and states from outside the step.
@@ -31,11 +32,17 @@ class Pending:
         self._flush = flush
         self._inventory: Inventory | None = None
         self._watched: list[_Watched | _Hook] = []
+        self._lost: LostStates | None = None
         self._at_exit = weakref.finalize(self, _report_unflushed, name)
 
     def belongs_to(self, program: Program | None, inventory: Inventory) -> bool:
-        """Whether a call can do what is owed: the same program on the same tensors."""
+        """Whether a call can do what is owed: the same program on the same tensors.
+
+        Not after an exception that came when some of it was done: the rest goes first.
+        """
         if program is not self._program or self._inventory is None:
+            return False
+        if program.is_interrupted:
             return False
         pairs = zip(self._inventory.slots, inventory.slots, strict=True)
         return all(
@@ -49,10 +56,26 @@ class Pending:
         self._inventory = inventory
 
     def flush(self) -> None:
-        """Make the updates."""
+        """Make the updates; once a lost one has been loaded again, forget them."""
         assert self._inventory is not None
-        self._program.flush(self._inventory)
+        lost = self._find_lost()
+        if lost is None:
+            self._program.flush(self._inventory)
+        else:
+            lost.check()
+            self._program.drop_owed()
         self.release()
+
+    def before_load(self) -> None:
+        """Make the updates, unless one is lost: loading is what helps then."""
+        if self._find_lost() is None:
+            self._flush()
+
+    def _find_lost(self) -> LostStates | None:
+        if self._lost is None:
+            assert self._inventory is not None
+            self._lost = self._program.find_lost(self._inventory)
+        return self._lost
 
     def release(self) -> None:
         """Nothing is owed any more: stop watching."""
@@ -64,13 +87,15 @@ class Pending:
     def _watch(self, inventory: Inventory) -> None:
         for _, root in inventory.modules:
             for module in root.modules():
-                self._watched += [_Watched(module, n, self._flush) for n in _OF_MODULES]
+                self._watched += [self._watch_method(module, n) for n in _OF_MODULES]
             hook = root.register_forward_pre_hook(_FlushHook(self._flush), prepend=True)
             self._watched.append(_Hook(hook))
         for _, optimizer in inventory.optimizers:
-            self._watched += [
-                _Watched(optimizer, name, self._flush) for name in _OF_OPTIMIZERS
-            ]
+            self._watched += [self._watch_method(optimizer, n) for n in _OF_OPTIMIZERS]
+
+    def _watch_method(self, owner: nn.Module | Optimizer, name: str) -> "_Watched":
+        is_load = name == "load_state_dict"
+        return _Watched(owner, name, self.before_load if is_load else self._flush)
 
 
 class _Watched:
@@ -109,6 +134,8 @@ class _Watched:
 
 class _FlushHook:
     """Flushes before an eager call of the module."""
+
+    belongs_to_compiled_step = True  # no guard of a program
 
     def __init__(self, flush: Callable[[], None]) -> None:
         self._flush = flush

@@ -11,6 +11,7 @@ from torch import fx
 from torchspmd import _torch
 from torchspmd.comm import Ledger
 from torchspmd.step.backends import Prepared
+from torchspmd.step.capture.host_values import Reads
 from torchspmd.step.capture.inventory import Inventory
 from torchspmd.step.capture.outputs import (
     NewGradient,
@@ -24,6 +25,7 @@ from torchspmd.step.capture.signature import Signature
 from torchspmd.step.graph.memory import PeakMemory
 from torchspmd.step.graph.roles import output_values
 from torchspmd.step.iterate.iteration import IterGraphModule
+from torchspmd.step.lost_states import LostStates
 from torchspmd.step.passes.in_place import InPlaceReport
 from torchspmd.step.virtual.certificate import Certificate
 
@@ -61,6 +63,7 @@ class Program:
     ledger: Ledger
     certificate: Certificate
     capture_seconds: float
+    reads: Reads = field(default_factory=Reads)
     in_place: InPlaceReport = field(default_factory=InPlaceReport)
     peak_memory: PeakMemory | None = None
     released: frozenset[int] = frozenset()
@@ -83,9 +86,12 @@ class Program:
     def broken_assumptions(self, inventory: Inventory) -> list[str]:
         """Assumptions about numbers that do not hold for this call, as text."""
         values = tuple(number.value for number in inventory.numbers)
-        if values == self._checked:
+        if values == self._checked and not self.reads.symbols:
             return []
-        by_symbol = dict(zip(self.symbols, values, strict=True))
+        read = self.reads.again(inventory)
+        if read is None:
+            return [f"{each.name} equal everywhere" for each in self.reads.symbols]
+        by_symbol = {**dict(zip(self.symbols, values, strict=True)), **read}
         by_symbol.pop(None, None)
         broken = [
             assumption
@@ -99,6 +105,7 @@ class Program:
             str(symbol): number.name
             for symbol, number in zip(self.symbols, inventory.numbers, strict=True)
         }
+        names |= {str(each.symbol): each.name for each in self.reads.symbols}
         return [_readable(str(assumption), names) for assumption in broken]
 
     def call(self, inventory: Inventory, *, last: bool) -> Any:
@@ -123,6 +130,22 @@ class Program:
     def is_pending(self) -> bool:
         """Whether an update of an earlier step is still to be made."""
         return bool(getattr(self.run, "is_pending", False))
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether an exception came after some of the owed updates were made."""
+        return bool(getattr(self.run, "is_interrupted", False))
+
+    def find_lost(self, inventory: Inventory) -> LostStates | None:
+        """All that must be loaded again if an update was interrupted half-way."""
+        if not isinstance(self.run, IterGraphModule) or not self.run.half_way:
+            return None
+        return LostStates(inventory, self.run.states_of(self.run.unfinished))
+
+    def drop_owed(self) -> None:
+        """Forget updates that are owed: their states have been loaded again."""
+        assert isinstance(self.run, IterGraphModule), type(self.run)
+        self.run.drop_owed()
 
     def describe_deferral(self) -> list[str]:
         """What is left for the next step, in one line; nothing where nothing is."""
@@ -287,7 +310,7 @@ def _like(owner: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 def _like_if_shaped(owner: torch.Tensor, key: str, value: torch.Tensor) -> torch.Tensor:
     # A counter is the same on every rank, whatever the layout of its parameter; only the
     # name tells it from the state of a parameter that is one number.
-    is_counter = key == "step" and value.ndim == 0
+    is_counter = key in ("step", "eta", "mu", "mu_product") and value.ndim == 0
     if is_counter or value.shape != _torch.plain_tensor(owner).shape:
         return value
     return _like(owner, value)

@@ -138,6 +138,31 @@ def test_a_look_at_a_parameter_gathers_nothing():
     assert program.ledger.total(kind="all_gather").count == 1  # the bias
 
 
+def test_parameters_by_name_inside_of_forward():
+    class ByName(nn.Linear):
+        def forward(self, x):
+            x = x.to(next(self.parameters()).dtype)
+            found = dict(self.named_parameters())
+            assert all(type(p) is not DTensor for p in found.values())
+            doubled = {name: p * 2 for name, p in found.items()}
+            return torch.func.functional_call(nn.Linear(8, 10), doubled, x)
+
+    class Swaps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = ByName(8, 10)
+
+        def forward(self, x):
+            with torch.no_grad():
+                zeros = {n: p * 0 for n, p in self.inner.named_parameters()}
+                torch.func.functional_call(self.inner, zeros, x)
+            return self.inner(x)
+
+    model, _, program = train(model=Swaps())
+    assert model.inner.weight.placements == (Shard(0),)
+    assert program.ledger.total(kind="reduce_scatter").count == 2
+
+
 def test_casts_are_done_again_too():
     def mixed(model, optim, batch):
         with torch.autocast("cpu", dtype=torch.bfloat16):

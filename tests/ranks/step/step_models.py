@@ -128,6 +128,18 @@ OPTIMIZERS = {
     "adagrad_fused": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
     "rmsprop_foreach": lambda p: torch.optim.RMSprop(p, lr=0.01, foreach=True),
+    "sgd_fused": lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
+    "momentum_fused": lambda p: torch.optim.SGD(
+        p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01, fused=True
+    ),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.01, betas=(0.9, 0.99)),
+    "radam_foreach": lambda p: torch.optim.RAdam(p, lr=0.01, foreach=True),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.1, t0=2.0),
+    "asgd_foreach": lambda p: torch.optim.ASGD(p, lr=0.1, t0=2.0, foreach=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
+    "adafactor_foreach": lambda p: torch.optim.Adafactor(
+        p, lr=0.1, weight_decay=0.01, foreach=True
+    ),
     "two_groups": two_groups,
     "lion": Lion,
 }

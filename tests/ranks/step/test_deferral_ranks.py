@@ -177,3 +177,58 @@ def test_one_bucket_by_name(ranks2):
     for different, names in ranks2.run(move_one_bucket):
         assert different == 0
         assert names == [["tanh"]]
+
+
+def fail_and_repeat(name):
+    """A step that raises after half of the owed updates, then goes on; states in place."""
+    pair = build(OPTIMIZERS[name])
+    passes = [functools.partial(defer_updates, cost=SLOW_WIRE)]
+    mode = DataParallel("replicate")  # an average: gradients are divided in place too
+    transformation = GraphModuleTransformation(passes=passes)
+    step = compile(gm_transformation=transformation, parallel_mode=mode)(local_step)
+    failed = []
+
+    def failing(model, optim, batch, **keywords):
+        run_of = step.programs[-1].run if step.programs else None
+        if len(step.programs) == 2 and run_of.is_pending and not failed:
+            end = run_of._end
+
+            def fail_later(region):
+                end(region)
+                if len(run_of._owed.done) == 4:
+                    raise KeyboardInterrupt("the cable")
+
+            failed.append(
+                run_with(run_of, fail_later, lambda: step(model, optim, batch))
+            )
+        return step(model, optim, batch, **keywords)
+
+    losses = run(failing, *pair, last_train_step=True)
+    model, optim = build(OPTIMIZERS[name])
+    expected = run(local_step, DistributedDataParallel(model), optim)
+    different = count_different(losses, expected)
+    different += count_different(state_of(*pair), state_of(model, optim))
+    return different, failed, "8 of 8 owed updates are made" in step.explain()
+
+
+def run_with(module, mark, call):
+    """Call with another mark at the end of each region; how many were left to do."""
+    graph = module._forms._runs["steady"]
+    ends = [n for n in graph.graph.nodes if getattr(n.target, "__name__", "") == "_end"]
+    for node in ends:
+        node.target = mark
+    graph.recompile()
+    with pytest.raises(KeyboardInterrupt, match="the cable"):
+        call()
+    for node in ends:
+        node.target = module._end
+    graph.recompile()
+    return len(module.unfinished)
+
+
+@pytest.mark.parametrize("name", ["fused adam", "foreach adamw"])
+def test_an_exception_between_updates_loses_nothing(ranks2, name):
+    for different, failed, in_place in ranks2.run(fail_and_repeat, name):
+        assert different == 0
+        assert failed == [4]
+        assert in_place

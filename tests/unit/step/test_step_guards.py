@@ -52,6 +52,35 @@ def nothing(model, optim):
     pass
 
 
+def double(module, args, output):
+    return output * 2
+
+
+def test_hooks_added_later():
+    check_recaptured(
+        lambda model, optim: model[0].register_forward_hook(double),
+        "hooks of Sequential.0: absent -> double",
+    )
+    check_recaptured(
+        lambda model, optim: model[2].register_full_backward_hook(lambda *_: None),
+        "hooks of Sequential.2: absent -> test_hooks_added_later.<locals>.<lambda>",
+    )
+
+
+def test_hooks_removed_or_put_in_another_order():
+    (model, optim), _ = build("mlp", "sgd")
+    compiled = compile(step)
+    first = model[0].register_forward_hook(double)
+    model[0].register_forward_hook(lambda module, args, output: output + 1)
+    compiled(model, optim, torch.randn(6, 8))
+    compiled(model, optim, torch.randn(6, 8))
+    assert len(compiled.programs) == 1
+    first.remove()
+    model[0].register_forward_hook(double)
+    compiled(model, optim, torch.randn(6, 8))
+    assert len(compiled.programs) == 2
+
+
 def test_batch_size():
     check_recaptured(
         nothing,

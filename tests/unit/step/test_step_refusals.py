@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "ranks" / "step"))
 from step_models import build
 
 from torchspmd.errors import CaptureError
-from torchspmd.step import compile
+from torchspmd.step import IterGraphModule, compile
 
 pytestmark = pytest.mark.unit
 
@@ -73,14 +73,6 @@ def test_print():
 
     text = refusal(step)
     assert "the step prints a tensor" in text and "test_step_refusals.py" in text
-
-
-def test_optimizer_that_chooses_by_value():
-    (model, _), _ = build("mlp", "sgd")
-    optim = torch.optim.RAdam(model.parameters())
-    with pytest.raises(CaptureError, match="chooses what to do by the value") as caught:
-        compile(plain)(model, optim, torch.randn(6, 8))
-    assert "capturable=True" in str(caught.value)
 
 
 def test_tensor_from_elsewhere():
@@ -216,3 +208,25 @@ def test_cuda_graph_of_what_it_cannot_do(optimizer, text, monkeypatch):
     (model, optim), _ = build("mlp", optimizer)
     with pytest.raises(CaptureError, match=text):
         compile(backend="cudagraph")(plain)(model, optim, torch.randn(6, 8))
+
+
+@pytest.mark.parametrize(
+    ("inductor", "text"),
+    [
+        (True, "takes neither work that is left for the next step"),
+        (False, "more tensors are not on a CUDA device"),  # the transformation is fine
+    ],
+)
+def test_cuda_graph_of_a_transformed_step(inductor, text, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    (model, optim), _ = build("mlp", "sgd")
+
+    @compile(
+        backend="cudagraph",
+        gm_transformation=lambda gm: IterGraphModule(gm, enable_inductor=inductor),
+    )
+    def step(model, optim, batch):
+        plain(model, optim, batch)
+
+    with pytest.raises(CaptureError, match=text):
+        step(model, optim, torch.randn(6, 8))

@@ -7,6 +7,7 @@ value) still finds it reduced.
 """
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from torchspmd import _torch
 from torchspmd.step.graph.aliases import operator_of
 
 _ADD = torch.ops.aten.add.Tensor
+_SLICE = torch.ops.aten.slice.Tensor
 _SCALES = (torch.ops.aten.div.Tensor, torch.ops.aten.mul.Tensor)
 
 
@@ -31,11 +33,35 @@ class _Reduced:
 
 def join_reductions(graph: fx.Graph) -> int:
     """Add before reducing where both sums are used for nothing else; how many went."""
+    return _join_all(graph, _is_sum)
+
+
+def join_scatters(graph: fx.Graph, group: str) -> int:
+    """The same for sums of which each rank of a group keeps its rows; how many went.
+
+    What was reduced is then kept whole until the last of them is made.
+    """
+
+    def is_scatter(node: fx.Node, name: str) -> bool:
+        is_one = name.endswith("_c10d_functional::reduce_scatter_tensor")
+        return is_one and node.args[1] == "sum" and node.args[3] == group
+
+    return _join_all(graph, is_scatter)
+
+
+def _is_sum(node: fx.Node, name: str) -> bool:
+    return name.endswith("_c10d_functional::all_reduce") and node.args[1] == "sum"
+
+
+_IsStart = Callable[[fx.Node, str], bool]
+
+
+def _join_all(graph: fx.Graph, is_start: _IsStart) -> int:
     joined = 0
     for node in list(graph.nodes):
         if node.target is not _ADD or len(node.args) != 2 or node.kwargs:
             continue
-        first, second = (_reduced(argument) for argument in node.args)
+        first, second = (_reduced(argument, is_start) for argument in node.args)
         if first is None or second is None or first.how != second.how:
             continue
         if not _have_same_form(first.payload, second.payload):
@@ -63,7 +89,7 @@ def _join(graph: fx.Graph, add: fx.Node, first: _Reduced, second: _Reduced) -> N
     graph.erase_node(first.start)
 
 
-def _reduced(value: Any) -> _Reduced | None:
+def _reduced(value: Any, is_start: _IsStart) -> _Reduced | None:
     """The sum over ranks that a value is, if it is used once at every point."""
     how: list[Any] = []
     node = value
@@ -73,9 +99,12 @@ def _reduced(value: Any) -> _Reduced | None:
         if node.target in _SCALES and isinstance(node.args[1], (int, float)):
             how.append((node.target, node.args[1]))
             node = node.args[0]
+        elif node.target is _SLICE:  # without the rows that were added for evenness
+            how.append((node.target, *node.args[1:]))
+            node = node.args[0]
         elif name.endswith("::wait_tensor"):
             node = node.args[0]
-        elif name.endswith("_c10d_functional::all_reduce") and node.args[1] == "sum":
+        elif is_start(node, name):
             payload = node.args[0]
             assert isinstance(payload, fx.Node)
             return _Reduced(node, payload, (*how, node.target, *node.args[1:]))

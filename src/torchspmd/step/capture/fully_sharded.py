@@ -9,6 +9,12 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchspmd import _torch
+from torchspmd.step.capture.accumulation import join_scatters
+from torchspmd.step.capture.equal_gradients import (
+    OtherAxis,
+    check_equal_gradients,
+    find_other_axes,
+)
 from torchspmd.step.capture.gather_on_use import (
     GatherForFunctions,
     Gathering,
@@ -20,8 +26,10 @@ from torchspmd.step.capture.modes import Spread, as_laid_out
 from torchspmd.step.capture.regather import (
     drop_unused_gathers,
     gather_again_in_backward,
+    gather_once,
 )
-from torchspmd.step.capture.shard_layout import Relayout, plan_layout
+from torchspmd.step.capture.shard_cut import Cut
+from torchspmd.step.capture.shard_layout import Relayout, plan_cuts, plan_layout
 from torchspmd.step.graph.owners import OwnerLog
 
 
@@ -35,14 +43,21 @@ class FullyShardedData(Spread):
         reduce: Literal["avg", "sum"],
         *,
         reshard_after_forward: bool,
+        sync_each_backward: bool,
     ) -> None:
         self.mesh: DeviceMesh = mesh
         self._average = reduce == "avg"
         self._reshard = reshard_after_forward
+        self._sync_each_backward = sync_each_backward
+        # Of the step that is captured, by slot. Meshes cannot be asked while it is traced.
+        self._cuts: dict[int, Cut] = {}
+        self._other_axes: tuple[OtherAxis, ...] = ()
 
     def lay_out(self, inventory: Inventory) -> Relayout | None:
-        """Shards for the parameters that are still plain."""
-        return plan_layout(inventory, self.mesh)
+        """Shards for the parameters that are none yet."""
+        self._cuts = plan_cuts(inventory, self.mesh)
+        self._other_axes = find_other_axes(inventory.slots, self._cuts)
+        return plan_layout(inventory, self._cuts)
 
     def show(self, slot: Slot, local: torch.Tensor) -> torch.Tensor:
         """The shard as a DTensor; what is not sharded, as it is."""
@@ -53,7 +68,7 @@ class FullyShardedData(Spread):
         self, inventory: Inventory, shown: list[torch.Tensor], log: OwnerLog
     ) -> Iterator[None]:
         """Gather parameters where the step uses them."""
-        gathering = Gathering(inventory, shown, log, average=self._average)
+        gathering = Gathering(inventory, shown, log, self._cuts, average=self._average)
         with contextlib.ExitStack() as stack:
             for module, table in gathering_tables(inventory, gathering):
                 stack.callback(
@@ -79,12 +94,19 @@ class FullyShardedData(Spread):
     def check(self, traced: fx.GraphModule) -> None:
         """Refuse what gathering on use would get wrong."""
         check_writes(traced)
+        check_equal_gradients(traced, self._other_axes)
 
-    def finish(self, graph: fx.GraphModule) -> None:
-        """Gather again in backward, where that was asked for."""
+    def finish(self, graph: fx.GraphModule) -> int:
+        """Gather again in backward, reduce micro-batches once, where that was asked for."""
+        group = self.mesh.get_group().group_name
         drop_unused_gathers(graph.graph)
         if self._reshard:
-            gather_again_in_backward(graph.graph)
+            gather_again_in_backward(graph.graph, group)
+        if self._sync_each_backward:
+            return 0
+        if not self._reshard:
+            gather_once(graph.graph, group)
+        return join_scatters(graph.graph, group)
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:

@@ -7,7 +7,14 @@ and a function of torch that needs its values with gradients gets them gathered.
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import (
+    Callable,
+    ItemsView,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    ValuesView,
+)
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -19,8 +26,10 @@ from torch.overrides import TorchFunctionMode
 from torchspmd import _torch
 from torchspmd.comm import Phase
 from torchspmd.errors import CaptureError
-from torchspmd.step.capture.inventory import Inventory, Role
+from torchspmd.step.capture.equal_gradients import REDUCED_FOR
+from torchspmd.step.capture.inventory import Inventory
 from torchspmd.step.capture.shard_collectives import gather_rows, reduce_rows
+from torchspmd.step.capture.shard_cut import Cut
 from torchspmd.step.graph.aliases import find_aliases
 from torchspmd.step.graph.owners import OwnerLog, last_node, owner_of
 
@@ -49,16 +58,15 @@ class Gathering:
         inventory: Inventory,
         shown: list[torch.Tensor],
         log: OwnerLog,
+        cuts: Mapping[int, Cut],
         *,
         average: bool,
     ) -> None:
         self.log, self.average = log, average
-        self._names = {
-            id(tensor): slot.name
-            for slot, tensor in zip(inventory.slots, shown, strict=True)
-            if slot.role is Role.PARAMETER and _torch.layout_of(tensor) is not None
-        }
+        self._names = {id(shown[place]): inventory.slots[place].name for place in cuts}
+        self._cuts = {id(shown[place]): cut for place, cut in cuts.items()}
         self._kept: dict[int, _Kept] = {}
+        self._gathered: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._scattered: Counter[int] = Counter()  # gradients under way to a shard
 
     def watch(self, shown: list[torch.Tensor]) -> Iterator[Any]:
@@ -75,6 +83,10 @@ class Gathering:
         """The module that a parameter belongs to."""
         return self._names[id(parameter)].rpartition(".")[0]
 
+    def cut_of(self, parameter: torch.Tensor) -> Cut:
+        """How a parameter lies over the data axis."""
+        return self._cuts[id(parameter)]
+
     def whole(self, parameter: torch.Tensor) -> torch.Tensor:
         """The gathered parameter; gathers it unless that was done already."""
         version = _torch.version_of(_torch.plain_tensor(parameter))
@@ -88,17 +100,25 @@ class Gathering:
         phase = self.log.current().phase
         with self.log.owned(phase, self.owner_of(parameter)):
             made: torch.Tensor = _Gather.apply(parameter, self)
-            self._mark(parameter)
+            self._mark(parameter, GATHERED)
         self._kept[id(parameter)] = _Kept(made, version, self.log.calls)
+        self._gathered[id(made)] = (made, parameter)
         return made
+
+    def shard_of(self, value: Any) -> Any:
+        """The parameter that a gathered value was made from; other values as they are."""
+        return self._gathered.get(id(value), (None, value))[1]
 
     def scatter(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """The reduced gradient of a shard; the gathered value is not used again."""
-        owner, layout = self.owner_of(parameter), _torch.layout_of(parameter)
+        cut = self.cut_of(parameter)
         self._kept.pop(id(parameter), None)
-        with self.log.owned(Phase.BACKWARD, owner):
-            rows = reduce_rows(gradient, layout, average=self.average)
-            reduced = _torch.wrap_local(rows, layout)
+        with self.log.owned(Phase.BACKWARD, self.owner_of(parameter)):
+            whole = _laid_out(gradient, cut.whole)
+            rows = reduce_rows(whole, cut, average=self.average)
+            reduced = _torch.wrap_local(rows, cut.layout)
+            if cut.is_same_beside:
+                self._mark(parameter, REDUCED_FOR)
         # A mark, not a list: autograd would copy a gradient that someone else holds.
         vars(reduced)[_REDUCED] = True
         self._scattered[id(parameter)] += 1
@@ -114,20 +134,30 @@ class Gathering:
                 "forward. Call it inside of one, where parameters are whole."
             )
 
-    def _mark(self, parameter: torch.Tensor) -> None:
+    def _mark(self, parameter: torch.Tensor, key: str) -> None:
         node = last_node(_torch.current_graph())
         if node is not None:
-            node.meta[GATHERED] = self._names[id(parameter)]
+            node.meta[key] = self._names[id(parameter)]
+
+
+def _laid_out(gradient: torch.Tensor, layout: Any) -> torch.Tensor:
+    """This rank's part of a gradient in the layout of the gathered parameter."""
+    found = _torch.layout_of(gradient)
+    if found is not None and found.placements != layout.placements:
+        moved: Any = gradient  # a sum over the other axis that is still to be taken
+        gradient = moved.redistribute(placements=layout.placements)
+    return _torch.finished(_torch.plain_tensor(gradient))
 
 
 class _Gather(torch.autograd.Function):
-    """A shard in, the whole plain tensor out; in backward the other way, reduced."""
+    """A shard in, the whole tensor out, plain or over its other axis; and back, reduced."""
 
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor, gathering: Gathering) -> Any:
         ctx.parameter, ctx.gathering = parameter, gathering
-        layout = _torch.layout_of(parameter)
-        return gather_rows(_torch.plain_tensor(parameter), layout)
+        cut = gathering.cut_of(parameter)
+        whole = gather_rows(_torch.plain_tensor(parameter), cut)
+        return whole if cut.whole is None else _torch.wrap_local(whole, cut.whole)
 
     @staticmethod
     @once_differentiable
@@ -154,7 +184,8 @@ class GatheringTable(MutableMapping[str, Any]):
         return value
 
     def __setitem__(self, key: str, value: Any) -> None:
-        self._table[key] = value
+        # What was read here may be put back: functional_call swaps parameters so.
+        self._table[key] = self._gathering.shard_of(value)
 
     def __delitem__(self, key: str) -> None:
         del self._table[key]
@@ -169,12 +200,14 @@ class GatheringTable(MutableMapping[str, Any]):
         return key in self._table
 
     def items(self) -> Any:
-        """The shards: this is what ``parameters()`` reads."""
-        return self._table.items()
+        """What ``named_parameters()`` reads: the shards, inside of a forward the wholes."""
+        is_in_module = self._gathering.log.is_in_module
+        return ItemsView(self) if is_in_module else self._table.items()
 
     def values(self) -> Any:
-        """The shards."""
-        return self._table.values()
+        """The same without names."""
+        is_in_module = self._gathering.log.is_in_module
+        return ValuesView(self) if is_in_module else self._table.values()
 
 
 # What a sharded parameter answers by itself: facts, hooks, and DTensor's own methods.

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
+from torchspmd.step.capture.refusals import check_optimizer
 
 
 class Role(StrEnum):
@@ -210,6 +211,7 @@ def _add_optimizer(
 ) -> None:
     if any(optimizer is known for _, known in inventory.optimizers):
         return
+    check_optimizer(argument, optimizer)
     index = len(inventory.optimizers)
     name = (
         f"{type(optimizer).__name__}@{argument}" if index else type(optimizer).__name__

@@ -33,6 +33,9 @@ class DataParallel:
             DistributedDataParallel does; ``"sum"`` does not.
         reshard_after_forward: Of ``"fully_shard"``: gather again in backward, instead of
             keeping the whole parameters from forward on.
+        sync_each_backward: Of ``"fully_shard"``: reduce gradients in each backward. False
+            reduces once what several backwards add up (micro-batches), and keeps whole
+            gradients until then; parameters that are kept whole are gathered once.
 
     Example:
         >>> DataParallel("fully_shard").reduce
@@ -42,6 +45,7 @@ class DataParallel:
     parallel_style: str = "replicate"
     reduce: Literal["avg", "sum"] = "avg"
     reshard_after_forward: bool = True
+    sync_each_backward: bool = True
 
     def __post_init__(self) -> None:
         if self.parallel_style not in ("replicate", "fully_shard"):
@@ -52,6 +56,11 @@ class DataParallel:
         if self.reduce not in ("avg", "sum"):
             raise UsageError(
                 f"DataParallel(reduce={self.reduce!r}): choose 'avg' or 'sum'."
+            )
+        if self.parallel_style == "replicate" and not self.sync_each_backward:
+            raise UsageError(
+                "DataParallel('replicate', sync_each_backward=False): this style reduces "
+                "micro-batches once by itself; leave the argument out."
             )
 
 
@@ -75,9 +84,9 @@ class Spread(ABC):
         """Refuse a traced step that this mode would get wrong."""
         return
 
-    def finish(self, graph: fx.GraphModule) -> None:
-        """Change the functional graph of the step, where this mode has to."""
-        return
+    def finish(self, graph: fx.GraphModule) -> int:
+        """Change the functional graph of the step; how many reductions were joined."""
+        return 0
 
     @abstractmethod
     def show(self, slot: Slot, local: torch.Tensor) -> torch.Tensor:
@@ -200,6 +209,7 @@ def resolve_spread(
             mesh,
             parallel_mode.reduce,
             reshard_after_forward=parallel_mode.reshard_after_forward,
+            sync_each_backward=parallel_mode.sync_each_backward,
         )
     if mesh is None:
         return OneDevice()

@@ -78,7 +78,7 @@ class RandomTape(_torch.TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        if not _torch.draws_random_numbers(func, args, kwargs):
             return func(*args, **kwargs)
         if any(_torch.layout_of(a) for a in args if isinstance(a, torch.Tensor)):
             return NotImplemented  # a DTensor: what it does to its shard is seen here
@@ -94,7 +94,7 @@ class RandomTape(_torch.TorchDispatchMode):
         drawn = (result,) if is_single else tuple(result)
         # Copies, because what was drawn may be written to; kept only where a state was
         # taken before, since nothing else can come back here.
-        copies = tuple(t.clone() for t in drawn) if self._is_state_taken else ()
+        copies = tuple(map(_copied, drawn)) if self._is_state_taken else ()
         return _Draw(func, _form(args), copies, is_single)
 
     def _repeat(self, func: Any, args: tuple[Any, ...]) -> Any:
@@ -108,8 +108,12 @@ class RandomTape(_torch.TorchDispatchMode):
             )
         if _torch.written_arguments(func):
             return args[0].copy_(draw.copies[0])
-        again = tuple(copy.clone() for copy in draw.copies)
+        again = tuple(map(_copied, draw.copies))
         return again[0] if draw.is_single else again
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _form(args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from torchspmd import _torch
@@ -26,8 +27,9 @@ def refuse(function: str, error: Exception, owner: Owner) -> CaptureError:
     where = f"  * {place}\n    in {_describe(owner)}"
     if isinstance(error, _torch.data_dependence_errors()):
         what, cure = "the step needs a tensor's value while it is captured", _VALUE_CURE
-        if owner.phase is Phase.OPTIMIZER and _is_optimizers_own(error):
-            what = "the optimizer chooses what to do by the value of its state"
+        optimizer = _running_optimizer(error)
+        if owner.phase is Phase.OPTIMIZER and optimizer is not None:
+            what = f"{optimizer} chooses what to do by a value that is not known yet"
             cure = _OPTIMIZER_CURE
     elif "sharding strategy" in str(error):
         what = f"an operator has no sharding rule ({_first_line(error)})"
@@ -36,6 +38,8 @@ def refuse(function: str, error: Exception, owner: Owner) -> CaptureError:
         what, cure = "the step uses a tensor that is in no argument", _TENSOR_CURE
     elif "mixed torch.Tensor and DTensor" in str(error):
         what, cure = "the step mixes a DTensor with a plain tensor", _MIXED_CURE
+    elif "must have the same mesh" in str(error):
+        what, cure = "an operator gets DTensors of several meshes", _MESHES_CURE
     elif "norm on empty tensor" in str(error):
         what, cure = "the norm of a shard without elements", _NORM_CURE
     else:
@@ -53,9 +57,10 @@ _VALUE_CURE = (
     "torch.where."
 )
 _OPTIMIZER_CURE = (
-    "A graph has no values before it runs, so such a choice cannot be captured.\nPass "
+    "A choice by a counter that is one number is captured; a choice by what is computed "
+    "from gradients or parameters cannot be, a graph has no values before it runs.\nPass "
     "capturable=True to the optimizer where it has this option and the device allows it, "
-    "or use an optimizer that does not choose, such as Adam, AdamW, SGD or RMSprop."
+    "or choose with torch.where in an optimizer of your own."
 )
 _RULE_CURE = (
     "The default mode gives one device's result, so every operator must say how it works "
@@ -73,10 +78,89 @@ _MIXED_CURE = (
     "gradients, it is its shard and works with other shards only.\nCall the module, or "
     "lay the other tensor out with distribute_tensor()."
 )
+_MESHES_CURE = (
+    "Fully sharded parameters lie over the data axis, those with a style over two axes.\n"
+    "Use torchspmd.clip_grad_norm_ instead of torch.nn.utils.clip_grad_norm_; elsewhere, "
+    "work on the parameters of one mesh at a time."
+)
 _NORM_CURE = (
     "A parameter with few rows leaves some ranks without any, and torch has no such norm "
     "of nothing.\nUse torchspmd.clip_grad_norm_ instead of torch.nn.utils.clip_grad_norm_."
 )
+
+
+# Optimizers that need values on the host in the middle of a step: why, and the way out.
+_NEED_VALUES: dict[type[Optimizer], tuple[str, str]] = {
+    torch.optim.LBFGS: (
+        "calls its closure as often as the values of the loss and the gradients ask for",
+        "Compile the closure (loss and backward, without the optimizer) and call "
+        "optim.step(closure) yourself, or use an optimizer that makes one update in each "
+        "step, such as AdamW.",
+    ),
+    torch.optim.SparseAdam: (
+        "works on sparse gradients, whose sizes depend on the values of the batch",
+        "Make the embedding with sparse=False and use Adam.",
+    ),
+}
+
+
+def check_optimizer(argument: str, optimizer: Optimizer) -> None:
+    """Refuse an optimizer that cannot be captured, whatever its options are."""
+    for kind, (reason, cure) in _NEED_VALUES.items():
+        if isinstance(optimizer, kind):
+            raise CaptureError(
+                f"compile: argument {argument} is {type(optimizer).__name__}, which "
+                f"{reason}.\nA graph has no values before it runs. {cure}"
+            )
+
+
+# They take norms, means and products of whole parameters.
+_NEED_WHOLE = tuple(
+    getattr(torch.optim, name)
+    for name in ("Adafactor", "Muon")
+    if hasattr(torch.optim, name)
+)
+_WHOLE_CURE = (
+    "Use parallel_mode=DataParallel('replicate'), or an optimizer that treats each element "
+    "by itself (SGD, Adam, AdamW, RAdam, ...)."
+)
+
+
+def is_spread(tensor: torch.Tensor) -> bool:
+    """Whether ranks hold different parts or terms of a tensor."""
+    layout = _torch.layout_of(tensor)
+    return layout is not None and not all(p.is_replicate() for p in layout.placements)
+
+
+def check_whole(optimizer: Optimizer, sharded: list[str]) -> None:
+    """Refuse an optimizer that needs whole parameters where ranks hold parts of them."""
+    if sharded and isinstance(optimizer, _NEED_WHOLE):
+        more = f" and {len(sharded) - 1} more" if len(sharded) > 1 else ""
+        raise CaptureError(
+            f"compile: {type(optimizer).__name__} works on whole parameters, and each rank "
+            f"holds a part of {sharded[0]}{more}. {_WHOLE_CURE}"
+        )
+
+
+def refuse_read() -> CaptureError:
+    """The error for a number that an optimizer reads where ranks hold parts of it."""
+    return CaptureError(
+        "compile: the optimizer reads a number (item()) from a tensor that is spread over "
+        f"ranks, and each rank would read another one. {_WHOLE_CURE}"
+    )
+
+
+def check_first_step(optimizer: Optimizer) -> None:
+    """Refuse a first step that may be skipped and then leaves state without values."""
+    if not isinstance(optimizer, torch.optim.SGD) or optimizer.state:
+        return
+    may_skip = getattr(optimizer, "found_inf", None) is not None
+    if may_skip and any(group["momentum"] != 0 for group in optimizer.param_groups):
+        raise CaptureError(
+            "compile: the first step of SGD(fused=True) makes its momentum, and GradScaler "
+            "may skip that step; torch then leaves the momentum without values. Make one "
+            "step without GradScaler first, or pass fused=False."
+        )
 
 
 class NoPrinting(TorchFunctionMode):
@@ -114,9 +198,13 @@ def user_line(error: BaseException) -> str:
     return "(no line of yours: the call came from torch)"
 
 
-def _is_optimizers_own(error: BaseException) -> bool:
-    frames = traceback.extract_tb(error.__traceback__)
-    return any("torch/optim/" in frame.filename for frame in frames)
+def _running_optimizer(error: BaseException) -> str | None:
+    """The class of the optimizer whose step failed."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, Optimizer):
+            return type(owner).__name__
+    return None
 
 
 def is_ours(error: BaseException) -> bool:

@@ -1,4 +1,4 @@
-"""Gathered parameters do not live from forward to backward: they are gathered again."""
+"""How long gathered parameters live: gathered again in backward, or once for all."""
 
 import operator
 from collections.abc import Callable
@@ -39,28 +39,56 @@ def drop_unused_gathers(graph: fx.Graph) -> int:
     return dropped
 
 
-def gather_again_in_backward(graph: fx.Graph) -> int:
+def gather_again_in_backward(graph: fx.Graph, group: str) -> int:
     """Give backward gathers of its own; return how many were added.
 
-    The graph is functional, and its nodes have owners.
+    The graph is functional, and its nodes have owners. ``group`` is that of the data axis:
+    other axes gather activations.
     """
     added = 0
     for wait in graph.find_nodes(op="call_function", target=_WAIT):
         start = wait.args[0]
-        if _is_parameter_gather(start) and _phase(wait) not in _LATER:
+        if _is_parameter_gather(start, group) and _phase(wait) not in _LATER:
             added += _split(graph, wait)
     return added
 
 
-def _is_parameter_gather(start: fx.Node) -> bool:
-    if start.target is not _GATHER:
+def gather_once(graph: fx.Graph, group: str) -> int:
+    """Let every use of a parameter read its first gather; return how many went.
+
+    Where the step changed the parameter in between, that is another value.
+    """
+    first: dict[object, fx.Node] = {}
+    dropped = 0
+    for wait in graph.find_nodes(op="call_function", target=_WAIT):
+        start = wait.args[0]
+        if not _is_parameter_gather(start, group):
+            continue
+        kept = first.setdefault(_source(start), wait)
+        if kept is not wait:
+            wait.replace_all_uses_with(kept)
+            graph.erase_node(wait)
+            graph.erase_node(start)
+            dropped += 1
+    graph.eliminate_dead_code()
+    return dropped
+
+
+def _is_parameter_gather(start: fx.Node, group: str) -> bool:
+    if start.target is not _GATHER or start.args[2] != group:
         return False
+    source = _source(start)
+    # Also a parameter that the step itself has updated already.
+    return source.op == "placeholder" or _phase(source) is Phase.OPTIMIZER
+
+
+def _source(start: fx.Node) -> fx.Node:
+    """The shard that is gathered, without its padding."""
     source = start.args[0]
     if isinstance(source, fx.Node) and source.target is _PAD:
         source = source.args[0]
     assert isinstance(source, fx.Node)
-    # Also a parameter that the step itself has updated already.
-    return source.op == "placeholder" or _phase(source) is Phase.OPTIMIZER
+    return source
 
 
 def _split(graph: fx.Graph, wait: fx.Node) -> int:

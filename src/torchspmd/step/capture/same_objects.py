@@ -23,7 +23,10 @@ class ModuleFacts:
         self._keys, self._values = list(values), list(values.values())
         containers = (module._modules, module._parameters, module._buffers)
         self._tables = [(t, list(t), list(t.values())) for t in containers if t]
-        self._empty = [t for t in containers if not t]
+        hooks = {name: values[name] for name in _torch.HOOK_TABLES}
+        # By key: what a hook holds is not held here, and no key is given twice.
+        self._hooks = [(name, list(table)) for name, table in hooks.items() if table]
+        self._empty = [t for t in (*containers, *hooks.values()) if not t]
         self._lists = [(v, list(v)) for v in self._values if type(v) is list]
 
     def hold(self) -> bool:
@@ -40,6 +43,7 @@ class ModuleFacts:
             list(values) == self._keys
             and not any(self._empty)
             and all(_same_table(*table) for table in self._tables)
+            and all(list(values[name]) == keys for name, keys in self._hooks)
             and all(_same_items(*pair) for pair in self._lists)
         )
 

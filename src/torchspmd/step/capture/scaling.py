@@ -21,6 +21,8 @@ _START_AT_ZERO = (
     torch.optim.RMSprop,
     torch.optim.Adadelta,
     torch.optim.Adamax,
+    torch.optim.RAdam,
+    torch.optim.Adafactor,
 )
 
 

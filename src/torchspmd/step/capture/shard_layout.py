@@ -14,8 +14,31 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from torchspmd import _torch
-from torchspmd.errors import CaptureError, UsageError
+from torchspmd.errors import CaptureError
 from torchspmd.step.capture.inventory import Inventory, Role, Slot
+from torchspmd.step.capture.shard_cut import (
+    Cut,
+    find_layout_problem,
+    is_over,
+    plan_cut,
+    read_cut,
+)
+from torchspmd.step.capture.shard_retired import retire
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """Name, shape and checksum of a tensor that was cut, and how it lay before."""
+
+    text: str
+    layout: Any
+
+    def holds_along(self, axis: DeviceMesh) -> bool:
+        """Whether the ranks of another axis must hold the same values."""
+        if self.layout is None:
+            return True
+        is_same = bool(self.layout.mesh == axis)
+        return is_same and bool(self.layout.placements[0].is_replicate())
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +47,18 @@ class Relayout:
 
     Attributes:
         inventory: What the step will work on: the same slots, with shards in them.
-        facts: One line for each new shard; equal on all ranks if these held one model.
+        facts: One for each new shard; equal along the data axis if ranks held one model.
+        beside: The other axes that parameters lie over.
     """
 
     inventory: Inventory
-    facts: tuple[str, ...]
+    facts: tuple[Fact, ...]
+    beside: tuple[DeviceMesh, ...]
     _before: Inventory
+
+    def facts_along(self, axis: DeviceMesh) -> tuple[str, ...]:
+        """Those that are equal along another axis too."""
+        return tuple(fact.text for fact in self.facts if fact.holds_along(axis))
 
     def commit(self) -> None:
         """Put the shards into modules, parameter groups, optimizer state and gradients."""
@@ -52,7 +81,7 @@ class Relayout:
         before.by_id.clear()
         before.by_id.update({id(s.tensor): n for n, s in enumerate(before.slots)})
         for old, slot in replaced:
-            _retire(old, slot.name)
+            retire(old, slot.name)
 
     def _commit_state(self, index: int) -> None:
         state, slots = self._before.saved_states[index], self.inventory.slots
@@ -67,91 +96,84 @@ class Relayout:
             state[parameter if slot is None else slots[slot].tensor] = entry
 
 
-class _Retired(nn.Parameter):
-    """A parameter whose place was taken: whoever still uses it is told."""
-
-    _name: str
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        leaves, _ = _torch.flatten_tree((args, kwargs))
-        name = next(leaf for leaf in leaves if isinstance(leaf, cls)).__dict__["_name"]
-        raise UsageError(
-            f"{name}: this is the whole parameter from before the first step; "
-            "DataParallel('fully_shard') put a shard in its place. Take it from the model "
-            "again (model.parameters()), and pass every optimizer and module that holds "
-            "it to the step, or make them after the first step."
-        )
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"<{self.__dict__['_name']}: replaced by its shard>"
-
-
-def _retire(parameter: torch.Tensor, name: str) -> None:
-    """Free the whole tensor, and let no one use it by mistake."""
-    parameter.grad = None
-    parameter.data = parameter.data.new_empty(0)
-    parameter.__dict__["_name"] = name
-    parameter.__class__ = _Retired
-
-
-def plan_layout(inventory: Inventory, mesh: DeviceMesh) -> Relayout | None:
-    """Shards for all plain parameters of a step; None when there are none."""
-    problems = [*_module_problems(inventory), *_parameter_problems(inventory, mesh)]
+def plan_cuts(inventory: Inventory, mesh: DeviceMesh) -> dict[int, Cut]:
+    """How each parameter of a step lies, or will lie, over the data axis, by its slot."""
+    problems = [
+        *_module_problems(inventory, mesh),
+        *_parameter_problems(inventory, mesh),
+    ]
+    if not problems:
+        cuts = {
+            place: _cut(slot.tensor, mesh)
+            for place, slot in enumerate(inventory.slots)
+            if slot.role is Role.PARAMETER
+        }
+        problems = list(_belonging_problems(inventory, cuts))
     if problems:
         raise CaptureError(
             f"compile(parallel_mode=DataParallel('fully_shard')) on mesh {mesh}:\n\n"
             + "\n".join(f"  * {line}" for line in problems)
-            + "\n\nThe mode takes plain parameters of modules that are arguments of the "
-            "step, and shards them over the data axis by itself. Nothing was changed."
+            + "\n\nThe mode takes parameters of modules that are arguments of the step, "
+            "plain or laid out over one other axis of the mesh, and shards them over the "
+            "data axis by itself. Nothing was changed."
         )
+    return cuts
+
+
+def plan_layout(inventory: Inventory, cuts: dict[int, Cut]) -> Relayout | None:
+    """Shards for all parameters of a step that are no shards yet; None: all are."""
     slots = list(inventory.slots)
-    for place in _plain_places(inventory):
-        slots[place] = replace(slots[place], tensor=shard(slots[place], mesh))
+    for place, cut in _belongings(inventory, cuts):
+        if _waits_for(cut, slots[place].tensor):
+            slots[place] = replace(slots[place], tensor=shard(slots[place], cut))
     if all(old is new for old, new in zip(inventory.slots, slots, strict=True)):
         return None
     after = replace(inventory, slots=slots)
-    return Relayout(after, _facts(inventory.slots, slots), inventory)
+    beside = tuple({cut.whole.mesh: None for cut in cuts.values() if cut.whole})
+    return Relayout(after, _facts(inventory.slots, slots), beside, inventory)
 
 
-def _plain_places(inventory: Inventory) -> Iterator[int]:
-    """Slots to lay out: plain parameters, and what has a parameter's shape with them."""
-    shapes = {}
-    for place, slot in enumerate(inventory.slots):
-        if slot.role is Role.PARAMETER:
-            shapes[place] = slot.tensor.shape
-            if _is_plain(slot.tensor):
-                yield place
+def _cut(tensor: torch.Tensor, mesh: DeviceMesh) -> Cut:
+    layout = _torch.layout_of(tensor)
+    known = None if layout is None else read_cut(layout, mesh)
+    return known or plan_cut(layout, tuple(tensor.shape), tensor.dtype, mesh)
+
+
+def _belongings(
+    inventory: Inventory, cuts: dict[int, Cut]
+) -> Iterator[tuple[int, Cut]]:
+    """Every parameter, and its gradient and the states that have its shape with it."""
+    yield from cuts.items()
     for parameter, gradient in inventory.gradients.items():
-        if parameter in shapes and _is_plain(inventory.slots[gradient].tensor):
-            yield gradient
+        yield gradient, cuts[parameter]
     for state in inventory.states:
-        tensor = inventory.slots[state.slot].tensor
+        tensor, cut = inventory.slots[state.slot].tensor, cuts[state.parameter]
         is_counter = state.key == "step" and tensor.ndim == 0
-        if _is_plain(tensor) and tensor.shape == shapes[state.parameter]:
-            if not is_counter:
-                yield state.slot
+        if tensor.shape == cut.layout.shape and not is_counter:
+            yield state.slot, cut
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return _torch.layout_of(tensor) is None
+def _waits_for(cut: Cut, tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies as the gathered one does, and is to be cut."""
+    return _lies_as(tensor, cut.whole)
 
 
-def shard(slot: Slot, mesh: DeviceMesh) -> torch.Tensor:
+def _lies_as(tensor: torch.Tensor, layout: Any) -> bool:
+    found = _torch.layout_of(tensor)
+    if found is None or layout is None:
+        return found is layout
+    same_mesh = bool(found.mesh == layout.mesh)
+    return same_mesh and bool(found.placements == layout.placements)
+
+
+def shard(slot: Slot, cut: Cut) -> torch.Tensor:
     """This rank's rows of a tensor, as a DTensor; a tensor without rows is replicated."""
-    from torch.distributed.tensor import Placement, Replicate, Shard
-
-    whole = slot.tensor.detach()
-    placement: Placement = Replicate()
-    local = whole
-    if whole.ndim and whole.numel():
-        placement = Shard(0)
-        start, stop = rows_of(whole.shape[0], mesh.size(), mesh.get_local_rank())
-        local = whole[start:stop]
+    whole = _torch.plain_tensor(slot.tensor).detach()
+    local = whole[slice(*cut.kept)] if cut.is_sharded else whole
     local = local.clone(memory_format=torch.contiguous_format)
-    spec = _torch.build_spec(mesh, (placement,), tuple(whole.shape), whole.dtype)
+    mesh, placements = cut.layout.mesh, cut.layout.placements
+    shape = tuple(slot.tensor.shape)
+    spec = _torch.build_spec(mesh, placements, shape, whole.dtype)
     sharded = _torch.wrap_local(local, spec)
     if slot.role is not Role.PARAMETER:
         return sharded
@@ -160,50 +182,61 @@ def shard(slot: Slot, mesh: DeviceMesh) -> torch.Tensor:
     return parameter
 
 
-def rows_of(rows: int, num_ranks: int, rank: int) -> tuple[int, int]:
-    """First and last row (excluded) of a rank: full shares first, as DTensor has it.
-
-    >>> [rows_of(5, 4, rank) for rank in range(4)]
-    [(0, 2), (2, 4), (4, 5), (5, 5)]
-    """
-    share = -(-rows // num_ranks)
-    return min(rank * share, rows), min((rank + 1) * share, rows)
-
-
-def _facts(before: list[Slot], after: list[Slot]) -> tuple[str, ...]:
+def _facts(before: list[Slot], after: list[Slot]) -> tuple[Fact, ...]:
     """A checksum of each tensor that was cut: ranks with other values would mix them."""
     cut = [old for old, new in zip(before, after, strict=True) if old is not new]
     with torch.no_grad():
         sums = torch.stack([_bits(slot.tensor).sum().cpu() for slot in cut]).tolist()
     return tuple(
-        f"{slot.name} {list(slot.tensor.shape)} #{value & 0xFFFFFFFF:08x}"
+        Fact(
+            f"{slot.name} {list(slot.tensor.shape)} #{_folded(value):08x}",
+            _torch.layout_of(slot.tensor),
+        )
         for slot, value in zip(cut, sums, strict=True)
     )
+
+
+def _folded(value: int) -> int:
+    # Both halves: round float64 numbers differ in the upper one alone.
+    return (value ^ (value >> 32)) & 0xFFFFFFFF
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    whole = tensor.detach().contiguous()
+    whole = _torch.plain_tensor(tensor).detach().contiguous()
     if whole.is_complex():
         whole = torch.view_as_real(whole)
     return whole.view(_INTEGERS[whole.element_size()])
 
 
-def _module_problems(inventory: Inventory) -> Iterator[str]:
+def _module_problems(inventory: Inventory, mesh: DeviceMesh) -> Iterator[str]:
     # Not at the top: importing it registers operators.
     from torch.distributed.fsdp import FSDPModule
 
     for root, module in inventory.modules:
         for prefix, child in module.named_modules():
+            path = f"{root}.{prefix}" if prefix else root
             if isinstance(child, (FSDPModule, DistributedDataParallel)):
-                path = f"{root}.{prefix}" if prefix else root
                 yield (
                     f"{path} is wrapped already ({type(child).__name__}) and would "
                     "gather and reduce a second time: build the model without "
                     "fully_shard() and DistributedDataParallel"
                 )
+            if _computes_on_shards(child, mesh):
+                yield (
+                    f"{path} has a style that computes on shards over this very axis, "
+                    "which the mode would gather: pass the data axis, mesh=mesh['dp']"
+                )
+
+
+def _computes_on_shards(module: nn.Module, mesh: DeviceMesh) -> bool:
+    # By its name: the step does not import the styles.
+    if not type(module).__module__.startswith("torchspmd.parallel."):
+        return False
+    layouts = map(_torch.layout_of, module.parameters(recurse=False))
+    return any(layout and is_over(layout, mesh) for layout in layouts)
 
 
 def _parameter_problems(inventory: Inventory, mesh: DeviceMesh) -> Iterator[str]:
@@ -224,14 +257,12 @@ def _problem(slot: Slot, mesh: DeviceMesh) -> str:
     tensor = slot.tensor
     layout = _torch.layout_of(tensor)
     if layout is not None:
-        if is_ours(layout, mesh):
+        if read_cut(layout, mesh) is not None:
             return ""
-        return (
-            f"is a DTensor {list(layout.placements)} on {layout.mesh}: only Shard(0) over "
-            "the data axis can be gathered. Use DataParallel('replicate') with a model "
-            "that has layouts of its own"
-        )
-    if type(tensor) not in (nn.Parameter, torch.Tensor):
+        problem = find_layout_problem(layout, mesh)
+        if problem:
+            return problem
+    elif type(tensor) not in (nn.Parameter, torch.Tensor):
         return f"is a {type(tensor).__name__}, and shards would lose this type"
     if tensor.is_meta:
         return "is on the meta device: give it values first (module.to_empty())"
@@ -244,9 +275,15 @@ def _problem(slot: Slot, mesh: DeviceMesh) -> str:
     return ""
 
 
-def is_ours(layout: Any, mesh: DeviceMesh) -> bool:
-    """Whether a layout is one that this mode makes, on the same ranks."""
-    from torch.distributed.tensor import Replicate, Shard
-
-    same_ranks = layout.mesh.mesh.tolist() == mesh.mesh.tolist()
-    return same_ranks and layout.placements in ((Shard(0),), (Replicate(),))
+def _belonging_problems(inventory: Inventory, cuts: dict[int, Cut]) -> Iterator[str]:
+    for place, cut in _belongings(inventory, cuts):
+        slot = inventory.slots[place]
+        if not _waits_for(cut, slot.tensor) and not _lies_as(slot.tensor, cut.layout):
+            layout = _torch.layout_of(slot.tensor)
+            found = "plain" if layout is None else f"{list(layout.placements)}"
+            wanted = cut.whole or cut.layout
+            yield (
+                f"{slot.name} is {found}, its parameter {list(wanted.placements)} on "
+                f"{wanted.mesh}: clear it before the first step (zero_grad(), a new "
+                "optimizer), or lay it out as its parameter"
+            )

@@ -174,6 +174,8 @@ def _module_facts(inventory: Inventory) -> Iterator[tuple[str, Any]]:
         for prefix, child in module.named_modules():
             path = f"{root}.{prefix}" if prefix else root
             yield path, _attributes(child)
+            if hooks := _hooks(child):
+                yield f"hooks of {path}", hooks
 
 
 def _attributes(module: nn.Module) -> tuple[Any, ...]:
@@ -184,6 +186,24 @@ def _attributes(module: nn.Module) -> tuple[Any, ...]:
             for key, value in vars(module).items()
             if isinstance(value, _SIMPLE) or _is_simple_sequence(value)
         ),
+    )
+
+
+class HookFact(tuple[Any, ...]):
+    """A module's hooks, in their order; prints their names."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return ", ".join(getattr(h, "__qualname__", type(h).__name__) for h in self)
+
+
+def _hooks(module: nn.Module) -> HookFact:
+    return HookFact(
+        hook
+        for name in _torch.HOOK_TABLES
+        for hook in getattr(module, name).values()
+        if not getattr(hook, "belongs_to_compiled_step", False)
     )
 
 

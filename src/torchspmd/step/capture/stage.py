@@ -14,8 +14,10 @@ from torch.optim import Optimizer
 
 from torchspmd import _torch
 from torchspmd.comm import Phase
+from torchspmd.step.capture.host_values import HostValues
 from torchspmd.step.capture.inventory import Inventory, Number, Role
 from torchspmd.step.capture.modes import Spread
+from torchspmd.step.capture.refusals import check_first_step, check_whole, is_spread
 from torchspmd.step.graph.owners import OwnerLog
 
 # Optimizers whose update of an element depends on that element's own values alone: on a
@@ -30,6 +32,8 @@ ELEMENTWISE = (
     torch.optim.NAdam,
     torch.optim.RMSprop,
     torch.optim.Rprop,
+    torch.optim.RAdam,
+    torch.optim.ASGD,
 )
 
 
@@ -57,6 +61,10 @@ class Stage:
         for slot, shown in zip(inventory.slots, self.shown, strict=True):
             if slot.tensor.requires_grad:
                 shown.requires_grad_()
+        for index, _, slots in inventory.groups:
+            parts = [inventory.slots[slot] for slot in slots]
+            sharded = [part.name for part in parts if is_spread(part.tensor)]
+            check_whole(inventory.optimizers[index][1], sharded)
         for parameter, gradient in inventory.gradients.items():
             self.shown[parameter].grad = self.shown[gradient]
 
@@ -98,7 +106,9 @@ class Stage:
         return plain
 
     @contextlib.contextmanager
-    def installed(self, log: OwnerLog, world: _torch.FakeWorld) -> Iterator[None]:
+    def installed(
+        self, log: OwnerLog, world: _torch.FakeWorld, values: HostValues
+    ) -> Iterator[None]:
         """Put the traced values into the user's objects; put all back at the end."""
         with contextlib.ExitStack() as stack:
             for place in self.inventory.places:
@@ -108,7 +118,8 @@ class Stage:
                 place.table[place.key] = self._held(place.slot)
             self._install_numbers(stack)
             for index, (_, optimizer) in enumerate(self.inventory.optimizers):
-                self._install_optimizer(stack, index, optimizer, log, world)
+                run = _OptimizerRun(self, index, log, world, values)
+                self._install_optimizer(stack, index, optimizer, run)
             self._install_reduction(stack, log)
             stack.enter_context(self.spread.installed(self.inventory, self.shown, log))
             yield
@@ -138,8 +149,7 @@ class Stage:
         stack: contextlib.ExitStack,
         index: int,
         optimizer: Optimizer,
-        log: OwnerLog,
-        world: _torch.FakeWorld,
+        run: "_OptimizerRun",
     ) -> None:
         stack.callback(setattr, optimizer, "state", optimizer.state)
         for owner, number, slots in self.inventory.groups:
@@ -148,7 +158,6 @@ class Stage:
                 stack.callback(group.__setitem__, "params", group["params"])
                 group["params"] = [self.shown[slot] for slot in slots]
         optimizer.state = self._traced_state(index)
-        run = _OptimizerRun(self, index, log, world)
         for hook in (
             optimizer.register_step_pre_hook(run.begin),
             optimizer.register_step_post_hook(run.end),
@@ -194,16 +203,24 @@ class _OptimizerRun:
     """Hands an optimizer the plain tensors while it steps, and lets it read counters."""
 
     def __init__(
-        self, stage: Stage, index: int, log: OwnerLog, world: _torch.FakeWorld
+        self,
+        stage: Stage,
+        index: int,
+        log: OwnerLog,
+        world: _torch.FakeWorld,
+        values: HostValues,
     ) -> None:
         self._stage, self._index = stage, index
-        self._log, self._world = log, world
+        self._log, self._world, self._values = log, world, values
         self._open: contextlib.ExitStack | None = None
 
     def begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        check_first_step(optimizer)
         stack = self._open = contextlib.ExitStack()
         stack.enter_context(self._log.owned(Phase.OPTIMIZER))
         stack.enter_context(self._world.reading_values())
+        stack.enter_context(_torch.numbers.extremes_in_graph())
+        stack.enter_context(self._values)
         stage = self._stage
         for owner, number, slots in stage.inventory.groups:
             if owner != self._index:

@@ -12,6 +12,8 @@ from torchspmd import _torch
 from torchspmd.comm import Phase
 from torchspmd.errors import CaptureError
 from torchspmd.step.capture.accumulation import join_reductions
+from torchspmd.step.capture.functional_form import make_functional
+from torchspmd.step.capture.host_values import HostValues, Reads
 from torchspmd.step.capture.inventory import Inventory, Number, Role
 from torchspmd.step.capture.modes import Spread, check_layouts
 from torchspmd.step.capture.outputs import (
@@ -30,14 +32,13 @@ from torchspmd.step.capture.scaling import scaled_steps
 from torchspmd.step.capture.shard_layout import Relayout
 from torchspmd.step.capture.stage import Stage
 from torchspmd.step.graph.memory import ROLE_KEY
-from torchspmd.step.graph.owners import (
-    META_KEY,
-    OwnerLog,
-    annotate_after,
-    last_node,
-    owner_of,
+from torchspmd.step.graph.owners import OwnerLog, owner_of
+from torchspmd.step.graph.roles import (
+    OutputKind,
+    OutputRole,
+    mark_guarded,
+    set_roles,
 )
-from torchspmd.step.graph.roles import OutputKind, OutputRole, set_roles
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +49,13 @@ class Captured:
     outputs: Outputs
     symbols: tuple[Any, ...]
     assumptions: tuple[Any, ...]
+    reads: Reads
     relayout: Relayout | None
 
     @property
     def values(self) -> tuple[str, ...]:
-        """A checksum of each tensor that must be equal on all ranks."""
-        return self.relayout.facts if self.relayout else ()
+        """A checksum of each tensor that must be equal along the data axis."""
+        return tuple(f.text for f in self.relayout.facts) if self.relayout else ()
 
 
 def capture(
@@ -91,8 +93,7 @@ def capture(
         raise refuse(name, error, tracing.log.latest()) from error
     outputs = _drop_unchanged(graph, tracing.outputs)
     clean(graph)
-    spread.finish(graph)
-    num_joined = join_reductions(graph.graph)
+    num_joined = spread.finish(graph) + join_reductions(graph.graph)
     graph.recompile()
     check_recomputation(name, graph)
     _name_placeholders(graph, inventory)
@@ -101,7 +102,10 @@ def capture(
         note(
             f"{num_joined} reductions of micro-batches joined with those of later ones"
         )
-    return Captured(graph, outputs, symbols, world.assumptions(), relayout)
+    assumptions = world.assumptions()
+    reads = tracing.reads.kept_for(assumptions)
+    mark_guarded(graph.graph, [slot for _, slot in reads.slots])
+    return Captured(graph, outputs, symbols, assumptions, reads, relayout)
 
 
 def _fake_number(world: _torch.FakeWorld, number: Number) -> Any:
@@ -124,6 +128,7 @@ class _Tracing:
         self._spread, self._world = spread, world
         self.log = OwnerLog(inventory.modules)
         self.outputs: Outputs | None = None
+        self.reads = Reads()
 
     def run(self, *flat: Any) -> list[Any]:
         """Run the user's step on traced values."""
@@ -134,62 +139,17 @@ class _Tracing:
             RandomTape().recording(),
         ):
             stage = Stage(self._inventory, flat, self._spread)
-            with stage.installed(self.log, self._world), scaled_steps(stage):
+            traced = {s.slot: stage.steps_on(s.slot) for s in self._inventory.states}
+            values = HostValues(self._inventory, traced, self._world)
+            with stage.installed(self.log, self._world, values), scaled_steps(stage):
                 args, kwargs = _torch.unflatten_tree(
                     stage.leaves(), self._inventory.structure
                 )
                 returned = self._function(*args, **kwargs)
                 with torch.no_grad(), self.log.owned(Phase.FORWARD):
-                    values, self.outputs = collect(stage, returned)
-        return values
-
-
-def make_functional(
-    traced: fx.GraphModule, flat: list[Any], world: _torch.FakeWorld
-) -> fx.GraphModule:
-    """The same graph without an operator that writes into a tensor."""
-    inputs = [
-        value.detach() if isinstance(value, torch.Tensor) else value for value in flat
-    ]
-    run = _torch.functional(_Replay(traced).replay)
-    with world.mode, world.reading_values(), torch.no_grad():
-        graph = _torch.trace(run, inputs)
-    for node in graph.graph.find_nodes(
-        op="call_function", target=torch.ops.aten.copy_.default
-    ):
-        # Functional form writes the new values back at the end; a program does that.
-        if node.args[0].op == "placeholder":
-            graph.graph.erase_node(node)
-    return graph
-
-
-class _Replay(fx.Interpreter):
-    """Runs a graph while another is traced, and hands each node's owner on."""
-
-    def replay(self, *flat: Any) -> Any:
-        """Run the graph on flat inputs."""
-        return self.run(*flat, enable_io_processing=False)
-
-    def run_node(self, n: fx.Node) -> Any:
-        """Run one node; the nodes that this makes belong to the same owner."""
-        graph = _torch.current_graph()
-        last = last_node(graph)
-        result = super().run_node(n)
-        annotate_after(graph, last, n.meta.get(META_KEY))
-        return result
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Call an operator; a fused optimizer in its functional form, then copied back."""
-        functional = _torch.functional_optimizer(target)
-        if functional is None:
-            return super().call_function(target, args, kwargs)
-        lists = [arg for arg in args if isinstance(arg, (list, tuple))]
-        for old, new in zip(lists, functional(*args, **kwargs), strict=False):
-            # The gradients are read only, except where a loss scale is taken out.
-            if old is not args[1] or kwargs.get("grad_scale") is not None:
-                for target_tensor, value in zip(old, new, strict=True):
-                    target_tensor.copy_(value)
-        return None
+                    flat_out, self.outputs = collect(stage, returned)
+        self.reads = values.reads()
+        return flat_out
 
 
 def _drop_unchanged(graph: fx.GraphModule, outputs: Outputs) -> Outputs:
@@ -213,15 +173,12 @@ _TRANSPARENT = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 def clean(graph: fx.GraphModule) -> None:
-    """Remove what does nothing in a functional graph: detach, profiler marks, dead code."""
+    """Remove what does nothing in a functional graph: detach, equal views, dead code."""
     for node in graph.graph.nodes:
         if node.op == "call_function" and node.target in _TRANSPARENT:
             node.replace_all_uses_with(node.args[0])
         elif _is_same_view(node):
             node.replace_all_uses_with(node.args[0])
-    for node in reversed(graph.graph.nodes):
-        if "profiler" in str(node.target) and not node.users:
-            graph.graph.erase_node(node)
     graph.graph.eliminate_dead_code()
     graph.graph.lint()
     graph.recompile()
@@ -294,10 +251,10 @@ def check_memory(inventory: Inventory) -> None:
 def check_recomputation(name: str, graph: fx.GraphModule) -> None:
     """Refuse random numbers that would be drawn twice: eager restores the generator."""
     for node in graph.graph.nodes:
-        tags = getattr(node.target, "tags", ())
+        draws = _torch.draws_random_numbers(node.target, node.args, node.kwargs)
         owner = owner_of(node)
         in_backward = owner.phase in (Phase.RECOMPUTE, Phase.BACKWARD)
-        if in_backward and torch.Tag.nondeterministic_seeded in tags:
+        if in_backward and draws:
             raise CaptureError(
                 f"compile on {name!r}: {owner.module} draws random numbers in backward "
                 f"({node.target}). A region that is recomputed there must draw those of "

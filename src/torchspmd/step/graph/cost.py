@@ -59,6 +59,15 @@ class CostModel:
         return self.latency_seconds + event.wire_bytes / self.network_bytes
 
 
+def device_of(graph: fx.Graph) -> str:
+    """The type of device that a graph runs on: that of its first tensor."""
+    for node in graph.find_nodes(op="placeholder"):
+        device = getattr(node.meta.get("val"), "device", None)
+        if device is not None:
+            return str(device.type)
+    return "cpu"
+
+
 def _flops(operator: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> float:
     count = flop_counter.flop_registry.get(operator.overloadpacket)
     if count is None:

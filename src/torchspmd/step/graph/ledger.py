@@ -33,6 +33,11 @@ def events_of(graph: fx.Graph) -> Iterator[tuple[fx.Node, CommEvent]]:
             yield node, _event(node, operator, topology)
 
 
+def is_communication(node: fx.Node) -> bool:
+    """Whether a node starts a communication."""
+    return _operator(node) is not None
+
+
 def graph_size(graph: fx.Graph) -> GraphSize:
     """Nodes, collectives and their payload, from the nodes' metadata."""
     found = list(events_of(graph))

@@ -165,9 +165,10 @@ def _cut(graph: fx.Graph, node: fx.Node, is_chosen: list[bool]) -> None:
         assert isinstance(index, int)
         new = _getter(graph, getter, node, halves[is_chosen[index]], position[index])
         getter.replace_all_uses_with(new)
-    for user in reversed([*node.users, *(g for u in node.users for g in u.users)]):
-        if not user.users and user in graph.nodes:
-            graph.erase_node(user)
+    getters = dict.fromkeys([*node.users, *(g for u in node.users for g in u.users)])
+    for getter in reversed(getters):
+        if not getter.users:
+            graph.erase_node(getter)
     graph.erase_node(node)
 
 

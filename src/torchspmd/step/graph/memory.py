@@ -122,7 +122,8 @@ def _unused_items(node: fx.Node, aliases: Aliases, kind: str) -> list[_Span]:
     if not isinstance(values, (list, tuple)) or node.target is operator.getitem:
         return []
     taken = {user.args[1] for user in node.users if user.target is operator.getitem}
-    size = sum(_bytes(v) for n, v in enumerate(values) if n not in taken)
+    unused = [v for n, v in enumerate(values) if n not in taken]
+    size = sum(_bytes(leaf) for leaf in _torch.flatten_tree(unused)[0])
     place = aliases.position[node]
     return [_Span(place, aliases.last_read.get(node, place), size, kind)]
 

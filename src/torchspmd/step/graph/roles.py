@@ -11,6 +11,7 @@ from enum import Enum
 from torch import fx
 
 _META_KEY = "torchspmd_roles"
+_GUARDED_KEY = "torchspmd_guarded"
 
 
 class OutputKind(Enum):
@@ -57,6 +58,18 @@ def written_state(graph: fx.Graph) -> dict[int, fx.Node]:
         for index, role in enumerate(roles_of(graph))
         if role.kind is OutputKind.STATE
     }
+
+
+def mark_guarded(graph: fx.Graph, places: Sequence[int]) -> None:
+    """Write on inputs that their values decide, before each run, which graph is run."""
+    placeholders = graph.find_nodes(op="placeholder")
+    for place in places:
+        placeholders[place].meta[_GUARDED_KEY] = True
+
+
+def is_guarded(node: fx.Node) -> bool:
+    """Whether the value of an input decides which graph is run."""
+    return bool(node.meta.get(_GUARDED_KEY))
 
 
 def output_node(graph: fx.Graph) -> fx.Node:

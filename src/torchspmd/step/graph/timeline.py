@@ -91,7 +91,7 @@ def simulate_steady(graph: fx.Graph, cost: CostModel, num_carried: int) -> Timel
         cost: What nodes take.
         num_carried: How many of its last inputs are its own last outputs of before.
     """
-    carried = _carried(graph, num_carried)
+    carried = carried_values(graph, num_carried)
     flights: dict[fx.Node, _Flight] = {}
     timeline = None
     for _ in range(3):  # the state at the seam settles after one round
@@ -101,7 +101,7 @@ def simulate_steady(graph: fx.Graph, cost: CostModel, num_carried: int) -> Timel
     return timeline
 
 
-def _carried(graph: fx.Graph, count: int) -> dict[fx.Node, fx.Node]:
+def carried_values(graph: fx.Graph, count: int) -> dict[fx.Node, fx.Node]:
     """The input that brings each value which the graph leaves for the next run."""
     if count == 0:
         return {}
@@ -129,7 +129,7 @@ def _run(
         if node in events:
             flights[node] = _launch(node, events[node], cost, clock)
         elif is_wait(node):
-            start = _started(node)
+            start = started_by(node)
             if start in flights:  # else another tensor of one that has ended
                 exposures.append(_land(flights.pop(start), clock))
         else:
@@ -144,7 +144,7 @@ def _run(
     return Timeline(clock.now, clock.compute, comm, tuple(exposures)), flights
 
 
-def _started(wait: fx.Node) -> fx.Node:
+def started_by(wait: fx.Node) -> fx.Node:
     """The start that a wait is for, also of one tensor of a coalesced one."""
     source = wait.args[0]
     if isinstance(source, fx.Node) and source.target is operator.getitem:
@@ -164,17 +164,33 @@ def _launch(node: fx.Node, event: CommEvent, cost: CostModel, clock: _Clock) -> 
 
 def _land(flight: _Flight, clock: _Clock) -> Exposure:
     exposed = max(0.0, flight.end - clock.now)
-    reason = _reason(flight, clock.now) if exposed else ""
+    reason = ""
+    if exposed:
+        reason = explain(flight.ready, flight.begin, clock.now, flight.end)
     clock.now += exposed
     seconds = flight.end - flight.begin
     return Exposure(flight.node, flight.event, seconds, exposed, reason)
 
 
-def _reason(flight: _Flight, now: float) -> str:
-    if flight.begin > flight.ready:
-        queued = flight.begin - flight.ready
+def explain(ready: float, begin: float, now: float, end: float) -> str:
+    """Why computation stands still for a collective; all in seconds.
+
+    Args:
+        ready: When it was started.
+        begin: When it was alone on the wire.
+        now: When its result is needed.
+        end: When it is there, after ``now``.
+
+    Example:
+        >>> explain(ready=0.0, begin=0.0, now=0.002, end=0.010)
+        'only 2.00 ms of computation stand between start and use'
+        >>> explain(ready=0.0, begin=0.004, now=0.002, end=0.010)
+        'waits 4.00 ms for earlier collectives of its group'
+    """
+    if begin > ready:
+        queued = begin - ready
         return f"waits {queued * 1e3:.2f} ms for earlier collectives of its group"
-    hidden = now - flight.begin
-    if hidden <= 0.05 * (flight.end - flight.begin):
+    hidden = now - begin
+    if hidden <= 0.05 * (end - begin):
         return "its result is needed right after it starts"
     return f"only {hidden * 1e3:.2f} ms of computation stand between start and use"

@@ -11,6 +11,7 @@ from torchspmd.errors import DeferralError
 from torchspmd.step.graph.owners import owner_of
 from torchspmd.step.graph.roles import (
     OutputKind,
+    is_guarded,
     output_node,
     output_values,
     readable_name,
@@ -43,6 +44,7 @@ def check_region(
     problems = [
         *_wrong_nodes(graph, nodes, target, others),
         *_needed_now(graph, nodes),
+        *_needed_before(graph, nodes),
         *_shared_state(graph, nodes, others),
     ]
     if not problems:
@@ -104,6 +106,15 @@ def _needed_now(graph: fx.Graph, nodes: Sequence[fx.Node]) -> list[str]:
             assert isinstance(value, fx.Node)
             problems.append(f"{value.name} is returned by the step (output {index})")
     return problems
+
+
+def _needed_before(graph: fx.Graph, nodes: Sequence[fx.Node]) -> list[str]:
+    """States that the choice of the next iteration's graph needs before it runs."""
+    states = [node for node in written_by(graph, nodes) if is_guarded(node)]
+    return [
+        f"{readable_name(state)} decides which graph the next step runs, so it cannot wait"
+        for state in sorted(states, key=lambda node: node.name)
+    ]
 
 
 def _place(node: fx.Node) -> str:

@@ -1,16 +1,16 @@
 """A step's graph as it is iterated: the object that passes edit and a program runs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, final
 
 from torch import fx
 
-from torchspmd.errors import UsageError
-from torchspmd.step.graph.roles import OutputKind, output_values, roles_of
+from torchspmd.errors import LostStateError, UsageError
+from torchspmd.step.graph.roles import readable_name
+from torchspmd.step.iterate.deferral import written_by
+from torchspmd.step.iterate.forms import Forms, Runnable
 from torchspmd.step.iterate.iter_graph import IterGraph
-from torchspmd.step.iterate.pipeline import Stage, derive
-
-Runnable = Callable[..., Any]
+from torchspmd.step.iterate.owed import Marks, Owed
 
 
 @final
@@ -38,8 +38,8 @@ class IterGraphModule:
     def __init__(self, main_gm: fx.GraphModule, enable_inductor: bool = False) -> None:
         self.main_gm = fx.GraphModule(main_gm, IterGraph.copy_of(main_gm.graph))
         self.enable_inductor = enable_inductor
-        self._forms: _Forms | None = None
-        self._carried: tuple[Any, ...] | None = None
+        self._forms: Forms | None = None
+        self._owed: Owed | None = None
         self._make_ready: Callable[[str, fx.GraphModule], Runnable] = self._prepare
 
     @property
@@ -81,12 +81,47 @@ class IterGraphModule:
         self.recompile()
         self.freeze_cross_iter_movement()
         self._make_ready = prepare or self._make_ready
-        self._forms = _Forms(self.main_gm, self._make_ready)
+        self._forms = Forms(self.main_gm, self._make_ready)
 
     @property
     def is_pending(self) -> bool:
         """Whether work of an earlier iteration is still to be done."""
-        return self._carried is not None
+        return self._owed is not None
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether an exception came after some of what is owed was written in place.
+
+        The rest is made by ``flush``; then the iteration that failed can be run again.
+        """
+        return self._owed is not None and bool(self._owed.begun)
+
+    @property
+    def half_way(self) -> frozenset[int]:
+        """Regions that an exception left half written, by number: nothing mends them."""
+        return frozenset() if self._owed is None else self._owed.half_way
+
+    @property
+    def unfinished(self) -> frozenset[int]:
+        """Regions that are still to be done, by number."""
+        if self._owed is None:
+            return frozenset()
+        return frozenset(range(len(self.graph.regions))) - self._owed.done
+
+    @property
+    def marks(self) -> Marks:
+        """What a graph that writes its states in place calls around each region."""
+        return Marks(self._begin, self._end)
+
+    def states_of(self, regions: Collection[int]) -> tuple[int, ...]:
+        """The inputs that regions write, by place."""
+        graph = self.graph
+        names = {name for n in regions for name in graph.regions[n].nodes}
+        written = written_by(
+            graph, [node for node in graph.nodes if node.name in names]
+        )
+        placeholders = graph.find_nodes(op="placeholder")
+        return tuple(n for n, node in enumerate(placeholders) if node in written)
 
     @property
     def is_deferring(self) -> bool:
@@ -110,13 +145,14 @@ class IterGraphModule:
         iteration before left, or None in the first.
         """
         forms = self._finished()
-        carried = self._carried
-        if not forms.is_deferring or (carried is None and last_iter):
+        owed = self._owed
+        if not forms.is_deferring or (owed is None and last_iter):
             return forms.whole(*args)
-        name = ("last" if last_iter else "steady") if carried is not None else "first"
-        outputs, left = forms.run(name, args, carried or ())
-        # Only now: after an exception the iteration can be run again.
-        self._carried = None if last_iter else left
+        self._check_not_interrupted()
+        name = ("last" if last_iter else "steady") if owed is not None else "first"
+        outputs, left = forms.run(name, args, () if owed is None else owed.carried)
+        # Only now, and at once: after an exception the iteration can be run again.
+        self._owed = None if last_iter else Owed(left)
         return outputs
 
     __call__ = forward
@@ -124,21 +160,51 @@ class IterGraphModule:
     def flush(self, *args: Any) -> list[Any] | None:
         """Do what is owed; the outputs that this gives, None for all others.
 
+        After an exception that is what has not been done.
+
         Args:
             args: The inputs of the step. Only state is read.
         """
-        if self._carried is None:
+        if self._owed is None:
             return None
-        outputs, _ = self._finished().run("flush", args, self._carried)
-        self._carried = None
+        self._check_not_half_way()
+        outputs = self._finished().flush(args, self._owed.carried, self.unfinished)
+        self._owed = None
         return outputs
+
+    def drop_owed(self) -> None:
+        """Forget what is owed: its states have got other values, from a checkpoint."""
+        self._owed = None
+
+    def _begin(self, region: int) -> None:
+        assert self._owed is not None
+        self._owed.begun.add(region)
+
+    def _end(self, region: int) -> None:
+        assert self._owed is not None
+        self._owed.done.add(region)
+
+    def _check_not_interrupted(self) -> None:
+        self._check_not_half_way()
+        if self.is_interrupted:
+            raise UsageError(
+                "IterGraphModule: an exception ended the iteration before after some of "
+                "the work that it owed was done. Call flush() to do the rest, then run "
+                "the iteration again."
+            )
+
+    def _check_not_half_way(self) -> None:
+        if self.half_way:
+            places = self.graph.find_nodes(op="placeholder")
+            states = self.states_of(self.half_way)
+            raise LostStateError.of([readable_name(places[n]) for n in states])
 
     def print_readable(self, print_output: bool = True) -> str:
         """The graph of one iteration as readable Python."""
         text: str = self.main_gm.print_readable(print_output=print_output)
         return text
 
-    def _finished(self) -> "_Forms":
+    def _finished(self) -> Forms:
         if self._forms is None:
             self.finalize_setup()
         assert self._forms is not None
@@ -150,62 +216,3 @@ class IterGraphModule:
         from torchspmd.step.backends import lower
 
         return lower(graph)
-
-
-class _Forms:
-    """The derived graphs of a finished module, ready to run."""
-
-    def __init__(
-        self, main: fx.GraphModule, prepare: Callable[[str, fx.GraphModule], Runnable]
-    ) -> None:
-        graph = main.graph
-        assert isinstance(graph, IterGraph)
-        self.is_deferring = bool(graph.regions) and not creates_state(graph)
-        self.graphs = {"whole": main}
-        self.num_carried = 0
-        self._stages: dict[str, Stage] = {}
-        if self.is_deferring:
-            pipeline = derive(graph, graph.regions)
-            self.num_carried = pipeline.num_carried
-            self._num_outputs = pipeline.num_outputs
-            for name in ("first", "steady", "last", "flush"):
-                stage: Stage = getattr(pipeline, name)
-                self._stages[name] = stage
-                self.graphs[name] = fx.GraphModule(main, stage.graph)
-        self._prepare = prepare
-        needed = ("first", "steady") if self.is_deferring else ("whole",)
-        self._runs = {name: prepare(name, self.graphs[name]) for name in needed}
-
-    def whole(self, *args: Any) -> Any:
-        """One iteration with nothing owed and nothing left."""
-        return self._run_of("whole")(*args)
-
-    def run(
-        self, name: str, args: Sequence[Any], carried: tuple[Any, ...]
-    ) -> tuple[list[Any], tuple[Any, ...]]:
-        """The step's outputs, None where this form has none, and what is left."""
-        places = self._stages[name].outputs
-        values = self._run_of(name)(*args, *carried)
-        outputs: list[Any] = [None] * self._num_outputs
-        for place, value in zip(places, values, strict=False):
-            outputs[place] = value
-        return outputs, tuple(values[len(places) :])
-
-    def _run_of(self, name: str) -> Runnable:
-        if name not in self._runs:
-            self._runs[name] = self._prepare(name, self.graphs[name])
-        return self._runs[name]
-
-
-def creates_state(graph: IterGraph) -> bool:
-    """Whether deferred work makes state that does not exist yet: the cold first step.
-
-    Such a program is run once. It is run whole: the state must be there for the next.
-    """
-    deferred = {name for region in graph.regions for name in region.nodes}
-    return any(
-        role.kind is OutputKind.CREATED
-        and isinstance(value, fx.Node)
-        and value.name in deferred
-        for value, role in zip(output_values(graph), roles_of(graph), strict=True)
-    )

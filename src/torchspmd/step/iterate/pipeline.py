@@ -4,7 +4,7 @@ Software pipelining of one functional iteration: nothing is edited, each graph i
 from the iteration and its deferred regions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from torchspmd.errors import DeferralError
+from torchspmd.step.graph.memory import ROLE_KEY
 from torchspmd.step.graph.roles import (
     OutputKind,
     OutputRole,
@@ -26,6 +27,12 @@ from torchspmd.step.iterate.deferral import (
     is_view,
     written_by,
 )
+
+# On a node of a derived graph: the number of the deferred region that it does.
+OWED_KEY = "torchspmd_owed"
+
+# On an input of a derived graph: its place among what an earlier iteration left.
+CARRIED_KEY = "torchspmd_carried"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +73,23 @@ class Pipeline:
 def derive(graph: fx.Graph, regions: Sequence[DeferredRegion]) -> Pipeline:
     """The forms of an iteration whose regions run in the next one."""
     plan = _Plan(graph, [_Region(graph, region) for region in regions])
+    everything = range(len(regions))
     return Pipeline(
-        first=_Form(plan, owes=False, leaves=True).stage(),
-        steady=_Form(plan, owes=True, leaves=True).stage(),
-        last=_Form(plan, owes=True, leaves=False).stage(),
-        flush=_Form(plan, owes=True, leaves=False, alone=True).stage(),
+        first=_Form(plan, owes=(), leaves=True).stage(),
+        steady=_Form(plan, owes=everything, leaves=True).stage(),
+        last=_Form(plan, owes=everything, leaves=False).stage(),
+        flush=_Form(plan, owes=everything, leaves=False, alone=True).stage(),
         num_carried=len(plan.carried),
         num_outputs=len(plan.values),
     )
+
+
+def derive_flush(
+    graph: fx.Graph, regions: Sequence[DeferredRegion], chosen: Collection[int]
+) -> Stage:
+    """A flush of some regions, by number; takes what a flush of all takes."""
+    plan = _Plan(graph, [_Region(graph, region) for region in regions])
+    return _Form(plan, owes=chosen, leaves=False, alone=True).stage()
 
 
 class _Region:
@@ -118,7 +134,11 @@ class _Plan:
 
     def __init__(self, graph: fx.Graph, regions: list[_Region]) -> None:
         self.graph, self.regions = graph, regions
-        self.deferred = {node for region in regions for node in region.nodes}
+        self.deferred = {  # with the number of its region
+            node: number
+            for number, region in enumerate(regions)
+            for node in region.nodes
+        }
         self.carried = list(
             dict.fromkeys(node for region in regions for node in region.carried)
         )
@@ -131,7 +151,12 @@ class _Form:
     """Builds one derived graph."""
 
     def __init__(
-        self, plan: _Plan, *, owes: bool, leaves: bool, alone: bool = False
+        self,
+        plan: _Plan,
+        *,
+        owes: Collection[int],
+        leaves: bool,
+        alone: bool = False,
     ) -> None:
         self._plan, self._owes, self._leaves, self._alone = plan, owes, leaves, alone
         self._graph = fx.Graph()
@@ -163,23 +188,24 @@ class _Form:
     def _take_carried(self) -> None:
         for place, source in enumerate(self._plan.carried):
             node = self._graph.placeholder(f"carried_{place}")
-            node.meta = dict(source.meta)
+            kind = "left by the step before"
+            node.meta = {**source.meta, ROLE_KEY: kind, CARRIED_KEY: place}
             self._brought[source] = node
 
     def _run_body(self) -> None:
         plan = self._plan
         for node in plan.graph.nodes:
-            if self._owes:
-                for region in plan.regions:
-                    if region.before is node:
-                        self._run_owed(region)
+            for number in self._owes:
+                if plan.regions[number].before is node:
+                    self._run_owed(number)
             if self._alone or node.op in ("placeholder", "output"):
                 continue
             if node not in plan.deferred or not self._leaves:
                 self._now[node] = self._graph.node_copy(node, self._now.__getitem__)
 
-    def _run_owed(self, region: _Region) -> None:
+    def _run_owed(self, number: int) -> None:
         """What the iteration before left: its values, this iteration's state."""
+        region = self._plan.regions[number]
         own: dict[fx.Node, fx.Node] = {}
 
         def find(source: fx.Node) -> fx.Node:
@@ -194,6 +220,8 @@ class _Form:
 
         for node in region.nodes:
             own[node] = self._graph.node_copy(node, find)
+        for copied in own.values():
+            copied.meta[OWED_KEY] = number
         self._before.update((node, own[node]) for node in region.nodes)
         for value, role in zip(self._plan.values, self._plan.roles, strict=True):
             if role.kind is OutputKind.STATE and value in own:
@@ -202,8 +230,8 @@ class _Form:
 
     def _is_made(self, value: object) -> bool:
         """Whether this form gives an output of the step."""
-        if value in self._plan.deferred:
-            return self._owes
+        if isinstance(value, fx.Node) and value in self._plan.deferred:
+            return self._plan.deferred[value] in self._owes
         return not self._alone
 
     def _final(self, value: object) -> Any:

@@ -1,11 +1,12 @@
 """The default passes, in their order."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 from torchspmd.comm import Kind
-from torchspmd.step.graph.cost import CostModel
+from torchspmd.step.graph.cost import CostModel, device_of
 from torchspmd.step.graph.ledger import events_of
 from torchspmd.step.graph.reports import PassReport
 from torchspmd.step.passes.comm_fusion import comm_fusion_with_concat
@@ -15,7 +16,7 @@ from torchspmd.step.passes.optimizer_copies import remove_copy_from_optimizer
 from torchspmd.step.passes.prefetch import prefetch_gathers
 from torchspmd.step.passes.schedule import schedule_comm_wait
 
-_SMALLEST_MB, _LARGEST_MB, _BUCKETS = 1.0, 25.0, 48
+_SMALLEST_MB, _LARGEST_MB, _MORE = 1.0, 64.0, 1.5
 
 
 def default_passes(
@@ -30,11 +31,11 @@ def default_passes(
         bucket_size_mb: How much one fused collective carries at most; by default a part
             of all gradients, so that there is something to overlap with.
         overlap_iterations: Also leave updates for the next step (``defer_updates``).
-        cost: What the order of deferred reductions is chosen by.
+        cost: What the size of buckets and the order of deferred reductions are chosen by.
     """
     passes: tuple[Callable[[Any], Any], ...] = (
         dedupe_collectives,  # the same bytes are not sent twice
-        functools.partial(_fuse, bucket_size_mb=bucket_size_mb),
+        functools.partial(_fuse, bucket_size_mb=bucket_size_mb, cost=cost),
         prefetch_gathers,  # of fully sharded parameters, before the layer that needs them
         schedule_comm_wait,  # starts early, waits late
         remove_copy_from_optimizer,
@@ -44,21 +45,27 @@ def default_passes(
     return passes
 
 
-def _fuse(gm: Any, bucket_size_mb: float | None) -> PassReport:
-    size = choose_bucket_size(gm) if bucket_size_mb is None else bucket_size_mb
+def _fuse(gm: Any, bucket_size_mb: float | None, cost: CostModel | None) -> PassReport:
+    size = choose_bucket_size(gm, cost) if bucket_size_mb is None else bucket_size_mb
     report: PassReport = comm_fusion_with_concat(gm, size)
     return report
 
 
-def choose_bucket_size(gm: Any) -> float:
-    """Megabytes for a bucket: a small part of all reductions, between 1 and 25.
+def choose_bucket_size(gm: Any, cost: CostModel | None = None) -> float:
+    """Megabytes for a bucket, between 1 and 64.
 
-    What the next forward needs first is ready last; the smaller its bucket, the less of it
-    stands in the open.
+    What the next forward needs first is ready last: the smaller its bucket, the less of it
+    stands in the open. But each bucket costs the latency of a collective. With n buckets
+    that take w seconds on the wire and l seconds each to begin, w / n + n * l is least
+    where n is the root of w / l; a part of l is hidden too, so there may be more.
     """
-    reduced = sum(
-        event.payload_bytes
+    cost = cost or CostModel.for_device(device_of(gm.graph))
+    events = [
+        event
         for _, event in events_of(gm.graph)
         if event.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)
-    )
-    return min(_LARGEST_MB, max(_SMALLEST_MB, reduced / 2**20 / _BUCKETS))
+    ]
+    seconds = sum(event.wire_bytes for event in events) / cost.network_bytes
+    count = max(1.0, _MORE * math.sqrt(seconds / cost.latency_seconds))
+    megabytes = sum(event.payload_bytes for event in events) / 2**20
+    return min(_LARGEST_MB, max(_SMALLEST_MB, megabytes / count))

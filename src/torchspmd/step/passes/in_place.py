@@ -7,7 +7,7 @@ made, which is what eager optimizers do.
 """
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -71,7 +71,11 @@ class InPlacePlan:
 
 
 def plan_in_place(
-    graph: fx.Graph, written: Mapping[fx.Node, fx.Node], *, only_copies: bool = False
+    graph: fx.Graph,
+    written: Mapping[fx.Node, fx.Node],
+    *,
+    only_copies: bool = False,
+    scratch: Collection[fx.Node] = (),
 ) -> InPlacePlan:
     """Find what may be computed in place, without changing the graph.
 
@@ -79,6 +83,7 @@ def plan_in_place(
         graph: A functional graph; its nodes have fake values in ``meta["val"]``.
         written: The inputs that get a new value, by the node of that value.
         only_copies: Change no operator: a compiler chooses itself where it computes.
+        scratch: Inputs that nobody needs after the graph: anything may be left in them.
     """
     forwarded = _find_forwarded(written)
     aliases = find_aliases(graph, forwarded)
@@ -87,13 +92,13 @@ def plan_in_place(
     for node in graph.nodes:
         writes = () if only_copies or node in forwarded else find_writes(node)
         if writes:
-            obstacle = find_obstacle(node, writes, aliases)
+            obstacle = find_obstacle(node, writes, aliases, scratch)
             if obstacle is None:
                 calls[node] = writes
             else:
                 obstacles.update((write.out or node, obstacle) for write in writes)
     ends = {forwarded.get(value, value): place for value, place in written.items()}
-    held = _settle(calls, ends, aliases)
+    held = _settle(calls, ends, aliases, scratch)
     nodes = list(graph.nodes)
     copies, copied, left = [], [], []
     for value, place in ends.items():
@@ -162,6 +167,7 @@ def _settle(
     calls: dict[fx.Node, tuple[Write, ...]],
     ends: Mapping[fx.Node, fx.Node],
     aliases: Aliases,
+    scratch: Collection[fx.Node],
 ) -> dict[fx.Node, fx.Node]:
     """Drop calls until every input that is written ends with its own new value.
 
@@ -184,7 +190,7 @@ def _settle(
         wrong = {
             call
             for place, value in latest.items()
-            if ends.get(value) is not place
+            if ends.get(value) is not place and place not in scratch
             for call in chains[place]
         }
         if not wrong:

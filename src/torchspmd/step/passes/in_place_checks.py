@@ -1,7 +1,7 @@
 """What an operator's in-place form would write, and what speaks against it."""
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +59,10 @@ def _items(node: fx.Node) -> dict[Any, fx.Node]:
 
 
 def find_obstacle(
-    node: fx.Node, writes: tuple[Write, ...], aliases: Aliases
+    node: fx.Node,
+    writes: tuple[Write, ...],
+    aliases: Aliases,
+    scratch: Collection[fx.Node] = (),
 ) -> str | None:
     """Why a node must not write in place, as far as it alone can be judged."""
     is_list = not isinstance(node.args[0], fx.Node)
@@ -74,7 +77,7 @@ def find_obstacle(
         root = aliases.root[write.target]
         if write.out is None and not is_fused:
             return "not all of its results are used"
-        reason = _memory_obstacle(write, root, aliases)
+        reason = _memory_obstacle(write, root, aliases, scratch)
         if reason is None and aliases.last_read[root] > aliases.position[node]:
             reason = f"{write.target.name} is read later"
         if reason is None and not _reads_itself_only(write, read_at[root], is_fused):
@@ -89,10 +92,13 @@ def _hands_gradients_on(node: fx.Node) -> bool:
     return gradients is not None and any(item.users for item in gradients.users)
 
 
-def _memory_obstacle(write: Write, root: fx.Node, aliases: Aliases) -> str | None:
+def _memory_obstacle(
+    write: Write, root: fx.Node, aliases: Aliases, scratch: Collection[fx.Node]
+) -> str | None:
     if root in aliases.pinned or root.op not in ("placeholder", "call_function"):
         return f"{root.name} is a constant, or used in a way that is not known"
-    if write.target is not root and root.op == "placeholder":
+    is_input = root.op == "placeholder" and root not in scratch
+    if write.target is not root and is_input:
         return f"{write.target.name} is a view of an input"
     if write.out is not None and not same_form(write.target, write.out):
         return f"{write.out.name} has another shape, layout or dtype"

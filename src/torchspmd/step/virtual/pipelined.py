@@ -7,8 +7,8 @@ from torch import fx
 
 from torchspmd.errors import VirtualRanksError
 from torchspmd.step.graph.roles import output_values
+from torchspmd.step.iterate.forms import creates_state
 from torchspmd.step.iterate.iter_graph import IterGraph
-from torchspmd.step.iterate.iteration import creates_state
 from torchspmd.step.iterate.pipeline import Stage, derive
 from torchspmd.step.virtual.collectives import Started
 from torchspmd.step.virtual.differences import digest

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
+from torchspmd import _torch
+
 
 def is_random(node: fx.Node) -> bool:
     """Whether a node draws from torch's default generator."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return _torch.draws_random_numbers(node.target, node.args, node.kwargs)
 
 
 class Generators:

@@ -1,0 +1,105 @@
+"""Numbers that a step reads from tensors while it is traced, and what it does with them."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+SYMBOLIC = (torch.SymFloat, torch.SymInt, torch.SymBool)
+
+
+@contextlib.contextmanager
+def real_tensors() -> Iterator[None]:
+    """Inside, operators run on tensors with values, whatever is traced outside."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+        yield
+
+
+def stand_in(number: Any, made: Any) -> Any:
+    """Let a number stand for another one in the graph that is being traced."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_slot, set_proxy_slot
+
+    tracer = _tracer()
+    set_proxy_slot(number, tracer, get_proxy_slot(made, tracer))
+    return number
+
+
+def copy_number(node: fx.Node, args: tuple[Any, ...]) -> Any:
+    """A node that computes a number, in the graph that is being traced; its value as is.
+
+    Without computing it: a symbolic expression takes much longer to make than a node.
+    """
+    from torch.fx.experimental.proxy_tensor import set_meta
+
+    value = node.meta["val"]
+    return _track(value, set_meta(_call(node.target, args), value))
+
+
+def extreme(choose: Any, first: Any, second: Any) -> Any:
+    """``max`` or ``min`` of two numbers as a node of the graph, without choosing now."""
+    if not isinstance(first, SYMBOLIC) and not isinstance(second, SYMBOLIC):
+        return choose(first, second)
+    from torch.fx.experimental.proxy_tensor import set_meta
+
+    symbolic = torch.sym_max if choose is max else torch.sym_min
+    # Not torch's own node: that one has another opinion about NaN.
+    proxy = _call(choose, (first, second))
+    with _untraced():
+        value = symbolic(first, second)
+    return (
+        _track(value, set_meta(proxy, value)) if isinstance(value, SYMBOLIC) else value
+    )
+
+
+@contextlib.contextmanager
+def extremes_in_graph() -> Iterator[None]:
+    """``max`` and ``min`` of torch's optimizers become nodes instead of choices."""
+    from torch.optim import _adafactor, asgd
+
+    tables = [vars(module) for module in (_adafactor, asgd)]
+    for table in tables:
+        table["max"] = lambda first, second: extreme(max, first, second)
+        table["min"] = lambda first, second: extreme(min, first, second)
+    try:
+        yield
+    finally:
+        for table in tables:
+            del table["max"], table["min"]
+
+
+def _call(target: Any, args: tuple[Any, ...]) -> Any:
+    from torch.fx.experimental.proxy_tensor import get_proxy_slot
+
+    tracer = _tracer()
+    nodes = tuple(
+        get_proxy_slot(arg, tracer).force().node if isinstance(arg, SYMBOLIC) else arg
+        for arg in args
+    )
+    return fx.Proxy(tracer.create_node("call_function", target, nodes, {}), tracer)
+
+
+def _track(value: Any, proxy: Any) -> Any:
+    from torch.fx.experimental.proxy_tensor import set_proxy_slot
+    from torch.utils._thunk import Thunk
+
+    set_proxy_slot(value, _tracer(), Thunk(lambda: proxy))
+    return value
+
+
+def _tracer() -> Any:
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    mode: Any = get_proxy_mode()
+    return mode.tracer
+
+
+@contextlib.contextmanager
+def _untraced() -> Iterator[None]:
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+    with disable_proxy_modes_tracing():
+        yield

@@ -1,0 +1,123 @@
+"""Gradients of parameters that another axis replicates must be equal along that axis.
+
+The data axis reduces every gradient; along other axes nobody does it for a plain parameter.
+Its gradient is right there only if every rank computed it from equal values. The graph says
+so: shards of the axis make values that differ from rank to rank, its sums and gathers make
+equal ones. A part that is cut out of an equal value without communication is not seen.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchspmd import _torch
+from torchspmd.comm import Kind, find_operator
+from torchspmd.errors import CaptureError
+from torchspmd.step.capture.inventory import Slot
+from torchspmd.step.capture.shard_cut import Cut
+from torchspmd.step.graph.aliases import find_aliases, operator_of
+
+# On a node: the parameter whose gradient it is, reduced over the data axis.
+REDUCED_FOR = "torchspmd_reduced_for"
+
+_MAKES_EQUAL = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.BROADCAST)
+# They take the form of their argument, not its values.
+_MAKERS = ("zeros", "ones", "full", "empty")
+_FORM_ONLY = {f"aten::{name}_like" for name in _MAKERS}
+_FORM_ONLY |= {f"aten::new_{name}" for name in _MAKERS}
+
+
+@dataclass(frozen=True, slots=True)
+class OtherAxis:
+    """An axis besides the data axis, and the inputs of a step that differ along it."""
+
+    name: str
+    group: str
+    differing: frozenset[int]
+
+
+def find_other_axes(
+    slots: list[Slot], cuts: Mapping[int, Cut]
+) -> tuple[OtherAxis, ...]:
+    """The axes that parameters of a step lie over besides the data axis."""
+    meshes = {cut.whole.mesh: None for cut in cuts.values() if cut.whole is not None}
+    return tuple(
+        OtherAxis(
+            (mesh.mesh_dim_names or ("",))[0],
+            mesh.get_group().group_name,
+            frozenset(n for n, slot in enumerate(slots) if _differs(slot, mesh)),
+        )
+        for mesh in meshes
+    )
+
+
+def _differs(slot: Slot, axis: DeviceMesh) -> bool:
+    layout = _torch.layout_of(slot.tensor)
+    if layout is None:
+        return False
+    names = layout.mesh.mesh_dim_names or ()
+    return any(
+        not placement.is_replicate() and layout.mesh[name] == axis
+        for name, placement in zip(names, layout.placements, strict=False)
+    )
+
+
+def check_equal_gradients(traced: fx.GraphModule, axes: tuple[OtherAxis, ...]) -> None:
+    """Refuse a step whose replicated parameters get another gradient on each rank."""
+    problems = [
+        f"{name}: along {axis.name} every rank has a gradient of its own part of the "
+        "activations, and nothing adds them up"
+        for axis in axes
+        for name in _unequal(traced.graph, axis)
+    ]
+    if problems:
+        raise CaptureError(
+            "compile(parallel_mode=DataParallel('fully_shard')): parameters that an axis "
+            "replicates would get other gradients on its ranks\n\n"
+            + "\n".join(f"  * {line}" for line in problems)
+            + "\n\nGive the module a style in the plan: SequenceParallel() for a norm "
+            "between sharded activations, ReplicateParallel() for other modules; or "
+            "gather its input first (PrepareModuleInput). Nothing was changed."
+        )
+
+
+def _unequal(graph: fx.Graph, axis: OtherAxis) -> Iterator[str]:
+    """Parameters whose reduced gradient was made of values that differ along the axis."""
+    root = find_aliases(graph).root
+    differing: set[fx.Node] = set()  # memory, by the node that brought it in
+    names: dict[str, None] = {}
+    for place, node in enumerate(graph.nodes):
+        if node.op == "placeholder":
+            if place in axis.differing:
+                differing.add(node)
+            continue
+        differs = any(root[source] in differing for source in node.all_input_nodes)
+        if makes_equal(node, axis.group):
+            differing -= _written(node, root)
+        elif differs:
+            differing |= {root[node], *_written(node, root)}
+        if REDUCED_FOR in node.meta and root[node] in differing:
+            names[node.meta[REDUCED_FOR]] = None
+    yield from names
+
+
+def makes_equal(node: fx.Node, group: str) -> bool:
+    """Whether a node's value is the same on all ranks of a group, whatever goes in."""
+    target = operator_of(node)
+    if target is None:
+        return False
+    name = _torch.packet_name(target)
+    operator = find_operator(name)
+    if operator is None:
+        return name in _FORM_ONLY
+    return operator.kind in _MAKES_EQUAL and group in node.args
+
+
+def _written(node: fx.Node, root: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
+    written: set[fx.Node] = set()
+    for place in _torch.written_arguments(node.target):
+        targets, _ = _torch.flatten_tree(node.args[place : place + 1])
+        written |= {root[target] for target in targets if isinstance(target, fx.Node)}
+    return written

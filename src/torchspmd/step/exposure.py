@@ -1,0 +1,257 @@
+"""How long a step stands still for each collective: its graph run on copies, timed."""
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from torchspmd import _torch
+from torchspmd.errors import UsageError
+from torchspmd.step.backends import write_in_place
+from torchspmd.step.graph.clocked import (
+    Clocked,
+    Reading,
+    Stopwatch,
+    add_clock,
+    left_under_way,
+    read_runs,
+)
+from torchspmd.step.graph.comm_blocks import get_all_comm_blocks
+from torchspmd.step.graph.cost import CostModel
+from torchspmd.step.graph.exposure_report import (
+    ExposureReport,
+    MeasuredExposure,
+    describe_exposure,
+)
+from torchspmd.step.graph.roles import OutputKind, roles_of
+from torchspmd.step.graph.timeline import Timeline, simulate, simulate_steady
+from torchspmd.step.iterate.owed import Marks
+from torchspmd.step.passes.in_place_owed import write_owed_in_place
+
+_WARM_RUNS = (
+    2  # the first settles the allocator, and what a deferred step leaves behind
+)
+_BEGIN, _END, _FIRST_FREE = 0, 1, 2  # marks
+
+ByRank = Mapping[int, Mapping[str, float]]  # rank -> start -> milliseconds
+
+
+def measure_exposure(
+    graph: fx.GraphModule,
+    flat: Sequence[Any],
+    *,
+    first: fx.GraphModule | None = None,
+    runs: int = 5,
+    cost: CostModel | None = None,
+    program: str = "step",
+    share: Callable[[Mapping[str, float]], ByRank] | None = None,
+) -> ExposureReport:
+    """Run a step's graph several times and note how long each wait takes.
+
+    Runs on copies of the inputs: nothing of the user's is written, and random numbers go
+    on from where they were. Every rank of its collectives must do so at once.
+
+    Args:
+        graph: The functional graph of a step; of one with deferred work the steady form.
+        flat: The step's inputs, in the graph's order.
+        first: The form of the first iteration, for a steady form: it gives the values
+            that are carried into the first run.
+        runs: How many runs to take medians of, after two that do not count.
+        cost: The rates of the simulation; a guess for the device by default.
+        program: What it is called in the report.
+        share: Tells other ranks how long each collective is exposed here, in
+            milliseconds, and returns that of all; nothing is compared by default.
+    """
+    _check(graph, flat, first, runs)
+    is_cuda = any(isinstance(each, torch.Tensor) and each.is_cuda for each in flat)
+    device = "cuda" if is_cuda else "cpu"
+    num_carried = 0 if first is None else _num_inputs(graph) - _num_inputs(first)
+    measured = _run_clocked(graph, flat, first, num_carried, runs)
+    timeline = _simulate(graph, cost or CostModel.for_device(device), num_carried)
+    own = {start: each.exposed * 1e3 for start, each in measured.readings.items()}
+    by_rank = share(own) if share is not None else {}
+    found = _describe(graph, measured.readings, timeline, by_rank)
+    return ExposureReport(
+        program=program,
+        rank=dist.get_rank() if dist.is_initialized() else 0,
+        device=device,
+        form="whole" if first is None else "steady",
+        runs=runs,
+        step_ms=measured.step_seconds * 1e3,
+        exposed_ms=measured.exposed_seconds * 1e3,
+        simulated_step_ms=timeline.step_seconds * 1e3,
+        collectives=found,
+        notes=tuple(_notes(graph, found, is_guess=cost is None)),
+    )
+
+
+def _check(
+    graph: fx.GraphModule, flat: Sequence[Any], first: fx.GraphModule | None, runs: int
+) -> None:
+    if runs < 1:
+        raise UsageError(f"exposure(runs={runs}): take at least one run.")
+    expected = _num_inputs(first or graph)
+    if len(flat) != expected:
+        raise UsageError(
+            f"measure_exposure: {len(flat)} inputs are given, the graph takes {expected}. "
+            "Pass all in the graph's order; with the steady form of a step that leaves "
+            "work for the next one, also pass first=, which takes the step's own inputs."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """What the clock said: medians, in seconds."""
+
+    step_seconds: float
+    exposed_seconds: float
+    readings: dict[str, Reading]
+
+
+def _run_clocked(
+    graph: fx.GraphModule,
+    flat: Sequence[Any],
+    first: fx.GraphModule | None,
+    num_carried: int,
+    runs: int,
+) -> _Measured:
+    running = _as_it_runs(graph, is_steady=first is not None)
+    copies = _copies(graph.graph, flat)
+    on_stream = any(isinstance(each, torch.Tensor) and each.is_cuda for each in copies)
+    watch = Stopwatch(on_stream)
+    under_way = left_under_way(running.graph, num_carried)
+    clocked = add_clock(running.graph, watch.mark, _FIRST_FREE, num_carried)
+    running.recompile()
+    left: Sequence[Any] = ()
+    with torch.no_grad(), _same_random_numbers(on_stream):
+        if first is not None:
+            left = _step(first, copies, (), num_carried)
+        for _ in range(_WARM_RUNS + runs):
+            watch.begin_run()
+            watch.mark(_BEGIN)
+            left = _step(running, copies, left, num_carried)
+            watch.mark(_END)
+        for place in under_way:  # ranks end in step, with nothing on the wire
+            _torch.WAIT(left[place])
+    return _medians(clocked, watch.read())
+
+
+def _as_it_runs(graph: fx.GraphModule, *, is_steady: bool) -> fx.GraphModule:
+    """A copy that writes in place what a program writes in place."""
+    if is_steady:
+        return write_owed_in_place(graph, Marks(_ignore, _ignore), {})[0]
+    return write_in_place(graph)[0]
+
+
+def _ignore(region: int) -> None:
+    """Nobody repeats a measured run."""
+
+
+def _step(
+    module: fx.GraphModule, flat: list[Any], left: Sequence[Any], num_carried: int
+) -> Sequence[Any]:
+    """Run one iteration on ``flat``, which gets the new states; what it leaves behind."""
+    values = module(*flat, *left)
+    values = values if isinstance(values, (list, tuple)) else [values]
+    targets, sources = [], []
+    for value, role in zip(values, roles_of(module.graph), strict=True):
+        if role.kind is not OutputKind.STATE or value is flat[role.placeholder]:
+            continue
+        if isinstance(value, torch.Tensor):
+            targets.append(flat[role.placeholder])
+            sources.append(value)
+        else:
+            flat[role.placeholder] = value
+    if targets:
+        _torch.copy_all(targets, sources)
+    return values[len(values) - num_carried :]
+
+
+def _copies(graph: fx.Graph, flat: Sequence[Any]) -> list[Any]:
+    """Inputs that may be written; what the graph does not read stays as it is."""
+    places = graph.find_nodes(op="placeholder")[: len(flat)]
+    return [
+        value.detach().clone()
+        if isinstance(value, torch.Tensor) and node.users
+        else value
+        for node, value in zip(places, flat, strict=True)
+    ]
+
+
+@contextmanager
+def _same_random_numbers(on_stream: bool) -> Iterator[None]:
+    devices = [torch.cuda.current_device()] if on_stream else []
+    with torch.random.fork_rng(devices):
+        yield
+
+
+def _medians(
+    clocked: Sequence[Clocked], runs: Sequence[Mapping[int, float]]
+) -> _Measured:
+    counted = runs[_WARM_RUNS:]
+    marks = [pair for each in clocked for pair in each.waits]
+    return _Measured(
+        statistics.median(run[_END] - run[_BEGIN] for run in counted),
+        statistics.median(sum(run[b] - run[a] for a, b in marks) for run in counted),
+        read_runs(clocked, runs, _WARM_RUNS),
+    )
+
+
+def _simulate(graph: fx.GraphModule, cost: CostModel, num_carried: int) -> Timeline:
+    if num_carried:
+        return simulate_steady(graph.graph, cost, num_carried)
+    return simulate(graph.graph, cost)
+
+
+def _describe(
+    graph: fx.GraphModule,
+    readings: Mapping[str, Reading],
+    timeline: Timeline,
+    by_rank: ByRank,
+) -> tuple[MeasuredExposure, ...]:
+    simulated = {each.start: each for each in timeline.exposures}
+    found = []
+    for block in get_all_comm_blocks(graph):
+        name = block.start.name
+        if name in readings:
+            ranks = {
+                rank: by_rank[rank][name]
+                for rank in block.group.ranks
+                if name in by_rank.get(rank, {})
+            }
+            exposure = describe_exposure(
+                block, readings[name], simulated.get(name), ranks
+            )
+            found.append(exposure)
+    return tuple(found)
+
+
+def _notes(
+    graph: fx.GraphModule, found: Sequence[MeasuredExposure], *, is_guess: bool
+) -> Iterator[str]:
+    known = {each.start for each in found}
+    starts = [block.start.name for block in get_all_comm_blocks(graph)]
+    unknown = [name for name in starts if name not in known]
+    if unknown:
+        yield (
+            f"{', '.join(unknown[:3])}{' ...' * (len(unknown) > 3)}: nothing in the graph "
+            f"waits for {len(unknown)} collectives, so they have no figures"
+        )
+    far = sum(each.disagrees for each in found)
+    if far:
+        cure = (
+            "its rates are a guess for the device, pass cost=CostModel(...) with yours"
+        )
+        yield (
+            f"{far} of {len(found)} differ from the simulation by more than half"
+            + (f": {cure}" if is_guess else "")
+        )
+
+
+def _num_inputs(graph: fx.GraphModule) -> int:
+    return len(graph.graph.find_nodes(op="placeholder"))

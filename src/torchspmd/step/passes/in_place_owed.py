@@ -1,0 +1,230 @@
+"""Updates that an earlier step left are made in place, and it is known which are done.
+
+A step that fails must be repeatable. Around the writes of each update the running graph
+says that it begins and that it is done; an update is made in place as a whole or not at
+all, so that after an exception each is done, not begun, or known to be lost.
+"""
+
+import copy
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from torchspmd import _torch
+from torchspmd.comm import find_operator
+from torchspmd.step.graph.aliases import find_aliases, operator_of
+from torchspmd.step.graph.roles import (
+    OutputKind,
+    output_values,
+    readable_name,
+    roles_of,
+)
+from torchspmd.step.iterate.owed import Marks
+from torchspmd.step.iterate.pipeline import OWED_KEY
+from torchspmd.step.passes.in_place import apply_in_place, plan_in_place
+from torchspmd.step.passes.in_place_reductions import reduce_in_place
+from torchspmd.step.passes.in_place_scratch import find_scratch
+
+
+@dataclass(frozen=True, slots=True)
+class OwedReport:
+    """Which updates are made in place.
+
+    Attributes:
+        in_place: Their numbers.
+        left: The numbers of the others, each with the reason. Their new states are fresh
+            tensors that are copied after the run.
+    """
+
+    in_place: frozenset[int] = frozenset()
+    left: Mapping[int, str] = field(default_factory=dict)
+
+    def lines(self) -> list[str]:
+        """What this comes to, for people.
+
+        >>> OwedReport(frozenset({0, 2}), {1: "it leaves a gradient"}).lines()
+        ['2 of 3 owed updates are made in place', 'update 1 is not: it leaves a gradient']
+        """
+        total = len(self.in_place) + len(self.left)
+        return [
+            f"{len(self.in_place)} of {total} owed updates are made in place",
+            *(f"update {n} is not: {why}" for n, why in sorted(self.left.items())),
+        ]
+
+
+def write_owed_in_place(
+    form: fx.GraphModule,
+    marks: Marks,
+    refused: Mapping[int, str],
+    spare: Collection[int] = (),
+) -> tuple[fx.GraphModule, OwedReport]:
+    """A copy of a derived graph whose owed regions write where the old values lie.
+
+    All other states stay as they are, so that the rest of the graph can be repeated.
+
+    Args:
+        form: The graph; the nodes of owed regions have their number on them.
+        marks: Called in the copy before the first and after the last write of a region.
+        refused: Regions that may not, by number, each with the reason.
+        spare: Carried values, by place, that a region may overwrite once it has begun.
+    """
+    left = {**_unfit(form.graph), **refused}
+    while True:
+        running = fx.GraphModule(form, copy.deepcopy(form.graph))
+        _communicate_first(running.graph)
+        regions = _states_of_regions(running.graph, left)
+        values = output_values(running.graph)
+        written: dict[fx.Node, fx.Node] = {}
+        for places in regions.values():
+            for index, place in places.items():
+                value = values[index]
+                assert isinstance(value, fx.Node), type(value)
+                written.setdefault(value, place)
+        scratch = find_scratch(running.graph, spare, regions)
+        plan = plan_in_place(running.graph, written, scratch=scratch)
+        apply_in_place(running.graph, plan)
+        writes = _find_writes(running.graph, regions, scratch)
+        problems = _problems(running.graph, regions, writes)
+        if not problems:
+            break
+        left.update(problems)
+    for number, nodes in writes.items():
+        _mark(running.graph, number, nodes, marks)
+    reduce_in_place(running.graph)
+    running.recompile()
+    known = {number: why for number, why in left.items() if number in _numbers(form)}
+    return running, OwedReport(frozenset(regions), known)
+
+
+def _communicate_first(graph: fx.Graph) -> None:
+    """Wait for what a region needs from other ranks before it writes anything.
+
+    Communication is what fails; until the first write the region can be repeated.
+    """
+    regions: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if OWED_KEY in node.meta:
+            regions.setdefault(node.meta[OWED_KEY], []).append(node)
+    for nodes in regions.values():
+        needed: set[fx.Node] = set()
+        for node in reversed(nodes):
+            if _communicates(node) or needed.intersection(node.users):
+                needed.add(node)
+        rest = [node for node in nodes if node not in needed]
+        if rest and not any(map(_is_random, needed)):
+            for node in nodes[nodes.index(rest[0]) :]:
+                if node in needed:
+                    rest[0].prepend(node)
+
+
+def _communicates(node: fx.Node) -> bool:
+    target = operator_of(node)
+    if target is None:
+        return False
+    name = _torch.packet_name(target)
+    return name.endswith("::wait_tensor") or find_operator(name) is not None
+
+
+def _is_random(node: fx.Node) -> bool:
+    """Whether another place in the graph would give it other numbers."""
+    target = operator_of(node)
+    return target is not None and torch.Tag.nondeterministic_seeded in target.tags
+
+
+def _numbers(form: fx.GraphModule) -> set[int]:
+    return {n.meta[OWED_KEY] for n in form.graph.nodes if OWED_KEY in n.meta}
+
+
+def _unfit(graph: fx.Graph) -> dict[int, str]:
+    """Regions that give something which no memory waits for: it would be lost."""
+    found: dict[int, str] = {}
+    placeholders = graph.find_nodes(op="placeholder")
+    for value, role in zip(output_values(graph), roles_of(graph), strict=True):
+        number = _number_of(value)
+        if number is None or role.kind is OutputKind.RESULT:
+            continue
+        if role.kind is not OutputKind.STATE:
+            found[number] = f"it leaves a {role.kind.value}"
+        else:
+            place = placeholders[role.placeholder]
+            if not isinstance(place.meta.get("val"), torch.Tensor):
+                found[number] = f"{readable_name(place)} is a Python number"
+    return found
+
+
+def _number_of(value: object) -> int | None:
+    return value.meta.get(OWED_KEY) if isinstance(value, fx.Node) else None
+
+
+def _states_of_regions(
+    graph: fx.Graph, left: Collection[int]
+) -> dict[int, dict[int, fx.Node]]:
+    """By region: the inputs that get a new value from it, by the place of the output."""
+    placeholders = graph.find_nodes(op="placeholder")
+    found: dict[int, dict[int, fx.Node]] = {}
+    pairs = zip(output_values(graph), roles_of(graph), strict=True)
+    for index, (value, role) in enumerate(pairs):
+        number = _number_of(value)
+        if role.kind is OutputKind.STATE and number is not None and number not in left:
+            found.setdefault(number, {})[index] = placeholders[role.placeholder]
+    return found
+
+
+def _find_writes(
+    graph: fx.Graph,
+    regions: Mapping[int, Mapping[int, fx.Node]],
+    scratch: Mapping[fx.Node, int],
+) -> dict[int, list[fx.Node]]:
+    """By region: the nodes after which it cannot be repeated, in their order."""
+    states = {place: n for n, places in regions.items() for place in places.values()}
+    owner = {**states, **scratch}
+    root = find_aliases(graph).root
+    found: dict[int, list[fx.Node]] = {number: [] for number in regions}
+    for node in graph.nodes:
+        touched = {owner.get(root[target]) for target in _targets(node)}
+        for number in touched - {None}:
+            assert number is not None
+            found[number].append(node)
+    return found
+
+
+def _targets(node: fx.Node) -> list[fx.Node]:
+    """What a node writes into, as far as its schema says."""
+    found: list[fx.Node] = []
+    for place in _torch.written_arguments(operator_of(node)):
+        argument = node.args[place] if place < len(node.args) else None
+        items = argument if isinstance(argument, (list, tuple)) else [argument]
+        found += [item for item in items if isinstance(item, fx.Node)]
+    return found
+
+
+def _problems(
+    graph: fx.Graph,
+    regions: Mapping[int, Mapping[int, fx.Node]],
+    writes: Mapping[int, list[fx.Node]],
+) -> dict[int, str]:
+    """Regions that are not in place as a whole, or whose writes lie apart."""
+    values = output_values(graph)
+    nodes = list(graph.nodes)
+    position = {node: place for place, node in enumerate(nodes)}
+    found: dict[int, str] = {}
+    for number, places in regions.items():
+        for index, place in places.items():
+            if values[index] is not place:
+                found[number] = f"{readable_name(place)} cannot be written in place"
+        if number not in found:
+            own = set(writes[number])
+            first, last = (position[writes[number][n]] for n in (0, -1))
+            for node in nodes[first : last + 1]:
+                if node not in own and _number_of(node) != number:
+                    found[number] = f"{readable_name(node)} runs between its writes"
+    return found
+
+
+def _mark(graph: fx.Graph, number: int, writes: list[fx.Node], marks: Marks) -> None:
+    with graph.inserting_before(writes[0]):
+        graph.call_function(marks.begin, (number,))
+    with graph.inserting_after(writes[-1]):
+        graph.call_function(marks.end, (number,))

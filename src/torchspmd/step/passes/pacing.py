@@ -1,0 +1,197 @@
+"""When gradients are computed and reductions start, if updates wait for the next step.
+
+The gradient that the next forward needs first is ready last: nothing hides its reduction.
+Gradients of weights that are needed late can be computed behind it, because nothing else in
+backward reads them; the wire then has computation beside it again. How many, and when each
+reduction starts, is chosen by running the iteration on paper.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from torchspmd import _torch
+from torchspmd.comm import Phase
+from torchspmd.step.graph.comm_blocks import is_wait
+from torchspmd.step.graph.cost import CostModel
+from torchspmd.step.graph.ledger import is_communication
+from torchspmd.step.graph.owners import owner_of
+
+# Starting a little too early costs less than leaving the wire idle.
+_OPTIMISM = 0.8
+_MOST_TRIES = 24
+_WORTH = 0.99  # of the time before: less than that is within what an estimate can tell
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """One reduction whose update waits for the next iteration.
+
+    Attributes:
+        start: The node that starts it.
+        place: Where the next iteration first needs the update.
+        group: The process group whose wire it takes.
+        seconds: How long it is on the wire.
+        update_seconds: How long the update takes.
+    """
+
+    start: fx.Node
+    place: fx.Node
+    group: str
+    seconds: float
+    update_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """One order of an iteration's nodes.
+
+    Attributes:
+        order: The nodes, starts of reductions included.
+        seconds: How long an iteration takes in the steady state, on paper.
+        delayed: The reductions whose gradients are computed last.
+    """
+
+    order: tuple[fx.Node, ...]
+    seconds: float
+    delayed: tuple[Reduction, ...]
+
+
+def paces(
+    nodes: Sequence[fx.Node],
+    reductions: Sequence[Reduction],
+    cost: CostModel,
+    *,
+    may_delay: bool,
+) -> list[Pace]:
+    """Orders worth taking, the quickest first; the last one delays no gradient.
+
+    Args:
+        nodes: The iteration, without what is left for the next.
+        reductions: What is left for it, the most urgent first.
+        cost: How long nodes take.
+        may_delay: Whether gradients may be computed later than they could be.
+    """
+    plan = _Plan(nodes, reductions, cost)
+    usual = plan.pace(())
+    if not may_delay:
+        return [usual]
+    chains = gradient_chains(nodes, reductions)
+    able = [reduction for reduction in reversed(reductions) if chains[reduction]]
+    stride = -(-len(able) // _MOST_TRIES) or 1
+    found = [
+        plan.pace(able[:count], chains)
+        for count in range(stride, len(able) + 1, stride)
+    ]
+    better = [pace for pace in found if pace.seconds < usual.seconds * _WORTH]
+    return [*sorted(better, key=lambda pace: (pace.seconds, len(pace.delayed))), usual]
+
+
+def gradient_chains(
+    nodes: Sequence[fx.Node], reductions: Sequence[Reduction]
+) -> dict[Reduction, list[fx.Node]]:
+    """For each reduction the nodes of backward that nothing else needs, in order."""
+    owner: dict[fx.Node, Reduction] = {each.start: each for each in reductions}
+    chains: dict[Reduction, list[fx.Node]] = {each: [] for each in reductions}
+    for node in reversed(nodes):
+        if node in owner or not node.users or not _may_move(node):
+            continue
+        wanted = {owner.get(user) for user in node.users}
+        if len(wanted) == 1 and (reduction := wanted.pop()) is not None:
+            owner[node] = reduction
+            chains[reduction].insert(0, node)
+    return chains
+
+
+def _may_move(node: fx.Node) -> bool:
+    return (
+        node.op == "call_function"
+        and owner_of(node).phase is Phase.BACKWARD
+        and not is_wait(node)
+        and not is_communication(node)
+        and not _torch.draws_random_numbers(node.target, node.args, node.kwargs)
+    )
+
+
+class _Plan:
+    """One iteration, to be ordered in several ways."""
+
+    def __init__(
+        self,
+        nodes: Sequence[fx.Node],
+        reductions: Sequence[Reduction],
+        cost: CostModel,
+    ) -> None:
+        self._nodes, self._reductions = nodes, reductions
+        self._rank = {each.start: place for place, each in enumerate(reductions)}
+        self._seconds = {node: cost.compute_seconds(node) for node in nodes}
+        self._due: dict[fx.Node, list[Reduction]] = {}
+        for reduction in reductions:
+            self._due.setdefault(reduction.place, []).append(reduction)
+
+    def pace(
+        self,
+        delayed: Sequence[Reduction],
+        chains: dict[Reduction, list[fx.Node]] | None = None,
+    ) -> Pace:
+        """The order in which the gradients of some reductions are computed last."""
+        body = list(self._nodes)
+        if chains is not None and delayed:
+            behind = sorted(delayed, key=lambda each: self._rank[each.start])
+            late = [node for each in behind for node in (*chains[each], each.start)]
+            taken = set(late)
+            body = [node for node in body if node not in taken] + late
+        order = self._start(body)
+        return Pace(tuple(order), self._steady(order), tuple(delayed))
+
+    def _start(self, body: Iterable[fx.Node]) -> list[fx.Node]:
+        """Keep the wire busy: whenever it is free, start the most urgent that is ready."""
+        order: list[fx.Node] = []
+        ready: list[int] = []  # places among the reductions
+        free: dict[str, float] = {}
+        now = 0.0
+        for node in body:
+            if node in self._rank:
+                ready = sorted([*ready, self._rank[node]])
+                continue
+            if ready:
+                for place in self._chosen(ready, free, now):
+                    ready.remove(place)
+                    order.append(self._reductions[place].start)
+            order.append(node)
+            now += self._seconds[node]
+        return order + [self._reductions[place].start for place in ready]
+
+    def _chosen(
+        self, ready: Sequence[int], free: dict[str, float], now: float
+    ) -> list[int]:
+        """One reduction for each group whose wire is free."""
+        chosen = []
+        for place in ready:
+            reduction = self._reductions[place]
+            if free.get(reduction.group, 0.0) <= now:
+                free[reduction.group] = now + reduction.seconds * _OPTIMISM
+                chosen.append(place)
+        return chosen
+
+    def _steady(self, order: Sequence[fx.Node]) -> float:
+        """How long an iteration takes once the one before left it the same work."""
+        free: dict[str, float] = {}
+        ends: dict[fx.Node, float] = {}
+        now = 0.0
+        for _ in range(3):  # the state at the seam settles after one round
+            now = 0.0
+            owed, ends = ends, {}
+            for node in order:
+                for due in self._due.get(node, ()):
+                    now = max(now, owed.get(due.start, 0.0)) + due.update_seconds
+                if node in self._rank:
+                    reduction = self._reductions[self._rank[node]]
+                    begin = max(now, free.get(reduction.group, 0.0))
+                    free[reduction.group] = ends[node] = begin + reduction.seconds
+                else:
+                    now += self._seconds[node]
+            ends = {start: end - now for start, end in ends.items()}
+            free = {group: end - now for group, end in free.items()}
+        return now

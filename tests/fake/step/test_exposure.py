@@ -1,0 +1,267 @@
+"""Measured exposure over a wire that takes a known time, in one process."""
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "unit" / "step"))
+from edit_graphs import GraphBuilder, aten, c10d
+
+from torchspmd import _torch
+from torchspmd.errors import UsageError
+from torchspmd.step import DataParallel, compile, measure_exposure
+from torchspmd.step.graph.clocked import Clocked, Stopwatch, read_runs
+from torchspmd.step.graph.cost import CostModel
+from torchspmd.step.graph.roles import OutputKind, OutputRole, set_roles
+from torchspmd.testing import fake_world
+
+pytestmark = pytest.mark.fake
+
+MILLISECONDS = 30  # of any collective, one after the other
+# All collectives take a second on paper, and computing nothing.
+SLOW_PAPER = CostModel(1e30, 1e30, 1e30, launch_seconds=0.0, latency_seconds=1.0)
+
+
+class Wire:
+    """Stands in for the collectives: one channel, the same time for each."""
+
+    def __init__(self):
+        self.free = 0.0
+        self.ready = {}  # by result
+
+    def start(self, keyset, tensor, *args):
+        return self.start_in_place(keyset, tensor.clone())
+
+    def start_in_place(self, keyset, tensor, *args):
+        self.free = max(self.free, time.perf_counter()) + MILLISECONDS / 1e3
+        self.ready[tensor.data_ptr()] = self.free
+        return tensor
+
+    def wait(self, keyset, tensor):
+        ready = self.ready.pop(tensor.data_ptr())
+        time.sleep(max(0.0, ready - time.perf_counter()))
+        return tensor
+
+
+@pytest.fixture
+def wire():
+    wire = Wire()
+    with fake_world(4):
+        in_place = _torch.reduction_in_place(_torch.ALL_REDUCE)
+        kernels = {_torch.ALL_REDUCE: wire.start, in_place: wire.start_in_place}
+        undo = _torch.observe({**kernels, _torch.WAIT: wire.wait})
+        try:
+            yield wire
+        finally:
+            undo()
+    assert wire.ready == {}  # everything was waited for
+
+
+def compute(tensor, milliseconds):
+    time.sleep(milliseconds / 1e3)
+    return tensor + 1
+
+
+class Builder(GraphBuilder):
+    """Adds starts and waits apart, and computation that takes a known time."""
+
+    def start(self, node):
+        return self.call(
+            c10d.all_reduce.default, node, "sum", dist.group.WORLD.group_name
+        )
+
+    def wait(self, node):
+        return self.call(c10d.wait_tensor.default, node)
+
+    def compute(self, node, milliseconds):
+        made = self.graph.call_function(compute, (node, milliseconds))
+        made.meta["val"] = node.meta["val"]
+        return made
+
+    def double(self, node):
+        return self.call(aten.mul.Tensor, node, 2.0)
+
+    def module(self, *outputs):
+        self.graph.output(list(outputs))
+        return fx.GraphModule({}, self.graph)
+
+
+def measured(module, *flat, **options):
+    report = measure_exposure(module, flat, runs=3, **options)
+    return report, {each.start: each for each in report.collectives}
+
+
+def numbers(size=4):
+    return torch.arange(float(size), dtype=torch.float64)
+
+
+def test_time_goes_to_the_wait_that_takes_it(wire):
+    b = Builder()
+    x = b.input("x", 4)
+    hidden = b.start(b.double(x))
+    work = b.compute(x, 2 * MILLISECONDS)
+    first = b.wait(hidden)
+    second = b.wait(b.start(work))
+    report, found = measured(b.module(first, second), numbers())
+    early, late = found["all_reduce_default"], found["all_reduce_default_1"]
+    assert early.is_hidden and early.distance_ms >= 2 * MILLISECONDS
+    assert late.exposed_ms > MILLISECONDS / 2 > 10 * early.exposed_ms
+    assert late.reason.startswith("its result is needed right after it starts")
+    assert report.exposed_ms > 0.8 * late.exposed_ms
+    assert report.step_ms > 2.5 * MILLISECONDS
+    assert (report.form, report.device, report.rank) == ("whole", "cpu", 0)
+
+
+def test_one_that_waits_for_another_says_so(wire):
+    b = Builder()
+    x = b.input("x", 4)
+    starts = [b.start(b.double(x)), b.start(b.compute(x, 1))]
+    _, found = measured(b.module(*map(b.wait, starts)), numbers())
+    reason = found["all_reduce_default_1"].reason
+    assert "ms for earlier collectives of its group" in reason
+    assert float(reason.split()[1]) > MILLISECONDS / 3
+    assert found["all_reduce_default"].exposed_ms > MILLISECONDS / 3
+
+
+def check_one_third(each):
+    """A third of the wire's time is computed in, the rest is waited for."""
+    assert each.distance_ms >= MILLISECONDS / 3
+    assert each.exposed_ms + each.distance_ms > 0.9 * MILLISECONDS
+    assert 0 < each.exposed_ms < 0.8 * MILLISECONDS
+
+
+def test_too_little_computation_in_between(wire):
+    b = Builder()
+    x = b.input("x", 4)
+    start = b.start(b.double(x))
+    work = b.compute(x, MILLISECONDS / 3)
+    _, found = measured(b.module(b.wait(start), work), numbers())
+    check_one_third(found["all_reduce_default"])
+    assert (
+        "ms of computation stand between start and use"
+        in found["all_reduce_default"].reason
+    )
+
+
+def test_a_steady_form_waits_for_what_the_run_before_started(wire):
+    b = Builder()
+    x = b.input("x", 4)
+    first = b.module(b.start(b.double(x)))
+    b = Builder()
+    x, carried = b.input("x", 4), b.input("carried_0", 4)
+    # A third of it is hidden behind the end of the run that starts it.
+    before = b.wait(carried)
+    start = b.start(b.double(x))
+    work = b.compute(x, MILLISECONDS / 3)
+    steady = b.module(before, work, start)
+    report, found = measured(steady, numbers(), first=first)
+    assert report.form == "steady"
+    check_one_third(found["all_reduce_default"])
+
+
+def test_nothing_is_changed(wire):
+    b = Builder()
+    x, state = b.input("x", 4), b.input("state", 4)
+    noise = b.call(aten.rand_like.default, x)
+    reduced = b.wait(b.start(b.call(aten.add.Tensor, x, noise)))
+    module = b.module(b.call(aten.add.Tensor, state, reduced), b.double(reduced))
+    roles = OutputRole(OutputKind.STATE, 1), OutputRole(OutputKind.RESULT)
+    set_roles(module.graph, roles)
+    flat = numbers(), torch.zeros(4, dtype=torch.float64)
+    code, generator = module.code, torch.get_rng_state()
+    _, found = measured(module, *flat)
+    assert torch.equal(flat[0], numbers()) and not flat[1].any()
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert module.code == code and len(module.graph.find_nodes(op="output")) == 1
+    assert list(found) == ["all_reduce_default"]
+
+
+def test_where_the_simulation_says_otherwise(wire):
+    b = Builder()
+    x = b.input("x", 4)
+    hidden = b.start(b.double(x))
+    work = b.compute(x, 2 * MILLISECONDS)
+    module = b.module(b.wait(hidden), b.wait(b.start(work)))
+    report, found = measured(module, numbers(), cost=SLOW_PAPER)
+    right = "its result is needed right after it starts"
+    assert found["all_reduce_default"].reason == f"hidden; on paper 1000.00 ms: {right}"
+    assert found["all_reduce_default_1"].reason == f"{right}; on paper 1000.00 ms"
+    far = "2 of 2 differ from the simulation by more than half"
+    assert report.notes == (far,)
+    assert measured(module, numbers())[0].notes == (
+        "2 of 2 differ from the simulation by more than half: its rates are a guess for "
+        "the device, pass cost=CostModel(...) with yours",
+    )
+
+
+def test_inputs_that_do_not_fit(wire):
+    b = Builder()
+    module = b.module(b.double(b.input("x", 4)), b.input("carried_0", 4))
+    with pytest.raises(
+        UsageError, match=r"1 inputs are given, the graph takes 2\. Pass"
+    ):
+        measured(module, numbers())
+
+
+def test_what_nothing_waits_for_is_told(wire):
+    b = Builder()
+    start = b.start(b.double(b.input("x", 4)))
+    report, found = measured(b.module(start), numbers())
+    wire.ready.clear()
+    assert found == {} and report.exposed_ms == 0.0
+    (note,) = report.notes
+    assert note == (
+        "all_reduce_default: nothing in the graph waits for 1 collectives, so they have "
+        "no figures"
+    )
+
+
+def test_the_clock_of_a_stream(monkeypatch):
+    """Events on the stream are read once, after the last run."""
+    moments = iter(range(0, 1000, 10))  # milliseconds
+    calls = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            assert not calls
+            self.at = next(moments)
+
+        def elapsed_time(self, other):
+            assert calls == ["synchronize"]
+            return float(other.at - self.at)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
+    watch = Stopwatch(on_stream=True)
+    for _ in range(3):
+        watch.begin_run()
+        for place in range(5):
+            watch.mark(place)
+    one = Clocked("all_reduce", "0", begun=1, waits=((2, 3),), is_carried=False)
+    other = Clocked("all_reduce_1", "0", begun=4, waits=((0, 3),), is_carried=True)
+    found = read_runs([one, other], watch.read(), warm=1)
+    assert found["all_reduce"].exposed == pytest.approx(0.01)
+    assert found["all_reduce"].distance == pytest.approx(0.01)
+    assert found["all_reduce_1"].distance == pytest.approx(0.01)
+    assert found["all_reduce_1"].exposed == pytest.approx(0.03)
+
+
+def test_a_fake_group_has_nothing_to_measure():
+    def train(model, batch):
+        model(batch).sum().backward()
+
+    with fake_world(2):
+        step = compile(parallel_mode=DataParallel("replicate"))(train)
+        call = torch.nn.Linear(4, 4), torch.ones(2, 4)
+        for _ in range(3):
+            step(*call)
+        with pytest.raises(UsageError, match="a fake process group sends nothing"):
+            step.exposure(*call)

@@ -1,0 +1,123 @@
+"""Gradients that are computed behind more urgent ones, and when reductions start."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import nn
+
+from torchspmd.step import DataParallel, IterGraphModule, compile
+from torchspmd.step.graph.cost import CostModel
+from torchspmd.step.graph.live_bytes import live_bytes
+from torchspmd.step.graph.timeline import simulate_steady
+from torchspmd.step.passes import defer_updates, schedule_comm_wait
+from torchspmd.testing import fake_world
+
+pytestmark = pytest.mark.fake
+
+WIDTH, BATCH, LAYERS = 32, 64, 6
+FLOPS = 1e9
+MATMUL = 2 * BATCH * WIDTH * WIDTH / FLOPS
+REDUCED = 2 * (4 - 1) / 4 * WIDTH * WIDTH * 4  # bytes that a rank of four sends
+
+
+def cost(ratio):
+    """Reducing all gradients takes ``ratio`` times as long as computing."""
+    wire = ratio * (3 * LAYERS - 1) * MATMUL
+    return CostModel(FLOPS, 1e30, LAYERS * REDUCED / wire, 0.0, 0.0)
+
+
+@dataclass
+class Found:
+    """What the pass said of a step, and what it made of it."""
+
+    text: str
+    seconds: float  # of a steady iteration, on paper
+    peak: int  # bytes
+    order: list[int]  # the layers whose gradients are reduced
+    parameters: list[torch.Tensor] = field(default_factory=list)
+
+
+def deferred(gm, ratio, options):
+    gm = IterGraphModule(gm)
+    schedule_comm_wait(gm)
+    report = defer_updates(gm, cost=cost(ratio), **options)
+    steady = simulate_steady(gm.forms["steady"].graph, cost(ratio), gm.num_carried)
+    return gm, Found(
+        report.outcome.detail[0],
+        steady.step_seconds,
+        max(live_bytes(gm).values()),
+        [_layer(node) for node in gm.graph.nodes if "all_reduce" in node.name],
+    )
+
+
+def _layer(start):
+    """Gradients are captured from the last layer to the first."""
+    number = start.name.removeprefix("all_reduce").strip("_")
+    return LAYERS - 1 - int(number or 0)
+
+
+def run(ratio, **options):
+    """Three steps of a stack of layers with deferred updates."""
+    found = []
+
+    def transformation(gm):
+        module, made = deferred(gm, ratio, options)
+        found.append(made)
+        return module
+
+    with fake_world(4):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            *(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+        )
+        optim = torch.optim.SGD(model.parameters(), lr=0.01)
+        batch = torch.randn(BATCH, WIDTH)
+
+        @compile(
+            gm_transformation=transformation, parallel_mode=DataParallel("replicate")
+        )
+        def step(model, optim, batch):
+            model(batch).square().mean().backward()
+            optim.step()
+            optim.zero_grad()
+
+        for _ in range(3):
+            step(model, optim, batch)
+        step.flush()
+        found[0].parameters = [p.detach() for p in model.parameters()]
+    return found[0]
+
+
+EARLY = "every gradient is computed as early as it can be"
+
+
+def test_balanced_steps_are_quicker_on_paper_and_equal_in_bits():
+    usual = run(1.0, delay_gradients=False)
+    assert usual.text == EARLY
+    delayed = run(1.0, memory_budget_mb=1.0)
+    assert "are computed last, beside more urgent reductions" in delayed.text
+    assert delayed.seconds < 0.97 * usual.seconds
+    for left, right in zip(delayed.parameters, usual.parameters, strict=True):
+        assert torch.equal(left, right)
+
+
+def test_what_is_needed_late_is_what_is_delayed():
+    before = run(1.0, delay_gradients=False).order
+    after = run(1.0, memory_budget_mb=1.0).order
+    assert sorted(after) == sorted(before) == list(range(LAYERS))
+    assert after.index(0) < before.index(0)
+    assert after[-1] == LAYERS - 1
+
+
+def test_nothing_is_delayed_where_the_wire_is_the_limit():
+    assert run(5.0, memory_budget_mb=1.0).text == EARLY
+
+
+def test_nothing_is_delayed_where_the_wire_takes_no_time():
+    assert run(0.01, memory_budget_mb=1.0).text == EARLY
+
+
+def test_memory_is_not_spent_without_leave():
+    usual = run(1.0, delay_gradients=False)
+    assert run(1.0).peak <= usual.peak < run(1.0, memory_budget_mb=1.0).peak

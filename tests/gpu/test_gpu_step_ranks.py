@@ -1,0 +1,190 @@
+"""Compiled data-parallel steps on NCCL ranks, against eager DDP and FSDP2's meaning.
+
+Also runs without pytest: ``python tests/gpu/run.py``.
+"""
+
+import atexit
+import copy
+import functools
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torchspmd.step import DataParallel, GraphModuleTransformation, compile
+from torchspmd.testing import Ranks
+
+STEPS = 6
+
+
+class Model(nn.Module):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.norm = nn.LayerNorm(64)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + self.dropout(F.gelu(layer(self.norm(x))))
+        return x
+
+
+def step(model, optim, batch):
+    loss = model(batch).square().mean()
+    loss.backward()
+    optim.step()
+    optim.zero_grad()
+    return loss.detach()
+
+
+def autocast_step(model, optim, batch):
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = model(batch).square().mean()
+    loss.backward()
+    optim.step()
+    optim.zero_grad()
+    return loss.detach()
+
+
+def batches():
+    torch.manual_seed(100 + dist.get_rank())
+    return [torch.randn(16, 64, device="cuda") for _ in range(STEPS)]
+
+
+def train(step, model, optim, *, last=False):
+    losses = []
+    for number, batch in enumerate(batches()):
+        ends = {"last_train_step": number == STEPS - 1} if last else {}
+        losses.append(step(model, optim, batch, **ends))
+    return torch.stack(losses)
+
+
+def pair(dropout=0.0):
+    torch.manual_seed(0)
+    model = Model(dropout).cuda()
+    return model, copy.deepcopy(model)
+
+
+def fused(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+
+
+def transformation(name):
+    if name == "plain":
+        return None
+    return GraphModuleTransformation(
+        enable_graph_optimization=True,
+        overlap_iterations="overlapped" in name,
+        bucket_size_mb=0.02,
+    )
+
+
+def against_ddp(name, backend, eager_step, exact):
+    ours, theirs = pair()
+    reference = DistributedDataParallel(theirs)
+    expected = train(eager_step, reference, fused(reference))
+    compiled = compile(
+        parallel_mode=DataParallel("replicate"),
+        gm_transformation=transformation(name),
+        backend=backend,
+    )(eager_step)
+    found = train(compiled, ours, fused(ours), last=True)
+    tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {}
+    torch.testing.assert_close(found, expected, **tolerance)
+    for left, right in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(left, right, **tolerance)
+    return [event.kind.value for event in compiled.programs[-1].ledger.events]
+
+
+@functools.cache
+def started(count):
+    ranks = Ranks(count, backend="nccl")
+    atexit.register(ranks.close)
+    return ranks
+
+
+def on_ranks(name, backend="graph", eager_step=step, exact=False, ranks=2):
+    kinds = started(ranks).run(
+        against_ddp, name, backend, eager_step, exact, timeout=240
+    )
+    assert kinds[0] == kinds[1] and "all_reduce" in kinds[0]
+    return kinds[0]
+
+
+def test_a_plain_step_is_ddp_bit_for_bit():
+    assert len(on_ranks("plain", exact=True)) == 10
+
+
+def test_the_default_passes_keep_the_bits_on_two_ranks():
+    assert len(on_ranks("passes", exact=True)) < 10
+
+
+def test_overlapped_iterations_keep_the_bits_on_two_ranks():
+    on_ranks("overlapped", exact=True)
+
+
+def test_overlapped_iterations_on_four_ranks():
+    on_ranks("overlapped", ranks=4)
+
+
+def test_a_step_under_autocast():
+    on_ranks("passes", eager_step=autocast_step)
+
+
+def test_inductor():
+    on_ranks("plain", backend="inductor")
+
+
+def test_inductor_with_overlapped_iterations():
+    on_ranks("overlapped", backend="inductor")
+
+
+def test_a_replayed_step_with_collectives():
+    on_ranks("plain", backend="cudagraph")
+
+
+def test_a_replayed_step_with_passes():
+    assert len(on_ranks("passes", backend="cudagraph")) < 10
+
+
+def sharded():
+    ours, theirs = pair()
+    reference = DistributedDataParallel(theirs)
+    expected = train(step, reference, fused(reference))
+    compiled = compile(
+        parallel_mode=DataParallel("fully_shard"),
+        gm_transformation=transformation("passes"),
+    )(step)
+    torch.testing.assert_close(train(compiled, ours, fused(ours)), expected)
+    for left, right in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(left.full_tensor(), right.data)
+
+
+def test_a_fully_sharded_step():
+    started(2).run(sharded, timeout=240)
+
+
+def one_meaning():
+    ours, theirs = pair()
+    compiled = compile(step)
+    mine = batches()
+    everyones = [torch.cat(_gathered(batch)) for batch in mine]
+    optims = fused(ours), fused(theirs)
+    for batch, whole in zip(mine, everyones, strict=True):
+        found = compiled(ours, optims[0], batch)
+        torch.testing.assert_close(found, step(theirs, optims[1], whole))
+    for left, right in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(left, right)
+
+
+def _gathered(batch):
+    parts = [torch.empty_like(batch) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, batch)
+    return parts
+
+
+def test_the_meaning_of_one_device():
+    started(2).run(one_meaning, timeout=240)

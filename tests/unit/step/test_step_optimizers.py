@@ -1,0 +1,240 @@
+"""Optimizers that choose by their counters, and those that cannot be captured."""
+
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "ranks" / "step"))
+from step_models import OPTIMIZERS, build, difference
+
+from torchspmd.errors import CaptureError
+from torchspmd.step import compile
+from torchspmd.step.graph.optimizer_blocks import get_all_fused_optimizer_blocks
+
+pytestmark = pytest.mark.unit
+
+
+def train(model, optim, batch):
+    loss = model(batch).square().mean()
+    loss.backward()
+    optim.step()
+    optim.zero_grad()
+    return loss
+
+
+def follow(step, ours, reference, steps):
+    for number in range(steps):
+        torch.manual_seed(number)
+        batch = torch.randn(6, 8)
+        got, expected = step(*ours, batch), train(*reference, batch)
+        assert torch.equal(got, expected.detach())
+    assert difference(ours, reference) == 0.0
+
+
+# Ten steps from cold: one program makes the state, the others differ by what is chosen.
+PROGRAMS = {
+    "sgd_fused": 1,
+    "momentum_fused": 2,
+    "radam": 3,
+    "radam_foreach": 3,
+    "asgd": 3,
+    "asgd_foreach": 2,
+    "adafactor": 2,
+    "adafactor_foreach": 2,
+}
+
+
+@pytest.mark.parametrize("optimizer", PROGRAMS)
+def test_ten_steps_need_few_programs(optimizer):
+    ours, reference = build("mlp", optimizer)
+    step = compile(train)
+    follow(step, ours, reference, 10)
+    assert len(step.programs) == PROGRAMS[optimizer]
+
+
+MUON = getattr(torch.optim, "Muon", None)
+OTHERS = {
+    "nadam": lambda p: torch.optim.NAdam(p, foreach=False),
+    "nadam_foreach": lambda p: torch.optim.NAdam(p, foreach=True),
+    "adamax_foreach": lambda p: torch.optim.Adamax(p, foreach=True),
+    "adadelta_foreach": lambda p: torch.optim.Adadelta(p, foreach=True),
+    "rprop_foreach": lambda p: torch.optim.Rprop(p, foreach=True),
+    "muon": lambda p: MUON([each for each in p if each.ndim == 2]),
+}
+
+
+@pytest.mark.parametrize("optimizer", OTHERS)
+def test_other_optimizers_of_torch(optimizer, monkeypatch):
+    if optimizer == "muon" and MUON is None:
+        pytest.skip("this torch has no Muon")
+    monkeypatch.setitem(OPTIMIZERS, optimizer, OTHERS[optimizer])
+    ours, reference = build("mlp", optimizer)
+    for pair in (ours, reference):
+        for parameter in pair[0].parameters():
+            held = [p for group in pair[1].param_groups for p in group["params"]]
+            parameter.requires_grad_(any(parameter is each for each in held))
+    step = compile(train)
+    follow(step, ours, reference, 3)
+    assert len(step.programs) == 2
+
+
+def test_the_reason_names_the_counter():
+    ours, reference = build("mlp", "radam")
+    step = compile(train)
+    follow(step, ours, reference, 8)
+    assert "optimizer states that did not exist before" in step.programs[1].reason
+    assert "RAdam.step" in step.programs[2].reason
+    assert step.programs[2].reason.startswith("differs from program 1:\nnot ")
+
+
+def test_a_loaded_counter_finds_its_program():
+    (model, optim), (other, other_optim) = build("mlp", "radam")
+    step = compile(train)
+    saved = None
+    for number in range(8):
+        batch = torch.randn(6, 8)
+        step(model, optim, batch)
+        train(other, other_optim, batch)
+        saved = saved or (number == 1 and copy.deepcopy(optim.state_dict()))
+    for each in (optim, other_optim):  # back to the second step
+        each.load_state_dict(copy.deepcopy(saved))
+    follow(step, (model, optim), (other, other_optim), 8)
+    assert len(step.programs) == 3
+
+
+def test_counters_that_are_not_equal():
+    (model, optim), (other, other_optim) = build("mlp", "radam")
+    step = compile(train)
+    follow(step, (model, optim), (other, other_optim), 2)
+    for each in (optim, other_optim):
+        next(iter(each.state.values()))["step"].fill_(9.0)
+    follow(step, (model, optim), (other, other_optim), 2)
+    assert "not RAdam.step equal everywhere" in step.programs[2].reason
+
+
+def test_each_update_reads_its_own_counter():
+    ours, reference = build("mlp", "radam")
+    step = compile(train)
+    follow(step, ours, reference, 2)
+    graph = step.programs[1].graph.graph
+    reads = graph.find_nodes(
+        op="call_function", target=torch.ops.aten._local_scalar_dense.default
+    )
+    sources = {node.args[0] for node in reads if node.users}
+    assert len(sources) == len(list(ours[0].parameters()))
+
+
+class Careful(torch.optim.Optimizer):
+    """Takes smaller steps by the norm of a gradient: a choice by computed values."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad.norm().item() > 1:
+                    parameter.sub_(parameter.grad, alpha=group["lr"])
+
+
+def refusal(optim, model, step=train):
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(CaptureError) as caught:
+        compile(step)(model, optim, torch.randn(6, 8))
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    return str(caught.value)
+
+
+def test_a_choice_by_gradients_is_refused():
+    model = nn.Linear(8, 2)
+    text = refusal(Careful(model.parameters()), model)
+    assert "Careful chooses what to do by a value that is not known yet" in text
+    assert "if parameter.grad.norm().item() > 1:" in text
+    assert "capturable=True" in text and "torch.where" in text
+
+
+def test_lbfgs_is_refused_by_name():
+    model = nn.Linear(8, 2)
+    optim = torch.optim.LBFGS(model.parameters())
+
+    def step(model, optim, batch):
+        return optim.step(lambda: model(batch).square().mean())
+
+    text = refusal(optim, model, step)
+    assert "argument args[1] is LBFGS, which calls its closure as often as" in text
+    assert "call optim.step(closure) yourself" in text
+
+
+def test_the_way_out_for_lbfgs():
+    torch.manual_seed(0)
+    model = nn.Linear(8, 2)
+    other = copy.deepcopy(model)
+    batch = torch.randn(6, 8)
+
+    def closure(model, batch):
+        model.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward()
+        return loss
+
+    compiled = compile(closure)
+    for each, run in ((model, compiled), (other, closure)):
+        optim = torch.optim.LBFGS(each.parameters(), max_iter=5)
+        for _ in range(2):
+            optim.step(lambda each=each, run=run: run(each, batch))
+    assert torch.equal(model.weight, other.weight)
+
+
+def test_sparse_adam_is_refused_by_name():
+    model = nn.Embedding(4, 2, sparse=True)
+    text = refusal(torch.optim.SparseAdam(model.parameters()), model)
+    assert "is SparseAdam, which works on sparse gradients" in text
+    assert "sparse=False and use Adam" in text
+
+
+def scaled(model, optim, batch, scaler):
+    scaler.scale(model(batch).square().mean()).backward()
+    scaler.step(optim)
+    scaler.update()
+    optim.zero_grad()
+
+
+def test_a_first_fused_step_that_may_be_skipped():
+    model = nn.Linear(8, 2)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(
+        CaptureError, match=r"the first step of SGD\(fused=True\) makes"
+    ):
+        compile(scaled)(model, optim, torch.randn(6, 8), scaler)
+
+
+@pytest.mark.parametrize("optimizer", ["momentum_fused", "radam", "adafactor"])
+def test_scaled_losses_with_a_skipped_step(optimizer):
+    ours, reference = build("mlp", optimizer)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=64.0) for _ in range(2)]
+    step = compile(scaled)
+    for number in range(4):
+        batch = torch.randn(6, 8)
+        if number == 2:
+            batch[0, 0] = torch.inf
+        run = step if number else scaled  # the state of fused SGD exists
+        run(*ours, batch, scalers[0])
+        scaled(*reference, batch, scalers[1])
+    assert difference(ours, reference) == 0.0
+    assert scalers[0].get_scale() == scalers[1].get_scale() == 32.0
+
+
+def test_a_fused_optimizer_is_found_in_the_graph():
+    ours, reference = build("mlp", "momentum_fused")
+    step = compile(train)
+    follow(step, ours, reference, 2)
+    for program in step.programs:
+        (block,) = get_all_fused_optimizer_blocks(program.graph, "_fused_sgd")
+        assert block.step.add_node is None
+    assert "8 computed in place" in str(step.programs[1].in_place)
