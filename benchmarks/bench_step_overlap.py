@@ -11,7 +11,6 @@ times as long as communicating.
 """
 
 import argparse
-import math
 import os
 import subprocess
 import sys
@@ -22,7 +21,6 @@ from typing import Any
 from _harness import publish
 from _step_variants import (
     BASES,
-    BUCKET_MB,
     VARIANTS,
     Workload,
     count,
@@ -139,11 +137,10 @@ def balance(
     sent = 2 * (options.ranks - 1) / options.ranks * size
     latency = max(ranks.run(measure_latency, workload, 20, timeout=LIMIT))
     print(f"latency of a reduction: {latency * 1e3:.2f} ms", file=sys.stderr)
-    sending = wire - latency * math.ceil(size / (BUCKET_MB * 2**20))
     cost = CostModel(
         flops=flops / compute,
         memory_bytes=1e12 if options.device == "cuda" else 1e10,
-        network_bytes=sent / max(sending, wire / 2),
+        network_bytes=sent / wire,
         latency_seconds=latency,
     )
     return workload, bases, wire, cost

@@ -16,7 +16,7 @@ from torchspmd.step.passes.optimizer_copies import remove_copy_from_optimizer
 from torchspmd.step.passes.prefetch import prefetch_gathers
 from torchspmd.step.passes.schedule import schedule_comm_wait
 
-_SMALLEST_MB, _LARGEST_MB, _MORE = 1.0, 64.0, 1.5
+_SMALLEST_MB, _LARGEST_MB, _MORE = 1.0, 64.0, 2.0
 
 
 def default_passes(
@@ -57,7 +57,8 @@ def choose_bucket_size(gm: Any, cost: CostModel | None = None) -> float:
     What the next forward needs first is ready last: the smaller its bucket, the less of it
     stands in the open. But each bucket costs the latency of a collective. With n buckets
     that take w seconds on the wire and l seconds each to begin, w / n + n * l is least
-    where n is the root of w / l; a part of l is hidden too, so there may be more.
+    where n is the root of w / l. Collectives that follow each other hide a part of l, so
+    there are twice as many.
     """
     cost = cost or CostModel.for_device(device_of(gm.graph))
     events = [
@@ -66,6 +67,7 @@ def choose_bucket_size(gm: Any, cost: CostModel | None = None) -> float:
         if event.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)
     ]
     seconds = sum(event.wire_bytes for event in events) / cost.network_bytes
-    count = max(1.0, _MORE * math.sqrt(seconds / cost.latency_seconds))
+    latency = max(cost.latency_seconds, 1e-9)
+    count = max(1.0, _MORE * math.sqrt(seconds / latency))
     megabytes = sum(event.payload_bytes for event in events) / 2**20
     return min(_LARGEST_MB, max(_SMALLEST_MB, megabytes / count))
