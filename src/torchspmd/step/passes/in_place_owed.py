@@ -13,8 +13,9 @@ import torch
 from torch import fx
 
 from torchspmd import _torch
-from torchspmd.comm import find_operator
 from torchspmd.step.graph.aliases import find_aliases, operator_of
+from torchspmd.step.graph.comm_blocks import is_wait
+from torchspmd.step.graph.ledger import is_communication
 from torchspmd.step.graph.roles import (
     OutputKind,
     output_values,
@@ -120,17 +121,12 @@ def _communicate_first(graph: fx.Graph) -> None:
 
 
 def _communicates(node: fx.Node) -> bool:
-    target = operator_of(node)
-    if target is None:
-        return False
-    name = _torch.packet_name(target)
-    return name.endswith("::wait_tensor") or find_operator(name) is not None
+    return is_wait(node) or is_communication(node)
 
 
 def _is_random(node: fx.Node) -> bool:
     """Whether another place in the graph would give it other numbers."""
-    target = operator_of(node)
-    return target is not None and torch.Tag.nondeterministic_seeded in target.tags
+    return _torch.draws_random_numbers(node.target, node.args, node.kwargs)
 
 
 def _numbers(form: fx.GraphModule) -> set[int]:
