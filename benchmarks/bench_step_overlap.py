@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from _harness import publish
+from _shared_gpu import shared_gpu
 from _step_variants import (
     BASES,
     VARIANTS,
@@ -43,13 +44,16 @@ def main() -> None:
         sys.exit(run_shaped(options.network))
     rows: list[dict[str, Any]] = []
     backend = "nccl" if options.device == "cuda" else "gloo"
-    with Ranks(options.ranks, backend=backend) as ranks:
+    with (
+        shared_gpu(options.device) as sharing,
+        Ranks(options.ranks, backend=backend) as ranks,
+    ):
         for model in options.models:
             for ratio in options.ratios:
                 rows += compare(ranks, model, ratio, options)
     where = f"loopback shaped to {options.network}" if options.network else "loopback"
     title = f"A data-parallel step on {options.ranks} ranks, {backend} over {where}"
-    publish(title, rows, options.json)
+    publish(title + sharing, rows, options.json)
 
 
 def parse() -> argparse.Namespace:

@@ -7,9 +7,11 @@ Exit codes: 0, all is well; 1, the answer is no (files differ, the script failed
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torchspmd
 from torchspmd._cli import check, diff, lock, parity, plan, trace
+from torchspmd._cli.leave import leave
 from torchspmd.errors import SpmdError
 
 _EPILOG = """\
@@ -46,6 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except BrokenPipeError:  # the reader of our output went away: nothing to tell it
         return 0
+
+
+def command() -> NoReturn:
+    """The ``torchspmd`` command: run it and end the process."""
+    leave(main())
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:

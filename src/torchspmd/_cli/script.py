@@ -15,8 +15,17 @@ def run_script(
     script: Path,
     arguments: Sequence[str],
     *watchers: contextlib.AbstractContextManager[object],
+    left: list[object] | None = None,
 ) -> bool:
-    """Run it while the watchers are at work; False when it fails."""
+    """Run it while the watchers are at work; False when it fails.
+
+    Args:
+        script: The file.
+        arguments: Its ``sys.argv[1:]``.
+        watchers: Entered before it runs.
+        left: Takes what the script leaves behind; without it, all of it is freed at once.
+    """
+    left = [] if left is None else left
     argv = [str(script), *arguments]
     path = [str(script.absolute().parent), *sys.path[1:]]
     with mock.patch.object(sys, "argv", argv), mock.patch.object(sys, "path", path):
@@ -24,12 +33,14 @@ def run_script(
             with contextlib.ExitStack() as stack:
                 for watcher in watchers:
                     stack.enter_context(watcher)
-                runpy.run_path(str(script), run_name="__main__")
-        except EndOfWindow:
-            pass
+                left.append(runpy.run_path(str(script), run_name="__main__"))
+        except EndOfWindow as end:
+            left.append(end)  # the frames of an exception hold the script's globals
         except SystemExit as end:
+            left.append(end)
             return end.code in (None, 0)
-        except Exception:
+        except Exception as error:
+            left.append(error)
             traceback.print_exc()
             return False
     return True

@@ -19,6 +19,7 @@ from torchspmd._cli.gather import (
     hold_store,
     sum_ledgers,
 )
+from torchspmd._cli.leave import KEPT
 from torchspmd._cli.progress import Progress
 from torchspmd._cli.script import run_script
 from torchspmd._cli.simulate import cuda_as_cpu, simulated_world
@@ -90,8 +91,11 @@ def run(options: argparse.Namespace) -> int:
         quiet=not world.simulated and world.rank != 0,
     )
     window = StepWindow(mode, skip=options.skip, steps=options.steps, progress=progress)
+    left = None if world.simulated else KEPT
     with progress, _surroundings(world) as held:
-        succeeded = run_script(options.script, options.arguments, mode, window)
+        succeeded = run_script(
+            options.script, options.arguments, mode, window, left=left
+        )
     if not succeeded:
         print(
             f"torchspmd trace: {options.script} failed after "
