@@ -167,6 +167,7 @@ def measure(name: str, workload: Workload, cost: CostModel, steps: int) -> float
         model, step = build(model, cost)
     for _ in range(4):  # cold optimizer, warm one, and two in the steady state
         step(model, optim, batch)
+    wait_for_all(workload.device)  # ranks that share a device must do so meanwhile
     start = time.perf_counter()
     for _ in range(steps):
         loss = step(model, optim, batch)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from _harness import publish
+from _shared_gpu import shared_gpu
 from _step_variants import Workload, train_step
 from bench_step_overlap import LIMIT, balance, run_shaped
 from rich.console import Console
@@ -41,7 +42,10 @@ def main() -> None:
         sys.exit(run_shaped(options.network))
     backend = "nccl" if options.device == "cuda" else "gloo"
     rows: list[dict[str, Any]] = []
-    with Ranks(options.ranks, backend=backend) as ranks:
+    with (
+        shared_gpu(options.device) as sharing,
+        Ranks(options.ranks, backend=backend) as ranks,
+    ):
         workload, _, _, cost = balance(ranks, options.model, options.ratio, options)
         for count in range(len(default_passes(overlap_iterations=True)) + 1):
             stages = ranks.run(
@@ -49,10 +53,11 @@ def main() -> None:
             )
             rows.append(row(stages))
             print(f"{rows[-1]['after']}: measured", file=sys.stderr)
+        shared = sharing()
     where = f"loopback shaped to {options.network}" if options.network else "loopback"
     title = (
         f"Exposed communication of {options.model}, batch {workload.batch}, on "
-        f"{options.ranks} ranks, {backend} over {where}"
+        f"{options.ranks} ranks, {backend} over {where}{shared}"
     )
     publish(title, rows, options.json)
     _, _, last = max(stages, key=lambda stage: stage[2].exposed_ms)
@@ -68,6 +73,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--model", default="linear 5x1024")
     parser.add_argument("--ratio", type=float, default=1.0)
+    parser.add_argument("--batch", type=int, help="instead of looking for the ratio")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--network", help="shape loopback to this rate, such as 1gbit")
     parser.add_argument("--json", type=Path, help="also write the figures here")

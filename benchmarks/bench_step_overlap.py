@@ -51,9 +51,10 @@ def main() -> None:
         for model in options.models:
             for ratio in options.ratios:
                 rows += compare(ranks, model, ratio, options)
+        shared = sharing()
     where = f"loopback shaped to {options.network}" if options.network else "loopback"
     title = f"A data-parallel step on {options.ranks} ranks, {backend} over {where}"
-    publish(title + sharing, rows, options.json)
+    publish(title + shared, rows, options.json)
 
 
 def parse() -> argparse.Namespace:

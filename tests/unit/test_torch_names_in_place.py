@@ -119,3 +119,13 @@ def test_reduction_in_place():
     assert _torch.written_arguments(form) == (0,)
     for other in (functional.reduce_scatter_tensor.default, aten.add.Tensor, None):
         assert _torch.reduction_in_place(other) is None
+
+
+def test_update_operator():
+    seen = []
+    name = "a name of this test"
+    call = _torch.update_operator(name, lambda *args: seen.append(args))
+    weight = torch.ones(1)
+    assert call(name, 3, [weight], []) is None
+    (number, written, read) = seen[0]
+    assert (number, list(read)) == (3, []) and written[0] is weight

@@ -119,3 +119,5 @@ from torchspmd._torch.shards import start_reduce_scatter as start_reduce_scatter
 from torchspmd._torch.shards import wait as wait
 from torchspmd._torch.shards import wrap_local as wrap_local
 from torchspmd._torch.storages import storage_key as storage_key
+from torchspmd._torch.updates import Update as Update
+from torchspmd._torch.updates import update_operator as update_operator

@@ -13,9 +13,11 @@ from torchspmd.errors import CaptureError
 from torchspmd.step.capture.progress import note, phase
 from torchspmd.step.cuda_graph import CudaGraphRun
 from torchspmd.step.graph.ledger import is_communication
+from torchspmd.step.graph.list_items import is_fused_update
 from torchspmd.step.graph.memory import predict_peak
 from torchspmd.step.graph.roles import output_values, written_state
 from torchspmd.step.iterate.iteration import IterGraphModule
+from torchspmd.step.iterate.owed import Marks
 from torchspmd.step.passes.in_place import (
     InPlaceReport,
     apply_in_place,
@@ -24,6 +26,12 @@ from torchspmd.step.passes.in_place import (
 from torchspmd.step.passes.in_place_owed import OwedReport, write_owed_in_place
 from torchspmd.step.passes.in_place_reductions import reduce_in_place
 from torchspmd.step.passes.in_place_scratch import find_spare
+from torchspmd.step.passes.update_calls import (
+    NOT_OWED,
+    make_one_call,
+    noting,
+    targets_of,
+)
 from torchspmd.step.transformation import GraphModuleTransformation
 
 BACKENDS = ("graph", "inductor", "cudagraph")
@@ -89,11 +97,11 @@ def prepare(
         return _prepare_iterated(run)
     if not isinstance(run, fx.GraphModule):
         return Prepared(_WithoutLastIteration(run), graph, None, InPlaceReport())
-    is_compiled = backend == "inductor"
-    running, report = write_in_place(run, only_copies=is_compiled)
-    if is_compiled:
+    if backend == "inductor":
+        running, report = write_for_compiler(run)
         call = _WithoutLastIteration(lower(running))
         return Prepared(call, run, running, report)
+    running, report = write_in_place(run)
     if backend == "cudagraph":
         return Prepared(CudaGraphRun(running), run, running, report)
     return Prepared(_WithoutLastIteration(running), run, running, report, True)
@@ -113,7 +121,8 @@ def _for_replay(run: IterGraphModule) -> fx.GraphModule:
 
 def _prepare_iterated(run: IterGraphModule) -> Prepared:
     """Every form of an iterated graph writes in place what it may."""
-    whole, report = write_in_place(run.main_gm, only_copies=run.enable_inductor)
+    write = write_for_compiler if run.enable_inductor else write_in_place
+    whole, report = write(run.main_gm)
     forms = _FormsInPlace(run, whole)
     run.finalize_setup(forms.make_ready)
     for line in forms.notes:
@@ -139,45 +148,86 @@ class _FormsInPlace:
         is_compiled = self._run.enable_inductor
         if name == "whole":
             running = self._whole
-        elif name in ("steady", "flush") and not is_compiled:
+        elif name in ("steady", "flush"):
             # A collective under way that reads a state shows in the steady form only.
             if name == "steady":
                 self._spare = find_spare(form.graph)
             running, report = write_owed_in_place(
-                form, self._run.marks, self._owed.left, self._spare
+                form,
+                self._run.marks,
+                self._owed.left,
+                self._spare,
+                as_calls=is_compiled,
             )
             if name == "steady":
                 self._owed = report
                 peak = predict_peak(running.graph)
                 self.notes = (*report.lines(), f"memory of an overlapped step: {peak}")
+        elif is_compiled:
+            running = form
         else:
-            running, _ = write_in_place(form, keep_inputs=True, only_copies=is_compiled)
-        return lower(running) if is_compiled else running
+            running, _ = write_in_place(form, keep_inputs=True)
+        return _Noting(lower(running), self._run.marks) if is_compiled else running
+
+
+class _Noting:
+    """Compiled code whose updates note that they begin and end."""
+
+    def __init__(self, run: Callable[..., Any], marks: Marks) -> None:
+        self._run, self._marks = run, marks
+        self._is_known = False  # whether the states themselves are written
+
+    def __call__(self, *flat: Any) -> Any:
+        with noting(self._marks, None if self._is_known else flat):
+            out = self._run(*flat)
+        self._is_known = True
+        return out
 
 
 def write_in_place(
-    graph: fx.GraphModule, *, keep_inputs: bool = False, only_copies: bool = False
+    graph: fx.GraphModule, *, keep_inputs: bool = False
 ) -> tuple[fx.GraphModule, InPlaceReport]:
     """A copy of a functional graph that writes new values where the old ones lie.
 
-    With ``keep_inputs`` it does so only for values that the graph itself made, with
-    ``only_copies`` it changes no operator.
+    With ``keep_inputs`` it does so only for values that the graph itself made.
     """
     edited = copy.deepcopy(graph.graph)
-    values = output_values(edited)
+    written = {} if keep_inputs else _written_tensors(edited)
+    report = apply_in_place(edited, plan_in_place(edited, written))
+    reduce_in_place(edited)
+    return fx.GraphModule(graph, edited), report
+
+
+def write_for_compiler(graph: fx.GraphModule) -> tuple[fx.GraphModule, InPlaceReport]:
+    """A copy whose fused optimizers are calls that write in place, or else no call is.
+
+    A compiler chooses itself where all else is computed.
+    """
+    for may_write in (is_fused_update, _never):
+        edited = copy.deepcopy(graph.graph)
+        plan = plan_in_place(edited, _written_tensors(edited), may_write=may_write)
+        report = apply_in_place(edited, plan)
+        updates = [n for n in edited.nodes if is_fused_update(n) and targets_of(n)]
+        if not any(make_one_call(edited, [node], NOT_OWED) for node in updates):
+            break
+    return fx.GraphModule(graph, edited), report
+
+
+def _never(_: fx.Node) -> bool:
+    return False
+
+
+def _written_tensors(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """The states that are tensors and get a new value, by the node of that value."""
+    values = output_values(graph)
     written: dict[fx.Node, fx.Node] = {}
-    states = {} if keep_inputs else written_state(edited)
-    for index, place in states.items():
+    for index, place in written_state(graph).items():
         value = values[index]
         if isinstance(value, fx.Node) and isinstance(
             place.meta.get("val"), torch.Tensor
         ):
             written.setdefault(value, place)
-    plan = plan_in_place(edited, written, only_copies=only_copies)
-    report = apply_in_place(edited, plan)
-    if not only_copies:
-        reduce_in_place(edited)
-    return fx.GraphModule(graph, edited), report
+    return written
 
 
 def lower(graph: fx.GraphModule) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch._inductor.utils import run_and_get_code
 
+from torchspmd import _torch
 from torchspmd.step import DataParallel, GraphModuleTransformation, compile
 from torchspmd.testing import fake_world
 
@@ -55,3 +56,67 @@ def test_starts_and_waits_stay_among_the_products():
     # Products stand between waits and between starts, so an order could be lost.
     assert re.search("wm+w", expected) and re.search("Sm+S", expected)
     assert expected in map(in_code, codes)
+
+
+class FailureError(Exception):
+    """What a test raises."""
+
+
+def overlapped(backend, fail_at=None):
+    """Parameters after four steps, by bucket of two updates; one step may fail."""
+    updates = _torch.updates._UPDATES
+
+    def train(model, optim, batch):
+        model(batch).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+
+    step = compile(
+        backend=backend,
+        parallel_mode=DataParallel("replicate"),
+        gm_transformation=GraphModuleTransformation(
+            enable_graph_optimization=True, overlap_iterations=True, bucket_size_mb=0.02
+        ),
+    )(train)
+    with fake_world(2):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
+        optim = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        batch = torch.randn(32, 64)
+        codes = run_and_get_code(lambda: [step(model, optim, batch) for _ in "123"])[1]
+        if fail_at is not None:
+            with pytest.MonkeyPatch.context() as patch, pytest.raises(FailureError):
+                for name, update in [*updates.items()]:
+                    patch.setitem(updates, name, failing(update, fail_at))
+                step(model, optim, batch)
+        step(model, optim, batch)
+        step.flush()
+    return [p.detach() for p in model.parameters()], codes, step
+
+
+def failing(update, fail_at):
+    def run(number, written, read):
+        if number == fail_at:
+            raise FailureError
+        update(number, written, read)
+
+    return run
+
+
+def test_owed_updates_are_calls_that_write_the_states():
+    found, codes, step = overlapped("inductor")
+    expected, _, _ = overlapped("graph")
+    assert "3 of 3 owed updates are made in place" in step.programs[-1].notes
+    steady = max(codes, key=lambda code: code.count("torchspmd.update.default("))
+    assert steady.count("torchspmd.update.default(") == 3
+    assert "_fused_adamw" not in steady and "copy_" not in steady
+    for left, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(left, right)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_after_an_exception_in_compiled_code_no_update_is_made_twice(number):
+    found, _, _ = overlapped("inductor", fail_at=number)
+    expected, _, _ = overlapped("graph")
+    for left, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(left, right)

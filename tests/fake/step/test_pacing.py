@@ -59,8 +59,11 @@ def _layer(start):
     return LAYERS - 1 - int(number or 0)
 
 
-def run(ratio, **options):
-    """Three steps of a stack of layers with deferred updates."""
+def run(ratio, *, tied=False, **options):
+    """Three steps of a stack of layers with deferred updates.
+
+    A tied stack uses the weight of the first layer in the last one too.
+    """
     found = []
 
     def transformation(gm):
@@ -73,6 +76,8 @@ def run(ratio, **options):
         model = nn.Sequential(
             *(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
         )
+        if tied:
+            model[-1].weight = model[0].weight
         optim = torch.optim.SGD(model.parameters(), lr=0.01)
         batch = torch.randn(BATCH, WIDTH)
 
@@ -123,6 +128,16 @@ def test_nothing_is_delayed_where_the_wire_takes_no_time():
 def test_memory_is_not_spent_without_leave():
     usual = run(1.0, delay_gradients=False)
     assert run(1.0).peak <= usual.peak < run(1.0, memory_budget_mb=1.0).peak
+
+
+def test_a_part_of_a_gradient_waits_for_the_rest():
+    """The last layer's part is known first, and read when the first layer's is."""
+    usual = run(2.0, tied=True, delay_gradients=False)
+    sunk = run(2.0, tied=True, memory_budget_mb=1.0)
+    assert "4 operators wait for the rest of their gradient" in sunk.text
+    assert sunk.seconds <= usual.seconds - 0.9 * MATMUL  # the last layer's part
+    for left, right in zip(sunk.parameters, usual.parameters, strict=True):
+        assert torch.equal(left, right)
 
 
 def bucket_size(latency, network=1e9):

@@ -56,6 +56,33 @@ def assert_equal(one, other):
 
 
 @pytest.mark.parametrize("name", FUSED)
+def test_halves_write_in_place_as_the_whole_did(name):
+    """Each list of results is taken once, as an operator that writes them needs it."""
+
+    def transformation(gm):
+        (block,) = get_all_fused_optimizer_blocks(gm, name.partition(" ")[0])
+        gradients = gradients_of(block.optim.optim_node)
+        for half in split_fused_optimizer(gm, block, gradients[1:3]):
+            taken = [user.args[1] for user in half.optim.optim_node.users]
+            assert len(taken) == len(set(taken)) > 0
+        return gm
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    optim = FUSED[name](model.parameters())
+
+    @compile(gm_transformation=transformation)
+    def step(model, optim, batch):
+        model(batch).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+
+    for _ in range(2):
+        step(model, optim, torch.ones(2, 4))
+    assert step.programs[-1].in_place.copied == ()
+
+
+@pytest.mark.parametrize("name", FUSED)
 def test_a_fused_optimizer_in_three(name):
     prefix = name.partition(" ")[0]
     seen = []

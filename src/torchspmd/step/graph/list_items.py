@@ -25,6 +25,11 @@ def is_list_operator(node: fx.Node) -> bool:
     return name.startswith(("_foreach_", "_fused_")) and num_items(node) > 0
 
 
+def is_fused_update(node: fx.Node) -> bool:
+    """Whether a node is the whole update of a list of parameters."""
+    return is_list_operator(node) and "_fused_" in str(node.target)
+
+
 def num_items(node: fx.Node) -> int:
     """How long the lists are that a node takes; 0 where they are not of one length."""
     lengths = {len(each) for each in _lists(node) if each}
@@ -160,10 +165,14 @@ def _cut(graph: fx.Graph, node: fx.Node, is_chosen: list[bool]) -> None:
     for side in is_chosen:
         position.append(rank[side])
         rank[side] += 1
+    parts = {side: _parts(graph, node, half) for side, half in halves.items()}
     for getter in _item_getters(node):
         index = getter.args[1]
         assert isinstance(index, int)
-        new = _getter(graph, getter, node, halves[is_chosen[index]], position[index])
+        source = parts[is_chosen[index]][_source(getter)]
+        with graph.inserting_before(getter):
+            new = graph.call_function(operator.getitem, (source, position[index]))
+        new.meta = dict(getter.meta)
         getter.replace_all_uses_with(new)
     getters = dict.fromkeys([*node.users, *(g for u in node.users for g in u.users)])
     for getter in reversed(getters):
@@ -200,18 +209,16 @@ def _item_getters(node: fx.Node) -> list[fx.Node]:
     return [getter for part in node.users for getter in part.users]
 
 
-def _getter(
-    graph: fx.Graph, getter: fx.Node, node: fx.Node, half: fx.Node, index: int
-) -> fx.Node:
-    """What takes an item out of a half, as ``getter`` took it out of the whole."""
-    with graph.inserting_before(getter):
-        source = half
-        if _source(getter) is not node:
-            part = _source(getter)
-            source = graph.call_function(operator.getitem, (half, part.args[1]))
-            which = part.args[1]
-            assert isinstance(which, int)
-            source.meta = {**part.meta, "val": half.meta["val"][which]}
-        new = graph.call_function(operator.getitem, (source, index))
-    new.meta = dict(getter.meta)
-    return new
+def _parts(graph: fx.Graph, node: fx.Node, half: fx.Node) -> dict[fx.Node, fx.Node]:
+    """What items are taken from, and the same of a half: its lists, or the half itself."""
+    if not _is_nested(node):
+        return {node: half}
+    found = {}
+    for part in node.users:
+        which = part.args[1]
+        assert isinstance(which, int)
+        with graph.inserting_before(node):
+            new = graph.call_function(operator.getitem, (half, which))
+        new.meta = {**part.meta, "val": half.meta["val"][which]}
+        found[part] = new
+    return found

@@ -170,16 +170,21 @@ def _order(
     for pace in found:
         for node in pace.order:
             end.prepend(node)
-        if not pace.delayed or max(memory.now().values(), default=0) <= most:
+        if pace.is_usual or max(memory.now().values(), default=0) <= most:
             break
     return _told(pace, found[-1])
 
 
 def _told(pace: Pace, usual: Pace) -> str:
-    if not pace.delayed:
+    if pace.is_usual:
         return "every gradient is computed as early as it can be"
+    told = []
+    if pace.delayed:
+        told.append(
+            f"the gradients of {len(pace.delayed)} reductions are computed last, beside "
+            "more urgent reductions"
+        )
+    if pace.num_sunk:
+        told.append(f"{pace.num_sunk} operators wait for the rest of their gradient")
     gain = usual.seconds / pace.seconds
-    return (
-        f"the gradients of {len(pace.delayed)} reductions are computed last, beside more "
-        f"urgent reductions: estimated to be {gain:.2f} times as fast"
-    )
+    return f"{', and '.join(told)}: estimated to be {gain:.2f} times as fast"

@@ -7,7 +7,7 @@ made, which is what eager optimizers do.
 """
 
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -74,7 +74,7 @@ def plan_in_place(
     graph: fx.Graph,
     written: Mapping[fx.Node, fx.Node],
     *,
-    only_copies: bool = False,
+    may_write: Callable[[fx.Node], bool] | None = None,
     scratch: Collection[fx.Node] = (),
 ) -> InPlacePlan:
     """Find what may be computed in place, without changing the graph.
@@ -82,7 +82,8 @@ def plan_in_place(
     Args:
         graph: A functional graph; its nodes have fake values in ``meta["val"]``.
         written: The inputs that get a new value, by the node of that value.
-        only_copies: Change no operator: a compiler chooses itself where it computes.
+        may_write: Which operators may be changed, if not all: a compiler chooses itself
+            where it computes.
         scratch: Inputs that nobody needs after the graph: anything may be left in them.
     """
     forwarded = _find_forwarded(written)
@@ -90,7 +91,8 @@ def plan_in_place(
     calls: dict[fx.Node, tuple[Write, ...]] = {}
     obstacles: dict[fx.Node, str] = {}
     for node in graph.nodes:
-        writes = () if only_copies or node in forwarded else find_writes(node)
+        is_left = may_write is not None and not may_write(node)
+        writes = () if is_left or node in forwarded else find_writes(node)
         if writes:
             obstacle = find_obstacle(node, writes, aliases, scratch)
             if obstacle is None:

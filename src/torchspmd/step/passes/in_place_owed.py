@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from torchspmd import _torch
-from torchspmd.step.graph.aliases import find_aliases, operator_of
+from torchspmd.step.graph.aliases import find_aliases
 from torchspmd.step.graph.comm_blocks import is_wait
 from torchspmd.step.graph.ledger import is_communication
 from torchspmd.step.graph.roles import (
@@ -27,6 +27,7 @@ from torchspmd.step.iterate.pipeline import OWED_KEY
 from torchspmd.step.passes.in_place import apply_in_place, plan_in_place
 from torchspmd.step.passes.in_place_reductions import reduce_in_place
 from torchspmd.step.passes.in_place_scratch import find_scratch
+from torchspmd.step.passes.update_calls import make_one_call, targets_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,8 @@ def write_owed_in_place(
     marks: Marks,
     refused: Mapping[int, str],
     spare: Collection[int] = (),
+    *,
+    as_calls: bool = False,
 ) -> tuple[fx.GraphModule, OwedReport]:
     """A copy of a derived graph whose owed regions write where the old values lie.
 
@@ -70,6 +73,7 @@ def write_owed_in_place(
         marks: Called in the copy before the first and after the last write of a region.
         refused: Regions that may not, by number, each with the reason.
         spare: Carried values, by place, that a region may overwrite once it has begun.
+        as_calls: Make one call of each region, for a compiler; all else stays as it is.
     """
     left = {**_unfit(form.graph), **refused}
     while True:
@@ -83,17 +87,23 @@ def write_owed_in_place(
                 value = values[index]
                 assert isinstance(value, fx.Node), type(value)
                 written.setdefault(value, place)
-        scratch = find_scratch(running.graph, spare, regions)
-        plan = plan_in_place(running.graph, written, scratch=scratch)
+        scratch = {} if as_calls else find_scratch(running.graph, spare, regions)
+        may_write = is_owed if as_calls else None
+        plan = plan_in_place(
+            running.graph, written, may_write=may_write, scratch=scratch
+        )
         apply_in_place(running.graph, plan)
         writes = _find_writes(running.graph, regions, scratch)
         problems = _problems(running.graph, regions, writes)
+        if as_calls and not problems:
+            problems = _make_calls(running.graph, writes)
         if not problems:
             break
         left.update(problems)
-    for number, nodes in writes.items():
-        _mark(running.graph, number, nodes, marks)
-    reduce_in_place(running.graph)
+    if not as_calls:
+        for number, nodes in writes.items():
+            _mark(running.graph, number, nodes, marks)
+        reduce_in_place(running.graph)
     running.recompile()
     known = {number: why for number, why in left.items() if number in _numbers(form)}
     return running, OwedReport(frozenset(regions), known)
@@ -179,20 +189,10 @@ def _find_writes(
     root = find_aliases(graph).root
     found: dict[int, list[fx.Node]] = {number: [] for number in regions}
     for node in graph.nodes:
-        touched = {owner.get(root[target]) for target in _targets(node)}
+        touched = {owner.get(root[target]) for target in targets_of(node)}
         for number in touched - {None}:
             assert number is not None
             found[number].append(node)
-    return found
-
-
-def _targets(node: fx.Node) -> list[fx.Node]:
-    """What a node writes into, as far as its schema says."""
-    found: list[fx.Node] = []
-    for place in _torch.written_arguments(operator_of(node)):
-        argument = node.args[place] if place < len(node.args) else None
-        items = argument if isinstance(argument, (list, tuple)) else [argument]
-        found += [item for item in items if isinstance(item, fx.Node)]
     return found
 
 
@@ -216,6 +216,23 @@ def _problems(
             for node in nodes[first : last + 1]:
                 if node not in own and _number_of(node) != number:
                     found[number] = f"{readable_name(node)} runs between its writes"
+    return found
+
+
+def is_owed(node: fx.Node) -> bool:
+    """Whether a node of a derived graph does what an earlier step left."""
+    return OWED_KEY in node.meta
+
+
+def _make_calls(graph: fx.Graph, writes: Mapping[int, list[fx.Node]]) -> dict[int, str]:
+    found = {}
+    for number, nodes in writes.items():
+        update = [nodes[0]]
+        while update[-1] is not nodes[-1]:
+            update.append(update[-1].next)
+        problem = make_one_call(graph, update, number)
+        if problem is not None:
+            found[number] = problem
     return found
 
 

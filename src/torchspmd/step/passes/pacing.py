@@ -2,11 +2,14 @@
 
 The gradient that the next forward needs first is ready last: nothing hides its reduction.
 Gradients of weights that are needed late can be computed behind it, because nothing else in
-backward reads them; the wire then has computation beside it again. How many, and when each
-reduction starts, is chosen by running the iteration on paper.
+backward reads them; the wire then has computation beside it again. And a part of a gradient
+whose other parts are known much later, as where an embedding and a head share a weight, can
+wait for those: others come to the wire earlier. What is done, and when each reduction
+starts, is chosen by running the iteration on paper.
 """
 
-from collections.abc import Iterable, Sequence
+import bisect
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -51,11 +54,18 @@ class Pace:
         order: The nodes, starts of reductions included.
         seconds: How long an iteration takes in the steady state, on paper.
         delayed: The reductions whose gradients are computed last.
+        num_sunk: Parts of other gradients that are computed when the rest is known.
     """
 
     order: tuple[fx.Node, ...]
     seconds: float
-    delayed: tuple[Reduction, ...]
+    delayed: tuple[Reduction, ...] = ()
+    num_sunk: int = 0
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether everything is computed where backward has it."""
+        return not self.delayed and not self.num_sunk
 
 
 def paces(
@@ -74,18 +84,23 @@ def paces(
         may_delay: Whether gradients may be computed later than they could be.
     """
     plan = _Plan(nodes, reductions, cost)
-    usual = plan.pace(())
+    usual = plan.pace()
     if not may_delay:
         return [usual]
     chains = gradient_chains(nodes, reductions)
     able = [reduction for reduction in reversed(reductions) if chains[reduction]]
     stride = -(-len(able) // _MOST_TRIES) or 1
     found = [
-        plan.pace(able[:count], chains)
-        for count in range(stride, len(able) + 1, stride)
+        plan.pace(able[:count], chains, sink=sink)
+        for count in range(0, len(able) + 1, stride)
+        for sink in (False, True)
     ]
     better = [pace for pace in found if pace.seconds < usual.seconds * _WORTH]
-    return [*sorted(better, key=lambda pace: (pace.seconds, len(pace.delayed))), usual]
+    return [*sorted(better, key=_least_change), usual]
+
+
+def _least_change(pace: Pace) -> tuple[float, int, int]:
+    return pace.seconds, len(pace.delayed), pace.num_sunk
 
 
 def gradient_chains(
@@ -132,18 +147,45 @@ class _Plan:
 
     def pace(
         self,
-        delayed: Sequence[Reduction],
-        chains: dict[Reduction, list[fx.Node]] | None = None,
+        delayed: Sequence[Reduction] = (),
+        chains: Mapping[Reduction, Sequence[fx.Node]] | None = None,
+        *,
+        sink: bool = False,
     ) -> Pace:
         """The order in which the gradients of some reductions are computed last."""
-        body = list(self._nodes)
+        body, sunk = list(self._nodes), 0
         if chains is not None and delayed:
             behind = sorted(delayed, key=lambda each: self._rank[each.start])
             late = [node for each in behind for node in (*chains[each], each.start)]
             taken = set(late)
             body = [node for node in body if node not in taken] + late
+        if chains is not None and sink:
+            parts = [n for each in chains if each not in delayed for n in chains[each]]
+            body, sunk = self._sunk(body, parts)
         order = self._start(body)
-        return Pace(tuple(order), self._steady(order), tuple(delayed))
+        return Pace(tuple(order), self._steady(order), tuple(delayed), sunk)
+
+    def _sunk(
+        self, body: list[fx.Node], parts: Iterable[fx.Node]
+    ) -> tuple[list[fx.Node], int]:
+        """Nodes stand right before their first reader, if that lets others start."""
+        position = {node: place for place, node in enumerate(body)}
+        starts = [position[node] for node in body if node in self._rank]
+        stands: dict[fx.Node, fx.Node] = {}  # what is moved, before which node
+        for node in sorted(parts, key=position.__getitem__, reverse=True):
+            readers = [stands.get(user, user) for user in node.users]
+            first = min(readers, key=position.__getitem__)
+            after = bisect.bisect(starts, position[node])
+            if after < len(starts) and starts[after] < position[first]:
+                stands[node] = first
+        order: list[fx.Node] = []
+        waiting: dict[fx.Node, list[fx.Node]] = {}
+        for node in body:
+            if node in stands:
+                waiting.setdefault(stands[node], []).append(node)
+            else:
+                order += (*waiting.get(node, ()), node)
+        return order, len(stands)
 
     def _start(self, body: Iterable[fx.Node]) -> list[fx.Node]:
         """Keep the wire busy: whenever it is free, start the most urgent that is ready."""
