@@ -13,7 +13,7 @@ from torchspmd.step.dumps import Dumps
 from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.graph.reports import PassReport
 from torchspmd.step.iterate.iteration import IterGraphModule
-from torchspmd.step.passes.ordering import observing_passes
+from torchspmd.step.passes.ordering import observing_passes, run_any
 
 
 @final
@@ -32,7 +32,7 @@ class GraphModuleTransformation:
             compiled step as a context manager.
         cost: What the order of deferred reductions is chosen by; the same on all ranks.
         passes: Passes to run instead of the default ones, each called with the
-            ``IterGraphModule``.
+            ``IterGraphModule``. What a plain function edits is checked and reported too.
 
     Attributes:
         folder: Where the dumps are; None before the first.
@@ -76,6 +76,7 @@ class GraphModuleTransformation:
         self.dump_graphs = dump_graphs
         self.reports: tuple[PassReport, ...] = ()
         self._passes: Sequence[Callable[[IterGraphModule], Any]] = ()
+        self._are_default = passes is None
         if passes is not None:
             self._passes = tuple(passes)
         elif enable_graph_optimization:
@@ -113,10 +114,12 @@ class GraphModuleTransformation:
 
         with observing_passes(note):
             for each in self._passes:
-                each(module)
+                if self._are_default:
+                    each(module)
+                else:
+                    run_any(module, each)
         self.reports = tuple(reports)
-        # A plain function among the passes makes no report, and cannot be judged here.
-        if reports and not any(report.outcome.changed for report in reports):
+        if not any(report.outcome.changed for report in reports):
             names = ", ".join(report.name for report in reports)
             warnings.warn(
                 f"GraphModuleTransformation: none of its passes changed anything ({names})"

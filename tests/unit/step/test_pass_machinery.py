@@ -5,9 +5,14 @@ import torch
 from torch import fx
 
 from torchspmd.errors import LegalityError, PassOrderError, PassWarning
-from torchspmd.step import IterGraphModule, graph_optimization_pass, pass_reports
+from torchspmd.step import (
+    GraphModuleTransformation,
+    IterGraphModule,
+    graph_optimization_pass,
+    pass_reports,
+)
 from torchspmd.step.graph.reports import Outcome
-from torchspmd.step.passes.ordering import applied_passes, observing_passes
+from torchspmd.step.passes.ordering import applied_passes, observing_passes, run_any
 
 pytestmark = pytest.mark.unit
 
@@ -109,3 +114,81 @@ def test_a_pass_that_fails_takes_its_marks_back():
     with pytest.raises(RuntimeError, match="after the move"):
         mark_and_fail(gm)
     assert gm.graph.regions == []
+
+
+def wrapped(function):
+    """The reports of a transformation with this one pass, on a graph of its own."""
+    transformation = GraphModuleTransformation(passes=[function])
+    gm = transformation(module())
+    assert gm(torch.tensor([-1.0, 2.0])).tolist() == [1.0, 3.0]
+    return [(r.name, r.outcome.changed) for r in transformation.reports], gm
+
+
+def keep_a_name(gm):
+    """Says in metadata what nothing else can see; then renames a node."""
+    next(n for n in gm.graph.nodes if n.name == "add").name = "total"
+
+
+def test_a_plain_function_is_checked_and_reported_by_its_name():
+    reports, gm = wrapped(keep_a_name)
+    assert reports == [("keep_a_name", 4)]  # the node and its reader, before and after
+    assert applied_passes(gm) == ("keep_a_name",)
+
+    def drop(gm):
+        output = gm.graph.output_node()
+        output.args = (output.args[0].args[0],)
+
+    with pytest.raises(LegalityError, match="drop"):
+        wrapped(drop)
+
+
+def test_a_plain_function_that_changes_nothing_says_so():
+    with pytest.warns(
+        PassWarning, match=r"none of its passes changed anything \(idle\)"
+    ):
+
+        def idle(gm):
+            pass
+
+        assert wrapped(idle)[0] == [("idle", 0)]
+
+
+def test_a_plain_function_that_runs_a_pass_reports_that_and_its_own_edits():
+    assert wrapped(add_dead_code)[0] == [("add_dead_code", 1)]
+
+    def both(gm):
+        add_dead_code(gm)
+        keep_a_name(gm)
+
+    assert wrapped(both)[0] == [("add_dead_code", 1), ("both", 4)]
+
+    def only_the_pass(gm):
+        add_dead_code(gm)
+
+    assert wrapped(only_the_pass)[0] == [("add_dead_code", 1)]
+
+
+def test_a_plain_function_that_fails_takes_back_the_passes_that_it_ran():
+    gm = IterGraphModule(module())
+
+    def rename_and_fail(gm):
+        add_dead_code(gm)
+        keep_a_name(gm)
+        raise RuntimeError("half-way")
+
+    with pytest.raises(RuntimeError, match="half-way"):
+        run_any(gm, rename_and_fail)
+    assert [node.name for node in gm.graph.nodes] == ["x", "relu", "add", "output"]
+    assert applied_passes(gm) == () and pass_reports(gm) == ()
+
+
+def test_what_a_plain_function_may_have_undone_counts_as_not_applied():
+    @graph_optimization_pass(prerequisites=[add_dead_code], apply_after=[])
+    def build_on(gm):
+        return Outcome(matched=1, changed=1)
+
+    gm = IterGraphModule(module())
+    add_dead_code(gm)
+    run_any(gm, keep_a_name)
+    with pytest.raises(PassOrderError, match="are the prerequisites of build_on"):
+        build_on(gm)

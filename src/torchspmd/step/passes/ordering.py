@@ -35,6 +35,7 @@ _observers: ContextVar[tuple[Observer, ...]] = ContextVar("observers", default=(
 _builds_on: dict[str, frozenset[str]] = {}
 _later: dict[str, set[str]] = {}
 _harmless: set[str] = set()
+_declared: set[Pass] = set()
 
 
 def graph_optimization_pass(
@@ -97,6 +98,7 @@ def graph_optimization_pass(
             history.reports.append(report)
             return report
 
+        _declared.add(run)
         return run
 
     return declare
@@ -111,26 +113,79 @@ def _apply(gm: Any, key: str, edit: Callable[[], Any], may_reorder: bool) -> Pas
     snapshot = Snapshot.of(gm)
     try:
         said = edit()
-        gm.graph.eliminate_dead_code()
-        proof = check_edit(
-            snapshot.graph,
-            gm.graph,
-            snapshot.twins,
-            name=_names([key]),
-            may_reorder=may_reorder,
-        )
-        gm.recompile()
+        return _judge(gm, key, snapshot, said, start, may_reorder=may_reorder)
     except BaseException:
         snapshot.restore(gm)
         raise
+
+
+def _judge(
+    gm: Any,
+    key: str,
+    snapshot: Snapshot,
+    said: object,
+    start: float,
+    *,
+    may_reorder: bool,
+) -> PassReport:
+    """Check an edit since a snapshot, generate code and report."""
+    gm.graph.eliminate_dead_code()
+    proof = check_edit(
+        snapshot.graph,
+        gm.graph,
+        snapshot.twins,
+        name=_names([key]),
+        may_reorder=may_reorder,
+    )
+    gm.recompile()
     outcome = said if isinstance(said, Outcome) else _measured(snapshot, gm.graph)
     sizes = [graph_size(snapshot.graph), graph_size(gm.graph)]
     report = _report(key, outcome, sizes, proof, start)
     for observer in _observers.get():
         observer(report, snapshot.graph, gm.graph)
     if outcome.changed == 0 and not _observers.get():
-        warnings.warn(_nothing_changed(report), PassWarning, stacklevel=4)
+        warnings.warn(_nothing_changed(report), PassWarning, stacklevel=5)
     return report
+
+
+def run_any(gm: Any, function: Pass) -> None:
+    """Run a pass, or a plain function as if it were declared as one.
+
+    A function that returns a pass's report ended with that pass. What any other one edits,
+    between the passes that it calls and behind them, is checked and reported by its name.
+    """
+    if _innermost(function) in _declared:
+        function(gm)
+        return
+    before = latest = Snapshot.of(gm)
+
+    def note(report: PassReport, _: fx.Graph, __: fx.Graph) -> None:
+        nonlocal latest
+        latest = Snapshot.of(gm)
+
+    history = _histories.setdefault(gm, _History())
+    done = len(history.applied)
+    start = time.perf_counter()
+    try:
+        with observing_passes(note):
+            said = function(gm)
+        if isinstance(said, PassReport):
+            return
+        key = _key(_innermost(function))
+        if latest is before or latest.num_changes(gm.graph):
+            report = _judge(gm, key, latest, said, start, may_reorder=False)
+            history.applied.append(key)
+            history.reports.append(report)
+    except BaseException:
+        before.restore(gm)
+        del history.applied[done:], history.reports[done:]
+        raise
+
+
+def _innermost(function: Pass) -> Any:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function if hasattr(function, "__qualname__") else type(function)
 
 
 def _report(
@@ -207,7 +262,7 @@ def _stands(needed: str, applied: list[str]) -> bool:
     for key in reversed(applied):
         if key == needed:
             return True
-        if needed not in _builds_on[key] and key not in _harmless:
+        if needed not in _builds_on.get(key, ()) and key not in _harmless:
             return False
     return False
 
