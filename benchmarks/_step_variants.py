@@ -14,8 +14,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
-from torchspmd.step import DataParallel, GraphModuleTransformation, compile
-from torchspmd.step.graph.cost import CostModel
+from torchspmd.step import (
+    CostModel,
+    DataParallel,
+    GraphModuleTransformation,
+    compile,
+    measure_cost,
+)
 
 Step = Callable[..., Any]
 
@@ -198,26 +203,18 @@ def measure_wire(workload: Workload, steps: int) -> float:
     return (time.perf_counter() - start) / steps
 
 
-def measure_latency(workload: Workload, steps: int) -> float:
-    """Seconds that a reduction of next to nothing takes, one behind the other."""
-    small = next(workload.build()[0].parameters()).new_zeros(16)
-    for _ in range(2):
-        wait_for_all(workload.device)
-        start = time.perf_counter()
-        works = [dist.all_reduce(small.clone(), async_op=True) for _ in range(steps)]
-        for work in works:
-            work.wait()
-        wait_for_all(workload.device)
-    return (time.perf_counter() - start) / steps
+def measure_rates(workload: Workload) -> CostModel:
+    """What the ranks' schedules are chosen by."""
+    dtype = torch.bfloat16 if workload.device == "cuda" else torch.float32
+    return measure_cost(workload.device, dtype=dtype)
 
 
-def count(workload: Workload) -> tuple[float, float]:
-    """Floating-point operations of a step, and bytes of all gradients."""
+def count(workload: Workload) -> float:
+    """Floating-point operations of a step."""
     model, optim, batch = workload.build()
     with FlopCounterMode(display=False) as counter:
         train_step(model, optim, batch)
-    size = sum(p.numel() * p.element_size() for p in model.parameters())
-    return float(counter.get_total_flops()), float(size)
+    return float(counter.get_total_flops())
 
 
 def wait_for_all(device: str) -> None:

@@ -24,12 +24,12 @@ from rich.console import Console
 from torchspmd.errors import PassWarning
 from torchspmd.report import print_exposure
 from torchspmd.step import (
+    CostModel,
     DataParallel,
     ExposureReport,
     GraphModuleTransformation,
     compile,
 )
-from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.passes import default_passes
 from torchspmd.testing import Ranks
 

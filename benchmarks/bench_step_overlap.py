@@ -26,12 +26,12 @@ from _step_variants import (
     Workload,
     count,
     measure,
-    measure_latency,
+    measure_rates,
     measure_wire,
 )
 
 from torchspmd.errors import SpmdError
-from torchspmd.step.graph.cost import CostModel
+from torchspmd.step import CostModel
 from torchspmd.testing import Ranks
 
 SPACE = "torchspmd-bench"
@@ -138,17 +138,11 @@ def balance(
         workload = replace(workload, batch=max(1, round(found)))
     bases = {name: alone(name) for name in names}
     compute = bases["compute alone"]
-    flops, size = ranks.run(count, workload, timeout=LIMIT)[0]
-    sent = 2 * (options.ranks - 1) / options.ranks * size
-    latency = max(ranks.run(measure_latency, workload, 20, timeout=LIMIT))
-    print(f"latency of a reduction: {latency * 1e3:.2f} ms", file=sys.stderr)
-    cost = CostModel(
-        flops=flops / compute,
-        memory_bytes=1e12 if options.device == "cuda" else 1e10,
-        network_bytes=sent / wire,
-        latency_seconds=latency,
-    )
-    return workload, bases, wire, cost
+    flops = ranks.run(count, workload, timeout=LIMIT)[0]
+    measured = ranks.run(measure_rates, workload, timeout=LIMIT)[0]
+    print(f"measured: {measured}", file=sys.stderr)
+    # A whole step computes slower than one large product.
+    return workload, bases, wire, replace(measured, flops=flops / compute)
 
 
 def attempt(

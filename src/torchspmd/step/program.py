@@ -30,7 +30,7 @@ from torchspmd.step.passes.in_place import InPlaceReport
 from torchspmd.step.virtual.certificate import Certificate
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Program:
     """One captured step and what is known about it.
 
@@ -72,6 +72,11 @@ class Program:
     first_run_seconds: float | None = None
     step_seconds: list[float] = field(default_factory=list)
     _checked: tuple[float, ...] | None = None
+
+    def __repr__(self) -> str:
+        """One line; ``explain()`` of the compiled step says more."""
+        nodes = len(self.graph.graph.nodes)
+        return f"Program({self.number}: {nodes} nodes, {self.ledger!r})"
 
     @property
     def code(self) -> str:
