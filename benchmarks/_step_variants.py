@@ -161,7 +161,8 @@ def measure(name: str, workload: Workload, cost: CostModel, steps: int) -> float
     """Seconds for a step of a variant in its steady state.
 
     A step that leaves work behind begins with what the one before it left; what is owed
-    at the very end is made off the clock.
+    at the very end is made off the clock. So the clock starts behind a step too: behind a
+    barrier the first one would find its reductions done.
     """
     model, optim, batch = workload.build()
     build = BASES.get(name) or VARIANTS[name]
@@ -173,6 +174,7 @@ def measure(name: str, workload: Workload, cost: CostModel, steps: int) -> float
     for _ in range(4):  # cold optimizer, warm one, and two in the steady state
         step(model, optim, batch)
     wait_for_all(workload.device)  # ranks that share a device must do so meanwhile
+    step(model, optim, batch).item()
     start = time.perf_counter()
     for _ in range(steps):
         loss = step(model, optim, batch)

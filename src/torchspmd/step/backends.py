@@ -15,7 +15,12 @@ from torchspmd.step.cuda_graph import CudaGraphRun
 from torchspmd.step.graph.ledger import is_communication
 from torchspmd.step.graph.list_items import is_fused_update
 from torchspmd.step.graph.memory import predict_peak
-from torchspmd.step.graph.roles import output_values, written_state
+from torchspmd.step.graph.roles import (
+    OutputKind,
+    output_values,
+    roles_of,
+    written_state,
+)
 from torchspmd.step.iterate.iteration import IterGraphModule
 from torchspmd.step.iterate.owed import Marks
 from torchspmd.step.passes.in_place import (
@@ -92,12 +97,17 @@ def prepare(
         )
     if isinstance(run, IterGraphModule) and backend == "cudagraph":
         run = _for_replay(run)
+    is_compiled = backend == "inductor" or getattr(run, "enable_inductor", False)
+    if is_compiled and _runs_once(graph):
+        _check_compilable(graph)  # what follows it will be compiled
+        note("makes the optimizer's states, so it runs once: not compiled")
+        is_compiled = False
     if isinstance(run, IterGraphModule):
-        run.enable_inductor |= backend == "inductor"
+        run.enable_inductor = is_compiled
         return _prepare_iterated(run)
     if not isinstance(run, fx.GraphModule):
         return Prepared(_WithoutLastIteration(run), graph, None, InPlaceReport())
-    if backend == "inductor":
+    if is_compiled:
         running, report = write_for_compiler(run)
         call = _WithoutLastIteration(lower(running))
         return Prepared(call, run, running, report)
@@ -105,6 +115,11 @@ def prepare(
     if backend == "cudagraph":
         return Prepared(CudaGraphRun(running), run, running, report)
     return Prepared(_WithoutLastIteration(running), run, running, report, True)
+
+
+def _runs_once(graph: fx.GraphModule) -> bool:
+    """Whether it makes states: the next call has them, and runs another program."""
+    return any(role.kind is OutputKind.CREATED for role in roles_of(graph.graph))
 
 
 def _for_replay(run: IterGraphModule) -> fx.GraphModule:
@@ -230,14 +245,18 @@ def _written_tensors(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     return written
 
 
-def lower(graph: fx.GraphModule) -> Callable[..., Any]:
-    """A graph compiled by Inductor."""
+def _check_compilable(graph: fx.GraphModule) -> None:
     if _torch.has_symbols(graph):
         raise CaptureError(
             "the Inductor backend cannot compile a graph that reads numbers from tensors: "
             "the optimizer reads its step counter on the host. Use an optimizer with "
             "fused=True or capturable=True, or backend='graph'."
         )
+
+
+def lower(graph: fx.GraphModule) -> Callable[..., Any]:
+    """A graph compiled by Inductor."""
+    _check_compilable(graph)
     inputs = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
     with phase("compiling"):
         keep_order = any(map(is_communication, graph.graph.nodes))
