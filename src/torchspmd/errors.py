@@ -147,7 +147,7 @@ class LostStateError(SpmdError, RuntimeError):
     """An update was interrupted half-way: its states are neither the old nor the new ones.
 
     Cause: an exception, or Ctrl-C, in the middle of an update that overlapped steps make
-    in place.
+    in place, or while they copy their results at the end.
     Cure: load a checkpoint, into the same module and optimizer or in a new process.
     """
 
@@ -156,11 +156,13 @@ class LostStateError(SpmdError, RuntimeError):
         """The error for states, by name."""
         shown = ", ".join(names[:_SHOWN])
         rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        has_gradients = any(name.endswith(".grad") for name in names)
         return cls(
             f"{len(names)} states of an overlapped step are lost: {shown}{rest}. An "
             "exception ended the step while it wrote them, so that they hold neither the "
             "old nor the new values. Load a checkpoint: load_state_dict() of the module "
             "and of the optimizer, both before the next step, or in a new process."
+            + (" Gradients: zero_grad() of the optimizer." if has_gradients else "")
         )
 
 

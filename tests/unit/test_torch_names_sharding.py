@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 
 from torchspmd import _torch
 
@@ -14,17 +13,6 @@ def test_version_of():
     before = _torch.version_of(tensor)
     tensor.detach().add_(1)
     assert _torch.version_of(tensor) == before + 1
-
-
-def test_has_gradient_hooks():
-    parameter = nn.Parameter(torch.zeros(2))
-    assert not _torch.has_gradient_hooks(parameter)
-    hook = parameter.register_hook(lambda gradient: gradient)
-    assert _torch.has_gradient_hooks(parameter)
-    hook.remove()
-    assert not _torch.has_gradient_hooks(parameter)
-    parameter.register_post_accumulate_grad_hook(lambda tensor: None)
-    assert _torch.has_gradient_hooks(parameter)
 
 
 def test_is_view():

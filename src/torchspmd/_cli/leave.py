@@ -19,9 +19,8 @@ KEPT: list[object] = []
 
 def leave(code: int) -> NoReturn:
     """End with this exit code, after threads, exit handlers and written text."""
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
+    # Waits for threads, and before that ends the workers of executors.
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.flush()

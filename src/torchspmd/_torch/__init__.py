@@ -57,8 +57,15 @@ from torchspmd._torch.groups import live_meshes as live_meshes
 from torchspmd._torch.groups import num_unwaited as num_unwaited
 from torchspmd._torch.groups import owned_axis as owned_axis
 from torchspmd._torch.groups import resolve_group as resolve_group
+from torchspmd._torch.hooks import GRADIENT_HOOK_TABLES as GRADIENT_HOOK_TABLES
 from torchspmd._torch.hooks import HOOK_TABLES as HOOK_TABLES
+from torchspmd._torch.hooks import OPTIMIZER_HOOK_TABLES as OPTIMIZER_HOOK_TABLES
+from torchspmd._torch.hooks import LaysOutGradient as LaysOutGradient
+from torchspmd._torch.hooks import add_gradient_hook as add_gradient_hook
+from torchspmd._torch.hooks import gradient_hook_keys as gradient_hook_keys
 from torchspmd._torch.hooks import has_forward_hooks as has_forward_hooks
+from torchspmd._torch.hooks import hooks_of as hooks_of
+from torchspmd._torch.hooks import waits_for_nodes as waits_for_nodes
 from torchspmd._torch.landmarks import LANDMARKS as LANDMARKS
 from torchspmd._torch.landmarks import Landmark as Landmark
 from torchspmd._torch.landmarks import fsdp_module as fsdp_module
@@ -99,7 +106,6 @@ from torchspmd._torch.schemas import Signature as Signature
 from torchspmd._torch.schemas import draws_random_numbers as draws_random_numbers
 from torchspmd._torch.schemas import signature_of as signature_of
 from torchspmd._torch.sharding import free_shard as free_shard
-from torchspmd._torch.sharding import has_gradient_hooks as has_gradient_hooks
 from torchspmd._torch.sharding import is_view as is_view
 from torchspmd._torch.sharding import join_axes as join_axes
 from torchspmd._torch.sharding import sister_axis as sister_axis

@@ -60,15 +60,20 @@ def extremes_in_graph() -> Iterator[None]:
     """``max`` and ``min`` of torch's optimizers become nodes instead of choices."""
     from torch.optim import _adafactor, asgd
 
+    names = ("max", "min")
     tables = [vars(module) for module in (_adafactor, asgd)]
+    # Of each what is there already: an optimizer may step another one.
+    before = [{name: t[name] for name in names if name in t} for t in tables]
     for table in tables:
         table["max"] = lambda first, second: extreme(max, first, second)
         table["min"] = lambda first, second: extreme(min, first, second)
     try:
         yield
     finally:
-        for table in tables:
-            del table["max"], table["min"]
+        for table, held in zip(tables, before, strict=True):
+            for name in names:
+                del table[name]
+            table.update(held)
 
 
 def _call(target: Any, args: tuple[Any, ...]) -> Any:

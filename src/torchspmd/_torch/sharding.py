@@ -1,4 +1,4 @@
-"""Parameters and their shards: versions, hooks, views, layouts over two axes."""
+"""Parameters and their shards: versions, views, layouts over two axes."""
 
 from typing import Any
 
@@ -10,12 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 def version_of(tensor: torch.Tensor) -> int:
     """How often a tensor was written in place; views and detached twins count too."""
     return int(tensor._version)
-
-
-def has_gradient_hooks(tensor: torch.Tensor) -> bool:
-    """Whether the user hung a hook on a tensor's gradient."""
-    held: Any = tensor
-    return bool(held._backward_hooks) or bool(held._post_accumulate_grad_hooks)
 
 
 def is_view(operator: Any) -> bool:

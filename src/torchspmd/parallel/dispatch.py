@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement
 
+from torchspmd import _torch
 from torchspmd.errors import LayoutError
 from torchspmd.parallel.axis import layout_of
 from torchspmd.parallel.handover import hand_on
@@ -29,7 +30,7 @@ def run_on_dtensors(module: nn.Module, route: Route) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _GradientLikeParameter:
+class _GradientLikeParameter(_torch.LaysOutGradient):
     """Gives a gradient the layout of its parameter.
 
     DTensor leaves the gradient of a replicated parameter as a sum still to be taken,

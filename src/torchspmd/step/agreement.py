@@ -6,6 +6,7 @@ others'. No collective is used for this: ranks that disagree could not complete 
 
 import hashlib
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -102,14 +103,15 @@ def exchange(
         text: What this rank posts.
         ranks: Whose texts to read.
         key: The same on every rank, used once.
-        seconds: How long to wait for each.
+        seconds: How long to wait for all of them.
 
     Returns:
         The texts by rank, and the ranks from which none came.
     """
     store = _torch.default_store()
     store.set(f"{key}/{dist.get_rank()}", text)
-    missing = [rank for rank in ranks if not _arrives(store, f"{key}/{rank}", seconds)]
+    end = time.monotonic() + seconds
+    missing = [rank for rank in ranks if not _arrives(store, f"{key}/{rank}", end)]
     there = [rank for rank in ranks if rank not in missing]
     return {rank: store.get(f"{key}/{rank}").decode() for rank in there}, missing
 
@@ -128,9 +130,10 @@ def _title_and_cure(plans: dict[int, Plan]) -> tuple[str, str]:
     )
 
 
-def _arrives(store: _torch.Store, key: str, seconds: float) -> bool:
+def _arrives(store: _torch.Store, key: str, end: float) -> bool:
+    left = max(end - time.monotonic(), 0.001)  # what is there already is still seen
     try:
-        store.wait([key], timedelta(seconds=seconds))
+        store.wait([key], timedelta(seconds=left))
     except (dist.DistStoreError, RuntimeError):
         return False
     return True

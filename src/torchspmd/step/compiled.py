@@ -90,8 +90,7 @@ class CompiledStep:
 
     def __call__(self, *args: Any, last_train_step: bool = False, **kwargs: Any) -> Any:
         """Run one step; capture it first where no program fits."""
-        if self._is_closed:
-            raise UsageError(f"{self._name}: this compiled step was closed.")
+        self._check_open()
         with self._overrides.standing_in(args, kwargs) as (positional, named):
             program, inventory = self._look_up(positional, named)
             if self._pending is not None and not self._pending.belongs_to(
@@ -102,9 +101,13 @@ class CompiledStep:
                 program, inventory = self._look_up(positional, named)
             if program is None:
                 program = self._capture(inventory)
-        result = program.call(inventory, last=last_train_step)
-        self._note_pending(program, inventory)
-        return result
+        # Before the call: an exception in it may leave work too, also in the first.
+        self._expect_pending(program, inventory, last=last_train_step)
+        try:
+            return program.call(inventory, last=last_train_step)
+        finally:
+            if self._pending is not None:
+                self._pending = self._pending.settle()
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -132,6 +135,7 @@ class CompiledStep:
             cost: The rates for what is simulated beside it; a guess by default.
             kwargs: The step's arguments by name.
         """
+        self._check_open()
         self._num_measured += 1  # before anything can fail: ranks must count alike
         with self._overrides.standing_in(args, kwargs) as (positional, named):
             program, inventory = self._look_up(positional, named)
@@ -190,25 +194,26 @@ class CompiledStep:
         if known is not None:
             return known
         inventory = take_inventory(args, kwargs, lift_numbers=not self._fixed_numbers)
-        program = self._find(inventory)
+        programs = self._by_signature.get(sign(inventory), ())
+        program = next((each for each in programs if each.accepts(inventory)), None)
         if program is not None:
             self._known.add(inventory, program)
         return program, inventory
 
-    def _note_pending(self, program: Program, inventory: Inventory) -> None:
-        if program.is_pending:
-            if self._pending is None:
-                self._pending = Pending(self._name, program, self.flush)
-            self._pending.update(inventory)
-        elif self._pending is not None:  # the last step did what was owed
-            self._pending.release()
-            self._pending = None
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise UsageError(f"{self._name}: this compiled step was closed.")
 
-    def _find(self, inventory: Inventory) -> Program | None:
-        for program in self._by_signature.get(sign(inventory), ()):
-            if program.accepts(inventory):
-                return program
-        return None
+    def _expect_pending(
+        self, program: Program, inventory: Inventory, *, last: bool
+    ) -> None:
+        """Watch everything that must not miss what this call may leave."""
+        pending = self._pending
+        if pending is None and program.is_deferring and not last:
+            pending = Pending(self._name, program, self.flush)
+        if pending is not None:
+            pending.update(inventory)
+        self._pending = pending
 
     def _capture(self, inventory: Inventory) -> Program:
         if not torch.is_grad_enabled():

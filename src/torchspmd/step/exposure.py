@@ -28,10 +28,11 @@ from torchspmd.step.graph.exposure_report import (
     MeasuredExposure,
     describe_exposure,
 )
-from torchspmd.step.graph.roles import OutputKind, roles_of
+from torchspmd.step.graph.roles import OutputKind, roles_of, written_state
 from torchspmd.step.graph.timeline import Timeline, simulate, simulate_steady
 from torchspmd.step.iterate.owed import Marks
 from torchspmd.step.passes.in_place_owed import write_owed_in_place
+from torchspmd.step.passes.in_place_scratch import find_spare
 
 _WARM_RUNS = (
     2  # the first settles the allocator, and what a deferred step leaves behind
@@ -144,7 +145,8 @@ def _run_clocked(
 def _as_it_runs(graph: fx.GraphModule, *, is_steady: bool) -> fx.GraphModule:
     """A copy that writes in place what a program writes in place."""
     if is_steady:
-        return write_owed_in_place(graph, Marks(_ignore, _ignore), {})[0]
+        spare = find_spare(graph.graph)
+        return write_owed_in_place(graph, Marks(_ignore, _ignore), {}, spare)[0]
     return write_in_place(graph)[0]
 
 
@@ -173,11 +175,12 @@ def _step(
 
 
 def _copies(graph: fx.Graph, flat: Sequence[Any]) -> list[Any]:
-    """Inputs that may be written; what the graph does not read stays as it is."""
+    """Inputs that may be written; what is neither read nor written stays as it is."""
     places = graph.find_nodes(op="placeholder")[: len(flat)]
+    written = set(written_state(graph).values())
     return [
         value.detach().clone()
-        if isinstance(value, torch.Tensor) and node.users
+        if isinstance(value, torch.Tensor) and (node.users or node in written)
         else value
         for node, value in zip(places, flat, strict=True)
     ]

@@ -24,14 +24,17 @@ def measure_cost(
 ) -> CostModel:
     """Measure what a ``CostModel`` holds; takes about a second on a fast network.
 
-    All ranks of the group call it at the same point. All get the same numbers, those of
-    the slowest: a schedule must not differ between ranks.
+    All ranks of the world call it at the same point. All get the same numbers, those of
+    the slowest: a schedule must not differ between ranks. Two measurements differ a
+    little, and so may the buckets that are chosen by them; where runs must agree bit for
+    bit on more than two ranks, keep the numbers of the first.
 
     Args:
         device: Where the model is.
         dtype: What it computes and sends in.
-        group: Who reduces gradients together; all ranks by default. In a world of one, or
-            without one, the figures of the network are guesses.
+        group: The ranks that reduce gradients together, as this rank knows them; all by
+            default. In a world of one, or without one, the figures of the network are
+            guesses.
 
     Example:
         >>> cost = measure_cost("cpu")
@@ -42,7 +45,7 @@ def measure_cost(
     guess = CostModel.for_device(place.type)
     flops, memory = _compute_rate(place, dtype), _memory_rate(place, dtype)
     launch = _launch_seconds(place)
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return CostModel(
             flops, memory, guess.network_bytes, launch, guess.latency_seconds
         )
@@ -51,13 +54,15 @@ def measure_cost(
             "measure_cost: the ranks of a fake process group send nothing, so there is "
             "nothing to measure. Start real ranks (torchrun), or give a CostModel."
         )
-    each_byte, latency = _network(place, dtype, group)
+    each_byte, latency = 1 / guess.network_bytes, guess.latency_seconds
+    if dist.get_world_size(group) > 1:
+        each_byte, latency = _network(place, dtype, group)
     slowest = torch.tensor(
         [1 / flops, 1 / memory, each_byte, launch, latency],
         dtype=torch.float64,
         device=place,
     )
-    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)  # also of the other groups
     by_flop, by_byte, by_sent, launch, latency = slowest.tolist()
     return CostModel(1 / by_flop, 1 / by_byte, 1 / by_sent, launch, latency)
 

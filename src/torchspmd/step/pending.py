@@ -50,7 +50,7 @@ class Pending:
         )
 
     def update(self, inventory: Inventory) -> None:
-        """Note the call after which updates are owed."""
+        """Note the call after which updates will be owed."""
         if self._inventory is None:
             self._watch(inventory)
         self._inventory = inventory
@@ -76,6 +76,13 @@ class Pending:
             assert self._inventory is not None
             self._lost = self._program.find_lost(self._inventory)
         return self._lost
+
+    def settle(self) -> "Pending | None":
+        """After a call: itself while anything is owed or lost, else nothing is watched."""
+        if self._program.is_pending:
+            return self
+        self.release()
+        return None
 
     def release(self) -> None:
         """Nothing is owed any more: stop watching."""

@@ -11,6 +11,7 @@ from torch import fx
 from torchspmd import _torch
 from torchspmd.comm import Ledger
 from torchspmd.step.backends import Prepared
+from torchspmd.step.capture.counters import is_counter
 from torchspmd.step.capture.host_values import Reads
 from torchspmd.step.capture.inventory import Inventory
 from torchspmd.step.capture.outputs import (
@@ -121,8 +122,7 @@ class Program:
             for parameter, gradient in inventory.gradients.items():
                 if gradient in self.released:
                     _release(inventory, flat, parameter, gradient)
-            values = self.run(*flat, last_iter=True) if last else self.run(*flat)
-            result = write_back(self.outputs, inventory, values, self.loose)
+            result = self._run_and_write(flat, inventory, last=last)
         seconds = time.perf_counter() - start
         if self.first_run_seconds is None:
             self.first_run_seconds = seconds
@@ -130,6 +130,21 @@ class Program:
             self.step_seconds.append(seconds)
             del self.step_seconds[:-1000]
         return result
+
+    def _run_and_write(
+        self, flat: list[Any], inventory: Inventory, *, last: bool
+    ) -> Any:
+        def write(values: Any) -> Any:
+            return write_back(self.outputs, inventory, values, self.loose)
+
+        if isinstance(self.run, IterGraphModule):
+            return self.run.run_and_write(flat, write, last_iter=last)
+        return write(self.run(*flat, last_iter=True) if last else self.run(*flat))
+
+    @property
+    def is_deferring(self) -> bool:
+        """Whether calls leave updates for the next one."""
+        return isinstance(self.run, IterGraphModule) and self.run.is_deferring
 
     @property
     def is_pending(self) -> bool:
@@ -142,10 +157,10 @@ class Program:
         return bool(getattr(self.run, "is_interrupted", False))
 
     def find_lost(self, inventory: Inventory) -> LostStates | None:
-        """All that must be loaded again if an update was interrupted half-way."""
-        if not isinstance(self.run, IterGraphModule) or not self.run.half_way:
+        """All that must be loaded again if states were left half written."""
+        if not isinstance(self.run, IterGraphModule) or not self.run.is_lost:
             return None
-        return LostStates(inventory, self.run.states_of(self.run.unfinished))
+        return LostStates(inventory, self.run.lost)
 
     def drop_owed(self) -> None:
         """Forget updates that are owed: their states have been loaded again."""
@@ -165,10 +180,12 @@ class Program:
     def flush(self, inventory: Inventory) -> None:
         """Make the updates that an earlier step left for the next one."""
         assert isinstance(self.run, IterGraphModule), type(self.run)
+
+        def write(values: list[Any]) -> None:
+            write_values(self.outputs, inventory, values)
+
         with torch.no_grad():
-            values = self.run.flush(*inventory.flat_inputs())
-            if values is not None:
-                write_values(self.outputs, inventory, values)
+            self.run.flush(*inventory.flat_inputs(), write=write)
 
     def describe_memory(self) -> list[str]:
         """Lines about memory, for people."""
@@ -313,9 +330,7 @@ def _like(owner: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def _like_if_shaped(owner: torch.Tensor, key: str, value: torch.Tensor) -> torch.Tensor:
-    # A counter is the same on every rank, whatever the layout of its parameter; only the
-    # name tells it from the state of a parameter that is one number.
-    is_counter = key in ("step", "eta", "mu", "mu_product") and value.ndim == 0
-    if is_counter or value.shape != _torch.plain_tensor(owner).shape:
+    # A counter is the same on every rank, whatever the layout of its parameter.
+    if is_counter(key, value) or value.shape != _torch.plain_tensor(owner).shape:
         return value
     return _like(owner, value)

@@ -119,6 +119,7 @@ class Unchanged:
             for slot in self._slots
             if slot is not None and slot.role is Role.PARAMETER
         ]
+        self._hooks = _torch.gradient_hook_keys(self._owners)
         self._names = [(slot.name, slot.role) for slot in inventory.slots]
         self._gradient_slots = [
             inventory.gradients.get(place)
@@ -180,6 +181,8 @@ class Unchanged:
     def _same_tensors(self, leaves: list[Any]) -> list[Slot] | None:
         """The slots with this call's inputs and gradients, if all have their old forms."""
         if _forms(self._kept) != self._forms:
+            return None
+        if _torch.gradient_hook_keys(self._owners) != self._hooks:
             return None
         passing: dict[int, Any] = {
             slot: leaves[place] for place, slot in self._inventory.inputs.items()

@@ -148,6 +148,16 @@ def test_a_shard_with_a_plain_tensor():
     assert "whole inside of a module's forward" in text
 
 
+def test_a_parameter_of_a_type_of_its_own():
+    class Marked(nn.Parameter):
+        pass
+
+    model = mlp()
+    model[0].bias = Marked(torch.zeros(5))
+    text = refusal(model)
+    assert "0.bias is a Marked, and shards would lose this type" in text
+
+
 def test_a_norm_of_nothing():
     def clips(model, optim, batch):
         model(batch).sum().backward()

@@ -71,3 +71,67 @@ def test_what_is_read_later_is_left_alone():
 def test_a_part_or_another_layout_is_left_alone():
     assert forms(lambda x: all_reduce((x * 2)[:2])) == [False]
     assert forms(lambda x: all_reduce((x * 2).t())) == [False]
+
+
+# A collective that was started earlier reads until its wait.
+
+
+def beside(wait_first, is_waited=True):
+    """A gather and a reduction of the same memory."""
+
+    def function(x):
+        made = x * 2
+        gather = ops.all_gather_into_tensor(made, 2, "0")
+        if wait_first:
+            gather = ops.wait_tensor(gather)
+        reduced = ops.all_reduce(made, "sum", "0")
+        if is_waited and not wait_first:
+            gather = ops.wait_tensor(gather)
+        return ops.wait_tensor(reduced), gather
+
+    return function
+
+
+def test_what_is_under_way_elsewhere_is_left_alone():
+    assert forms(beside(wait_first=False)) == [False]
+    assert forms(beside(wait_first=False, is_waited=False)) == [False]
+    assert forms(beside(wait_first=True)) == [True]
+
+
+def test_two_reductions_of_one_memory():
+    def crossing(x):
+        made = x * 2
+        one = ops.all_reduce(made, "sum", "0")
+        other = ops.all_reduce(made, "max", "0")
+        return ops.wait_tensor(one), ops.wait_tensor(other)
+
+    def one_after_the_other(x):
+        made = x * 2
+        one = ops.wait_tensor(ops.all_reduce(made, "sum", "0"))
+        return one, ops.wait_tensor(ops.all_reduce(made, "max", "0"))
+
+    assert forms(crossing) == [False, False]
+    assert forms(one_after_the_other) == [False, True]
+
+
+def test_a_coalesced_one_reads_until_all_its_waits():
+    def function(x, *, wait_all):
+        made = x * 2
+        starts = ops.all_reduce_coalesced([made, x * 3], "sum", "0")
+        waits = [ops.wait_tensor(starts[0])]
+        if wait_all:
+            waits.append(ops.wait_tensor(starts[1]))
+        reduced = ops.wait_tensor(ops.all_reduce(made, "sum", "0"))
+        if not wait_all:
+            waits.append(ops.wait_tensor(starts[1]))
+        return reduced, *waits
+
+    def last_form(wait_all):
+        return forms(lambda x: function(x, wait_all=wait_all))[-1]
+
+    assert last_form(wait_all=True)
+    assert not last_form(wait_all=False)
+
+
+def test_one_that_is_left_under_way_for_the_next_step():
+    assert forms(lambda x: ops.all_reduce(x * 2, "sum", "0")) == [True]

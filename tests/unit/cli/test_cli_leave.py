@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 SCRIPT = """\
-import atexit, sys, threading, time
+import atexit, concurrent.futures, sys, threading, time
 from torchspmd._cli.leave import KEPT, leave
 
 class Group:
@@ -17,6 +17,8 @@ def work():
     print("the thread ended")
 
 KEPT.append(Group())
+executor = concurrent.futures.ThreadPoolExecutor(1)  # its worker waits for work
+executor.submit(print, "the executor worked").result()
 atexit.register(print, "the exit handler ran")
 threading.Thread(target=work).start()
 print("no newline", end="")
@@ -26,10 +28,16 @@ leave(7)
 
 def test_threads_handlers_and_text_come_first_and_what_is_kept_is_never_freed():
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False
+        [sys.executable, "-c", SCRIPT],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
     )
     assert done.returncode == 7, done.stderr
-    assert done.stdout == "no newlinethe thread ended\nthe exit handler ran\n"
+    assert done.stdout == (
+        "the executor worked\nno newlinethe thread ended\nthe exit handler ran\n"
+    )
 
 
 def test_a_reader_that_went_away_is_no_error():

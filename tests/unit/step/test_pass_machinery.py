@@ -168,6 +168,22 @@ def test_a_plain_function_that_runs_a_pass_reports_that_and_its_own_edits():
     assert wrapped(only_the_pass)[0] == [("add_dead_code", 1)]
 
 
+def test_edits_before_a_pass_are_seen_even_if_its_report_is_returned():
+    def rename_first(gm):
+        keep_a_name(gm)
+        return add_dead_code(gm)
+
+    assert wrapped(rename_first)[0] == [("add_dead_code", 1), ("rename_first", 4)]
+
+    def drop_first(gm):
+        output = gm.graph.output_node()
+        output.args = (output.args[0].args[0],)
+        return add_dead_code(gm)
+
+    with pytest.raises(LegalityError, match="drop_first"):
+        wrapped(drop_first)
+
+
 def test_a_plain_function_that_fails_takes_back_the_passes_that_it_ran():
     gm = IterGraphModule(module())
 

@@ -230,3 +230,14 @@ def test_cuda_graph_of_a_transformed_step(inductor, text, monkeypatch):
 
     with pytest.raises(CaptureError, match=text):
         step(model, optim, torch.randn(6, 8))
+
+
+def test_inductor_of_a_callable():
+    (model, optim), _ = build("mlp", "sgd")
+    step = compile(backend="inductor", gm_transformation=lambda gm: gm.forward)(plain)
+    with pytest.raises(
+        CaptureError,
+        match=r"needs a gm_transformation that returns an fx\.GraphModule or an "
+        r"IterGraphModule, not method",
+    ):
+        step(model, optim, torch.randn(6, 8))

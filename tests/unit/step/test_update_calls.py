@@ -151,6 +151,10 @@ def adamw(parameters):
 
 def test_inductor_calls_fused_updates_in_place():
     compiled = Compiled(adamw)
+    assert len(compiled.codes) == 1  # the first step makes the states, and runs once
+    first, second = (program.notes for program in compiled.step.programs)
+    assert "makes the optimizer's states, so it runs once: not compiled" in first
+    assert not any("not compiled" in line for line in second)
     code = compiled.codes[-1].split("def call")[-1]
     assert code.count("torch.ops.torchspmd.update.default(") == 1
     assert "_fused_adamw" not in code and "copy_" not in code

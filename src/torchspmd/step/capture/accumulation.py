@@ -73,11 +73,14 @@ def _join_all(graph: fx.Graph, is_start: _IsStart) -> int:
 
 
 def _join(graph: fx.Graph, add: fx.Node, first: _Reduced, second: _Reduced) -> None:
+    """Reduce the sum where the later of both payloads is reduced."""
+    dead, kept = add.args
+    if second.start < first.start:  # written as new + old
+        first, second, dead, kept = second, first, kept, dead
     with graph.inserting_before(second.start):
         total = graph.call_function(_ADD, (first.payload, second.payload))
     total.meta = {**add.meta, "val": second.payload.meta.get("val")}
     second.start.replace_input_with(second.payload, total)
-    dead, kept = add.args
     assert isinstance(dead, fx.Node) and isinstance(kept, fx.Node)
     add.replace_all_uses_with(kept)
     graph.erase_node(add)

@@ -8,7 +8,9 @@ equal ones. A part that is cut out of an equal value without communication is no
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import torch.distributed as dist
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -112,7 +114,24 @@ def makes_equal(node: fx.Node, group: str) -> bool:
     operator = find_operator(name)
     if operator is None:
         return name in _FORM_ONLY
-    return operator.kind in _MAKES_EQUAL and group in node.args
+    return operator.kind in _MAKES_EQUAL and (
+        group in node.args or _has_same_ranks(node.args[-1], group)
+    )
+
+
+def _has_same_ranks(other: Any, group: str) -> bool:
+    """Whether another group has the ranks of this one.
+
+    DTensor may take the groups of an equal mesh that was made before, from its cache.
+    """
+    if not isinstance(other, str):
+        return False
+    try:
+        found = [_torch.resolve_group(name) for name in (other, group)]
+    except (RuntimeError, ValueError):  # of a world that is gone
+        return False
+    one, two = (dist.get_process_group_ranks(each) for each in found)
+    return one == two
 
 
 def _written(node: fx.Node, root: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:

@@ -282,9 +282,19 @@ class GatherForFunctions(TorchFunctionMode):
         )
 
 
+# Torch calls ``+=`` and the like ``add_``; these go by their own names. Not all that start
+# with ``__i``: ``__invert__`` and ``__int__`` only read.
+_IN_PLACE = frozenset(
+    {
+        *("__iand__", "__ilshift__", "__ior__", "__irshift__", "__ixor__"),
+        "__setitem__",
+    }
+)
+
+
 def _writes(name: str) -> bool:
     is_in_place = name.endswith("_") and not name.endswith("__")
-    return is_in_place or name in ("__setitem__", "__iadd__", "__isub__", "__imul__")
+    return is_in_place or name in _IN_PLACE
 
 
 def gathering_tables(

@@ -9,7 +9,7 @@ again on the state of that call, and the assumptions are checked.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Self, final
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -139,6 +139,7 @@ class HostValues(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._world = world
+        self._num_open = 0
         self._optimizers = [name for name, _ in inventory.optimizers]
         # Each followed tensor: itself, its place on the tape, its version there.
         self._known: dict[int, tuple[torch.Tensor, int, int]] = {}
@@ -165,6 +166,18 @@ class HostValues(TorchFunctionMode):
         )
         return Reads(tuple(self._slots), tuple(self._calls), symbols)
 
+    def __enter__(self) -> Self:
+        # An optimizer may step another one; what is called must still be seen once.
+        self._num_open += 1
+        if self._num_open == 1:
+            super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._num_open -= 1
+        if self._num_open == 0:
+            super().__exit__(*error)
+
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -174,9 +187,10 @@ class HostValues(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in ("tensor", "as_tensor") and isinstance(args[0], _NUMBERS):
-            number: Any = args[0]  # which they would fix to its value of now
-            return torch.scalar_tensor(number, **kwargs)
+        if name in ("tensor", "as_tensor"):
+            number = args[0] if args else kwargs.get("data")
+            if isinstance(number, (*_NUMBERS, torch.SymBool)):
+                return _as_tensor(number, **kwargs)
         if func is torch.Tensor.item:
             if is_spread(args[0]):
                 raise refuse_read()
@@ -185,14 +199,7 @@ class HostValues(TorchFunctionMode):
         result = func(*args, **kwargs)
         if given or (given is not None and name in _MAKES):
             self._repeat(func, args, kwargs, given, result)
-        elif _writes(name) or "out" in kwargs:
-            self._forget(args, kwargs)
         return result
-
-    def _forget(self, args: Any, kwargs: Any) -> None:
-        # By name, because lists of traced tensors are written without a new version.
-        for tensor in _tensors((args, kwargs)):
-            self._known.pop(id(tensor), None)
 
     def _given(self, args: Any, kwargs: Any) -> list[torch.Tensor] | None:
         """The tensors of a call if all are followed; None where one is not."""
@@ -271,9 +278,13 @@ def _name(family: frozenset[str]) -> str:
     return " and ".join(sorted(family)) or "a new counter"
 
 
-def _writes(name: str) -> bool:
-    is_special = name.endswith("__")
-    return name.startswith("__i") if is_special else name.endswith("_")
+def _as_tensor(
+    number: Any, *, data: Any = None, dtype: torch.dtype | None = None, **options: Any
+) -> torch.Tensor:
+    """What ``torch.tensor`` makes of a number, which it would fix to its value of now."""
+    if dtype is None and not isinstance(number, torch.SymFloat):
+        dtype = torch.int64 if isinstance(number, torch.SymInt) else torch.bool
+    return torch.scalar_tensor(number, dtype=dtype, **options)
 
 
 def _real(inventory: Inventory, slot: int) -> torch.Tensor:

@@ -54,6 +54,7 @@ class OptimizerFacts:
     def __init__(self, optimizer: Optimizer, numbers: list[Number]) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._type = type(optimizer)
+        self._hooks = _hook_keys(optimizer)
         self._groups = optimizer.param_groups
         self._params = [(g, g["params"], list(g["params"])) for g in self._groups]
         lifted = {(id(n.holder), n.key, n.path) for n in numbers}
@@ -70,6 +71,8 @@ class OptimizerFacts:
         """Whether all of it is still the same."""
         optimizer = self._optimizer()
         if optimizer is None or type(optimizer) is not self._type:
+            return False
+        if _hook_keys(optimizer) != self._hooks:
             return False
         groups = optimizer.param_groups
         if groups is not self._groups or len(groups) != len(self._params):
@@ -158,6 +161,10 @@ class _Hyper:
             if not (is_liftable(item) if is_lifted else item == before):
                 return False
         return True
+
+
+def _hook_keys(optimizer: Optimizer) -> list[list[int]]:
+    return [list(vars(optimizer)[name]) for name in _torch.OPTIMIZER_HOOK_TABLES]
 
 
 def _same_table(table: Any, keys: list[str], values: list[Any]) -> bool:

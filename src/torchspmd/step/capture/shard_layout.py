@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
+from torchspmd.step.capture.counters import is_counter
 from torchspmd.step.capture.inventory import Inventory, Role, Slot
 from torchspmd.step.capture.shard_cut import (
     Cut,
@@ -24,6 +25,7 @@ from torchspmd.step.capture.shard_cut import (
     read_cut,
 )
 from torchspmd.step.capture.shard_retired import retire
+from torchspmd.step.capture.signature import name_of_hook
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +150,7 @@ def _belongings(
         yield gradient, cuts[parameter]
     for state in inventory.states:
         tensor, cut = inventory.slots[state.slot].tensor, cuts[state.parameter]
-        is_counter = state.key == "step" and tensor.ndim == 0
-        if tensor.shape == cut.layout.shape and not is_counter:
+        if tensor.shape == cut.layout.shape and not is_counter(state.key, tensor):
             yield state.slot, cut
 
 
@@ -268,10 +269,13 @@ def _problem(slot: Slot, mesh: DeviceMesh) -> str:
         return "is on the meta device: give it values first (module.to_empty())"
     if tensor.device.type != mesh.device_type:
         return f"is on {tensor.device}, the mesh is on {mesh.device_type}"
-    if _torch.has_gradient_hooks(tensor):
-        return (
-            "has a gradient hook, which its shard would not have: do that in the step"
-        )
+    for _, _, hook in _torch.hooks_of(tensor, _torch.GRADIENT_HOOK_TABLES):
+        # A gathered parameter gives its gradient the layout by itself.
+        if not isinstance(hook, _torch.LaysOutGradient):
+            return (
+                f"has a gradient hook ({name_of_hook(hook)}), which its shard would not "
+                "have: do that in the step, after backward"
+            )
     return ""
 
 

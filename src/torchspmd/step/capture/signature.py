@@ -37,6 +37,7 @@ def sign(inventory: Inventory) -> Signature:
         *_wiring_facts(inventory),
         *_constant_facts(inventory),
         *_module_facts(inventory),
+        *_gradient_hook_facts(inventory),
         *_optimizer_facts(inventory),
     )
 
@@ -174,7 +175,7 @@ def _module_facts(inventory: Inventory) -> Iterator[tuple[str, Any]]:
         for prefix, child in module.named_modules():
             path = f"{root}.{prefix}" if prefix else root
             yield path, _attributes(child)
-            if hooks := _hooks(child):
+            if hooks := _hooks(child, _torch.HOOK_TABLES):
                 yield f"hooks of {path}", hooks
 
 
@@ -190,21 +191,34 @@ def _attributes(module: nn.Module) -> tuple[Any, ...]:
 
 
 class HookFact(tuple[Any, ...]):
-    """A module's hooks, in their order; prints their names."""
+    """Hooks in their order: table, key, identity and name of each; prints the names."""
 
     __slots__ = ()
 
     def __str__(self) -> str:
-        return ", ".join(getattr(h, "__qualname__", type(h).__name__) for h in self)
+        return ", ".join(name for *_, name in self)
 
 
-def _hooks(module: nn.Module) -> HookFact:
+def name_of_hook(hook: Any) -> str:
+    """What a hook is called in texts."""
+    return str(getattr(hook, "__qualname__", type(hook).__name__))
+
+
+def _hooks(holder: Any, tables: tuple[str, ...]) -> HookFact:
+    # What a hook holds is not held here. A copy of a module has the same keys, so that
+    # only the identity tells a copied hook from its original.
     return HookFact(
-        hook
-        for name in _torch.HOOK_TABLES
-        for hook in getattr(module, name).values()
+        (table, key, id(hook), name_of_hook(hook))
+        for table, key, hook in _torch.hooks_of(holder, tables)
         if not getattr(hook, "belongs_to_compiled_step", False)
     )
+
+
+def _gradient_hook_facts(inventory: Inventory) -> Iterator[tuple[str, Any]]:
+    for slot in inventory.slots:
+        if slot.role is Role.PARAMETER:
+            if hooks := _hooks(slot.tensor, _torch.GRADIENT_HOOK_TABLES):
+                yield f"gradient hooks of {slot.name}", hooks
 
 
 def _is_simple_sequence(value: Any) -> bool:
@@ -218,6 +232,8 @@ def _optimizer_facts(inventory: Inventory) -> Iterator[tuple[str, Any]]:
     lifted = {(number.name) for number in inventory.numbers}
     for index, (name, optimizer) in enumerate(inventory.optimizers):
         yield f"optimizer {index}", type(optimizer)
+        if hooks := _hooks(optimizer, _torch.OPTIMIZER_HOOK_TABLES):
+            yield f"hooks of {name}", hooks
         for number, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
                 if key != "params":

@@ -11,9 +11,12 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchspmd import _torch
 from torchspmd.comm import Phase
+from torchspmd.errors import CaptureError
+from torchspmd.step.capture.gradient_hooks import install_gradient_hooks
 from torchspmd.step.capture.host_values import HostValues
 from torchspmd.step.capture.inventory import Inventory, Number, Role
 from torchspmd.step.capture.modes import Spread
@@ -43,6 +46,7 @@ class Stage:
     Attributes:
         locals: The traced tensor of each slot; the optimizer writes into it.
         shown: What the user's modules see for each slot.
+        handed: The parameters that a running optimizer was handed as plain tensors.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class Stage:
         self.locals: list[torch.Tensor] = list(flat[:count])
         self.numbers: list[Any] = list(flat[count:])
         self.spread = spread
+        self.handed: set[int] = set()
         self._plain = self._plain_slots()
         self.shown = [
             spread.show(slot, local)
@@ -120,8 +125,13 @@ class Stage:
             for index, (_, optimizer) in enumerate(self.inventory.optimizers):
                 run = _OptimizerRun(self, index, log, world, values)
                 self._install_optimizer(stack, index, optimizer, run)
+            known = [id(optimizer) for _, optimizer in self.inventory.optimizers]
+            guard = _KnownOptimizers(frozenset(known), self.inventory)
+            stack.callback(register_optimizer_step_pre_hook(guard).remove)
             self._install_reduction(stack, log)
             stack.enter_context(self.spread.installed(self.inventory, self.shown, log))
+            for hook in install_gradient_hooks(self.inventory, self.shown, log):
+                stack.callback(hook.remove)
             yield
 
     def _held(self, slot: int) -> torch.Tensor:
@@ -188,6 +198,30 @@ class Stage:
         return state
 
 
+class _KnownOptimizers:
+    """Refuses the step of an optimizer that has the user's parameters, without gradients.
+
+    A hook or a closure can hold one that is no argument; it would update nothing.
+    """
+
+    def __init__(self, known: frozenset[int], inventory: Inventory) -> None:
+        self._known, self._inventory = known, inventory
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if id(optimizer) in self._known:
+            return
+        by_id, slots = self._inventory.by_id, self._inventory.slots
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in by_id:
+                    raise CaptureError(
+                        f"compile: the step, or a hook, calls step() of an optimizer "
+                        f"({type(optimizer).__name__}) that is no argument of the step, "
+                        f"so {slots[by_id[id(parameter)]].name} would not be updated. "
+                        "Pass every optimizer that steps as an argument."
+                    )
+
+
 class _Reduction:
     """Reduces a parameter's gradient as soon as backward has made it."""
 
@@ -229,12 +263,15 @@ class _OptimizerRun:
             stack.callback(group.__setitem__, "params", group["params"])
             group["params"] = [stage.steps_on(slot) for slot in slots]
             for slot in slots:
-                self._hand_over(slot)
+                self._hand_over(slot, stack)
 
-    def _hand_over(self, slot: int) -> None:
+    def _hand_over(self, slot: int, stack: contextlib.ExitStack) -> None:
         shown, plain = self._stage.shown[slot], self._stage.steps_on(slot)
-        if shown is plain:
+        # An optimizer that steps another one has the gradient, and may have changed it.
+        if shown is plain or slot in self._stage.handed:
             return
+        self._stage.handed.add(slot)
+        stack.callback(self._stage.handed.discard, slot)
         with torch.no_grad():
             plain.grad = self._stage.spread.for_optimizer(shown)
 

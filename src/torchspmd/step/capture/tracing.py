@@ -31,6 +31,7 @@ from torchspmd.step.capture.refusals import NoPrinting, is_ours, refuse
 from torchspmd.step.capture.scaling import scaled_steps
 from torchspmd.step.capture.shard_layout import Relayout
 from torchspmd.step.capture.stage import Stage
+from torchspmd.step.capture.written_lists import WrittenLists
 from torchspmd.step.graph.memory import ROLE_KEY
 from torchspmd.step.graph.owners import OwnerLog, owner_of
 from torchspmd.step.graph.roles import (
@@ -137,6 +138,7 @@ class _Tracing:
             self.log.recording(),
             NoPrinting(),
             RandomTape().recording(),
+            WrittenLists(),
         ):
             stage = Stage(self._inventory, flat, self._spread)
             traced = {s.slot: stage.steps_on(s.slot) for s in self._inventory.states}

@@ -1,12 +1,12 @@
 """A step's graph as it is iterated: the object that passes edit and a program runs."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, final
 
 from torch import fx
 
 from torchspmd.errors import LostStateError, UsageError
-from torchspmd.step.graph.roles import readable_name
+from torchspmd.step.graph.roles import readable_name, written_state
 from torchspmd.step.iterate.deferral import written_by
 from torchspmd.step.iterate.forms import Forms, Runnable
 from torchspmd.step.iterate.iter_graph import IterGraph
@@ -40,6 +40,7 @@ class IterGraphModule:
         self.enable_inductor = enable_inductor
         self._forms: Forms | None = None
         self._owed: Owed | None = None
+        self._is_writing = False  # what an iteration gave; stays so after an exception
         self._make_ready: Callable[[str, fx.GraphModule], Runnable] = self._prepare
 
     @property
@@ -85,21 +86,36 @@ class IterGraphModule:
 
     @property
     def is_pending(self) -> bool:
-        """Whether work of an earlier iteration is still to be done."""
-        return self._owed is not None
+        """Whether work of an earlier iteration is still to be done, or is lost."""
+        return self._owed is not None or self._is_writing
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether an exception came after some of what is owed was written in place.
+        """Whether an exception came after some of what is owed was written.
 
-        The rest is made by ``flush``; then the iteration that failed can be run again.
+        Unless states are lost, the rest is made by ``flush``; then the iteration that
+        failed can be run again.
         """
-        return self._owed is not None and bool(self._owed.begun)
+        return self._is_writing or (self._owed is not None and bool(self._owed.begun))
 
     @property
     def half_way(self) -> frozenset[int]:
         """Regions that an exception left half written, by number: nothing mends them."""
         return frozenset() if self._owed is None else self._owed.half_way
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether an exception came while states were written: nothing mends them."""
+        return self._is_writing or bool(self.half_way)
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """The inputs that must get other values then, by place: written in part or owed."""
+        if not self._is_writing:
+            return self.states_of(self.unfinished) if self.half_way else ()
+        written = set(written_state(self.graph).values())
+        placeholders = self.graph.find_nodes(op="placeholder")
+        return tuple(n for n, node in enumerate(placeholders) if node in written)
 
     @property
     def unfinished(self) -> frozenset[int]:
@@ -144,37 +160,62 @@ class IterGraphModule:
         An output that belongs to work left for the next iteration is the one that the
         iteration before left, or None in the first.
         """
-        forms = self._finished()
-        owed = self._owed
-        if not forms.is_deferring or (owed is None and last_iter):
-            return forms.whole(*args)
-        self._check_not_interrupted()
-        name = ("last" if last_iter else "steady") if owed is not None else "first"
-        outputs, left = forms.run(name, args, () if owed is None else owed.carried)
-        # Only now, and at once: after an exception the iteration can be run again.
-        self._owed = None if last_iter else Owed(left)
-        return outputs
+        return self.run_and_write(args, _hand_over, last_iter=last_iter)
 
     __call__ = forward
 
-    def flush(self, *args: Any) -> list[Any] | None:
+    def run_and_write(
+        self, args: Sequence[Any], write: Callable[[Any], Any], *, last_iter: bool
+    ) -> Any:
+        """Run one iteration and write its outputs where they belong, as one thing.
+
+        An exception before the writing leaves what was owed, so that the iteration can be
+        run again. One within it leaves states of both iterations: they are lost.
+
+        Args:
+            args: The inputs of the step.
+            write: Takes the outputs; what it returns is returned.
+            last_iter: Leave no work for a next iteration.
+        """
+        forms = self._finished()
+        self._check_not_interrupted()
+        owed = self._owed
+        if not forms.is_deferring or (owed is None and last_iter):
+            return write(forms.whole(*args))
+        name = ("last" if last_iter else "steady") if owed is not None else "first"
+        outputs, left = forms.run(name, args, () if owed is None else owed.carried)
+        self._is_writing = True
+        result = write(outputs)
+        self._owed = None if last_iter else Owed(left)
+        self._is_writing = False  # at last: an interrupt in between must not be silent
+        return result
+
+    def flush(
+        self, *args: Any, write: Callable[[list[Any]], Any] | None = None
+    ) -> list[Any] | None:
         """Do what is owed; the outputs that this gives, None for all others.
 
         After an exception that is what has not been done.
 
         Args:
             args: The inputs of the step. Only state is read.
+            write: Puts the outputs where they belong. After an exception within it, what
+                was not made in place is lost.
         """
+        self._check_not_lost()
         if self._owed is None:
             return None
-        self._check_not_half_way()
         outputs = self._finished().flush(args, self._owed.carried, self.unfinished)
+        self._owed.begun |= self.unfinished  # whatever was not made in place
+        if write is not None:
+            write(outputs)
         self._owed = None
         return outputs
 
     def drop_owed(self) -> None:
         """Forget what is owed: its states have got other values, from a checkpoint."""
         self._owed = None
+        self._is_writing = False
 
     def _begin(self, region: int) -> None:
         assert self._owed is not None
@@ -185,7 +226,7 @@ class IterGraphModule:
         self._owed.done.add(region)
 
     def _check_not_interrupted(self) -> None:
-        self._check_not_half_way()
+        self._check_not_lost()
         if self.is_interrupted:
             raise UsageError(
                 "IterGraphModule: an exception ended the iteration before after some of "
@@ -193,11 +234,10 @@ class IterGraphModule:
                 "the iteration again."
             )
 
-    def _check_not_half_way(self) -> None:
-        if self.half_way:
+    def _check_not_lost(self) -> None:
+        if self.is_lost:
             places = self.graph.find_nodes(op="placeholder")
-            states = self.states_of(self.half_way)
-            raise LostStateError.of([readable_name(places[n]) for n in states])
+            raise LostStateError.of([readable_name(places[n]) for n in self.lost])
 
     def print_readable(self, print_output: bool = True) -> str:
         """The graph of one iteration as readable Python."""
@@ -216,3 +256,8 @@ class IterGraphModule:
         from torchspmd.step.backends import lower
 
         return lower(graph)
+
+
+def _hand_over(outputs: Any) -> Any:
+    """The caller writes them."""
+    return outputs

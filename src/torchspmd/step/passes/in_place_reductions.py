@@ -4,6 +4,7 @@ The functional operator works on a copy: for gradients of many megabytes that is
 memory twice. Only the graph that is run is changed.
 """
 
+import math
 import operator
 
 import torch
@@ -11,6 +12,8 @@ from torch import fx
 
 from torchspmd import _torch
 from torchspmd.step.graph.aliases import Aliases, find_aliases, operator_of
+from torchspmd.step.graph.comm_blocks import is_wait
+from torchspmd.step.graph.ledger import is_communication
 
 
 def reduce_in_place(graph: fx.Graph) -> int:
@@ -47,9 +50,22 @@ def _is_own(source: fx.Node, memory: fx.Node) -> bool:
 
 
 def _ends_with(start: fx.Node, readers: list[fx.Node], aliases: Aliases) -> bool:
-    """Whether nobody reads the memory once the reduction has started."""
+    """Whether nobody else reads the memory once the reduction has started."""
     return all(
-        aliases.position[reader] <= aliases.position[start]
+        _reads_until(reader, aliases) < aliases.position[start]
         and (operator_of(reader) is not None or reader.target is operator.getitem)
         for reader in readers
+        if reader is not start
     )
+
+
+def _reads_until(reader: fx.Node, aliases: Aliases) -> float:
+    """The last place at which a node reads: a collective does so until its waits."""
+    if not is_communication(reader):
+        return aliases.position[reader]
+    items = [user for user in reader.users if user.target is operator.getitem]
+    waits = [
+        [aliases.position[user] for user in item.users if is_wait(user)]
+        for item in items or [reader]
+    ]
+    return max(min(each, default=math.inf) for each in waits)

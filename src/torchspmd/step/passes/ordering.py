@@ -151,16 +151,18 @@ def _judge(
 def run_any(gm: Any, function: Pass) -> None:
     """Run a pass, or a plain function as if it were declared as one.
 
-    A function that returns a pass's report ended with that pass. What any other one edits,
-    between the passes that it calls and behind them, is checked and reported by its name.
+    What a plain function edits before, between and behind the passes that it calls is
+    checked and reported by its name.
     """
     if _innermost(function) in _declared:
         function(gm)
         return
     before = latest = Snapshot.of(gm)
+    own = 0
 
-    def note(report: PassReport, _: fx.Graph, __: fx.Graph) -> None:
-        nonlocal latest
+    def note(_: PassReport, old: fx.Graph, __: fx.Graph) -> None:
+        nonlocal latest, own
+        own += latest.num_changes(old)
         latest = Snapshot.of(gm)
 
     history = _histories.setdefault(gm, _History())
@@ -169,11 +171,13 @@ def run_any(gm: Any, function: Pass) -> None:
     try:
         with observing_passes(note):
             said = function(gm)
-        if isinstance(said, PassReport):
-            return
-        key = _key(_innermost(function))
-        if latest is before or latest.num_changes(gm.graph):
-            report = _judge(gm, key, latest, said, start, may_reorder=False)
+        own += latest.num_changes(gm.graph)
+        ran_passes = latest is not before
+        if own or not ran_passes:
+            key = _key(_innermost(function))
+            outcome = said if isinstance(said, Outcome) else Outcome(own, own)
+            # The passes that it ran may have put collectives in another order.
+            report = _judge(gm, key, before, outcome, start, may_reorder=ran_passes)
             history.applied.append(key)
             history.reports.append(report)
     except BaseException:
