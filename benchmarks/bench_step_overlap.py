@@ -34,7 +34,7 @@ from torchspmd.errors import SpmdError
 from torchspmd.step import CostModel
 from torchspmd.testing import Ranks
 
-SPACE = "torchspmd-bench"
+SPACE = f"torchspmd-bench-{os.getpid()}"  # one that was killed may be left
 LIMIT = 900.0  # seconds for one variant, its compilation included
 
 
