@@ -93,15 +93,15 @@ class CompiledStep:
         self._check_open()
         with self._overrides.standing_in(args, kwargs) as (positional, named):
             program, inventory = self._look_up(positional, named)
-            if self._pending is not None and not self._pending.belongs_to(
-                program, inventory
-            ):
-                # Another program, or other tensors: what is owed comes first.
-                self.flush()
-                program, inventory = self._look_up(positional, named)
+            if self._pending is not None:
+                if program and self._pending.belongs_to(program, inventory):
+                    program.num_early -= program.num_early > 0
+                else:  # another program, or other tensors: what is owed comes first
+                    self._pending.note_other_tensors(program, inventory)
+                    self.flush()
+                    program, inventory = self._look_up(positional, named)
             if program is None:
                 program = self._capture(inventory)
-        # Before the call: an exception in it may leave work too, also in the first.
         self._expect_pending(program, inventory, last=last_train_step)
         try:
             return program.call(inventory, last=last_train_step)
@@ -207,7 +207,7 @@ class CompiledStep:
     def _expect_pending(
         self, program: Program, inventory: Inventory, *, last: bool
     ) -> None:
-        """Watch everything that must not miss what this call may leave."""
+        """Watch what must not miss what this call may leave, by an exception too."""
         pending = self._pending
         if pending is None and program.is_deferring and not last:
             pending = Pending(self._name, program, self.flush)

@@ -1,6 +1,7 @@
 """Updates that a step left for the next one, and everything that must not miss them."""
 
 import sys
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from torchspmd.errors import UsageError
+from torchspmd.errors import PassWarning, UsageError
 from torchspmd.step.capture.inventory import Inventory, Role
 from torchspmd.step.lost_states import LostStates
 from torchspmd.step.program import Program
@@ -22,13 +23,15 @@ _OF_MODULES = (
     "named_buffers",
 )
 _OF_OPTIMIZERS = ("state_dict", "load_state_dict", "add_param_group", "step")
+# Of a score: a call with other tensors adds two, one that overlaps takes one away.
+_TOO_OFTEN = 6
 
 
 class Pending:
     """What one program owes, until it is flushed."""
 
     def __init__(self, name: str, program: Program, flush: Callable[[], None]) -> None:
-        self._program = program
+        self._name, self._program = name, program
         self._flush = flush
         self._inventory: Inventory | None = None
         self._watched: list[_Watched | _Hook] = []
@@ -48,6 +51,31 @@ class Pending:
         return all(
             old.tensor is new.tensor or old.role is Role.INPUT for old, new in pairs
         )
+
+    def note_other_tensors(self, program: Program | None, inventory: Inventory) -> None:
+        """Warn where call after call finds other gradients: little overlaps."""
+        if program is not self._program or self._inventory is None:
+            return
+        pairs = zip(self._inventory.slots, inventory.slots, strict=True)
+        changed = [
+            new
+            for old, new in pairs
+            if old.tensor is not new.tensor and old.role is not Role.INPUT
+        ]
+        if not all(slot.role is Role.GRADIENT for slot in changed):
+            return  # a checkpoint was loaded, say
+        names = [slot.name for slot in changed]
+        program.num_early += 2
+        if names and program.num_early >= _TOO_OFTEN:
+            program.num_early = -sys.maxsize  # said once
+            warnings.warn(
+                f"{self._name}: little or nothing overlaps. Call after call has other "
+                f"gradients than the call before ({', '.join(names[:2])}; {len(names)} in "
+                "all), so that the updates it left are made first. Clear gradients in the "
+                "step (optim.zero_grad()), or leave out overlap_iterations.",
+                PassWarning,
+                stacklevel=3,
+            )
 
     def update(self, inventory: Inventory) -> None:
         """Note the call after which updates will be owed."""

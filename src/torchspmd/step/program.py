@@ -51,6 +51,7 @@ class Program:
         capture_seconds: Time to trace, transform and compile it.
         first_run_seconds: Time of its first run, after capture.
         step_seconds: Times of the latest runs after the first.
+        num_early: A score of calls that had other tensors than the call before.
     """
 
     number: int
@@ -72,6 +73,7 @@ class Program:
     loose: tuple[int, ...] | None = None
     first_run_seconds: float | None = None
     step_seconds: list[float] = field(default_factory=list)
+    num_early: int = 0
     _checked: tuple[float, ...] | None = None
 
     def __repr__(self) -> str:

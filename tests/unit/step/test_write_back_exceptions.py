@@ -18,7 +18,11 @@ from torchspmd.step import IterGraphModule, program
 from torchspmd.step.capture.inventory import take_inventory
 from torchspmd.step.lost_states import LostStates
 
-pytestmark = pytest.mark.unit
+pytestmark = [
+    pytest.mark.unit,
+    # Some of these steps keep gradients, and exceptions come call after call.
+    pytest.mark.filterwarnings("ignore:.*nothing overlaps"),
+]
 
 FUNCTIONS = {"in place": plain_step, "fresh": keep_gradients}
 
