@@ -180,10 +180,10 @@ def test_tensor_parallel_model_with_a_data_axis(ranks4):
         assert axes == [("dp",), ("tp",)]
 
 
-def test_example_follows_ddp():
+def run_example():
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     script = str(ROOT / "examples" / "train_gpt_compiled.py")
-    done = subprocess.run(
+    return subprocess.run(
         [*command, "--standalone", script, "--steps", "3", "--layers", "1"],
         capture_output=True,
         text=True,
@@ -191,6 +191,12 @@ def test_example_follows_ddp():
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
+
+
+def test_example_follows_ddp():
+    done = run_example()
+    if done.returncode and "Signal" in done.stderr and "2 programs" in done.stdout:
+        done = run_example()  # torch can crash when it frees DDP's group at the end
     assert done.returncode == 0, done.stderr[-3000:]
     assert "step 2: compiled" in done.stdout
     assert "2 programs" in done.stdout
