@@ -223,8 +223,11 @@ def write_for_compiler(graph: fx.GraphModule) -> tuple[fx.GraphModule, InPlaceRe
         plan = plan_in_place(edited, _written_tensors(edited), may_write=may_write)
         report = apply_in_place(edited, plan)
         updates = [n for n in edited.nodes if is_fused_update(n) and targets_of(n)]
-        if not any(make_one_call(edited, [node], NOT_OWED) for node in updates):
+        problems = (make_one_call(edited, [node], NOT_OWED) for node in updates)
+        problem = next(filter(None, problems), None)
+        if problem is None:
             break
+        note(f"Inductor copies the states of fused optimizers: {problem}")
     return fx.GraphModule(graph, edited), report
 
 

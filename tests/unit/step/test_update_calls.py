@@ -6,7 +6,7 @@ from torch import fx, nn
 from torch._inductor.utils import run_and_get_code
 
 from torchspmd.errors import CaptureError
-from torchspmd.step import GraphModuleTransformation, compile
+from torchspmd.step import GraphModuleTransformation, backends, compile
 from torchspmd.step.iterate.owed import Marks
 from torchspmd.step.passes.update_calls import NOT_OWED, make_one_call, noting
 
@@ -169,6 +169,15 @@ def test_inductor_calls_fused_updates_in_place():
         compiled.model.parameters(), eager.parameters(), strict=True
     ):
         torch.testing.assert_close(left, right)
+
+
+def test_updates_that_cannot_be_one_call_are_copied_and_that_is_said(monkeypatch):
+    monkeypatch.setattr(backends, "make_one_call", lambda *_: "a reason of this test")
+    compiled = Compiled(adamw)
+    line = "Inductor copies the states of fused optimizers: a reason of this test"
+    assert line in compiled.step.programs[-1].notes
+    assert "torchspmd.update" not in compiled.codes[-1]
+    assert compiled.step.programs[-1].in_place.num_in_place == 0
 
 
 def test_inductor_computes_other_updates_itself():
