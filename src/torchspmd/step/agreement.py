@@ -9,7 +9,6 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from itertools import zip_longest
 
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from torchspmd.errors import AgreementError
 from torchspmd.step.graph.ledger import communications
 
 _SHOWN = 12  # differences in one message
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.2  # seconds between two looks at the store
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,15 @@ def build_plan(
     return Plan(lines, tuple(inputs), tuple(values), tuple(deferred))
 
 
-def agree(plan: Plan, mesh: DeviceMesh, what: str, key: str, *, seconds: float) -> None:
+def agree(
+    plan: Plan,
+    mesh: DeviceMesh,
+    what: str,
+    key: str,
+    *,
+    seconds: float,
+    failures: str | None = None,
+) -> None:
     """Compare a plan with those of all ranks of a mesh; raise on every rank if they differ.
 
     Args:
@@ -74,18 +82,14 @@ def agree(plan: Plan, mesh: DeviceMesh, what: str, key: str, *, seconds: float) 
         what: Names the program in messages.
         key: Names the program in the store; the same on every rank, used once.
         seconds: How long to wait for the other ranks.
+        failures: Where ranks post why they cannot come; see ``post_failure``.
     """
     ranks = [int(rank) for rank in mesh.mesh.flatten().tolist()]
     if len(ranks) == 1 or dist.get_backend() == "fake":
         return
-    texts, missing = exchange(plan.text, ranks, key, seconds=seconds)
+    texts, missing = exchange(plan.text, ranks, key, seconds=seconds, failures=failures)
     if missing:
-        raise AgreementError(
-            f"compile: {what} is captured here, but not on rank "
-            f"{', '.join(map(str, missing))} after {seconds:g} s. Every rank must call the "
-            "step with the same shapes, in the same order: another rank may be running a "
-            "program that it has already, with a batch of another shape."
-        )
+        raise AgreementError(_why_missing(missing, what, seconds, failures))
     plans = {rank: Plan(*map(tuple, json.loads(text))) for rank, text in texts.items()}
     problems = differences(plans)
     if problems:
@@ -94,8 +98,19 @@ def agree(plan: Plan, mesh: DeviceMesh, what: str, key: str, *, seconds: float) 
         raise AgreementError(f"compile: {title} ({what})\n\n{lines}\n\n{cure}")
 
 
+def post_failure(failures: str, error: BaseException) -> None:
+    """Tell ranks that wait for this one under ``failures`` that it does not come."""
+    text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    _torch.default_store().set(f"{failures}/{dist.get_rank()}", text)
+
+
 def exchange(
-    text: str, ranks: Sequence[int], key: str, *, seconds: float
+    text: str,
+    ranks: Sequence[int],
+    key: str,
+    *,
+    seconds: float,
+    failures: str | None = None,
 ) -> tuple[dict[int, str], list[int]]:
     """Post a text in the store and read those of other ranks.
 
@@ -104,16 +119,54 @@ def exchange(
         ranks: Whose texts to read.
         key: The same on every rank, used once.
         seconds: How long to wait for all of them.
+        failures: Once a rank has posted there why it does not come, none is waited for.
 
     Returns:
         The texts by rank, and the ranks from which none came.
     """
     store = _torch.default_store()
     store.set(f"{key}/{dist.get_rank()}", text)
-    end = time.monotonic() + seconds
-    missing = [rank for rank in ranks if not _arrives(store, f"{key}/{rank}", end)]
+    end, pause = time.monotonic() + seconds, _FIRST_PAUSE
+    while missing := [rank for rank in ranks if not store.check([f"{key}/{rank}"])]:
+        if failures and _read_failures(store, missing, failures):
+            break
+        if time.monotonic() > end:
+            break
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
     there = [rank for rank in ranks if rank not in missing]
     return {rank: store.get(f"{key}/{rank}").decode() for rank in there}, missing
+
+
+def _read_failures(
+    store: _torch.Store, ranks: Sequence[int], failures: str
+) -> dict[int, str]:
+    keys = {rank: f"{failures}/{rank}" for rank in ranks}
+    return {
+        rank: store.get(key).decode()
+        for rank, key in keys.items()
+        if store.check([key])
+    }
+
+
+def _why_missing(
+    missing: Sequence[int], what: str, seconds: float, failures: str | None
+) -> str:
+    found = (
+        _read_failures(_torch.default_store(), missing, failures) if failures else {}
+    )
+    if found:
+        lines = "\n".join(f"  * rank {rank}: {text}" for rank, text in found.items())
+        return (
+            f"compile: {what} could not be made on every rank\n\n{lines}\n\n"
+            "Nothing was run. Mend what failed there, and call the step on all ranks."
+        )
+    return (
+        f"compile: {what} is captured here, but not on rank "
+        f"{', '.join(map(str, missing))} after {seconds:g} s. Every rank must call the "
+        "step with the same shapes, in the same order: another rank may be running a "
+        "program that it has already, with a batch of another shape."
+    )
 
 
 def _title_and_cure(plans: dict[int, Plan]) -> tuple[str, str]:
@@ -128,15 +181,6 @@ def _title_and_cure(plans: dict[int, Plan]) -> tuple[str, str]:
         "Give every rank batches of the same shape and the same step; with uneven "
         "batches, pad or drop the last one."
     )
-
-
-def _arrives(store: _torch.Store, key: str, end: float) -> bool:
-    left = max(end - time.monotonic(), 0.001)  # what is there already is still seen
-    try:
-        store.wait([key], timedelta(seconds=left))
-    except (dist.DistStoreError, RuntimeError):
-        return False
-    return True
 
 
 def differences(plans: dict[int, Plan]) -> list[str]:

@@ -75,10 +75,12 @@ def prepare(
     graph: fx.GraphModule,
     backend: str,
     transformation: Callable[[fx.GraphModule], Any] | None,
+    before_compiling: Callable[[fx.GraphModule], None] = lambda _: None,
 ) -> Prepared:
     """Transform a captured graph and make it ready to run.
 
     A transformation may return any callable; then the captured graph is what is shown.
+    ``before_compiling`` gets the graph that will be run; it may raise.
     """
     run: Any = graph
     if transformation is not None:
@@ -102,6 +104,7 @@ def prepare(
         _check_compilable(graph)  # what follows it will be compiled
         note("makes the optimizer's states, so it runs once: not compiled")
         is_compiled = False
+    before_compiling(_shown(run, graph))
     if isinstance(run, IterGraphModule):
         run.enable_inductor = is_compiled
         return _prepare_iterated(run)
@@ -115,6 +118,12 @@ def prepare(
     if backend == "cudagraph":
         return Prepared(CudaGraphRun(running), run, running, report)
     return Prepared(_WithoutLastIteration(running), run, running, report, True)
+
+
+def _shown(run: object, captured: fx.GraphModule) -> fx.GraphModule:
+    if isinstance(run, IterGraphModule):
+        return run.main_gm
+    return run if isinstance(run, fx.GraphModule) else captured
 
 
 def _runs_once(graph: fx.GraphModule) -> bool:

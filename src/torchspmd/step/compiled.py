@@ -13,7 +13,7 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchspmd.errors import CaptureError, UsageError
-from torchspmd.step.agreement import Plan, agree, build_plan
+from torchspmd.step.agreement import Plan, build_plan
 from torchspmd.step.backends import (
     BACKENDS,
     Prepared,
@@ -34,13 +34,13 @@ from torchspmd.step.graph.exposure_report import ExposureReport
 from torchspmd.step.graph.ledger import build_ledger
 from torchspmd.step.graph.memory import PeakMemory, predict_peak
 from torchspmd.step.iterate.iter_graph import deferral_facts
+from torchspmd.step.meeting import Meeting
 from torchspmd.step.pending import Pending
 from torchspmd.step.program import Program, find_loose, find_released
 from torchspmd.step.unchanged import KnownCalls
 from torchspmd.step.virtual.options import Verification
 
 MAX_PROGRAMS = 8
-AGREEMENT_SECONDS = 60.0
 
 _made: dict[str, int] = {}  # how many steps of each name this process has compiled
 
@@ -229,34 +229,43 @@ class CompiledStep:
                 "changes constant (pad batches to one shape), pass it as a tensor, or "
                 "call close() and compile again."
             )
-        title = f"compile {self._name}"
-        with Progress(title) as progress, without_collection():
-            program = self._make_program(inventory, reason, progress)
+        meeting = self._meet(inventory)
+        with (
+            Progress(f"compile {self._name}") as progress,
+            without_collection(),
+            meeting.telling_failures(),
+        ):
+            program = self._make_program(inventory, reason, progress, meeting)
         self._programs.append(program)
         self._by_signature.setdefault(program.signature, []).append(program)
         return program
 
+    def _meet(self, inventory: Inventory) -> Meeting:
+        mesh = self._resolve_spread(inventory).mesh
+        return Meeting(self._name, self._serial, len(self._programs), mesh)
+
     def _make_program(
-        self, inventory: Inventory, reason: str, progress: Progress
+        self, inventory: Inventory, reason: str, progress: Progress, meeting: Meeting
     ) -> Program:
         spread = self._resolve_spread(inventory)
         start = time.perf_counter()
         captured = capture(self._function, self._name, inventory, spread)
         captured = _override(captured, inventory, self._overrides)
+        compare = _comparing(meeting, captured, inventory)
         prepared, certificate = prepare_certified(
             f"{self._name}, program {len(self._programs)}",
             captured.graph,
             inventory if captured.relayout is None else captured.relayout.inventory,
-            lambda: prepare(captured.graph, self._backend, self._transformation),
+            lambda: prepare(
+                captured.graph, self._backend, self._transformation, compare
+            ),
             self._verify,
             is_compiled=self._fixed_numbers,
         )
-        graph = prepared.graph
-        self._agree(_plan(graph, inventory, captured.values), spread.mesh)
+        meeting.wait_until_ready()
         if captured.relayout is not None:
-            for axis in captured.relayout.beside:
-                self._agree(Plan((), (), captured.relayout.facts_along(axis)), axis)
             captured.relayout.commit()  # all ranks run this program now
+        graph = prepared.graph
         released = find_released(captured.outputs, inventory, prepared)
         return Program(
             number=len(self._programs),
@@ -285,18 +294,6 @@ class CompiledStep:
             self._spread = resolve_spread(self._parallel_mode, self._asked_mesh, device)
         return self._spread
 
-    def _agree(self, plan: Plan, mesh: DeviceMesh | None) -> None:
-        if mesh is None:
-            return
-        number, axes = len(self._programs), _describe(mesh)
-        agree(
-            plan,
-            mesh,
-            f"program {number} of {self._name!r}, mesh {axes}",
-            f"torchspmd/step/{self._name}/{self._serial}/{number}/{axes}",
-            seconds=AGREEMENT_SECONDS,
-        )
-
 
 def _why(
     inventory: Inventory,
@@ -315,6 +312,20 @@ def _why(
     latest = programs[-1]
     lines = explain_difference(latest.signature, signature)
     return f"differs from program {latest.number}:\n" + "\n".join(lines)
+
+
+def _comparing(
+    meeting: Meeting, captured: Captured, inventory: Inventory
+) -> Callable[[fx.GraphModule], None]:
+    """Compares the graph that is to be run with those of the other ranks."""
+
+    def compare(graph: fx.GraphModule) -> None:
+        meeting.compare(_plan(graph, inventory, captured.values))
+        if (relayout := captured.relayout) is not None:
+            for axis in relayout.beside:
+                meeting.compare(Plan((), (), relayout.facts_along(axis)), axis)
+
+    return compare
 
 
 def _plan(graph: fx.GraphModule, inventory: Inventory, values: tuple[str, ...]) -> Plan:
@@ -368,11 +379,6 @@ def _times(program: Program) -> str:
         median = statistics.median(program.step_seconds)
         text += f", step {median * 1e3:.1f} ms"
     return text
-
-
-def _describe(mesh: DeviceMesh) -> str:
-    names = mesh.mesh_dim_names or tuple(f"axis{n}" for n in range(mesh.ndim))
-    return ", ".join(f"{n}={s}" for n, s in zip(names, mesh.shape, strict=True))
 
 
 def _indented(text: str) -> str:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchspmd.errors import AgreementError
-from torchspmd.step import DataParallel, compile, compiled
+from torchspmd.step import DataParallel, backends, compile, meeting
 from torchspmd.step.agreement import Plan, differences
 
 pytestmark = pytest.mark.ranks
@@ -77,18 +77,22 @@ def test_a_collective_less(ranks2):
         assert "has none" in text
 
 
+def lonely_step(model, optim, batch):
+    return step(model, optim, batch)
+
+
 def late():
     """Rank 1 never calls the step."""
-    compiled.AGREEMENT_SECONDS = 1.0
+    meeting.PLAN_SECONDS = 1.0
     found = None
     if dist.get_rank() == 0:
         model = nn.Linear(4, 2)
         optim = torch.optim.SGD(model.parameters(), lr=0.1)
-        try:
-            compile(step)(model, optim, torch.ones(3, 4))
+        try:  # under a name of its own: rank 1 does not count it
+            compile(lonely_step)(model, optim, torch.ones(3, 4))
         except AgreementError as error:
             found = str(error)
-    compiled.AGREEMENT_SECONDS = 60.0
+    meeting.PLAN_SECONDS = 300.0
     dist.barrier()
     return found
 
@@ -97,6 +101,56 @@ def test_a_rank_that_does_not_come(ranks2):
     text, _ = ranks2.run(late)
     assert "is captured here, but not on rank 1 after 1 s" in text
     assert "with a batch of another shape" in text
+
+
+def fails_on_one():
+    """Rank 1 cannot make the program; with ``verify`` it would be the same."""
+
+    def transformation(graph):
+        if dist.get_rank() == 1:
+            raise ValueError("no such bucket\nand more")
+        return graph
+
+    model = nn.Linear(4, 2)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    start = time.monotonic()
+    try:
+        compile(step, gm_transformation=transformation)(model, optim, torch.ones(3, 4))
+    except (AgreementError, ValueError) as error:
+        found = f"{type(error).__name__}: {error}", time.monotonic() - start
+    dist.barrier()
+    return found
+
+
+def test_a_rank_that_fails_is_named_at_once(ranks2):
+    (text, seconds), (own, _) = ranks2.run(fails_on_one)
+    assert own == "ValueError: no such bucket\nand more"
+    assert "program 0 of 'step', mesh data=2 could not be made on every rank" in text
+    assert "  * rank 1: ValueError: no such bucket\n\nNothing was run." in text
+    assert seconds < 30
+
+
+def compiles_slowly():
+    """Compiling takes longer on one rank than ranks wait for a plan."""
+    meeting.PLAN_SECONDS, lower = 1.0, backends.lower
+
+    def slow(graph):
+        if dist.get_rank() == 1:
+            time.sleep(2.0)
+        return graph
+
+    backends.lower = slow
+    model = nn.Linear(4, 2)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        loss = compile(step, backend="inductor")(model, optim, torch.ones(3, 4))
+    finally:
+        meeting.PLAN_SECONDS, backends.lower = 300.0, lower
+    return loss.shape
+
+
+def test_a_rank_that_compiles_slowly_is_waited_for(ranks2):
+    assert ranks2.run(compiles_slowly) == [torch.Size([])] * 2
 
 
 def test_long_differences_are_cut():

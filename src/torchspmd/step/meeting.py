@@ -1,0 +1,76 @@
+"""Where ranks meet while they make a program: none runs what another could not make.
+
+They compare plans before anything is compiled, which takes minutes and not equally many on
+all ranks, and wait for each other when it is. A rank that fails says so: the others are
+told at once instead of waiting for it.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import final
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchspmd.step.agreement import Plan, agree, post_failure
+from torchspmd.step.capture.progress import phase
+
+PLAN_SECONDS = 300.0  # between the first rank that has captured a step and the last
+READY_SECONDS = 1800.0  # the same for compiling it
+
+
+@final
+class Meeting:
+    """The making of one program.
+
+    Args:
+        name: The step's name.
+        serial: Which step of that name it is.
+        number: Which program of the step it is.
+        mesh: The ranks that run it; None for a step of this rank alone.
+    """
+
+    def __init__(
+        self, name: str, serial: int, number: int, mesh: DeviceMesh | None
+    ) -> None:
+        self._what = f"program {number} of {name!r}"
+        self._key = f"torchspmd/step/{name}/{serial}/{number}"
+        self._mesh = mesh
+
+    def compare(self, plan: Plan, along: DeviceMesh | None = None) -> None:
+        """Raise on every rank of the mesh, or of that one, unless all have this plan."""
+        if (mesh := along or self._mesh) is not None:
+            self._agree(plan, mesh, f"plan/{_describe(mesh)}", PLAN_SECONDS)
+
+    def wait_until_ready(self) -> None:
+        """Wait until all ranks can run the program; raise where one cannot."""
+        if self._mesh is not None:
+            self._agree(Plan((), ()), self._mesh, "ready", READY_SECONDS)
+
+    @contextlib.contextmanager
+    def telling_failures(self) -> Iterator[None]:
+        """Ranks that wait for this one are told when what runs inside fails."""
+        try:
+            yield
+        except BaseException as error:
+            is_shared = self._mesh is not None and self._mesh.size() > 1
+            if is_shared and dist.get_backend() != "fake":
+                with contextlib.suppress(RuntimeError):  # a store that is gone
+                    post_failure(f"{self._key}/failed", error)
+            raise
+
+    def _agree(self, plan: Plan, mesh: DeviceMesh, stage: str, seconds: float) -> None:
+        with phase("waiting for all ranks"):
+            agree(
+                plan,
+                mesh,
+                f"{self._what}, mesh {_describe(mesh)}",
+                f"{self._key}/{stage}",
+                seconds=seconds,
+                failures=f"{self._key}/failed",
+            )
+
+
+def _describe(mesh: DeviceMesh) -> str:
+    names = mesh.mesh_dim_names or tuple(f"axis{n}" for n in range(mesh.ndim))
+    return ", ".join(f"{n}={s}" for n, s in zip(names, mesh.shape, strict=True))
