@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchspmd import _torch
 from torchspmd.errors import CaptureError
 from torchspmd.step.capture.progress import note, phase
 from torchspmd.step.cuda_graph import CudaGraphRun
-from torchspmd.step.graph.ledger import is_communication
 from torchspmd.step.graph.list_items import is_fused_update
 from torchspmd.step.graph.memory import predict_peak
 from torchspmd.step.graph.roles import (
@@ -23,6 +21,7 @@ from torchspmd.step.graph.roles import (
 )
 from torchspmd.step.iterate.iteration import IterGraphModule
 from torchspmd.step.iterate.owed import Marks
+from torchspmd.step.lowering import check_compilable, lower
 from torchspmd.step.passes.in_place import (
     InPlaceReport,
     apply_in_place,
@@ -101,7 +100,7 @@ def prepare(
         run = _for_replay(run)
     is_compiled = backend == "inductor" or getattr(run, "enable_inductor", False)
     if is_compiled and _runs_once(graph):
-        _check_compilable(graph)  # what follows it will be compiled
+        check_compilable(graph)  # what follows it will be compiled
         note("makes the optimizer's states, so it runs once: not compiled")
         is_compiled = False
     before_compiling(_shown(run, graph))
@@ -255,28 +254,6 @@ def _written_tensors(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
         ):
             written.setdefault(value, place)
     return written
-
-
-def _check_compilable(graph: fx.GraphModule) -> None:
-    if _torch.has_symbols(graph):
-        raise CaptureError(
-            "the Inductor backend cannot compile a graph that reads numbers from tensors: "
-            "the optimizer reads its step counter on the host. Use an optimizer with "
-            "fused=True or capturable=True, or backend='graph'."
-        )
-
-
-def lower(graph: fx.GraphModule) -> Callable[..., Any]:
-    """A graph compiled by Inductor."""
-    _check_compilable(graph)
-    inputs = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
-    with phase("compiling"):
-        keep_order = any(map(is_communication, graph.graph.nodes))
-        made, from_cache = _torch.compile_with_inductor(
-            graph, inputs, keep_order=keep_order
-        )
-    note(f"Inductor: {from_cache}")
-    return made
 
 
 class _WithoutLastIteration:

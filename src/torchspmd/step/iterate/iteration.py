@@ -253,7 +253,7 @@ class IterGraphModule:
     def _prepare(self, name: str, graph: fx.GraphModule) -> Runnable:
         if not self.enable_inductor:
             return graph
-        from torchspmd.step.backends import lower
+        from torchspmd.step.lowering import lower
 
         return lower(graph)
 
