@@ -12,15 +12,8 @@ from _models import GPT, Transformer
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.flop_counter import FlopCounterMode
 
-from torchspmd.step import (
-    CostModel,
-    DataParallel,
-    GraphModuleTransformation,
-    compile,
-    measure_cost,
-)
+from torchspmd.step import DataParallel, GraphModuleTransformation, compile
 
 Step = Callable[..., Any]
 
@@ -78,15 +71,15 @@ def train_step(
     return loss.detach()
 
 
-def ddp(model: nn.Module, _: CostModel) -> tuple[nn.Module, Step]:
+def ddp(model: nn.Module) -> tuple[nn.Module, Step]:
     return DistributedDataParallel(model), train_step
 
 
-def ddp_compiled(model: nn.Module, _: CostModel) -> tuple[nn.Module, Step]:
+def ddp_compiled(model: nn.Module) -> tuple[nn.Module, Step]:
     return torch.compile(DistributedDataParallel(model)), train_step
 
 
-def fsdp(model: nn.Module, _: CostModel) -> tuple[nn.Module, Step]:
+def fsdp(model: nn.Module) -> tuple[nn.Module, Step]:
     body = model.body if isinstance(model, GPT) else model
     blocks = body.layers if isinstance(body, Transformer) else body
     for block in blocks:
@@ -96,13 +89,12 @@ def fsdp(model: nn.Module, _: CostModel) -> tuple[nn.Module, Step]:
     return model, train_step
 
 
-def fsdp_compiled(model: nn.Module, cost: CostModel) -> tuple[nn.Module, Step]:
-    return torch.compile(fsdp(model, cost)[0]), train_step
+def fsdp_compiled(model: nn.Module) -> tuple[nn.Module, Step]:
+    return torch.compile(fsdp(model)[0]), train_step
 
 
 def ours(
     model: nn.Module,
-    cost: CostModel,
     *,
     passes: bool,
     overlap: bool,
@@ -115,7 +107,7 @@ def ours(
             enable_graph_optimization=True,
             overlap_iterations=overlap,
             bucket_size_mb=megabytes,
-            cost=cost,
+            cost="measure",
             enable_inductor=inductor,
         )
     step = compile(
@@ -124,15 +116,15 @@ def ours(
     return model, step
 
 
-def alone(model: nn.Module, _: CostModel) -> tuple[nn.Module, Step]:
+def alone(model: nn.Module) -> tuple[nn.Module, Step]:
     return model, train_step
 
 
-def alone_compiled(model: nn.Module, _: CostModel) -> tuple[nn.Module, Step]:
+def alone_compiled(model: nn.Module) -> tuple[nn.Module, Step]:
     return torch.compile(model), train_step
 
 
-Variant = Callable[[nn.Module, CostModel], tuple[nn.Module, Step]]
+Variant = Callable[[nn.Module], tuple[nn.Module, Step]]
 
 BASES: dict[str, Variant] = {
     "compute alone": alone,
@@ -157,7 +149,7 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
-def measure(name: str, workload: Workload, cost: CostModel, steps: int) -> float:
+def measure(name: str, workload: Workload, steps: int) -> float:
     """Seconds for a step of a variant in its steady state.
 
     A step that leaves work behind begins with what the one before it left; what is owed
@@ -166,11 +158,9 @@ def measure(name: str, workload: Workload, cost: CostModel, steps: int) -> float
     """
     model, optim, batch = workload.build()
     build = BASES.get(name) or VARIANTS[name]
+    model, step = build(model)
     if name.startswith("FSDP2"):
-        model, step = build(model, cost)
         optim = _optimizer(model)
-    else:
-        model, step = build(model, cost)
     for _ in range(4):  # cold optimizer, warm one, and two in the steady state
         step(model, optim, batch)
     wait_for_all(workload.device)  # ranks that share a device must do so meanwhile
@@ -203,20 +193,6 @@ def measure_wire(workload: Workload, steps: int) -> float:
             work.wait()
     wait_for_all(workload.device)
     return (time.perf_counter() - start) / steps
-
-
-def measure_rates(workload: Workload) -> CostModel:
-    """What the ranks' schedules are chosen by."""
-    dtype = torch.bfloat16 if workload.device == "cuda" else torch.float32
-    return measure_cost(workload.device, dtype=dtype)
-
-
-def count(workload: Workload) -> float:
-    """Floating-point operations of a step."""
-    model, optim, batch = workload.build()
-    with FlopCounterMode(display=False) as counter:
-        train_step(model, optim, batch)
-    return float(counter.get_total_flops())
 
 
 def wait_for_all(device: str) -> None:

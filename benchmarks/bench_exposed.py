@@ -46,7 +46,8 @@ def main() -> None:
         shared_gpu(options.device) as sharing,
         Ranks(options.ranks, backend=backend) as ranks,
     ):
-        workload, _, _, cost = balance(ranks, options.model, options.ratio, options)
+        workload, _, _ = balance(ranks, options.model, options.ratio, options)
+        cost = ranks.run(measure_step, workload, timeout=LIMIT)[0]
         for count in range(len(default_passes(overlap_iterations=True)) + 1):
             stages = ranks.run(
                 measure_stage, workload, cost, count, options.runs, timeout=LIMIT
@@ -83,7 +84,22 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure_stage(workload: Workload, cost: CostModel, count: int, runs: int) -> Stage:
+def measure_step(workload: Workload) -> CostModel | None:
+    """What the operators of the step and its collectives take on these ranks."""
+    model, optim, batch = workload.build()
+    transformation = GraphModuleTransformation(
+        enable_graph_optimization=True, cost="measure"
+    )
+    mode = DataParallel("replicate")
+    step = compile(gm_transformation=transformation, parallel_mode=mode)(train_step)
+    for _ in range(2):  # with a cold optimizer, then with a warm one
+        step(model, optim, batch)
+    return transformation.cost
+
+
+def measure_stage(
+    workload: Workload, cost: CostModel | None, count: int, runs: int
+) -> Stage:
     """The exposure on this rank after the first passes of the default pipeline."""
     model, optim, batch = workload.build()
     passes = default_passes(overlap_iterations=True, cost=cost)[:count]

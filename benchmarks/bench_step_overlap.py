@@ -24,14 +24,11 @@ from _step_variants import (
     BASES,
     VARIANTS,
     Workload,
-    count,
     measure,
-    measure_rates,
     measure_wire,
 )
 
 from torchspmd.errors import SpmdError
-from torchspmd.step import CostModel
 from torchspmd.testing import Ranks
 
 SPACE = f"torchspmd-bench-{os.getpid()}"  # one that was killed may be left
@@ -76,16 +73,17 @@ def compare(
     ranks: Ranks, model: str, ratio: float, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Every variant on one model, at one ratio of computing to communicating."""
-    workload, bases, wire, cost = balance(ranks, model, ratio, options)
-    limit = max(min(bases.values()), wire)
+    workload, bases, wire = balance(ranks, model, ratio, options)
     seconds: dict[str, float | str] = {}
     for _ in range(options.rounds):
         for name in options.variants:
-            found = attempt(ranks, name, workload, cost, options.steps)
+            found = attempt(ranks, name, workload, options.steps)
             best = seconds.get(name)
             if isinstance(best, float) and isinstance(found, float):
                 found = min(best, found)
             seconds[name] = found
+        wire = min(wire, time_wire(ranks, workload))  # it varies by a quarter
+    limit = max(min(bases.values()), wire)
     peers = [
         value
         for name, value in seconds.items()
@@ -121,35 +119,32 @@ def row(
 
 def balance(
     ranks: Ranks, model: str, ratio: float, options: argparse.Namespace
-) -> tuple[Workload, dict[str, float], float, CostModel]:
+) -> tuple[Workload, dict[str, float], float]:
     """The batch at which computing takes ``ratio`` times as long as communicating."""
     batch = getattr(options, "batch", None)
     workload = Workload(model, batch or 16, options.device)
-    wire = max(ranks.run(measure_wire, workload, 3, timeout=LIMIT))
+    wire = time_wire(ranks, workload)
     wanted = getattr(options, "variants", ())
     is_compiled = any("compile" in name or "inductor" in name for name in wanted)
     names = list(BASES) if is_compiled and options.device == "cuda" else list(BASES)[:1]
 
     def alone(name: str) -> float:
-        return max(ranks.run(measure, name, workload, CostModel(), 3, timeout=LIMIT))
+        return max(ranks.run(measure, name, workload, 3, timeout=LIMIT))
 
     for _ in range(0 if batch else 2):
         found = workload.batch * ratio * wire / alone(names[-1])
         workload = replace(workload, batch=max(1, round(found)))
     bases = {name: alone(name) for name in names}
-    compute = bases["compute alone"]
-    flops = ranks.run(count, workload, timeout=LIMIT)[0]
-    measured = ranks.run(measure_rates, workload, timeout=LIMIT)[0]
-    print(f"measured: {measured}", file=sys.stderr)
-    # A whole step computes slower than one large product.
-    return workload, bases, wire, replace(measured, flops=flops / compute)
+    return workload, bases, wire
 
 
-def attempt(
-    ranks: Ranks, name: str, workload: Workload, cost: CostModel, steps: int
-) -> float | str:
+def time_wire(ranks: Ranks, workload: Workload) -> float:
+    return max(ranks.run(measure_wire, workload, 3, timeout=LIMIT))
+
+
+def attempt(ranks: Ranks, name: str, workload: Workload, steps: int) -> float | str:
     try:
-        seconds = max(ranks.run(measure, name, workload, cost, steps, timeout=LIMIT))
+        seconds = max(ranks.run(measure, name, workload, steps, timeout=LIMIT))
     except SpmdError as error:
         last = str(error).strip().splitlines()[-1]
         print(f"{name}: {error}", file=sys.stderr)

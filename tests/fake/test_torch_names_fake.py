@@ -82,6 +82,11 @@ def test_owned_axis(mesh, tp):
     assert _torch.owned_axis(mesh, dist.group.WORLD) is None
 
 
+def test_root_ranks(mesh, tp):
+    everyone = list(range(dist.get_world_size()))
+    assert _torch.root_ranks(tp) == _torch.root_ranks(mesh) == everyone
+
+
 def test_default_store(mesh):
     assert isinstance(_torch.default_store(), dist.Store)
     assert _torch.default_store() is _torch.default_store()

@@ -57,6 +57,7 @@ from torchspmd._torch.groups import live_meshes as live_meshes
 from torchspmd._torch.groups import num_unwaited as num_unwaited
 from torchspmd._torch.groups import owned_axis as owned_axis
 from torchspmd._torch.groups import resolve_group as resolve_group
+from torchspmd._torch.groups import root_ranks as root_ranks
 from torchspmd._torch.hooks import GRADIENT_HOOK_TABLES as GRADIENT_HOOK_TABLES
 from torchspmd._torch.hooks import HOOK_TABLES as HOOK_TABLES
 from torchspmd._torch.hooks import OPTIMIZER_HOOK_TABLES as OPTIMIZER_HOOK_TABLES

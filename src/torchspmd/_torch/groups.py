@@ -61,6 +61,12 @@ def owned_axis(mesh: DeviceMesh, process_group: dist.ProcessGroup) -> str | None
     return axes[names.index(process_group.group_name)]
 
 
+def root_ranks(mesh: DeviceMesh) -> list[int]:
+    """All ranks of the mesh that a mesh is an axis or a part of."""
+    root: Any = mesh._get_root_mesh()
+    return [int(rank) for rank in root.mesh.flatten().tolist()]
+
+
 def default_store() -> Store:
     """The store of the default process group; holding it keeps its server alive."""
     return _c10d._get_default_store()

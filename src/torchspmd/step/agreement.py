@@ -98,6 +98,22 @@ def agree(
         raise AgreementError(f"compile: {title} ({what})\n\n{lines}\n\n{cure}")
 
 
+def gather(
+    text: str,
+    ranks: Sequence[int],
+    what: str,
+    key: str,
+    *,
+    seconds: float,
+    failures: str | None = None,
+) -> dict[int, str]:
+    """The texts of all ranks; raise where one does not come. Arguments as in ``agree``."""
+    texts, missing = exchange(text, ranks, key, seconds=seconds, failures=failures)
+    if missing:
+        raise AgreementError(_why_missing(missing, what, seconds, failures))
+    return texts
+
+
 def post_failure(failures: str, error: BaseException) -> None:
     """Tell ranks that wait for this one under ``failures`` that it does not come."""
     text = f"{type(error).__name__}: {error}".strip().splitlines()[0]

@@ -233,7 +233,7 @@ class CompiledStep:
         with (
             Progress(f"compile {self._name}") as progress,
             without_collection(),
-            meeting.telling_failures(),
+            meeting.held(),
         ):
             program = self._make_program(inventory, reason, progress, meeting)
         self._programs.append(program)

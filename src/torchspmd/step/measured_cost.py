@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torchspmd.step.graph.cost import CostModel
 _MIB = 2**20
 _SMALL, _LARGE = 2 * _MIB, 32 * _MIB  # bytes of a bucket, and of a large one
 _IN_FLIGHT = 4  # collectives at once, as in a backward
+_PRODUCTS = 8  # at once: long enough for ranks to be busy at the same time
 _TRIES = 5
 
 
@@ -42,28 +43,51 @@ def measure_cost(
         True
     """
     place = torch.device(device)
-    guess = CostModel.for_device(place.type)
-    flops, memory = _compute_rate(place, dtype), _memory_rate(place, dtype)
-    launch = _launch_seconds(place)
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return CostModel(
-            flops, memory, guess.network_bytes, launch, guess.latency_seconds
-        )
+        return own_rates(place, dtype, None)
     if dist.get_backend(group) == "fake":
         raise UsageError(
             "measure_cost: the ranks of a fake process group send nothing, so there is "
             "nothing to measure. Start real ranks (torchrun), or give a CostModel."
         )
-    each_byte, latency = 1 / guess.network_bytes, guess.latency_seconds
-    if dist.get_world_size(group) > 1:
-        each_byte, latency = _network(place, dtype, group)
-    slowest = torch.tensor(
-        [1 / flops, 1 / memory, each_byte, launch, latency],
-        dtype=torch.float64,
-        device=place,
-    )
+    dist.barrier()  # ranks that share a device or its memory must do so meanwhile
+    own = own_rates(place, dtype, group or dist.group.WORLD)
+    slowest = torch.tensor(_as_seconds(own), dtype=torch.float64, device=place)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)  # also of the other groups
-    by_flop, by_byte, by_sent, launch, latency = slowest.tolist()
+    return _from_seconds(slowest.tolist())
+
+
+def own_rates(
+    device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup | None
+) -> CostModel:
+    """What this rank measures; guesses for the network where there is no group."""
+    guess = CostModel.for_device(device.type)
+    network, latency = guess.network_bytes, guess.latency_seconds
+    flops, memory = _compute_rate(device, dtype), _memory_rate(device, dtype)
+    launch = _launch_seconds(device)
+    if group is not None and dist.get_world_size(group) > 1:
+        network, latency = _network(device, dtype, group)
+    return CostModel(flops, memory, network, launch, latency)
+
+
+def slowest_of(rates: Sequence[CostModel]) -> CostModel:
+    """The slowest rate of each kind.
+
+    >>> slowest_of([CostModel(flops=2.0), CostModel(flops=4.0)]).flops
+    2.0
+    """
+    return _from_seconds(
+        [max(row) for row in zip(*map(_as_seconds, rates), strict=True)]
+    )
+
+
+def _as_seconds(cost: CostModel) -> list[float]:
+    rates = (cost.flops, cost.memory_bytes, cost.network_bytes)
+    return [*(1 / rate for rate in rates), cost.launch_seconds, cost.latency_seconds]
+
+
+def _from_seconds(values: Sequence[float]) -> CostModel:
+    by_flop, by_byte, by_sent, launch, latency = values
     return CostModel(1 / by_flop, 1 / by_byte, 1 / by_sent, launch, latency)
 
 
@@ -71,7 +95,12 @@ def _compute_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Operations a second in a matrix product."""
     width = 512 if device.type == "cpu" else 4096
     matrix = torch.ones(width, width, device=device, dtype=dtype)
-    return 2 * width**3 / _time(lambda: matrix @ matrix, device)
+
+    def run() -> None:
+        for _ in range(_PRODUCTS):
+            matrix @ matrix
+
+    return _PRODUCTS * 2 * width**3 / _time(run, device)
 
 
 def _memory_rate(device: torch.device, dtype: torch.dtype) -> float:
@@ -93,9 +122,9 @@ def _launch_seconds(device: torch.device) -> float:
 
 
 def _network(
-    device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup | None
+    device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup
 ) -> tuple[float, float]:
-    """Seconds for a byte that a rank sends, and for a collective besides its bytes."""
+    """Bytes that a rank sends in a second, and what a collective takes besides."""
 
     def reduce(size: int) -> float:
         tensors = [
@@ -116,21 +145,22 @@ def _network(
     small, large = reduce(_SMALL), reduce(_LARGE)
     each = max((large - small) / (_LARGE - _SMALL), 1e-15)
     latency = max(small - _SMALL * each, reduce(dtype.itemsize), 1e-9)
-    return each / sent, latency
+    return sent / each, latency
 
 
 def _time(run: Callable[[], object], device: torch.device) -> float:
     """The median of some runs, after one that nobody counts."""
     times = []
     for _ in range(1 + _TRIES):
-        _synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         run()
-        _synchronize(device)
+        synchronize(device)
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:])
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

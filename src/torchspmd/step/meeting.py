@@ -7,12 +7,15 @@ told at once instead of waiting for it.
 
 import contextlib
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import final
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchspmd.step.agreement import Plan, agree, post_failure
+from torchspmd import _torch
+from torchspmd.errors import UsageError
+from torchspmd.step.agreement import Plan, agree, gather, post_failure
 from torchspmd.step.capture.progress import phase
 
 PLAN_SECONDS = 300.0  # between the first rank that has captured a step and the last
@@ -48,8 +51,9 @@ class Meeting:
             self._agree(Plan((), ()), self._mesh, "ready", READY_SECONDS)
 
     @contextlib.contextmanager
-    def telling_failures(self) -> Iterator[None]:
-        """Ranks that wait for this one are told when what runs inside fails."""
+    def held(self) -> Iterator[None]:
+        """What runs inside makes the program; when it fails, ranks that wait are told."""
+        token = _current.set(self)
         try:
             yield
         except BaseException as error:
@@ -58,6 +62,21 @@ class Meeting:
                 with contextlib.suppress(RuntimeError):  # a store that is gone
                     post_failure(f"{self._key}/failed", error)
             raise
+        finally:
+            _current.reset(token)
+
+    def share(self, text: str, stage: str) -> list[str]:
+        """This text of every rank of the mesh and of those that the mesh is a part of."""
+        if self._mesh is None or dist.get_backend() == "fake":
+            return [text]
+        what, key = f"{self._what}, {stage}", f"{self._key}/{stage}"
+        failures = f"{self._key}/failed"
+        ranks = _torch.root_ranks(self._mesh)
+        with phase("waiting for all ranks"):
+            found = gather(
+                text, ranks, what, key, seconds=PLAN_SECONDS, failures=failures
+            )
+        return list(found.values())
 
     def _agree(self, plan: Plan, mesh: DeviceMesh, stage: str, seconds: float) -> None:
         with phase("waiting for all ranks"):
@@ -69,6 +88,23 @@ class Meeting:
                 seconds=seconds,
                 failures=f"{self._key}/failed",
             )
+
+
+_current: ContextVar[Meeting | None] = ContextVar("meeting", default=None)
+
+
+def share(text: str, stage: str) -> list[str]:
+    """The texts of all ranks that make the program under way."""
+    meeting = _current.get()
+    if meeting is not None:
+        return meeting.share(text, stage)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        raise UsageError(
+            "GraphModuleTransformation(cost='measure'): ranks agree on what they measured "
+            "while compile makes a program. Elsewhere, give the cost that measure_cost() "
+            "found."
+        )
+    return [text]
 
 
 def _describe(mesh: DeviceMesh) -> str:

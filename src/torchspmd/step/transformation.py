@@ -4,7 +4,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Literal, final
 
 from torch import fx
 
@@ -13,7 +13,10 @@ from torchspmd.step.dumps import Dumps
 from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.graph.reports import PassReport
 from torchspmd.step.iterate.iteration import IterGraphModule
+from torchspmd.step.measured_operators import measure_graph
 from torchspmd.step.passes.ordering import observing_passes, run_any
+
+Pass = Callable[[IterGraphModule], Any]
 
 
 @final
@@ -30,13 +33,16 @@ class GraphModuleTransformation:
         overlap_iterations: Also leave updates for the next step, where they overlap with
             its forward. End a run with ``last_train_step=True``, ``flush()``, or use the
             compiled step as a context manager.
-        cost: What the order of deferred reductions is chosen by; the same on all ranks.
+        cost: What the size of buckets and the order of deferred reductions are chosen by;
+            the same on all ranks. ``"measure"`` measures the network and the operators of
+            the captured step on the ranks that compile it, which takes some seconds.
         passes: Passes to run instead of the default ones, each called with the
             ``IterGraphModule``. What a plain function edits is checked and reported too.
 
     Attributes:
         folder: Where the dumps are; None before the first.
         reports: What each pass did to the latest graph.
+        cost: What was given or measured; None for a guess.
 
     Example:
         >>> transformation = GraphModuleTransformation(dump_graphs=False)
@@ -52,8 +58,8 @@ class GraphModuleTransformation:
         dump_graphs: bool | str | os.PathLike[str] = False,
         bucket_size_mb: float | None = None,
         overlap_iterations: bool = False,
-        cost: CostModel | None = None,
-        passes: Sequence[Callable[[IterGraphModule], Any]] | None = None,
+        cost: CostModel | Literal["measure"] | None = None,
+        passes: Sequence[Pass] | None = None,
     ) -> None:
         runs_default = enable_graph_optimization and passes is None
         unused = [
@@ -75,18 +81,16 @@ class GraphModuleTransformation:
         self.enable_inductor = enable_inductor
         self.dump_graphs = dump_graphs
         self.reports: tuple[PassReport, ...] = ()
-        self._passes: Sequence[Callable[[IterGraphModule], Any]] = ()
-        self._are_default = passes is None
-        if passes is not None:
-            self._passes = tuple(passes)
-        elif enable_graph_optimization:
-            from torchspmd.step.passes import default_passes
-
-            self._passes = default_passes(
-                bucket_size_mb=bucket_size_mb,
-                overlap_iterations=overlap_iterations,
-                cost=cost,
+        if isinstance(cost, str) and cost != "measure":
+            raise UsageError(
+                f"GraphModuleTransformation(cost={cost!r}): give a CostModel, or "
+                "'measure'."
             )
+        self.cost = None if isinstance(cost, str) else cost
+        self._measures = isinstance(cost, str)
+        self._bucket_size_mb = bucket_size_mb
+        self._overlap_iterations = overlap_iterations
+        self._passes = None if passes is None else tuple(passes)
         self._dumps: Dumps | None = None
 
     @property
@@ -101,11 +105,26 @@ class GraphModuleTransformation:
             self._dumps = Dumps(asked)
         self._dump("captured", gm)
         module = IterGraphModule(gm, enable_inductor=self.enable_inductor)
-        if self._passes:
-            self._run_passes(module)
+        if self._measures:
+            self.cost = measure_graph(gm, self.cost)
+        if passes := self._choose_passes():
+            self._run_passes(module, passes)
         return module
 
-    def _run_passes(self, module: IterGraphModule) -> None:
+    def _choose_passes(self) -> Sequence[Pass]:
+        if self._passes is not None:
+            return self._passes
+        if not self.enable_graph_optimization:
+            return ()
+        from torchspmd.step.passes import default_passes
+
+        return default_passes(
+            bucket_size_mb=self._bucket_size_mb,
+            overlap_iterations=self._overlap_iterations,
+            cost=self.cost,
+        )
+
+    def _run_passes(self, module: IterGraphModule, passes: Sequence[Pass]) -> None:
         reports: list[PassReport] = []
 
         def note(report: PassReport, before: fx.Graph, after: fx.Graph) -> None:
@@ -113,8 +132,8 @@ class GraphModuleTransformation:
             self._dump(report.name, module.main_gm)
 
         with observing_passes(note):
-            for each in self._passes:
-                if self._are_default:
+            for each in passes:
+                if self._passes is None:
                     each(module)
                 else:
                     run_any(module, each)

@@ -1,12 +1,21 @@
 """Rates that are measured on real ranks, and equal on all of them."""
 
 import dataclasses
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
-from torchspmd.errors import UsageError
-from torchspmd.step import CostModel, GraphModuleTransformation, measure_cost
+from torchspmd.errors import AgreementError, CaptureError, UsageError
+from torchspmd.step import (
+    CostModel,
+    DataParallel,
+    GraphModuleTransformation,
+    compile,
+    measure_cost,
+)
 from torchspmd.testing import fake_world
 
 pytestmark = pytest.mark.ranks
@@ -19,11 +28,78 @@ def measured():
 def test_all_ranks_get_the_rates_of_the_slowest(ranks2):
     one, other = ranks2.run(measured)
     assert one == other
-    for name, value in dataclasses.asdict(one).items():
+    rates = dataclasses.asdict(one)
+    assert rates.pop("operators") == {}
+    for name, value in rates.items():
         assert 0 < value < 1e18, name
     assert one.network_bytes != CostModel.for_device("cpu").network_bytes
     transformation = GraphModuleTransformation(enable_graph_optimization=True, cost=one)
     assert not transformation.reports
+
+
+def step(model, optim, batch):
+    loss = model(batch).square().mean()
+    loss.backward()
+    optim.step()
+    optim.zero_grad()
+    return loss
+
+
+def compiled_by_measuring():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    optim = torch.optim.AdamW(model.parameters(), fused=True)
+    transformation = GraphModuleTransformation(
+        enable_graph_optimization=True, overlap_iterations=True, cost="measure"
+    )
+    compiled = compile(
+        step,
+        gm_transformation=transformation,
+        parallel_mode=DataParallel("replicate"),
+    )
+    with compiled:
+        for _ in range(3):
+            compiled(model, optim, torch.ones(8, 64))
+        return transformation.cost, compiled.explain()
+
+
+def test_a_step_is_measured_on_the_ranks_that_run_it(ranks2):
+    (one, text), (other, _) = ranks2.run(compiled_by_measuring)
+    assert one == other
+    assert any(key.startswith("aten.addmm") for key in one.operators)
+    assert one.network_bytes != CostModel.for_device("cpu").network_bytes
+    assert f"measured: {len(one.operators)} operators; the network sends" in text
+
+
+def fails_before_measuring():
+    model = nn.Linear(4, 4)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    transformation = GraphModuleTransformation(
+        enable_graph_optimization=True, cost="measure"
+    )
+
+    def unlucky_step(model, optim, batch):
+        if dist.get_rank() == 1:
+            raise ValueError("no luck")
+        return step(model, optim, batch)
+
+    start = time.monotonic()
+    try:
+        compile(unlucky_step, gm_transformation=transformation)(
+            model, optim, torch.ones(2, 4)
+        )
+    except (AgreementError, CaptureError) as error:
+        found = str(error), time.monotonic() - start
+    dist.barrier()
+    return found
+
+
+def test_ranks_that_measure_do_not_wait_for_one_that_failed(ranks2):
+    (text, seconds), (own, _) = ranks2.run(fails_before_measuring)
+    assert "no luck" in own
+    assert "could not be made on every rank" in text
+    assert "* rank 1: CaptureError: compile on" in text
+    assert seconds < 30
 
 
 def test_without_others_the_network_is_a_guess():

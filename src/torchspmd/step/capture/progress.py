@@ -31,6 +31,7 @@ class Progress:
         self._what = what
         self._status = self._console.status(what)
         self.seconds: dict[str, float] = {}
+        self._inside = [0.0]  # of each open phase: the seconds of phases within it
         self.notes: list[str] = []
 
     def __enter__(self) -> Self:
@@ -65,8 +66,15 @@ class Progress:
 
     def begin(self, name: str) -> None:
         """Show what is being done now."""
+        self._inside.append(0.0)
         if self._console.is_terminal:
             self._status.update(f"{self._what}: {name}")
+
+    def end(self, name: str, took: float) -> None:
+        """Note how long a phase took; what lies within it is a phase of its own."""
+        own = took - self._inside.pop()
+        self._inside[-1] += took
+        self.seconds[name] = self.seconds.get(name, 0.0) + own
 
 
 _current: ContextVar[Progress | None] = ContextVar("progress", default=None)
@@ -84,8 +92,7 @@ def phase(name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        took = time.perf_counter() - start
-        progress.seconds[name] = progress.seconds.get(name, 0.0) + took
+        progress.end(name, time.perf_counter() - start)
 
 
 def note(line: str) -> None:

@@ -1,7 +1,7 @@
-"""What a node takes: an estimate from shapes alone, so that it is equal on all ranks."""
+"""What a node takes: the same estimate on all ranks, from shapes or from measurements."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ class CostModel:
         network_bytes: Bytes a second that one rank sends.
         launch_seconds: What any operator takes at least.
         latency_seconds: What any collective takes at least.
+        operators: Seconds of operators that were measured, by ``operator_key``; for these
+            the rates do not count.
     """
 
     flops: float = 1e14
@@ -32,6 +34,7 @@ class CostModel:
     network_bytes: float = 5e10
     launch_seconds: float = 5e-6
     latency_seconds: float = 2e-5
+    operators: Mapping[str, float] = field(default_factory=dict, repr=False, hash=False)
 
     @classmethod
     def for_device(cls, device_type: str) -> "CostModel":
@@ -42,11 +45,11 @@ class CostModel:
 
     def compute_seconds(self, node: fx.Node) -> float:
         """How long a node computes; nothing for views and for the graph's own marks."""
-        operator = node.target
-        if node.op != "call_function" or not isinstance(operator, _torch.OpOverload):
+        if not computes(node):
             return 0.0
-        if operator.is_view or _torch.packet_name(operator).startswith("_c10d"):
-            return 0.0
+        if self.operators and (key := operator_key(node)) in self.operators:
+            return self.operators[key]
+        operator: Any = node.target
         values: Any = fx.node.map_arg((node.args, node.kwargs), _value)
         out = node.meta.get("val")
         counted = _flops(operator, values[0], values[1], out)
@@ -57,6 +60,28 @@ class CostModel:
     def comm_seconds(self, event: CommEvent) -> float:
         """How long a collective is on the wire."""
         return self.latency_seconds + event.wire_bytes / self.network_bytes
+
+
+def computes(node: fx.Node) -> bool:
+    """Whether a node is an operator that takes time to compute."""
+    operator = node.target
+    if node.op != "call_function" or not isinstance(operator, _torch.OpOverload):
+        return False
+    return not operator.is_view and not _torch.packet_name(operator).startswith("_c10d")
+
+
+def operator_key(node: fx.Node) -> str:
+    """The same for nodes that do the same work: the operator and its arguments' shapes."""
+    values = fx.node.map_arg((node.args, node.kwargs), _value)
+    leaves, _ = _torch.flatten_tree(values)
+    return " ".join([str(node.target), *map(_fact, leaves)])
+
+
+def _fact(leaf: object) -> str:
+    if not isinstance(leaf, torch.Tensor):
+        return repr(leaf)
+    dtype = str(leaf.dtype).removeprefix("torch.")
+    return f"{dtype}{list(leaf.shape)}{list(leaf.stride())}"
 
 
 def device_of(graph: fx.Graph) -> str:
