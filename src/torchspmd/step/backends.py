@@ -1,7 +1,7 @@
 """How a program's graph is run: as generated Python, by Inductor, or as a CUDA graph."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from torchspmd.step.graph.roles import (
 from torchspmd.step.iterate.iteration import IterGraphModule
 from torchspmd.step.iterate.owed import Marks
 from torchspmd.step.lowering import check_compilable, lower
+from torchspmd.step.measured_operators import offering
 from torchspmd.step.passes.in_place import (
     InPlaceReport,
     apply_in_place,
@@ -74,16 +75,24 @@ def prepare(
     graph: fx.GraphModule,
     backend: str,
     transformation: Callable[[fx.GraphModule], Any] | None,
-    before_compiling: Callable[[fx.GraphModule], None] = lambda _: None,
+    *,
+    inputs: Callable[[], Sequence[Any]],
+    before_compiling: Callable[[fx.GraphModule], None],
 ) -> Prepared:
     """Transform a captured graph and make it ready to run.
 
     A transformation may return any callable; then the captured graph is what is shown.
-    ``before_compiling`` gets the graph that will be run; it may raise.
+
+    Args:
+        graph: The captured step.
+        backend: What runs it.
+        transformation: What is done to it first.
+        inputs: Gives what the step is called with, to measure it on.
+        before_compiling: Gets the graph that will be run; it may raise.
     """
     run: Any = graph
     if transformation is not None:
-        with phase("passes"), torch.no_grad():
+        with phase("passes"), torch.no_grad(), offering(inputs):
             run = transformation(graph)
         if not callable(run):
             raise CaptureError(

@@ -229,7 +229,8 @@ class CompiledStep:
                 "changes constant (pad batches to one shape), pass it as a tensor, or "
                 "call close() and compile again."
             )
-        meeting = self._meet(inventory)
+        mesh = self._resolve_spread(inventory).mesh
+        meeting = Meeting(self._name, self._serial, len(self._programs), mesh)
         with (
             Progress(f"compile {self._name}") as progress,
             without_collection(),
@@ -240,10 +241,6 @@ class CompiledStep:
         self._by_signature.setdefault(program.signature, []).append(program)
         return program
 
-    def _meet(self, inventory: Inventory) -> Meeting:
-        mesh = self._resolve_spread(inventory).mesh
-        return Meeting(self._name, self._serial, len(self._programs), mesh)
-
     def _make_program(
         self, inventory: Inventory, reason: str, progress: Progress, meeting: Meeting
     ) -> Program:
@@ -251,13 +248,17 @@ class CompiledStep:
         start = time.perf_counter()
         captured = capture(self._function, self._name, inventory, spread)
         captured = _override(captured, inventory, self._overrides)
-        compare = _comparing(meeting, captured, inventory)
+        laid_out = captured.relayout.inventory if captured.relayout else inventory
         prepared, certificate = prepare_certified(
             f"{self._name}, program {len(self._programs)}",
             captured.graph,
-            inventory if captured.relayout is None else captured.relayout.inventory,
+            laid_out,
             lambda: prepare(
-                captured.graph, self._backend, self._transformation, compare
+                captured.graph,
+                self._backend,
+                self._transformation,
+                inputs=laid_out.flat_inputs,
+                before_compiling=_comparing(meeting, captured, inventory),
             ),
             self._verify,
             is_compiled=self._fixed_numbers,

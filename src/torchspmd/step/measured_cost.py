@@ -152,15 +152,14 @@ def _time(run: Callable[[], object], device: torch.device) -> float:
     """The median of some runs, after one that nobody counts."""
     times = []
     for _ in range(1 + _TRIES):
-        synchronize(device)
+        _synchronize(device)
         start = time.perf_counter()
         run()
-        synchronize(device)
+        _synchronize(device)
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:])
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until a device has done what it was given."""
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,15 +1,18 @@
 """How long the operators of a graph really take, on the ranks that will run it.
 
 Rates of a device say what it can do at best. A step does not: its products are small, its
-kernels wait for memory, ranks may share a machine. Each distinct operator of the graph is
-run by itself, on numbers of its own, while all ranks do the same.
+kernels wait for memory, ranks may share a machine. So forward and backward are run a few
+times as they were captured, without their communication, while all ranks do the same.
+Nothing is written, and no random number is drawn that the step would draw.
 """
 
+import contextlib
+import copy
 import json
 import statistics
-import time
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -19,63 +22,159 @@ from torch import fx
 
 from torchspmd import _torch
 from torchspmd.comm import Kind, Phase
+from torchspmd.errors import UsageError
 from torchspmd.step.capture.progress import note, phase
+from torchspmd.step.graph.clocked import Stopwatch
+from torchspmd.step.graph.comm_blocks import is_wait
 from torchspmd.step.graph.cost import CostModel, computes, device_of, operator_key
 from torchspmd.step.graph.ledger import events_of
 from torchspmd.step.graph.owners import owner_of
-from torchspmd.step.measured_cost import own_rates, slowest_of, synchronize
+from torchspmd.step.measured_cost import own_rates, slowest_of
 from torchspmd.step.meeting import share
 
-_SECONDS = 10.0  # for all operators together
-_ENOUGH, _LONG = 5e-3, 2e-2  # seconds of one operator over and over; no repetition
-_MOST_RUNS, _TRIES = 20, 3
-_HOST_BYTES = 2 * 2**30
+_RUNS = 3
+_LONG = 1.0  # seconds of one run: no more than one is counted then
 _RATES = ("flops", "memory_bytes", "network_bytes", "launch_seconds", "latency_seconds")
+
+Inputs = Callable[[], Sequence[Any]]
+
+_inputs: ContextVar[Inputs | None] = ContextVar("inputs", default=None)
+
+
+@contextlib.contextmanager
+def offering(inputs: Inputs) -> Iterator[None]:
+    """What runs inside may measure a graph on these inputs."""
+    token = _inputs.set(inputs)
+    try:
+        yield
+    finally:
+        _inputs.reset(token)
 
 
 def measure_graph(graph: fx.GraphModule, before: CostModel | None = None) -> CostModel:
     """What the nodes and collectives of a graph take here; the same on all ranks.
 
-    All ranks of the program that is being made call it at the same point. An operator that
-    cannot be run by itself keeps an estimate from its shapes, corrected by how far such
-    estimates are off for the others.
+    All ranks of the program that is being made call it at the same point. What is not
+    run, such as an update, keeps an estimate from its shapes, corrected by how far such
+    estimates are off for the rest.
 
     Args:
         graph: The captured step.
         before: What was measured for another graph; its rates are kept.
     """
+    inputs = _inputs.get()
+    if inputs is None:
+        raise UsageError(
+            "GraphModuleTransformation(cost='measure') measures a step while compile "
+            "captures it. Elsewhere, give the cost that measure_cost() found."
+        )
     with phase("measuring"):
         share("", "measuring")  # ranks that share a device must do so meanwhile
         own = before or _rates(graph.graph)
-        found = time_operators(graph.graph, own.operators)
+        found = time_operators(graph, inputs())
         texts = share(json.dumps([_as_dict(own), found]), "measured")
         ranks = [json.loads(text) for text in texts]
         rates = before or slowest_of([CostModel(**each) for each, _ in ranks])
-        times = _slowest([each for _, each in ranks])
+        times = _means([each for _, each in ranks])
         measured = replace(rates, operators={**rates.operators, **times})
         cost = measured if before else _corrected(measured, graph.graph)
-    note(
-        f"measured: {len(cost.operators)} operators; the network sends "
-        f"{cost.network_bytes / 1e9:.2f} GB/s, {cost.latency_seconds * 1e3:.2f} ms for a "
-        "collective besides"
-    )
+    _tell(cost, graph.graph)
     return cost
 
 
-def time_operators(graph: fx.Graph, known: Collection[str] = ()) -> dict[str, float]:
-    """Seconds of each distinct operator that can be run by itself, by its key."""
-    distinct = {operator_key(node): node for node in graph.nodes if _can_run(node)}
-    end = time.monotonic() + _SECONDS
-    found = {}
-    for key, node in distinct.items():
-        if key in known or time.monotonic() > end:
-            continue
-        seconds = _time_node(node)
-        if seconds is not None:
-            found[key] = seconds
-    if device_of(graph) == "cuda":
-        torch.cuda.empty_cache()  # the step has other sizes
-    return found
+def time_operators(graph: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, float]:
+    """Seconds of each distinct operator of forward and backward, by its key.
+
+    Empty where they cannot be run, for example for want of memory.
+    """
+    edited = _without_communication(graph.graph)
+    on_stream = any(isinstance(each, torch.Tensor) and each.is_cuda for each in inputs)
+    watch = Stopwatch(on_stream)
+    keys = _add_clock(edited, watch)
+    module = fx.GraphModule(graph, edited)
+    devices = [torch.cuda.current_device()] if on_stream else []
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            runs = _run(module, inputs, watch)
+    except RuntimeError as error:
+        note(f"not measured: {str(error).splitlines()[0]}")
+        return {}
+    return _by_key(keys, runs)
+
+
+def _run(
+    module: fx.GraphModule, inputs: Sequence[Any], watch: Stopwatch
+) -> list[dict[int, float]]:
+    """The moments of each run that counts; the first one loads kernels."""
+    for number in range(1 + _RUNS):
+        watch.begin_run()
+        watch.mark(0)
+        module(*inputs)
+        if number == 1 and _length(watch.read()[1]) > _LONG:
+            break
+    return watch.read()[1:]
+
+
+def _length(moments: Mapping[int, float]) -> float:
+    return max(moments.values()) - min(moments.values())
+
+
+def _without_communication(graph: fx.Graph) -> fx.Graph:
+    """Forward and backward alone; results of collectives are made up."""
+    edited = copy.deepcopy(graph)
+    for node, _ in list(events_of(edited)):
+        node.replace_all_uses_with(_stand_in(edited, node))
+        edited.erase_node(node)
+    for node in list(edited.nodes):
+        if is_wait(node):
+            node.replace_all_uses_with(node.all_input_nodes[0])
+            edited.erase_node(node)
+    kept = [n for n in edited.nodes if n.op == "call_function" and not _updates(n)]
+    ends = [n for n in kept if all(map(_updates, n.users))]
+    edited.output_node().args = (ends,)
+    edited.eliminate_dead_code()
+    return edited
+
+
+def _updates(node: fx.Node) -> bool:
+    return node.op == "output" or owner_of(node).phase is Phase.OPTIMIZER
+
+
+def _stand_in(graph: fx.Graph, start: fx.Node) -> Any:
+    """What has the shape of a collective's result: what it sends, or nothing but zeros."""
+    sent, value = start.args[0], start.meta.get("val")
+    shape = sent.meta["val"].shape if isinstance(sent, fx.Node) else None
+    if not isinstance(value, torch.Tensor) or value.shape == shape:
+        return sent
+    options: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
+    with graph.inserting_before(start):
+        made = graph.call_function(torch.zeros, (list(value.shape),), options)
+    made.meta = dict(start.meta)
+    return made
+
+
+def _add_clock(graph: fx.Graph, watch: Stopwatch) -> list[str]:
+    """Look at the clock behind each operator; their keys, in order."""
+
+    def mark(place: int) -> None:  # a plain function: generated code calls it by name
+        watch.mark(place)
+
+    nodes = [node for node in graph.nodes if computes(node)]
+    for place, node in enumerate(nodes, 1):
+        with graph.inserting_after(node):
+            graph.call_function(mark, (place,))
+    return [operator_key(node) for node in nodes]
+
+
+def _by_key(
+    keys: Sequence[str], runs: Sequence[Mapping[int, float]]
+) -> dict[str, float]:
+    """The mean over the nodes of each operator, of the medians over the runs."""
+    times: dict[str, list[float]] = defaultdict(list)
+    for place, key in enumerate(keys, 1):
+        several = [run[place] - run[place - 1] for run in runs]
+        times[key].append(statistics.median(several))
+    return {key: max(0.0, statistics.fmean(each)) for key, each in times.items()}
 
 
 def _rates(graph: fx.Graph) -> CostModel:
@@ -93,20 +192,22 @@ def _as_dict(cost: CostModel) -> dict[str, float]:
     return {name: getattr(cost, name) for name in _RATES}
 
 
-def _slowest(found: list[Mapping[str, float]]) -> dict[str, float]:
-    """The longest time of each operator that all ranks have measured."""
+def _means(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean time of each operator that all ranks have measured."""
     everywhere = set(found[0]).intersection(*found[1:])
-    return {key: max(each[key] for each in found) for key in sorted(everywhere)}
+    return {
+        key: statistics.fmean(each[key] for each in found) for key in sorted(everywhere)
+    }
 
 
 def _corrected(cost: CostModel, graph: fx.Graph) -> CostModel:
     """Rates under which estimates take as long, together, as what was measured."""
     plain = replace(cost, operators={})
-    counts = Counter(operator_key(n) for n in graph.nodes if computes(n))
-    nodes = {operator_key(n): n for n in graph.nodes if computes(n)}
-    known = [key for key in cost.operators if key in nodes]
-    measured = sum(counts[key] * cost.operators[key] for key in known)
-    estimated = sum(counts[key] * plain.compute_seconds(nodes[key]) for key in known)
+    nodes = [
+        n for n in graph.nodes if computes(n) and operator_key(n) in cost.operators
+    ]
+    measured = sum(map(cost.compute_seconds, nodes))
+    estimated = sum(map(plain.compute_seconds, nodes))
     if not measured or not estimated:
         return cost
     slower = measured / estimated
@@ -115,89 +216,11 @@ def _corrected(cost: CostModel, graph: fx.Graph) -> CostModel:
     )
 
 
-def _can_run(node: fx.Node) -> bool:
-    """Whether any numbers will do: an index could point anywhere, an update is no use."""
-    if not computes(node) or owner_of(node).phase is Phase.OPTIMIZER:
-        return False
-    operator: Any = node.target
-    if operator.namespace != "aten" or _torch.written_arguments(operator):
-        return False
-    if _torch.draws_random_numbers(operator, node.args, node.kwargs):
-        return False
-    leaves = _leaves((node.args, node.kwargs))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    if not tensors or any(isinstance(leaf, torch.SymInt) for leaf in leaves):
-        return False
-    return all(map(_is_plain, tensors)) and _fits([*tensors, *_leaves(node)])
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    is_number = tensor.dtype.is_floating_point or tensor.dtype is torch.bool
-    sizes = (
-        (*tensor.shape, *tensor.stride()) if tensor.layout is torch.strided else ("",)
+def _tell(cost: CostModel, graph: fx.Graph) -> None:
+    counts = Counter(operator_key(node) for node in graph.nodes if computes(node))
+    seconds = sum(count * cost.operators.get(key, 0.0) for key, count in counts.items())
+    note(
+        f"measured: forward and backward take {seconds * 1e3:.1f} ms; the network sends "
+        f"{cost.network_bytes / 1e9:.2f} GB/s, {cost.latency_seconds * 1e3:.2f} ms for a "
+        "collective besides"
     )
-    return is_number and all(isinstance(size, int) for size in sizes)
-
-
-def _fits(leaves: list[Any]) -> bool:
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    taken = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    if tensors[0].device.type != "cuda":
-        return taken <= _HOST_BYTES
-    free, _ = torch.cuda.mem_get_info(tensors[0].device)
-    return taken <= free // 2
-
-
-def _leaves(tree: Any) -> list[Any]:
-    leaves, _ = _torch.flatten_tree(fx.node.map_arg(tree, lambda n: n.meta.get("val")))
-    return list(leaves)
-
-
-def _time_node(node: fx.Node) -> float | None:
-    """Seconds of one run among several; None where it cannot be run like this."""
-    operator: Any = node.target
-    try:
-        args, kwargs = fx.node.map_arg(
-            (node.args, node.kwargs), lambda each: _random(each.meta.get("val"))
-        )
-        return _time(lambda: operator(*args, **kwargs), _device(node))
-    except (RuntimeError, NotImplementedError):  # out of memory, or a layout of its own
-        return None
-
-
-def _random(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    sizes = zip(value.shape, value.stride(), strict=True)
-    held = [size if stride else 1 for size, stride in sizes]  # what is not repeated
-    made = torch.empty_strided(
-        held, value.stride(), dtype=value.dtype, device=value.device
-    )
-    if made.dtype is torch.bool:
-        return made.zero_().expand(value.shape)
-    generator = torch.Generator(device=made.device).manual_seed(0)
-    return made.normal_(generator=generator).expand(value.shape)
-
-
-def _device(node: fx.Node) -> torch.device:
-    tensors = [each for each in _leaves(node.args) if isinstance(each, torch.Tensor)]
-    return tensors[0].device
-
-
-def _time(run: Callable[[], object], device: torch.device) -> float:
-    """The median of some tries: a kernel that is loaded meanwhile stops all others."""
-    once = min(_elapsed(run, 1, device) for _ in range(3))
-    if once > _LONG:
-        return once
-    runs = max(1, min(_MOST_RUNS, int(_ENOUGH / max(once, 1e-9))))
-    tries = [_elapsed(run, runs, device) / runs for _ in range(_TRIES)]
-    return statistics.median(tries)
-
-
-def _elapsed(run: Callable[[], object], runs: int, device: torch.device) -> float:
-    synchronize(device)
-    start = time.perf_counter()
-    for _ in range(runs):
-        run()
-    synchronize(device)
-    return time.perf_counter() - start
