@@ -12,6 +12,7 @@ from step_models import build, difference
 
 from torchspmd.errors import CaptureError, PassWarning
 from torchspmd.step import DataParallel, IterGraphModule, compile
+from torchspmd.step.graph import list_items
 from torchspmd.step.passes import defer_updates
 from torchspmd.testing import fake_world
 
@@ -57,6 +58,18 @@ def outcomes_of(optimizer, steps=8):
 def test_updates_whose_counters_stay_are_deferred(optimizer):
     _, *warm = outcomes_of(optimizer)
     assert all(outcome.changed == outcome.matched == 4 for outcome in warm)
+
+
+@pytest.mark.filterwarnings("ignore::torchspmd.errors.PassWarning")  # of the cold step
+def test_an_optimizer_is_cut_once_for_all_its_reductions(monkeypatch):
+    cuts = []
+    cut = list_items._cut
+    monkeypatch.setattr(
+        list_items, "_cut", lambda *args: cuts.append(args[1]) or cut(*args)
+    )
+    _, *warm = outcomes_of("momentum_fused")
+    assert all(outcome.changed == 4 for outcome in warm)
+    assert len(set(cuts)) == len(cuts) == 1 + len(warm)  # programs, one operator each
 
 
 def test_updates_that_the_next_choice_needs_are_left_alone():

@@ -6,7 +6,7 @@ optimizer over many parameters is taken apart.
 """
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -141,35 +141,37 @@ def split_by_chain(graph: fx.Graph, chosen: Iterable[_Place], chains: Chains) ->
     Returns:
         How many operators were cut; those whose items are all on one side stay.
     """
-    wanted = set(chosen)
-    sides = {
-        node: [chain in wanted for chain in chains.chains_of(node)]
+    return split_by_group(graph, set(chosen).__contains__, chains)
+
+
+def split_by_group(
+    graph: fx.Graph, group_of: Callable[[_Place], Hashable], chains: Chains
+) -> int:
+    """Cut every list operator into the items of each group of chains, all at once."""
+    groups = {
+        node: [group_of(chain) for chain in chains.chains_of(node)]
         for node in chains.operators
     }
-    cut = 0
-    for node, is_chosen in sides.items():
-        if any(is_chosen) and not all(is_chosen):
-            _cut(graph, node, is_chosen)
-            cut += 1
-    return cut
+    cut = [node for node, found in groups.items() if len(set(found)) > 1]
+    for node in cut:
+        _cut(graph, node, groups[node])
+    return len(cut)
 
 
-def _cut(graph: fx.Graph, node: fx.Node, is_chosen: list[bool]) -> None:
-    with graph.inserting_before(node):
-        halves = {
-            side: _half(graph, node, [i for i, s in enumerate(is_chosen) if s is side])
-            for side in (True, False)
-        }
-    rank = dict.fromkeys((True, False), 0)
+def _cut(graph: fx.Graph, node: fx.Node, groups: list[Hashable]) -> None:
+    members: dict[Hashable, list[int]] = {}
     position = []
-    for side in is_chosen:
-        position.append(rank[side])
-        rank[side] += 1
-    parts = {side: _parts(graph, node, half) for side, half in halves.items()}
+    for item, group in enumerate(groups):
+        own = members.setdefault(group, [])
+        position.append(len(own))
+        own.append(item)
+    with graph.inserting_before(node):
+        pieces = {group: _piece(graph, node, own) for group, own in members.items()}
+    parts = {group: _parts(graph, node, piece) for group, piece in pieces.items()}
     for getter in _item_getters(node):
         index = getter.args[1]
         assert isinstance(index, int)
-        source = parts[is_chosen[index]][_source(getter)]
+        source = parts[groups[index]][_source(getter)]
         with graph.inserting_before(getter):
             new = graph.call_function(operator.getitem, (source, position[index]))
         new.meta = dict(getter.meta)
@@ -181,7 +183,7 @@ def _cut(graph: fx.Graph, node: fx.Node, is_chosen: list[bool]) -> None:
     graph.erase_node(node)
 
 
-def _half(graph: fx.Graph, node: fx.Node, indices: list[int]) -> fx.Node:
+def _piece(graph: fx.Graph, node: fx.Node, indices: list[int]) -> fx.Node:
     """The same operator on some of its items."""
     count = num_items(node)
 
@@ -191,16 +193,16 @@ def _half(graph: fx.Graph, node: fx.Node, indices: list[int]) -> fx.Node:
         return argument
 
     assert callable(node.target)
-    half = graph.call_function(
+    piece = graph.call_function(
         node.target,
         tuple(some(argument) for argument in node.args),
         {name: some(argument) for name, argument in node.kwargs.items()},
     )
-    half.meta = dict(node.meta)
+    piece.meta = dict(node.meta)
     value = node.meta["val"]
     nested = _is_nested(node)
-    half.meta["val"] = [some(each) for each in value] if nested else some(value)
-    return half
+    piece.meta["val"] = [some(each) for each in value] if nested else some(value)
+    return piece
 
 
 def _item_getters(node: fx.Node) -> list[fx.Node]:
@@ -209,16 +211,16 @@ def _item_getters(node: fx.Node) -> list[fx.Node]:
     return [getter for part in node.users for getter in part.users]
 
 
-def _parts(graph: fx.Graph, node: fx.Node, half: fx.Node) -> dict[fx.Node, fx.Node]:
-    """What items are taken from, and the same of a half: its lists, or the half itself."""
+def _parts(graph: fx.Graph, node: fx.Node, piece: fx.Node) -> dict[fx.Node, fx.Node]:
+    """What items are taken from, and the same of a piece: its lists, or itself."""
     if not _is_nested(node):
-        return {node: half}
+        return {node: piece}
     found = {}
     for part in node.users:
         which = part.args[1]
         assert isinstance(which, int)
         with graph.inserting_before(node):
-            new = graph.call_function(operator.getitem, (half, which))
-        new.meta = {**part.meta, "val": half.meta["val"][which]}
+            new = graph.call_function(operator.getitem, (piece, which))
+        new.meta = {**part.meta, "val": piece.meta["val"][which]}
         found[part] = new
     return found

@@ -5,6 +5,7 @@ parameters that are read first have their gradients last, so those reductions go
 soon as they can; what is needed later fills the rest of the iteration.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Literal
@@ -22,7 +23,7 @@ from torchspmd.step.graph.reports import Outcome
 from torchspmd.step.graph.roles import output_node
 from torchspmd.step.iterate.deferral import check_region, first_reader
 from torchspmd.step.iterate.iteration import IterGraphModule
-from torchspmd.step.passes.iter_move import isolate_update, moved
+from torchspmd.step.passes.iter_move import isolate_updates, moved, update_region
 from torchspmd.step.passes.optimizer_copies import remove_copy_from_optimizer
 from torchspmd.step.passes.ordering import graph_optimization_pass
 from torchspmd.step.passes.pacing import Pace, Reduction, paces
@@ -82,10 +83,12 @@ def defer_updates(
     graph = gm.graph
     cost = cost or CostModel.for_device(device_of(graph))
     blocks = get_all_comm_blocks(gm, _REDUCTIONS)
-    jobs, refused = [], []
-    for block in blocks:
+    able, refused = _sort_out(gm, blocks, start)
+    isolate_updates(graph, list(able.values()))
+    jobs = []
+    for block, moving in able.items():
         try:
-            jobs.append(_plan(gm, block, start, cost))
+            jobs.append(_plan(gm, block, moving, cost))
         except (DeferralError, UsageError) as error:
             refused.append(f"{block.start.name}: {_first_problem(error)}")
     position = {node: index for index, node in enumerate(graph.nodes)}
@@ -108,13 +111,30 @@ def defer_updates(
     )
 
 
-def _plan(gm: IterGraphModule, block: CommBlock, start: str, cost: CostModel) -> _Job:
-    if block.problem:
-        raise UsageError(block.problem)
+def _sort_out(
+    gm: IterGraphModule, blocks: Sequence[CommBlock], start: str
+) -> tuple[dict[CommBlock, fx.Node], list[str]]:
+    """The reductions that feed updates alone, with what moves, and why others do not."""
+    able: dict[CommBlock, fx.Node] = {}
+    refused = []
+    for block in blocks:
+        try:
+            if block.problem:
+                raise UsageError(block.problem)
+            moving = block.start if start == "next" else block.wait
+            _check_only_updates(gm, block, moving)
+        except UsageError as error:
+            refused.append(f"{block.start.name}: {_first_problem(error)}")
+        else:
+            able[block] = moving
+    return able, refused
+
+
+def _plan(
+    gm: IterGraphModule, block: CommBlock, moving: fx.Node, cost: CostModel
+) -> _Job:
     graph = gm.graph
-    moving = block.start if start == "next" else block.wait
-    _check_only_updates(gm, block, moving)
-    region = isolate_update(graph, moving)
+    region = update_region(graph, moving)
     place = first_reader(graph, region)
     check_region(graph, region, place, [])
     reduction = Reduction(

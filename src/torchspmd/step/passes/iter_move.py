@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from torchspmd.errors import DeferralError, UsageError
-from torchspmd.step.graph.list_items import Chains, first_items, split_by_chain
+from torchspmd.step.graph.list_items import Chains, first_items, split_by_group
 from torchspmd.step.graph.queries import find_all_descendants
 from torchspmd.step.graph.reports import ORDERS, Outcome
 from torchspmd.step.iterate.deferral import complete_region, written_by
@@ -56,9 +56,22 @@ def moved(
 
 def isolate_update(graph: fx.Graph, moving: fx.Node) -> list[fx.Node]:
     """All that needs a node's result, with optimizers split so that it is no more."""
+    isolate_updates(graph, [moving])
+    return update_region(graph, moving)
+
+
+def isolate_updates(graph: fx.Graph, movings: Sequence[fx.Node]) -> None:
+    """Split optimizers so that what needs one of these nodes needs no other."""
     chains = Chains(graph)
-    chosen = {chains.chain_of(node) for node in first_items(moving)}
-    split_by_chain(graph, chosen, chains)
+    needed: dict[object, tuple[int, ...]] = {}
+    for number, moving in enumerate(movings):
+        for chain in {chains.chain_of(node) for node in first_items(moving)}:
+            needed[chain] = (*needed.get(chain, ()), number)
+    split_by_group(graph, lambda chain: needed.get(chain, ()), chains)
+
+
+def update_region(graph: fx.Graph, moving: fx.Node) -> list[fx.Node]:
+    """All that needs a node's result; raises where that updates no state."""
     region = complete_region(graph, find_all_descendants(_Holder(graph), [moving]))
     if not written_by(graph, region):
         raise UsageError(
