@@ -132,7 +132,7 @@ class CompiledStep:
         Args:
             args: The arguments of the step.
             runs: How many runs to take medians of.
-            cost: The rates for what is simulated beside it; a guess by default.
+            cost: For what is simulated beside it; by default that of the transformation.
             kwargs: The step's arguments by name.
         """
         self._check_open()
@@ -147,7 +147,7 @@ class CompiledStep:
             inventory,
             key,
             runs=runs,
-            cost=cost,
+            cost=cost or getattr(self._transformation, "cost", None),
             is_compiled=compiled,
         )
 

@@ -60,6 +60,8 @@ def compiled_by_measuring():
     with compiled:
         for _ in range(3):
             compiled(model, optim, torch.ones(8, 64))
+        exposure = compiled.exposure(model, optim, torch.ones(8, 64), runs=1)
+        assert not any("guess" in line for line in exposure.notes)
         return transformation.cost, compiled.explain()
 
 
