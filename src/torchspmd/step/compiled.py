@@ -35,7 +35,7 @@ from torchspmd.step.graph.ledger import build_ledger
 from torchspmd.step.graph.memory import PeakMemory, predict_peak
 from torchspmd.step.iterate.iter_graph import deferral_facts
 from torchspmd.step.meeting import Meeting
-from torchspmd.step.pending import Pending
+from torchspmd.step.pending import Pending, expected, flush_others
 from torchspmd.step.program import Program, find_loose, find_released
 from torchspmd.step.unchanged import KnownCalls
 from torchspmd.step.virtual.options import Verification
@@ -93,6 +93,8 @@ class CompiledStep:
         self._check_open()
         with self._overrides.standing_in(args, kwargs) as (positional, named):
             program, inventory = self._look_up(positional, named)
+            if flush_others(inventory, self._pending):
+                program, inventory = self._look_up(positional, named)
             if self._pending is not None:
                 if program and self._pending.belongs_to(program, inventory):
                     program.num_early -= program.num_early > 0
@@ -102,7 +104,14 @@ class CompiledStep:
                     program, inventory = self._look_up(positional, named)
             if program is None:
                 program = self._capture(inventory)
-        self._expect_pending(program, inventory, last=last_train_step)
+        self._pending = expected(
+            self._pending,
+            self._name,
+            program,
+            inventory,
+            self.flush,
+            last=last_train_step,
+        )
         try:
             return program.call(inventory, last=last_train_step)
         finally:
@@ -203,17 +212,6 @@ class CompiledStep:
     def _check_open(self) -> None:
         if self._is_closed:
             raise UsageError(f"{self._name}: this compiled step was closed.")
-
-    def _expect_pending(
-        self, program: Program, inventory: Inventory, *, last: bool
-    ) -> None:
-        """Watch what must not miss what this call may leave, by an exception too."""
-        pending = self._pending
-        if pending is None and program.is_deferring and not last:
-            pending = Pending(self._name, program, self.flush)
-        if pending is not None:
-            pending.update(inventory)
-        self._pending = pending
 
     def _capture(self, inventory: Inventory) -> Program:
         if not torch.is_grad_enabled():

@@ -3,26 +3,18 @@
 import sys
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
-from torch import nn
-from torch.optim import Optimizer
+import torch
 
+from torchspmd import _torch
 from torchspmd.errors import PassWarning, UsageError
 from torchspmd.step.capture.inventory import Inventory, Role
 from torchspmd.step.lost_states import LostStates
 from torchspmd.step.program import Program
+from torchspmd.step.watching import Hook, Refused, Watched, watch
 
-# What shows or changes parameters and states from outside the step.
-_OF_MODULES = (
-    "state_dict",
-    "load_state_dict",
-    "train",  # also what eval() calls
-    "named_parameters",
-    "named_buffers",
-)
-_OF_OPTIMIZERS = ("state_dict", "load_state_dict", "add_param_group", "step")
 # Of a score: a call with other tensors adds two, one that overlaps takes one away.
 _TOO_OFTEN = 6
 
@@ -34,7 +26,9 @@ class Pending:
         self._name, self._program = name, program
         self._flush = flush
         self._inventory: Inventory | None = None
-        self._watched: list[_Watched | _Hook] = []
+        self._watched: list[Watched | Hook | Refused] = []
+        self._owed: list[tuple[str, torch.Tensor]] = []  # what it will write
+        self._versions: list[int] = []
         self._lost: LostStates | None = None
         self._at_exit = weakref.finalize(self, _report_unflushed, name)
 
@@ -80,7 +74,13 @@ class Pending:
     def update(self, inventory: Inventory) -> None:
         """Note the call after which updates will be owed."""
         if self._inventory is None:
-            self._watch(inventory)
+            self._watched = watch(inventory, self._flush, self.before_load)
+            _owing.add(self)
+        else:
+            self._check_unwritten()
+        if inventory is not self._inventory:
+            self._owed = self._program.owed_states(inventory)
+            self._versions = self._read_versions()
         self._inventory = inventory
 
     def flush(self) -> None:
@@ -88,7 +88,12 @@ class Pending:
         assert self._inventory is not None
         lost = self._find_lost()
         if lost is None:
-            self._program.flush(self._inventory)
+            self._check_unwritten()
+            try:
+                self._program.flush(self._inventory)
+            except BaseException:
+                self._versions = self._read_versions()  # some may be made
+                raise
         else:
             lost.check()
             self._program.drop_owed()
@@ -108,94 +113,87 @@ class Pending:
     def settle(self) -> "Pending | None":
         """After a call: itself while anything is owed or lost, else nothing is watched."""
         if self._program.is_pending:
+            self._versions = self._read_versions()
             return self
         self.release()
         return None
+
+    def is_about(self, storages: Collection[Any]) -> bool:
+        """Whether it will write into one of these."""
+        return any(_torch.storage_key(tensor) in storages for _, tensor in self._owed)
+
+    def demand(self) -> None:
+        """Have the step that owes it make it."""
+        self._flush()
 
     def release(self) -> None:
         """Nothing is owed any more: stop watching."""
         for watched in self._watched:
             watched.remove()
         self._watched.clear()
+        _owing.discard(self)
         self._at_exit.detach()
 
-    def _watch(self, inventory: Inventory) -> None:
-        for _, root in inventory.modules:
-            for module in root.modules():
-                self._watched += [self._watch_method(module, n) for n in _OF_MODULES]
-            hook = root.register_forward_pre_hook(_FlushHook(self._flush), prepend=True)
-            self._watched.append(_Hook(hook))
-        for _, optimizer in inventory.optimizers:
-            self._watched += [self._watch_method(optimizer, n) for n in _OF_OPTIMIZERS]
+    def _check_unwritten(self) -> None:
+        """Raise, once, where the user wrote into what an update is owed to."""
+        versions = self._read_versions()
+        written = [
+            name
+            for (name, _), before, now in zip(
+                self._owed, self._versions, versions, strict=True
+            )
+            if before != now
+        ]
+        self._versions = versions
+        if written:
+            raise UsageError(_written(self._name, written))
 
-    def _watch_method(self, owner: nn.Module | Optimizer, name: str) -> "_Watched":
-        is_load = name == "load_state_dict"
-        return _Watched(owner, name, self.before_load if is_load else self._flush)
-
-
-class _Watched:
-    """A method of a user's object that flushes before it runs."""
-
-    def __init__(
-        self, owner: nn.Module | Optimizer, name: str, flush: Callable[[], None]
-    ) -> None:
-        self._owner, self._name, self._flush = owner, name, flush
-        self._own = vars(owner).get(name)  # a method that the user put there
-        self._method = getattr(owner, name)
-        vars(owner)[name] = self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._flush()
-        return self._method(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        # Marks on the method, such as the one that a learning-rate scheduler looks for.
-        return getattr(self._method, name)
-
-    def remove(self) -> None:
-        if vars(self._owner).get(self._name) is not self:
-            return  # somebody wrapped it since; it calls through
-        if self._own is None:
-            del vars(self._owner)[self._name]
-        else:
-            vars(self._owner)[self._name] = self._own
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise _copied(type(self._owner).__name__)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise _copied(type(self._owner).__name__)
+    def _read_versions(self) -> list[int]:
+        return [_torch.version_of(tensor) for _, tensor in self._owed]
 
 
-class _FlushHook:
-    """Flushes before an eager call of the module."""
-
-    belongs_to_compiled_step = True  # no guard of a program
-
-    def __init__(self, flush: Callable[[], None]) -> None:
-        self._flush = flush
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        self._flush()
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise _copied("module")
+# What is owed in this process: another step may be about the same tensors.
+_owing: weakref.WeakSet[Pending] = weakref.WeakSet()
 
 
-class _Hook:
-    """A hook among the watched methods."""
+def expected(
+    pending: Pending | None,
+    name: str,
+    program: Program,
+    inventory: Inventory,
+    flush: Callable[[], None],
+    *,
+    last: bool,
+) -> Pending | None:
+    """What a call may leave, by an exception too; it is watched from now on."""
+    if pending is None and program.is_deferring and not last:
+        pending = Pending(name, program, flush)
+    if pending is not None:
+        pending.update(inventory)
+    return pending
 
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle
 
-    def remove(self) -> None:
-        self._handle.remove()
+def flush_others(inventory: Inventory, own: Pending | None) -> bool:
+    """Make what other steps owe to the tensors of a call; whether there was anything."""
+    others = [each for each in _owing if each is not own]
+    if not others:
+        return False
+    used = {_torch.storage_key(slot.tensor) for slot in inventory.slots}
+    found = [each for each in others if each.is_about(used)]
+    for each in found:
+        each.demand()
+    return bool(found)
 
 
-def _copied(owner: str) -> UsageError:
-    return UsageError(
-        f"The {owner} cannot be copied or pickled while a compiled step owes it an "
-        "update: call flush() of the step first, or pass last_train_step=True."
+def _written(name: str, written: list[str]) -> str:
+    more = f" and {len(written) - 2} more" if len(written) > 2 else ""
+    return (
+        f"{name}: {', '.join(written[:2])}{more} changed since the last step, which still "
+        "owes an update to them. It would be made on top of the new values, not before "
+        "them.\n\nCall flush() of the step before you write to weights or optimizer "
+        "states between steps (model.parameters() and state_dict() call it themselves), "
+        "or leave out overlap_iterations. To go on with the update on top, call flush() "
+        "now."
     )
 
 

@@ -164,6 +164,15 @@ class Program:
             return None
         return LostStates(inventory, self.run.lost)
 
+    def owed_states(self, inventory: Inventory) -> list[tuple[str, torch.Tensor]]:
+        """The tensors that updates of the next step write, by name."""
+        assert isinstance(self.run, IterGraphModule), type(self.run)
+        places = self.run.states_of(range(len(self.run.graph.regions)))
+        slots = [
+            inventory.slots[place] for place in places if place < len(inventory.slots)
+        ]
+        return [(slot.name, _torch.plain_tensor(slot.tensor)) for slot in slots]
+
     def drop_owed(self) -> None:
         """Forget updates that are owed: their states have been loaded again."""
         assert isinstance(self.run, IterGraphModule), type(self.run)

@@ -91,6 +91,7 @@ class GraphModuleTransformation:
         self._bucket_size_mb = bucket_size_mb
         self._overlap_iterations = overlap_iterations
         self._passes = None if passes is None else tuple(passes)
+        self._has_warned = False
         self._dumps: Dumps | None = None
 
     @property
@@ -146,6 +147,20 @@ class GraphModuleTransformation:
                 PassWarning,
                 stacklevel=2,
             )
+        elif self._overlap_iterations:
+            self._warn_if_nothing_overlaps(reports[-1])
+
+    def _warn_if_nothing_overlaps(self, report: PassReport) -> None:
+        outcome = report.outcome
+        if outcome.changed or not outcome.refused or self._has_warned:
+            return
+        self._has_warned = True
+        warnings.warn(
+            "GraphModuleTransformation(overlap_iterations=True): no update can wait for "
+            f"the next step, so nothing overlaps with it. {outcome.refused[0]}",
+            PassWarning,
+            stacklevel=3,
+        )
 
     def _dump(self, name: str, gm: fx.GraphModule) -> None:
         if self._dumps is not None:

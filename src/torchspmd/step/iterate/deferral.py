@@ -8,6 +8,7 @@ from torch import fx
 
 from torchspmd.comm import Phase
 from torchspmd.errors import DeferralError
+from torchspmd.step.graph.memory import ROLE_KEY
 from torchspmd.step.graph.owners import owner_of
 from torchspmd.step.graph.roles import (
     OutputKind,
@@ -109,11 +110,17 @@ def _needed_now(graph: fx.Graph, nodes: Sequence[fx.Node]) -> list[str]:
 
 
 def _needed_before(graph: fx.Graph, nodes: Sequence[fx.Node]) -> list[str]:
-    """States that the choice of the next iteration's graph needs before it runs."""
-    states = [node for node in written_by(graph, nodes) if is_guarded(node)]
+    """States that somebody needs before the next iteration runs."""
+    states = sorted(written_by(graph, nodes), key=lambda node: node.name)
     return [
         f"{readable_name(state)} decides which graph the next step runs, so it cannot wait"
-        for state in sorted(states, key=lambda node: node.name)
+        for state in states
+        if is_guarded(state)
+    ] + [
+        f"{readable_name(state)} is an argument of the step: the caller looks at it, or "
+        "passes another one next time"
+        for state in states
+        if state.meta.get(ROLE_KEY) == "input"
     ]
 
 

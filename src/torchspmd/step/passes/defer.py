@@ -5,6 +5,7 @@ parameters that are read first have their gradients last, so those reductions go
 soon as they can; what is needed later fills the rest of the iteration.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -91,6 +92,8 @@ def defer_updates(
             jobs.append(_plan(gm, block, moving, cost))
         except (DeferralError, UsageError) as error:
             refused.append(f"{block.start.name}: {_first_problem(error)}")
+    jobs, joined = _apart(jobs)
+    refused += joined
     position = {node: index for index, node in enumerate(graph.nodes)}
     jobs.sort(key=lambda job: position[job.place])
     told: tuple[str, ...] = ()
@@ -145,6 +148,27 @@ def _plan(
         sum(map(cost.compute_seconds, region)),
     )
     return _Job(block, region, reduction)
+
+
+def _apart(jobs: Sequence[_Job]) -> tuple[list[_Job], list[str]]:
+    """The jobs whose update needs one reduction alone, and why the others stay.
+
+    What a norm over all gradients scales, every update needs: the next forward would
+    begin with all of them, so that nothing would overlap with it.
+    """
+    counts = Counter(node for job in jobs for node in job.region)
+    apart, refused = [], []
+    for job in jobs:
+        shared = next((node for node in job.region if counts[node] > 1), None)
+        if shared is None:
+            apart.append(job)
+        else:
+            refused.append(
+                f"{job.block.start.name}: its update needs other reductions too, from "
+                f"{shared.name} on ({owner_of(shared).phase.value}; a norm for clipping, a "
+                "check for infinities), so that nothing would overlap"
+            )
+    return apart, refused
 
 
 def _check_only_updates(gm: IterGraphModule, block: CommBlock, moving: fx.Node) -> None:

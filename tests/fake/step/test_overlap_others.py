@@ -1,0 +1,272 @@
+"""What else looks at, writes to or copies a model while a step owes it an update."""
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from torchspmd.errors import PassWarning, UsageError
+from torchspmd.step import DataParallel, GraphModuleTransformation, compile
+from torchspmd.testing import fake_world
+
+pytestmark = [
+    pytest.mark.fake,
+    pytest.mark.filterwarnings("ignore::torchspmd.errors.PassWarning"),
+]
+
+X = torch.linspace(-1, 1, 8).view(2, 4)
+
+
+@pytest.fixture(autouse=True)
+def world():
+    with fake_world(2):  # where a sum over ranks changes nothing
+        yield
+
+
+def overlapped(function):
+    transformation = GraphModuleTransformation(
+        enable_graph_optimization=True, overlap_iterations=True, bucket_size_mb=1e-4
+    )
+    return compile(
+        function,
+        gm_transformation=transformation,
+        parallel_mode=DataParallel("replicate", reduce="sum"),
+    )
+
+
+def build():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    return model, torch.optim.Adam(model.parameters(), lr=0.05)
+
+
+def step(model, optim, batch):
+    loss = model(batch).square().mean()
+    loss.backward()
+    optim.step()
+    optim.zero_grad()
+    return loss
+
+
+def batches(count=5):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(3, 4, generator=generator) for _ in range(count)]
+
+
+def owing(count=3):
+    """A model whose last update is owed, and the same after eager steps."""
+    compiled = overlapped(step)
+    ours, theirs = build(), build()
+    for batch in batches(count):
+        compiled(*ours, batch)
+        step(*theirs, batch)
+    return compiled, ours, theirs
+
+
+def test_two_steps_over_one_model():
+    first, second = overlapped(step), overlapped(step)
+    ours, theirs = build(), build()
+    for number, batch in enumerate(batches(8)):
+        found = (first, second)[number % 2](*ours, batch)
+        assert torch.equal(found, step(*theirs, batch)), number
+
+
+def test_two_models_that_train_each_other():
+    def first_step(one, other, optim, batch):
+        loss = one(other(batch).detach()).mean() - one(batch).mean()
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        return loss
+
+    def second_step(one, other, optim, batch):
+        loss = -one(other(batch)).mean()
+        loss.backward()
+        optim.step()
+        one.zero_grad()
+        other.zero_grad()
+        return loss
+
+    def train(one_step, other_step):
+        torch.manual_seed(0)
+        one, other = nn.Linear(4, 1), nn.Linear(4, 4)
+        optims = [torch.optim.Adam(m.parameters(), lr=0.05) for m in (one, other)]
+        found = []
+        for batch in batches(6):
+            found.append(one_step(one, other, optims[0], batch).item())
+            found.append(other_step(one, other, optims[1], batch).item())
+        return found
+
+    expected = train(first_step, second_step)
+    assert train(overlapped(first_step), overlapped(second_step)) == expected
+
+
+def test_a_compiled_evaluation_sees_the_latest_weights():
+    def evaluate(model, batch):
+        return model(batch).square().mean()
+
+    training, evaluation = overlapped(step), compile(evaluate)
+    ours, theirs = build(), build()
+    for batch in batches():
+        training(*ours, batch)
+        step(*theirs, batch)
+        assert torch.equal(evaluation(ours[0], X), evaluate(theirs[0], X))
+
+
+def test_steps_over_other_models_do_not_hurry_each_other():
+    compiled, (model, _), _ = owing()
+    before = model[0].weight.detach().clone()
+    other = overlapped(step)
+    other(*build(), X)
+    assert torch.equal(model[0].weight, before)  # a direct look does not flush
+    compiled.flush()
+    assert not torch.equal(model[0].weight, before)
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda model: model(X),
+        lambda model: model[0](X),
+        lambda model: model[:2](X),
+        lambda model: model.forward(X),
+        lambda model: nn.Sequential(model[0], nn.ReLU())(X),
+        lambda model: model.get_parameter("0.weight"),
+        lambda model: model.double()[0].weight,
+        lambda model: model.apply(lambda _: None)[0].weight,
+    ],
+    ids=["call", "part", "slice", "forward", "shared", "get", "double", "apply"],
+)
+def test_looks_that_flush(look):
+    _, ours, theirs = owing()
+    assert torch.equal(look(ours[0]), look(theirs[0]))
+
+
+def test_a_model_under_the_compiler_flushes_too():
+    compiled, ours, theirs = owing()
+    model = torch.compile(ours[0], backend="eager")
+    for _ in range(2):
+        assert torch.equal(model(X), theirs[0](X))
+        compiled(*ours, X)
+        step(*theirs, X)
+
+
+def test_methods_keep_their_signature():
+    _, (model, _), (plain, _) = owing()
+    for name in ("forward", "state_dict"):
+        ours, theirs = (inspect.signature(getattr(m, name)) for m in (model, plain))
+        assert ours == theirs
+
+
+def test_a_write_between_steps_is_told_once():
+    compiled, (model, optim), _ = owing()
+    with torch.no_grad():
+        model[0].weight.mul_(0.5)
+    for attempt in (lambda: compiled(model, optim, X), compiled.flush):
+        with torch.no_grad():
+            model[2].bias.mul_(0.5)
+        with pytest.raises(UsageError) as error:
+            attempt()
+        text = str(error.value)
+        assert "2.bias" in text
+        assert "changed since the last step, which still owes an update" in text
+        assert "Call flush() of the step before you write" in text
+    compiled.flush()  # on top of what was written, as the text says
+    compiled(model, optim, X)
+
+
+def test_a_write_to_an_optimizer_state_is_told():
+    compiled, (model, optim), _ = owing()
+    optim.state[model[0].weight]["exp_avg"].mul_(0.1)
+    with pytest.raises(UsageError, match=r"0\.weight\.exp_avg changed since"):
+        compiled(model, optim, X)
+
+
+def test_writes_through_parameters_flush_first():
+    compiled, ours, theirs = owing()
+    for model, _ in (ours, theirs):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.clamp_(-0.1, 0.1)
+    found = compiled(*ours, X)
+    assert torch.equal(found, step(*theirs, X))
+
+
+def test_tensors_that_are_arguments_do_not_wait():
+    def step_with_mean(model, optim, batch, means):
+        loss = step(model, optim, batch)
+        with torch.no_grad():
+            for mean, parameter in zip(means, model.parameters(), strict=True):
+                mean.lerp_(parameter, 0.1)
+        return loss
+
+    compiled = overlapped(step_with_mean)
+    ours, theirs = build(), build()
+    lists = [
+        [[p.detach().clone() for p in model.parameters()] for _ in range(2)]
+        for model in (ours[0], theirs[0])
+    ]
+    for number, batch in enumerate(batches()):
+        compiled(*ours, batch, lists[0][number % 2])
+        step_with_mean(*theirs, batch, lists[1][number % 2])
+        for mine, other in zip(*lists, strict=True):
+            assert all(map(torch.equal, mine, other))
+    refused = compiled.programs[-1].certificate.passes[-1].outcome.refused
+    assert "is an argument of the step: the caller looks at it" in refused[0]
+
+
+def test_a_scaler_is_looked_at():
+    def scaled_step(model, optim, scaler, batch):
+        loss = model(batch).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optim)
+        scaler.update()
+        optim.zero_grad()
+        return loss
+
+    found = []
+    for function in (scaled_step, overlapped(scaled_step)):
+        model, optim = build()
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+        scales = []
+        for batch in batches():
+            function(model, optim, scaler, batch)
+            scales.append((scaler.get_scale(), scaler.state_dict()["_growth_tracker"]))
+        found.append(scales)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, copy.copy, pickle.dumps])
+@pytest.mark.parametrize("which", [0, 1], ids=["model", "optimizer"])
+def test_copies_are_refused_until_then(how, which):
+    compiled, ours, _ = owing()
+    with pytest.raises(UsageError, match="cannot be copied or pickled while"):
+        how(ours[which])
+    compiled.flush()
+    assert not any(name.startswith("__") for name in vars(ours[which]))
+    how(ours[which])
+
+
+def test_a_norm_over_all_gradients_keeps_updates_from_waiting():
+    def clipped_step(model, optim, batch):
+        loss = model(batch).square().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optim.step()
+        optim.zero_grad()
+        return loss
+
+    compiled = overlapped(clipped_step)
+    ours, theirs = build(), build()
+    with pytest.warns(PassWarning, match="so nothing overlaps with it") as warned:
+        for batch in batches():
+            assert torch.equal(compiled(*ours, batch), clipped_step(*theirs, batch))
+    assert sum("nothing overlaps" in str(each.message) for each in warned) == 1
+    outcome = compiled.programs[-1].certificate.passes[-1].outcome
+    assert outcome.changed == 0
+    assert len(outcome.refused) == outcome.matched > 1
+    assert "its update needs other reductions too, from" in outcome.refused[0]
+    assert "a norm for clipping" in outcome.refused[0]
