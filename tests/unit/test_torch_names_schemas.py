@@ -51,3 +51,15 @@ def test_draws_random_numbers():
     assert not _torch.signature_of(backward).draws
     assert _torch.draws_random_numbers(aten.bernoulli.p, (None, 0.5), {})
     assert not _torch.draws_random_numbers(len, (), {})
+
+
+def test_only_has_effects():
+    library = torch.library.Library("only_has_effects", "FRAGMENT")
+    library.define("log(Tensor x) -> ()")
+    library.define("write(Tensor(a!) x) -> ()")
+    operators = torch.ops.only_has_effects
+    assert _torch.only_has_effects(operators.log.default)
+    assert not _torch.only_has_effects(operators.write.default)
+    assert not _torch.only_has_effects(aten.add.Tensor)
+    assert not _torch.only_has_effects(aten._assert_async.msg)  # known to fx
+    assert not _torch.only_has_effects(len)

@@ -60,6 +60,7 @@ from torchspmd._torch.groups import resolve_group as resolve_group
 from torchspmd._torch.groups import root_ranks as root_ranks
 from torchspmd._torch.hooks import GRADIENT_HOOK_TABLES as GRADIENT_HOOK_TABLES
 from torchspmd._torch.hooks import HOOK_TABLES as HOOK_TABLES
+from torchspmd._torch.hooks import OPTIMIZER_BOOKKEEPING as OPTIMIZER_BOOKKEEPING
 from torchspmd._torch.hooks import OPTIMIZER_HOOK_TABLES as OPTIMIZER_HOOK_TABLES
 from torchspmd._torch.hooks import LaysOutGradient as LaysOutGradient
 from torchspmd._torch.hooks import add_gradient_hook as add_gradient_hook
@@ -82,6 +83,10 @@ from torchspmd._torch.mutation import reduction_in_place as reduction_in_place
 from torchspmd._torch.mutation import shared_arguments as shared_arguments
 from torchspmd._torch.mutation import storage_bytes as storage_bytes
 from torchspmd._torch.mutation import written_arguments as written_arguments
+from torchspmd._torch.records import Record as Record
+from torchspmd._torch.records import record_fields as record_fields
+from torchspmd._torch.recurrent import keep_flat_weights as keep_flat_weights
+from torchspmd._torch.recurrent import rnn_layer as rnn_layer
 from torchspmd._torch.regions import LOCAL_NODE_TYPES as LOCAL_NODE_TYPES
 from torchspmd._torch.regions import NodeKind as NodeKind
 from torchspmd._torch.regions import dtensor_slots as dtensor_slots
@@ -105,6 +110,7 @@ from torchspmd._torch.scaler import scaler_facts as scaler_facts
 from torchspmd._torch.scaler import scaler_tensors as scaler_tensors
 from torchspmd._torch.schemas import Signature as Signature
 from torchspmd._torch.schemas import draws_random_numbers as draws_random_numbers
+from torchspmd._torch.schemas import only_has_effects as only_has_effects
 from torchspmd._torch.schemas import signature_of as signature_of
 from torchspmd._torch.sharding import free_shard as free_shard
 from torchspmd._torch.sharding import is_view as is_view

@@ -1,11 +1,14 @@
 """Capture: fake tensors, symbols for numbers, tracing to a graph, functional form."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import fx
+
+from torchspmd._torch.recurrent import rnn_layer
 
 
 class FakeWorld:
@@ -101,7 +104,24 @@ def trace(function: Callable[..., Any], inputs: list[Any]) -> fx.GraphModule:
         _missing_kernels(),
         _use_lazy_graph_module(True),
     ):
-        return make_fx(function, decomposition_table=_decompositions())(*inputs)
+        run = _with_cached_casts(function)
+        return make_fx(run, decomposition_table=_decompositions())(*inputs)
+
+
+def _with_cached_casts(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with autocast's cache of weights as eager has it; a tracer turns it off.
+
+    A weight that is used twice is cast once, and its gradients are added before they are
+    cast back.
+    """
+    is_enabled = torch.is_autocast_cache_enabled()
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        torch.set_autocast_cache_enabled(is_enabled)  # the tracer sets it back
+        return function(*args)
+
+    return run
 
 
 @contextlib.contextmanager
@@ -163,7 +183,10 @@ def _without_constant_values() -> Iterator[None]:
 
 
 def _decompositions() -> dict[Any, Callable[..., Any]]:
-    return {torch.ops.aten.native_batch_norm.default: _batch_norm_that_says_it_writes}
+    return {
+        torch.ops.aten.native_batch_norm.default: _batch_norm_that_says_it_writes,
+        torch.ops.aten.mkldnn_rnn_layer.default: rnn_layer,
+    }
 
 
 def _batch_norm_that_says_it_writes(

@@ -15,6 +15,14 @@ HOOK_TABLES = (
 )
 OPTIMIZER_HOOK_TABLES = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 GRADIENT_HOOK_TABLES = ("_backward_hooks", "_post_accumulate_grad_hooks")
+# What torch itself notes on an optimizer when it steps.
+OPTIMIZER_BOOKKEEPING = (
+    "_need_device_dtype_check_for_fused",
+    "_opt_called",
+    "_warned_capturable_if_run_uncaptured",
+    "found_inf",
+    "grad_scale",
+)
 _gradient_tables = attrgetter(*GRADIENT_HOOK_TABLES)
 
 

@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import fx
 from torch._ops import OpOverload
 
 
@@ -77,3 +78,12 @@ def _is_seeded(operator: OpOverload) -> bool:
     return all(
         argument.name != "philox_seed" for argument in operator._schema.arguments
     )
+
+
+def only_has_effects(operator: Any) -> bool:
+    """Whether an operator returns and writes nothing, and fx would remove it."""
+    if not isinstance(operator, OpOverload) or operator.namespace == "profiler":
+        return False
+    if operator._schema.returns or operator._schema.is_mutable:
+        return False
+    return not fx.Graph().call_function(operator).is_impure()

@@ -188,9 +188,10 @@ def _why_missing(
 def _title_and_cure(plans: dict[int, Plan]) -> tuple[str, str]:
     if len({replace(plan, values=()) for plan in plans.values()}) == 1:
         return "ranks hold other values of the same tensors", (
-            "Each rank keeps its rows of these tensors, so ranks that hold other values "
-            "would mix two models.\nGive every rank the same seed before the model is "
-            "built, load the same checkpoint, or broadcast from one rank first."
+            "Ranks train one model, each with all of these tensors or its rows of them: "
+            "ranks that hold other values would mix two models.\nGive every rank the same "
+            "seed before the model is built, load the same checkpoint, or broadcast from "
+            "one rank first."
         )
     return "ranks would not run the same communication", (
         "Every rank must send the same sequence, or the step would hang.\n"

@@ -1,5 +1,6 @@
 """``compile``: the public way in."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, overload
 
@@ -97,6 +98,7 @@ def compile(
                 f"compile: {type(function).__name__} cannot be called. Decorate the "
                 "function of your training step."
             )
+        _check_own_keyword(function)
         return CompiledStep(
             function,
             gm_transformation=gm_transformation,
@@ -108,3 +110,18 @@ def compile(
         )
 
     return wrap if func is None else wrap(func)
+
+
+def _check_own_keyword(function: Callable[..., Any]) -> None:
+    """Refuse a parameter that the compiled step would keep for itself."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some built-in functions have no signature
+        return
+    if "last_train_step" in parameters:
+        name = getattr(function, "__qualname__", repr(function))
+        raise UsageError(
+            f"compile on {name!r}: the step has a parameter last_train_step, which a "
+            "compiled step takes for itself (nothing is left for a next step), so that "
+            "yours would never get a value. Give your parameter another name."
+        )

@@ -84,7 +84,7 @@ class CompiledStep:
         self._known = KnownCalls()
         self._is_closed = False
         self._pending: Pending | None = None
-        self._num_measured = 0
+        self._num_measured = self._num_tries = 0
         # The same on every rank when ranks compile the same steps in the same order.
         self._serial = _made[self._name] = _made.get(self._name, -1) + 1
 
@@ -228,7 +228,9 @@ class CompiledStep:
                 "call close() and compile again."
             )
         mesh = self._resolve_spread(inventory).mesh
-        meeting = Meeting(self._name, self._serial, len(self._programs), mesh)
+        self._num_tries += 1  # ranks that fail do so together, and may try again
+        key = f"{self._serial}/{self._num_tries}"
+        meeting = Meeting(self._name, key, len(self._programs), mesh)
         with (
             Progress(f"compile {self._name}") as progress,
             without_collection(),

@@ -27,16 +27,16 @@ class Meeting:
 
     Args:
         name: The step's name.
-        serial: Which step of that name it is.
+        key: Which step of that name it is, and how often it has tried.
         number: Which program of the step it is.
         mesh: The ranks that run it; None for a step of this rank alone.
     """
 
     def __init__(
-        self, name: str, serial: int, number: int, mesh: DeviceMesh | None
+        self, name: str, key: str, number: int, mesh: DeviceMesh | None
     ) -> None:
         self._what = f"program {number} of {name!r}"
-        self._key = f"torchspmd/step/{name}/{serial}/{number}"
+        self._key = f"torchspmd/step/{name}/{key}/{number}"
         self._mesh = mesh
 
     def compare(self, plan: Plan, along: DeviceMesh | None = None) -> None:

@@ -15,9 +15,10 @@ from typing import Any, final
 import torch
 
 from torchspmd import _torch
+from torchspmd.step.capture.data_facts import Fact, simple_fact
 from torchspmd.step.capture.inventory import Inventory, Number, Role, Slot, is_liftable
 from torchspmd.step.capture.same_objects import ModuleFacts, OptimizerFacts, ScalerFacts
-from torchspmd.step.capture.signature import ambient_facts
+from torchspmd.step.capture.signature import ambient_facts, watch_data
 from torchspmd.step.program import Program
 
 _form = attrgetter("shape", "dtype", "device", "requires_grad")
@@ -71,6 +72,7 @@ class Unchanged:
             for _, root in inventory.modules
             for child in root.modules()
         ]
+        self._data = watch_data(inventory)
         self._optimizers: list[OptimizerFacts | ScalerFacts] = [
             OptimizerFacts(optimizer, inventory.numbers)
             for _, optimizer in inventory.optimizers
@@ -88,7 +90,7 @@ class Unchanged:
 
     def _keep_arguments(self, inventory: Inventory) -> None:
         self._roots: dict[int, weakref.ref[Any]] = {}
-        self._constants: dict[int, Any] = {}
+        self._constants: dict[int, tuple[Any, Fact | None]] = {}
         known = {id(each) for _, each in inventory.modules}
         known |= {id(each) for _, each in inventory.optimizers}
         known |= {id(each) for _, each in inventory.scalers}
@@ -97,7 +99,7 @@ class Unchanged:
             if id(leaf) in known:
                 self._roots[place] = weakref.ref(leaf, self._forget)
             elif place not in inventory.inputs and place not in lifted:
-                self._constants[place] = leaf
+                self._constants[place] = leaf, simple_fact(leaf)
         self._module_names = [
             (name, weakref.ref(module)) for name, module in inventory.modules
         ]
@@ -133,7 +135,7 @@ class Unchanged:
     def _forget(self, _: Any) -> None:
         self._is_usable = False
         self._slots, self._kept, self._owners = [], [], []
-        self._modules, self._optimizers = [], []
+        self._modules, self._optimizers, self._data = [], [], []
         self._inventory = Inventory([], None, [])
 
     def renew(self, leaves: list[Any], structure: Any) -> Inventory | None:
@@ -144,6 +146,8 @@ class Unchanged:
         if slots is None or not all(facts.hold() for facts in self._modules):
             return None
         if not all(facts.hold() for facts in self._optimizers):
+            return None
+        if not all(holds() for holds in self._data):
             return None
         numbers = [_reread(number, leaves) for number in self._inventory.numbers]
         optimizers: list[Any] = [(name, ref()) for name, ref in self._optimizer_names]
@@ -166,11 +170,9 @@ class Unchanged:
             return False
         if any(leaves[place] is not ref() for place, ref in self._roots.items()):
             return False
-        for place, constant in self._constants.items():
+        for place, (constant, fact) in self._constants.items():
             leaf = leaves[place]
-            if leaf is not constant and not (
-                type(leaf) is type(constant) and leaf == constant
-            ):
+            if leaf is not constant and (fact is None or simple_fact(leaf) != fact):
                 return False
         return all(
             is_liftable(leaves[number.leaf])

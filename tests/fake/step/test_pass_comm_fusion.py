@@ -343,8 +343,9 @@ def test_wrong_arguments_are_named_together_and_nothing_is_edited():
     with pytest.raises(UsageError) as caught:
         comm_fusion_with_concat(gm, 0, first_bucket_mb=-1, layout="diagonal")
     assert str(caught.value) == (
-        "comm_fusion_with_concat: bucket_size_mb=0: a bucket needs a size above 0; "
-        "first_bucket_mb=-1: use more than 0, or None; "
+        "comm_fusion_with_concat: bucket_size_mb=0: a bucket needs a size above 0, a "
+        "finite number of MiB (for one bucket, more than all gradients have); "
+        "first_bucket_mb=-1: use more than 0, a finite number of MiB, or None; "
         "layout='diagonal': choose 'plain' or 'rank_major'."
     )
     assert gm.code == code

@@ -181,7 +181,7 @@ def test_the_step_says_what_was_measured():
 
 def test_another_word_is_refused():
     with pytest.raises(UsageError, match="give a CostModel, or 'measure'"):
-        GraphModuleTransformation(enable_graph_optimization=True, cost="mesure")
+        GraphModuleTransformation(enable_graph_optimization=True, cost="guess")
 
 
 def test_a_graph_alone_has_no_inputs_to_be_measured_on(program):

@@ -97,9 +97,9 @@ def _unequal(graph: fx.Graph, axis: OtherAxis) -> Iterator[str]:
             continue
         differs = any(root[source] in differing for source in node.all_input_nodes)
         if makes_equal(node, axis.group):
-            differing -= _written(node, root)
+            differing -= written_by(node, root)
         elif differs:
-            differing |= {root[node], *_written(node, root)}
+            differing |= {root[node], *written_by(node, root)}
         if REDUCED_FOR in node.meta and root[node] in differing:
             names[node.meta[REDUCED_FOR]] = None
     yield from names
@@ -134,7 +134,8 @@ def _has_same_ranks(other: Any, group: str) -> bool:
     return one == two
 
 
-def _written(node: fx.Node, root: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
+def written_by(node: fx.Node, root: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
+    """The memory that a node writes into, by the node that brought it in."""
     written: set[fx.Node] = set()
     for place in _torch.written_arguments(node.target):
         targets, _ = _torch.flatten_tree(node.args[place : place + 1])

@@ -39,7 +39,42 @@ def make_functional(
         # Functional form writes the new values back at the end; a program does that.
         if node.args[0].op == "placeholder":
             rest.graph.erase_node(node)
-    return _joined(traced, kept, crossing, rest) if kept else rest
+    graph = _joined(traced, kept, crossing, rest) if kept else rest
+    _let_views_copy(graph.graph)
+    return graph
+
+
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+# They keep the order of elements in memory.
+_IN_ORDER = (
+    *_VIEWS,
+    torch.ops.aten.detach.default,
+    torch.ops.aten.alias.default,
+    torch.ops.aten.unsqueeze.default,
+)
+
+
+def _let_views_copy(graph: fx.Graph) -> None:
+    """Make reshapes of views that may not fit to what a kernel makes when it runs.
+
+    Some kernels lay their result out in another order than was traced (batch norm of a
+    transposed input): then eager's reshape copies, and so must the graph's.
+    """
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in _VIEWS:
+            if _may_be_strided(node.args[0]):
+                node.target = torch.ops.aten.reshape.default
+
+
+def _may_be_strided(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor) and not value.is_contiguous():
+        return True
+    while _torch.is_view(node.target):
+        if node.target not in _IN_ORDER:
+            return True
+        node = node.all_input_nodes[0]
+    return False
 
 
 def _drop_profiler_marks(graph: fx.Graph) -> None:

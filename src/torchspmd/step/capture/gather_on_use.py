@@ -28,6 +28,7 @@ from torchspmd.comm import Phase
 from torchspmd.errors import CaptureError
 from torchspmd.step.capture.equal_gradients import REDUCED_FOR
 from torchspmd.step.capture.inventory import Inventory
+from torchspmd.step.capture.refusals import line_of_caller
 from torchspmd.step.capture.shard_collectives import gather_rows, reduce_rows
 from torchspmd.step.capture.shard_cut import Cut
 from torchspmd.step.graph.aliases import find_aliases
@@ -127,6 +128,14 @@ class Gathering:
     def arrive(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Refuse a gradient that did not come through a gathered parameter."""
         count = self._scattered.pop(id(parameter), 0)
+        if torch.is_grad_enabled():
+            raise CaptureError(
+                f"compile: the gradient of {self._names[id(parameter)]} is taken with "
+                "create_graph=True, and one that was reduced into shards cannot be "
+                f"differentiated again\n\n  * {line_of_caller()}\n\nUse parallel_mode="
+                "DataParallel('replicate') for a gradient penalty, or leave create_graph "
+                "out."
+            )
         if count == 0 or (count == 1 and _REDUCED not in vars(gradient)):
             raise CaptureError(
                 f"compile: a gradient reaches {self._names[id(parameter)]} without being "

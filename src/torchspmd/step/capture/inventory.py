@@ -204,6 +204,13 @@ def _check_module(argument: str, module: nn.Module) -> None:
             "reduces gradients by itself, outside of the graph. Pass the plain module: "
             "compile reduces them, see parallel_mode."
         )
+    for path, child in module.named_modules():
+        if isinstance(child, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"compile: {path or 'the module itself'} of argument {argument} is made by "
+                "torch.jit, whose code runs outside of Python and cannot be captured. Pass "
+                "the Python module that it was made from; compile makes a graph of that."
+            )
 
 
 def _add_optimizer(

@@ -13,7 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchspmd import _torch
 from torchspmd.errors import CaptureError, UsageError, WorldError
+from torchspmd.step.capture.checksums import sign_parameters
 from torchspmd.step.capture.inventory import Inventory, Role, Slot
+from torchspmd.step.capture.progress import phase, when_done
 from torchspmd.step.graph.owners import OwnerLog
 
 if TYPE_CHECKING:
@@ -69,10 +71,30 @@ class Spread(ABC):
 
     mesh: DeviceMesh | None
     takes_layouts = True  # whether parameters may be DTensors already
+    is_compared = False  # whether ranks were found to hold the same parameters
+    reduces = False  # whether ranks hold whole parameters, and reduce their gradients
 
     def lay_out(self, inventory: Inventory) -> "Relayout | None":
         """Other tensors for those of the step, to be put in place after capture."""
         return None
+
+    def values(
+        self, inventory: Inventory, relayout: "Relayout | None"
+    ) -> tuple[str, ...]:
+        """A checksum of each tensor that must be equal along the data axis.
+
+        A pass over all parameters: taken until a program was made, and not again.
+        """
+        if relayout is not None:
+            return tuple(fact.text for fact in relayout.facts)
+        if self.mesh is None or not self.reduces or self.is_compared:
+            return ()
+        when_done(self._note_compared)
+        with phase("checksums"):
+            return sign_parameters(inventory, self.mesh)
+
+    def _note_compared(self) -> None:
+        self.is_compared = True
 
     def installed(
         self, inventory: Inventory, shown: list[torch.Tensor], log: OwnerLog
@@ -149,6 +171,8 @@ class OneDevice(Spread):
 @final
 class ReplicatedData(Spread):
     """Ranks compute on plain tensors; gradients are summed over the mesh, or averaged."""
+
+    reduces = True
 
     def __init__(self, mesh: DeviceMesh, reduce: Literal["avg", "sum"]) -> None:
         self.mesh: DeviceMesh = mesh

@@ -14,13 +14,14 @@ from typing import Any, final
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
 from torchspmd.step.capture.inventory import Role, Slot
 from torchspmd.step.capture.modes import Spread
+from torchspmd.step.capture.whole_batch_operators import WholeBatchOperators, finished
 
 
 @final
@@ -28,6 +29,7 @@ class OneMeaning(Spread):
     """Inputs ``Shard(0)``, everything else ``Replicate``, on a mesh of one axis."""
 
     takes_layouts = False
+    reduces = True
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh: DeviceMesh = mesh
@@ -61,7 +63,7 @@ class OneMeaning(Spread):
     def reduce(self, gradient: torch.Tensor) -> torch.Tensor:
         """Sum a gradient that is still partial over the ranks."""
         assert isinstance(gradient, DTensor), type(gradient)
-        return _finished(gradient, (Replicate(),))
+        return finished(gradient, (Replicate(),))
 
     def result(self, value: torch.Tensor) -> torch.Tensor:
         """Partial values reduced; of a value sharded by the batch, this rank's rows."""
@@ -71,7 +73,7 @@ class OneMeaning(Spread):
             Replicate() if isinstance(placement, Partial) else placement
             for placement in value.placements
         )
-        return _torch.local_tensor(_finished(value, placements))
+        return _torch.local_tensor(finished(value, placements))
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
@@ -83,6 +85,7 @@ class OneMeaning(Spread):
         functions = _WholeBatchFunctions()
         with (
             implicit_replication(),
+            WholeBatchOperators(),
             functions,
             _torch.backward_under(functions),
             warnings.catch_warnings(),
@@ -90,17 +93,6 @@ class OneMeaning(Spread):
             # Random operators are written out here, and need no support on the mesh.
             warnings.filterwarnings("ignore", message="DTensor random operators")
             yield
-
-
-def _finished(value: DTensor, placements: tuple[Placement, ...]) -> DTensor:
-    """A DTensor in another layout, the communication waited for."""
-    if value.placements == placements:
-        return value
-    moved = value.redistribute(placements=placements)
-    local = _torch.finished(_torch.local_tensor(moved))
-    made = _torch.wrap_local(local, _torch.spec(moved))
-    assert isinstance(made, DTensor)
-    return made
 
 
 class _WholeBatchFunctions(TorchFunctionMode):
@@ -150,7 +142,7 @@ def batch_norm(  # noqa: PLR0913, PLR0917  # the arguments of torch's own functi
 
 def _blend(running: torch.Tensor, new: torch.Tensor, momentum: float) -> None:
     if isinstance(new, DTensor) and isinstance(running, DTensor):
-        new = _finished(new, running.placements)
+        new = finished(new, running.placements)
     running.mul_(1 - momentum).add_(new, alpha=momentum)
 
 

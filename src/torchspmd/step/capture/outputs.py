@@ -1,6 +1,6 @@
 """What a captured step gives back, and where each value goes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -8,6 +8,7 @@ import torch
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
 from torchspmd.step.capture.inventory import Inventory, Role
+from torchspmd.step.capture.leaks import find_traced
 from torchspmd.step.capture.stage import Stage
 
 
@@ -84,7 +85,8 @@ def collect(stage: Stage, returned: Any) -> tuple[list[Any], Outputs]:
         for slot, local in enumerate(stage.locals)
         if slot not in written
     ]
-    leaves, structure = _torch.flatten_tree(returned)
+    known = frozenset(map(id, stage.inventory.leaves))
+    leaves, structure = _torch.flatten_tree(_opened(returned))
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             found.append((Result(place), stage.spread.result(leaf.detach())))
@@ -92,6 +94,8 @@ def collect(stage: Stage, returned: Any) -> tuple[list[Any], Outputs]:
         elif isinstance(leaf, (torch.SymFloat, torch.SymInt, torch.SymBool)):
             found.append((Result(place), leaf))
             leaves[place] = None
+        elif id(leaf) not in known:
+            _check_result(leaf)
     outputs = Outputs(
         tuple(destination for destination, _ in found),
         tuple(leaves),
@@ -101,6 +105,29 @@ def collect(stage: Stage, returned: Any) -> tuple[list[Any], Outputs]:
         tuple(cleared),
     )
     return [value for _, value in found], outputs
+
+
+def _opened(returned: Any) -> Any:
+    """A tree in which dataclasses that hold traced tensors are nodes too."""
+    leaves, structure = _torch.flatten_tree(returned)
+    for place, leaf in enumerate(leaves):
+        if not is_dataclass(leaf) or isinstance(leaf, type):
+            continue
+        if next(find_traced(leaf, ""), None) is not None:
+            values = [_opened(value) for _, value in _torch.record_fields(leaf)]
+            leaves[place] = _torch.Record(leaf, values)
+    return _torch.unflatten_tree(leaves, structure)
+
+
+def _check_result(leaf: Any) -> None:
+    kind = type(leaf).__name__
+    paths = list(find_traced(leaf, kind))
+    if paths:
+        raise CaptureError(
+            f"compile: the step returns a {kind} with tensors inside "
+            f"({', '.join(paths)}), which would have no values. Return tensors in tuples, "
+            "lists, dicts, named tuples or dataclasses."
+        )
 
 
 def _module_values(stage: Stage) -> list[tuple[Destination, Any]]:

@@ -15,6 +15,7 @@ import torch
 
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
+from torchspmd.step.capture.refusals import line_of_caller
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +59,13 @@ class RandomTape(_torch.TorchDispatchMode):
                 ):
                     stack.callback(setattr, owner, name, getattr(owner, name))
                     setattr(owner, name, ours)
+                for name in ("manual_seed", "manual_seed_all", "seed", "seed_all"):
+                    if hasattr(owner, name):
+                        stack.callback(setattr, owner, name, getattr(owner, name))
+                        setattr(owner, name, _refuse_seed)
             stack.enter_context(self)
             yield
+            self._check_end()
 
     def _get_state(self, *_: Any) -> Any:
         self._is_state_taken = True
@@ -73,6 +79,14 @@ class RandomTape(_torch.TorchDispatchMode):
                 "before the step, or take it inside the step."
             )
         self._place = state.place
+
+    def _check_end(self) -> None:
+        if self._place < len(self._draws):
+            raise CaptureError(
+                "compile: the step sets a random generator back (fork_rng, set_rng_state) "
+                "and leaves it so; a graph draws anew in each step and sets nothing back. "
+                "Fork outside of the step, or pass what is drawn as an argument."
+            )
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -110,6 +124,14 @@ class RandomTape(_torch.TorchDispatchMode):
             return args[0].copy_(draw.copies[0])
         again = tuple(map(_copied, draw.copies))
         return again[0] if draw.is_single else again
+
+
+def _refuse_seed(*_: Any) -> None:
+    raise CaptureError(
+        "compile: the step seeds a random generator, which would happen once, while the "
+        f"step is captured\n\n  * {line_of_caller()}\n\nSeed before the step, or draw "
+        "outside and pass what was drawn as an argument."
+    )
 
 
 def _copied(value: Any) -> Any:

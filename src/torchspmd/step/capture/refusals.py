@@ -190,12 +190,33 @@ class NoPrinting(TorchFunctionMode):
 
 def user_line(error: BaseException) -> str:
     """``file:line function`` of the innermost frame that is not torch's or ours."""
-    frames = traceback.extract_tb(error.__traceback__)
-    for frame in reversed(frames):
-        if not frame.filename.startswith(_OWN_FOLDERS):
-            line = f": {frame.line}" if frame.line else ""
-            return f"{frame.filename}:{frame.lineno} {frame.name}{line}"
-    return "(no line of yours: the call came from torch)"
+    return _innermost(traceback.extract_tb(error.__traceback__))
+
+
+def calling_line() -> str:
+    """``file:line function`` of the user's code that is running now."""
+    return _innermost(traceback.extract_stack())
+
+
+def _innermost(frames: traceback.StackSummary) -> str:
+    theirs = [f for f in frames if not f.filename.startswith(_OWN_FOLDERS)]
+    if not theirs:
+        return "(no line of yours: the call came from torch)"
+    # Code without a file may have been made by torch.
+    in_files = [frame for frame in theirs if frame.filename != "<string>"]
+    frame = (in_files or theirs)[-1]
+    line = f": {frame.line}" if frame.line else ""
+    return f"{frame.filename}:{frame.lineno} {frame.name}{line}"
+
+
+def line_of_caller() -> str:
+    """``file:line function`` of the innermost running frame that is not torch's or ours."""
+    frame: Any = sys._getframe(1)
+    while frame and frame.f_code.co_filename.startswith(_OWN_FOLDERS):
+        frame = frame.f_back
+    if frame is None:
+        return "(the line is not known: backward runs in a thread of its own)"
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
 
 
 def _running_optimizer(error: BaseException) -> str | None:

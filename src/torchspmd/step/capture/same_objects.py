@@ -1,6 +1,7 @@
 """Modules and optimizers as an earlier call found them, compared by identity."""
 
 import weakref
+from collections.abc import Collection, Mapping
 from operator import is_
 from typing import Any
 
@@ -27,7 +28,6 @@ class ModuleFacts:
         # By key: what a hook holds is not held here, and no key is given twice.
         self._hooks = [(name, list(table)) for name, table in hooks.items() if table]
         self._empty = [t for t in (*containers, *hooks.values()) if not t]
-        self._lists = [(v, list(v)) for v in self._values if type(v) is list]
 
     def hold(self) -> bool:
         """Whether all of it is still the same."""
@@ -42,9 +42,8 @@ class ModuleFacts:
         return (
             list(values) == self._keys
             and not any(self._empty)
-            and all(_same_table(*table) for table in self._tables)
+            and all(is_same_table(*table) for table in self._tables)
             and all(list(values[name]) == keys for name, keys in self._hooks)
-            and all(_same_items(*pair) for pair in self._lists)
         )
 
 
@@ -80,7 +79,7 @@ class OptimizerFacts:
         for group, (old, params, items) in zip(groups, self._params, strict=True):
             if group is not old or group["params"] is not params:
                 return False
-            if not _same_items(params, items):
+            if not is_same_items(params, items):
                 return False
         if not all(
             len(group) == len(facts) + 1 and all(fact.holds() for fact in facts)
@@ -119,7 +118,7 @@ class ScalerFacts:
         scaler = self._scaler()
         if scaler is None or _torch.scaler_facts(scaler) != self._facts:
             return False
-        return _same_items(self._tensors_of(scaler), self._tensors)
+        return is_same_items(self._tensors_of(scaler), self._tensors)
 
     @staticmethod
     def _tensors_of(scaler: GradScaler) -> list[torch.Tensor]:
@@ -167,13 +166,27 @@ def _hook_keys(optimizer: Optimizer) -> list[list[int]]:
     return [list(vars(optimizer)[name]) for name in _torch.OPTIMIZER_HOOK_TABLES]
 
 
-def _same_table(table: Any, keys: list[str], values: list[Any]) -> bool:
+def is_same_table(table: Mapping[Any, Any], keys: list[Any], values: list[Any]) -> bool:
+    """Whether a table holds the same objects under the same keys."""
     return (
         len(table) == len(values)
         and all(map(is_, table.values(), values))
-        and list(table) == keys
+        and all(map(is_, table, keys))
     )
 
 
-def _same_items(now: Any, before: list[Any]) -> bool:
+def is_same_vars(
+    holder: Any, keys: list[str], values: list[Any], *, kind: type
+) -> bool:
+    """Whether an object's class and attributes are the same objects."""
+    return type(holder) is kind and is_same_table(vars(holder), keys, values)
+
+
+def is_same_items(now: Collection[Any], before: list[Any]) -> bool:
+    """Whether a list, or what can be counted and iterated, holds the same objects."""
     return len(now) == len(before) and all(map(is_, now, before))
+
+
+def is_same_bytes(array: Any, before: bytes) -> bool:
+    """Whether a NumPy array has the same values."""
+    return bool(array.tobytes() == before)

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
+from torchspmd.step.capture.checksums import sign_values
 from torchspmd.step.capture.counters import is_counter
 from torchspmd.step.capture.inventory import Inventory, Role, Slot
 from torchspmd.step.capture.shard_cut import (
@@ -186,30 +187,10 @@ def shard(slot: Slot, cut: Cut) -> torch.Tensor:
 def _facts(before: list[Slot], after: list[Slot]) -> tuple[Fact, ...]:
     """A checksum of each tensor that was cut: ranks with other values would mix them."""
     cut = [old for old, new in zip(before, after, strict=True) if old is not new]
-    with torch.no_grad():
-        sums = torch.stack([_bits(slot.tensor).sum().cpu() for slot in cut]).tolist()
     return tuple(
-        Fact(
-            f"{slot.name} {list(slot.tensor.shape)} #{_folded(value):08x}",
-            _torch.layout_of(slot.tensor),
-        )
-        for slot, value in zip(cut, sums, strict=True)
+        Fact(text, _torch.layout_of(slot.tensor))
+        for slot, text in zip(cut, sign_values(cut), strict=True)
     )
-
-
-def _folded(value: int) -> int:
-    # Both halves: round float64 numbers differ in the upper one alone.
-    return (value ^ (value >> 32)) & 0xFFFFFFFF
-
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    whole = _torch.plain_tensor(tensor).detach().contiguous()
-    if whole.is_complex():
-        whole = torch.view_as_real(whole)
-    return whole.view(_INTEGERS[whole.element_size()])
 
 
 def _module_problems(inventory: Inventory, mesh: DeviceMesh) -> Iterator[str]:

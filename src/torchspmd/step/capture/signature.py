@@ -1,7 +1,6 @@
 """Guards: all that a program took for granted, as one comparable value."""
 
-from collections.abc import Iterator
-from types import BuiltinFunctionType, FunctionType
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -9,37 +8,65 @@ from torch import nn
 
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
+from torchspmd.step.capture.data_facts import differing, simple_fact
 from torchspmd.step.capture.inventory import Inventory, Role
+from torchspmd.step.capture.plain_data import (
+    BOOKS_OF_MODULES,
+    MAX_DEPTH,
+    MAX_LEAVES,
+    Walk,
+)
+from torchspmd.step.capture.progress import note
+from torchspmd.step.watching import Refused, Watched
 
 # Each guarded fact by its name. Two calls may share a program when all facts are equal.
 Signature: TypeAlias = tuple[tuple[str, Any], ...]
 
-_SIMPLE = (
-    bool,
-    int,
-    float,
-    str,
-    bytes,
-    type(None),
-    torch.dtype,
-    torch.device,
-    FunctionType,  # an activation function, for instance
-    BuiltinFunctionType,
-)
-
 
 def sign(inventory: Inventory) -> Signature:
     """Everything about a call that a program depends on, except tensor values."""
-    return (
+    walk = _begin_walk(inventory)
+    facts = (
         *ambient_facts(),
         ("structure of the arguments", inventory.structure),
         *_tensor_facts(inventory),
         *_wiring_facts(inventory),
-        *_constant_facts(inventory),
-        *_module_facts(inventory),
+        *_data_facts(inventory, walk),
         *_gradient_hook_facts(inventory),
         *_optimizer_facts(inventory),
     )
+    if walk.beyond:
+        note(_describe_beyond(walk.beyond))
+    return facts
+
+
+def watch_data(inventory: Inventory) -> list[Callable[[], bool]]:
+    """For each container and object in guarded data: whether it holds what it held."""
+    walk = _begin_walk(inventory)
+    for _ in _data_facts(inventory, walk):
+        pass
+    return list(walk.holding.values())
+
+
+def _begin_walk(inventory: Inventory) -> Walk:
+    known = {id(optimizer): name for name, optimizer in inventory.optimizers}
+    known |= {id(scaler): name for name, scaler in inventory.scalers}
+    return Walk(known | {id(child): path for path, child in _named_modules(inventory)})
+
+
+def _describe_beyond(names: list[str], limit: int = 8) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return (
+        f"not guarded, beyond {MAX_LEAVES} values or {MAX_DEPTH} levels: "
+        f"{', '.join(names[:limit])}{more}; if one changes, call close() and compile again"
+    )
+
+
+def _data_facts(inventory: Inventory, walk: Walk) -> Iterator[tuple[str, Any]]:
+    """Arguments that are no tensors, modules, and the classes of all that was found."""
+    yield from _constant_facts(inventory, walk)
+    yield from _module_facts(inventory, walk)
+    yield from walk.class_facts()
 
 
 def explain_difference(old: Signature, new: Signature, *, limit: int = 8) -> list[str]:
@@ -67,8 +94,11 @@ def explain_difference(old: Signature, new: Signature, *, limit: int = 8) -> lis
     telling = [name for name in facts if name not in WIRING] or facts
     if not (created and all(name in WIRING for name in telling)):
         lines += [
-            f"{name}: {before.get(name, 'absent')} -> {after.get(name, 'absent')}"
+            f"{place}: {was} -> {now}"
             for name in telling
+            for place, was, now in differing(
+                name, before.get(name, "absent"), after.get(name, "absent")
+            )
         ]
     rest = len(lines) - limit
     return lines if rest <= 0 else [*lines[:limit], f"and {rest} more"]
@@ -139,7 +169,7 @@ def _wiring_facts(inventory: Inventory) -> Iterator[tuple[str, Any]]:
     yield "numbers", tuple(number.name for number in inventory.numbers)
 
 
-def _constant_facts(inventory: Inventory) -> Iterator[tuple[str, Any]]:
+def _constant_facts(inventory: Inventory, walk: Walk) -> Iterator[tuple[str, Any]]:
     lifted = {number.leaf for number in inventory.numbers}
     known = [id(module) for _, module in inventory.modules]
     known += [id(optimizer) for _, optimizer in inventory.optimizers]
@@ -154,40 +184,62 @@ def _constant_facts(inventory: Inventory) -> Iterator[tuple[str, Any]]:
         if id(leaf) in scalers:
             yield name, _torch.scaler_facts(leaf)
             continue
-        _check_hashable(name, leaf)
-        yield name, (type(leaf).__name__, leaf)
+        walk.begin()
+        fact = walk.fact(name, leaf)
+        _check_guarded(name, leaf, walk)
+        is_simple = simple_fact(leaf) is not None
+        yield name, (type(leaf).__name__, fact) if is_simple else fact
 
 
-def _check_hashable(name: str, leaf: Any) -> None:
-    try:
-        hash(leaf)
-    except TypeError:
+def _check_guarded(name: str, leaf: Any, walk: Walk) -> None:
+    if type(leaf).__hash__ is None and not walk.sees(name, leaf):
         raise CaptureError(
             f"compile: argument {name} is a {type(leaf).__name__}, which can change "
             "without a sign, so a graph made with it could be stale. Pass tensors, "
-            "numbers, strings, modules, optimizers, or lists, tuples and dicts of them."
-        ) from None
+            "numbers, strings, modules, optimizers, plain objects, or lists, tuples and "
+            f"dicts of them, of at most {MAX_LEAVES} values in {MAX_DEPTH} levels."
+        )
 
 
-def _module_facts(inventory: Inventory) -> Iterator[tuple[str, Any]]:
-    """Train or eval, and every plain attribute, of every module."""
+def _named_modules(inventory: Inventory) -> Iterator[tuple[str, nn.Module]]:
     for root, module in inventory.modules:
         for prefix, child in module.named_modules():
-            path = f"{root}.{prefix}" if prefix else root
-            yield path, _attributes(child)
-            if hooks := _hooks(child, _torch.HOOK_TABLES):
-                yield f"hooks of {path}", hooks
+            yield f"{root}.{prefix}" if prefix else root, child
 
 
-def _attributes(module: nn.Module) -> tuple[Any, ...]:
-    return (
-        type(module),
-        *(
-            (key, tuple(value) if type(value) is list else value)
-            for key, value in vars(module).items()
-            if isinstance(value, _SIMPLE) or _is_simple_sequence(value)
-        ),
-    )
+def _module_facts(inventory: Inventory, walk: Walk) -> Iterator[tuple[str, Any]]:
+    """Train or eval, and all plain data among the attributes, of every module."""
+    for path, child in _named_modules(inventory):
+        yield from _attribute_facts(path, child, walk)
+        if hooks := _hooks(child, _torch.HOOK_TABLES):
+            yield f"hooks of {path}", hooks
+
+
+def _attribute_facts(
+    path: str, module: nn.Module, walk: Walk
+) -> Iterator[tuple[str, Any]]:
+    walk.begin()
+    walk.add_class(type(module))
+    simple: list[Any] = [type(module)]
+    for key, value in sorted(_own_attributes(module).items()):
+        if (fact := simple_fact(value)) is not None:
+            simple.append((key, fact))
+        elif key not in BOOKS_OF_MODULES:
+            yield f"{path}.{key}", walk.fact(f"{path}.{key}", value)
+    yield path, tuple(simple)
+
+
+def _own_attributes(module: nn.Module) -> dict[str, Any]:
+    """A module's attributes, without what stands there while an update is owed."""
+    own = {key: _look_through(value) for key, value in vars(module).items()}
+    return {key: value for key, value in own.items() if value is not Watched}
+
+
+def _look_through(value: Any) -> Any:
+    if not isinstance(value, (Watched, Refused)):
+        return value
+    # What the user put there; the class stands for nothing.
+    return Watched if value._own is None else _look_through(value._own)
 
 
 class HookFact(tuple[Any, ...]):
@@ -219,12 +271,6 @@ def _gradient_hook_facts(inventory: Inventory) -> Iterator[tuple[str, Any]]:
         if slot.role is Role.PARAMETER:
             if hooks := _hooks(slot.tensor, _torch.GRADIENT_HOOK_TABLES):
                 yield f"gradient hooks of {slot.name}", hooks
-
-
-def _is_simple_sequence(value: Any) -> bool:
-    return type(value) in (tuple, list) and all(
-        isinstance(item, _SIMPLE) for item in value
-    )
 
 
 def _optimizer_facts(inventory: Inventory) -> Iterator[tuple[str, Any]]:

@@ -18,6 +18,7 @@ from torchspmd.comm import Phase
 from torchspmd.errors import CaptureError
 from torchspmd.step.capture.gradient_hooks import install_gradient_hooks
 from torchspmd.step.capture.host_values import HostValues
+from torchspmd.step.capture.inner_gradients import keep_inner, refuse_graphs
 from torchspmd.step.capture.inventory import Inventory, Number, Role
 from torchspmd.step.capture.modes import Spread
 from torchspmd.step.capture.refusals import check_first_step, check_whole, is_spread
@@ -153,6 +154,8 @@ class Stage:
                 # Before it is added to `grad`: what is there was reduced already.
                 hook = shown.register_hook(_Reduction(self.spread, log, owner))
                 stack.callback(hook.remove)
+                if self.spread.reduces:
+                    stack.callback(refuse_graphs(shown, slot.name))
 
     def _install_optimizer(
         self,
@@ -229,8 +232,11 @@ class _Reduction:
         self._spread, self._log, self._owner = spread, log, owner
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
-        with self._log.owned(Phase.BACKWARD, self._owner), torch.no_grad():
-            return self._spread.reduce(gradient)
+        with self._log.owned(Phase.BACKWARD, self._owner):
+            if self._spread.reduces and torch.is_grad_enabled():
+                return keep_inner(gradient)  # create_graph=True
+            with torch.no_grad():
+                return self._spread.reduce(gradient)
 
 
 class _OptimizerRun:
@@ -247,8 +253,12 @@ class _OptimizerRun:
         self._stage, self._index = stage, index
         self._log, self._world, self._values = log, world, values
         self._open: contextlib.ExitStack | None = None
+        self._depth = 0
 
     def begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._depth += 1
+        if self._depth > 1:  # a step that calls super().step() has hooks twice
+            return
         check_first_step(optimizer)
         stack = self._open = contextlib.ExitStack()
         stack.enter_context(self._log.owned(Phase.OPTIMIZER))
@@ -276,9 +286,12 @@ class _OptimizerRun:
             plain.grad = self._stage.spread.for_optimizer(shown)
 
     def end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self.abort()
+        self._depth -= 1
+        if self._depth == 0:
+            self.abort()
 
     def abort(self) -> None:
+        self._depth = 0
         if self._open is not None:
             self._open.close()
             self._open = None

@@ -6,16 +6,25 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from torchspmd import _torch
 from torchspmd.comm import Phase
 from torchspmd.errors import CaptureError
 from torchspmd.step.capture.accumulation import join_reductions
+from torchspmd.step.capture.changes import (
+    Change,
+    PythonState,
+    RandomStates,
+    refuse_changes,
+    refusing_schedulers,
+)
 from torchspmd.step.capture.functional_form import make_functional
 from torchspmd.step.capture.host_values import HostValues, Reads
+from torchspmd.step.capture.inner_gradients import check_inner_gradients
 from torchspmd.step.capture.inventory import Inventory, Number, Role
-from torchspmd.step.capture.modes import Spread, check_layouts
+from torchspmd.step.capture.leaks import check_leaks
+from torchspmd.step.capture.modes import ReplicatedData, Spread, check_layouts
 from torchspmd.step.capture.outputs import (
     NewGradient,
     NewNumber,
@@ -25,6 +34,7 @@ from torchspmd.step.capture.outputs import (
     Result,
     collect,
 )
+from torchspmd.step.capture.own_collectives import NoOwnCollectives
 from torchspmd.step.capture.progress import note, phase
 from torchspmd.step.capture.random_tape import RandomTape
 from torchspmd.step.capture.refusals import NoPrinting, is_ours, refuse
@@ -52,11 +62,7 @@ class Captured:
     assumptions: tuple[Any, ...]
     reads: Reads
     relayout: Relayout | None
-
-    @property
-    def values(self) -> tuple[str, ...]:
-        """A checksum of each tensor that must be equal along the data axis."""
-        return tuple(f.text for f in self.relayout.facts) if self.relayout else ()
+    values: tuple[str, ...]  # a checksum of each that is equal along the data axis
 
 
 def capture(
@@ -75,7 +81,8 @@ def capture(
     numbers = [_fake_number(world, number) for number in inventory.numbers]
     symbols = tuple(_torch.symbol_of(number) for number in numbers)
     flat += numbers
-    tracing = _Tracing(function, inventory, spread, world)
+    tracing = _Tracing(function, name, inventory, spread, world)
+    random_states = RandomStates()
     try:
         with phase("tracing"), world.mode, torch.enable_grad():
             traced = _torch.trace(tracing.run, flat)
@@ -84,9 +91,11 @@ def capture(
             raise
         cause = None if isinstance(error, _torch.data_dependence_errors()) else error
         raise refuse(name, error, tracing.log.latest()) from cause
-    check_leaks(inventory)
+    refuse_changes(name, [*tracing.changes, *random_states.changes()])
+    check_leaks(inventory, function)
     assert tracing.outputs is not None
     spread.check(traced)
+    _check_inner(traced, tracing.outputs, inventory, spread)
     try:
         with phase("functional form"):
             graph = make_functional(traced, flat, world)
@@ -106,7 +115,8 @@ def capture(
     assumptions = world.assumptions()
     reads = tracing.reads.kept_for(assumptions)
     mark_guarded(graph.graph, [slot for _, slot in reads.slots])
-    return Captured(graph, outputs, symbols, assumptions, reads, relayout)
+    values = spread.values(inventory, relayout)
+    return Captured(graph, outputs, symbols, assumptions, reads, relayout, values)
 
 
 def _fake_number(world: _torch.FakeWorld, number: Number) -> Any:
@@ -121,15 +131,17 @@ class _Tracing:
     def __init__(
         self,
         function: Callable[..., Any],
+        name: str,
         inventory: Inventory,
         spread: Spread,
         world: _torch.FakeWorld,
     ) -> None:
-        self._function, self._inventory = function, inventory
+        self._function, self._name, self._inventory = function, name, inventory
         self._spread, self._world = spread, world
         self.log = OwnerLog(inventory.modules)
         self.outputs: Outputs | None = None
         self.reads = Reads()
+        self.changes: list[Change] = []
 
     def run(self, *flat: Any) -> list[Any]:
         """Run the user's step on traced values."""
@@ -139,6 +151,9 @@ class _Tracing:
             NoPrinting(),
             RandomTape().recording(),
             WrittenLists(),
+            refusing_schedulers(self._name),
+            NoOwnCollectives(),
+            _torch.keep_flat_weights(m for _, m in self._inventory.modules),
         ):
             stage = Stage(self._inventory, flat, self._spread)
             traced = {s.slot: stage.steps_on(s.slot) for s in self._inventory.states}
@@ -147,7 +162,9 @@ class _Tracing:
                 args, kwargs = _torch.unflatten_tree(
                     stage.leaves(), self._inventory.structure
                 )
+                state = PythonState(self._inventory, stage.shown, (args, kwargs))
                 returned = self._function(*args, **kwargs)
+                self.changes += state.changes()
                 with torch.no_grad(), self.log.owned(Phase.FORWARD):
                     flat_out, self.outputs = collect(stage, returned)
         self.reads = values.reads()
@@ -265,27 +282,18 @@ def check_recomputation(name: str, graph: fx.GraphModule) -> None:
             )
 
 
-def check_leaks(inventory: Inventory) -> None:
-    """Refuse a module that kept a traced tensor: it would hold no value."""
-    for root, module in inventory.modules:
-        for prefix, child in module.named_modules():
-            for key, value in vars(child).items():
-                if _is_traced(value):
-                    path = f"{root}.{prefix}" if prefix else root
-                    _drop(child, key)
-                    raise CaptureError(
-                        f"compile: the step stores a tensor in {path}.{key}, where a "
-                        "captured step cannot put its value. Return the tensor from the "
-                        "step, or register a buffer and write into it with copy_()."
-                    )
-
-
-def _is_traced(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and (
-        _torch.is_fake(_torch.plain_tensor(value)) and not value.is_meta
-    )
-
-
-def _drop(module: nn.Module, key: str) -> None:
-    # The fake tensor must not stay behind for eager code to trip over.
-    setattr(module, key, None)
+def _check_inner(
+    traced: fx.GraphModule, outputs: Outputs, inventory: Inventory, spread: Spread
+) -> None:
+    """Parameters and their gradients must not follow from what one rank has alone."""
+    if not isinstance(spread, ReplicatedData):  # others say by layouts what is equal
+        return
+    slots = inventory.slots
+    names = {}
+    for place, destination in enumerate(outputs.destinations):
+        if isinstance(destination, NewGradient):
+            names[place] = f"{slots[destination.parameter].name}.grad"
+        elif isinstance(destination, NewValue):
+            if slots[destination.slot].role in (Role.PARAMETER, Role.GRADIENT):
+                names[place] = slots[destination.slot].name
+    check_inner_gradients(traced.graph, spread.mesh.get_group().group_name, names)

@@ -12,6 +12,7 @@ from typing import Any, final
 import torch
 
 from torchspmd import _torch
+from torchspmd.step.capture.lost_effects import check_effect
 
 
 @final
@@ -22,6 +23,7 @@ class WrittenLists(_torch.TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        check_effect(func)
         result = func(*args, **kwargs)
         for place, name in _written(func):
             value = args[place] if place < len(args) else kwargs.get(name)

@@ -26,6 +26,7 @@ from torchspmd.step.passes.bucket_layout import (
     unpack,
 )
 from torchspmd.step.passes.buckets import BucketPlan, Caps, names_of, plan_buckets
+from torchspmd.step.passes.memory_budget import is_size
 from torchspmd.step.passes.ordering import graph_optimization_pass
 
 Layout = Literal["plain", "rank_major"]
@@ -94,12 +95,16 @@ def comm_fusion_with_concat(
 def _caps(bucket_size_mb: float, first_bucket_mb: float | None, layout: str) -> Caps:
     first = bucket_size_mb if first_bucket_mb is None else first_bucket_mb
     problems = []
-    if not bucket_size_mb > 0:
+    if not is_size(bucket_size_mb) or bucket_size_mb == 0:
         problems.append(
-            f"bucket_size_mb={bucket_size_mb}: a bucket needs a size above 0"
+            f"bucket_size_mb={bucket_size_mb!r}: a bucket needs a size above 0, a finite "
+            "number of MiB (for one bucket, more than all gradients have)"
         )
-    if first_bucket_mb is not None and not first_bucket_mb > 0:
-        problems.append(f"first_bucket_mb={first_bucket_mb}: use more than 0, or None")
+    if first_bucket_mb is not None and not (is_size(first) and first > 0):
+        problems.append(
+            f"first_bucket_mb={first_bucket_mb!r}: use more than 0, a finite number of "
+            "MiB, or None"
+        )
     if layout not in get_args(Layout):
         problems.append(f"layout={layout!r}: choose 'plain' or 'rank_major'")
     if problems:

@@ -25,6 +25,7 @@ from torchspmd.step.graph.roles import output_node
 from torchspmd.step.iterate.deferral import check_region, first_reader
 from torchspmd.step.iterate.iteration import IterGraphModule
 from torchspmd.step.passes.iter_move import isolate_updates, moved, update_region
+from torchspmd.step.passes.memory_budget import check_budget
 from torchspmd.step.passes.optimizer_copies import remove_copy_from_optimizer
 from torchspmd.step.passes.ordering import graph_optimization_pass
 from torchspmd.step.passes.pacing import Pace, Reduction, paces
@@ -81,6 +82,7 @@ def defer_updates(
         )
     if start not in ("now", "next"):
         raise UsageError(f"defer_updates(start={start!r}): choose 'now' or 'next'.")
+    check_budget(memory_budget_mb, "defer_updates", "such as 0 for no rise")
     graph = gm.graph
     cost = cost or CostModel.for_device(device_of(graph))
     blocks = get_all_comm_blocks(gm, _REDUCTIONS)

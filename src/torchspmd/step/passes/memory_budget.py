@@ -10,6 +10,28 @@ from torchspmd.step.graph.live_bytes import LiveBytes, held_until_wait, value_by
 from torchspmd.step.graph.moves import after_start, hoist, remember, sink
 from torchspmd.step.graph.queries import HasGraph
 
+_MOST_MB = 2**40
+
+
+def is_size(value: object) -> bool:
+    """Whether a value is a finite number of MiB, not below 0.
+
+    >>> [is_size(value) for value in (25, 0, -1, float("inf"), "25", True)]
+    [True, True, False, False, False, False]
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return 0 <= value <= _MOST_MB
+
+
+def check_budget(rise_mb: object, what: str, otherwise: str) -> None:
+    """Refuse a memory budget that is no number of MiB."""
+    if not is_size(rise_mb):
+        raise UsageError(
+            f"{what}(memory_budget_mb={rise_mb!r}): use 0 or more, a finite number of MiB, "
+            f"{otherwise}."
+        )
+
 
 class MemoryBudget:
     """How much memory a graph's values may take at once, while collectives move.
@@ -24,10 +46,7 @@ class MemoryBudget:
         self._most: int | None = None
         if rise_mb is None:
             return
-        if not rise_mb >= 0:
-            raise UsageError(
-                f"{what}(memory_budget_mb={rise_mb}): use 0 or more, or None for no limit."
-            )
+        check_budget(rise_mb, what, "or None for no limit")
         self._memory = LiveBytes(gm)
         self._live = self._memory.now()
         self._most = max(self._live.values(), default=0) + int(rise_mb * 2**20)

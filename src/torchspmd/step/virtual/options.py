@@ -1,6 +1,6 @@
 """How much ``compile(verify=...)`` runs, and what is too much."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import final
 
 import torch
@@ -10,6 +10,7 @@ from torchspmd import _torch
 from torchspmd.comm import format_bytes
 from torchspmd.errors import UsageError
 from torchspmd.step.graph.roles import output_values
+from torchspmd.step.virtual.arguments import check_integers
 from torchspmd.step.virtual.axes import RankLayout
 
 
@@ -41,6 +42,10 @@ class Verification:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        whole = {
+            field.name: (getattr(self, field.name), None) for field in fields(self)
+        }
+        check_integers("Verification", **whole)
         if self.ranks < 4 or self.steps < 1:
             raise UsageError(
                 f"Verification(ranks={self.ranks}, steps={self.steps}): take at least 4 "

@@ -7,6 +7,7 @@ from typing import Any
 from torch import fx
 
 from torchspmd.step.graph.roles import written_state
+from torchspmd.step.virtual.arguments import check_inputs, check_integers, check_ranks
 from torchspmd.step.virtual.axes import DEFAULT_SIZE, RankLayout, lay_out
 from torchspmd.step.virtual.inputs import Inputs
 from torchspmd.step.virtual.ranks import Graphs, VirtualRanks, graphs_of
@@ -74,7 +75,10 @@ def run_virtual(
         >>> [value.tolist() for (value,) in run.outputs[0]]
         [[0, 1], [0, 1]]
     """
+    check_ranks("run_virtual", ranks)
+    check_integers("run_virtual", steps=(steps, 1), seed=(seed, None))
     (graph, *_) = graphs_of(program)
+    check_inputs("run_virtual", graph, inputs)
     layout = lay_out(graph, ranks)
     virtual = VirtualRanks(layout, order=order, seed=seed)
     source = inputs if callable(inputs) else Inputs(graph, layout, inputs, seed).at

@@ -1,0 +1,146 @@
+"""Operators of the default mode whose rules in DTensor lose the meaning of one device.
+
+DTensor leaves a maximum, a product, a norm or an ``any`` as one term on each rank, and
+operators behind it take the term for the value. Here such values are finished where they
+are made, the mean of a loss is its sum over its weights, and no dims mean all dims.
+"""
+
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+
+from torchspmd import _torch
+
+_aten = torch.ops.aten
+_MEAN, _SUM = 1, 2  # the numbers of reductions in aten's losses
+
+
+@final
+class WholeBatchOperators(_torch.TorchDispatchMode):
+    """Computes on DTensors what one device would compute on the whole batch."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not args or not isinstance(args[0], DTensor):
+            return func(*args, **kwargs)
+        own = _OWN.get(func)
+        made = func(*args, **kwargs) if own is None else own(func, args, kwargs)
+        if isinstance(made, (tuple, list)):
+            return type(made)(map(_without_other_terms, made))
+        return _without_other_terms(made)
+
+
+def finished(value: DTensor, placements: tuple[Placement, ...]) -> DTensor:
+    """A DTensor in another layout, the communication waited for."""
+    if value.placements == placements:
+        return value
+    moved = value.redistribute(placements=placements)
+    local = _torch.finished(_torch.local_tensor(moved))
+    made = _torch.wrap_local(local, _torch.spec(moved))
+    assert isinstance(made, DTensor)
+    return made
+
+
+def _without_other_terms(value: Any) -> Any:
+    """The value, its terms joined unless they are those of a sum or a mean."""
+    if isinstance(value, DTensor) and any(map(_is_other_term, value.placements)):
+        return _without_terms(value)
+    return value
+
+
+def _is_other_term(placement: Placement) -> bool:
+    # A norm's terms say "sum" and are of a class of their own.
+    return isinstance(placement, Partial) and not (
+        type(placement) is Partial and placement.reduce_op in ("sum", "avg")
+    )
+
+
+def _without_terms(value: Any) -> Any:
+    if not isinstance(value, DTensor):
+        return value
+    return finished(value, tuple(_whole(p) for p in value.placements))
+
+
+def _whole(placement: Placement) -> Placement:
+    return Replicate() if isinstance(placement, Partial) else placement
+
+
+def _truth(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """``any`` and ``all``: their terms are joined as numbers, no rule fits booleans."""
+    made = func(_without_terms(args[0]), *args[1:], **kwargs)
+    if not any(isinstance(p, Partial) for p in made.placements):
+        return made
+    joins = "max" if "any" in func.name() else "min"
+    placements = tuple(
+        Partial(joins) if isinstance(p, Partial) else p for p in made.placements
+    )
+    numbers = _torch.local_tensor(made).to(torch.uint8)
+    spec = _torch.build_spec(
+        made.device_mesh, placements, tuple(made.shape), torch.uint8
+    )
+    terms: Any = _torch.wrap_local(numbers, spec)
+    return _without_terms(terms).to(made.dtype)
+
+
+def _over_all_dims(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """A reduction over a list of dims; DTensor takes an empty one for no reduction."""
+    place = 2 if func is _aten.linalg_vector_norm.default else 1
+    value = args[0]
+    if func is _aten.nansum.default:  # a NaN in one term is not one to leave out
+        value = _without_terms(value)
+    dims = list(args[place]) if len(args) > place and args[place] is not None else None
+    if dims == [] or (dims is None and "dim" in kwargs and not kwargs["dim"]):
+        kwargs = {key: value for key, value in kwargs.items() if key != "dim"}
+        missing = (2,) if len(args) < place else ()
+        every = list(range(value.ndim))
+        return func(
+            value, *args[1:place], *missing, every, *args[place + 1 :], **kwargs
+        )
+    return func(value, *args[1:], **kwargs)
+
+
+def _mean_of_loss(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """The sum over the labels that count, divided by their weight on all ranks."""
+    value, target, weight, reduction, *rest = args
+    if reduction != _MEAN:
+        return func(*args, **kwargs)
+    total, weights = func(value, target, weight, _SUM, *rest, **kwargs)
+    weights = _without_terms(weights)
+    return _without_terms(total) / weights, weights
+
+
+_Rule = Callable[[Any, tuple[Any, ...], Any], Any]
+_OWN: dict[Any, _Rule] = {
+    **dict.fromkeys(
+        (
+            _aten.any.default,
+            _aten.any.dim,
+            _aten.any.dims,
+            _aten.all.default,
+            _aten.all.dim,
+            _aten.all.dims,
+        ),
+        _truth,
+    ),
+    **dict.fromkeys(
+        (
+            _aten.sum.dim_IntList,
+            _aten.mean.dim,
+            _aten.nansum.default,
+            _aten.amax.default,
+            _aten.amin.default,
+            _aten.linalg_vector_norm.default,
+            _aten.var.correction,
+            _aten.std.correction,
+            _aten.var_mean.correction,
+            _aten.std_mean.correction,
+        ),
+        _over_all_dims,
+    ),
+    _aten.nll_loss_forward.default: _mean_of_loss,
+    _aten.nll_loss2d_forward.default: _mean_of_loss,
+}
