@@ -9,6 +9,7 @@ Nothing is written, and no random number is drawn that the step would draw.
 import contextlib
 import copy
 import json
+import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -219,8 +220,14 @@ def _corrected(cost: CostModel, graph: fx.Graph) -> CostModel:
 def _tell(cost: CostModel, graph: fx.Graph) -> None:
     counts = Counter(operator_key(node) for node in graph.nodes if computes(node))
     seconds = sum(count * cost.operators.get(key, 0.0) for key, count in counts.items())
+    computing = f"forward and backward take {seconds * 1e3:.1f} ms"
+    if not seconds:
+        computing = (
+            "forward and backward could not be run on every rank, estimates count"
+        )
+    guess = CostModel.for_device(device_of(graph)).network_bytes
+    source = " (a guess)" if math.isclose(cost.network_bytes, guess) else ""
     note(
-        f"measured: forward and backward take {seconds * 1e3:.1f} ms; the network sends "
-        f"{cost.network_bytes / 1e9:.2f} GB/s, {cost.latency_seconds * 1e3:.2f} ms for a "
-        "collective besides"
+        f"measured: {computing}; the network sends {cost.network_bytes / 1e9:.2f} GB/s, "
+        f"{cost.latency_seconds * 1e3:.2f} ms for a collective besides{source}"
     )

@@ -56,8 +56,7 @@ class Meeting:
         try:
             yield
         except BaseException as error:
-            is_shared = self._mesh is not None and self._mesh.size() > 1
-            if is_shared and dist.get_backend() != "fake":
+            if self._mesh is not None and dist.get_backend() != "fake":
                 with contextlib.suppress(RuntimeError):  # a store that is gone
                     post_failure(f"{self._key}/failed", error)
             raise

@@ -176,7 +176,21 @@ def test_the_step_says_what_was_measured():
     with pytest.warns(PassWarning):  # one device communicates nothing
         compiled(model, optim, torch.ones(2, 4))
     assert transformation.cost.operators
-    assert "measured: forward and backward take" in compiled.explain()
+    text = compiled.explain()
+    assert "measured: forward and backward take" in text
+    assert "for a collective besides (a guess)" in text  # one device sends nothing
+
+
+def test_that_nothing_could_be_measured_is_said(monkeypatch):
+    monkeypatch.setattr(measured_operators, "time_operators", lambda *_: {})
+    transformation = GraphModuleTransformation(
+        enable_graph_optimization=True, cost="measure"
+    )
+    compiled = compile(step, gm_transformation=transformation)
+    model = nn.Linear(4, 4)
+    with pytest.warns(PassWarning):
+        compiled(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(2, 4))
+    assert "could not be run on every rank, estimates count" in compiled.explain()
 
 
 def test_another_word_is_refused():
