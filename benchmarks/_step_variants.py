@@ -100,6 +100,7 @@ def ours(
     overlap: bool,
     megabytes: float | None = None,
     inductor: bool = False,
+    backend: str = "graph",
 ) -> tuple[nn.Module, Step]:
     transformation = None
     if passes:
@@ -111,7 +112,9 @@ def ours(
             enable_inductor=inductor,
         )
     step = compile(
-        gm_transformation=transformation, parallel_mode=DataParallel("replicate")
+        gm_transformation=transformation,
+        parallel_mode=DataParallel("replicate"),
+        backend=backend,
     )(train_step)
     return model, step
 
@@ -139,6 +142,9 @@ VARIANTS: dict[str, Variant] = {
     "torchspmd, passes": functools.partial(ours, passes=True, overlap=False),
     "torchspmd, overlapped iterations": functools.partial(
         ours, passes=True, overlap=True
+    ),
+    "torchspmd, passes, CUDA graph": functools.partial(
+        ours, passes=True, overlap=False, backend="cudagraph"
     ),
     "torchspmd, passes, inductor": functools.partial(
         ours, passes=True, overlap=False, inductor=True

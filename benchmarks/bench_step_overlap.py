@@ -2,8 +2,8 @@
 
 One training step (forward, backward, fused AdamW) on real ranks: eager DDP, DDP under
 torch.compile, FSDP2 eager and compiled, and torchspmd's whole-step graph without passes,
-with the default passes, and with updates overlapped with the next iteration. Beside them
-the limit: the larger of computing alone and communicating alone.
+with the default passes, also as a CUDA graph, and with updates overlapped with the next
+iteration. Beside them the limit: the larger of computing alone and communicating alone.
 
 ``--network 1gbit`` runs inside a network namespace of its own whose loopback is shaped to
 that rate (needs root, ip and tc). The batch is chosen so that computing takes ``--ratio``
@@ -61,12 +61,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", default=["linear 5x1024"])
     parser.add_argument("--ratios", nargs="+", type=float, default=[1.0, 0.25])
     parser.add_argument("--batch", type=int, help="instead of looking for the ratio")
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS))
+    parser.add_argument("--variants", nargs="+", help="all that the device can run")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--network", help="shape loopback to this rate, such as 1gbit")
     parser.add_argument("--json", type=Path, help="also write the figures here")
-    return parser.parse_args()
+    options = parser.parse_args()
+    on_gpu = options.device == "cuda"
+    able = [name for name in VARIANTS if on_gpu or "CUDA" not in name]
+    options.variants = options.variants or able
+    return options
 
 
 def compare(

@@ -27,14 +27,22 @@ from torchspmd.errors import UsageError
 from torchspmd.step.capture.progress import note, phase
 from torchspmd.step.graph.clocked import Stopwatch
 from torchspmd.step.graph.comm_blocks import is_wait
-from torchspmd.step.graph.cost import CostModel, computes, device_of, operator_key
+from torchspmd.step.graph.cost import (
+    CostModel,
+    computes,
+    device_of,
+    multiplies,
+    operator_key,
+)
 from torchspmd.step.graph.ledger import events_of
 from torchspmd.step.graph.owners import owner_of
 from torchspmd.step.measured_cost import own_rates, slowest_of
 from torchspmd.step.meeting import share
 
-_RUNS = 3
+_ENOUGH = 0.3  # seconds of running
+_MOST = 12  # runs, where they are short
 _LONG = 1.0  # seconds of one run: no more than one is counted then
+_FUSED = 0.6  # of the time of simple operators is left where a compiler fuses them
 _RATES = ("flops", "memory_bytes", "network_bytes", "launch_seconds", "latency_seconds")
 
 Inputs = Callable[[], Sequence[Any]]
@@ -52,7 +60,9 @@ def offering(inputs: Inputs) -> Iterator[None]:
         _inputs.reset(token)
 
 
-def measure_graph(graph: fx.GraphModule, before: CostModel | None = None) -> CostModel:
+def measure_graph(
+    graph: fx.GraphModule, before: CostModel | None = None, *, fuses: bool = False
+) -> CostModel:
     """What the nodes and collectives of a graph take here; the same on all ranks.
 
     All ranks of the program that is being made call it at the same point. What is not
@@ -62,6 +72,8 @@ def measure_graph(graph: fx.GraphModule, before: CostModel | None = None) -> Cos
     Args:
         graph: The captured step.
         before: What was measured for another graph; its rates are kept.
+        fuses: Whether a compiler will fuse simple operators, which are run one by one
+            here: they count less then.
     """
     inputs = _inputs.get()
     if inputs is None:
@@ -77,6 +89,8 @@ def measure_graph(graph: fx.GraphModule, before: CostModel | None = None) -> Cos
         ranks = [json.loads(text) for text in texts]
         rates = before or slowest_of([CostModel(**each) for each, _ in ranks])
         times = _means([each for _, each in ranks])
+        if fuses:
+            times = _fused(times, graph.graph)
         measured = replace(rates, operators={**rates.operators, **times})
         cost = measured if before else _corrected(measured, graph.graph)
     _tell(cost, graph.graph)
@@ -94,26 +108,54 @@ def time_operators(graph: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, fl
     keys = _add_clock(edited, watch)
     module = fx.GraphModule(graph, edited)
     devices = [torch.cuda.current_device()] if on_stream else []
+    with torch.no_grad(), torch.random.fork_rng(devices):
+        is_able = _attempt(module, inputs, watch, 1)  # loads kernels
+        share("", "loaded")
+        _line_up(graph.graph)
+        if not (is_able and _attempt(module, inputs, watch, 1)):
+            return {}
+        seconds = _length(watch.read()[1])
+        more = 0 if seconds > _LONG else math.ceil(min(_MOST, _ENOUGH / seconds))
+        if not _attempt(module, inputs, watch, more):
+            return {}
+    return _by_key(keys, watch.read()[1:])
+
+
+def _line_up(graph: fx.Graph) -> None:
+    """Let ranks that share a device, and have all come this far, run at the same time."""
+    if (found := _reducing(graph)) is not None:
+        _, group, place = found
+        dist.all_reduce(torch.zeros(1, device=place), group=group)
+
+
+def _reducing(
+    graph: fx.Graph,
+) -> tuple[torch.dtype, dist.ProcessGroup | None, torch.device] | None:
+    """What gradients are reduced in, by which group and where; None without a network."""
+    if not dist.is_initialized() or dist.get_backend() == "fake":
+        return None
+    for _, event in events_of(graph):
+        if event.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER):
+            dtype: torch.dtype = getattr(torch, event.dtype)
+            group = _torch.resolve_group(event.group.name)
+            return dtype, group, torch.device(device_of(graph))
+    return None
+
+
+def _attempt(
+    module: fx.GraphModule, inputs: Sequence[Any], watch: Stopwatch, count: int
+) -> bool:
+    """Run it some times; whether that could be done."""
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices):
-            runs = _run(module, inputs, watch)
+        for _ in range(count):
+            watch.begin_run()
+            watch.mark(0)
+            module(*inputs)
+        watch.read()
     except RuntimeError as error:
         note(f"not measured: {str(error).splitlines()[0]}")
-        return {}
-    return _by_key(keys, runs)
-
-
-def _run(
-    module: fx.GraphModule, inputs: Sequence[Any], watch: Stopwatch
-) -> list[dict[int, float]]:
-    """The moments of each run that counts; the first one loads kernels."""
-    for number in range(1 + _RUNS):
-        watch.begin_run()
-        watch.mark(0)
-        module(*inputs)
-        if number == 1 and _length(watch.read()[1]) > _LONG:
-            break
-    return watch.read()[1:]
+        return False
+    return True
 
 
 def _length(moments: Mapping[int, float]) -> float:
@@ -170,23 +212,29 @@ def _add_clock(graph: fx.Graph, watch: Stopwatch) -> list[str]:
 def _by_key(
     keys: Sequence[str], runs: Sequence[Mapping[int, float]]
 ) -> dict[str, float]:
-    """The mean over the nodes of each operator, of the medians over the runs."""
+    """The mean over the nodes of each operator, of the medians over the runs.
+
+    Kernels of two ranks that share a device take turns, so that one run finds an operator
+    quick and another one slow. Medians alone would be too short: together they are made
+    as long as the median run.
+    """
+    medians = [
+        max(0.0, statistics.median(run[place] - run[place - 1] for run in runs))
+        for place in range(1, len(keys) + 1)
+    ]
+    length = statistics.median(map(_length, runs))
+    scale = length / sum(medians) if sum(medians) else 1.0
     times: dict[str, list[float]] = defaultdict(list)
-    for place, key in enumerate(keys, 1):
-        several = [run[place] - run[place - 1] for run in runs]
-        times[key].append(statistics.median(several))
-    return {key: max(0.0, statistics.fmean(each)) for key, each in times.items()}
+    for key, seconds in zip(keys, medians, strict=True):
+        times[key].append(seconds * scale)
+    return {key: statistics.fmean(each) for key, each in times.items()}
 
 
 def _rates(graph: fx.Graph) -> CostModel:
-    place = torch.device(device_of(graph))
-    if not dist.is_initialized() or dist.get_backend() == "fake":
-        return CostModel.for_device(place.type)
-    for _, event in events_of(graph):
-        if event.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER):
-            dtype = getattr(torch, event.dtype)
-            return own_rates(place, dtype, _torch.resolve_group(event.group.name))
-    return CostModel.for_device(place.type)
+    if (found := _reducing(graph)) is None:
+        return CostModel.for_device(device_of(graph))
+    dtype, group, place = found
+    return own_rates(place, dtype, group)
 
 
 def _as_dict(cost: CostModel) -> dict[str, float]:
@@ -198,6 +246,15 @@ def _means(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
     everywhere = set(found[0]).intersection(*found[1:])
     return {
         key: statistics.fmean(each[key] for each in found) for key in sorted(everywhere)
+    }
+
+
+def _fused(times: Mapping[str, float], graph: fx.Graph) -> dict[str, float]:
+    """The times when a compiler has fused what neither multiplies nor convolves."""
+    whole = {operator_key(n) for n in graph.nodes if computes(n) and multiplies(n)}
+    return {
+        key: seconds if key in whole else seconds * _FUSED
+        for key, seconds in times.items()
     }
 
 

@@ -107,7 +107,7 @@ class GraphModuleTransformation:
         self._dump("captured", gm)
         module = IterGraphModule(gm, enable_inductor=self.enable_inductor)
         if self._measures:
-            self.cost = measure_graph(gm, self.cost)
+            self.cost = measure_graph(gm, self.cost, fuses=self.enable_inductor)
         if passes := self._choose_passes():
             self._run_passes(module, passes)
         return module

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from comm_graphs import all_reduce, captured
-from torch import nn
+from torch import fx, nn
 
 from torchspmd.step import DataParallel, IterGraphModule, compile
 from torchspmd.step.graph.cost import CostModel
@@ -13,6 +13,7 @@ from torchspmd.step.graph.live_bytes import live_bytes
 from torchspmd.step.graph.timeline import simulate_steady
 from torchspmd.step.passes import defer_updates, schedule_comm_wait
 from torchspmd.step.passes.default import choose_bucket_size
+from torchspmd.step.passes.pacing import Reduction, update_places
 from torchspmd.testing import fake_world
 
 pytestmark = pytest.mark.fake
@@ -23,10 +24,10 @@ MATMUL = 2 * BATCH * WIDTH * WIDTH / FLOPS
 REDUCED = 2 * (4 - 1) / 4 * WIDTH * WIDTH * 4  # bytes that a rank of four sends
 
 
-def cost(ratio):
-    """Reducing all gradients takes ``ratio`` times as long as computing."""
+def cost(ratio, launch=0.0):
+    """Reducing all gradients takes ``ratio`` times as long as their products."""
     wire = ratio * (3 * LAYERS - 1) * MATMUL
-    return CostModel(FLOPS, 1e30, LAYERS * REDUCED / wire, 0.0, 0.0)
+    return CostModel(FLOPS, 1e30, LAYERS * REDUCED / wire, launch, 0.0)
 
 
 @dataclass
@@ -37,29 +38,34 @@ class Found:
     seconds: float  # of a steady iteration, on paper
     peak: int  # bytes
     order: list[int]  # the layers whose gradients are reduced
+    updates: list[tuple[int, str]]  # the layers that are updated, and where
     parameters: list[torch.Tensor] = field(default_factory=list)
 
 
-def deferred(gm, ratio, options):
+def deferred(gm, costs, options):
     gm = IterGraphModule(gm)
     schedule_comm_wait(gm)
-    report = defer_updates(gm, cost=cost(ratio), **options)
-    steady = simulate_steady(gm.forms["steady"].graph, cost(ratio), gm.num_carried)
+    report = defer_updates(gm, cost=costs, **options)
+    steady = simulate_steady(gm.forms["steady"].graph, costs, gm.num_carried)
     return gm, Found(
         report.outcome.detail[0],
         steady.step_seconds,
         max(live_bytes(gm).values()),
-        [_layer(node) for node in gm.graph.nodes if "all_reduce" in node.name],
+        [_layer(node.name) for node in gm.graph.nodes if "all_reduce" in node.name],
+        [
+            (_layer(line.split(":")[0]), line.split(" before ")[1])
+            for line in report.outcome.detail[1:]
+        ],
     )
 
 
 def _layer(start):
     """Gradients are captured from the last layer to the first."""
-    number = start.name.removeprefix("all_reduce").strip("_")
+    number = start.removeprefix("all_reduce").strip("_")
     return LAYERS - 1 - int(number or 0)
 
 
-def run(ratio, *, tied=False, **options):
+def run(ratio, *, tied=False, launch=0.0, **options):
     """Three steps of a stack of layers with deferred updates.
 
     A tied stack uses the weight of the first layer in the last one too.
@@ -67,7 +73,7 @@ def run(ratio, *, tied=False, **options):
     found = []
 
     def transformation(gm):
-        module, made = deferred(gm, ratio, options)
+        module, made = deferred(gm, cost(ratio, launch), options)
         found.append(made)
         return module
 
@@ -140,22 +146,72 @@ def test_a_part_of_a_gradient_waits_for_the_rest():
         assert torch.equal(left, right)
 
 
-def bucket_size(latency, network=1e9):
-    """For 16 gradients of 4 MiB, on 2 ranks."""
+@pytest.mark.parametrize(
+    ("order", "groups", "expected"),
+    [
+        ("a b late early", "xx", ["late a", "early a"]),
+        ("a b early late", "xx", ["early a", "late b"]),
+        ("a b late early", "xy", ["late b", "early a"]),  # wires of their own
+        ("a early late", "xx", ["early a", "late b"]),  # b is not in the iteration
+    ],
+)
+def test_an_update_is_made_where_a_later_reduction_is_waited_for(
+    order, groups, expected
+):
+    graph = fx.Graph()
+    node = {name: graph.placeholder(name) for name in ("a", "b", "early", "late")}
+    reductions = [
+        Reduction(node["early"], node["a"], groups[0], 1.0, 1.0),
+        Reduction(node["late"], node["b"], groups[1], 1.0, 1.0),
+    ]
+    places = update_places([node[name] for name in order.split()], reductions)
+    assert [f"{each.start} {place}" for each, place in places.items()] == expected
+
+
+def test_updates_hide_the_most_urgent_reduction_where_they_take_time():
+    """The first layer's gradient is ready last and needed first."""
+    usual = run(0.5, delay_gradients=False).updates
+    assert [layer for layer, _ in usual] == list(range(LAYERS))
+    assert len({place for _, place in usual}) == LAYERS
+    early = run(0.5, launch=MATMUL / 2, delay_gradients=False).updates
+    assert [layer for layer, _ in early] == list(reversed(range(LAYERS)))
+    assert len({place for _, place in early}) == 1
+
+
+WIRE = 64 * 2**20 / 1e9  # seconds of all gradients at 1 GB/s
+
+
+def bucket_size(latency, network=1e9, computing=1.0):
+    """For 16 gradients of 4 MiB, on 2 ranks; ``computing`` seconds go into the first."""
     gradients = [torch.empty(2**20, device="meta") for _ in range(16)]
+
+    def step(first, *others):
+        return [all_reduce(grad) for grad in (first.relu(), *others)]
+
     with fake_world(2):
-        gm = captured(lambda *grads: [all_reduce(grad) for grad in grads], *gradients)
-        cost = CostModel(network_bytes=network, latency_seconds=latency)
-        return choose_bucket_size(gm, cost)
+        cost = CostModel(
+            memory_bytes=1e30,
+            network_bytes=network,
+            launch_seconds=computing,
+            latency_seconds=latency,
+        )
+        return choose_bucket_size(captured(step, *gradients), cost)
 
 
 def test_buckets_grow_with_the_latency():
-    wire = 64 * 2**20 / 1e9
-    assert bucket_size(wire) == 32.0  # twice the root of one: two buckets
-    assert bucket_size(wire / 16) == 8.0
-    assert bucket_size(wire / 16, network=4e9) == 16.0
+    assert bucket_size(WIRE) == 32.0  # twice the root of one: two buckets
+    assert bucket_size(WIRE / 16) == 8.0
+    assert bucket_size(WIRE / 16, network=4e9) == 16.0
+
+
+def test_buckets_are_larger_where_the_wire_is_the_limit():
+    assert bucket_size(WIRE / 16, computing=WIRE) == 8.0
+    assert bucket_size(WIRE / 16, computing=WIRE / 4) == 32.0
+    between = bucket_size(WIRE / 16, computing=WIRE * 0.75)
+    assert 8.0 < between < 16.0
 
 
 def test_buckets_are_neither_tiny_nor_huge():
     assert bucket_size(0.0) == 1.0
     assert bucket_size(1e3) == 64.0
+    assert bucket_size(WIRE, computing=0.0) == 64.0

@@ -16,6 +16,7 @@ from torchspmd.step import (
 from torchspmd.step.graph.cost import CostModel, computes, operator_key
 from torchspmd.step.graph.owners import owner_of
 from torchspmd.step.measured_operators import (
+    _by_key,
     measure_graph,
     offering,
     time_operators,
@@ -133,6 +134,25 @@ def test_a_measured_time_counts_and_others_follow(program, monkeypatch):
         assert cost.memory_bytes == pytest.approx(guess.memory_bytes / 4)
         assert cost.flops == pytest.approx(guess.flops / 4)
         assert measure_graph(graph, cost) == cost  # rates of another program are kept
+
+
+def test_simple_operators_count_less_where_a_compiler_fuses_them(program, monkeypatch):
+    graph, inputs = program
+    kinds = {
+        operator_key(nodes_of(graph, name)[0]): 1.0 for name in ("addmm", "embedding")
+    }
+    monkeypatch.setattr(measured_operators, "time_operators", lambda *_: kinds)
+    with offering(lambda: inputs):
+        cost = measure_graph(graph, fuses=True)
+    assert cost.compute_seconds(nodes_of(graph, "addmm")[0]) == 1.0
+    assert cost.compute_seconds(nodes_of(graph, "embedding")[0]) == 0.6
+
+
+def test_operators_take_as_long_as_the_run_together():
+    """Each is slow in one run of three, as where ranks take turns on a device."""
+    starts = [[0.0, 1.0, 2.0, 7.0], [0.0, 5.0, 6.0, 7.0], [0.0, 1.0, 6.0, 7.0]]
+    runs = [dict(enumerate(run)) for run in starts]
+    assert _by_key(["a", "b", "a"], runs) == pytest.approx({"a": 7 / 3, "b": 7 / 3})
 
 
 def test_a_long_run_is_counted_once(program, monkeypatch):

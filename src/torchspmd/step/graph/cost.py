@@ -70,6 +70,12 @@ def computes(node: fx.Node) -> bool:
     return not operator.is_view and not _torch.packet_name(operator).startswith("_c10d")
 
 
+def multiplies(node: fx.Node) -> bool:
+    """Whether an operator is a product, a convolution or an attention."""
+    operator: Any = node.target
+    return operator.overloadpacket in flop_counter.flop_registry
+
+
 def operator_key(node: fx.Node) -> str:
     """The same for nodes that do the same work: the operator and its arguments' shapes."""
     values = fx.node.map_arg((node.args, node.kwargs), _value)

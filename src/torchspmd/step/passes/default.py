@@ -57,8 +57,9 @@ def choose_bucket_size(gm: Any, cost: CostModel | None = None) -> float:
     What the next forward needs first is ready last: the smaller its bucket, the less of it
     stands in the open. But each bucket costs the latency of a collective. With n buckets
     that take w seconds on the wire and l seconds each to begin, w / n + n * l is least
-    where n is the root of w / l. Collectives that follow each other hide a part of l, so
-    there are twice as many.
+    where n is the root of w / l; where computing takes longer, most of n * l is hidden, so
+    there are twice as many. Where the wire is the limit it is idle until the first bucket
+    is computed: there computing counts instead of w.
     """
     cost = cost or CostModel.for_device(device_of(gm.graph))
     events = [
@@ -66,8 +67,10 @@ def choose_bucket_size(gm: Any, cost: CostModel | None = None) -> float:
         for _, event in events_of(gm.graph)
         if event.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)
     ]
-    seconds = sum(event.wire_bytes for event in events) / cost.network_bytes
-    latency = max(cost.latency_seconds, 1e-9)
-    count = max(1.0, _MORE * math.sqrt(seconds / latency))
+    wire = sum(event.wire_bytes for event in events) / cost.network_bytes
+    computing = sum(map(cost.compute_seconds, gm.graph.nodes))
+    more = min(_MORE, max(1.0, _MORE * computing / max(wire, 1e-9)))
+    shorter = min(wire, computing) / max(cost.latency_seconds, 1e-9)
+    count = max(1.0, more * math.sqrt(shorter))
     megabytes = sum(event.payload_bytes for event in events) / 2**20
     return min(_LARGEST_MB, max(_SMALLEST_MB, megabytes / count))

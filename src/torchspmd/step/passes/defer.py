@@ -6,7 +6,7 @@ soon as they can; what is needed later fills the rest of the iteration.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Literal
@@ -99,13 +99,17 @@ def defer_updates(
     position = {node: index for index, node in enumerate(graph.nodes)}
     jobs.sort(key=lambda job: position[job.place])
     told: tuple[str, ...] = ()
+    places: Mapping[Reduction, fx.Node] = {job.reduction: job.place for job in jobs}
     if start == "now" and jobs:
         _sink(graph, jobs)
-        told = (_order(gm, jobs, cost, delay_gradients, memory_budget_mb),)
+        pace, line = _order(gm, jobs, cost, delay_gradients, memory_budget_mb)
+        told, places = (line,), pace.places
+    regions = {job.reduction: job.region for job in jobs}
     done = []
-    for job in jobs:
-        place = graph.move_to_next_iter_before(job.region, job.place, strict=True)
-        done.append((job.block.start, job.region, place))
+    for reduction, target in places.items():
+        region = regions[reduction]
+        place = graph.move_to_next_iter_before(region, target, strict=True)
+        done.append((reduction.start, region, place))
     outcome = moved(len(blocks), done)
     return Outcome(
         outcome.matched,
@@ -203,8 +207,8 @@ def _order(
     cost: CostModel,
     may_delay: bool,
     rise_mb: float,
-) -> str:
-    """Choose when gradients are computed and reductions start; a line about it."""
+) -> tuple[Pace, str]:
+    """Choose when gradients are computed and reductions start; with a line about it."""
     graph = gm.graph
     deferred = {node for job in jobs for node in job.region}
     end = next(n for n in graph.nodes if n in deferred or n is output_node(graph))
@@ -218,7 +222,7 @@ def _order(
             end.prepend(node)
         if pace.is_usual or max(memory.now().values(), default=0) <= most:
             break
-    return _told(pace, found[-1])
+    return pace, _told(pace, found[-1])
 
 
 def _told(pace: Pace, usual: Pace) -> str:

@@ -21,8 +21,10 @@ from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.graph.ledger import is_communication
 from torchspmd.step.graph.owners import owner_of
 
-# Starting a little too early costs less than leaving the wire idle.
-_OPTIMISM = 0.8
+# The part of an estimate after which the wire counts as free. Where estimates are too long,
+# less than all of it keeps the wire busy; where they are right, all of it leaves room for
+# what becomes ready meanwhile and is more urgent.
+_HASTE = (0.8, 1.0)
 _MOST_TRIES = 24
 _WORTH = 0.99  # of the time before: less than that is within what an estimate can tell
 
@@ -53,12 +55,14 @@ class Pace:
     Attributes:
         order: The nodes, starts of reductions included.
         seconds: How long an iteration takes in the steady state, on paper.
+        places: Where the next iteration makes each update, in the order of the updates.
         delayed: The reductions whose gradients are computed last.
         num_sunk: Parts of other gradients that are computed when the rest is known.
     """
 
     order: tuple[fx.Node, ...]
     seconds: float
+    places: Mapping[Reduction, fx.Node]
     delayed: tuple[Reduction, ...] = ()
     num_sunk: int = 0
 
@@ -91,9 +95,10 @@ def paces(
     able = [reduction for reduction in reversed(reductions) if chains[reduction]]
     stride = -(-len(able) // _MOST_TRIES) or 1
     found = [
-        plan.pace(able[:count], chains, sink=sink)
+        plan.pace(able[:count], chains, sink=sink, haste=haste)
         for count in range(0, len(able) + 1, stride)
         for sink in (False, True)
+        for haste in _HASTE
     ]
     better = [pace for pace in found if pace.seconds < usual.seconds * _WORTH]
     return [*sorted(better, key=_least_change), usual]
@@ -101,6 +106,26 @@ def paces(
 
 def _least_change(pace: Pace) -> tuple[float, int, int]:
     return pace.seconds, len(pace.delayed), pace.num_sunk
+
+
+def update_places(
+    order: Sequence[fx.Node], reductions: Sequence[Reduction]
+) -> dict[Reduction, fx.Node]:
+    """Where updates can be made at the earliest without waiting for longer, in order.
+
+    That is where the result is first needed; or where another one is waited for that a
+    group reduces later: then this one is there, and its update hides a part of the other.
+    """
+    position = {node: place for place, node in enumerate(order)}
+    started = {each.start: each for each in reductions}
+    earliest: dict[str, fx.Node] = {}
+    places: dict[Reduction, fx.Node] = {}
+    for node in reversed(order):
+        if (reduction := started.get(node)) is not None:
+            options = [reduction.place, earliest.get(reduction.group, reduction.place)]
+            place = min(options, key=lambda each: position.get(each, len(order)))
+            earliest[reduction.group] = places[reduction] = place
+    return dict(reversed(places.items()))
 
 
 def gradient_chains(
@@ -141,9 +166,6 @@ class _Plan:
         self._nodes, self._reductions = nodes, reductions
         self._rank = {each.start: place for place, each in enumerate(reductions)}
         self._seconds = {node: cost.compute_seconds(node) for node in nodes}
-        self._due: dict[fx.Node, list[Reduction]] = {}
-        for reduction in reductions:
-            self._due.setdefault(reduction.place, []).append(reduction)
 
     def pace(
         self,
@@ -151,6 +173,7 @@ class _Plan:
         chains: Mapping[Reduction, Sequence[fx.Node]] | None = None,
         *,
         sink: bool = False,
+        haste: float = _HASTE[0],
     ) -> Pace:
         """The order in which the gradients of some reductions are computed last."""
         body, sunk = list(self._nodes), 0
@@ -162,8 +185,13 @@ class _Plan:
         if chains is not None and sink:
             parts = [n for each in chains if each not in delayed for n in chains[each]]
             body, sunk = self._sunk(body, parts)
-        order = self._start(body)
-        return Pace(tuple(order), self._steady(order), tuple(delayed), sunk)
+        order = self._start(body, haste)
+        places = {each: each.place for each in self._reductions}
+        early = update_places(order, self._reductions)
+        seconds, sooner = self._steady(order, places), self._steady(order, early)
+        if sooner < seconds * _WORTH:
+            seconds, places = sooner, early
+        return Pace(tuple(order), seconds, places, tuple(delayed), sunk)
 
     def _sunk(
         self, body: list[fx.Node], parts: Iterable[fx.Node]
@@ -187,7 +215,7 @@ class _Plan:
                 order += (*waiting.get(node, ()), node)
         return order, len(stands)
 
-    def _start(self, body: Iterable[fx.Node]) -> list[fx.Node]:
+    def _start(self, body: Iterable[fx.Node], haste: float) -> list[fx.Node]:
         """Keep the wire busy: whenever it is free, start the most urgent that is ready."""
         order: list[fx.Node] = []
         ready: list[int] = []  # places among the reductions
@@ -198,27 +226,33 @@ class _Plan:
                 ready = sorted([*ready, self._rank[node]])
                 continue
             if ready:
-                for place in self._chosen(ready, free, now):
+                for place in self._free_for(ready, free, now):
                     ready.remove(place)
-                    order.append(self._reductions[place].start)
+                    reduction = self._reductions[place]
+                    free[reduction.group] = now + reduction.seconds * haste
+                    order.append(reduction.start)
             order.append(node)
             now += self._seconds[node]
         return order + [self._reductions[place].start for place in ready]
 
-    def _chosen(
-        self, ready: Sequence[int], free: dict[str, float], now: float
+    def _free_for(
+        self, ready: Sequence[int], free: Mapping[str, float], now: float
     ) -> list[int]:
-        """One reduction for each group whose wire is free."""
-        chosen = []
+        """The most urgent reduction for each group whose wire is free."""
+        chosen: dict[str, int] = {}
         for place in ready:
-            reduction = self._reductions[place]
-            if free.get(reduction.group, 0.0) <= now:
-                free[reduction.group] = now + reduction.seconds * _OPTIMISM
-                chosen.append(place)
-        return chosen
+            group = self._reductions[place].group
+            if free.get(group, 0.0) <= now:
+                chosen.setdefault(group, place)
+        return list(chosen.values())
 
-    def _steady(self, order: Sequence[fx.Node]) -> float:
+    def _steady(
+        self, order: Sequence[fx.Node], places: Mapping[Reduction, fx.Node]
+    ) -> float:
         """How long an iteration takes once the one before left it the same work."""
+        due: dict[fx.Node, list[Reduction]] = {}
+        for reduction, place in places.items():
+            due.setdefault(place, []).append(reduction)
         free: dict[str, float] = {}
         ends: dict[fx.Node, float] = {}
         now = 0.0
@@ -226,8 +260,8 @@ class _Plan:
             now = 0.0
             owed, ends = ends, {}
             for node in order:
-                for due in self._due.get(node, ()):
-                    now = max(now, owed.get(due.start, 0.0)) + due.update_seconds
+                for each in due.get(node, ()):
+                    now = max(now, owed.get(each.start, 0.0)) + each.update_seconds
                 if node in self._rank:
                     reduction = self._reductions[self._rank[node]]
                     begin = max(now, free.get(reduction.group, 0.0))
