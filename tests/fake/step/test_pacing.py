@@ -132,8 +132,14 @@ def test_nothing_is_delayed_where_the_wire_takes_no_time():
 
 
 def test_memory_is_not_spent_without_leave():
-    usual = run(1.0, delay_gradients=False)
-    assert run(1.0).peak <= usual.peak < run(1.0, memory_budget_mb=1.0).peak
+    usual = run(0.6, delay_gradients=False)
+    assert run(0.6).peak <= usual.peak < run(0.6, memory_budget_mb=1.0).peak
+
+
+def test_some_that_are_needed_earlier_keep_the_wire_busy():
+    delayed = run(0.8)
+    assert "the gradients of 2 reductions are computed last" in delayed.text
+    assert sorted(delayed.order[-2:]) == [LAYERS - 3, LAYERS - 1]
 
 
 def test_a_part_of_a_gradient_waits_for_the_rest():

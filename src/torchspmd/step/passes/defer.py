@@ -230,9 +230,10 @@ def _told(pace: Pace, usual: Pace) -> str:
         return "every gradient is computed as early as it can be"
     told = []
     if pace.delayed:
+        count = len(pace.delayed)
+        what = "1 reduction" if count == 1 else f"{count} reductions"
         told.append(
-            f"the gradients of {len(pace.delayed)} reductions are computed last, beside "
-            "more urgent reductions"
+            f"the gradients of {what} are computed last, beside more urgent reductions"
         )
     if pace.num_sunk:
         told.append(f"{pace.num_sunk} operators wait for the rest of their gradient")

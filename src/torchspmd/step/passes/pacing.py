@@ -25,6 +25,7 @@ from torchspmd.step.graph.owners import owner_of
 # less than all of it keeps the wire busy; where they are right, all of it leaves room for
 # what becomes ready meanwhile and is more urgent.
 _HASTE = (0.8, 1.0)
+_APART = (1, 2, 3)
 _MOST_TRIES = 24
 _WORTH = 0.99  # of the time before: less than that is within what an estimate can tell
 
@@ -93,15 +94,32 @@ def paces(
         return [usual]
     chains = gradient_chains(nodes, reductions)
     able = [reduction for reduction in reversed(reductions) if chains[reduction]]
-    stride = -(-len(able) // _MOST_TRIES) or 1
     found = [
-        plan.pace(able[:count], chains, sink=sink, haste=haste)
-        for count in range(0, len(able) + 1, stride)
+        plan.pace(delayed, chains, sink=sink, haste=haste)
+        for delayed in _choices(able)
         for sink in (False, True)
         for haste in _HASTE
     ]
     better = [pace for pace in found if pace.seconds < usual.seconds * _WORTH]
     return [*sorted(better, key=_least_change), usual]
+
+
+def _choices(able: Sequence[Reduction]) -> list[Sequence[Reduction]]:
+    """Which gradients to delay: none, or some of those that are needed last.
+
+    Every second or third one leaves something for the wire to do while backward computes
+    the last layers.
+
+    >>> [list(each) for each in _choices("abc")]
+    [[], ['a'], ['a', 'b'], ['a', 'b', 'c'], ['a', 'c']]
+    """
+    choices: list[Sequence[Reduction]] = [()]
+    for apart in _APART:
+        spread = able[::apart]
+        step = -(-len(spread) * apart // _MOST_TRIES) or 1
+        least = 1 if apart == 1 else 2
+        choices += [spread[:n] for n in range(least, len(spread) + 1, step)]
+    return choices
 
 
 def _least_change(pace: Pace) -> tuple[float, int, int]:
