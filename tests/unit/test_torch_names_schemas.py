@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from torchspmd import _torch
 
@@ -63,3 +64,15 @@ def test_only_has_effects():
     assert not _torch.only_has_effects(aten.add.Tensor)
     assert not _torch.only_has_effects(aten._assert_async.msg)  # known to fx
     assert not _torch.only_has_effects(len)
+
+
+def test_decomposition():
+    """From torch's table, or what a composite operator is made of."""
+    value = torch.tensor([1.0, 3.0])
+    loss = _torch.decomposition(aten.mse_loss.default)
+    assert loss is not None
+    assert loss(value, value - 2).item() == 4.0
+    composite = _torch.decomposition(aten.log_sigmoid.default)
+    assert composite is not None
+    torch.testing.assert_close(composite(value), F.logsigmoid(value))
+    assert _torch.decomposition(aten.avg_pool2d_backward.default) is None

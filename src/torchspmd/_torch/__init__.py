@@ -21,6 +21,7 @@ from torchspmd._torch.capture import compile_with_inductor as compile_with_induc
 from torchspmd._torch.capture import copy_all as copy_all
 from torchspmd._torch.capture import current_graph as current_graph
 from torchspmd._torch.capture import data_dependence_errors as data_dependence_errors
+from torchspmd._torch.capture import decomposition as decomposition
 from torchspmd._torch.capture import functional as functional
 from torchspmd._torch.capture import functional_optimizer as functional_optimizer
 from torchspmd._torch.capture import has_symbols as has_symbols

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -198,6 +198,17 @@ def _batch_norm_that_says_it_writes(
     if mean is None and var is None:
         return legit.no_stats(x, weight, bias, *options)
     return legit.default(x, weight, bias, mean, var, *options)
+
+
+def decomposition(operator: Any) -> Callable[..., Any] | None:
+    """Torch's own account of an operator in simpler ones; None where there is none."""
+    from torch._decomp import decomposition_table
+
+    found: Callable[..., Any] | None = decomposition_table.get(operator)
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    if found is None and operator.has_kernel_for_dispatch_key(composite):
+        return cast("Callable[..., Any]", operator.decompose)
+    return found
 
 
 def functional(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,9 +19,11 @@ from torch.overrides import TorchFunctionMode
 
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
+from torchspmd.step.capture.finishing import finished
 from torchspmd.step.capture.inventory import Role, Slot
 from torchspmd.step.capture.modes import Spread
-from torchspmd.step.capture.whole_batch_operators import WholeBatchOperators, finished
+from torchspmd.step.capture.whole_batch_draws import own_part
+from torchspmd.step.capture.whole_batch_operators import WholeBatchOperators
 
 
 @final
@@ -166,14 +168,7 @@ def _mask(x: DTensor, p: float) -> torch.Tensor:
     noise = torch.empty(x.shape, dtype=x.dtype, device=local.device)
     noise.bernoulli_(1 - p)
     noise.div_(1 - p)
-    for axis, placement in enumerate(x.placements):
-        if isinstance(placement, Shard):
-            size = noise.shape[placement.dim] // x.device_mesh.size(axis)
-            start = x.device_mesh.get_local_rank(axis) * size
-            noise = noise.narrow(placement.dim, start, size)
-    placements = tuple(p if isinstance(p, Shard) else Replicate() for p in x.placements)
-    spec = _torch.build_spec(x.device_mesh, placements, tuple(x.shape), x.dtype)
-    return _torch.wrap_local(noise.contiguous(), spec)
+    return own_part(noise, x)
 
 
 _OWN: dict[Callable[..., Any], Callable[..., torch.Tensor]] = {

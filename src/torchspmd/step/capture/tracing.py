@@ -146,10 +146,10 @@ class _Tracing:
     def run(self, *flat: Any) -> list[Any]:
         """Run the user's step on traced values."""
         with (
+            RandomTape().recording(),  # sees what the next one makes of random operators
             self._spread.tracing(),
             self.log.recording(),
             NoPrinting(),
-            RandomTape().recording(),
             WrittenLists(),
             refusing_schedulers(self._name),
             NoOwnCollectives(),

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from typing import Any, final
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from torchspmd import _torch
+from torchspmd.step.capture.finishing import finished
+from torchspmd.step.capture.whole_batch_draws import draw_for_all
 
 _aten = torch.ops.aten
 _MEAN, _SUM = 1, 2  # the numbers of reductions in aten's losses
@@ -28,21 +30,20 @@ class WholeBatchOperators(_torch.TorchDispatchMode):
         if not args or not isinstance(args[0], DTensor):
             return func(*args, **kwargs)
         own = _OWN.get(func)
-        made = func(*args, **kwargs) if own is None else own(func, args, kwargs)
+        if own is None and _torch.draws_random_numbers(func, args, kwargs):
+            own = draw_for_all
+        try:
+            made = func(*args, **kwargs) if own is None else own(func, args, kwargs)
+        except NotImplementedError:
+            parts = _torch.decomposition(func)
+            if parts is None:
+                raise
+            with self:
+                made = parts(*args, **kwargs)
         if isinstance(made, (tuple, list)):
-            return type(made)(map(_without_other_terms, made))
+            kind = list if isinstance(made, list) else tuple  # not one with names
+            return kind(map(_without_other_terms, made))
         return _without_other_terms(made)
-
-
-def finished(value: DTensor, placements: tuple[Placement, ...]) -> DTensor:
-    """A DTensor in another layout, the communication waited for."""
-    if value.placements == placements:
-        return value
-    moved = value.redistribute(placements=placements)
-    local = _torch.finished(_torch.local_tensor(moved))
-    made = _torch.wrap_local(local, _torch.spec(moved))
-    assert isinstance(made, DTensor)
-    return made
 
 
 def _without_other_terms(value: Any) -> Any:
@@ -113,6 +114,22 @@ def _mean_of_loss(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     return _without_terms(total) / weights, weights
 
 
+def _row_by_row(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """What handles each row of the batch by itself: each rank its own rows."""
+    first = _without_terms(args[0])
+    layout = tuple(p if p == Shard(0) else Replicate() for p in first.placements)
+
+    def own_rows(value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        return _torch.local_tensor(finished(value, layout))
+
+    local = func(*map(own_rows, args), **kwargs)
+    shape = (first.shape[0], *local.shape[1:])
+    spec = _torch.build_spec(first.device_mesh, layout, shape, local.dtype)
+    return _torch.wrap_local(local, spec)
+
+
 _Rule = Callable[[Any, tuple[Any, ...], Any], Any]
 _OWN: dict[Any, _Rule] = {
     **dict.fromkeys(
@@ -140,6 +157,22 @@ _OWN: dict[Any, _Rule] = {
             _aten.std_mean.correction,
         ),
         _over_all_dims,
+    ),
+    **dict.fromkeys(
+        (
+            _aten.hardshrink_backward.default,
+            _aten.softshrink_backward.default,
+            _aten.avg_pool2d_backward.default,
+            _aten.avg_pool3d_backward.default,
+            _aten.adaptive_max_pool2d_backward.default,
+            _aten.adaptive_max_pool3d_backward.default,
+            _aten._adaptive_avg_pool3d_backward.default,
+            _aten.max_pool3d_with_indices_backward.default,
+            _aten.replication_pad1d_backward.default,
+            _aten.replication_pad2d_backward.default,
+            _aten.replication_pad3d_backward.default,
+        ),
+        _row_by_row,
     ),
     _aten.nll_loss_forward.default: _mean_of_loss,
     _aten.nll_loss2d_forward.default: _mean_of_loss,
