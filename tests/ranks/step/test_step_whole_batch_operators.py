@@ -15,6 +15,14 @@ from torchspmd.step import compile
 
 pytestmark = pytest.mark.ranks
 
+
+def shifted(o):
+    made = torch.zeros_like(o)
+    made[:, 1:] = o[:, :-1]
+    made[:, :1] = 2
+    return made
+
+
 LOSSES = {
     "mse": F.mse_loss,
     "sum of mse": lambda o, y: F.mse_loss(o, y, reduction="sum"),
@@ -37,6 +45,7 @@ ACTIVATIONS = {
     "logsigmoid": F.logsigmoid,
     "glu": F.glu,
     "index_select": lambda o: o.index_select(1, torch.tensor([0, 5])),
+    "shifted": shifted,
     "pairwise": lambda o: F.pairwise_distance(o, 2 * o.detach()),
 }
 LAYERS = {

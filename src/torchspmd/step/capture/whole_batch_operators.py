@@ -130,6 +130,12 @@ def _row_by_row(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     return _torch.wrap_local(local, spec)
 
 
+def _copied(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """What is left of a slice that another tensor is written to: its shape and dtype."""
+    old, new = args[0], args[1]
+    return new.to(old.dtype).expand(old.shape).clone()
+
+
 _Rule = Callable[[Any, tuple[Any, ...], Any], Any]
 _OWN: dict[Any, _Rule] = {
     **dict.fromkeys(
@@ -174,6 +180,7 @@ _OWN: dict[Any, _Rule] = {
         ),
         _row_by_row,
     ),
+    _aten.copy.default: _copied,
     _aten.nll_loss_forward.default: _mean_of_loss,
     _aten.nll_loss2d_forward.default: _mean_of_loss,
 }
