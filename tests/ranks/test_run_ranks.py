@@ -5,6 +5,7 @@ import functools
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -249,6 +250,43 @@ def _print_to(path):
 def test_what_a_rank_prints_is_not_lost(tmp_path):
     run_ranks(_print_to, 1, tmp_path / "output")
     assert (tmp_path / "output").read_text() == "a line from a rank\n"
+
+
+LOCKING = """
+import multiprocessing, time
+from torchspmd.errors import RankError
+from torchspmd.testing import Ranks
+
+kept = []
+
+def lock(seconds):
+    kept.append(multiprocessing.Lock())  # as tqdm does when it is imported
+    time.sleep(seconds)
+
+def lock_with_a_name():
+    kept.append(multiprocessing.get_context("spawn").Lock())
+
+if __name__ == "__main__":
+    with Ranks(1) as ranks:
+        ranks.run(lock, 0)
+        ranks.run(lock_with_a_name)
+        ranks.close()
+        try:
+            ranks.run(lock, 60, timeout=0.2)
+        except RankError:
+            print("killed")
+"""
+
+
+def test_locks_of_ranks_are_not_leaked(tmp_path):
+    """Told in a process of Python's own, which is silent where warnings are errors."""
+    script = tmp_path / "locking.py"
+    script.write_text(LOCKING)
+    command = [sys.executable, "-W", "always::ResourceWarning", script]
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "killed\n", "")
 
 
 def _crash():

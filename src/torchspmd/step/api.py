@@ -90,6 +90,16 @@ def compile(
         raise UsageError(
             f"compile(verify={verify!r}): pass True, False or a Verification."
         )
+    if gm_transformation is not None and not callable(gm_transformation):
+        raise UsageError(
+            f"compile(gm_transformation={gm_transformation!r}): pass a function of the "
+            "captured graph module, or a GraphModuleTransformation."
+        )
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise UsageError(
+            f"compile(mesh={mesh!r}): pass a DeviceMesh, for instance of "
+            "init_device_mesh(), or None for all ranks."
+        )
     comparing = Verification() if verify is True else verify or None
 
     def wrap(function: Callable[..., Any]) -> CompiledStep:

@@ -1,8 +1,8 @@
 """How a program's graph is run: as generated Python, by Inductor, or as a CUDA graph."""
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -52,6 +52,8 @@ class Prepared:
         running: The graph whose nodes are run; None for a callable of the user's own.
         in_place: What became of the new values of the states.
         can_release: Whether an input that the graph does not read may be left out.
+        overlapped: The graphs whose nodes are run in steps that leave work for the next
+            one, by form; nothing for compiled ones.
     """
 
     run: Callable[..., Any]
@@ -59,6 +61,7 @@ class Prepared:
     running: fx.GraphModule | None
     in_place: InPlaceReport
     can_release: bool = False
+    overlapped: Mapping[str, fx.Graph] = field(default_factory=dict)
 
 
 def needs_fixed_numbers(backend: str, transformation: object) -> bool:
@@ -160,7 +163,8 @@ def _prepare_iterated(run: IterGraphModule) -> Prepared:
     for line in forms.notes:
         note(line)
     is_plain = not run.is_deferring and not run.enable_inductor
-    return Prepared(run, run.main_gm, whole, report, is_plain)
+    overlapped = forms.running if run.is_deferring and not run.enable_inductor else {}
+    return Prepared(run, run.main_gm, whole, report, is_plain, dict(overlapped))
 
 
 class _FormsInPlace:
@@ -175,6 +179,7 @@ class _FormsInPlace:
         self._owed = OwedReport()  # of the steady form
         self._spare: frozenset[int] = frozenset()
         self.notes: tuple[str, ...] = ()
+        self.running: dict[str, fx.Graph] = {}  # before a compiler gets them
 
     def make_ready(self, name: str, form: fx.GraphModule) -> Callable[..., Any]:
         is_compiled = self._run.enable_inductor
@@ -199,6 +204,7 @@ class _FormsInPlace:
             running = form
         else:
             running, _ = write_in_place(form, keep_inputs=True)
+        self.running[name] = running.graph
         return _Noting(lower(running), self._run.marks) if is_compiled else running
 
 

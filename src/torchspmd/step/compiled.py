@@ -29,9 +29,10 @@ from torchspmd.step.capture.signature import TensorFact, explain_difference, sig
 from torchspmd.step.capture.tracing import Captured, capture
 from torchspmd.step.certification import prepare_certified
 from torchspmd.step.exposed_program import measure_program
+from torchspmd.step.exposure import check_request
 from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.graph.exposure_report import ExposureReport
-from torchspmd.step.graph.ledger import build_ledger
+from torchspmd.step.graph.ledger import build_ledger, peers_of
 from torchspmd.step.graph.memory import PeakMemory, predict_peak
 from torchspmd.step.iterate.iter_graph import deferral_facts
 from torchspmd.step.meeting import Meeting
@@ -146,6 +147,7 @@ class CompiledStep:
         """
         self._check_open()
         self._num_measured += 1  # before anything can fail: ranks must count alike
+        check_request("exposure", runs, cost)
         with self._overrides.standing_in(args, kwargs) as (positional, named):
             program, inventory = self._look_up(positional, named)
         key = f"torchspmd/exposure/{self._name}/{self._serial}/{self._num_measured}"
@@ -156,7 +158,7 @@ class CompiledStep:
             inventory,
             key,
             runs=runs,
-            cost=cost or getattr(self._transformation, "cost", None),
+            cost=cost or _cost_of(self._transformation),
             is_compiled=compiled,
         )
 
@@ -263,7 +265,7 @@ class CompiledStep:
             self._verify,
             is_compiled=self._fixed_numbers,
         )
-        meeting.wait_until_ready()
+        meeting.wait_until_ready(peers_of(prepared.graph))
         if captured.relayout is not None:
             captured.relayout.commit()  # all ranks run this program now
         graph = prepared.graph
@@ -294,6 +296,12 @@ class CompiledStep:
             device = devices[0] if devices else torch.device("cpu")
             self._spread = resolve_spread(self._parallel_mode, self._asked_mesh, device)
         return self._spread
+
+
+def _cost_of(transformation: object) -> CostModel | None:
+    """What a transformation chose by; one of the user's own may call anything cost."""
+    found = getattr(transformation, "cost", None)
+    return found if isinstance(found, CostModel) else None
 
 
 def _why(

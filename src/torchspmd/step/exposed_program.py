@@ -13,7 +13,7 @@ from torchspmd.step.capture.inventory import Inventory
 from torchspmd.step.exposure import ByRank, measure_exposure
 from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.graph.exposure_report import ExposureReport
-from torchspmd.step.graph.ledger import communications
+from torchspmd.step.graph.ledger import peers_of
 from torchspmd.step.iterate.iteration import IterGraphModule
 from torchspmd.step.program import Program
 
@@ -83,8 +83,8 @@ class _Peers:
 
     def __init__(self, name: str, graph: fx.GraphModule, key: str) -> None:
         self._name, self._key = name, key
-        ranks = {r for _, event in communications(graph) for r in event.group.ranks}
-        self._ranks = sorted(ranks) if len(ranks) > 1 else []
+        ranks = peers_of(graph)
+        self._ranks = ranks if len(ranks) > 1 else []
         self.notes: list[str] = []
         if self._ranks and dist.get_backend() == "fake":
             raise UsageError(

@@ -22,12 +22,13 @@ from torchspmd.step.graph.clocked import (
     read_runs,
 )
 from torchspmd.step.graph.comm_blocks import get_all_comm_blocks
-from torchspmd.step.graph.cost import CostModel
+from torchspmd.step.graph.cost import CostModel, check_cost
 from torchspmd.step.graph.exposure_report import (
     ExposureReport,
     MeasuredExposure,
     describe_exposure,
 )
+from torchspmd.step.graph.options import check_integers
 from torchspmd.step.graph.roles import OutputKind, roles_of, written_state
 from torchspmd.step.graph.timeline import Timeline, simulate, simulate_steady
 from torchspmd.step.iterate.owed import Marks
@@ -68,7 +69,8 @@ def measure_exposure(
         share: Tells other ranks how long each collective is exposed here, in
             milliseconds, and returns that of all; nothing is compared by default.
     """
-    _check(graph, flat, first, runs)
+    check_request("measure_exposure", runs, cost)
+    _check_inputs(graph, flat, first)
     is_cuda = any(isinstance(each, torch.Tensor) and each.is_cuda for each in flat)
     device = "cuda" if is_cuda else "cpu"
     num_carried = 0 if first is None else _num_inputs(graph) - _num_inputs(first)
@@ -91,11 +93,26 @@ def measure_exposure(
     )
 
 
-def _check(
-    graph: fx.GraphModule, flat: Sequence[Any], first: fx.GraphModule | None, runs: int
+def check_request(what: str, runs: int, cost: CostModel | None) -> None:
+    """Refuse options that cannot be, before ranks begin to run together."""
+    check_integers(what, runs=(runs, 1))
+    check_cost(cost, what)
+
+
+def _check_inputs(
+    graph: fx.GraphModule, flat: Sequence[Any], first: fx.GraphModule | None
 ) -> None:
-    if runs < 1:
-        raise UsageError(f"exposure(runs={runs}): take at least one run.")
+    for name, value in (("graph", graph), ("first", first or graph)):
+        if not isinstance(value, fx.GraphModule):
+            raise UsageError(
+                f"measure_exposure({name}=...): {type(value).__name__} is no "
+                "fx.GraphModule. Pass that of a program."
+            )
+    if not isinstance(flat, Sequence):
+        raise UsageError(
+            f"measure_exposure(flat=...): {type(flat).__name__} is no list of the graph's "
+            "inputs."
+        )
     expected = _num_inputs(first or graph)
     if len(flat) != expected:
         raise UsageError(

@@ -42,7 +42,7 @@ def measure_cost(
         >>> cost.flops > 1e6 and cost.memory_bytes > 1e6
         True
     """
-    place = torch.device(device)
+    place = _check(device, dtype, group)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return own_rates(place, dtype, None)
     if dist.get_backend(group) == "fake":
@@ -55,6 +55,24 @@ def measure_cost(
     slowest = torch.tensor(_as_seconds(own), dtype=torch.float64, device=place)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)  # also of the other groups
     return _from_seconds(slowest.tolist())
+
+
+def _check(
+    device: torch.device | str, dtype: torch.dtype, group: dist.ProcessGroup | None
+) -> torch.device:
+    problems = []
+    place = torch.device("cpu")
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError):
+        problems.append(f"device={device!r}: pass a device, such as 'cpu' or 'cuda'")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        problems.append(f"dtype={dtype!r}: pass a floating-point dtype of torch")
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        problems.append(f"group={group!r}: pass a ProcessGroup, or None for all ranks")
+    if problems:
+        raise UsageError("measure_cost: " + "; ".join(problems) + ".")
+    return place
 
 
 def own_rates(

@@ -6,7 +6,7 @@ told at once instead of waiting for it.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import final
 
@@ -44,10 +44,17 @@ class Meeting:
         if (mesh := along or self._mesh) is not None:
             self._agree(plan, mesh, f"plan/{_describe(mesh)}", PLAN_SECONDS)
 
-    def wait_until_ready(self) -> None:
-        """Wait until all ranks can run the program; raise where one cannot."""
-        if self._mesh is not None:
-            self._agree(Plan((), ()), self._mesh, "ready", READY_SECONDS)
+    def wait_until_ready(self, peers: Sequence[int]) -> None:
+        """Wait until all ranks can run the program; raise where one cannot.
+
+        Args:
+            peers: The ranks that the program communicates with, also along other axes
+                than that of the mesh: it would hang without any of them.
+        """
+        if self._mesh is None or dist.get_backend() == "fake":
+            return
+        ranks = sorted({*map(int, self._mesh.mesh.flatten().tolist()), *peers})
+        self._gather("", ranks, "ready", READY_SECONDS)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -67,14 +74,21 @@ class Meeting:
         """This text of every rank of the mesh and of those that the mesh is a part of."""
         if self._mesh is None or dist.get_backend() == "fake":
             return [text]
-        what, key = f"{self._what}, {stage}", f"{self._key}/{stage}"
-        failures = f"{self._key}/failed"
         ranks = _torch.root_ranks(self._mesh)
+        return list(self._gather(text, ranks, stage, PLAN_SECONDS).values())
+
+    def _gather(
+        self, text: str, ranks: Sequence[int], stage: str, seconds: float
+    ) -> dict[int, str]:
         with phase("waiting for all ranks"):
-            found = gather(
-                text, ranks, what, key, seconds=PLAN_SECONDS, failures=failures
+            return gather(
+                text,
+                ranks,
+                self._what,
+                f"{self._key}/{stage}",
+                seconds=seconds,
+                failures=f"{self._key}/failed",
             )
-        return list(found.values())
 
     def _agree(self, plan: Plan, mesh: DeviceMesh, stage: str, seconds: float) -> None:
         with phase("waiting for all ranks"):

@@ -10,13 +10,17 @@ from torch import fx
 
 from torchspmd.errors import PassWarning, UsageError
 from torchspmd.step.dumps import Dumps
-from torchspmd.step.graph.cost import CostModel
+from torchspmd.step.graph.cost import CostModel, check_cost
+from torchspmd.step.graph.options import check_flags
 from torchspmd.step.graph.reports import PassReport
 from torchspmd.step.iterate.iteration import IterGraphModule
 from torchspmd.step.measured_operators import measure_graph
+from torchspmd.step.passes.memory_budget import check_bucket_size
 from torchspmd.step.passes.ordering import observing_passes, run_any
 
 Pass = Callable[[IterGraphModule], Any]
+
+_WHAT = "GraphModuleTransformation"
 
 
 @final
@@ -61,6 +65,12 @@ class GraphModuleTransformation:
         cost: CostModel | Literal["measure"] | None = None,
         passes: Sequence[Pass] | None = None,
     ) -> None:
+        check_flags(
+            _WHAT,
+            enable_graph_optimization=enable_graph_optimization,
+            enable_inductor=enable_inductor,
+            overlap_iterations=overlap_iterations,
+        )
         runs_default = enable_graph_optimization and passes is None
         unused = [
             name
@@ -77,15 +87,11 @@ class GraphModuleTransformation:
                 "the default passes alone. Set enable_graph_optimization=True and leave "
                 "out passes."
             )
+        _check_options(cost, bucket_size_mb, dump_graphs, passes)
         self.enable_graph_optimization = enable_graph_optimization
         self.enable_inductor = enable_inductor
         self.dump_graphs = dump_graphs
         self.reports: tuple[PassReport, ...] = ()
-        if isinstance(cost, str) and cost != "measure":
-            raise UsageError(
-                f"GraphModuleTransformation(cost={cost!r}): give a CostModel, or "
-                "'measure'."
-            )
         self.cost = None if isinstance(cost, str) else cost
         self._measures = isinstance(cost, str)
         self._bucket_size_mb = bucket_size_mb
@@ -165,3 +171,21 @@ class GraphModuleTransformation:
     def _dump(self, name: str, gm: fx.GraphModule) -> None:
         if self._dumps is not None:
             self._dumps.write(name, gm)
+
+
+def _check_options(
+    cost: object, bucket_size_mb: object, dump_graphs: object, passes: object
+) -> None:
+    if cost != "measure":
+        check_cost(cost, _WHAT, "'measure', or None for a guess")
+    check_bucket_size(bucket_size_mb, _WHAT)
+    if not isinstance(dump_graphs, (bool, str, os.PathLike)):
+        raise UsageError(
+            f"{_WHAT}(dump_graphs={dump_graphs!r}): pass True, False or a folder."
+        )
+    given = () if passes is None else passes
+    if not isinstance(given, Sequence) or not all(map(callable, given)):
+        raise UsageError(
+            f"{_WHAT}(passes={passes!r}): pass a list of functions, each called with the "
+            "IterGraphModule."
+        )

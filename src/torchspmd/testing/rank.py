@@ -3,13 +3,16 @@
 import contextlib
 import datetime
 import faulthandler
+import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
+from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,8 @@ import torch
 import torch.distributed as dist
 
 from torchspmd import _torch
+
+_UNLINK_SECONDS = 1.0  # of a pool of threads, say, it may take for ever
 
 
 def serve(
@@ -28,6 +33,9 @@ def serve(
 ) -> None:
     """The life of one rank: join the group, then run what is sent until the pipe ends."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    # As in a process that torchrun starts. Of the way in which this one was started, every
+    # lock would have a name, which a rank that is killed leaves behind.
+    multiprocessing.set_start_method(None, force=True)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with (Path(folder) / f"stack{rank}").open("w") as stack_file:
@@ -47,7 +55,19 @@ def serve(
                 continue
             torch.manual_seed(seed)
             _answer(connection, fn, *args, **kwargs)
+    _unlink_locks()
     os._exit(0)  # a hanging collective of another rank must not keep this one
+
+
+def _unlink_locks() -> None:
+    """Take back the names of locks, which Python does only in a process that ends itself.
+
+    Libraries make some (tqdm does when it is imported), and they would count as leaked.
+    """
+    module: Any = util
+    run = threading.Thread(target=module._run_finalizers, args=(0,), daemon=True)
+    run.start()
+    run.join(_UNLINK_SECONDS)
 
 
 def _join(rank: int, world_size: int, backend: str, folder: str) -> None:

@@ -20,6 +20,8 @@ from torchspmd.errors import RankError, UsageError, WorldError
 from torchspmd.testing.rank import serve
 
 _START_SECONDS = 120.0  # to start the processes and join the group, on a busy machine
+_IDLE_SECONDS = 5.0  # for ranks that wait for work to end by themselves, and tidily
+_BUSY_SECONDS = 0.05  # the same after a failure: most of them never would
 _GRACE_SECONDS = 0.3  # after a failure, for the rank that caused it to be heard too
 
 
@@ -111,13 +113,18 @@ class Ranks:
             return self._collect(timeout, _name(fn))
         except BaseException:
             # Ranks may be anywhere in the function now: they cannot serve another run.
-            self.close()
+            self._end(_BUSY_SECONDS)
             raise
 
     def close(self) -> None:
         """End the processes; the next run starts new ones."""
+        self._end(_IDLE_SECONDS)
+
+    def _end(self, seconds: float) -> None:
         for worker in self._workers:
-            worker.stop()
+            worker.connection.close()  # an idle rank ends by itself then
+        for worker in self._workers:
+            worker.stop(seconds)
         self._workers = []
         if self._folder is not None:
             self._folder.cleanup()
@@ -144,7 +151,7 @@ class Ranks:
         try:
             self._collect(_START_SECONDS, "the start of the ranks")
         except BaseException:
-            self.close()
+            self._end(_BUSY_SECONDS)
             raise
 
     def _collect(self, timeout: float, what: str) -> list[Any]:
@@ -236,9 +243,8 @@ class _Worker:
                 return text
         return "(no stack: the process does not answer)"
 
-    def stop(self) -> None:
-        self.connection.close()
-        self.process.join(0.05)
+    def stop(self, seconds: float) -> None:
+        self.process.join(seconds)
         if self.process.is_alive():
             self.process.kill()
         self.process.join(5)

@@ -1,5 +1,6 @@
 """What else looks at, writes to or copies a model while a step owes it an update."""
 
+import contextlib
 import copy
 import inspect
 import pickle
@@ -7,9 +8,11 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch._C import _distributed_c10d as _c10d
 
-from torchspmd.errors import PassWarning, UsageError
+from torchspmd.errors import LostStateError, PassWarning, UsageError
 from torchspmd.step import DataParallel, GraphModuleTransformation, compile
+from torchspmd.step.capture.inventory import take_inventory
 from torchspmd.testing import fake_world
 
 pytestmark = [
@@ -20,7 +23,7 @@ pytestmark = [
 X = torch.linspace(-1, 1, 8).view(2, 4)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def world():
     with fake_world(2):  # where a sum over ranks changes nothing
         yield
@@ -56,14 +59,25 @@ def batches(count=5):
     return [torch.randn(3, 4, generator=generator) for _ in range(count)]
 
 
-def owing(count=3):
-    """A model whose last update is owed, and the same after eager steps."""
-    compiled = overlapped(step)
+@pytest.fixture(scope="module")
+def captured(world):
+    return overlapped(step)
+
+
+@pytest.fixture
+def owing(captured):
+    """A model whose last update is owed, and the same after eager steps.
+
+    The step is captured once for all tests; each has models of its own.
+    """
     ours, theirs = build(), build()
-    for batch in batches(count):
-        compiled(*ours, batch)
+    for batch in batches(3):
+        captured(*ours, batch)
         step(*theirs, batch)
-    return compiled, ours, theirs
+    yield captured, ours, theirs
+    with contextlib.suppress(UsageError):  # what a test wrote is told, once
+        captured.flush()
+    captured.flush()
 
 
 def test_two_steps_over_one_model():
@@ -116,8 +130,8 @@ def test_a_compiled_evaluation_sees_the_latest_weights():
         assert torch.equal(evaluation(ours[0], X), evaluate(theirs[0], X))
 
 
-def test_steps_over_other_models_do_not_hurry_each_other():
-    compiled, (model, _), _ = owing()
+def test_steps_over_other_models_do_not_hurry_each_other(owing):
+    compiled, (model, _), _ = owing
     before = model[0].weight.detach().clone()
     other = overlapped(step)
     other(*build(), X)
@@ -138,8 +152,8 @@ LOOKS = {
 }
 
 
-def test_looks_that_flush():
-    compiled, ours, theirs = owing()
+def test_looks_that_flush(owing):
+    compiled, ours, theirs = owing
     for name, look in LOOKS.items():
         assert torch.equal(look(ours[0]), look(theirs[0])), name
         if name != "double":  # which is another model
@@ -147,8 +161,8 @@ def test_looks_that_flush():
             step(*theirs, X)
 
 
-def test_a_model_under_the_compiler_flushes_too():
-    compiled, ours, theirs = owing()
+def test_a_model_under_the_compiler_flushes_too(owing):
+    compiled, ours, theirs = owing
     model = torch.compile(ours[0], backend="eager")
     for _ in range(2):
         assert torch.equal(model(X), theirs[0](X))
@@ -156,15 +170,15 @@ def test_a_model_under_the_compiler_flushes_too():
         step(*theirs, X)
 
 
-def test_methods_keep_their_signature():
-    _, (model, _), (plain, _) = owing()
+def test_methods_keep_their_signature(owing):
+    _, (model, _), (plain, _) = owing
     for name in ("forward", "state_dict"):
         ours, theirs = (inspect.signature(getattr(m, name)) for m in (model, plain))
         assert ours == theirs
 
 
-def test_a_write_between_steps_is_told_once():
-    compiled, (model, optim), _ = owing()
+def test_a_write_between_steps_is_told_once(owing):
+    compiled, (model, optim), _ = owing
     with torch.no_grad():
         model[0].weight.mul_(0.5)
     for attempt in (lambda: compiled(model, optim, X), compiled.flush):
@@ -180,15 +194,48 @@ def test_a_write_between_steps_is_told_once():
     compiled(model, optim, X)
 
 
-def test_a_write_to_an_optimizer_state_is_told():
-    compiled, (model, optim), _ = owing()
+def test_a_write_to_an_optimizer_state_is_told(owing):
+    compiled, (model, optim), _ = owing
     optim.state[model[0].weight]["exp_avg"].mul_(0.1)
     with pytest.raises(UsageError, match=r"0\.weight\.exp_avg changed since"):
         compiled(model, optim, X)
 
 
-def test_writes_through_parameters_flush_first():
-    compiled, ours, theirs = owing()
+def owing_program(compiled):
+    return next(program for program in compiled.programs if program.is_pending)
+
+
+def lose_an_update(compiled, call):
+    """As an exception does that comes while the update is made."""
+    owing_program(compiled).run.marks.begin(0)
+
+
+def lose_what_was_computed(compiled, call):
+    """As an exception does that comes while results are copied at the end."""
+    run = owing_program(compiled).run
+    with torch.no_grad(), pytest.raises(ZeroDivisionError):
+        inputs = take_inventory(call, {}, lift_numbers=True).flat_inputs()
+        run.run_and_write(inputs, lambda outputs: 1 / 0, last_iter=False)
+
+
+@pytest.mark.parametrize("lose", [lose_an_update, lose_what_was_computed])
+def test_reductions_of_a_lost_update_are_waited_for(lose, owing):
+    compiled, (model, optim), _ = owing
+    before = _c10d._get_work_registry_size() - 2  # those of the update
+    call = (model, optim, batches(1)[0])
+    lose(compiled, call)
+    with pytest.raises(LostStateError):
+        compiled(*call)
+    plain, fresh = build()
+    step(plain, fresh, X)
+    model.load_state_dict(plain.state_dict())
+    optim.load_state_dict(fresh.state_dict())
+    compiled(*call, last_train_step=True)
+    assert _c10d._get_work_registry_size() == before
+
+
+def test_writes_through_parameters_flush_first(owing):
+    compiled, ours, theirs = owing
     for model, _ in (ours, theirs):
         with torch.no_grad():
             for parameter in model.parameters():
@@ -241,8 +288,8 @@ def test_a_scaler_is_looked_at():
     assert found[0] == found[1]
 
 
-def test_copies_are_refused_until_then():
-    compiled, ours, _ = owing()
+def test_copies_are_refused_until_then(owing):
+    compiled, ours, _ = owing
     ways = [
         (how, it) for how in (copy.deepcopy, copy.copy, pickle.dumps) for it in ours
     ]

@@ -1,5 +1,6 @@
 """Gradients that are computed behind more urgent ones; the size of buckets."""
 
+import functools
 from dataclasses import dataclass, field
 
 import pytest
@@ -65,6 +66,7 @@ def _layer(start):
     return LAYERS - 1 - int(number or 0)
 
 
+@functools.cache
 def run(ratio, *, tied=False, launch=0.0, **options):
     """Three steps of a stack of layers with deferred updates.
 

@@ -121,8 +121,8 @@ def test_refusals():
     with pytest.raises(UsageError) as caught:
         prefetch_gathers(gm, 0, in_flight_mb=0)
     assert str(caught.value) == (
-        "prefetch_gathers: distance=0: a gather starts 1 or more layers ahead; "
-        "in_flight_mb=0: use more than 0, or None."
+        "prefetch_gathers: distance=0: a gather starts 1 or more layers ahead, a "
+        "whole number; in_flight_mb=0: use more than 0, a finite number of MiB, or None."
     )
     writing = captured(lambda x: [all_gather(x, 4) + 1, x.add_(1)], torch.ones(8))
     with pytest.warns(PassWarning, match="writes in place: prefetch before new"):

@@ -50,10 +50,17 @@ def run(mode=None, mesh=None, function=step):
     return model, compiled
 
 
-@pytest.mark.parametrize("mode", [None, DataParallel("replicate", reduce="sum")])
-def test_one_reduction_for_each_gradient(mode):
+@pytest.fixture(scope="module")
+def dense():
+    """The default mode on eight ranks, captured once; the group is gone again."""
     with fake_mesh(8, ("dp",)) as mesh:
-        model, compiled = run(mode, mesh)
+        return run(None, mesh)
+
+
+@pytest.mark.parametrize("mode", [None, DataParallel("replicate", reduce="sum")])
+def test_one_reduction_for_each_gradient(mode, dense):
+    with fake_mesh(8, ("dp",)) as mesh:
+        model, compiled = dense if mode is None else run(mode, mesh)
         ledger = compiled.programs[1].ledger
         gradients = sum(p.numel() for p in model.parameters()) * 4
         backward = ledger.total(kind="all_reduce", axis="dp", phase="backward")
@@ -71,13 +78,12 @@ def test_one_reduction_for_each_gradient(mode):
         assert ledger == build_ledger(compiled.programs[1].graph)
 
 
-def test_reductions_stand_where_backward_makes_the_gradients():
-    with fake_mesh(8, ("dp",)) as mesh:
-        _, compiled = run(None, mesh)
-        names = [node.name for node in compiled.programs[1].graph.graph.nodes]
-        first, last = names.index("all_reduce"), names.index("all_reduce_7")
-        assert "mm" in "".join(names[first:last])  # backward goes on in between
-        assert last < names.index("_foreach_add")
+def test_reductions_stand_where_backward_makes_the_gradients(dense):
+    _, compiled = dense
+    names = [node.name for node in compiled.programs[1].graph.graph.nodes]
+    first, last = names.index("all_reduce"), names.index("all_reduce_7")
+    assert "mm" in "".join(names[first:last])  # backward goes on in between
+    assert last < names.index("_foreach_add")
 
 
 def test_the_ledger_is_what_running_the_graph_sends():

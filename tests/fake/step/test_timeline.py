@@ -1,5 +1,7 @@
 """Simulated runs of a graph: what of its communication is hidden, and why."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -25,6 +27,7 @@ MATMUL = 2 * BATCH * WIDTH * WIDTH / 1e9
 REDUCED = 2 * (4 - 1) / 4 * WIDTH * WIDTH * 4 / 1e6  # an all-reduce on 4 ranks
 
 
+@functools.cache
 def timelines(cost, **deferral):
     """Of the captured step, after scheduling, and with deferred updates."""
     found = []

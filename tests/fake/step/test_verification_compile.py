@@ -72,11 +72,17 @@ def test_the_default_passes_and_the_next_iteration():
     assert orders(step, "pass comm_fusion_with_concat") == ["rank"]
     assert orders(step, "pass schedule_comm_wait") == ["rank", "ring", "tree"]
     assert orders(step, "the form that writes in place") == ["rank"]
-    assert orders(step, "work moved to the next iteration (regions: 1)") == ["rank"]
+    moved = "work moved to the next iteration (regions: 1)"
+    for what in (moved, f"{moved}, first and steady form in place"):
+        assert orders(step, what) == ["rank"]
     assert {check.result for check in certificate.checks} == {"equal bits"}
     text = " ".join(str(certificate).split())
     assert "the captured graph was not compared with the eager step" in text
     assert "every virtual rank ran the graph of this rank" in text
+    left = (
+        "neither the last form nor the flush of an overlapped step was compared as it"
+    )
+    assert f"{left} writes in place" in text
 
 
 def test_an_update_that_is_made_otherwise_a_step_later(monkeypatch):
@@ -94,7 +100,7 @@ def test_an_update_that_is_made_otherwise_a_step_later(monkeypatch):
         compiled(transformation, steps=2)
     text = str(caught.value)
     assert (
-        "program 1: work moved to the next iteration (regions: 1) changed what 3 "
+        "program 1: work moved to the next iteration (regions: 1) changed what 4 "
         in text
     )
     assert "arg0_1 (Sequential.0.weight)" in text

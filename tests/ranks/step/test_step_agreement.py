@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from torchspmd.errors import AgreementError
+from torchspmd.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torchspmd.step import DataParallel, backends, compile, meeting
 from torchspmd.step.agreement import Plan, differences
 
@@ -103,7 +105,7 @@ def test_a_rank_that_does_not_come(ranks2):
     assert "with a batch of another shape" in text
 
 
-def fails_on_one():
+def fails_on_one(model=None, **options):
     """Rank 1 cannot make the program at first; with ``verify`` it would be the same."""
     tries = []
 
@@ -113,10 +115,10 @@ def fails_on_one():
             raise ValueError("no such bucket\nand more")
         return graph
 
-    model = nn.Linear(4, 2)
+    model = model or nn.Linear(4, 2)
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     start = time.monotonic()
-    again = compile(step, gm_transformation=transformation)
+    again = compile(gm_transformation=transformation, **options)(step)
     try:
         again(model, optim, torch.ones(3, 4))
     except (AgreementError, ValueError) as error:
@@ -132,6 +134,26 @@ def test_a_rank_that_fails_is_named_at_once(ranks2):
     assert "program 0 of 'step', mesh data=2 could not be made on every rank" in text
     assert "  * rank 1: ValueError: no such bucket\n\nNothing was run." in text
     assert seconds < 30
+
+
+def fails_alone_on_its_data_axis(style):
+    """The ranks of the other axis have another data axis each, of one rank."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    layers = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    model = parallelize_module(model, mesh["tp"], layers)
+    return fails_on_one(model, parallel_mode=DataParallel(style), mesh=mesh["dp"])
+
+
+@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+def test_a_rank_that_fails_alone_on_its_data_axis_tells_the_others(ranks2, style):
+    found = ranks2.run(fails_alone_on_its_data_axis, style, timeout=30)
+    (text, seconds, loss), (own, _, same) = found
+    assert loss == same
+    assert own == "ValueError: no such bucket\nand more"
+    assert "compile: program 0 of 'step'" in text
+    assert "could not be made on every rank\n\n  * rank 1: ValueError: no such" in text
+    assert seconds < 15  # not after the patience of a meeting, nor of a collective
 
 
 def compiles_slowly():

@@ -1,6 +1,7 @@
 """Work that is left for the next iteration: same results, or refused."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -67,6 +68,20 @@ def defer_two_regions(gm):
 TRANSFORMATIONS = [defer_everything, defer_two_regions]
 
 
+@pytest.fixture
+def step_of():
+    """A compiled step by its transformation, captured once; each test has its model."""
+    yield captured
+    for step in map(captured, TRANSFORMATIONS):
+        step.flush()
+        assert len(step.programs) <= 1  # or tests would see other programs than theirs
+
+
+@functools.cache
+def captured(transformation):
+    return compile(gm_transformation=transformation)(plain_step)
+
+
 def batches(count):
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(2, 4, generator=generator) for _ in range(count)]
@@ -98,8 +113,8 @@ def is_stale(model, count):
 
 @pytest.mark.parametrize("transformation", TRANSFORMATIONS)
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
-def test_steps_with_the_last_one_flagged(transformation, count):
-    step = compile(gm_transformation=transformation)(plain_step)
+def test_steps_with_the_last_one_flagged(transformation, count, step_of):
+    step = step_of(transformation)
     pair = build()
     losses = [
         step(*pair, batch, last_train_step=index == count - 1)
@@ -111,8 +126,8 @@ def test_steps_with_the_last_one_flagged(transformation, count):
 
 
 @pytest.mark.parametrize("transformation", TRANSFORMATIONS)
-def test_updates_wait_and_flush_makes_them(transformation):
-    step = compile(gm_transformation=transformation)(plain_step)
+def test_updates_wait_and_flush_makes_them(transformation, step_of):
+    step = step_of(transformation)
     pair = build()
     for count, batch in enumerate(batches(3), start=1):
         step(*pair, batch)
@@ -125,8 +140,8 @@ def test_updates_wait_and_flush_makes_them(transformation):
     assert_same(pair, eager(3)[0])
 
 
-def test_runs_again_after_the_last_step():
-    step = compile(gm_transformation=defer_everything)(plain_step)
+def test_runs_again_after_the_last_step(step_of):
+    step = step_of(defer_everything)
     pair = build()
     for index, batch in enumerate(batches(6)):
         step(*pair, batch, last_train_step=index in (1, 2, 5))
@@ -181,8 +196,8 @@ LOOKS = {
 
 
 @pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
-def test_a_look_from_outside_flushes(look):
-    step = compile(gm_transformation=defer_everything)(plain_step)
+def test_a_look_from_outside_flushes(look, step_of):
+    step = step_of(defer_everything)
     model, optim = build()
     before = [set(vars(module)) for module in (*model.modules(), optim)]
     for batch in batches(2):
@@ -224,10 +239,10 @@ def test_leaving_the_context_flushes():
 
 
 @pytest.mark.parametrize("saved_after", [1, 2, 3])
-def test_checkpoint_between_any_two_steps(saved_after):
+def test_checkpoint_between_any_two_steps(saved_after, step_of):
     all_batches = batches(4)
     model, optim = build()
-    step = compile(gm_transformation=defer_two_regions)(plain_step)
+    step = step_of(defer_two_regions)
     for batch in all_batches[:saved_after]:
         step(model, optim, batch)
     saved = copy.deepcopy((model.state_dict(), optim.state_dict()))
@@ -240,8 +255,8 @@ def test_checkpoint_between_any_two_steps(saved_after):
     assert_same((fresh, fresh_optim), eager(4)[0])
 
 
-def test_an_exception_in_the_middle_loses_nothing():
-    step = compile(gm_transformation=defer_everything)(plain_step)
+def test_an_exception_in_the_middle_loses_nothing(step_of):
+    step = step_of(defer_everything)
     pair = build()
     first, second = batches(2)
     step(*pair, first)
@@ -260,8 +275,8 @@ def test_an_exception_in_the_middle_loses_nothing():
     assert_same(pair, eager(2)[0])
 
 
-def test_copies_are_refused_while_an_update_is_owed():
-    step = compile(gm_transformation=defer_everything)(plain_step)
+def test_copies_are_refused_while_an_update_is_owed(step_of):
+    step = step_of(defer_everything)
     model, optim = build()
     step(model, optim, batches(1)[0])
     with pytest.raises(UsageError, match=r"call flush\(\) of the step first"):

@@ -31,8 +31,10 @@ def test_refusals():
         step.exposure(*call)
     step(*call)
     step(*call)
-    with pytest.raises(UsageError, match=r"exposure\(runs=0\): take at least one run"):
+    with pytest.raises(UsageError, match=r"exposure\(runs=0\): pass a whole number, "):
         step.exposure(*call, runs=0)
+    with pytest.raises(UsageError, match=r"exposure\(cost=3\): give a CostModel, or"):
+        step.exposure(*call, cost=3)
     own = compile(gm_transformation=lambda gm: gm.forward)(train)
     for _ in range(3):
         own(*call)

@@ -8,13 +8,30 @@ import torch
 from torch import fx, nn
 
 from torchspmd.errors import CaptureError, UsageError
-from torchspmd.step import IterGraphModule, Verification, compile, run_virtual
+from torchspmd.step import (
+    CostModel,
+    GraphModuleTransformation,
+    IterGraphModule,
+    Override,
+    Verification,
+    compile,
+    get_all_fused_optimizer_blocks,
+    measure_cost,
+    measure_exposure,
+    run_virtual,
+)
+from torchspmd.step.graph.timeline import simulate, simulate_steady
 from torchspmd.step.passes import (
     comm_fusion_with_concat,
+    dedupe_collectives,
+    default_passes,
     defer_updates,
+    iter_move_grads_and_optimizers,
     prefetch_gathers,
+    remove_copy_from_optimizer,
     schedule_comm_wait,
 )
+from torchspmd.step.passes.default import choose_bucket_size
 
 pytestmark = pytest.mark.unit
 
@@ -46,6 +63,177 @@ def test_memory_budgets(change, size):
     assert f"{change.__name__}({rule}" in str(caught.value)
 
 
+def optimized(**options):
+    return GraphModuleTransformation(enable_graph_optimization=True, **options)
+
+
+TAKE_A_COST = {
+    "defer_updates": lambda cost: defer_updates(
+        IterGraphModule(graph_module()), cost=cost
+    ),
+    "default_passes": lambda cost: default_passes(cost=cost),
+    "choose_bucket_size": lambda cost: choose_bucket_size(graph_module(), cost),
+    "measure_exposure": lambda cost: measure_exposure(
+        graph_module(), [torch.ones(1)] * 2, cost=cost
+    ),
+    "GraphModuleTransformation": lambda cost: optimized(cost=cost),
+    "simulate": lambda cost: simulate(graph_module().graph, cost),
+    "simulate_steady": lambda cost: simulate_steady(graph_module().graph, cost, 0),
+}
+
+
+@pytest.mark.parametrize("cost", ["x", 0, 5e10, CostModel])
+@pytest.mark.parametrize("name", TAKE_A_COST)
+def test_costs(name, cost):
+    with pytest.raises(UsageError) as caught:
+        TAKE_A_COST[name](cost)
+    assert f"{name}(cost={cost!r}): give a CostModel" in str(caught.value)
+
+
+def test_a_cost_may_be_left_out_where_there_is_a_guess():
+    for name in ("simulate", "simulate_steady"):
+        with pytest.raises(UsageError, match=r"\(cost=None\): give a CostModel\.$"):
+            TAKE_A_COST[name](None)
+    assert default_passes(cost=None) and optimized(cost=None).cost is None
+    assert choose_bucket_size(graph_module()) == 1.0
+
+
+def test_rates_that_no_device_has():
+    with pytest.raises(UsageError) as caught:
+        CostModel(0, "x", math.nan, -1.0, True, operators=3)
+    assert str(caught.value).split("; ") == [
+        "CostModel: flops=0: give a finite number above 0",
+        "memory_bytes='x': give a finite number above 0",
+        "network_bytes=nan: give a finite number above 0",
+        "launch_seconds=-1.0: give seconds, 0 or more and finite",
+        "latency_seconds=True: give seconds, 0 or more and finite",
+        "operators=int: give a mapping of keys to seconds.",
+    ]
+    for endless in (math.inf, 10**400):
+        with pytest.raises(UsageError, match=r"flops=.*: give a finite number above 0"):
+            CostModel(flops=endless)
+        with pytest.raises(
+            UsageError, match=r"latency_.*: give seconds, 0 or more and"
+        ):
+            CostModel(latency_seconds=endless)
+
+
+def test_what_is_measured():
+    with pytest.raises(UsageError) as caught:
+        measure_cost("nope", dtype=torch.int64, group=3)
+    assert str(caught.value).split("; ") == [
+        "measure_cost: device='nope': pass a device, such as 'cpu' or 'cuda'",
+        "dtype=torch.int64: pass a floating-point dtype of torch",
+        "group=3: pass a ProcessGroup, or None for all ranks.",
+    ]
+
+
+def moved_by_numbers():
+    gm = IterGraphModule(graph_module())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it has no copies
+        remove_copy_from_optimizer(gm)
+    iter_move_grads_and_optimizers(gm, 1, "b")
+
+
+REFUSED = [
+    (
+        lambda: defer_updates(IterGraphModule(graph_module()), delay_gradients="no"),
+        "defer_updates(delay_gradients='no'): pass True or False.",
+    ),
+    (
+        lambda: dedupe_collectives(graph_module(), across_phases=1),
+        "dedupe_collectives(across_phases=1): pass True or False.",
+    ),
+    (
+        lambda: prefetch_gathers(graph_module(), "1", in_flight_mb=math.inf),
+        "prefetch_gathers: distance='1': a gather starts 1 or more layers ahead, a whole "
+        "number; in_flight_mb=inf: use more than 0, a finite number of MiB, or None.",
+    ),
+    (
+        lambda: default_passes(bucket_size_mb="25"),
+        "default_passes(bucket_size_mb='25'): use more than 0, a finite number of MiB, or "
+        "None to have it chosen.",
+    ),
+    (
+        lambda: default_passes(overlap_iterations="no"),
+        "default_passes(overlap_iterations='no'): pass True or False.",
+    ),
+    (
+        moved_by_numbers,
+        "iter_move_grads_and_optimizers(target_comm_node=1): pass the name of a node, a "
+        "str.",
+    ),
+    (
+        lambda: get_all_fused_optimizer_blocks(graph_module(), 3),
+        "get_all_fused_optimizer_blocks(optim_ops=3): pass the name of an operator, such "
+        "as '_fused_adam', or a list of names.",
+    ),
+    (
+        lambda: simulate(graph_module(), CostModel()),
+        "simulate(graph=...): <lambda> is no fx.Graph. Pass the graph of a graph module, "
+        "for instance step.programs[0].graph.graph.",
+    ),
+    (
+        lambda: simulate_steady(graph_module().graph, CostModel(), 2),
+        "simulate_steady(num_carried=2): the graph has 2 inputs and 1 outputs. Give how "
+        "many of the last are its own of the run before.",
+    ),
+    (
+        lambda: measure_exposure(graph_module(), [torch.ones(1)] * 2, runs=1.5),
+        "measure_exposure(runs=1.5): pass a whole number, at least 1.",
+    ),
+    (
+        lambda: measure_exposure(graph_module().graph, []),
+        "measure_exposure(graph=...): Graph is no fx.GraphModule. Pass that of a program.",
+    ),
+    (
+        lambda: measure_exposure(graph_module(), 3),
+        "measure_exposure(flat=...): int is no list of the graph's inputs.",
+    ),
+    (
+        lambda: GraphModuleTransformation(enable_inductor="no"),
+        "GraphModuleTransformation(enable_inductor='no'): pass True or False.",
+    ),
+    (
+        lambda: optimized(bucket_size_mb=0),
+        "GraphModuleTransformation(bucket_size_mb=0): use more than 0, a finite number of "
+        "MiB, or None to have it chosen.",
+    ),
+    (
+        lambda: GraphModuleTransformation(dump_graphs=3),
+        "GraphModuleTransformation(dump_graphs=3): pass True, False or a folder.",
+    ),
+    (
+        lambda: GraphModuleTransformation(passes=[3]),
+        "GraphModuleTransformation(passes=[3]): pass a list of functions, each called with "
+        "the IterGraphModule.",
+    ),
+    (
+        lambda: compile(gm_transformation=3),
+        "compile(gm_transformation=3): pass a function of the captured graph module, or a "
+        "GraphModuleTransformation.",
+    ),
+    (
+        lambda: compile(mesh="dp"),
+        "compile(mesh='dp'): pass a DeviceMesh, for instance of init_device_mesh(), or "
+        "None for all ranks.",
+    ),
+    (
+        lambda: compile(module_override=Override())(train_step),
+        "compile(module_override=...): Override is no list. Pass a list of objects of "
+        "subclasses of torchspmd.step.Override.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "text"), REFUSED, ids=[t for _, t in REFUSED])
+def test_options_of_another_type(call, text):
+    with pytest.raises(UsageError) as caught:
+        call()
+    assert str(caught.value) == text
+
+
 @pytest.mark.parametrize(
     ("given", "rule"),
     [
@@ -70,6 +258,12 @@ def test_verifications():
     assert str(caught.value).splitlines() == [
         "Verification(ranks=4.5): pass a whole number.",
         "Verification(seed=None): pass a whole number.",
+    ]
+    with pytest.raises(UsageError) as caught:
+        Verification(max_ranks=0, limit_bytes=-1)
+    assert str(caught.value).splitlines() == [
+        "Verification(max_ranks=0): pass a whole number, at least 1.",
+        "Verification(limit_bytes=-1): pass a whole number, at least 1.",
     ]
 
 

@@ -68,6 +68,18 @@ def test_an_illegal_edit_is_not_taken():
     assert gm(torch.tensor([-1.0, 2.0])).tolist() == [1.0, 3.0]
 
 
+@pytest.mark.parametrize("make", [module, lambda: IterGraphModule(module())])
+def test_a_value_that_is_used_before_it_is_made(make):
+    def turn_round(gm):
+        relu = next(n for n in gm.graph.nodes if n.target is torch.relu)
+        next(iter(relu.users)).append(relu)
+
+    gm = make()
+    with pytest.raises(LegalityError, match="add uses relu, which comes later"):
+        run_any(gm, turn_round)
+    assert gm(torch.tensor([-1.0, 2.0])).tolist() == [1.0, 3.0]
+
+
 def test_a_pass_that_changes_nothing_says_so():
     with pytest.warns(PassWarning, match="do_nothing changed nothing: all three are"):
         do_nothing(module())

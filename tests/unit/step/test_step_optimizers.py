@@ -82,18 +82,24 @@ def test_other_optimizers_of_torch(optimizer, monkeypatch):
     assert len(step.programs) == 2
 
 
-def test_the_reason_names_the_counter():
-    ours, reference = build("mlp", "radam")
+@pytest.fixture(scope="module")
+def radam_step():
+    """With its three programs, from eight steps of another model."""
     step = compile(train)
-    follow(step, ours, reference, 8)
+    follow(step, *build("mlp", "radam"), 8)
+    return step
+
+
+def test_the_reason_names_the_counter(radam_step):
+    step = radam_step
     assert "optimizer states that did not exist before" in step.programs[1].reason
     assert "RAdam.step" in step.programs[2].reason
     assert step.programs[2].reason.startswith("differs from program 1:\nnot ")
 
 
-def test_a_loaded_counter_finds_its_program():
+def test_a_loaded_counter_finds_its_program(radam_step):
     (model, optim), (other, other_optim) = build("mlp", "radam")
-    step = compile(train)
+    step = radam_step
     saved = None
     for number in range(8):
         batch = torch.randn(6, 8)

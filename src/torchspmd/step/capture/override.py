@@ -101,6 +101,11 @@ class Overrides:
     """All overrides of a compiled step, asked once for each module."""
 
     def __init__(self, overrides: Sequence[Override]) -> None:
+        if not isinstance(overrides, Sequence):
+            raise UsageError(
+                f"compile(module_override=...): {type(overrides).__name__} is no list. "
+                "Pass a list of objects of subclasses of torchspmd.step.Override."
+            )
         for each in overrides:
             if not isinstance(each, Override):
                 raise UsageError(

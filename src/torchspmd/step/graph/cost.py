@@ -1,8 +1,9 @@
 """What a node takes: the same estimate on all ranks, from shapes or from measurements."""
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
@@ -10,6 +11,10 @@ from torch.utils import flop_counter
 
 from torchspmd import _torch
 from torchspmd.comm import CommEvent
+from torchspmd.errors import UsageError
+
+_RATES = ("flops", "memory_bytes", "network_bytes")
+_TIMES = ("launch_seconds", "latency_seconds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,23 @@ class CostModel:
     latency_seconds: float = 2e-5
     operators: Mapping[str, float] = field(default_factory=dict, repr=False, hash=False)
 
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name}={getattr(self, name)!r}: give a finite number above 0"
+            for name in _RATES
+            if not (_is_number(value := getattr(self, name)) and value > 0)
+        ]
+        problems += [
+            f"{name}={getattr(self, name)!r}: give seconds, 0 or more and finite"
+            for name in _TIMES
+            if not (_is_number(value := getattr(self, name)) and value >= 0)
+        ]
+        if not isinstance(self.operators, Mapping):
+            kind = type(self.operators).__name__
+            problems.append(f"operators={kind}: give a mapping of keys to seconds")
+        if problems:
+            raise UsageError("CostModel: " + "; ".join(problems) + ".")
+
     @classmethod
     def for_device(cls, device_type: str) -> "CostModel":
         """A coarse guess: a GPU with a fast link, or one CPU core on loopback."""
@@ -60,6 +82,32 @@ class CostModel:
     def comm_seconds(self, event: CommEvent) -> float:
         """How long a collective is on the wire."""
         return self.latency_seconds + event.wire_bytes / self.network_bytes
+
+
+def check_cost(cost: object, what: str, also: str = "None for a guess") -> None:
+    """Refuse what is no ``CostModel``; the one check for all that take a cost.
+
+    Args:
+        cost: What was given.
+        what: What was called.
+        also: What else it takes, for the message; None is refused where this is empty.
+
+    Example:
+        >>> check_cost(3, "fuse")
+        Traceback (most recent call last):
+            ...
+        torchspmd.errors.UsageError: fuse(cost=3): give a CostModel, or None for a guess.
+    """
+    if isinstance(cost, CostModel) or (cost is None and also):
+        return
+    rest = f", or {also}" if also else ""
+    raise UsageError(f"{what}(cost={cost!r}): give a CostModel{rest}.")
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return abs(value) <= sys.float_info.max
 
 
 def computes(node: fx.Node) -> bool:

@@ -7,12 +7,14 @@ from torch import fx
 
 from torchspmd import _torch
 from torchspmd.comm import CommEvent, Ledger, Operator, Topology, find_operator, measure
+from torchspmd.step.graph.options import check_module
 from torchspmd.step.graph.owners import owner_of
 from torchspmd.step.graph.reports import GraphSize
 
 
 def build_ledger(graph: fx.GraphModule) -> Ledger:
     """One event for each collective of a graph, in order."""
+    check_module("build_ledger", graph=graph)
     ledger = Ledger()
     for _, event in communications(graph):
         ledger.append(event)
@@ -31,6 +33,11 @@ def events_of(graph: fx.Graph) -> Iterator[tuple[fx.Node, CommEvent]]:
         operator = _operator(node)
         if operator is not None:
             yield node, _event(node, operator, topology)
+
+
+def peers_of(graph: fx.GraphModule) -> list[int]:
+    """The ranks of all groups that a graph communicates over."""
+    return sorted({r for _, event in communications(graph) for r in event.group.ranks})
 
 
 def is_communication(node: fx.Node) -> bool:

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from torchspmd.errors import CaptureError
+from torchspmd.errors import CaptureError, UsageError
 from torchspmd.step.graph.list_items import item_of
+from torchspmd.step.graph.options import check_module
 from torchspmd.step.graph.queries import HasGraph
 
 # Which argument of each fused optimizer holds the gradients, and which the step counters.
@@ -50,7 +51,13 @@ def get_all_fused_optimizer_blocks(
     ``_fused_adam`` also finds ``_fused_adamw``. A foreach optimizer is found by the
     operator that makes the new parameters (``_foreach_addcdiv`` for Adam).
     """
-    names = (optim_ops,) if isinstance(optim_ops, str) else tuple(optim_ops)
+    check_module("get_all_fused_optimizer_blocks", gm=gm)
+    names = tuple(optim_ops) if isinstance(optim_ops, (list, tuple)) else (optim_ops,)
+    if not all(isinstance(name, str) for name in names):
+        raise UsageError(
+            f"get_all_fused_optimizer_blocks(optim_ops={optim_ops!r}): pass the name of an "
+            "operator, such as '_fused_adam', or a list of names."
+        )
     return [
         FusedOptimizerBlock(
             StepIncrement(_find_increment(node)),

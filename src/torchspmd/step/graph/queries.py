@@ -6,6 +6,7 @@ from typing import Protocol
 from torch import fx
 
 from torchspmd.errors import UsageError
+from torchspmd.step.graph.options import check_graph, check_module, check_nodes
 
 
 class HasGraph(Protocol):
@@ -27,6 +28,12 @@ def find_node(
     >>> [node.name for node in find_node(graph, lambda node: node.op == "call_function")]
     ['abs_1', 'add']
     """
+    check_graph("find_node", graph=graph)
+    if not callable(predicate):
+        raise UsageError(
+            f"find_node(predicate={predicate!r}): pass a function that takes a node and "
+            "says whether to find it, such as lambda node: node.name == 'mm'."
+        )
     nodes = reversed(graph.nodes) if reverse_order else graph.nodes
     return [node for node in nodes if predicate(node)]
 
@@ -41,6 +48,8 @@ def find_all_descendants(
     >>> [node.name for node in find_all_descendants(gm, start)]
     ['abs_1', 'add']
     """
+    check_module("find_all_descendants", gm=gm)
+    check_nodes("find_all_descendants", parent_nodes=parent_nodes)
     if not parent_nodes:
         raise UsageError("find_all_descendants: No parent nodes are given.")
     found = set(parent_nodes)

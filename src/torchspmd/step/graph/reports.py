@@ -1,7 +1,11 @@
 """What a pass did to a graph, as data."""
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from torchspmd.errors import UsageError
+from torchspmd.step.graph.options import is_whole
 
 ORDERS = ("rank", "ring", "tree")  # in which order a reduction adds the ranks' values
 
@@ -25,6 +29,37 @@ class Outcome:
     detail: tuple[str, ...] = ()
     keeps_bits: tuple[str, ...] | None = None
 
+    def __post_init__(self) -> None:
+        problems = [*self._wrong_numbers(), *self._wrong_lines(), *self._wrong_claim()]
+        if problems:
+            raise UsageError("Outcome: " + "; ".join(problems) + ".")
+
+    def _wrong_numbers(self) -> Iterator[str]:
+        for name in ("matched", "changed"):
+            value = getattr(self, name)
+            if not is_whole(value) or value < 0:
+                yield f"{name}={value!r}: give a whole number, 0 or more"
+
+    def _wrong_lines(self) -> Iterator[str]:
+        for name in ("refused", "detail"):
+            value = getattr(self, name)
+            if not _are_texts(value):
+                yield f"{name}={value!r}: give a tuple of str, a line each"
+
+    def _wrong_claim(self) -> Iterator[str]:
+        claim = self.keeps_bits
+        if claim is None or (_are_texts(claim) and set(claim) <= set(ORDERS)):
+            return
+        orders = ", ".join(map(repr, ORDERS))
+        yield (
+            f"keeps_bits={claim!r}: give a tuple of reduction orders out of {orders}, such "
+            "as ('rank',), () where bits may change, or None for no claim"
+        )
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(each, str) for each in value)
+
 
 @dataclass(frozen=True, slots=True)
 class GraphSize:
@@ -46,6 +81,7 @@ class PassReport:
         after: The graph after.
         proof: What the legality check showed, in a few words.
         seconds: Time of the pass and its check.
+        unproved: How many outputs were not proved equal.
     """
 
     name: str
@@ -54,6 +90,7 @@ class PassReport:
     after: GraphSize
     proof: str
     seconds: float
+    unproved: int = 0
 
     def __str__(self) -> str:
         """A line for people, and a line for each refusal.

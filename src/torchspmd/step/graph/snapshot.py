@@ -6,6 +6,8 @@ from typing import Any, Self
 
 from torch import fx
 
+from torchspmd.step.graph.constants import Constants
+
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
@@ -15,20 +17,24 @@ class Snapshot:
         graph: The copy; nodes keep their names and metadata.
         twins: The node of the copy for each node of the original.
         deferred: The deferred regions of an ``IterGraphModule``, by node name.
+        constants: The tensors and modules that the graph reads by name.
     """
 
     graph: fx.Graph
     twins: Mapping[fx.Node, fx.Node]
     deferred: tuple[Any, ...]
+    constants: Constants
 
     @classmethod
     def of(cls, gm: Any) -> Self:
         """Copy the graph of a graph module, or of an ``IterGraphModule``."""
         copy, twins = copy_graph(gm.graph)
-        return cls(copy, twins, tuple(getattr(gm.graph, "regions", ())))
+        deferred = tuple(getattr(gm.graph, "regions", ()))
+        return cls(copy, twins, deferred, Constants.of(gm))
 
     def restore(self, gm: Any) -> None:
-        """Give a module back the graph that it had."""
+        """Give a module back the graph that it had, and what this reads by name."""
+        self.constants.put_back()
         copy, _ = copy_graph(self.graph)
         gm.graph = copy
         if hasattr(gm.graph, "regions"):  # marks that the failed edit set are gone too

@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from torchspmd.comm import CommEvent
+from torchspmd.errors import UsageError
 from torchspmd.step.graph.comm_blocks import is_wait
-from torchspmd.step.graph.cost import CostModel
+from torchspmd.step.graph.cost import CostModel, check_cost
 from torchspmd.step.graph.ledger import events_of
+from torchspmd.step.graph.options import check_graph, check_integers
+from torchspmd.step.graph.roles import output_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,8 @@ class _Clock:
 
 def simulate(graph: fx.Graph, cost: CostModel) -> Timeline:
     """Run a graph on paper: computation in order, one channel for each group."""
+    check_graph("simulate", graph=graph)
+    check_cost(cost, "simulate", also="")
     return _run(graph, cost, {})[0]
 
 
@@ -91,6 +96,7 @@ def simulate_steady(graph: fx.Graph, cost: CostModel, num_carried: int) -> Timel
         cost: What nodes take.
         num_carried: How many of its last inputs are its own last outputs of before.
     """
+    _check_steady(graph, cost, num_carried)
     carried = carried_values(graph, num_carried)
     flights: dict[fx.Node, _Flight] = {}
     timeline = None
@@ -99,6 +105,19 @@ def simulate_steady(graph: fx.Graph, cost: CostModel, num_carried: int) -> Timel
         flights = {place: left[node] for place, node in carried.items() if node in left}
     assert timeline is not None
     return timeline
+
+
+def _check_steady(graph: fx.Graph, cost: CostModel, num_carried: int) -> None:
+    what = "simulate_steady"
+    check_graph(what, graph=graph)
+    check_cost(cost, what, also="")
+    check_integers(what, num_carried=(num_carried, 0))
+    inputs, outputs = len(graph.find_nodes(op="placeholder")), len(output_values(graph))
+    if num_carried > min(inputs, outputs):
+        raise UsageError(
+            f"{what}(num_carried={num_carried}): the graph has {inputs} inputs and "
+            f"{outputs} outputs. Give how many of the last are its own of the run before."
+        )
 
 
 def carried_values(graph: fx.Graph, count: int) -> dict[fx.Node, fx.Node]:

@@ -45,7 +45,7 @@ def check_region(
     problems = [
         *_wrong_nodes(graph, nodes, target, others),
         *_needed_now(graph, nodes),
-        *_needed_before(graph, nodes),
+        *needed_before(written_by(graph, nodes)),
         *_shared_state(graph, nodes, others),
     ]
     if not problems:
@@ -98,7 +98,7 @@ def _needed_now(graph: fx.Graph, nodes: Sequence[fx.Node]) -> list[str]:
             if user not in inside and user.op != "output":
                 problems.append(
                     f"{node.name} is used in this iteration by {user.name} "
-                    f"({_place(user)})"
+                    f"({owner_words(user)})"
                 )
     for index, (value, role) in enumerate(
         zip(output_values(graph), roles_of(graph), strict=True)
@@ -109,9 +109,9 @@ def _needed_now(graph: fx.Graph, nodes: Sequence[fx.Node]) -> list[str]:
     return problems
 
 
-def _needed_before(graph: fx.Graph, nodes: Sequence[fx.Node]) -> list[str]:
-    """States that somebody needs before the next iteration runs."""
-    states = sorted(written_by(graph, nodes), key=lambda node: node.name)
+def needed_before(written: Iterable[fx.Node]) -> list[str]:
+    """The states among these that somebody needs before the next iteration runs."""
+    states = sorted(written, key=lambda node: node.name)
     return [
         f"{readable_name(state)} decides which graph the next step runs, so it cannot wait"
         for state in states
@@ -124,7 +124,8 @@ def _needed_before(graph: fx.Graph, nodes: Sequence[fx.Node]) -> list[str]:
     ]
 
 
-def _place(node: fx.Node) -> str:
+def owner_words(node: fx.Node) -> str:
+    """Where in the step a node is, in words."""
     owner = owner_of(node)
     return f"{owner.phase.value} of {owner.module}"
 

@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import fx
 
+from torchspmd import _torch
+from torchspmd.step.graph.clocked import left_under_way
 from torchspmd.step.graph.roles import OutputKind, output_values, roles_of
 from torchspmd.step.iterate.iter_graph import IterGraph
 from torchspmd.step.iterate.pipeline import Stage, derive, derive_flush
@@ -60,6 +62,16 @@ class Forms:
         stage = derive_flush(self._graph, regions, sorted(unfinished))
         run = self._prepare("flush", fx.GraphModule(self._main, stage.graph))
         return self._call(stage, run, [*args, *carried])[0]
+
+    def wait_for(self, carried: Sequence[Any]) -> None:
+        """Wait for reductions that no iteration will wait for.
+
+        Torch keeps each of them, and its memory, until somebody has.
+        """
+        if carried:
+            steady = self.graphs["steady"].graph
+            for place in left_under_way(steady, self.num_carried):
+                _torch.WAIT(carried[place])
 
     def _call(
         self, stage: Stage, run: Runnable, inputs: list[Any]

@@ -36,11 +36,17 @@ class IterGraphModule:
     """
 
     def __init__(self, main_gm: fx.GraphModule, enable_inductor: bool = False) -> None:
+        if not isinstance(main_gm, fx.GraphModule):
+            raise UsageError(
+                f"IterGraphModule(main_gm={type(main_gm).__name__}): pass the "
+                "fx.GraphModule of one iteration, as gm_transformation gets it."
+            )
         self.main_gm = fx.GraphModule(main_gm, IterGraph.copy_of(main_gm.graph))
         self.enable_inductor = enable_inductor
         self._forms: Forms | None = None
         self._owed: Owed | None = None
         self._is_writing = False  # what an iteration gave; stays so after an exception
+        self._left: tuple[Any, ...] = ()  # for the next iteration, meanwhile
         self._make_ready: Callable[[str, fx.GraphModule], Runnable] = self._prepare
 
     @property
@@ -184,9 +190,9 @@ class IterGraphModule:
             return write(forms.whole(*args))
         name = ("last" if last_iter else "steady") if owed is not None else "first"
         outputs, left = forms.run(name, args, () if owed is None else owed.carried)
-        self._is_writing = True
+        self._is_writing, self._left = True, left
         result = write(outputs)
-        self._owed = None if last_iter else Owed(left)
+        self._owed, self._left = None if last_iter else Owed(left), ()
         self._is_writing = False  # at last: an interrupt in between must not be silent
         return result
 
@@ -214,7 +220,9 @@ class IterGraphModule:
 
     def drop_owed(self) -> None:
         """Forget what is owed: its states have got other values, from a checkpoint."""
-        self._owed = None
+        for values in (self._left, self._owed.carried if self._owed else ()):
+            self._finished().wait_for(values)
+        self._owed, self._left = None, ()
         self._is_writing = False
 
     def _begin(self, region: int) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchspmd.errors import DeferralError
 from torchspmd.step.graph.memory import ROLE_KEY
 from torchspmd.step.graph.roles import (
     OutputKind,
@@ -27,6 +26,7 @@ from torchspmd.step.iterate.deferral import (
     is_view,
     written_by,
 )
+from torchspmd.step.iterate.standing import check_regions
 
 # On a node of a derived graph: the number of the deferred region that it does.
 OWED_KEY = "torchspmd_owed"
@@ -72,7 +72,8 @@ class Pipeline:
 
 def derive(graph: fx.Graph, regions: Sequence[DeferredRegion]) -> Pipeline:
     """The forms of an iteration whose regions run in the next one."""
-    plan = _Plan(graph, [_Region(graph, region) for region in regions])
+    check_regions(graph, regions)
+    plan = _plan_of(graph, regions)
     everything = range(len(regions))
     return Pipeline(
         first=_Form(plan, owes=(), leaves=True).stage(),
@@ -88,24 +89,16 @@ def derive_flush(
     graph: fx.Graph, regions: Sequence[DeferredRegion], chosen: Collection[int]
 ) -> Stage:
     """A flush of some regions, by number; takes what a flush of all takes."""
-    plan = _Plan(graph, [_Region(graph, region) for region in regions])
+    plan = _plan_of(graph, regions)
     return _Form(plan, owes=chosen, leaves=False, alone=True).stage()
 
 
 class _Region:
     """One deferred region: its nodes, what it writes, what it takes along."""
 
-    def __init__(self, graph: fx.Graph, region: DeferredRegion) -> None:
-        by_name = {node.name: node for node in graph.nodes}
-        lost = [n for n in (*region.nodes, region.before) if n not in by_name]
-        if lost:
-            raise DeferralError(
-                f"Nodes that were moved to the next iteration are gone: {', '.join(lost)}"
-                ". A later pass replaced them: move nodes after all other passes."
-            )
-        self.nodes = [by_name[name] for name in region.nodes]
-        self.before = by_name[region.before]
-        self.written = written_by(graph, self.nodes)
+    def __init__(self, graph: fx.Graph, nodes: list[fx.Node], before: fx.Node) -> None:
+        self.nodes, self.before = nodes, before
+        self.written = written_by(graph, nodes)
         self.carried = self._find_carried()
 
     def _find_carried(self) -> list[fx.Node]:
@@ -147,6 +140,18 @@ class _Plan:
         self.placeholders = graph.find_nodes(op="placeholder")
 
 
+def _plan_of(graph: fx.Graph, regions: Sequence[DeferredRegion]) -> _Plan:
+    position = {node.name: place for place, node in enumerate(graph.nodes)}
+    nodes = list(graph.nodes)
+    found = []
+    for region in regions:
+        # In the order of now: an edit may have put them in another one since the move.
+        places = sorted(position[name] for name in region.nodes)
+        before = nodes[position[region.before]]
+        found.append(_Region(graph, [nodes[place] for place in places], before))
+    return _Plan(graph, found)
+
+
 class _Form:
     """Builds one derived graph."""
 
@@ -163,6 +168,7 @@ class _Form:
         self._now: dict[fx.Node, fx.Node] = {}  # this iteration's value of each node
         self._brought: dict[fx.Node, fx.Node] = {}  # the iteration before's value
         self._before: dict[fx.Node, fx.Node] = {}  # results of what was owed
+        self._states: dict[int, fx.Node] = {}  # states among these, by output
 
     def stage(self) -> Stage:
         plan = self._plan
@@ -172,7 +178,7 @@ class _Form:
             self._take_carried()
         self._run_body()
         chosen = [
-            (index, self._final(value))
+            (index, self._final(index, value))
             for index, value in enumerate(plan.values)
             if self._is_made(value)
         ]
@@ -223,10 +229,24 @@ class _Form:
         for copied in own.values():
             copied.meta[OWED_KEY] = number
         self._before.update((node, own[node]) for node in region.nodes)
-        for value, role in zip(self._plan.values, self._plan.roles, strict=True):
+        pairs = zip(self._plan.values, self._plan.roles, strict=True)
+        for index, (value, role) in enumerate(pairs):
             if role.kind is OutputKind.STATE and value in own:
                 # From here on the state has its next value.
-                self._now[self._plan.placeholders[role.placeholder]] = own[value]
+                place = self._plan.placeholders[role.placeholder]
+                state = self._as_stored(place, own[value])
+                self._now[place] = self._states[index] = state
+
+    def _as_stored(self, place: fx.Node, fresh: fx.Node) -> fx.Node:
+        """A new value as the state holds it: kernels choose by strides, bits follow."""
+        held = place.meta.get("val")
+        if not isinstance(held, torch.Tensor) or _same_layout(held, fresh):
+            return fresh
+        copy = self._graph.call_function(
+            torch.ops.aten.copy.default, (self._now[place], fresh)
+        )
+        copy.meta = {**fresh.meta, "val": held}
+        return copy
 
     def _is_made(self, value: object) -> bool:
         """Whether this form gives an output of the step."""
@@ -234,11 +254,13 @@ class _Form:
             return self._plan.deferred[value] in self._owes
         return not self._alone
 
-    def _final(self, value: object) -> Any:
+    def _final(self, index: int, value: object) -> Any:
         if not isinstance(value, fx.Node):
             return value
         owed = value in self._plan.deferred and (self._leaves or self._alone)
-        return self._before[value] if owed else self._now[value]
+        if not owed:
+            return self._now[value]
+        return self._states.get(index, self._before[value])
 
     def _leave_carried(self) -> list[fx.Node]:
         return [self._kept(source) for source in self._plan.carried]
@@ -254,3 +276,10 @@ class _Form:
         copy = self._graph.call_function(torch.ops.aten.clone.default, (node,))
         copy.meta = dict(source.meta)
         return copy
+
+
+def _same_layout(held: torch.Tensor, fresh: fx.Node) -> bool:
+    value = fresh.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return value is not None  # a number, or a node of which nothing is known
+    return held.dtype == value.dtype and held.stride() == value.stride()

@@ -8,13 +8,14 @@ passed over.
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import fx
 
 from torchspmd.errors import LegalityError
 from torchspmd.step.legality.collective_order import check_order
 from torchspmd.step.legality.edit import Edit, Problem
-from torchspmd.step.legality.equivalence import Comparison, Equivalence
+from torchspmd.step.legality.equivalence import Equivalence
 from torchspmd.step.legality.hazards import check_hazards
 from torchspmd.step.legality.interfaces import check_definitions, check_interface
 from torchspmd.step.legality.output_memory import check_output_memory
@@ -22,6 +23,47 @@ from torchspmd.step.legality.waits import check_waits
 
 _SHOWN = 3  # names in one line
 _MOST = 20  # problems in one error
+_CONSTANTS = (
+    "A pass keeps what get_attr reads: give another tensor another name, and read it with "
+    "a node of its own."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What was shown about an edit that is legal.
+
+    Attributes:
+        num_outputs: How many outputs the graph has.
+        unproved: The names of outputs that may have changed.
+        explained: Changes of the order of collectives, as declared.
+    """
+
+    num_outputs: int
+    unproved: tuple[str, ...]
+    explained: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """A line for people.
+
+        >>> print(Proof(3, ()))
+        proved equal
+        >>> print(Proof(3, ("output 0 (add)",)))
+        checked: 1 of 3 outputs not proved: output 0 (add)
+        """
+        shown = "proved equal"
+        if self.unproved:
+            count = f"{len(self.unproved)} of {self.num_outputs}"
+            shown = f"checked: {count} outputs not proved: {_shorten(self.unproved)}"
+        return "; ".join([shown, *_order(self.explained)])
+
+    def doubt(self, name: str) -> str:
+        """What to tell whoever applied an edit of which not all is proved."""
+        return (
+            f"{name}: {len(self.unproved)} of {self.num_outputs} outputs could not be "
+            f"proved equal to those before: {_shorten(self.unproved)}. Nothing is known to "
+            "be wrong; compile(verify=True) runs both graphs and compares them."
+        )
 
 
 def check_edit(
@@ -31,6 +73,7 @@ def check_edit(
     *,
     name: str = "the edit",
     may_reorder: bool | Collection[str] = False,
+    constants: Sequence[str] = (),
 ) -> str:
     """Raise ``LegalityError`` unless an edit is legal; say what was shown.
 
@@ -41,6 +84,7 @@ def check_edit(
         name: What the edit is called in an error.
         may_reorder: Whether collectives may change their order on a group, or on which
             groups. Then each change is told in the text.
+        constants: What the edit did to tensors that the graph reads by name.
 
     Returns:
         ``proved equal``, or how many outputs are not proved; and what was explained.
@@ -56,12 +100,29 @@ def check_edit(
         Traceback (most recent call last):
         torchspmd.errors.LegalityError: the edit would change what the graph computes...
     """
+    proof = prove_edit(
+        before, after, twins, name=name, may_reorder=may_reorder, constants=constants
+    )
+    return str(proof)
+
+
+def prove_edit(
+    before: fx.Graph,
+    after: fx.Graph,
+    twins: Mapping[fx.Node, fx.Node],
+    *,
+    name: str = "the edit",
+    may_reorder: bool | Collection[str] = False,
+    constants: Sequence[str] = (),
+) -> Proof:
+    """The same as ``check_edit``; what was shown as data."""
     edit = Edit.of(before, after, twins)
-    problems = check_definitions(after)
-    if problems:  # nothing else can be said of a graph that cannot run
-        raise LegalityError(_text(name, problems))
+    problems = [Problem("constant", text, _CONSTANTS) for text in constants]
+    undefined = check_definitions(after)
+    if undefined:  # nothing else can be said of a graph that cannot run
+        raise LegalityError(_text(name, [*problems, *undefined]))
     interface = check_interface(edit)
-    problems = [*interface, *check_waits(edit), *check_hazards(edit)]
+    problems += [*interface, *check_waits(edit), *check_hazards(edit)]
     values = Equivalence(edit)
     order = check_order(edit, values.before.made, values.after.made, may_reorder)
     problems += order.problems
@@ -75,17 +136,7 @@ def check_edit(
         problems += Equivalence(edit, ignores_casts=True).compare().problems
     if problems:
         raise LegalityError(_text(name, problems))
-    return "; ".join([_proof(comparison), *_order(order.explained)])
-
-
-def _proof(comparison: Comparison) -> str:
-    unproved = comparison.unproved
-    if not unproved:
-        return "proved equal"
-    return (
-        f"checked: {len(unproved)} of {comparison.num_outputs} outputs not proved: "
-        f"{_shorten(unproved)}"
-    )
+    return Proof(comparison.num_outputs, comparison.unproved, order.explained)
 
 
 def _order(explained: Sequence[str]) -> list[str]:

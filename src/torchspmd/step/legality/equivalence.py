@@ -18,6 +18,7 @@ from torchspmd.step.legality.edit import Edit, Problem
 from torchspmd.step.legality.interfaces import output_name
 from torchspmd.step.legality.symbolic.divergence import Comparer, Divergence
 from torchspmd.step.legality.symbolic.evaluate import Evaluation
+from torchspmd.step.legality.symbolic.layout import Earlier
 from torchspmd.step.legality.symbolic.table import Flat, ValueTable
 
 _SHOWN = 3  # names in one line
@@ -67,7 +68,8 @@ class Equivalence:
             for i, node in enumerate(random_nodes(edit.after))
         }
         self.before = Evaluation(self.table, edit.before, draws)
-        self.after = Evaluation(self.table, edit.after, again)
+        earlier = Earlier(edit.old, self.before.layouts)
+        self.after = Evaluation(self.table, edit.after, again, earlier)
 
     def elements(self, node: fx.Node) -> Hashable:
         """Which elements of which values a node of the edited graph holds."""

@@ -88,18 +88,18 @@ def memory_of(node: fx.Node) -> fx.Node:
     True
     """
     while True:
-        source = _looks_at(node)
+        source = looked_at(node)
         if source is None:
             return node
         node = source
 
 
-def _looks_at(node: fx.Node) -> fx.Node | None:
-    """What a view was taken of."""
+def looked_at(node: fx.Node) -> fx.Node | None:
+    """What a view was taken of; None for anything else."""
     if node.target is operator.getitem:
         source = node.args[0]
         assert isinstance(source, fx.Node)
-        return source if _looks_at(source) is not None else None
+        return source if looked_at(source) is not None else None
     target = operator_of(node)
     places = () if target is None else _torch.shared_arguments(target)
     found = node.args[places[0]] if places and places[0] < len(node.args) else None

@@ -10,6 +10,7 @@ from torchspmd.step.graph.comm_blocks import (
     get_all_comm_blocks,
     writes_in_place,
 )
+from torchspmd.step.graph.options import check_flags
 from torchspmd.step.graph.owners import owner_of
 from torchspmd.step.graph.queries import HasGraph
 from torchspmd.step.graph.reports import ORDERS, Outcome
@@ -32,6 +33,7 @@ def dedupe_collectives(gm: HasGraph, *, across_phases: bool = False) -> Outcome:
             from one phase to the other: fully sharded parameters that backward gathers
             again would stay gathered.
     """
+    check_flags("dedupe_collectives", across_phases=across_phases)
     blocks = [each for each in get_all_comm_blocks(gm) if each.kind not in _NEVER]
     if (writer := writes_in_place(gm.graph)) is not None:
         reason = f"{writer.name} writes in place: join collectives before new values do"

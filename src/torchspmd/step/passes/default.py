@@ -6,12 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 from torchspmd.comm import Kind
-from torchspmd.step.graph.cost import CostModel, device_of
+from torchspmd.step.graph.cost import CostModel, check_cost, device_of
 from torchspmd.step.graph.ledger import events_of
+from torchspmd.step.graph.options import check_flags
 from torchspmd.step.graph.reports import PassReport
 from torchspmd.step.passes.comm_fusion import comm_fusion_with_concat
 from torchspmd.step.passes.dedupe import dedupe_collectives
 from torchspmd.step.passes.defer import defer_updates
+from torchspmd.step.passes.memory_budget import check_bucket_size
 from torchspmd.step.passes.optimizer_copies import remove_copy_from_optimizer
 from torchspmd.step.passes.prefetch import prefetch_gathers
 from torchspmd.step.passes.schedule import schedule_comm_wait
@@ -33,6 +35,9 @@ def default_passes(
         overlap_iterations: Also leave updates for the next step (``defer_updates``).
         cost: What the size of buckets and the order of deferred reductions are chosen by.
     """
+    check_bucket_size(bucket_size_mb, "default_passes")
+    check_flags("default_passes", overlap_iterations=overlap_iterations)
+    check_cost(cost, "default_passes")
     passes: tuple[Callable[[Any], Any], ...] = (
         dedupe_collectives,  # the same bytes are not sent twice
         functools.partial(_fuse, bucket_size_mb=bucket_size_mb, cost=cost),
@@ -61,6 +66,7 @@ def choose_bucket_size(gm: Any, cost: CostModel | None = None) -> float:
     there are twice as many. Where the wire is the limit it is idle until the first bucket
     is computed: there computing counts instead of w.
     """
+    check_cost(cost, "choose_bucket_size")
     cost = cost or CostModel.for_device(device_of(gm.graph))
     events = [
         event

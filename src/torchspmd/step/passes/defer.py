@@ -6,7 +6,7 @@ soon as they can; what is needed later fills the rest of the iteration.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Literal
@@ -16,13 +16,15 @@ from torch import fx
 from torchspmd.comm import Kind, Phase
 from torchspmd.errors import DeferralError, UsageError
 from torchspmd.step.graph.comm_blocks import CommBlock, get_all_comm_blocks
-from torchspmd.step.graph.cost import CostModel, device_of
+from torchspmd.step.graph.cost import CostModel, check_cost, device_of
 from torchspmd.step.graph.live_bytes import LiveBytes
+from torchspmd.step.graph.options import check_flags
 from torchspmd.step.graph.owners import owner_of
 from torchspmd.step.graph.queries import find_all_descendants
 from torchspmd.step.graph.reports import Outcome
 from torchspmd.step.graph.roles import output_node
 from torchspmd.step.iterate.deferral import check_region, first_reader
+from torchspmd.step.iterate.iter_graph import IterGraph
 from torchspmd.step.iterate.iteration import IterGraphModule
 from torchspmd.step.passes.iter_move import isolate_updates, moved, update_region
 from torchspmd.step.passes.memory_budget import check_budget
@@ -83,6 +85,8 @@ def defer_updates(
     if start not in ("now", "next"):
         raise UsageError(f"defer_updates(start={start!r}): choose 'now' or 'next'.")
     check_budget(memory_budget_mb, "defer_updates", "such as 0 for no rise")
+    check_cost(cost, "defer_updates")
+    check_flags("defer_updates", delay_gradients=delay_gradients)
     graph = gm.graph
     cost = cost or CostModel.for_device(device_of(graph))
     blocks = get_all_comm_blocks(gm, _REDUCTIONS)
@@ -126,12 +130,13 @@ def _sort_out(
     """The reductions that feed updates alone, with what moves, and why others do not."""
     able: dict[CommBlock, fx.Node] = {}
     refused = []
+    taken = {name for region in gm.graph.regions for name in region.nodes}
     for block in blocks:
         try:
             if block.problem:
                 raise UsageError(block.problem)
             moving = block.start if start == "next" else block.wait
-            _check_only_updates(gm, block, moving)
+            _check_only_updates(gm, block, moving, taken)
         except UsageError as error:
             refused.append(f"{block.start.name}: {_first_problem(error)}")
         else:
@@ -145,7 +150,7 @@ def _plan(
     graph = gm.graph
     region = update_region(graph, moving)
     place = first_reader(graph, region)
-    check_region(graph, region, place, [])
+    check_region(graph, region, place, graph.regions)
     reduction = Reduction(
         block.start,
         place,
@@ -177,10 +182,17 @@ def _apart(jobs: Sequence[_Job]) -> tuple[list[_Job], list[str]]:
     return apart, refused
 
 
-def _check_only_updates(gm: IterGraphModule, block: CommBlock, moving: fx.Node) -> None:
-    """Raise unless a reduction feeds updates alone: its compute stays where it is."""
+def _check_only_updates(
+    gm: IterGraphModule, block: CommBlock, moving: fx.Node, taken: Container[str]
+) -> None:
+    """Raise unless a reduction feeds updates alone, none of which is moved already.
+
+    Its compute stays where it is, and what another move took is not split again.
+    """
     own = set(block.nodes)
     for node in find_all_descendants(gm, [moving]):
+        if node.name in taken:
+            raise UsageError(f"{node.name} is moved already")
         owner = owner_of(node)
         if node not in own and owner.phase is not Phase.OPTIMIZER:
             raise UsageError(
@@ -194,9 +206,16 @@ def _first_problem(error: Exception) -> str:
     return lines[0] if lines else str(error)
 
 
-def _sink(graph: fx.Graph, jobs: list[_Job]) -> None:
+def _deferred(graph: IterGraph, jobs: Sequence[_Job]) -> set[fx.Node]:
+    """What the jobs defer, and what was moved before."""
+    taken = {name for region in graph.regions for name in region.nodes}
+    earlier = {node for node in graph.nodes if node.name in taken}
+    return earlier.union(*(job.region for job in jobs))
+
+
+def _sink(graph: IterGraph, jobs: Sequence[_Job]) -> None:
     """Put the deferred nodes last: they do not stand between a start and its place."""
-    deferred = {node for job in jobs for node in job.region}
+    deferred = _deferred(graph, jobs)
     for node in [node for node in graph.nodes if node in deferred]:
         output_node(graph).prepend(node)
 
@@ -210,7 +229,7 @@ def _order(
 ) -> tuple[Pace, str]:
     """Choose when gradients are computed and reductions start; with a line about it."""
     graph = gm.graph
-    deferred = {node for job in jobs for node in job.region}
+    deferred = _deferred(graph, jobs)
     end = next(n for n in graph.nodes if n in deferred or n is output_node(graph))
     nodes = list(takewhile(lambda node: node is not end, graph.nodes))
     body = [node for node in nodes if node.op not in ("placeholder", "get_attr")]

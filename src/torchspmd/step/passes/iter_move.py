@@ -7,6 +7,7 @@ from torch import fx
 
 from torchspmd.errors import DeferralError, UsageError
 from torchspmd.step.graph.list_items import Chains, first_items, split_by_group
+from torchspmd.step.graph.options import check_names
 from torchspmd.step.graph.queries import find_all_descendants
 from torchspmd.step.graph.reports import ORDERS, Outcome
 from torchspmd.step.iterate.deferral import complete_region, written_by
@@ -36,6 +37,15 @@ def iter_move_grads_and_optimizers(
         DeferralError: When the destination reads a state that the work changes, or
             something needs the result in this iteration.
     """
+    what = "iter_move_grads_and_optimizers"
+    if not isinstance(gm, IterGraphModule):
+        raise UsageError(
+            f"{what}: pass an IterGraphModule, not {type(gm).__name__}: only that can "
+            "leave work for the next iteration."
+        )
+    check_names(
+        what, target_comm_node=target_comm_node, target_dest_node=target_dest_node
+    )
     moving = find_by_name(gm.graph, target_comm_node)
     destination = find_by_name(gm.graph, target_dest_node)
     region = isolate_update(gm.graph, moving)

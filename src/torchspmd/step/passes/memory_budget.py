@@ -33,6 +33,15 @@ def check_budget(rise_mb: object, what: str, otherwise: str) -> None:
         )
 
 
+def check_bucket_size(size_mb: object, what: str) -> None:
+    """Refuse the size of a bucket that is neither chosen later nor a number of MiB."""
+    if size_mb is not None and (not is_size(size_mb) or size_mb == 0):
+        raise UsageError(
+            f"{what}(bucket_size_mb={size_mb!r}): use more than 0, a finite number of MiB, "
+            "or None to have it chosen."
+        )
+
+
 class MemoryBudget:
     """How much memory a graph's values may take at once, while collectives move.
 

@@ -14,10 +14,13 @@ from torch import fx
 
 from torchspmd.errors import PassOrderError, PassWarning
 from torchspmd.step.graph.ledger import graph_size
+from torchspmd.step.graph.options import check_module
 from torchspmd.step.graph.reports import GraphSize, Outcome, PassReport
 from torchspmd.step.graph.snapshot import Snapshot
 from torchspmd.step.iterate.iteration import IterGraphModule
-from torchspmd.step.legality.check import check_edit
+from torchspmd.step.iterate.standing import check_regions
+from torchspmd.step.legality.check import Proof, prove_edit
+from torchspmd.step.legality.interfaces import check_definitions
 
 Pass = Callable[..., Any]
 Observer = Callable[[PassReport, fx.Graph, fx.Graph], None]
@@ -109,7 +112,7 @@ def _apply(gm: Any, key: str, edit: Callable[[], Any], may_reorder: bool) -> Pas
     start = time.perf_counter()
     if not isinstance(gm.graph, fx.Graph):  # a stand-in in a test of the order
         edit()
-        return _report(key, Outcome(0, 0), [], "not a graph", start)
+        return _report(key, Outcome(0, 0), [], None, start)
     snapshot = Snapshot.of(gm)
     try:
         said = edit()
@@ -129,14 +132,18 @@ def _judge(
     may_reorder: bool,
 ) -> PassReport:
     """Check an edit since a snapshot, generate code and report."""
-    gm.graph.eliminate_dead_code()
-    proof = check_edit(
+    if not check_definitions(gm.graph):  # which are told below; torch only fails
+        gm.graph.eliminate_dead_code()
+    proof = prove_edit(
         snapshot.graph,
         gm.graph,
         snapshot.twins,
         name=_names([key]),
         may_reorder=may_reorder,
+        constants=snapshot.constants.changes(gm),
     )
+    if isinstance(gm, IterGraphModule):
+        check_regions(gm.graph, gm.graph.regions, edit=_names([key]))
     gm.recompile()
     outcome = said if isinstance(said, Outcome) else _measured(snapshot, gm.graph)
     sizes = [graph_size(snapshot.graph), graph_size(gm.graph)]
@@ -145,6 +152,8 @@ def _judge(
         observer(report, snapshot.graph, gm.graph)
     if outcome.changed == 0 and not _observers.get():
         warnings.warn(_nothing_changed(report), PassWarning, stacklevel=5)
+    if proof.unproved:
+        warnings.warn(proof.doubt(report.name), PassWarning, stacklevel=5)
     return report
 
 
@@ -171,7 +180,7 @@ def run_any(gm: Any, function: Pass) -> None:
     try:
         with observing_passes(note):
             said = function(gm)
-        own += latest.num_changes(gm.graph)
+        own += latest.num_changes(gm.graph) + len(before.constants.changes(gm))
         ran_passes = latest is not before
         if own or not ran_passes:
             key = _key(_innermost(function))
@@ -193,11 +202,18 @@ def _innermost(function: Pass) -> Any:
 
 
 def _report(
-    key: str, outcome: Outcome, sizes: list[GraphSize], proof: str, start: float
+    key: str,
+    outcome: Outcome,
+    sizes: list[GraphSize],
+    proof: Proof | None,
+    start: float,
 ) -> PassReport:
     before, after = sizes or [GraphSize(0, 0, 0)] * 2
+    text, unproved = (
+        (str(proof), len(proof.unproved)) if proof is not None else ("not a graph", 0)
+    )
     seconds = time.perf_counter() - start
-    return PassReport(_names([key]), outcome, before, after, proof, seconds)
+    return PassReport(_names([key]), outcome, before, after, text, seconds, unproved)
 
 
 def _measured(snapshot: Snapshot, graph: fx.Graph) -> Outcome:
@@ -258,6 +274,7 @@ def applied_passes(gm: Any) -> tuple[str, ...]:
 
 def pass_reports(gm: Any) -> tuple[PassReport, ...]:
     """What each pass did to a graph, in order."""
+    check_module("pass_reports", gm=gm)
     return tuple(_histories.get(gm, _History()).reports)
 
 

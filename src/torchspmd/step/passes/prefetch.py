@@ -12,10 +12,11 @@ from torchspmd.step.graph.comm_blocks import (
     writes_in_place,
 )
 from torchspmd.step.graph.moves import latest_place
+from torchspmd.step.graph.options import is_whole
 from torchspmd.step.graph.queries import HasGraph
 from torchspmd.step.graph.reports import ORDERS, Outcome
 from torchspmd.step.passes.comm_fusion import comm_fusion_with_concat
-from torchspmd.step.passes.memory_budget import MemoryBudget
+from torchspmd.step.passes.memory_budget import MemoryBudget, is_size
 from torchspmd.step.passes.ordering import graph_optimization_pass
 
 
@@ -64,10 +65,15 @@ def prefetch_gathers(
 
 def _limit(distance: int, in_flight_mb: float | None) -> int | None:
     problems = []
-    if distance < 1:
-        problems.append(f"distance={distance}: a gather starts 1 or more layers ahead")
-    if in_flight_mb is not None and not in_flight_mb > 0:
-        problems.append(f"in_flight_mb={in_flight_mb}: use more than 0, or None")
+    if not is_whole(distance) or distance < 1:
+        problems.append(
+            f"distance={distance!r}: a gather starts 1 or more layers ahead, a whole number"
+        )
+    if in_flight_mb is not None and (not is_size(in_flight_mb) or in_flight_mb == 0):
+        problems.append(
+            f"in_flight_mb={in_flight_mb!r}: use more than 0, a finite number of MiB, or "
+            "None"
+        )
     if problems:
         raise UsageError("prefetch_gathers: " + "; ".join(problems) + ".")
     return None if in_flight_mb is None else int(in_flight_mb * 2**20)

@@ -12,6 +12,7 @@ from torchspmd.step.graph.optimizer_blocks import (
     get_all_fused_optimizer_blocks,
     gradients_of,
 )
+from torchspmd.step.graph.options import check_nodes
 from torchspmd.step.graph.reports import ORDERS, Outcome
 from torchspmd.step.passes.ordering import graph_optimization_pass
 
@@ -31,6 +32,12 @@ def split_fused_optimizer(
     Returns:
         The part with these gradients, and the rest.
     """
+    if not isinstance(optim_block, FusedOptimizerBlock):
+        raise UsageError(
+            f"split_fused_optimizer(optim_block={type(optim_block).__name__}): pass a "
+            "block that get_all_fused_optimizer_blocks gives."
+        )
+    check_nodes("split_fused_optimizer", split_gradients=split_gradients)
     wanted = set(split_gradients)
     if not wanted:
         raise UsageError("split_fused_optimizer: The given split_gradients is empty.")
@@ -69,6 +76,7 @@ def split_fused_optimizer(
 @graph_optimization_pass(prerequisites=[], apply_after=[], undoes_others=False)
 def split_optimizer(gm: Any, gradients: Collection[fx.Node]) -> Outcome:
     """Split every fused or foreach operator that works on some of these gradients."""
+    check_nodes("split_optimizer", gradients=gradients)
     graph = gm.graph
     chains = Chains(graph)
     chosen = {

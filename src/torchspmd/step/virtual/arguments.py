@@ -1,4 +1,4 @@
-"""Numbers for virtual ranks, checked before anything runs."""
+"""Ranks and inputs of virtual runs, checked before anything runs."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,30 +6,7 @@ from typing import Any
 from torch import fx
 
 from torchspmd.errors import UsageError
-
-
-def check_integers(what: str, **least: tuple[Any, int | None]) -> None:
-    """Refuse arguments that are no whole numbers, or below the least; all at once.
-
-    Args:
-        what: What was called.
-        least: Each argument with the least that it may be, None where there is none.
-
-    Example:
-        >>> check_integers("run", steps=(0, 1), seed=("a", None))
-        Traceback (most recent call last):
-            ...
-        torchspmd.errors.UsageError: run(steps=0): pass a whole number, at least 1.
-        run(seed='a'): pass a whole number.
-    """
-    problems = []
-    for name, (value, low) in least.items():
-        is_whole = isinstance(value, int) and not isinstance(value, bool)
-        if not is_whole or (low is not None and value < low):
-            rule = "" if low is None else f", at least {low}"
-            problems.append(f"{what}({name}={value!r}): pass a whole number{rule}.")
-    if problems:
-        raise UsageError("\n".join(problems))
+from torchspmd.step.graph.options import check_integers
 
 
 def check_ranks(what: str, ranks: Any) -> None:

@@ -126,7 +126,11 @@ EQUAL = "equal bits"
 
 
 def _short(report: PassReport) -> str:
-    return report.name + ("" if report.outcome.changed else " (changed nothing)")
+    facts = [] if report.outcome.changed else ["changed nothing"]
+    if report.unproved:
+        outputs = "1 output" if report.unproved == 1 else f"{report.unproved} outputs"
+        facts.append(f"{outputs} not proved")
+    return report.name + (f" ({', '.join(facts)})" if facts else "")
 
 
 def describe_claim(report: PassReport) -> str:

@@ -71,13 +71,13 @@ class Inputs:
         if not isinstance(base, torch.Tensor):
             return base
         if axes is None:
-            return base.detach().clone()
+            return in_layout_of(base, base.detach())
         own = [place[axis] for axis in axes]
         line = _line(own, [self._layout.axes[axis].size for axis in axes])
         batch = len(axes) == len(self._layout.axes)
         number = line + (step * self._layout.size if batch else 0)
         if number == 0:
-            return base.detach().clone()
+            return in_layout_of(base, base.detach())
         return _vary(base.detach(), self._seed + number * _PLACES + index)
 
 
@@ -133,10 +133,26 @@ def _vary(base: torch.Tensor, seed: int) -> torch.Tensor:
     if base.is_floating_point():
         scale = torch.rand(base.shape, generator=generator, dtype=torch.float64) + 0.5
         varied = (varied * scale.to(base.device)).to(base.dtype)
+    return in_layout_of(base, varied)
+
+
+def in_layout_of(held: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """A copy of values with the strides and the dtype of the tensor that holds them.
+
+    Kernels choose by strides: a value in another layout may give other bits.
+
+    >>> in_layout_of(torch.zeros(2, 4)[:, ::2], torch.ones(2, 2)).stride()
+    (4, 2)
+    """
+    if held.layout is not torch.strided:
+        return values.clone()
+    pairs = zip(held.shape, held.stride(), strict=True)
+    if any(size > 1 and step == 0 for size, step in pairs):
+        return values.to(held.dtype, copy=True)  # nothing can be written there
     made = torch.empty_strided(
-        base.shape, base.stride(), dtype=base.dtype, device=base.device
+        held.shape, held.stride(), dtype=held.dtype, device=held.device
     )
-    return made.copy_(varied)
+    return made.copy_(values)
 
 
 def _make_up(node: fx.Node, is_state: bool, seed: int) -> Any:

@@ -9,8 +9,8 @@ from torch import fx
 from torchspmd import _torch
 from torchspmd.comm import format_bytes
 from torchspmd.errors import UsageError
+from torchspmd.step.graph.options import check_integers
 from torchspmd.step.graph.roles import output_values
-from torchspmd.step.virtual.arguments import check_integers
 from torchspmd.step.virtual.axes import RankLayout
 
 
@@ -42,8 +42,10 @@ class Verification:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        least = {"max_ranks": 1, "limit_bytes": 1}
         whole = {
-            field.name: (getattr(self, field.name), None) for field in fields(self)
+            field.name: (getattr(self, field.name), least.get(field.name))
+            for field in fields(self)
         }
         check_integers("Verification", **whole)
         if self.ranks < 4 or self.steps < 1:

@@ -128,6 +128,14 @@ class VirtualRanks:
             results = self._communicate(calls)
 
     def _check(self, graphs: list[fx.Graph], inputs: Sequence[Sequence[Any]]) -> None:
+        are_lists = isinstance(inputs, (list, tuple)) and all(
+            isinstance(given, (list, tuple)) for given in inputs
+        )
+        if not are_lists:
+            raise UsageError(
+                f"VirtualRanks.run(inputs={_kinds(inputs)}): pass a list with a list of "
+                f"inputs for each rank of {self.layout}, one value for each placeholder."
+            )
         if len(graphs) != self.size or len(inputs) != self.size:
             raise UsageError(
                 f"VirtualRanks.run: {len(graphs)} graphs and inputs of {len(inputs)} "
@@ -178,6 +186,13 @@ def graphs_of(value: Graphs) -> list[fx.Graph]:
             )
         value = value.graph
     return [value]
+
+
+def _kinds(inputs: object) -> str:
+    found = type(inputs).__name__
+    if not isinstance(inputs, (list, tuple)):
+        return found
+    return f"{found} of " + ", ".join(sorted({type(each).__name__ for each in inputs}))
 
 
 @dataclass(frozen=True, slots=True)

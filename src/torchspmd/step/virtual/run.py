@@ -4,12 +4,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
+from torchspmd.step.graph.options import check_integers
 from torchspmd.step.graph.roles import written_state
-from torchspmd.step.virtual.arguments import check_inputs, check_integers, check_ranks
+from torchspmd.step.virtual.arguments import check_inputs, check_ranks
 from torchspmd.step.virtual.axes import DEFAULT_SIZE, RankLayout, lay_out
-from torchspmd.step.virtual.inputs import Inputs
+from torchspmd.step.virtual.inputs import Inputs, in_layout_of
 from torchspmd.step.virtual.ranks import Graphs, VirtualRanks, graphs_of
 
 __all__ = ["VirtualRanks", "VirtualRun", "next_inputs", "run_virtual", "with_state"]
@@ -96,14 +98,25 @@ def run_virtual(
 def next_inputs(
     graph: fx.Graph, given: list[list[Any]], results: list[list[Any]]
 ) -> list[list[Any]]:
-    """The inputs of the next step: new values of state in the place of old ones."""
+    """The inputs of the next step: new values of state in the layout of old ones."""
     places = {node: n for n, node in enumerate(graph.find_nodes(op="placeholder"))}
     following = [list(values) for values in given]
     for index, node in written_state(graph).items():
         for values, result in zip(following, results, strict=True):
             if result[index] is not None:
-                values[places[node]] = result[index]
+                place = places[node]
+                values[place] = _stored(values[place], result[index])
     return following
+
+
+def _stored(held: Any, new: Any) -> Any:
+    """What a state is after its new value was written where the old one lies."""
+    if not isinstance(held, torch.Tensor) or not isinstance(new, torch.Tensor):
+        return new
+    if held.layout is not torch.strided or new.layout is not torch.strided:
+        return new
+    is_alike = held.stride() == new.stride() and held.dtype == new.dtype
+    return new if is_alike or held.shape != new.shape else in_layout_of(held, new)
 
 
 def with_state(

@@ -1,7 +1,7 @@
 """``compile(verify=True)``: graphs before and after each pass, run and compared."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +31,9 @@ from torchspmd.step.virtual.differences import digest, is_vacuous
 from torchspmd.step.virtual.inputs import Inputs
 from torchspmd.step.virtual.options import Verification, too_large
 from torchspmd.step.virtual.pipelined import (
+    Digests,
     differing_outputs,
+    digests_of,
     is_pipelined,
     run_pipelined,
 )
@@ -157,20 +159,40 @@ class Verifier:
         self._current, _ = copy_graph(graph)
         self._known = known
 
-    def compare_pipelined(self, graph: fx.Graph) -> None:
-        """Compare the forms of a graph whose work runs a step later with plain steps."""
+    def compare_pipelined(
+        self, graph: fx.Graph, running: Mapping[str, fx.Graph] | None = None
+    ) -> None:
+        """Compare the forms of a graph whose work runs a step later with plain steps.
+
+        Args:
+            graph: One iteration, with marks on what is moved.
+            running: The graphs that write in place and are run, by form.
+        """
         if self.refusal or not is_pipelined(graph):
             return
         assert isinstance(graph, IterGraph)
-        steps, layout = max(3, self._options.steps), self.layouts["rank"]
+        steps = max(4, self._options.steps)  # the second steady one has both before it
+        plain = [digests_of(each) for each in self.run(graph, "rank", steps=steps)]
+        what = f"work moved to the next iteration (regions: {len(graph.regions)})"
+        self._compare_forms(graph, plain, {}, what)
+        if running:
+            what += f", {' and '.join(running)} form in place"
+            self._compare_forms(graph, plain, running, what)
+
+    def _compare_forms(
+        self,
+        graph: IterGraph,
+        plain: list[Digests],
+        running: Mapping[str, fx.Graph],
+        what: str,
+    ) -> None:
+        steps, layout = len(plain), self.layouts["rank"]
         ranks = VirtualRanks(layout, seed=self._options.seed)
         given = partial(self._inputs_of, "rank")
-        what = f"work moved to the next iteration (regions: {len(graph.regions)})"
         try:
-            forms = run_pipelined(ranks, graph, given, steps, self._module)
+            forms = [*run_pipelined(ranks, graph, given, steps, self._module, running)]
         except (VirtualRanksError, UsageError) as error:
             raise VerificationError(self._not_run(what, error)) from error
-        plain = list(self.run(graph, "rank", steps=steps))
         differing = differing_outputs(graph, plain, forms)
         if differing:
             names = ", ".join(output_name(graph, n) for n in differing[:6])

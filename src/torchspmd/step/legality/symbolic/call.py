@@ -20,7 +20,8 @@ class Call:
     Attributes:
         node: The node that calls.
         name: ``namespace::name`` of the functional form; of a function, its own name.
-        head: The name with the overload, by which calls are told apart.
+        head: The name with the overload, by which calls are told apart; of a function,
+            with its identity: two functions may have one name.
         arguments: All arguments by name, defaults filled in, as they stand in the graph.
         signature: What the operator's schema says; None for a function.
     """
@@ -67,7 +68,8 @@ def read_call(node: fx.Node) -> Call:
     if operator is None:
         named = {str(place): each for place, each in enumerate(node.args)}
         name = f"{node.op} {_name_of(node.target)}"
-        return Call(node, name, name, {**named, **node.kwargs}, None)
+        head = name if isinstance(node.target, str) else f"{name} {id(node.target):#x}"
+        return Call(node, name, head, {**named, **node.kwargs}, None)
     signature = _torch.signature_of(operator)
     given = dict(zip(_torch.argument_names(operator), node.args, strict=False))
     arguments = {

@@ -3,6 +3,8 @@
 from math import prod
 from typing import Any
 
+import torch
+
 from torchspmd.step.legality.symbolic.call import (
     Call,
     Impossible,
@@ -92,10 +94,11 @@ def _select(reader: Reader, call: Call) -> int | None:
     place = integers([call.arguments[name] for name in ("dim", "index")])
     if found is None or place is None:
         return None
-    return _selected(reader.table, found[0], *place)
+    return selected(reader.table, found[0], *place)
 
 
-def _selected(table: ValueTable, value: int, dim: int, index: int) -> int | None:
+def selected(table: ValueTable, value: int, dim: int, index: int) -> int | None:
+    """One place of a dimension of a tensor."""
     flat = table[value]
     assert isinstance(flat, Flat), flat
     dim %= len(flat.shape)
@@ -110,7 +113,7 @@ def _unbind(reader: Reader, call: Call) -> int | None:
         return None
     dim = call.arguments["dim"] % len(found[1].shape)
     count = found[1].shape[dim]
-    parts = [_selected(reader.table, found[0], dim, i) for i in range(count)]
+    parts = [selected(reader.table, found[0], dim, i) for i in range(count)]
     return _tuple(reader.table, parts)
 
 
@@ -233,9 +236,17 @@ def _padded(
     return joined(table, [before, value, after], dim)
 
 
-def fill_attributes(number: Any, dtype: Any) -> tuple[str, str]:
-    """What a tensor filled with one number is told apart by."""
-    return repr(float(number)), str(dtype)
+def fill_attributes(number: Any, dtype: torch.dtype) -> tuple[str, str]:
+    """What a tensor filled with one number is told apart by.
+
+    >>> fill_attributes(2**53 + 1, torch.int64), fill_attributes(2, torch.float32)
+    (('9007199254740993', 'torch.int64'), ('2.0', 'torch.float32'))
+    """
+    if dtype.is_floating_point or dtype.is_complex:
+        return repr(float(number)), str(dtype)
+    # As a float a large integer would lose its last bits.
+    is_whole = isinstance(number, int) or number.is_integer()
+    return repr(int(number) if is_whole else number), str(dtype)
 
 
 CUTS: dict[str, Rule] = {

@@ -22,6 +22,12 @@ from torchspmd.step.legality.symbolic.elementwise import (
     commuted,
     elementwise,
 )
+from torchspmd.step.legality.symbolic.layout import (
+    Earlier,
+    find_layouts,
+    layout_read,
+    reads_layout,
+)
 from torchspmd.step.legality.symbolic.lists import getitem, on_lists
 from torchspmd.step.legality.symbolic.memory import overwrite
 from torchspmd.step.legality.symbolic.table import INPUT, TUPLE, Flat, Term, ValueTable
@@ -50,14 +56,20 @@ class Evaluation:
         table: Where values are kept; graphs to be compared share one.
         graph: The graph; its nodes stand in an order in which they can run.
         draws: What tells random draws apart, for each node that takes random numbers.
+        earlier: How tensors lay before an edit.
 
     Attributes:
+        layouts: How tensors lie; empty in a graph of which no node reads that.
         writers: The node that wrote each value that was written into memory.
         impossible: Nodes that cannot run on what they are given, and why.
     """
 
     def __init__(
-        self, table: ValueTable, graph: fx.Graph, draws: Mapping[fx.Node, Hashable]
+        self,
+        table: ValueTable,
+        graph: fx.Graph,
+        draws: Mapping[fx.Node, Hashable],
+        earlier: Earlier | None = None,
     ) -> None:
         self.table = table
         self._draws = draws
@@ -73,6 +85,9 @@ class Evaluation:
         self.writers: dict[int, fx.Node] = {}
         self.impossible: dict[fx.Node, str] = {}
         self._num_inputs = 0
+        self._readers = frozenset(filter(reads_layout, graph.nodes))
+        needed = bool(self._readers)
+        self.layouts = find_layouts(table, graph, earlier) if needed else {}
         for node in graph.nodes:
             if node.op != "output":
                 self._run(node)
@@ -154,6 +169,8 @@ class Evaluation:
         draw = self._draws.get(call.node)
         if draw is not None:
             attributes = (draw, attributes)
+        if call.node in self._readers:
+            operands = [*operands, layout_read(self, call, self.layouts)]
         atom = self.table.term(call.head, attributes, operands)
         if call.signature is not None and len(call.signature.written) == 1:
             written = _argument(call, call.signature.written[0])

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from torch import fx
+
 from torchspmd.step.legality.symbolic.call import (
     Call,
     Impossible,
@@ -10,6 +12,7 @@ from torchspmd.step.legality.symbolic.call import (
     split_arguments,
     tensor_of,
 )
+from torchspmd.step.legality.symbolic.cuts import selected
 from torchspmd.step.legality.symbolic.segments import Shape
 from torchspmd.step.legality.symbolic.table import TUPLE, Term
 
@@ -61,18 +64,30 @@ def _foreach(reader: Reader, call: Call) -> int | None:
     items = _items(call)
     if items is None:
         return None
-    values = [_foreach_item(reader, call, item) for item in items]
+    values = [_foreach_item(reader, call, item, i) for i, item in enumerate(items)]
     known = [value for value in values if value is not None]
     return reader.table.list_of(known) if len(known) == len(values) else None
 
 
-def _foreach_item(reader: Reader, call: Call, item: dict[str, Any]) -> int | None:
+def _foreach_item(
+    reader: Reader, call: Call, item: dict[str, Any], place: int
+) -> int | None:
     if call.name == "aten::_foreach_copy" and _is_plain_copy(reader, item):
         return reader.value(item["src"])
     shape = () if call.name in _TO_NUMBERS else _shape(reader, item)
     if shape is None:
         return None
-    atom = reader.table.term(call.head, *split_arguments(reader, item))
+    packed = call.arguments.get("scalars")
+    if not isinstance(packed, fx.Node):
+        atom = reader.table.term(call.head, *split_arguments(reader, item))
+        return reader.table.tensor(atom, shape)
+    # The numbers of all items lie in one tensor: this item takes the one at its place.
+    found = tensor_of(reader, packed)
+    number = None if found is None else selected(reader.table, found[0], 0, place)
+    if number is None:
+        return None
+    attributes, children = split_arguments(reader, {**item, "scalars": None})
+    atom = reader.table.term(call.head, attributes, (*children, number))
     return reader.table.tensor(atom, shape)
 
 

@@ -1,0 +1,106 @@
+"""Plain options of public functions: those of another type are refused by name."""
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from torch import fx
+
+from torchspmd.errors import UsageError
+
+
+def check_integers(what: str, **least: tuple[Any, int | None]) -> None:
+    """Refuse arguments that are no whole numbers, or below the least; all at once.
+
+    Args:
+        what: What was called.
+        least: Each argument with the least that it may be, None where there is none.
+
+    Example:
+        >>> check_integers("run", steps=(0, 1), seed=("a", None))
+        Traceback (most recent call last):
+            ...
+        torchspmd.errors.UsageError: run(steps=0): pass a whole number, at least 1.
+        run(seed='a'): pass a whole number.
+    """
+    problems = []
+    for name, (value, low) in least.items():
+        if not is_whole(value) or (low is not None and value < low):
+            rule = "" if low is None else f", at least {low}"
+            problems.append(f"{what}({name}={value!r}): pass a whole number{rule}.")
+    _raise(problems)
+
+
+def is_whole(value: object) -> bool:
+    """Whether a value is a whole number; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_flags(what: str, **flags: object) -> None:
+    """Refuse what is neither True nor False: ``"no"`` would count as yes.
+
+    >>> check_flags("run", quick="no")
+    Traceback (most recent call last):
+        ...
+    torchspmd.errors.UsageError: run(quick='no'): pass True or False.
+    """
+    _raise(
+        f"{what}({name}={value!r}): pass True or False."
+        for name, value in flags.items()
+        if not isinstance(value, bool)
+    )
+
+
+def check_names(what: str, **names: object) -> None:
+    """Refuse what is no name: nodes are given as text."""
+    _raise(
+        f"{what}({name}={value!r}): pass the name of a node, a str."
+        for name, value in names.items()
+        if not isinstance(value, str)
+    )
+
+
+def check_graph(what: str, **graphs: object) -> None:
+    """Refuse what is no ``fx.Graph``."""
+    for name, value in graphs.items():
+        if not isinstance(value, fx.Graph):
+            raise UsageError(
+                f"{what}({name}=...): {type(value).__name__} is no fx.Graph. Pass the "
+                "graph of a graph module, for instance step.programs[0].graph.graph."
+            )
+
+
+def check_module(what: str, **modules: object) -> None:
+    """Refuse what has no ``fx.Graph``.
+
+    >>> check_module("cut", gm=3)
+    Traceback (most recent call last):
+        ...
+    torchspmd.errors.UsageError: cut(gm=...): int has no fx.Graph. Pass a graph module, \
+for instance step.programs[0].graph, or an IterGraphModule.
+    """
+    for name, value in modules.items():
+        if not isinstance(getattr(value, "graph", None), fx.Graph):
+            raise UsageError(
+                f"{what}({name}=...): {type(value).__name__} has no fx.Graph. Pass a graph "
+                "module, for instance step.programs[0].graph, or an IterGraphModule."
+            )
+
+
+def check_nodes(what: str, **lists: object) -> None:
+    """Refuse what is no collection of nodes: a name is none."""
+    for name, value in lists.items():
+        items = [value]
+        if isinstance(value, Collection) and not isinstance(value, str):
+            items = list(value)
+        wrong = [each for each in items if not isinstance(each, fx.Node)]
+        if wrong:
+            kinds = ", ".join(sorted({type(each).__name__ for each in wrong}))
+            raise UsageError(
+                f"{what}({name}=...): {kinds} where nodes are taken. Pass a list of nodes "
+                "of the graph (fx.Node), as find_node gives them."
+            )
+
+
+def _raise(problems: Iterable[str]) -> None:
+    if text := "\n".join(problems):
+        raise UsageError(text)

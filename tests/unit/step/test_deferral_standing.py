@@ -1,0 +1,215 @@
+"""Edits behind a deferral: what would train on stale weights is refused, with names."""
+
+import pytest
+import torch
+from torch import fx, nn
+
+from torchspmd.errors import DeferralError
+from torchspmd.step import IterGraphModule
+from torchspmd.step.graph.roles import OutputKind, OutputRole, set_roles
+from torchspmd.step.passes.ordering import applied_passes, run_any
+
+pytestmark = pytest.mark.unit
+
+aten = torch.ops.aten
+
+
+def call(graph, name, target, *args):
+    return known(graph.create_node("call_function", target, args, name=name))
+
+
+def known(node):
+    """With a value, as captured graphs have it: or nothing can be proved of an edit."""
+    node.meta["val"] = torch.empty(2)
+    return node
+
+
+def clone_of(gm, source):
+    return known(gm.graph.call_function(aten.clone.default, (source,)))
+
+
+def module(region=("step", "update"), place="negated"):
+    """One weight, read behind the first node; its update is moved."""
+    graph = fx.Graph()
+    weight, data = (known(graph.placeholder(name)) for name in ("weight", "data"))
+    negated = call(graph, "negated", aten.neg.default, data)
+    size = call(graph, "size", aten.abs.default, weight)
+    result = call(graph, "result", aten.mul.Tensor, negated, size)
+    step = call(graph, "step", aten.sin.default, result)
+    update = call(graph, "update", aten.sub.Tensor, weight, step)
+    graph.output([update, result])
+    set_roles(
+        graph,
+        [OutputRole(OutputKind.STATE, 0), OutputRole(OutputKind.RESULT)],
+    )
+    gm = IterGraphModule(fx.GraphModule(nn.Module(), graph))
+    nodes = {node.name: node for node in gm.graph.nodes}
+    moved = [nodes[name] for name in region]
+    gm.graph.move_to_next_iter_before(moved, nodes[place], strict=True)
+    return gm
+
+
+def node(gm, name):
+    return next(each for each in gm.graph.nodes if each.name == name)
+
+
+def move_read(gm):
+    node(gm, "negated").prepend(node(gm, "size"))
+
+
+def early_read(gm):
+    with gm.graph.inserting_before(node(gm, "negated")):
+        copy = clone_of(gm, node(gm, "weight"))
+    node(gm, "size").args = (copy,)
+
+
+def move_place(gm):
+    node(gm, "size").append(node(gm, "negated"))
+
+
+def use_moved(gm):
+    update, output = node(gm, "update"), gm.graph.output_node()
+    with gm.graph.inserting_before(output):
+        copy = clone_of(gm, update)
+    output.args = ([copy, output.args[0][1]],)
+
+
+def replace_moved(gm):
+    step = node(gm, "step")
+    with gm.graph.inserting_after(step):
+        other = known(gm.graph.call_function(step.target, step.args))
+    step.replace_all_uses_with(other)
+
+
+STALE = (
+    " reads weight in front of negated, where step, update of the iteration before write "
+    "it: it would read the old value"
+)
+EDITS = {
+    move_read: f"size{STALE}",
+    early_read: f"clone_default{STALE}",
+    move_place: f"size{STALE}",
+    use_moved: "update is used in this iteration by clone_default (",
+}
+
+
+def facts(gm):
+    return [(each.name, str(each.args)) for each in gm.graph.nodes], gm.graph.regions
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edit_that_breaks_a_move_is_refused_and_undone(edit):
+    gm = module()
+    before = facts(gm)
+    with pytest.raises(DeferralError) as caught:
+        run_any(gm, edit)
+    text = str(caught.value)
+    assert text.startswith(
+        f"{edit.__name__} would break work that is moved to the next iteration, and was "
+        "not taken; 1 problem:\n  " + EDITS[edit]
+    )
+    assert "Move nodes after all other passes, or leave readers behind" in text
+    assert facts(gm) == before
+    assert applied_passes(gm) == ()
+    gm.finalize_setup()
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_edits_outside_of_passes_are_refused_at_the_end(edit):
+    gm = module()
+    edit(gm)
+    with pytest.raises(DeferralError) as caught:
+        gm.finalize_setup()
+    text = str(caught.value)
+    assert text.startswith("IterGraphModule: an edit broke work that was moved to the")
+    assert EDITS[edit] in text
+
+
+def test_a_moved_node_that_is_replaced():
+    gm = module()
+    with pytest.raises(DeferralError) as caught:
+        run_any(gm, replace_moved)
+    assert str(caught.value) == (
+        "Nodes that were moved to the next iteration are gone: step. replace_moved removed "
+        "or replaced them, and was not taken: move nodes after all other passes."
+    )
+    gm.finalize_setup()
+
+
+def test_a_place_that_is_replaced():
+    def replace_place(gm):
+        negated = node(gm, "negated")
+        with gm.graph.inserting_after(negated):
+            other = known(gm.graph.call_function(negated.target, negated.args))
+        negated.replace_all_uses_with(other)
+
+    gm = module()
+    with pytest.raises(DeferralError) as caught:
+        run_any(gm, replace_place)
+    assert str(caught.value).startswith(
+        "Nodes before which moved ones run in the next iteration are gone: negated. "
+        "replace_place removed"
+    )
+
+
+def test_a_read_behind_the_place_may_move():
+    def move_on(gm):
+        node(gm, "size").append(node(gm, "result"))
+        node(gm, "negated").append(node(gm, "size"))
+        with gm.graph.inserting_before(node(gm, "size")):
+            copy = clone_of(gm, node(gm, "weight"))
+        node(gm, "size").args = (copy,)
+
+    gm, plain = module(), module()
+    run_any(gm, move_on)
+    weight, data = torch.tensor([0.5, -2.0]), torch.tensor([1.0, 3.0])
+    mine, theirs = [weight, data], [weight, data]
+    for last in (False, False, True):
+        results = []
+        for module_, inputs in ((gm, mine), (plain, theirs)):
+            new, result = module_(*inputs, last_iter=last)
+            inputs[0] = inputs[0] if new is None else new
+            results.append(result)
+        assert torch.equal(*results)
+    assert torch.equal(mine[0], theirs[0])
+
+
+def two_states():
+    """Two weights; the update of the second takes a copy of the first one."""
+    graph = fx.Graph()
+    one, two, grad = (known(graph.placeholder(name)) for name in ("one", "two", "grad"))
+    copy = call(graph, "copy", aten.clone.default, one)
+    first = call(graph, "first", aten.sub.Tensor, one, grad)
+    second = call(graph, "second", aten.add.Tensor, two, copy)
+    third = call(graph, "third", aten.neg.default, grad)
+    graph.output([first, second, third, copy])
+    states = [OutputRole(OutputKind.STATE, place) for place in range(3)]
+    set_roles(graph, [*states, OutputRole(OutputKind.RESULT)])
+    return IterGraphModule(fx.GraphModule(nn.Module(), graph))
+
+
+def test_regions_that_come_to_share_a_state():
+    gm = two_states()
+    for name in ("first", "second"):
+        gm.graph.move_to_next_iter_before([node(gm, name)], node(gm, "copy"))
+
+    def read_directly(gm):
+        node(gm, "second").args = (node(gm, "two"), node(gm, "one"))
+
+    with pytest.raises(DeferralError) as caught:
+        run_any(gm, read_directly)
+    shared = (
+        "one is changed by one deferred region (first) and read by another (second)"
+    )
+    assert shared in str(caught.value)
+
+
+def test_moved_nodes_run_in_their_order_of_now():
+    gm = two_states()
+    moved = [node(gm, "first"), node(gm, "third")]
+    gm.graph.move_to_next_iter_before(moved, node(gm, "copy"))
+    node(gm, "first").prepend(node(gm, "third"))
+    node(gm, "first").args = (node(gm, "one"), node(gm, "third"))
+    gm.finalize_setup()
+    made = [each.name for each in gm.forms["flush"].graph.nodes if "th" in each.name]
+    assert made == ["third"]  # once
