@@ -115,7 +115,8 @@ def time_operators(graph: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, fl
         if not (is_able and _attempt(module, inputs, watch, 1)):
             return {}
         seconds = _length(watch.read()[1])
-        more = 0 if seconds > _LONG else math.ceil(min(_MOST, _ENOUGH / seconds))
+        few = seconds > _LONG or not keys  # nothing to time is nothing to repeat
+        more = 0 if few else math.ceil(min(_MOST, _ENOUGH / max(seconds, 1e-6)))
         if not _attempt(module, inputs, watch, more):
             return {}
     return _by_key(keys, watch.read()[1:])

@@ -226,3 +226,9 @@ def test_a_graph_alone_has_no_inputs_to_be_measured_on(program):
         UsageError, match=r"while compile captures it.*measure_cost\(\) found"
     ):
         transformation(program[0])
+
+
+def test_nothing_to_time():
+    graph = fx.Graph()
+    graph.output([graph.placeholder("x")])
+    assert time_operators(fx.GraphModule({}, graph), [torch.ones(2)]) == {}

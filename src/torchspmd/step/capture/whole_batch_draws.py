@@ -31,6 +31,10 @@ def draw_for_all(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     is_filled = bool(written) or name.endswith("_like")
     whole = _empty(first) if is_filled else _everything(first)
     made = func(whole, *map(_everything, args[1:]), **kwargs)
+    if not isinstance(made, torch.Tensor):
+        raise NotImplementedError(
+            f"Operator {func} draws several tensors and has no sharding strategy for them."
+        )
     part = own_part(made, first)
     return first.copy_(part) if written else part
 
@@ -66,7 +70,12 @@ def own_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
     mesh, part = like.device_mesh, whole
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
-            size = part.shape[placement.dim] // mesh.size(axis)
+            size, rest = divmod(part.shape[placement.dim], mesh.size(axis))
+            if rest:
+                raise NotImplementedError(
+                    f"Random numbers for a DTensor of {tuple(whole.shape)} that is sharded "
+                    f"unevenly over {mesh.size(axis)} ranks: there is no sharding strategy."
+                )
             start = mesh.get_local_rank(axis) * size
             part = part.narrow(placement.dim, start, size)
     spec = _torch.build_spec(mesh, placements, tuple(whole.shape), whole.dtype)

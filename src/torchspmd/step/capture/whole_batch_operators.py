@@ -2,7 +2,8 @@
 
 DTensor leaves a maximum, a product, a norm or an ``any`` as one term on each rank, and
 operators behind it take the term for the value. Here such values are finished where they
-are made, the mean of a loss is its sum over its weights, and no dims mean all dims.
+are made, the mean of a loss is its sum over its weights, and no dims mean all dims. An
+operator that has no rule is taken apart into some that have, or computed row by row.
 """
 
 from collections.abc import Callable
