@@ -25,7 +25,7 @@ def without_its_reduction():
     wait.replace_all_uses_with(x)
     graph.erase_node(wait)
     graph.erase_node(start)
-    return check_edit(before, graph, twins)
+    return str(check_edit(before, graph, twins))
 
 
 def test_a_group_of_one():

@@ -31,7 +31,7 @@ class Edited:
         self.before, self.twins = copy_graph(self.graph)
 
     def check(self, **options):
-        return check_edit(self.before, self.graph, self.twins, **options)
+        return str(check_edit(self.before, self.graph, self.twins, **options))
 
     def problems(self, **options):
         with pytest.raises(LegalityError) as caught:
@@ -166,7 +166,7 @@ def test_a_buffer_that_is_used_while_it_is_reduced_in_place():
     b.graph.output([used])
     before, twins = copy_graph(b.graph)
     # As it is, the buffer is used without the wait: not the fault of an edit.
-    assert check_edit(before, b.graph, twins) == "proved equal"
+    assert str(check_edit(before, b.graph, twins)) == "proved equal"
     used.args = (wait,)
     before, twins = copy_graph(b.graph)
     used.args = (buffer,)
@@ -230,7 +230,7 @@ def write_between(move=None):
     before, twins = copy_graph(b.graph)
     if move is not None:
         nodes[move[1]].append(nodes[move[0]])
-    return check_edit(before, b.graph, twins)
+    return str(check_edit(before, b.graph, twins))
 
 
 def test_a_read_that_crosses_a_write_through_a_view():

@@ -46,7 +46,7 @@ def mutated(seed, mutate, is_ready=lambda *case: True, in_place=False):
 
 def verdict(before, graph, twins, **options):
     try:
-        return check_edit(before, graph, twins, **options).partition(";")[0]
+        return str(check_edit(before, graph, twins, **options)).partition(";")[0]
     except LegalityError:
         return "caught"
 

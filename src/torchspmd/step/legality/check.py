@@ -74,8 +74,8 @@ def check_edit(
     name: str = "the edit",
     may_reorder: bool | Collection[str] = False,
     constants: Sequence[str] = (),
-) -> str:
-    """Raise ``LegalityError`` unless an edit is legal; say what was shown.
+) -> Proof:
+    """Raise ``LegalityError`` unless an edit is legal; what was shown.
 
     Args:
         before: A copy of the graph before the edit.
@@ -86,36 +86,17 @@ def check_edit(
             groups. Then each change is told in the text.
         constants: What the edit did to tensors that the graph reads by name.
 
-    Returns:
-        ``proved equal``, or how many outputs are not proved; and what was explained.
-
     Example:
         >>> from torchspmd.step.graph.snapshot import copy_graph
         >>> graph = fx.symbolic_trace(lambda x, y: (x + 1, y)).graph
         >>> before, twins = copy_graph(graph)
-        >>> check_edit(before, graph, twins)
-        'proved equal'
+        >>> print(check_edit(before, graph, twins))
+        proved equal
         >>> graph.output_node().args = (graph.output_node().args[0][:1],)
         >>> check_edit(before, graph, twins)
         Traceback (most recent call last):
         torchspmd.errors.LegalityError: the edit would change what the graph computes...
     """
-    proof = prove_edit(
-        before, after, twins, name=name, may_reorder=may_reorder, constants=constants
-    )
-    return str(proof)
-
-
-def prove_edit(
-    before: fx.Graph,
-    after: fx.Graph,
-    twins: Mapping[fx.Node, fx.Node],
-    *,
-    name: str = "the edit",
-    may_reorder: bool | Collection[str] = False,
-    constants: Sequence[str] = (),
-) -> Proof:
-    """The same as ``check_edit``; what was shown as data."""
     edit = Edit.of(before, after, twins)
     problems = [Problem("constant", text, _CONSTANTS) for text in constants]
     undefined = check_definitions(after)

@@ -19,7 +19,7 @@ from torchspmd.step.graph.reports import GraphSize, Outcome, PassReport
 from torchspmd.step.graph.snapshot import Snapshot
 from torchspmd.step.iterate.iteration import IterGraphModule
 from torchspmd.step.iterate.standing import check_regions
-from torchspmd.step.legality.check import Proof, prove_edit
+from torchspmd.step.legality.check import Proof, check_edit
 from torchspmd.step.legality.interfaces import check_definitions
 
 Pass = Callable[..., Any]
@@ -134,7 +134,7 @@ def _judge(
     """Check an edit since a snapshot, generate code and report."""
     if not check_definitions(gm.graph):  # which are told below; torch only fails
         gm.graph.eliminate_dead_code()
-    proof = prove_edit(
+    proof = check_edit(
         snapshot.graph,
         gm.graph,
         snapshot.twins,
