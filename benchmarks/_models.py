@@ -91,10 +91,15 @@ class Transformer(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder with learned positions and a tied head; gives the loss."""
+    """A decoder with learned positions; gives the loss. Its head is tied if told."""
 
     def __init__(
-        self, num_layers: int = 12, width: int = 768, vocabulary: int = 50304
+        self,
+        num_layers: int = 12,
+        width: int = 768,
+        vocabulary: int = 50304,
+        *,
+        tied: bool = True,
     ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
@@ -102,7 +107,8 @@ class GPT(nn.Module):
         self.body = Transformer(num_layers, width, 4 * width, 64)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
-        self.head.weight = self.embed.weight
+        if tied:
+            self.head.weight = self.embed.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens) + self.positions[: tokens.shape[1]]

@@ -18,6 +18,7 @@ from torchspmd.step import DataParallel, GraphModuleTransformation, compile
 Step = Callable[..., Any]
 
 BUCKET_MB = 25.0  # where nothing but communication is measured
+GPTS = {"gpt 12x768": True, "gpt 12x768 untied": False}  # whether the head is tied
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class Workload:
         torch.manual_seed(0)
         dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
         where = {"device": self.device, "dtype": dtype}
-        if self.model == "gpt 12x768":
-            model: nn.Module = GPT().to(**where)
+        if self.model in GPTS:
+            model: nn.Module = GPT(tied=GPTS[self.model]).to(**where)
             length = 512 if self.device == "cuda" else 32
             batch = torch.randint(50304, (self.batch, length), device=self.device)
             return model, _optimizer(model), batch
@@ -79,14 +80,31 @@ def ddp_compiled(model: nn.Module) -> tuple[nn.Module, Step]:
     return torch.compile(DistributedDataParallel(model)), train_step
 
 
+def ddp_blocks_compiled(model: nn.Module) -> tuple[nn.Module, Step]:
+    """Each block is compiled by itself: its gradients are sent when it is through."""
+    for block in blocks_of(model):
+        block.compile()
+    return ddp(model)
+
+
 def fsdp(model: nn.Module) -> tuple[nn.Module, Step]:
-    body = model.body if isinstance(model, GPT) else model
-    blocks = body.layers if isinstance(body, Transformer) else body
-    for block in blocks:
-        if any(True for _ in block.parameters()):
-            fully_shard(block)
+    for block in blocks_of(model):
+        fully_shard(block)
     fully_shard(model)
     return model, train_step
+
+
+def fsdp_blocks_compiled(model: nn.Module) -> tuple[nn.Module, Step]:
+    for block in blocks_of(model):
+        block.compile()
+    return fsdp(model)
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The parts of a model that stand one behind another and have parameters."""
+    body = model.body if isinstance(model, GPT) else model
+    blocks = body.layers if isinstance(body, Transformer) else body
+    return [block for block in blocks if any(True for _ in block.parameters())]
 
 
 def fsdp_compiled(model: nn.Module) -> tuple[nn.Module, Step]:
@@ -127,17 +145,48 @@ def alone_compiled(model: nn.Module) -> tuple[nn.Module, Step]:
     return torch.compile(model), train_step
 
 
+def at_once(model: nn.Module, *, compiled: bool) -> tuple[nn.Module, Step]:
+    """Compute alone, and reduce as many bytes beside it that nothing waits for in a step.
+
+    No order of a real step can be quicker: here any work may run beside any other.
+    """
+    buckets = empty_buckets(model)
+    works: list[Any] = []
+
+    def step(*args: Any) -> torch.Tensor:
+        while works:
+            works.pop().wait()
+        works.extend(dist.all_reduce(bucket, async_op=True) for bucket in buckets)
+        return train_step(*args)
+
+    return torch.compile(model) if compiled else model, step
+
+
+def empty_buckets(model: nn.Module) -> list[torch.Tensor]:
+    """Room for all gradients of a model, in pieces of equal size."""
+    sample = next(model.parameters())
+    total = sum(parameter.numel() for parameter in model.parameters())
+    size = int(BUCKET_MB * 2**20) // sample.element_size()
+    return [sample.new_zeros(min(size, total - at)) for at in range(0, total, size)]
+
+
 Variant = Callable[[nn.Module], tuple[nn.Module, Step]]
 
 BASES: dict[str, Variant] = {
     "compute alone": alone,
     "compute alone, compiled": alone_compiled,
 }
+BOTH: dict[str, Variant] = {
+    "both at once, nothing waits": functools.partial(at_once, compiled=False),
+    "both at once, compiled": functools.partial(at_once, compiled=True),
+}
 VARIANTS: dict[str, Variant] = {
     "DDP": ddp,
     "DDP + torch.compile": ddp_compiled,
     "FSDP2": fsdp,
     "FSDP2 + torch.compile": fsdp_compiled,
+    "DDP + torch.compile of blocks": ddp_blocks_compiled,
+    "FSDP2 + torch.compile of blocks": fsdp_blocks_compiled,
     "torchspmd, no passes": functools.partial(ours, passes=False, overlap=False),
     "torchspmd, passes": functools.partial(ours, passes=True, overlap=False),
     "torchspmd, overlapped iterations": functools.partial(
@@ -162,8 +211,9 @@ def measure(name: str, workload: Workload, steps: int) -> float:
     at the very end is made off the clock. So the clock starts behind a step too: behind a
     barrier the first one would find its reductions done.
     """
+    torch.compiler.reset()  # what is compiled for one variant must not serve another
     model, optim, batch = workload.build()
-    build = BASES.get(name) or VARIANTS[name]
+    build = {**BASES, **BOTH, **VARIANTS}[name]
     model, step = build(model)
     if name.startswith("FSDP2"):
         optim = _optimizer(model)
@@ -185,10 +235,7 @@ def measure(name: str, workload: Workload, steps: int) -> float:
 def measure_wire(workload: Workload, steps: int) -> float:
     """Seconds to reduce all gradients in buckets, with nothing else to do."""
     model, _, _ = workload.build()
-    sample = next(model.parameters())
-    total = sum(parameter.numel() for parameter in model.parameters())
-    size = int(BUCKET_MB * 2**20) // sample.element_size()
-    buckets = [sample.new_zeros(min(size, total - at)) for at in range(0, total, size)]
+    buckets = empty_buckets(model)
     for _ in range(2):
         dist.all_reduce(buckets[0])
     wait_for_all(workload.device)

@@ -3,7 +3,8 @@
 One training step (forward, backward, fused AdamW) on real ranks: eager DDP, DDP under
 torch.compile, FSDP2 eager and compiled, and torchspmd's whole-step graph without passes,
 with the default passes, also as a CUDA graph, and with updates overlapped with the next
-iteration. Beside them the limit: the larger of computing alone and communicating alone.
+iteration. Beside them the limit: the larger of computing alone and communicating alone;
+and both at once, where nothing waits for anything: what one gives up for the other.
 
 ``--network 1gbit`` runs inside a network namespace of its own whose loopback is shaped to
 that rate (needs root, ip and tc). The batch is chosen so that computing takes ``--ratio``
@@ -22,6 +23,7 @@ from _harness import publish
 from _shared_gpu import shared_gpu
 from _step_variants import (
     BASES,
+    BOTH,
     VARIANTS,
     Workload,
     measure,
@@ -97,6 +99,10 @@ def compare(
         row(model, workload, name, value, peers, limit) for name, value in bases.items()
     ]
     rows.append(row(model, workload, "communication alone", wire, peers, limit))
+    both = {
+        name: attempt(ranks, name, workload, 3) for name in list(BOTH)[: len(bases)]
+    }
+    rows += [row(model, workload, *found, peers, limit) for found in both.items()]
     return rows + [
         row(model, workload, name, value, peers, limit)
         for name, value in seconds.items()

@@ -4,65 +4,17 @@ Each rank posts its collective sequence in the store of the process group and re
 others'. No collective is used for this: ranks that disagree could not complete one.
 """
 
-import hashlib
-import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import zip_longest
 
 import torch.distributed as dist
-from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchspmd import _torch
 from torchspmd.errors import AgreementError
-from torchspmd.step.graph.ledger import communications
+from torchspmd.step.plans import Plan, differ_in_values_only, differences
 
-_SHOWN = 12  # differences in one message
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.2  # seconds between two looks at the store
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What one rank is about to run.
-
-    Attributes:
-        collectives: Its collectives, in order.
-        inputs: Its tensor arguments.
-        values: Tensors that must be equal on all ranks, each with a checksum.
-        deferred: What it leaves for the next step.
-    """
-
-    collectives: tuple[str, ...]
-    inputs: tuple[str, ...]
-    values: tuple[str, ...] = ()
-    deferred: tuple[str, ...] = ()
-
-    @property
-    def text(self) -> str:
-        """The plan as it travels."""
-        return json.dumps([self.collectives, self.inputs, self.values, self.deferred])
-
-    @property
-    def digest(self) -> str:
-        """Equal on ranks whose plans are equal."""
-        return hashlib.sha256(self.text.encode()).hexdigest()[:16]
-
-
-def build_plan(
-    graph: fx.GraphModule,
-    inputs: Sequence[str],
-    values: Sequence[str] = (),
-    deferred: Sequence[str] = (),
-) -> Plan:
-    """The plan of a graph; see ``Plan`` for the other arguments."""
-    lines = tuple(
-        f"{event.kind.value} {event.dtype}{list(event.shape)} over {event.axis}"
-        + (f" ({node.args[1]})" if isinstance(node.args[1], str) else "")
-        for node, event in communications(graph)
-    )
-    return Plan(lines, tuple(inputs), tuple(values), tuple(deferred))
 
 
 def agree(
@@ -87,10 +39,8 @@ def agree(
     ranks = [int(rank) for rank in mesh.mesh.flatten().tolist()]
     if len(ranks) == 1 or dist.get_backend() == "fake":
         return
-    texts, missing = exchange(plan.text, ranks, key, seconds=seconds, failures=failures)
-    if missing:
-        raise AgreementError(_why_missing(missing, what, seconds, failures))
-    plans = {rank: Plan(*map(tuple, json.loads(text))) for rank, text in texts.items()}
+    texts = gather(plan.to_json(), ranks, what, key, seconds=seconds, failures=failures)
+    plans = {rank: Plan.from_json(text) for rank, text in texts.items()}
     problems = differences(plans)
     if problems:
         title, cure = _title_and_cure(plans)
@@ -186,7 +136,7 @@ def _why_missing(
 
 
 def _title_and_cure(plans: dict[int, Plan]) -> tuple[str, str]:
-    if len({replace(plan, values=()) for plan in plans.values()}) == 1:
+    if differ_in_values_only(plans):
         return "ranks hold other values of the same tensors", (
             "Ranks train one model, each with all of these tensors or its rows of them: "
             "ranks that hold other values would mix two models.\nGive every rank the same "
@@ -198,32 +148,3 @@ def _title_and_cure(plans: dict[int, Plan]) -> tuple[str, str]:
         "Give every rank batches of the same shape and the same step; with uneven "
         "batches, pad or drop the last one."
     )
-
-
-def differences(plans: dict[int, Plan]) -> list[str]:
-    """One line for each rank and place where a plan is not that of the first rank.
-
-    >>> one, other = Plan(("all_reduce a",), ()), Plan(("all_reduce b",), ())
-    >>> for line in differences({0: one, 1: other}):
-    ...     print(line)
-    collective 0: rank 0 has all_reduce a, rank 1 has all_reduce b
-    """
-    first, reference = next(iter(plans.items()))
-    lines = []
-    for rank, plan in plans.items():
-        if plan.digest == reference.digest:
-            continue
-        for name, ours, theirs in (
-            ("tensor argument", reference.inputs, plan.inputs),
-            ("collective", reference.collectives, plan.collectives),
-            ("values", reference.values, plan.values),
-            ("deferred", reference.deferred, plan.deferred),
-        ):
-            lines += [
-                f"{name} {place}: rank {first} has {a or 'none'}, rank {rank} has "
-                f"{b or 'none'}"
-                for place, (a, b) in enumerate(zip_longest(ours, theirs))
-                if a != b
-            ]
-    rest = len(lines) - _SHOWN
-    return lines if rest <= 0 else [*lines[:_SHOWN], f"and {rest} more differences"]

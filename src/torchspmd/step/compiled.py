@@ -13,7 +13,6 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchspmd.errors import CaptureError, UsageError
-from torchspmd.step.agreement import Plan, build_plan
 from torchspmd.step.backends import (
     BACKENDS,
     Prepared,
@@ -37,6 +36,7 @@ from torchspmd.step.graph.memory import PeakMemory, predict_peak
 from torchspmd.step.iterate.iter_graph import deferral_facts
 from torchspmd.step.meeting import Meeting
 from torchspmd.step.pending import Pending, expected, flush_others
+from torchspmd.step.plans import Plan, build_plan
 from torchspmd.step.program import Program, find_loose, find_released
 from torchspmd.step.unchanged import KnownCalls
 from torchspmd.step.virtual.options import Verification
@@ -332,7 +332,7 @@ def _comparing(
         meeting.compare(_plan(graph, inventory, captured.values))
         if (relayout := captured.relayout) is not None:
             for axis in relayout.beside:
-                meeting.compare(Plan((), (), relayout.facts_along(axis)), axis)
+                meeting.compare(Plan(values=relayout.facts_along(axis)), axis)
 
     return compare
 

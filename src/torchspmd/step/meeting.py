@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchspmd import _torch
-from torchspmd.step.agreement import Plan, agree, gather, post_failure
+from torchspmd.step.agreement import agree, gather, post_failure
 from torchspmd.step.capture.progress import phase
+from torchspmd.step.plans import Plan
 
 PLAN_SECONDS = 300.0  # between the first rank that has captured a step and the last
 READY_SECONDS = 1800.0  # the same for compiling it

@@ -12,7 +12,7 @@ from torchspmd.step import DataParallel, IterGraphModule, compile
 from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.graph.live_bytes import live_bytes
 from torchspmd.step.graph.timeline import simulate_steady
-from torchspmd.step.passes import defer_updates, schedule_comm_wait
+from torchspmd.step.passes import defer_updates, pacing, schedule_comm_wait
 from torchspmd.step.passes.default import choose_bucket_size
 from torchspmd.step.passes.pacing import Reduction, update_places
 from torchspmd.testing import fake_world
@@ -134,14 +134,24 @@ def test_nothing_is_delayed_where_the_wire_takes_no_time():
 
 
 def test_memory_is_not_spent_without_leave():
-    usual = run(0.6, delay_gradients=False)
-    assert run(0.6).peak <= usual.peak < run(0.6, memory_budget_mb=1.0).peak
+    usual = run(0.5, delay_gradients=False)
+    assert run(0.5).peak <= usual.peak < run(0.5, memory_budget_mb=1.0).peak
 
 
 def test_some_that_are_needed_earlier_keep_the_wire_busy():
     delayed = run(0.8)
     assert "the gradients of 2 reductions are computed last" in delayed.text
     assert sorted(delayed.order[-2:]) == [LAYERS - 3, LAYERS - 1]
+
+
+def test_a_network_that_is_slower_beside_computation_is_reckoned_with(monkeypatch):
+    """One gradient is enough for the network as measured; a slower one needs two."""
+    chosen = run(0.35)
+    monkeypatch.setattr(pacing, "_LONGER", (1.0,))
+    hasty = run.__wrapped__(0.35)
+    assert "the gradients of 1 reduction are" in hasty.text
+    assert "the gradients of 2 reductions are" in chosen.text
+    assert chosen.order == run.__wrapped__(1.3 * 0.35).order
 
 
 def test_a_part_of_a_gradient_waits_for_the_rest():

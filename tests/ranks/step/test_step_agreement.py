@@ -1,5 +1,6 @@
 """Ranks that would not send the same: told on every rank, in seconds, without a hang."""
 
+import gc
 import time
 
 import pytest
@@ -11,7 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torchspmd.errors import AgreementError
 from torchspmd.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torchspmd.step import DataParallel, backends, compile, meeting
-from torchspmd.step.agreement import Plan, differences
 from torchspmd.testing import Ranks
 
 pytestmark = pytest.mark.ranks
@@ -61,8 +61,8 @@ def test_another_layer(ranks2):
     for text, seconds, unchanged in ranks2.run(with_another_layer):
         assert "ranks would not run the same communication" in text
         assert "program 0 of 'step', mesh data=2" in text
-        assert "rank 0 has all_reduce float32[5] over" in text
-        assert "rank 1 has all_reduce float32[4] over" in text
+        assert "rank 0 has all_reduce float32[5] (sum) over" in text
+        assert "rank 1 has all_reduce float32[4] (sum) over" in text
         assert "Give every rank batches of the same shape" in text
         assert unchanged
         assert seconds < 30
@@ -186,11 +186,14 @@ def test_a_rank_that_compiles_slowly_is_waited_for(ranks2):
     assert ranks2.run(compiles_slowly) == [torch.Size([])] * 2
 
 
-def test_long_differences_are_cut():
-    plans = {
-        0: Plan(tuple("abcdefghijklmnop"), ()),
-        1: Plan(tuple("ABCDEFGHIJKLMNOP"), ()),
-    }
-    lines = differences(plans)
-    assert len(lines) == 13
-    assert lines[-1] == "and 4 more differences"
+def with_a_mesh_that_is_forgotten():
+    """Both ranks lay another mesh over the same ranks; one of them keeps it."""
+    kept = [init_device_mesh("cpu", (2,), mesh_dim_names=("other",))]
+    if dist.get_rank() == 1:
+        kept.clear()
+        gc.collect()
+    return refused(nn.Linear(4, 2), torch.ones(3, 4), DataParallel("replicate"))
+
+
+def test_ranks_may_know_a_group_by_other_names(ranks2):
+    assert ranks2.run(with_a_mesh_that_is_forgotten) == [None, None]

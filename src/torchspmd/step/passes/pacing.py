@@ -25,6 +25,9 @@ from torchspmd.step.graph.owners import owner_of
 # less than all of it keeps the wire busy; where they are right, all of it leaves room for
 # what becomes ready meanwhile and is more urgent.
 _HASTE = (0.8, 1.0)
+# How much longer than measured a reduction may take: not at all, or as beside work that
+# wants the same cores and memory. The order that is chosen must do well in both cases.
+_LONGER = (1.0, 1.3)
 _APART = (1, 2, 3)
 _MOST_TRIES = 24
 _WORTH = 0.99  # of the time before: less than that is within what an estimate can tell
@@ -55,7 +58,8 @@ class Pace:
 
     Attributes:
         order: The nodes, starts of reductions included.
-        seconds: How long an iteration takes in the steady state, on paper.
+        seconds: How long an iteration takes in the steady state, on paper: the mean of a
+            network as fast as the cost model says and a slower one.
         places: Where the next iteration makes each update, in the order of the updates.
         delayed: The reductions whose gradients are computed last.
         num_sunk: Parts of other gradients that are computed when the rest is known.
@@ -206,7 +210,7 @@ class _Plan:
         order = self._start(body, haste)
         places = {each: each.place for each in self._reductions}
         early = update_places(order, self._reductions)
-        seconds, sooner = self._steady(order, places), self._steady(order, early)
+        seconds, sooner = self._estimate(order, places), self._estimate(order, early)
         if sooner < seconds * _WORTH:
             seconds, places = sooner, early
         return Pace(tuple(order), seconds, places, tuple(delayed), sunk)
@@ -264,8 +268,17 @@ class _Plan:
                 chosen.setdefault(group, place)
         return list(chosen.values())
 
-    def _steady(
+    def _estimate(
         self, order: Sequence[fx.Node], places: Mapping[Reduction, fx.Node]
+    ) -> float:
+        found = [self._steady(order, places, longer) for longer in _LONGER]
+        return sum(found) / len(found)
+
+    def _steady(
+        self,
+        order: Sequence[fx.Node],
+        places: Mapping[Reduction, fx.Node],
+        longer: float,
     ) -> float:
         """How long an iteration takes once the one before left it the same work."""
         due: dict[fx.Node, list[Reduction]] = {}
@@ -283,7 +296,8 @@ class _Plan:
                 if node in self._rank:
                     reduction = self._reductions[self._rank[node]]
                     begin = max(now, free.get(reduction.group, 0.0))
-                    free[reduction.group] = ends[node] = begin + reduction.seconds
+                    ends[node] = begin + reduction.seconds * longer
+                    free[reduction.group] = ends[node]
                 else:
                     now += self._seconds[node]
             ends = {start: end - now for start, end in ends.items()}
