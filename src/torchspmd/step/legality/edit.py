@@ -2,9 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
+import torch
 from torch import fx
+
+_PLAIN = (int, float, complex, str, slice, torch.dtype, torch.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,42 @@ class Edit:
         old = {node: twins[node] for node in place_after if node in twins}
         new = {earlier: node for node, earlier in old.items()}
         return cls(before, after, old, new, place_before, place_after)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether every node is where it was and takes what it took."""
+        if len(self.place_before) != len(self.place_after):
+            return False
+        pairs = zip(self.after.nodes, self.before.nodes, strict=True)
+        return all(
+            self.old.get(now) is was and self._is_same(now, was) for now, was in pairs
+        )
+
+    def _is_same(self, now: fx.Node, was: fx.Node) -> bool:
+        given: Any = fx.node.map_arg((now.args, now.kwargs), self.old.get)
+        known = now.op == was.op and now.target == was.target
+        return known and _is_equal(given, (was.args, was.kwargs))
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    """Whether arguments are the same beyond doubt; 0.0 and -0.0 are not.
+
+    >>> _is_equal(([1, 2.0], {"a": torch.float32}), ([1, 2.0], {"a": torch.float32}))
+    True
+    >>> _is_equal([0.0], [-0.0]), _is_equal(1, True), _is_equal(object(), object())
+    (False, False, False)
+    """
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_is_equal, one, other))
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(
+            map(_is_equal, one.values(), other.values())
+        )
+    return isinstance(one, _PLAIN) and repr(one) == repr(other)
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,30 +116,30 @@ def find_layouts(
     >>> find_layouts(ValueTable(), graph)[kept]
     (3, 1)
     """
+    # Once for each node: an optimizer's result is a list of thousands, read by as many.
+    written = {node: _strides(node.meta.get("val")) for node in graph.nodes}
     layouts: dict[fx.Node, Hashable] = {}
     for node in graph.nodes:
-        asked = None if operator_of(node) is None else _asked(read_call(node), layouts)
+        asked = None
+        if operator_of(node) is not None:
+            asked = _asked(read_call(node), layouts, written)
         if asked is None:
+            is_known = all(layouts[n] == written[n] for n in node.all_input_nodes)
             has_moved = earlier is not None and earlier.has_moved(node, layouts)
-            asked = _layout(table, node, layouts, has_moved)
+            is_known = is_known and not has_moved
+            asked = written[node] if is_known else _unknown(table, node, layouts)
         layouts[node] = asked
     return layouts
 
 
-def _layout(
-    table: ValueTable, node: fx.Node, layouts: Layouts, has_moved: bool
-) -> Hashable:
-    sources = node.all_input_nodes
-    is_known = all(layouts[each] == _written_down(each) for each in sources)
-    if is_known and not has_moved:
-        return _written_down(node)
+def _unknown(table: ValueTable, node: fx.Node, layouts: Layouts) -> Hashable:
     around = (str(node.target), repr(node.args), repr(node.kwargs))
-    follows = tuple(layouts[each] for each in sources)
+    follows = tuple(layouts[each] for each in node.all_input_nodes)
     # By number: written out, layouts of layouts would grow without end.
     return "unknown", table.term("unknown layout", (*around, follows), ())
 
 
-def _asked(call: Call, layouts: Layouts) -> Hashable | None:
+def _asked(call: Call, layouts: Layouts, written: Layouts) -> Hashable | None:
     """The layout that a call's own arguments ask for."""
     if call.name in _STRIDED:
         return _in_short(call.arguments["size"], call.arguments["stride"])
@@ -147,7 +147,7 @@ def _asked(call: Call, layouts: Layouts) -> Hashable | None:
         return None
     wanted = call.arguments["memory_format"]
     if wanted is None or wanted == torch.preserve_format:
-        return _preserved(call, layouts)
+        return _preserved(call, layouts, written)
     shape = shape_of(call.node.meta.get("val"))
     try:
         made = torch.empty(shape or (), memory_format=wanted, device="meta")
@@ -158,14 +158,14 @@ def _asked(call: Call, layouts: Layouts) -> Hashable | None:
     return _in_short(made.shape, made.stride())
 
 
-def _preserved(call: Call, layouts: Layouts) -> Hashable | None:
+def _preserved(call: Call, layouts: Layouts, written: Layouts) -> Hashable | None:
     """A copy lies as its source does, where that leaves no gaps."""
     source: Any = call.first
     if not isinstance(source, fx.Node):
         return None
     was = layouts[source]
     value, made = source.meta.get("val"), call.node.meta.get("val")
-    if was != _written_down(source) or not isinstance(value, torch.Tensor):
+    if was != written[source] or not isinstance(value, torch.Tensor):
         return was
     if not isinstance(made, torch.Tensor) or made.shape != value.shape:
         return None
@@ -186,10 +186,6 @@ def _is_dense(value: torch.Tensor) -> bool:
 
 def _first(pair: tuple[int, int]) -> int:
     return pair[0]
-
-
-def _written_down(node: fx.Node) -> Hashable:
-    return _strides(node.meta.get("val"))
 
 
 def _strides(value: object) -> Hashable:
