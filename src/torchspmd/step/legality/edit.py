@@ -46,15 +46,12 @@ class Edit:
         """Whether every node is where it was and takes what it took."""
         if len(self.place_before) != len(self.place_after):
             return False
-        pairs = zip(self.after.nodes, self.before.nodes, strict=True)
-        return all(
-            self.old.get(now) is was and self._is_same(now, was) for now, was in pairs
-        )
+        return all(map(self._is_same, self.after.nodes, self.before.nodes))
 
     def _is_same(self, now: fx.Node, was: fx.Node) -> bool:
         given: Any = fx.node.map_arg((now.args, now.kwargs), self.old.get)
-        known = now.op == was.op and now.target == was.target
-        return known and _is_equal(given, (was.args, was.kwargs))
+        is_kept = self.old.get(now) is was and now.target == was.target
+        return is_kept and now.op == was.op and _is_equal(given, (was.args, was.kwargs))
 
 
 def _is_equal(one: Any, other: Any) -> bool:

@@ -10,7 +10,7 @@ starts, is chosen by running the iteration on paper.
 
 import bisect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -20,6 +20,7 @@ from torchspmd.step.graph.comm_blocks import is_wait
 from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.graph.ledger import is_communication
 from torchspmd.step.graph.owners import owner_of
+from torchspmd.step.graph.timeline import simulate
 
 # The part of an estimate after which the wire counts as free. Where estimates are too long,
 # less than all of it keeps the wire busy; where they are right, all of it leaves room for
@@ -128,6 +129,20 @@ def _choices(able: Sequence[Reduction]) -> list[Sequence[Reduction]]:
 
 def _least_change(pace: Pace) -> tuple[float, int, int]:
     return pace.seconds, len(pace.delayed), pace.num_sunk
+
+
+def estimate(graph: fx.Graph, cost: CostModel) -> float:
+    """How long a graph takes that leaves nothing for later, on the paper of ``Pace``."""
+    found = [simulate(graph, _slower(cost, longer)).step_seconds for longer in _LONGER]
+    return sum(found) / len(found)
+
+
+def _slower(cost: CostModel, longer: float) -> CostModel:
+    return replace(
+        cost,
+        network_bytes=cost.network_bytes / longer,
+        latency_seconds=cost.latency_seconds * longer,
+    )
 
 
 def update_places(
