@@ -35,7 +35,7 @@ from torchspmd.step.graph.ledger import build_ledger, peers_of
 from torchspmd.step.graph.memory import PeakMemory, predict_peak
 from torchspmd.step.iterate.iter_graph import deferral_facts
 from torchspmd.step.meeting import Meeting
-from torchspmd.step.pending import Pending, expected, flush_others
+from torchspmd.step.pending import Pending, expected, flush_last, flush_others
 from torchspmd.step.plans import Plan, build_plan
 from torchspmd.step.program import Program, find_loose, find_released
 from torchspmd.step.unchanged import KnownCalls
@@ -105,19 +105,19 @@ class CompiledStep:
                     program, inventory = self._look_up(positional, named)
             if program is None:
                 program = self._capture(inventory)
+        # After one that leaves work it is a step like others, and a flush: all in place.
+        is_alone = last_train_step and self._pending is None
         self._pending = expected(
-            self._pending,
-            self._name,
-            program,
-            inventory,
-            self.flush,
-            last=last_train_step,
+            self._pending, self._name, program, inventory, self.flush, last=is_alone
         )
         try:
-            return program.call(inventory, last=last_train_step)
+            result = program.call(inventory, last=is_alone)
         finally:
             if self._pending is not None:
                 self._pending = self._pending.settle()
+        if last_train_step:
+            flush_last(self._name, self.flush)
+        return result
 
     @property
     def programs(self) -> tuple[Program, ...]:

@@ -173,6 +173,18 @@ def expected(
     return pending
 
 
+def flush_last(name: str, flush: Callable[[], None]) -> None:
+    """Make what the last step leaves; who sees it fail must not make the step again."""
+    try:
+        flush()
+    except BaseException as error:
+        error.add_note(
+            f"{name}: the last step was made, but not all of its updates. Call flush() for "
+            "the rest; do not run the step again."
+        )
+        raise
+
+
 def flush_others(inventory: Inventory, own: Pending | None) -> bool:
     """Make what other steps owe to the tensors of a call; whether there was anything."""
     others = [each for each in _owing if each is not own]

@@ -1,13 +1,16 @@
 """The certificate of a program: its text, its JSON, and what it does not leave out."""
 
 import json
+import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import nn
 
-from torchspmd.step import Outcome, compile, graph_optimization_pass
+from torchspmd.errors import PassWarning
+from torchspmd.step import Outcome, Verification, compile, graph_optimization_pass
 from torchspmd.step.graph.reports import GraphSize, PassReport
 from torchspmd.step.virtual.certificate import Certificate, Check
 
@@ -27,13 +30,14 @@ IDLE = PassReport(
 CHECK = Check(
     "pass fuse", "4 virtual ranks (dp=4)", "rank", 2, 17, "equal bits", ("output 3",)
 )
+SETTLED = replace(CHECK, vacuous=(), settled=("output 0 (add)", "output 1 (mul)"))
 
 
 def test_text():
     certificate = Certificate(
         "train_step, program 1",
         (FUSE, IDLE),
-        (CHECK,),
+        (CHECK, SETTLED),
         ("the captured graph was not compared with the eager step",),
     )
     assert_expected_inline(
@@ -49,6 +53,9 @@ Certificate of train_step, program 1
     pass fuse: equal bits, 17 outputs, rank order, 2 steps, 4 virtual ranks
       (dp=4)
       shows nothing (all zero or NaN): output 3
+    pass fuse: equal bits, 17 outputs, rank order, 2 steps, 4 virtual ranks
+      (dp=4)
+      not proved, compared here: output 0 (add), output 1 (mul)
   not checked:
     * the captured graph was not compared with the eager step""",
     )
@@ -96,6 +103,73 @@ def train(transformation, **options):
     model = nn.Linear(4, 4)
     step(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(2, 4))
     return step
+
+
+def double_signs(gm):
+    """``-(-x)`` for each output, which is ``x``, but nothing proves it."""
+    output = gm.graph.output_node()
+    (values,) = output.args
+    new = []
+    with gm.graph.inserting_before(output):
+        for value in values:
+            once = gm.graph.call_function(torch.ops.aten.neg.default, (value,))
+            twice = gm.graph.call_function(torch.ops.aten.neg.default, (once,))
+            once.meta, twice.meta = dict(value.meta), dict(value.meta)
+            new.append(twice)
+    output.args = (new,)
+    return Outcome(len(new), len(new), keeps_bits=("rank",))
+
+
+doubled = graph_optimization_pass(prerequisites=[], apply_after=[])(double_signs)
+
+
+def with_doubled_signs(gm):
+    doubled(gm)
+    return gm
+
+
+def outputs(batch, **options):
+    """A step without a model, two outputs; what was warned of, and its certificate."""
+
+    @compile(gm_transformation=with_doubled_signs, **options)
+    def step(batch):
+        return batch.exp(), batch.sinh()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", PassWarning)
+        step(batch)
+    texts = [str(each.message) for each in caught if each.category is PassWarning]
+    return texts, step.programs[0].certificate
+
+
+def test_outputs_that_are_not_proved_but_compared_are_no_warning():
+    batch = torch.ones(3)
+    texts, certificate = outputs(batch)
+    assert len(texts) == 1 and "2 of 2 outputs could not be proved" in texts[0]
+    texts, certificate = outputs(batch, verify=True)
+    assert texts == []
+    assert certificate.passes[0].unproved == 2
+    (names,) = {check.settled for check in certificate.checks if check.settled}
+    assert names == certificate.passes[0].unproved_names
+    assert f"not proved, compared here: {names[0]}" in " ".join(
+        str(certificate).split()
+    )
+
+
+def test_an_output_that_shows_nothing_is_still_a_warning():
+    (text,), certificate = outputs(torch.zeros(3), verify=True)
+    assert "1 of 2 outputs could not be proved equal to those before: output 1" in text
+    assert text.endswith("all others without a proof were run and compared.")
+    (settled,) = certificate.checks[0].settled
+    assert settled == certificate.passes[0].unproved_names[0]
+
+
+def test_graphs_that_are_too_large_to_be_compared_are_still_a_warning():
+    small = Verification(limit_bytes=1)
+    texts, certificate = outputs(torch.ones(3), verify=small)
+    assert "graphs are not compared" in texts[0]
+    assert "2 of 2 outputs could not be proved" in texts[1] and len(texts) == 2
+    assert not certificate.is_verified
 
 
 def test_without_verification_there_is_one_too():

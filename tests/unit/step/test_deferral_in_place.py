@@ -126,8 +126,8 @@ class Training:
         if not hasattr(breaking, "plain"):
             breaking = self.run._forms._runs[form] = instrumented(breaking)
         Breaker.at, Breaker.error = (id(breaking.plain), place), error
-        with pytest.raises(error, match="the cable"):
-            yield
+        with pytest.raises(error, match="the cable") as caught:
+            yield caught
         Breaker.at = None
 
 
@@ -252,6 +252,34 @@ def test_states_are_not_kept_twice(training):
     assert counter.peak_bytes == peak.total_bytes
     assert f"memory of an overlapped step: {peak}" in training.compiled.explain()
     training.compiled.flush()
+
+
+def test_the_last_step_needs_no_more_memory_than_others(training):
+    training.load()
+    first, second = batches(2)
+    training.step(first)
+    peak = predict_peak(training.runs("steady").graph)
+    carried = [each for each in training.run._owed.carried if is_tensor(each)]
+    counter = MemoryCounter([*training.tensors(), *carried, second])
+    with counter:
+        training.step(second, last_train_step=True)
+    assert counter.peak_bytes == peak.total_bytes
+    assert not training.run.is_pending
+    assert_equal(training.snapshot(), training.references[2])
+
+
+def test_a_last_step_whose_updates_fail_is_not_to_be_repeated(training):
+    training.load()
+    first, second = batches(2)
+    training.step(first)
+    with training.break_at("flush", 0) as caught:
+        training.step(second, last_train_step=True)
+    assert caught.value.__notes__ == [
+        "plain_step: the last step was made, but not all of its updates. Call flush() for "
+        "the rest; do not run the step again."
+    ]
+    training.compiled.flush()
+    assert_equal(training.snapshot(), training.references[2])
 
 
 def test_marks_enclose_writes_only(training):

@@ -213,3 +213,14 @@ def test_moved_nodes_run_in_their_order_of_now():
     gm.finalize_setup()
     made = [each.name for each in gm.forms["flush"].graph.nodes if "th" in each.name]
     assert made == ["third"]  # once
+
+
+def test_a_place_behind_the_work_itself():
+    """Nothing else reads the state; the last iteration makes first what it is owed."""
+    gm = two_states()
+    gm.graph.move_to_next_iter_before([node(gm, "second")], node(gm, "third"))
+    one, two = torch.tensor([1.0, 2.0]), torch.zeros(2)
+    for last in (False, False, True):
+        _, second, *_ = gm(one, two, one, last_iter=last)
+        two = two if second is None else second
+    assert two.tolist() == [3.0, 6.0]

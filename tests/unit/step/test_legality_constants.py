@@ -120,6 +120,54 @@ def test_a_pass_that_fails_gives_tensors_back():
     assert gm(torch.ones(2)).tolist() == [3.0, 3.0]
 
 
+def add_all_kinds(gm):
+    """Something new of each kind, on the module and on one below, and something less."""
+    root = owner(gm)
+    root.register_buffer("weights", torch.ones(2))
+    root.register_parameter("bias", nn.Parameter(torch.ones(2)))
+    root.constant = torch.ones(2)
+    root.note, root.meta["note"] = "new", 1
+    root.inner.register_buffer("passing", torch.ones(2), persistent=False)
+    root.inner.block = nn.Linear(2, 2)
+    root.act.register_forward_hook(lambda *_: None)
+    del root.unread
+    raise RuntimeError("half-way")
+
+
+def held(module):
+    """All that a module and those below hold, by name."""
+    graph = ("_graph", "_code", "_lineno_map", "_prologue_start")
+    return [
+        (name, key, value.copy() if isinstance(value, (dict, set)) else value)
+        for name, each in module.named_modules()
+        for key, value in vars(each).items()
+        if key not in graph
+    ]
+
+
+@pytest.mark.parametrize("make", [module, lambda: IterGraphModule(module())])
+def test_what_a_failed_pass_added_to_the_module_is_gone(make):
+    gm = make()
+    owner(gm).register_buffer("unread", torch.zeros(2))
+    before, names = held(owner(gm)), set(owner(gm).state_dict())
+    with pytest.raises(RuntimeError, match="half-way"):
+        run_any(gm, add_all_kinds)
+    assert set(owner(gm).state_dict()) == names == {"inner.scale", "unread"}
+    assert held(owner(gm)) == before
+    owner(gm)(torch.ones(2))
+
+
+def test_what_a_pass_adds_stays_where_it_is_taken():
+    @graph_optimization_pass(prerequisites=[], apply_after=[])
+    def scale(gm):
+        gm.register_buffer("copied", gm.inner.scale.clone())
+
+    gm = module()
+    with pytest.warns(PassWarning, match="changed nothing"):
+        scale(gm)
+    assert gm.copied.tolist() == [3.0, 3.0]
+
+
 def test_a_function_that_runs_passes_is_seen_between_them():
     @graph_optimization_pass(prerequisites=[], apply_after=[])
     def nothing(gm):

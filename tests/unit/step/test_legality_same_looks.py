@@ -157,6 +157,21 @@ def test_an_item_taken_apart_from_the_others(number):
         check_edit(both.graph, alone.graph, {})
 
 
+@pytest.mark.parametrize("shape", [(3,), (1,), (2, 1), ()])
+def test_numbers_that_are_not_one_for_each_item(shape):
+    """The operator refuses them, though each item may find its own."""
+    graphs = []
+    for given in ((2,), shape):
+        b, items = packed([0, 1], 0)
+        b.graph.output(items)
+        numbers = next(n for n in b.graph.nodes if n.name == "s")
+        numbers.meta["val"] = torch.empty(given, dtype=torch.float64, device="meta")
+        graphs.append(b.graph)
+    with pytest.raises(LegalityError) as caught:
+        check_edit(*graphs, {})
+    assert f"takes numbers of shape {list(shape)} for 2 items" in str(caught.value)
+
+
 def test_large_integers_keep_their_last_bits():
     b = GraphBuilder()
     full = b.call(aten.full.default, [2], 2**53 + 1, dtype=torch.int64)

@@ -118,6 +118,22 @@ def test_rates_that_no_device_has():
             CostModel(latency_seconds=endless)
 
 
+def test_measured_operators_that_cannot_be():
+    with pytest.raises(UsageError) as caught:
+        CostModel(operators={"mm": "fast", 3: 1.0, "add": math.nan, "mul": -1e-9})
+    assert str(caught.value).split("; ") == [
+        "CostModel: operators[3]: give keys as operator_key makes them, a str each",
+        "operators['mm']='fast': give seconds, 0 or more and finite",
+        "operators['add']=nan: give seconds, 0 or more and finite",
+        "operators['mul']=-1e-09: give seconds, 0 or more and finite.",
+    ]
+    with pytest.raises(
+        UsageError, match=r"operators\['5'\]=None: .*; and 4 more operat"
+    ):
+        CostModel(operators={str(n): None for n in range(10)})
+    assert CostModel(operators={"mm": 0, "add": 1e-6}).operators["mm"] == 0
+
+
 def test_what_is_measured():
     with pytest.raises(UsageError) as caught:
         measure_cost("nope", dtype=torch.int64, group=3)

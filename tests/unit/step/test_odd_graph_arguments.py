@@ -14,6 +14,7 @@ from torchspmd.step import (
     find_all_descendants,
     find_node,
     get_all_fused_optimizer_blocks,
+    graph_optimization_pass,
     pass_reports,
 )
 from torchspmd.step.graph.ledger import build_ledger
@@ -67,6 +68,20 @@ NO_NODES = (
 )
 
 
+NO_NODE = "pass a node of the graph (fx.Node), as find_node gives it."
+LIST_OF_PASSES = (
+    "Pass a list of functions that graph_optimization_pass declares, "
+    "such as [fuse], or []."
+)
+
+
+def moved(method, nodes=None, target=None):
+    graph = IterGraphModule(graph_module()).graph
+    by_name = {node.name: node for node in graph.nodes}
+    nodes = [by_name["add"]] if nodes is None else nodes
+    getattr(graph, method)(nodes, target or by_name["output"])
+
+
 def virtual(inputs):
     gm = graph_module()
     VirtualRanks.of(gm, ranks=2).run(gm, inputs)
@@ -99,6 +114,44 @@ REFUSED = [
     (
         lambda: get_all_fused_optimizer_blocks("x", "_fused_adam"),
         f"get_all_fused_optimizer_blocks(gm=...): {NO_GRAPH}",
+    ),
+    (
+        lambda: graph_optimization_pass(prerequisites="x", apply_after=[]),
+        "graph_optimization_pass(prerequisites=...): 'x' is no list of passes. "
+        + LIST_OF_PASSES,
+    ),
+    (
+        lambda: graph_optimization_pass(prerequisites=[], apply_after=["x", len]),
+        "graph_optimization_pass(apply_after=...): 'x', len is no list of passes. "
+        + LIST_OF_PASSES,
+    ),
+    (
+        lambda: graph_optimization_pass(prerequisites=graph_module, apply_after=[]),
+        "graph_optimization_pass(prerequisites=...): graph_module is no list of passes. "
+        + LIST_OF_PASSES,
+    ),
+    (
+        lambda: moved("move_to_next_iter_before", "x"),
+        f"move_to_next_iter_before(subgraph=...): {NO_NODES}",
+    ),
+    (
+        lambda: moved("move_to_next_iter_before", target="x"),
+        f"move_to_next_iter_before(target_node='x'): {NO_NODE}",
+    ),
+    (lambda: moved("move_before", "x"), f"move_before(nodes=...): {NO_NODES}"),
+    (
+        lambda: moved("move_before", target="x"),
+        f"move_before(target_node='x'): {NO_NODE}",
+    ),
+    (lambda: moved("move_after", "x"), f"move_after(nodes=...): {NO_NODES}"),
+    (
+        lambda: moved("move_after", target="x"),
+        f"move_after(target_node='x'): {NO_NODE}",
+    ),
+    (
+        lambda: moved("move_after", target=graph_module().graph.output_node()),
+        "move_after: output: not of this graph. Pass nodes of the graph that they are "
+        "moved in.",
     ),
     (lambda: build_ledger("x"), f"build_ledger(graph=...): {NO_GRAPH}"),
     (lambda: pass_reports("x"), f"pass_reports(gm=...): {NO_GRAPH}"),

@@ -1,8 +1,11 @@
 """Optimizers over many parameters, taken apart by gradient."""
 
+from operator import getitem
+
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchspmd.errors import UnsupportedPassError, UsageError
 from torchspmd.step import IterGraphModule, compile, get_all_fused_optimizer_blocks
@@ -129,6 +132,31 @@ def test_a_foreach_optimizer_in_two(name):
 
     assert_equal(train(FOREACH[name], transformation), train(FOREACH[name]))
     assert all({1, 3} <= each for each in seen)
+
+
+@pytest.mark.parametrize("chosen", [(0,), (0, 1), (2,), (0, 2)])
+def test_numbers_in_one_tensor_are_taken_apart_too(chosen):
+    """Step sizes that are tensors go into the operator as one."""
+    with FakeTensorMode():
+        fakes = [torch.empty(2) for _ in range(6)] + [torch.empty(3)]
+    graph = fx.Graph()
+    nodes = [graph.placeholder(name) for name in ("p", "q", "r", "g", "h", "i", "s")]
+    for node, fake in zip(nodes, fakes, strict=True):
+        node.meta["val"] = fake
+    params, grads, numbers = nodes[:3], nodes[3:6], nodes[6]
+    operator = torch.ops.aten._foreach_addcmul.Tensor
+    made = graph.call_function(operator, (params, grads, grads, numbers))
+    made.meta["val"] = fakes[:3]
+    items = [graph.call_function(getitem, (made, i)) for i in range(3)]
+    for item in items:
+        item.meta["val"] = fakes[0]
+    graph.output(items)
+    gm = fx.GraphModule({}, graph)
+    inputs = [torch.full((2,), float(n)) for n in range(6)] + [torch.arange(3.0)]
+    before = gm(*inputs)
+    report = split_optimizer(gm, [grads[i] for i in chosen])
+    assert report.outcome.changed == 1 and report.proof == "proved equal"
+    assert all(map(torch.equal, gm(*inputs), before))
 
 
 def test_wrong_splits_are_refused():

@@ -14,6 +14,7 @@ from torchspmd.comm import CommEvent
 from torchspmd.errors import UsageError
 
 _RATES = ("flops", "memory_bytes", "network_bytes")
+_SHOWN = 6  # problems with operators in one message
 _TIMES = ("launch_seconds", "latency_seconds")
 
 
@@ -52,9 +53,7 @@ class CostModel:
             for name in _TIMES
             if not (_is_number(value := getattr(self, name)) and value >= 0)
         ]
-        if not isinstance(self.operators, Mapping):
-            kind = type(self.operators).__name__
-            problems.append(f"operators={kind}: give a mapping of keys to seconds")
+        problems += _wrong_operators(self.operators)
         if problems:
             raise UsageError("CostModel: " + "; ".join(problems) + ".")
 
@@ -102,6 +101,24 @@ def check_cost(cost: object, what: str, also: str = "None for a guess") -> None:
         return
     rest = f", or {also}" if also else ""
     raise UsageError(f"{what}(cost={cost!r}): give a CostModel{rest}.")
+
+
+def _wrong_operators(operators: object) -> list[str]:
+    if not isinstance(operators, Mapping):
+        kind = type(operators).__name__
+        return [f"operators={kind}: give a mapping of keys to seconds"]
+    problems = [
+        f"operators[{key!r}]: give keys as operator_key makes them, a str each"
+        for key in operators
+        if not isinstance(key, str)
+    ]
+    problems += [
+        f"operators[{key!r}]={value!r}: give seconds, 0 or more and finite"
+        for key, value in operators.items()
+        if not (_is_number(value) and value >= 0)
+    ]
+    rest = len(problems) - _SHOWN
+    return problems[:_SHOWN] + ([f"and {rest} more operators"] if rest > 0 else [])
 
 
 def _is_number(value: object) -> TypeGuard[float]:

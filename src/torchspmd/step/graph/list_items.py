@@ -12,6 +12,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
+from torchspmd import _torch
+from torchspmd.step.graph.new_nodes import NodeMaker
+from torchspmd.step.graph.owners import owner_of
+
 # A chain goes through places: an item of a list operator, or a node that is an item.
 _Place: TypeAlias = tuple[fx.Node, int]
 _WHOLE = -1
@@ -186,10 +190,13 @@ def _cut(graph: fx.Graph, node: fx.Node, groups: list[Hashable]) -> None:
 def _piece(graph: fx.Graph, node: fx.Node, indices: list[int]) -> fx.Node:
     """The same operator on some of its items."""
     count = num_items(node)
+    packed = _packed_numbers(node)
 
     def some(argument: Any) -> Any:
         if isinstance(argument, (list, tuple)) and len(argument) == count:
             return [argument[index] for index in indices]
+        if isinstance(argument, fx.Node) and argument is packed:
+            return _picked(node, packed, indices)
         return argument
 
     assert callable(node.target)
@@ -203,6 +210,24 @@ def _piece(graph: fx.Graph, node: fx.Node, indices: list[int]) -> fx.Node:
     nested = _is_nested(node)
     piece.meta["val"] = [some(each) for each in value] if nested else some(value)
     return piece
+
+
+def _packed_numbers(node: fx.Node) -> fx.Node | None:
+    """The tensor in which a list operator takes a number for each item."""
+    if not isinstance(node.target, _torch.OpOverload):
+        return None
+    names = _torch.argument_names(node.target)
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    scalars = given.get("scalars")
+    return scalars if isinstance(scalars, fx.Node) else None
+
+
+def _picked(node: fx.Node, packed: fx.Node, indices: list[int]) -> fx.Node:
+    """The numbers of some items, in one tensor again."""
+    make = NodeMaker(node.graph, owner_of(node))
+    aten = torch.ops.aten
+    parts = [make.call(aten.slice.Tensor, packed, 0, i, i + 1) for i in indices]
+    return make.call(aten.cat.default, parts)
 
 
 def _item_getters(node: fx.Node) -> list[fx.Node]:

@@ -101,6 +101,23 @@ def check_nodes(what: str, **lists: object) -> None:
             )
 
 
+def check_node(what: str, **nodes: object) -> None:
+    """Refuse what is no node: its name is none.
+
+    >>> check_node("cut", before="mm")
+    Traceback (most recent call last):
+        ...
+    torchspmd.errors.UsageError: cut(before='mm'): pass a node of the graph (fx.Node), as \
+find_node gives it.
+    """
+    _raise(
+        f"{what}({name}={value!r}): pass a node of the graph (fx.Node), as find_node gives "
+        "it."
+        for name, value in nodes.items()
+        if not isinstance(value, fx.Node)
+    )
+
+
 def _raise(problems: Iterable[str]) -> None:
     if text := "\n".join(problems):
         raise UsageError(text)

@@ -82,6 +82,7 @@ class PassReport:
         proof: What the legality check showed, in a few words.
         seconds: Time of the pass and its check.
         unproved: How many outputs were not proved equal.
+        unproved_names: What these are called.
     """
 
     name: str
@@ -91,6 +92,7 @@ class PassReport:
     proof: str
     seconds: float
     unproved: int = 0
+    unproved_names: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """A line for people, and a line for each refusal.

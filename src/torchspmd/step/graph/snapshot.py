@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from torch import fx
 
+from torchspmd.step.graph.attributes import Attributes
 from torchspmd.step.graph.constants import Constants
 
 
@@ -18,22 +19,26 @@ class Snapshot:
         twins: The node of the copy for each node of the original.
         deferred: The deferred regions of an ``IterGraphModule``, by node name.
         constants: The tensors and modules that the graph reads by name.
+        attributes: All that the module holds by name, read or not.
     """
 
     graph: fx.Graph
     twins: Mapping[fx.Node, fx.Node]
     deferred: tuple[Any, ...]
     constants: Constants
+    attributes: Attributes
 
     @classmethod
     def of(cls, gm: Any) -> Self:
         """Copy the graph of a graph module, or of an ``IterGraphModule``."""
         copy, twins = copy_graph(gm.graph)
         deferred = tuple(getattr(gm.graph, "regions", ()))
-        return cls(copy, twins, deferred, Constants.of(gm))
+        attributes = Attributes.of(getattr(gm, "main_gm", gm))
+        return cls(copy, twins, deferred, Constants.of(gm), attributes)
 
     def restore(self, gm: Any) -> None:
-        """Give a module back the graph that it had, and what this reads by name."""
+        """Give a module back the graph that it had, and what it held by name."""
+        self.attributes.put_back()
         self.constants.put_back()
         copy, _ = copy_graph(self.graph)
         gm.graph = copy

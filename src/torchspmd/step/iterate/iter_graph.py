@@ -6,7 +6,8 @@ from typing import Any, Self
 
 from torch import fx
 
-from torchspmd.errors import DeferralError, PassWarning
+from torchspmd.errors import DeferralError, PassWarning, UsageError
+from torchspmd.step.graph.options import check_node, check_nodes
 from torchspmd.step.graph.roles import readable_name
 from torchspmd.step.iterate.deferral import DeferredRegion, check_region, latest_place
 
@@ -55,6 +56,8 @@ class IterGraph(fx.Graph):
         Raises:
             DeferralError: When the nodes cannot wait for the next iteration at all.
         """
+        check_nodes("move_to_next_iter_before", subgraph=subgraph)
+        check_node("move_to_next_iter_before", target_node=target_node)
         if self._frozen:
             raise DeferralError(
                 "The cross-iteration movement has been frozen for the given IterGraph. "
@@ -78,14 +81,26 @@ class IterGraph(fx.Graph):
 
     def move_before(self, nodes: Sequence[fx.Node], target_node: fx.Node) -> None:
         """Place nodes just before another one, in the order given."""
+        self._check_move("move_before", nodes, target_node)
         for node in nodes:
             target_node.prepend(node)
 
     def move_after(self, nodes: Sequence[fx.Node], target_node: fx.Node) -> None:
         """Place nodes just after another one, in the order given."""
+        self._check_move("move_after", nodes, target_node)
         for node in nodes:
             target_node.append(node)
             target_node = node
+
+    def _check_move(self, what: str, nodes: Sequence[fx.Node], target: fx.Node) -> None:
+        check_nodes(what, nodes=nodes)
+        check_node(what, target_node=target)
+        foreign = [node.name for node in (*nodes, target) if node.graph is not self]
+        if foreign:
+            raise UsageError(
+                f"{what}: {', '.join(foreign)}: not of this graph. Pass nodes of the graph "
+                "that they are moved in."
+            )
 
     def node_prepend(self, target_node: fx.Node, node: fx.Node) -> None:
         """Place one node just before another."""

@@ -26,6 +26,7 @@ from torchspmd.step.iterate.deferral import (
     is_view,
     written_by,
 )
+from torchspmd.step.iterate.kept_inputs import add_copy
 from torchspmd.step.iterate.standing import check_regions
 
 # On a node of a derived graph: the number of the deferred region that it does.
@@ -200,14 +201,23 @@ class _Form:
 
     def _run_body(self) -> None:
         plan = self._plan
+        waiting = list(self._owes)
         for node in plan.graph.nodes:
-            for number in self._owes:
-                if plan.regions[number].before is node:
-                    self._run_owed(number)
+            for number in [n for n in waiting if self._is_due(n, node)]:
+                waiting.remove(number)
+                self._run_owed(number)
             if self._alone or node.op in ("placeholder", "output"):
                 continue
             if node not in plan.deferred or not self._leaves:
                 self._now[node] = self._graph.node_copy(node, self._now.__getitem__)
+
+    def _is_due(self, number: int, node: fx.Node) -> bool:
+        """Whether owed work runs before a node: at its place, or before this iteration's.
+
+        Where nothing else reads the states, the place may be behind the work itself.
+        """
+        region = self._plan.regions[number]
+        return node is region.before or (not self._leaves and node is region.nodes[0])
 
     def _run_owed(self, number: int) -> None:
         """What the iteration before left: its values, this iteration's state."""
@@ -273,9 +283,7 @@ class _Form:
         )
         if not is_input or not isinstance(source.meta.get("val"), torch.Tensor):
             return node
-        copy = self._graph.call_function(torch.ops.aten.clone.default, (node,))
-        copy.meta = dict(source.meta)
-        return copy
+        return add_copy(self._graph, node)
 
 
 def _same_layout(held: torch.Tensor, fresh: fx.Node) -> bool:

@@ -58,12 +58,21 @@ class Proof:
             shown = f"checked: {count} outputs not proved: {_shorten(self.unproved)}"
         return "; ".join([shown, *_order(self.explained)])
 
-    def doubt(self, name: str) -> str:
-        """What to tell whoever applied an edit of which not all is proved."""
+    def doubt(self, name: str, compared: Collection[str] = ()) -> str:
+        """What to tell whoever applied an edit of which not all is proved.
+
+        Args:
+            name: The edit.
+            compared: Outputs that were run and compared instead.
+        """
+        left = [each for each in self.unproved if each not in compared]
+        advice = "compile(verify=True) runs both graphs and compares them."
+        if len(left) < len(self.unproved):
+            advice = "all others without a proof were run and compared."
         return (
-            f"{name}: {len(self.unproved)} of {self.num_outputs} outputs could not be "
-            f"proved equal to those before: {_shorten(self.unproved)}. Nothing is known to "
-            "be wrong; compile(verify=True) runs both graphs and compares them."
+            f"{name}: {len(left)} of {self.num_outputs} outputs could not be "
+            f"proved equal to those before: {_shorten(left)}. Nothing is known to "
+            f"be wrong; {advice}"
         )
 
 

@@ -5,14 +5,14 @@ import functools
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 
-from torchspmd.errors import PassOrderError, PassWarning
+from torchspmd.errors import PassOrderError, PassWarning, UsageError
 from torchspmd.step.graph.ledger import graph_size
 from torchspmd.step.graph.options import check_module
 from torchspmd.step.graph.reports import GraphSize, Outcome, PassReport
@@ -23,7 +23,8 @@ from torchspmd.step.legality.check import Proof, check_edit
 from torchspmd.step.legality.interfaces import check_definitions
 
 Pass = Callable[..., Any]
-Observer = Callable[[PassReport, fx.Graph, fx.Graph], None]
+# Gives the names of outputs that were not proved, and that it found to be the same.
+Observer = Callable[[PassReport, fx.Graph, fx.Graph], Collection[str] | None]
 
 
 @dataclass(slots=True)
@@ -80,8 +81,8 @@ def graph_optimization_pass(
         >>> applied_passes(gm)
         ('fuse', 'split')
     """
-    needed = tuple(_key(each) for each in prerequisites)
-    earlier = tuple(_key(each) for each in apply_after)
+    needed = _keys("prerequisites", prerequisites)
+    earlier = _keys("apply_after", apply_after)
 
     def declare(function: Pass) -> Pass:
         key = _key(function)
@@ -148,12 +149,14 @@ def _judge(
     outcome = said if isinstance(said, Outcome) else _measured(snapshot, gm.graph)
     sizes = [graph_size(snapshot.graph), graph_size(gm.graph)]
     report = _report(key, outcome, sizes, proof, start)
+    compared: set[str] = set()
     for observer in _observers.get():
-        observer(report, snapshot.graph, gm.graph)
+        compared.update(observer(report, snapshot.graph, gm.graph) or ())
     if outcome.changed == 0 and not _observers.get():
         warnings.warn(_nothing_changed(report), PassWarning, stacklevel=5)
-    if proof.unproved:
-        warnings.warn(proof.doubt(report.name), PassWarning, stacklevel=5)
+    if not compared.issuperset(proof.unproved):
+        doubt = proof.doubt(report.name, compared)
+        warnings.warn(doubt, PassWarning, stacklevel=5)
     return report
 
 
@@ -210,10 +213,13 @@ def _report(
 ) -> PassReport:
     before, after = sizes or [GraphSize(0, 0, 0)] * 2
     text, unproved = (
-        (str(proof), len(proof.unproved)) if proof is not None else ("not a graph", 0)
+        (str(proof), proof.unproved) if proof is not None else ("not a graph", ())
     )
     seconds = time.perf_counter() - start
-    return PassReport(_names([key]), outcome, before, after, text, seconds, unproved)
+    size = len(unproved)
+    return PassReport(
+        _names([key]), outcome, before, after, text, seconds, size, unproved
+    )
 
 
 def _measured(snapshot: Snapshot, graph: fx.Graph) -> Outcome:
@@ -231,6 +237,8 @@ def _nothing_changed(report: PassReport) -> str:
 def observing_passes(observer: Observer) -> Iterator[None]:
     """Call ``observer(report, graph before, graph after)`` for each pass inside.
 
+    It may return the names of outputs that were not proved and that it compared: of these
+    nobody is warned.
     Whoever observes has the reports, so a pass that changed nothing does not warn.
     """
     token = _observers.set((*_observers.get(), observer))
@@ -286,6 +294,19 @@ def _stands(needed: str, applied: list[str]) -> bool:
         if needed not in _builds_on.get(key, ()) and key not in _harmless:
             return False
     return False
+
+
+def _keys(argument: str, given: Any) -> tuple[str, ...]:
+    passes = [given]
+    if isinstance(given, Iterable) and not isinstance(given, str):
+        passes = list(given)
+        if all(callable(each) and hasattr(each, "__qualname__") for each in passes):
+            return tuple(map(_key, passes))
+    shown = ", ".join(getattr(each, "__qualname__", repr(each)) for each in passes)
+    raise UsageError(
+        f"graph_optimization_pass({argument}=...): {shown} is no list of passes. Pass a "
+        "list of functions that graph_optimization_pass declares, such as [fuse], or []."
+    )
 
 
 def _key(function: Pass) -> str:

@@ -22,6 +22,7 @@ class Check:
         outputs: How many outputs of each rank and step were compared.
         result: ``equal bits``, or how they differed where no claim was made.
         vacuous: Outputs that were all zero or all NaN, so that they show nothing.
+        settled: Outputs with equal bits of which no proof was found.
     """
 
     what: str
@@ -31,6 +32,7 @@ class Check:
     outputs: int
     result: str
     vacuous: tuple[str, ...] = ()
+    settled: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """One line."""
@@ -100,6 +102,9 @@ class Certificate:
                 if check.vacuous:
                     names = ", ".join(check.vacuous)
                     lines += _wrapped(f"shows nothing (all zero or NaN): {names}", 6)
+                if check.settled:
+                    names = ", ".join(check.settled)
+                    lines += _wrapped(f"not proved, compared here: {names}", 6)
         else:
             lines.append("  not verified on virtual ranks")
         if self.not_checked:

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from torchspmd.step.graph.reports import ORDERS, PassReport
 from torchspmd.step.graph.roles import output_values, written_state
 from torchspmd.step.graph.snapshot import copy_graph
 from torchspmd.step.iterate.iter_graph import IterGraph
+from torchspmd.step.legality.interfaces import output_name as name_in_proof
 from torchspmd.step.passes.ordering import observing_passes
 from torchspmd.step.virtual.axes import RankLayout, lay_out
 from torchspmd.step.virtual.bisection import (
@@ -120,12 +121,19 @@ class Verifier:
         with observing_passes(self.observe):
             yield
 
-    def observe(self, report: PassReport, before: fx.Graph, after: fx.Graph) -> None:
-        """Compare the graphs before and after a pass."""
+    def observe(
+        self, report: PassReport, before: fx.Graph, after: fx.Graph
+    ) -> tuple[str, ...]:
+        """Compare the graphs before and after a pass.
+
+        Returns:
+            The outputs that were not proved, and have equal bits.
+        """
         self.reports.append(report)
         self.compare(before, "an edit outside of the passes")
-        claim = report.outcome.keeps_bits
+        claim, done = report.outcome.keeps_bits, len(self.checks)
         self.compare(after, f"pass {report.name}", claim or (), claim != (), report)
+        return next((check.settled for check in self.checks[done:]), ())
 
     def compare(
         self,
@@ -212,21 +220,9 @@ class Verifier:
         differing = pair.differing()
         if differing and strict:
             raise VerificationError(self._explain(pair, differing, report))
-        result = EQUAL
-        if differing:
-            names = ", ".join(output_name(pair.graph, n) for n in differing[:3])
-            result = f"other bits in {len(differing)} outputs ({names})"
-        self.checks.append(
-            Check(
-                pair.what,
-                str(self.layouts[pair.order]),
-                pair.order,
-                self._options.steps,
-                len(pair.after.digests[0][0]),
-                result,
-                tuple(output_name(pair.graph, n) for n in pair.after.vacuous),
-            )
-        )
+        settled = _settled(self._current, pair, differing, report)
+        check = pair.check(differing, str(self.layouts[pair.order]))
+        self.checks.append(replace(check, settled=settled))
 
     def _run_edited(self, graph: fx.Graph, order: str, what: str) -> Trace:
         try:
@@ -321,6 +317,34 @@ class _Pair:
                     return list(range(len(theirs)))
                 found |= {n for n, d in enumerate(theirs) if d != ours[n]}
         return sorted(found)
+
+    def check(self, differing: list[int], ranks: str) -> Check:
+        """What was compared and how it came out."""
+        result = EQUAL
+        if differing:
+            names = ", ".join(output_name(self.graph, n) for n in differing[:3])
+            result = f"other bits in {len(differing)} outputs ({names})"
+        return Check(
+            self.what,
+            ranks,
+            self.order,
+            len(self.after.digests),
+            len(self.after.digests[0][0]),
+            result,
+            tuple(output_name(self.graph, n) for n in self.after.vacuous),
+        )
+
+
+def _settled(
+    before: fx.Graph, pair: _Pair, differing: list[int], report: PassReport | None
+) -> tuple[str, ...]:
+    """The unproved outputs of a pass that have the same bits, and show something."""
+    if report is None or not report.unproved_names:
+        return ()
+    silent = {*differing, *pair.before.vacuous, *pair.after.vacuous}
+    places = set(range(len(pair.after.digests[0][0]))) - silent
+    shown = {name_in_proof(before, place) for place in places}
+    return tuple(name for name in report.unproved_names if name in shown)
 
 
 def _lines_of(found: FirstDifference | None) -> list[str]:

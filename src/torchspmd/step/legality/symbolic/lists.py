@@ -64,9 +64,17 @@ def _foreach(reader: Reader, call: Call) -> int | None:
     items = _items(call)
     if items is None:
         return None
+    _check_packed(reader, call, len(items))
     values = [_foreach_item(reader, call, item, i) for i, item in enumerate(items)]
     known = [value for value in values if value is not None]
     return reader.table.list_of(known) if len(known) == len(values) else None
+
+
+def _check_packed(reader: Reader, call: Call, count: int) -> None:
+    found = tensor_of(reader, call.arguments.get("scalars"))
+    if found is not None and found[1].shape != (count,):
+        shape = list(found[1].shape)
+        raise Impossible(f"numbers of shape {shape} for {count} items")
 
 
 def _foreach_item(

@@ -1,0 +1,101 @@
+"""Inputs that an overlapped step keeps for the next one: copied with their strides."""
+
+import pytest
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from torchspmd.step import IterGraphModule
+from torchspmd.step.graph.roles import OutputKind, OutputRole, set_roles
+from torchspmd.step.iterate.kept_inputs import add_copy
+
+pytestmark = pytest.mark.unit
+
+aten = torch.ops.aten
+
+
+def numbers():
+    return torch.arange(24.0)
+
+
+LAYOUTS = {
+    "dense": lambda: numbers().view(4, 6),
+    "turned": lambda: numbers().view(4, 6).t(),
+    "of a picture": lambda: (
+        numbers().view(1, 2, 3, 4).to(memory_format=torch.channels_last)
+    ),
+    "expanded": lambda: numbers()[:6].expand(4, 6),
+    "expanded number": lambda: numbers()[3].expand(4),
+    "every second": lambda: numbers().view(4, 6)[:, ::2],
+    "a part": lambda: numbers().view(4, 6)[:, 1:4],
+    "a part, expanded": lambda: numbers()[1:9:2].expand(3, 4),
+    "overlapping": lambda: numbers().unfold(0, 4, 2),
+    "a number": lambda: numbers()[3],
+    "nothing": lambda: numbers().view(4, 6)[:0, ::2],
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_copy_has_the_strides_of_the_original(name):
+    given = LAYOUTS[name]()
+    graph = fx.Graph()
+    node = graph.placeholder("x")
+    node.meta["val"] = FakeTensorMode().from_tensor(given)
+    made = add_copy(graph, node)
+    graph.output(made)
+    copy = fx.GraphModule({}, graph)(given)
+    assert copy.stride() == made.meta["val"].stride() == given.stride()
+    assert torch.equal(copy, given)
+    given.untyped_storage().fill_(0)
+    assert torch.equal(copy, LAYOUTS[name]())
+
+
+def iteration(given, read, **options):
+    """`w -= read(x)`, all of it left for the next iteration."""
+    graph = fx.Graph()
+    w, x = graph.placeholder("w"), graph.placeholder("x")
+    with FakeTensorMode() as mode:
+        for node, value in ((w, torch.zeros(4)), (x, mode.from_tensor(given))):
+            node.meta["val"] = value
+        seen = graph.call_function(read[0], (x, *read[1:]))
+        new = graph.call_function(aten.sub.Tensor, (w, seen))
+        total = graph.call_function(aten.sum.default, (w,))
+        seen.meta["val"] = new.meta["val"] = torch.zeros(4)
+        total.meta["val"] = torch.zeros(())
+    graph.output([new, total])
+    set_roles(graph, [OutputRole(OutputKind.STATE, 0), OutputRole(OutputKind.RESULT)])
+    module = IterGraphModule(fx.GraphModule({}, graph), **options)
+    nodes = {node.name: node for node in module.graph.nodes}
+    region = [nodes[seen.name], nodes[new.name]]
+    module.graph.move_to_next_iter_before(region, nodes[total.name])
+    return module
+
+
+def train(module, given, ends=True):
+    """The state after three steps; the caller uses the input's memory again."""
+    state = torch.zeros(4)
+    for step in range(3):
+        given.untyped_storage().copy_(numbers().add_(step).untyped_storage())
+        new, _ = module(state, given, last_iter=ends and step == 2)
+        if new is not None:
+            state.copy_(new)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("given", "stride"),
+    [(numbers()[:8:2], 2), (numbers()[:1].expand(4), 0), (numbers()[:4], 1)],
+    ids=["gaps", "expanded", "dense"],
+)
+def test_what_is_owed_reads_the_input_as_it_lay(given, stride):
+    module = iteration(given, (aten.as_strided.default, [4], [stride]))
+    expected = -sum(numbers().add(n).as_strided([4], [stride]) for n in range(3))
+    assert torch.equal(train(module, given), expected)
+
+
+def test_compiled_steps_take_what_the_one_before_kept():
+    """Compiled code refuses other strides than those that it was made for."""
+    given = numbers()[:8:2]
+    module = iteration(given, (aten.neg.default,), enable_inductor=True)
+    state = train(module, given, ends=False)
+    assert torch.equal(state, sum(numbers()[:8:2] + n for n in range(2)))
