@@ -6,6 +6,34 @@ Each class is a ``SpmdError`` and also the builtin that a caller would expect, s
 
 from collections.abc import Sequence
 
+__all__ = [
+    "AgreementError",
+    "CaptureError",
+    "CheckError",
+    "ContractError",
+    "DeferralError",
+    "LayoutCountError",
+    "LayoutError",
+    "LedgerError",
+    "LegalityError",
+    "LockError",
+    "LostStateError",
+    "ParityError",
+    "PassOrderError",
+    "PassWarning",
+    "PlanError",
+    "PlanWarning",
+    "RankError",
+    "RecordingError",
+    "SpmdError",
+    "UnsupportedModuleError",
+    "UnsupportedPassError",
+    "UsageError",
+    "VerificationError",
+    "VirtualRanksError",
+    "WorldError",
+]
+
 _SHOWN = 6  # names in one message
 
 
@@ -62,6 +90,10 @@ class PlanError(SpmdError, ValueError):
     parameters that would get different layouts.
     Cure: change the plan as the text says; the model was not changed.
     """
+
+
+class PlanWarning(UserWarning):
+    """A change of a plan that was asked for is not possible; the text says why."""
 
 
 class CheckError(SpmdError, ValueError):

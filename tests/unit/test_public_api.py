@@ -1,5 +1,6 @@
 """What `import torchspmd` gives, and that it changes nothing else."""
 
+import importlib
 import inspect
 import subprocess
 import sys
@@ -60,6 +61,39 @@ def test_every_public_name_has_its_own_docstring(name):
     assert value.__doc__
     assert value.__doc__ not in inherited
     assert value.__module__.startswith("torchspmd.")
+
+
+_PUBLIC_MODULES = [
+    "torchspmd",
+    "torchspmd.errors",
+    "torchspmd.local",
+    "torchspmd.parallel",
+    "torchspmd.report",
+    "torchspmd.step",
+    "torchspmd.step.passes",
+    "torchspmd.testing",
+    "torchspmd.trace",
+    "torchspmd.verify",
+]
+
+
+def _is_ours(value):
+    """Not a submodule, and not a name that was imported from elsewhere."""
+    if isinstance(value, types.ModuleType):
+        return False
+    return getattr(value, "__module__", "torchspmd").startswith("torchspmd")
+
+
+@pytest.mark.parametrize("name", _PUBLIC_MODULES)
+def test_all_lists_every_public_name_and_no_other(name):
+    module = importlib.import_module(name)
+    listed = module.__all__
+    assert len(listed) == len(set(listed))
+    public = {key for key in vars(module) if not key.startswith("_")}
+    assert set(listed) == {key for key in public if _is_ours(getattr(module, key))}
+    namespace = {}
+    exec(f"from {name} import *", namespace)
+    assert set(namespace) - {"__builtins__"} == set(listed)
 
 
 def test_no_module_shares_its_name_with_a_public_function():

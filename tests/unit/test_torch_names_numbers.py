@@ -127,3 +127,12 @@ def test_lazy_module():
     assert isinstance(module, fx.GraphModule)
     assert module(torch.ones(())).item() == 2.0
     assert "x + 1" in module.code
+
+
+def test_without_autocast():
+    x = torch.ones(2, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (x @ x).dtype is torch.bfloat16
+        with _torch.without_autocast():
+            assert (x @ x).dtype is torch.float32
+        assert (x @ x).dtype is torch.bfloat16

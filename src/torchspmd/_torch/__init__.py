@@ -32,6 +32,7 @@ from torchspmd._torch.capture import plain_tensor as plain_tensor
 from torchspmd._torch.capture import sum_over as sum_over
 from torchspmd._torch.capture import symbol_of as symbol_of
 from torchspmd._torch.capture import trace as trace
+from torchspmd._torch.capture import without_autocast as without_autocast
 from torchspmd._torch.compilation import is_compiled_module as is_compiled_module
 from torchspmd._torch.compilation import (
     is_tracing_for_compile as is_tracing_for_compile,

@@ -319,6 +319,12 @@ def layout_of(tensor: torch.Tensor) -> Any:
     return None if type(tensor) in _PLAIN else getattr(tensor, "_spec", None)
 
 
+def without_autocast() -> contextlib.AbstractContextManager[Any]:
+    """Inside, operators compute in the dtypes that they are given."""
+    guard: Any = torch._C._DisableAutocast()
+    return cast(contextlib.AbstractContextManager[Any], guard)
+
+
 def autocast_state() -> tuple[Any, ...]:
     """Which device types have autocast on, and in which dtype."""
     if not torch._C._is_any_autocast_enabled():

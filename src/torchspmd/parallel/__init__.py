@@ -1,22 +1,37 @@
 """Lay a model over a mesh: styles, the loss and the gradient norm that go with them."""
 
-from torchspmd.parallel.apply import parallelize_module as parallelize_module
-from torchspmd.parallel.auto import auto_plan as auto_plan
-from torchspmd.parallel.clip import clip_grad_norm_ as clip_grad_norm_
-from torchspmd.parallel.colwise import ColwiseParallel as ColwiseParallel
-from torchspmd.parallel.experts import ExpertParallel as ExpertParallel
-from torchspmd.parallel.experts import ReplicateParallel as ReplicateParallel
-from torchspmd.parallel.fused import FusedColwiseParallel as FusedColwiseParallel
-from torchspmd.parallel.fused import KeyValueParallel as KeyValueParallel
-from torchspmd.parallel.loss import (
-    vocab_parallel_cross_entropy as vocab_parallel_cross_entropy,
-)
-from torchspmd.parallel.plan import Plan as Plan
-from torchspmd.parallel.prepare import PrepareModuleInput as PrepareModuleInput
+from torchspmd.parallel.apply import parallelize_module
+from torchspmd.parallel.auto import auto_plan
+from torchspmd.parallel.clip import clip_grad_norm_
+from torchspmd.parallel.colwise import ColwiseParallel
+from torchspmd.parallel.experts import ExpertParallel, ReplicateParallel
+from torchspmd.parallel.fused import FusedColwiseParallel, KeyValueParallel
+from torchspmd.parallel.loss import vocab_parallel_cross_entropy
+from torchspmd.parallel.plan import Plan
 from torchspmd.parallel.prepare import (
-    PrepareModuleInputOutput as PrepareModuleInputOutput,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
 )
-from torchspmd.parallel.prepare import PrepareModuleOutput as PrepareModuleOutput
-from torchspmd.parallel.rowwise import RowwiseParallel as RowwiseParallel
-from torchspmd.parallel.sequence import SequenceParallel as SequenceParallel
-from torchspmd.parallel.style import ParallelStyle as ParallelStyle
+from torchspmd.parallel.rowwise import RowwiseParallel
+from torchspmd.parallel.sequence import SequenceParallel
+from torchspmd.parallel.style import ParallelStyle
+
+__all__ = [
+    "ColwiseParallel",
+    "ExpertParallel",
+    "FusedColwiseParallel",
+    "KeyValueParallel",
+    "ParallelStyle",
+    "Plan",
+    "PrepareModuleInput",
+    "PrepareModuleInputOutput",
+    "PrepareModuleOutput",
+    "ReplicateParallel",
+    "RowwiseParallel",
+    "SequenceParallel",
+    "auto_plan",
+    "clip_grad_norm_",
+    "parallelize_module",
+    "vocab_parallel_cross_entropy",
+]

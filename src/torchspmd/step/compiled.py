@@ -1,7 +1,7 @@
 """A compiled training step: its programs, why each exists, and how long each takes."""
 
 import functools
-import statistics
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchspmd import _torch
 from torchspmd.errors import CaptureError, UsageError
 from torchspmd.step.backends import (
     BACKENDS,
@@ -27,6 +28,7 @@ from torchspmd.step.capture.progress import Progress
 from torchspmd.step.capture.signature import TensorFact, explain_difference, sign
 from torchspmd.step.capture.tracing import Captured, capture
 from torchspmd.step.certification import prepare_certified
+from torchspmd.step.closed import ClosedProgram, explain, refuse_closed
 from torchspmd.step.exposed_program import measure_program
 from torchspmd.step.exposure import check_request
 from torchspmd.step.graph.cost import CostModel
@@ -35,11 +37,19 @@ from torchspmd.step.graph.ledger import build_ledger, peers_of
 from torchspmd.step.graph.memory import PeakMemory, predict_peak
 from torchspmd.step.iterate.iter_graph import deferral_facts
 from torchspmd.step.meeting import Meeting
-from torchspmd.step.pending import Pending, expected, flush_last, flush_others
+from torchspmd.step.pending import (
+    Pending,
+    expected,
+    flush_last,
+    flush_others,
+    flush_watching,
+)
 from torchspmd.step.plans import Plan, build_plan
 from torchspmd.step.program import Program, find_loose, find_released
+from torchspmd.step.threads import one_at_a_time
 from torchspmd.step.unchanged import KnownCalls
 from torchspmd.step.virtual.options import Verification
+from torchspmd.step.watching import own_look
 
 MAX_PROGRAMS = 8
 
@@ -51,7 +61,7 @@ class CompiledStep:
     """What ``compile`` returns: call it like the step that it was made from.
 
     Attributes:
-        programs: The captured programs, oldest first.
+        programs: The captured programs, oldest first; without graphs once closed.
     """
 
     def __init__(
@@ -83,12 +93,15 @@ class CompiledStep:
         self._by_signature: dict[Any, list[Program]] = {}
         self._overrides = Overrides(module_override)
         self._known = KnownCalls()
-        self._is_closed = False
+        self._closed: tuple[ClosedProgram, ...] = ()
+        self._closed_by = ""
         self._pending: Pending | None = None
+        self.lock = threading.RLock()
         self._num_measured = self._num_tries = 0
         # The same on every rank when ranks compile the same steps in the same order.
         self._serial = _made[self._name] = _made.get(self._name, -1) + 1
 
+    @one_at_a_time
     def __call__(self, *args: Any, last_train_step: bool = False, **kwargs: Any) -> Any:
         """Run one step; capture it first where no program fits."""
         self._check_open()
@@ -120,16 +133,13 @@ class CompiledStep:
         return result
 
     @property
-    def programs(self) -> tuple[Program, ...]:
-        """The captured programs, oldest first."""
-        return tuple(self._programs)
+    def programs(self) -> tuple[Program | ClosedProgram, ...]:
+        """The captured programs, oldest first; without graphs once closed."""
+        return self._closed if self._closed_by else tuple(self._programs)
 
     def explain(self) -> str:
         """Which programs there are, why each was captured, and what it costs."""
-        lines = [f"{self._name}: {len(self._programs)} programs"]
-        for program in self._programs:
-            lines += _explain(program)
-        return "\n".join(lines)
+        return explain(self._name, self.programs, self._closed_by)
 
     def exposure(
         self, *args: Any, runs: int = 5, cost: CostModel | None = None, **kwargs: Any
@@ -151,7 +161,6 @@ class CompiledStep:
         with self._overrides.standing_in(args, kwargs) as (positional, named):
             program, inventory = self._look_up(positional, named)
         key = f"torchspmd/exposure/{self._name}/{self._serial}/{self._num_measured}"
-        compiled = self._fixed_numbers
         return measure_program(
             self._name,
             program,
@@ -159,9 +168,10 @@ class CompiledStep:
             key,
             runs=runs,
             cost=cost or _cost_of(self._transformation),
-            is_compiled=compiled,
+            is_compiled=self._fixed_numbers,
         )
 
+    @one_at_a_time
     def flush(self) -> None:
         """Make the updates that a pass moved to the next call.
 
@@ -174,14 +184,23 @@ class CompiledStep:
             self._pending = None
 
     def close(self) -> None:
-        """Flush, and forget every program; the step cannot be called any more."""
+        """Flush, and let go of every graph; the step cannot be called any more.
+
+        ``programs`` keeps what is light: certificates, ledgers, reports, times.
+        """
+        self._close("close()")
+
+    def _close(self, by: str) -> None:
         self.flush()
+        if not self._closed_by:
+            self._closed = tuple(map(ClosedProgram.of, self._programs))
+            self._closed_by = by
         self._programs.clear()
         self._by_signature.clear()
         self._known = KnownCalls()
-        self._is_closed = True
 
     def __enter__(self) -> Self:
+        self._check_open()
         return self
 
     def __exit__(
@@ -191,7 +210,7 @@ class CompiledStep:
         trace: TracebackType | None,
     ) -> None:
         try:
-            self.close()
+            self._close("the end of `with`")
         except Exception as failure:
             if error is None:
                 raise
@@ -199,6 +218,7 @@ class CompiledStep:
                 f"{self._name}: the update that was owed could not be made: {failure}"
             )
 
+    @own_look()
     def _look_up(self, args: Any, kwargs: Any) -> tuple[Program | None, Inventory]:
         """What a call works on, and the program that serves it if there is one."""
         known = self._known.find(args, kwargs)
@@ -212,23 +232,13 @@ class CompiledStep:
         return program, inventory
 
     def _check_open(self) -> None:
-        if self._is_closed:
-            raise UsageError(f"{self._name}: this compiled step was closed.")
+        if self._closed_by:
+            raise refuse_closed(self._name, self._closed_by)
 
     def _capture(self, inventory: Inventory) -> Program:
-        if not torch.is_grad_enabled():
-            raise CaptureError(
-                f"compile on {self._name!r}: gradients are disabled here. Call the step "
-                "outside torch.no_grad()."
-            )
         reason = _why(inventory, self._programs, self._by_signature)
-        if len(self._programs) >= MAX_PROGRAMS:
-            raise CaptureError(
-                f"compile on {self._name!r}: {MAX_PROGRAMS} programs are captured already "
-                f"and this call fits none of them.\n\n{_indented(reason)}\n\nKeep what "
-                "changes constant (pad batches to one shape), pass it as a tensor, or "
-                "call close() and compile again."
-            )
+        _check_capture(self._name, len(self._programs), reason)
+        flush_watching(inventory)
         mesh = self._resolve_spread(inventory).mesh
         self._num_tries += 1  # ranks that fail do so together, and may try again
         key = f"{self._serial}/{self._num_tries}"
@@ -251,20 +261,21 @@ class CompiledStep:
         captured = capture(self._function, self._name, inventory, spread)
         captured = _override(captured, inventory, self._overrides)
         laid_out = captured.relayout.inventory if captured.relayout else inventory
-        prepared, certificate = prepare_certified(
-            f"{self._name}, program {len(self._programs)}",
-            captured.graph,
-            laid_out,
-            lambda: prepare(
+        with _torch.without_autocast():  # what it did is in the graph
+            prepared, certificate = prepare_certified(
+                f"{self._name}, program {len(self._programs)}",
                 captured.graph,
-                self._backend,
-                self._transformation,
-                inputs=laid_out.flat_inputs,
-                before_compiling=_comparing(meeting, captured, inventory),
-            ),
-            self._verify,
-            is_compiled=self._fixed_numbers,
-        )
+                laid_out,
+                lambda: prepare(
+                    captured.graph,
+                    self._backend,
+                    self._transformation,
+                    inputs=laid_out.flat_inputs,
+                    before_compiling=_comparing(meeting, captured, inventory),
+                ),
+                self._verify,
+                is_compiled=self._fixed_numbers,
+            )
         meeting.wait_until_ready(peers_of(prepared.graph))
         if captured.relayout is not None:
             captured.relayout.commit()  # all ranks run this program now
@@ -296,6 +307,22 @@ class CompiledStep:
             device = devices[0] if devices else torch.device("cpu")
             self._spread = resolve_spread(self._parallel_mode, self._asked_mesh, device)
         return self._spread
+
+
+def _check_capture(name: str, number: int, reason: str) -> None:
+    """Refuse a program without gradients, and one more where there are many already."""
+    if not torch.is_grad_enabled():
+        raise CaptureError(
+            f"compile on {name!r}: gradients are disabled here. Call the step outside "
+            "torch.no_grad()."
+        )
+    if number >= MAX_PROGRAMS:
+        raise CaptureError(
+            f"compile on {name!r}: {MAX_PROGRAMS} programs are captured already and this "
+            f"call fits none of them.\n\n{_indented(reason)}\n\nKeep what changes "
+            "constant (pad batches to one shape), pass it as a tensor, or call close() "
+            "and compile again."
+        )
 
 
 def _cost_of(transformation: object) -> CostModel | None:
@@ -361,33 +388,6 @@ def _override(
     with torch.no_grad():
         graph = overrides.transform(captured.graph, inventory.flat_state())
     return replace(captured, graph=graph)
-
-
-def _explain(program: Program) -> list[str]:
-    total = program.ledger.total()
-    more = [
-        *program.reason.splitlines(),
-        *program.describe_memory(),
-        *program.describe_deferral(),
-        *program.notes,
-        program.certificate.summary(),
-    ]
-    return [
-        f"  program {program.number}: {len(program.graph.graph.nodes)} nodes, "
-        f"{total.count} collectives, {total.payload_bytes} payload bytes, "
-        f"captured in {program.capture_seconds:.2f} s{_times(program)}",
-        *(f"    {line}" for line in more),
-    ]
-
-
-def _times(program: Program) -> str:
-    if program.first_run_seconds is None:
-        return ""
-    text = f", first run {program.first_run_seconds * 1e3:.1f} ms"
-    if program.step_seconds:
-        median = statistics.median(program.step_seconds)
-        text += f", step {median * 1e3:.1f} ms"
-    return text
 
 
 def _indented(text: str) -> str:

@@ -146,7 +146,7 @@ def _run_clocked(
     clocked = add_clock(running.graph, watch.mark, _FIRST_FREE, num_carried)
     running.recompile()
     left: Sequence[Any] = ()
-    with torch.no_grad(), _same_random_numbers(on_stream):
+    with torch.no_grad(), _torch.without_autocast(), _same_random_numbers(on_stream):
         if first is not None:
             left = _step(first, copies, (), num_carried)
         for _ in range(_WARM_RUNS + runs):

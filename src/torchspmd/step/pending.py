@@ -3,8 +3,7 @@
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
@@ -13,7 +12,7 @@ from torchspmd.errors import PassWarning, UsageError
 from torchspmd.step.capture.inventory import Inventory, Role
 from torchspmd.step.lost_states import LostStates
 from torchspmd.step.program import Program
-from torchspmd.step.watching import Hook, Refused, Watched, watch
+from torchspmd.step.watching import Hook, Refused, Watched, modules_of, watch
 
 # Of a score: a call with other tensors adds two, one that overlaps takes one away.
 _TOO_OFTEN = 6
@@ -56,25 +55,38 @@ class Pending:
             for old, new in pairs
             if old.tensor is not new.tensor and old.role is not Role.INPUT
         ]
+        if not changed:
+            return  # an exception ended the call before
         if not all(slot.role is Role.GRADIENT for slot in changed):
             return  # a checkpoint was loaded, say
         names = [slot.name for slot in changed]
-        program.num_early += 2
-        if names and program.num_early >= _TOO_OFTEN:
-            program.num_early = -sys.maxsize  # said once
-            warnings.warn(
-                f"{self._name}: little or nothing overlaps. Call after call has other "
-                f"gradients than the call before ({', '.join(names[:2])}; {len(names)} in "
-                "all), so that the updates it left are made first. Clear gradients in the "
-                "step (optim.zero_grad()), or leave out overlap_iterations.",
-                PassWarning,
-                stacklevel=3,
-            )
+        self._count_early(
+            "Call after call has other gradients than the call before "
+            f"({', '.join(names[:2])}; {len(names)} in all), so that the updates it left "
+            "are made first. Clear gradients in the step (optim.zero_grad()), or leave out "
+            "overlap_iterations."
+        )
+
+    def _flush_early(self) -> None:
+        """Make the updates because somebody looks, before the next call could."""
+        self._flush()
+        self._count_early(
+            "Again and again something looks at the model or the optimizer between two "
+            "steps (here, for one), so that the updates are made first. Look less often, "
+            "or leave out overlap_iterations."
+        )
+
+    def _count_early(self, why: str) -> None:
+        self._program.num_early += 2
+        if self._program.num_early >= _TOO_OFTEN:
+            self._program.num_early = -sys.maxsize  # said once
+            text = f"{self._name}: little or nothing overlaps. {why}"
+            warnings.warn(text, PassWarning, stacklevel=4)
 
     def update(self, inventory: Inventory) -> None:
         """Note the call after which updates will be owed."""
         if self._inventory is None:
-            self._watched = watch(inventory, self._flush, self.before_load)
+            self._watched = watch(inventory, self._flush_early, self.before_load)
             _owing.add(self)
         else:
             self._check_unwritten()
@@ -118,9 +130,15 @@ class Pending:
         self.release()
         return None
 
-    def is_about(self, storages: Collection[Any]) -> bool:
-        """Whether it will write into one of these."""
-        return any(_torch.storage_key(tensor) in storages for _, tensor in self._owed)
+    def is_about(self, inventory: Inventory) -> bool:
+        """Whether it will write into a tensor of a call."""
+        used = {_torch.storage_key(slot.tensor) for slot in inventory.slots}
+        return any(_torch.storage_key(tensor) in used for _, tensor in self._owed)
+
+    def watches(self, inventory: Inventory) -> bool:
+        """Whether a module of a call would have it flush."""
+        assert self._inventory is not None
+        return not modules_of(self._inventory).keys().isdisjoint(modules_of(inventory))
 
     def demand(self) -> None:
         """Have the step that owes it make it."""
@@ -190,11 +208,16 @@ def flush_others(inventory: Inventory, own: Pending | None) -> bool:
     others = [each for each in _owing if each is not own]
     if not others:
         return False
-    used = {_torch.storage_key(slot.tensor) for slot in inventory.slots}
-    found = [each for each in others if each.is_about(used)]
+    found = [each for each in others if each.is_about(inventory)]
     for each in found:
         each.demand()
     return bool(found)
+
+
+def flush_watching(inventory: Inventory) -> None:
+    """Make what would be made within a capture, by a module that steps share."""
+    for each in [each for each in _owing if each.watches(inventory)]:
+        each.demand()
 
 
 def _written(name: str, written: list[str]) -> str:

@@ -119,7 +119,7 @@ class Program:
     def call(self, inventory: Inventory, *, last: bool) -> Any:
         """Run the graph once and write its results back into the user's tensors."""
         start = time.perf_counter()
-        with torch.no_grad():
+        with torch.no_grad(), _torch.without_autocast():  # casts are nodes already
             flat = inventory.flat_inputs()
             for parameter, gradient in inventory.gradients.items():
                 if gradient in self.released:
@@ -189,13 +189,20 @@ class Program:
         ]
 
     def flush(self, inventory: Inventory) -> None:
-        """Make the updates that an earlier step left for the next one."""
+        """Make the updates that an earlier step left for the next one.
+
+        They belong to that step, whatever stands around whoever asks for them.
+        """
         assert isinstance(self.run, IterGraphModule), type(self.run)
 
         def write(values: list[Any]) -> None:
             write_values(self.outputs, inventory, values)
 
-        with torch.no_grad():
+        with (
+            torch.inference_mode(False),
+            _torch.numbers.real_tensors(),
+            _torch.without_autocast(),
+        ):
             self.run.flush(*inventory.flat_inputs(), write=write)
 
     def describe_memory(self) -> list[str]:

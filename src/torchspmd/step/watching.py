@@ -1,6 +1,8 @@
 """Everything that shows or changes a model from outside a step, made to flush first."""
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -17,7 +19,9 @@ Owner = nn.Module | Optimizer | GradScaler
 _OF_MODULES = (
     "state_dict",
     "load_state_dict",
+    "_load_from_state_dict",  # what a parent's load_state_dict() calls
     "train",  # also what eval() calls
+    "named_modules",  # what a parent's parameters() calls
     "named_parameters",
     "named_buffers",
     "get_parameter",
@@ -36,6 +40,26 @@ _REFUSED_OF_MODULES = ("__getstate__",)
 _REFUSED_OF_OPTIMIZERS = ("__deepcopy__", "__reduce_ex__", "__getstate__")
 
 
+_is_own = ContextVar("whether a compiled step itself looks", default=False)
+
+
+@contextlib.contextmanager
+def own_look() -> Iterator[None]:
+    """Inside, nothing flushes: a step looks at the objects of a call."""
+    token = _is_own.set(True)
+    try:
+        yield
+    finally:
+        _is_own.reset(token)
+
+
+def modules_of(inventory: Inventory) -> dict[nn.Module, None]:
+    """All modules of a call, in order."""
+    with own_look():
+        roots = [root for _, root in inventory.modules]
+        return {each: None for root in roots for each in root.modules()}
+
+
 def watch(
     inventory: Inventory, flush: Callable[[], None], before_load: Callable[[], None]
 ) -> "list[Watched | Hook | Refused]":
@@ -47,12 +71,14 @@ def watch(
     )
 
     def watch_methods(owner: Owner, names: Iterable[str]) -> list[Watched]:
-        loads = {"load_state_dict": before_load}
+        loads = {
+            "load_state_dict": before_load,
+            "_load_from_state_dict": before_load,
+        }
         return [Watched(owner, name, loads.get(name, flush)) for name in names]
 
     watched: list[Watched | Hook | Refused] = []
-    modules = {each: None for _, root in inventory.modules for each in root.modules()}
-    for module in modules:
+    for module in modules_of(inventory):
         watched += watch_methods(module, _OF_MODULES)
         hook = module.register_forward_pre_hook(_FlushHook(flush), prepend=True)
         watched.append(Hook(hook))
@@ -65,27 +91,69 @@ def watch(
     return watched
 
 
-class Watched:
+class _StandIn:
+    """Something of ours in the place of a user's method; several steps may stack up."""
+
+    def __init__(self, owner: Owner, name: str) -> None:
+        self._owner, self._name = owner, name
+        self.own = vars(owner).get(
+            name
+        )  # what stood there before, of the object itself
+        vars(owner)[name] = self
+
+    def remove(self) -> None:
+        """Put back what was there, also from below what others put on top since."""
+        top = vars(self._owner).get(self._name)
+        if top is self and self.own is None:
+            del vars(self._owner)[self._name]
+        elif top is self:
+            vars(self._owner)[self._name] = self.own
+        else:
+            _take_out(top, self)
+
+
+def _take_out(top: object, gone: _StandIn) -> None:
+    """Let the stand-in above another one stand where that stood.
+
+    Below a wrapper of the user's it stays, and does nothing any more.
+    """
+    while isinstance(top, _StandIn):
+        if top.own is gone:
+            top.own = gone.own
+            return
+        top = top.own
+
+
+class Watched(_StandIn):
     """A method of a user's object that flushes before it runs."""
 
     def __init__(self, owner: Owner, name: str, flush: Callable[[], None]) -> None:
-        self._owner, self._name, self._flush = owner, name, flush
-        self._own = vars(owner).get(name)  # a method that the user put there
-        self._method = self.__wrapped__ = getattr(owner, name)
-        vars(owner)[name] = self
+        method: Any = getattr(owner, name)
+        self._method: Any = method._method if isinstance(method, Watched) else method
+        self._flush = flush
+        super().__init__(owner, name)
+
+    @property
+    def __wrapped__(self) -> Any:
+        return self._method if self.own is None else self.own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Flush, then run the method."""
-        self._flush()
-        return self._method(*args, **kwargs)
+        if not (_is_own.get() or self._changes_nothing(*args, **kwargs)):
+            self._flush()
+        return self.__wrapped__(*args, **kwargs)
+
+    def _changes_nothing(self, *args: Any, **kwargs: Any) -> bool:
+        """Whether it is ``train()`` of a model that trains: many call it in every step."""
+        if self._name != "train" or not isinstance(self._owner, nn.Module):
+            return False
+        mode = kwargs.get("mode", args[0] if args else True)
+        with own_look():
+            return all(module.training is mode for module in self._owner.modules())
 
     def __getattr__(self, name: str) -> Any:
         # Marks on the method, such as the one that a learning-rate scheduler looks for.
-        return getattr(self._method, name)
-
-    def remove(self) -> None:
-        """Put back what was there."""
-        _put_back(self._owner, self._name, self, self._own)
+        return getattr(self.__wrapped__, name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise _copied(type(self._owner).__name__)
@@ -112,21 +180,12 @@ class _FlushHook:
         raise _copied("module")
 
 
-class Refused:
+class Refused(_StandIn):
     """A way to copy a module or an optimizer, closed."""
-
-    def __init__(self, owner: nn.Module | Optimizer, name: str) -> None:
-        self._owner, self._name = owner, name
-        self._own = vars(owner).get(name)
-        vars(owner)[name] = self
 
     def __call__(self, *args: Any) -> Any:
         """Say so."""
         raise _copied(type(self._owner).__name__)
-
-    def remove(self) -> None:
-        """Open it again."""
-        _put_back(self._owner, self._name, self, self._own)
 
 
 class Hook:
@@ -138,15 +197,6 @@ class Hook:
     def remove(self) -> None:
         """Take it away."""
         self._handle.remove()
-
-
-def _put_back(owner: Owner, name: str, ours: object, own: object) -> None:
-    if vars(owner).get(name) is not ours:
-        return  # somebody wrapped it since; it calls through
-    if own is None:
-        del vars(owner)[name]
-    else:
-        vars(owner)[name] = own
 
 
 def _copied(owner: str) -> UsageError:

@@ -4,7 +4,12 @@
 ``run_ranks`` starts real processes, for numbers; ``Ranks`` keeps them for many runs.
 """
 
-from torchspmd.testing.fake import fake_mesh as fake_mesh
-from torchspmd.testing.fake import fake_world as fake_world
-from torchspmd.testing.ranks import Ranks as Ranks
-from torchspmd.testing.ranks import run_ranks as run_ranks
+from torchspmd.testing.fake import fake_mesh, fake_world
+from torchspmd.testing.ranks import Ranks, run_ranks
+
+__all__ = [
+    "Ranks",
+    "fake_mesh",
+    "fake_world",
+    "run_ranks",
+]

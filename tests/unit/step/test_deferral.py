@@ -182,7 +182,6 @@ def test_one_value_for_each_gradient_is_carried():
 
 
 # Everything that looks at the state from outside flushes.
-
 LOOKS = {
     "state_dict": lambda model, optim: model.state_dict(),
     "state_dict of a part": lambda model, optim: model[0].state_dict(),
@@ -195,6 +194,7 @@ LOOKS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*little or nothing overlaps")
 @pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
 def test_a_look_from_outside_flushes(look, step_of):
     step = step_of(defer_everything)

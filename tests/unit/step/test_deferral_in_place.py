@@ -21,7 +21,10 @@ from torchspmd.step.graph.memory import predict_peak
 from torchspmd.step.graph.roles import OutputKind, output_values, roles_of
 from torchspmd.step.passes.iter_move import isolate_update
 
-pytestmark = pytest.mark.unit
+pytestmark = [
+    pytest.mark.unit,
+    pytest.mark.filterwarnings("ignore:.*little or nothing overlaps"),
+]
 
 OPTIMIZERS = {
     "fused adam": functools.partial(torch.optim.Adam, lr=0.01, fused=True),
@@ -94,7 +97,7 @@ class Training:
     def tensors(self):
         """By a direct look, which flushes nothing."""
         found = []
-        for module in self.model.modules():
+        for module in self.model._modules.values():
             found += [*module._parameters.values(), *module._buffers.values()]
         found += [v for s in self.optim.state.values() for v in s.values()]
         return [each for each in found if isinstance(each, torch.Tensor)]

@@ -4,6 +4,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -163,6 +164,15 @@ def check_first_step(optimizer: Optimizer) -> None:
         )
 
 
+_SHOWING = (torch.Tensor.__repr__, torch.Tensor.__format__)  # print, str; f"{loss}"
+_WAYS = ("__repr__", "__format__", "__torch_function__", "handle_torch_function")
+
+
+def _is_way_of_showing(code: CodeType) -> bool:
+    """Whether a frame only passes on that a tensor is shown: a DTensor's, a mode's."""
+    return code.co_name in _WAYS and code.co_filename.startswith(_OWN_FOLDERS)
+
+
 class NoPrinting(TorchFunctionMode):
     """Refuses a print of a tensor in the user's code: there is no value to show."""
 
@@ -173,16 +183,15 @@ class NoPrinting(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is torch.Tensor.__repr__:
-            frame = sys._getframe(1)
-            while frame.f_back is not None and frame.f_code.co_name != "__repr__":
+        if func in _SHOWING:
+            frame: Any = sys._getframe(1)
+            while frame and _is_way_of_showing(frame.f_code):
                 frame = frame.f_back
-            caller = frame.f_back
-            if caller and not caller.f_code.co_filename.startswith(_OWN_FOLDERS):
+            if frame and not frame.f_code.co_filename.startswith(_OWN_FOLDERS):
                 raise CaptureError(
                     "compile: the step prints a tensor, which has no value while the "
-                    f"step is captured\n\n  * {caller.f_code.co_filename}:"
-                    f"{caller.f_lineno} {caller.f_code.co_name}\n\nReturn the tensor "
+                    f"step is captured\n\n  * {frame.f_code.co_filename}:"
+                    f"{frame.f_lineno} {frame.f_code.co_name}\n\nReturn the tensor "
                     "and print it after the step."
                 )
         return func(*args, **(kwargs or {}))

@@ -239,7 +239,7 @@ def _look_through(value: Any) -> Any:
     if not isinstance(value, (Watched, Refused)):
         return value
     # What the user put there; the class stands for nothing.
-    return Watched if value._own is None else _look_through(value._own)
+    return Watched if value.own is None else _look_through(value.own)
 
 
 class HookFact(tuple[Any, ...]):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from torchspmd import _torch
 from torchspmd.comm import Phase
 from torchspmd.errors import DeferralError
 from torchspmd.step.graph.memory import ROLE_KEY
@@ -45,6 +46,7 @@ def check_region(
     problems = [
         *_wrong_nodes(graph, nodes, target, others),
         *_needed_now(graph, nodes),
+        *_drawing(nodes),
         *needed_before(written_by(graph, nodes)),
         *_shared_state(graph, nodes, others),
     ]
@@ -107,6 +109,15 @@ def _needed_now(graph: fx.Graph, nodes: Sequence[fx.Node]) -> list[str]:
             assert isinstance(value, fx.Node)
             problems.append(f"{value.name} is returned by the step (output {index})")
     return problems
+
+
+def _drawing(nodes: Sequence[fx.Node]) -> list[str]:
+    return [
+        f"{node.name} draws random numbers ({owner_words(node)}): in the next iteration it "
+        "would draw others"
+        for node in nodes
+        if _torch.draws_random_numbers(node.target, node.args, node.kwargs)
+    ]
 
 
 def needed_before(written: Iterable[fx.Node]) -> list[str]:

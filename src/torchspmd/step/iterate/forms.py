@@ -76,7 +76,10 @@ class Forms:
     def _call(
         self, stage: Stage, run: Runnable, inputs: list[Any]
     ) -> tuple[list[Any], tuple[Any, ...]]:
-        values = run(*inputs)
+        # Not by a call of the module: torch.fx traces those where a model is traced.
+        values = (
+            run.forward(*inputs) if isinstance(run, fx.GraphModule) else run(*inputs)
+        )
         outputs: list[Any] = [None] * self._num_outputs
         for place, value in zip(stage.outputs, values, strict=False):
             outputs[place] = value

@@ -1,0 +1,49 @@
+"""A step called under autocast computes in the dtypes that it was captured with."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from torchspmd.step import compile
+
+pytestmark = pytest.mark.unit
+
+
+class Island(nn.Module):
+    """A product in bfloat16, one in float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.first(x)
+        with torch.autocast("cpu", enabled=False):
+            return self.second(x.float())
+
+
+def step(model, optim, batch):
+    loss = model(batch).square().mean()
+    loss.backward()
+    optim.step()
+    optim.zero_grad()
+    return loss
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_an_island_stays_one(verify):
+    torch.manual_seed(0)
+    model = Island()
+    reference = copy.deepcopy(model)
+    batch = torch.randn(4, 8)
+    compiled = compile(step, verify=verify)
+    optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            ours = compiled(model, optims[0], batch)
+            expected = step(reference, optims[1], batch)
+        assert torch.equal(ours, expected)
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(p, q)
