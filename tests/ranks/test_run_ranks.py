@@ -136,6 +136,7 @@ def test_an_exception_has_its_rank_and_traceback(pool, rank):
     assert text.startswith(f"_fail_on: rank {rank} failed:\n\nTraceback")
     assert f"KeyError: 'own mistake of {rank}'" in text
     assert 'raise KeyError(f"own mistake of {rank}")' in text
+    assert text.count("  File ") == 1 and "in _fail_on" in text  # none of our own
     assert pool.run(dist.get_rank) == [0, 1]  # serves again
 
 

@@ -11,7 +11,9 @@ from typing import NoReturn
 
 import torchspmd
 from torchspmd._cli import check, diff, lock, parity, plan, trace
+from torchspmd._cli.arguments import refuse_words, split_words
 from torchspmd._cli.leave import leave
+from torchspmd._cli.output import outlive_readers
 from torchspmd.errors import SpmdError
 
 _EPILOG = """\
@@ -38,26 +40,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
     for command in (trace, diff, plan, lock, check, parity):
         command.add_parser(subparsers)
-    own, for_script = _split(sys.argv[1:] if arguments is None else list(arguments))
-    options = parser.parse_args(own)
+    own, for_script = split_words(
+        sys.argv[1:] if arguments is None else list(arguments)
+    )
+    options, unknown = parser.parse_known_args(own)
+    if unknown:
+        refuse_words(subparsers.choices[options.command], options, unknown)
     options.arguments = for_script
     try:
         return int(options.run(options))
     except SpmdError as error:
         print(f"torchspmd {options.command}: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader of our output went away: nothing to tell it
-        return 0
 
 
 def command() -> NoReturn:
     """The ``torchspmd`` command: run it and end the process."""
+    outlive_readers()
     leave(main())
-
-
-def _split(words: list[str]) -> tuple[list[str], list[str]]:
-    """Our own words, and those after ``--``, which are for a script."""
-    if "--" not in words:
-        return words, []
-    place = words.index("--")
-    return words[:place], words[place + 1 :]

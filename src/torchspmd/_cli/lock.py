@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from torchspmd._cli.files import output_problems
 from torchspmd._cli.lock_run import simulate
 from torchspmd.comm import format_bytes
 from torchspmd.errors import UsageError
@@ -34,7 +35,13 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("script", type=Path)
     parser.add_argument("--mesh", required=True, help="axes and sizes: tp=8, dp=2,tp=4")
-    parser.add_argument("-o", "--out", type=Path, default=Path("comm.lock"))
+    parser.add_argument(
+        "-o",
+        "--out",
+        type=Path,
+        default=Path("comm.lock"),
+        help="write the lock here (comm.lock)",
+    )
     parser.add_argument("--rank", type=int, default=0, help="the rank to play (0)")
     parser.add_argument(
         "--steps", type=int, default=1, help="optimizer steps to record; 0: all (1)"
@@ -47,9 +54,10 @@ def add_parser(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Simulate and write; 1 when the script fails."""
+    problems = output_problems(options.out, "--out", "comm.lock")
+    if problems:
+        raise UsageError("; ".join(problems) + ".")
     folder = options.out.absolute().parent
-    if not folder.is_dir():
-        raise UsageError(f"there is no folder {options.out.parent} for --out.")
     recipe = Recipe(
         Path(os.path.relpath(options.script, folder)).as_posix(),
         options.mesh.replace(" ", ""),

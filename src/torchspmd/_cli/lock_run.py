@@ -11,6 +11,7 @@ from unittest import mock
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchspmd._cli.files import script_problems
 from torchspmd._cli.plan import parse_mesh
 from torchspmd._cli.progress import Progress
 from torchspmd._cli.script import run_script
@@ -46,6 +47,7 @@ def simulate(recipe: Recipe, folder: Path, command: str) -> Lock | None:
                 file=sys.stderr,
             )
             return None
+    window.refuse_if_empty()
     _compare_axes(recipe.mesh, axes, made)
     for text in watch.notes:
         mode.ledger.note(text)
@@ -54,9 +56,7 @@ def simulate(recipe: Recipe, folder: Path, command: str) -> Lock | None:
 
 
 def _check(recipe: Recipe, script: Path, world_size: int) -> None:
-    problems = []
-    if not script.is_file():
-        problems.append(f"there is no script {script}")
+    problems = script_problems(script)
     if recipe.steps < 0 or recipe.skip < 0:
         problems.append("--steps and --skip cannot be negative")
     if not 0 <= recipe.rank < world_size:

@@ -4,6 +4,8 @@ import argparse
 import importlib
 import importlib.util
 import sys
+import textwrap
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchspmd._cli.files import output_problems
 from torchspmd.errors import PlanError, UsageError
 from torchspmd.parallel.auto import auto_plan
 from torchspmd.parallel.plan import Plan
@@ -63,17 +66,17 @@ def add_parser(subparsers: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Build the model, preview the plan; 1 when the plan does not fit."""
     mesh = parse_mesh(options.mesh)
-    _check(options)
+    _check(options, mesh)
     model = _build(options.factory, options.dtype)
     try:
         plan = _plan(options, model)
         if options.share_inputs:
-            plan = plan.share_inputs(model)
+            plan = _share(plan, model)
         preview = plan.preview(
             model, mesh, axis=options.axis, batch=options.batch, seq=options.seq
         )
     except PlanError as error:
-        print(error, file=sys.stderr)
+        print(_wrap(str(error)), file=sys.stderr)
         return 1
     print(preview)
     if options.json is not None:
@@ -81,6 +84,27 @@ def run(options: argparse.Namespace) -> int:
     if options.save is not None:
         plan.save(options.save)
     return 0
+
+
+def _share(plan: Plan, model: nn.Module) -> Plan:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plan = plan.share_inputs(model)
+    for warning in caught:
+        print(_wrap(str(warning.message)), file=sys.stderr)
+    return plan
+
+
+def _wrap(text: str) -> str:
+    """The text in lines of 80 columns; those of a bullet stand below its first word."""
+    lines = []
+    for line in text.split("\n"):
+        indent = "    " if line.startswith("  * ") else ""
+        lines += textwrap.wrap(
+            line, 80, subsequent_indent=indent, break_long_words=False,
+            break_on_hyphens=False,
+        ) or [""]  # fmt: skip
+    return "\n".join(lines)
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -103,8 +127,8 @@ def parse_mesh(text: str) -> dict[str, int]:
     return axes
 
 
-def _check(options: argparse.Namespace) -> None:
-    problems = []
+def _check(options: argparse.Namespace, mesh: dict[str, int]) -> None:
+    problems = _axis_problems(options.axis, mesh)
     for name in ("batch", "seq"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -115,12 +139,20 @@ def _check(options: argparse.Namespace) -> None:
         problems.append("give --plan or --auto, not both")
     if options.dtype is not None and not _is_dtype(options.dtype):
         problems.append(f"torch has no floating-point dtype {options.dtype}")
-    for name in ("json", "save"):
-        path = getattr(options, name)
-        if path is not None and not path.absolute().parent.is_dir():
-            problems.append(f"there is no folder {path.parent} for --{name}")
+    problems += output_problems(options.json, "--json", "plan.json")
+    problems += output_problems(options.save, "--save", "plan.toml")
     if problems:
         raise UsageError("; ".join(problems) + ".")
+
+
+def _axis_problems(axis: str | None, mesh: dict[str, int]) -> list[str]:
+    """Why the plan's axis is not known; in the words of the command line."""
+    axes = ", ".join(mesh)
+    if axis is None and len(mesh) > 1 and "tp" not in mesh:
+        return [f"the mesh has the axes {axes}: choose that of the plan with --axis"]
+    if axis is not None and axis not in mesh:
+        return [f"--axis {axis}: the mesh has the axes {axes}"]
+    return []
 
 
 def _is_dtype(name: str) -> bool:

@@ -6,6 +6,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
 from unittest import mock
 
 from torchspmd._cli.window import EndOfWindow
@@ -41,6 +42,19 @@ def run_script(
             return end.code in (None, 0)
         except Exception as error:
             left.append(error)
-            traceback.print_exc()
+            traceback.print_exception(type(error), error, _own_frames(error, script))
             return False
     return True
+
+
+def _own_frames(error: BaseException, script: Path) -> TracebackType | None:
+    """The script's part of a traceback: not the frames that brought it to run.
+
+    All of it where it never came to run, but for a mistake in its syntax.
+    """
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename != str(script):
+        frames = frames.tb_next
+    if frames is None and not isinstance(error, SyntaxError):
+        return error.__traceback__
+    return frames

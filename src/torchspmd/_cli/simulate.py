@@ -86,6 +86,8 @@ def cuda_as_cpu() -> Iterator[None]:
         stack.enter_context(
             mock.patch.object(device_mesh.DeviceMesh, "__init__", build_mesh)
         )
+        # torch keeps which module a device has, and would keep the CPU's for "cuda".
+        stack.callback(torch.get_device_module.cache_clear)
         stack.enter_context(_CudaAsCpu())
         yield
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from torchspmd._cli.files import output_problems, script_problems
 from torchspmd._cli.gather import (
     HeldStore,
     differing_ranks,
@@ -103,6 +104,7 @@ def run(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 1
+    window.refuse_if_empty()
     if world.simulated:
         _report(options, mode.ledger, [], window, world)
         return 0
@@ -113,9 +115,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    problems = []
-    if not options.script.is_file():
-        problems.append(f"there is no script {options.script}")
+    problems = script_problems(options.script)
     if options.steps < 0 or options.skip < 0:
         problems.append("--steps and --skip cannot be negative")
     if options.world_size is not None:
@@ -129,8 +129,7 @@ def _check(options: argparse.Namespace) -> None:
         problems.append(
             "give --world-size N to simulate N ranks, or start with torchrun"
         )
-    if options.out is not None and not options.out.absolute().parent.is_dir():
-        problems.append(f"there is no folder {options.out.parent} for --out")
+    problems += output_problems(options.out, "--out", "report.json")
     if problems:
         raise UsageError("; ".join(problems) + ".")
 

@@ -8,6 +8,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from torchspmd._cli.progress import Progress
 from torchspmd.comm import Ledger
+from torchspmd.errors import UsageError
 from torchspmd.trace import CommDebugMode
 from torchspmd.trace.calls import follow, unfollow
 
@@ -43,6 +44,24 @@ class StepWindow:
         """How many of the steps in the ledger are complete."""
         recorded = max(self.num_optimizer_steps - self._skip, 0)
         return min(recorded, self._steps) if self._steps else recorded
+
+    def refuse_if_empty(self) -> None:
+        """After the script: raise when all of its steps, or more, were to be skipped."""
+        made = self.num_optimizer_steps
+        if not self._skip or made > self._skip:
+            return
+        if made == 0:
+            raise UsageError(
+                f"--skip {self._skip}: the script made no optimizer step, so there is "
+                "nothing to skip. Without --skip the whole run is recorded, from the "
+                "first module call."
+            )
+        plural = "" if made == 1 else "s"
+        raise UsageError(
+            f"--skip {self._skip}: the script made only {made} optimizer step{plural}, so "
+            f"none is left to record. Record with --skip {made - 1} or less, or let the "
+            "script make more steps."
+        )
 
     def __enter__(self) -> Self:
         self._hook = register_optimizer_step_post_hook(self._after_step)

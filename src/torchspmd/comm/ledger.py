@@ -44,6 +44,11 @@ class Total:
             self.wire_bytes + other.wire_bytes,
         )
 
+    def __mul__(self, times: int) -> "Total":
+        return Total(
+            self.count * times, self.payload_bytes * times, self.wire_bytes * times
+        )
+
 
 FIELDS = Key._fields
 
@@ -154,6 +159,11 @@ class Ledger:
 
         ``module`` matches the module and everything inside it; pass ``within=False``
         for the module's own communication only.
+
+        No match is a total of zero, as it must be to say that an axis or a module sends
+        nothing. Of kinds and phases there are only so many: a misspelt one is refused.
+        Axes and modules that sent nothing are not known here, so a misspelt one is zero
+        too; ``verify.expect`` with a mesh knows its axes.
         """
         within = bool(where.pop("within", True))
         unknown = sorted(set(where) - set(FIELDS))

@@ -68,12 +68,12 @@ def build_axis(mesh: DeviceMesh, call: str = "parallelize_module") -> Axis:
         )
     if mesh.ndim != 1:
         raise LayoutError(_several_axes(mesh, call))
-    rank = mesh.get_rank()
-    if rank not in mesh.mesh.flatten().tolist():
+    # Not from mesh.mesh: a captured step would meet a tensor that is no argument of it.
+    if mesh.get_coordinate() is None:
         raise WorldError(
-            f"{call}: rank {rank} is not in the {describe_mesh(mesh)}, which holds "
-            f"ranks {mesh.mesh.flatten().tolist()}. Build the mesh over all ranks of the "
-            "job, or call this only on the ranks of the mesh."
+            f"{call}: rank {mesh.get_rank()} is not in the {describe_mesh(mesh)}, "
+            f"which holds ranks {mesh.mesh.flatten().tolist()}. Build the mesh over all "
+            "ranks of the job, or call this only on the ranks of the mesh."
         )
     names = mesh.mesh_dim_names
     return Axis(

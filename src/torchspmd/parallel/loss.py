@@ -1,12 +1,14 @@
 """Cross entropy over logits whose classes are sharded, without gathering them.
 
 Each rank works on its part of the classes; two small all-reduces (a maximum, then three
-sums for each row) carry all that the ranks need to know of each other.
+sums for each row) carry all that the ranks need to know of each other. Where nobody says
+how many classes there are, the size of each rank's part rides along with the maximum.
 """
 
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -23,6 +25,7 @@ from torchspmd.parallel.exchange import all_reduce_max
 from torchspmd.parallel.handover import refuse_double_backward, unwrap
 
 _CALL = "vocab_parallel_cross_entropy"
+_MOST_CLASSES = 2**24  # of one rank: float32 holds every number up to it
 
 
 def vocab_parallel_cross_entropy(  # noqa: PLR0913 - those of F.cross_entropy, and where
@@ -43,10 +46,12 @@ def vocab_parallel_cross_entropy(  # noqa: PLR0913 - those of F.cross_entropy, a
 
     Args:
         logits: This rank's part, ``(..., classes / ranks)``, or a DTensor that is
-            ``Shard(-1)``. Classes are the last dimension.
+            ``Shard(-1)``. Classes are the last dimension, in the order of the ranks; the
+            parts may be uneven.
         target: The class of each row, ``(...)``, equal on every rank.
         mesh: The axis over which plain logits are sharded; a DTensor knows its own.
-        num_classes: All classes, where the ranks do not hold equal parts.
+        num_classes: All classes, cut as ``torch.chunk`` does, to have each rank's part
+            compared with them.
         weight: A weight for each of all classes; a plain tensor, or a DTensor.
         ignore_index: Rows with this target count nothing.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
@@ -63,10 +68,10 @@ def vocab_parallel_cross_entropy(  # noqa: PLR0913 - those of F.cross_entropy, a
         ...     )
         tensor(1.3863)
     """
-    local, axis, total = _open_logits(logits, mesh, num_classes)
+    local, axis = _open_logits(logits, mesh)
     _check(local, target, reduction, label_smoothing)
-    first = shard_offset(total, axis.size, axis.rank)
-    rule = Rule(axis, first, total, ignore_index, label_smoothing)
+    total = _known_classes(logits, local, axis, num_classes, weight)
+    rule = Rule(axis, total, ignore_index, label_smoothing)
     local_weight, weight_of_target, weight_sum = _weights(weight, target, rule, local)
     rows: torch.Tensor = _RowLosses.apply(
         local, target, local_weight, weight_of_target, weight_sum, rule
@@ -79,11 +84,10 @@ def vocab_parallel_cross_entropy(  # noqa: PLR0913 - those of F.cross_entropy, a
 
 
 class Rule(NamedTuple):
-    """What is fixed in one call: where this rank's classes start, and the options."""
+    """What is fixed in one call; ``num_classes`` is None where the ranks will find it."""
 
     axis: Axis
-    first: int
-    num_classes: int
+    num_classes: int | None
     ignore_index: int
     smoothing: float
 
@@ -101,17 +105,14 @@ class _RowLosses(torch.autograd.Function):
         target: torch.Tensor,
         weight: torch.Tensor | None,
         weight_of_target: torch.Tensor,
-        weight_sum: float | torch.Tensor,
+        weight_sum: torch.Tensor | None,
         rule: Rule,
     ) -> torch.Tensor:
         wide = logits.float() if logits.dtype.itemsize < 4 else logits
-        largest = (
-            wide.amax(-1) if wide.size(-1) else wide.new_full(target.shape, -torch.inf)
-        )
-        largest = all_reduce_max(largest, rule.axis)
+        largest, first, num_classes = _meet(wide, rule)
         shifted = wide - largest.unsqueeze(-1)
         exponents = shifted.exp()
-        index, is_mine = _local_target(target, rule, wide.size(-1))
+        index, is_mine = _local_target(target, first, rule, wide.size(-1))
         of_target = _pick(shifted, index, is_mine)
         smooth = shifted if weight is None else shifted * weight
         terms = torch.stack((exponents.sum(-1), of_target, smooth.sum(-1)))
@@ -119,14 +120,16 @@ class _RowLosses(torch.autograd.Function):
         sum_of_exponents, of_target, of_all = terms.unbind()
         log_sum = sum_of_exponents.log()
         losses = (1 - rule.smoothing) * weight_of_target * (log_sum - of_target)
+        all_weights = num_classes if weight_sum is None else weight_sum
+        each = rule.smoothing / num_classes
         if rule.smoothing:
-            spread = weight_sum * log_sum - of_all
-            losses = losses + rule.smoothing / rule.num_classes * spread
+            losses = losses + each * (all_weights * log_sum - of_all)
         ctx.save_for_backward(
             exponents.div_(sum_of_exponents.unsqueeze(-1)), index, is_mine, weight,
             weight_of_target, target != rule.ignore_index,
         )  # fmt: skip
-        ctx.rule, ctx.weight_sum, ctx.dtype = rule, weight_sum, logits.dtype
+        ctx.rule, ctx.dtype = rule, logits.dtype
+        ctx.each, ctx.all_weights = each, all_weights
         return losses.masked_fill(target == rule.ignore_index, 0)
 
     @staticmethod
@@ -136,8 +139,8 @@ class _RowLosses(torch.autograd.Function):
         rule = ctx.rule
         gradient = gradient * counts
         of_target = gradient * (1 - rule.smoothing) * weight_of_target
-        spread = gradient * (rule.smoothing / rule.num_classes)
-        result = share * (of_target + spread * ctx.weight_sum).unsqueeze(-1)
+        spread = gradient * ctx.each
+        result = share * (of_target + spread * ctx.all_weights).unsqueeze(-1)
         if rule.smoothing:
             each = spread.unsqueeze(-1)
             result = result - (each if weight is None else each * weight)
@@ -147,11 +150,31 @@ class _RowLosses(torch.autograd.Function):
         return result.to(ctx.dtype), None, None, None, None, None
 
 
+def _meet(
+    logits: torch.Tensor, rule: Rule
+) -> tuple[torch.Tensor, int | torch.Tensor, int | torch.Tensor]:
+    """Each row's largest logit, where this rank's classes start, and how many all are."""
+    size, axis = logits.size(-1), rule.axis
+    largest = (
+        logits.amax(-1) if size else logits.new_full(logits.shape[:-1], -torch.inf)
+    )
+    if rule.num_classes is not None:
+        first = shard_offset(rule.num_classes, axis.size, axis.rank)
+        return all_reduce_max(largest, axis), first, rule.num_classes
+    # Every rank writes into its own place, and reading it on the device waits for nobody.
+    places = (axis.rank, axis.size - 1 - axis.rank)
+    sizes = F.pad(logits.new_full((1,), size), places)
+    both = all_reduce_max(torch.cat((largest.flatten(), sizes)), axis)
+    sizes = both[-axis.size :].long()
+    largest = both[: -axis.size].view(largest.shape)
+    return largest, sizes[: axis.rank].sum(), sizes.sum().to(logits.dtype)
+
+
 def _local_target(
-    target: torch.Tensor, rule: Rule, size: int
+    target: torch.Tensor, first: int | torch.Tensor, rule: Rule, size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each row's class among this rank's, and whether it is one of them."""
-    local = target - rule.first
+    local = target - first
     is_mine = (local >= 0) & (local < size) & (target != rule.ignore_index)
     return torch.where(is_mine, local, 0), is_mine
 
@@ -166,12 +189,15 @@ def _pick(
 
 def _weights(
     weight: torch.Tensor | None, target: torch.Tensor, rule: Rule, logits: torch.Tensor
-) -> tuple[torch.Tensor | None, torch.Tensor, float | torch.Tensor]:
-    """This rank's class weights, each row's weight, and the sum of all weights."""
+) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
+    """This rank's class weights, each row's weight, and the sum of all weights.
+
+    Without weights the sum is None: it is the number of all classes.
+    """
     dtype = torch.float32 if logits.dtype.itemsize < 4 else logits.dtype
     counts = target != rule.ignore_index
-    if weight is None:
-        return None, counts.to(dtype), float(rule.num_classes)
+    if weight is None or rule.num_classes is None:
+        return None, counts.to(dtype), None
     whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
     if whole.shape != (rule.num_classes,):
         raise LayoutError(
@@ -180,13 +206,14 @@ def _weights(
         )
     whole = whole.detach().to(dtype)
     of_target = whole[torch.where(counts, target, 0)] * counts
-    return whole.narrow(0, rule.first, logits.size(-1)), of_target, whole.sum()
+    first = shard_offset(rule.num_classes, rule.axis.size, rule.axis.rank)
+    return whole.narrow(0, first, logits.size(-1)), of_target, whole.sum()
 
 
 def _open_logits(
-    logits: torch.Tensor, mesh: DeviceMesh | None, num_classes: int | None
-) -> tuple[torch.Tensor, Axis, int]:
-    """This rank's logits, the axis of their classes, and the number of all classes."""
+    logits: torch.Tensor, mesh: DeviceMesh | None
+) -> tuple[torch.Tensor, Axis]:
+    """This rank's logits, and the axis of their classes."""
     if isinstance(logits, DTensor):
         own = logits.device_mesh
         if own.ndim != 1 or logits.placements[0] not in (
@@ -199,21 +226,57 @@ def _open_logits(
                 f"sharded over one axis: (Shard({logits.ndim - 1}),)."
             )
         axis = build_axis(own, _CALL)
-        return unwrap(logits, axis), axis, logits.size(-1)
+        return unwrap(logits, axis), axis
     if mesh is None:
         raise LayoutError(
             f"{_CALL}: plain logits of shape {tuple(logits.shape)} do not say over which "
             'ranks their classes are sharded. Pass mesh=, such as mesh["tp"].'
         )
-    axis = build_axis(mesh, _CALL)
-    total = logits.size(-1) * axis.size if num_classes is None else num_classes
-    expected = shard_size(total, axis.size, axis.rank)
-    if logits.size(-1) != expected:
+    return logits, build_axis(mesh, _CALL)
+
+
+def _known_classes(
+    logits: torch.Tensor,
+    local: torch.Tensor,
+    axis: Axis,
+    num_classes: int | None,
+    weight: torch.Tensor | None,
+) -> int | None:
+    """The number of all classes that the caller has said; None if the ranks must tell.
+
+    The size that a DTensor claims is not enough: ``from_local`` without ``shape=`` takes
+    all parts for equal, on each rank by its own.
+    """
+    size = local.size(-1)
+    if num_classes is None and weight is None:
+        if size > _MOST_CLASSES:
+            raise LayoutError(
+                f"{_CALL}: the logits have {size} classes on this rank, too many to be "
+                "told to the others as a float32. Pass num_classes=."
+            )
+        return None
+    claimed = logits.size(-1) if isinstance(logits, DTensor) else num_classes
+    if num_classes is not None and num_classes != claimed:
         raise LayoutError(
-            f"{_CALL}: the logits have {logits.size(-1)} classes on this rank; of "
-            f"num_classes={total} on the {axis} it holds {expected}."
+            f"{_CALL}: num_classes={num_classes}, but the logits are a DTensor of "
+            f"{claimed} classes. Leave num_classes out, or build the DTensor with "
+            "from_local(..., shape=, stride=) if its parts are uneven."
         )
-    return logits, axis, total
+    if claimed is not None:
+        _check_part(size, claimed, axis, f"num_classes={claimed}")
+        return claimed
+    assert weight is not None
+    _check_part(size, weight.numel(), axis, f"the {weight.numel()} classes of weight")
+    return weight.numel()
+
+
+def _check_part(size: int, total: int, axis: Axis, said: str) -> None:
+    expected = shard_size(total, axis.size, axis.rank)
+    if size != expected:
+        raise LayoutError(
+            f"{_CALL}: the logits have {size} classes on this rank; of {said} on the "
+            f"{axis} it holds {expected}. Both count the classes of all ranks."
+        )
 
 
 def _check(

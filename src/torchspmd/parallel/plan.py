@@ -103,7 +103,8 @@ class Plan(Mapping[str, Style]):
         Query, key and value projections read one tensor, and so do gate and up: each
         sums its gradient over the ranks. Where nothing else reads it, the module around
         them can get it as a DTensor, and one sum serves them all: in a Llama layer, two
-        sums in backward instead of five.
+        sums in backward instead of five. Where nothing can be shared, the plan comes back
+        as it is, with a ``PlanWarning`` that says why.
 
         Args:
             model: The model; it is run once on shapes, and not changed.
@@ -210,6 +211,21 @@ def is_style(value: object) -> bool:
     return isinstance(value, (ParallelStyle, TorchStyle))
 
 
+def explain_no_style(pattern: str, value: object) -> str:
+    """Why the value of a pattern is not a style, and what to write."""
+    from torchspmd.parallel.text_form import STYLES
+
+    if isinstance(value, str):
+        name = value if value in STYLES else "ColwiseParallel"
+        such = "" if value in STYLES else " or another style"
+        fix = f"pass {name}(){such}; names are for TOML files"
+    elif isinstance(value, type) and issubclass(value, (ParallelStyle, TorchStyle)):
+        return f"{pattern!r}: {value.__name__} is a class; pass {value.__name__}()"
+    else:
+        fix = "pass one such as ColwiseParallel()"
+    return f"{pattern!r}: {value!r} is not a style; {fix}"
+
+
 def _check(styles: object, heads: Mapping[str, int] | None) -> None:
     if not isinstance(styles, Mapping):
         raise PlanError(
@@ -218,7 +234,7 @@ def _check(styles: object, heads: Mapping[str, int] | None) -> None:
         )
     problems = [f"the pattern {p!r} is not text" for p in styles if type(p) is not str]
     problems += [
-        f"{pattern!r}: {style!r} is not a style"
+        explain_no_style(pattern, style)
         for pattern, style in styles.items()
         if not is_style(style)
     ]

@@ -11,6 +11,7 @@ from torch import nn
 
 _NUMBER_PART = re.compile(r"(?<![^.])\d+(?![^.])")
 _QUOTED = re.compile(r"'([\w.]+)'")
+_SUBJECT = re.compile(r"'[^']*'(?=: )")
 V = TypeVar("V")
 _LISTED = 6  # names that a message lists before it says how many more there are
 
@@ -134,14 +135,28 @@ def fold(paths: Sequence[str]) -> list[str]:
 def fold_texts(texts: Iterable[str]) -> list[str]:
     """Texts that differ in the numbers of quoted paths only, as one with ranges.
 
+    Where one text is said of several paths, it is said once.
+
     >>> fold_texts(["'layers.0.up' is odd", "'layers.1.up' is odd"])
     ["'layers.[0-1].up' is odd"]
+    >>> fold_texts(["'q': too few heads", "'k': too few heads"])
+    ["'q', 'k' each: too few heads"]
     """
     groups: dict[str, list[str]] = {}
     for text in texts:
         key = _QUOTED.sub(lambda found: f"'{generalise(found[1])}'", text)
         groups.setdefault(key, []).append(text)
-    return [line for group in groups.values() for line in _fold_text_group(group)]
+    lines = [line for group in groups.values() for line in _fold_text_group(group)]
+    subjects: dict[str, list[str]] = {}
+    for line in lines:
+        found = _SUBJECT.match(line)
+        subjects.setdefault(line[found.end() :] if found else line, []).append(
+            found[0] if found else ""
+        )
+    return [
+        f"{', '.join(names)}{' each' if len(names) > 1 else ''}{rest}"
+        for rest, names in subjects.items()
+    ]
 
 
 def _fold_text_group(texts: list[str]) -> list[str]:

@@ -6,6 +6,7 @@ gets it as a DTensor, its gradient stays in terms until all have added to it, an
 serves them all.
 """
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import Placement, Replicate
 from torch.overrides import TorchFunctionMode
 
-from torchspmd.errors import PlanError
+from torchspmd.errors import PlanError, PlanWarning
 from torchspmd.parallel.colwise import ColwiseParallel
 from torchspmd.parallel.plan import Style
 from torchspmd.parallel.plan_assignment import Assignment
@@ -27,7 +28,12 @@ from torchspmd.parallel.plan_calls import (
     run_on_shapes,
 )
 from torchspmd.parallel.plan_flow import tensors_in
-from torchspmd.parallel.plan_names import module_tree, shortest_patterns
+from torchspmd.parallel.plan_names import (
+    fold_texts,
+    listed,
+    module_tree,
+    shortest_patterns,
+)
 from torchspmd.parallel.prepare import PrepareModuleInput
 from torchspmd.parallel.resolve import resolve
 
@@ -52,11 +58,34 @@ def shared_inputs(
             f"({error}). Pass example_inputs=, or leave the plan as it is."
         ) from error
     found: dict[str, Style] = {}
+    reasons = []
     for parent, children in families.items():
         style = _find_style(parent, children, calls, uses)
-        if style is not None:
+        if isinstance(style, str):
+            reasons.append(f"{_names(children)}: {style}")
+        else:
             found[parent] = style
+    if not found:
+        _warn(model, reasons)
     return shortest_patterns(module_tree(model), found)
+
+
+def _names(paths: list[str]) -> str:
+    return ", ".join(f"'{path}'" for path in paths)
+
+
+def _warn(model: nn.Module, reasons: list[str]) -> None:
+    none = (
+        "no module without a style has two column-wise Linears right inside it that "
+        "take a whole input"
+    )
+    lines = "".join(f"\n  * {text}" for text in fold_texts(reasons) or [none])
+    warnings.warn(
+        f"Plan.share_inputs: nothing in {type(model).__name__} could be shared, and the "
+        f"plan stays as it is.{lines}",
+        PlanWarning,
+        stacklevel=4,
+    )
 
 
 def _families(
@@ -85,26 +114,36 @@ def _all_paths(families: Mapping[str, list[str]]) -> list[str]:
 
 def _find_style(
     parent: str, children: list[str], calls: list[Call], uses: "_Uses"
-) -> Style | None:
-    """The style that makes the shared input a DTensor; None where that is not safe."""
+) -> Style | str:
+    """The style that makes the shared input a DTensor, or why that is not safe."""
     styles = {
         _style_for(call, [c for c in calls if c.path in children], uses)
         for call in calls
         if call.path == parent
     }
-    # A module that is called in different ways has no one style for them.
-    return styles.pop() if len(styles) == 1 else None
+    if not styles:
+        return f"'{parent}' was not called"
+    if len(styles) > 1:
+        return (
+            f"'{parent}' is called in different ways, for which there is no one style"
+        )
+    return styles.pop()
 
 
-def _style_for(call: Call, readers: list[Call], uses: "_Uses") -> Style | None:
+def _style_for(call: Call, readers: list[Call], uses: "_Uses") -> Style | str:
     read = [facts.identity for c in readers if (facts := c.inputs[0]) is not None]
-    shared = {
-        identity
-        for identity in read
-        # Anything else that reads it would meet a DTensor.
-        if 1 < read.count(identity) == uses.by_linear.get(identity)
-        and identity not in uses.by_others
-    }
+    common = {identity for identity in read if read.count(identity) > 1}
+    if not common:
+        return "they do not read one tensor"
+    # Anything else that reads it would meet a DTensor.
+    others = {identity: _others(identity, read, uses) for identity in common}
+    shared = {identity for identity in common if not others[identity]}
+    if not shared:
+        names = listed(dict.fromkeys(name for o in others.values() for name in o))
+        return (
+            f"the tensor that they read is also read by {names}, which would meet a "
+            "DTensor; hand them one of their own, such as the output of a norm"
+        )
     by_place = tuple(
         _WHOLE if facts is not None and facts.identity in shared else None
         for facts in call.inputs
@@ -115,7 +154,7 @@ def _style_for(call: Call, readers: list[Call], uses: "_Uses") -> Style | None:
         if facts is not None and facts.identity in shared
     }
     if not by_name and not any(by_place):
-        return None
+        return f"the tensor that they read is not an argument of '{call.path}'"
     layouts = by_place if any(by_place) else None
     return PrepareModuleInput(
         input_layouts=layouts,
@@ -125,13 +164,21 @@ def _style_for(call: Call, readers: list[Call], uses: "_Uses") -> Style | None:
     )
 
 
+def _others(identity: int, read: list[int], uses: "_Uses") -> list[str]:
+    """What reads a tensor besides the layers that share it."""
+    names = list(uses.by_others.get(identity, ()))
+    if uses.by_linear.get(identity) != read.count(identity):
+        names.append("another Linear")
+    return names
+
+
 class _Uses(TorchFunctionMode):
     """What torch functions make from each tensor, by the tensor's identity."""
 
     def __init__(self) -> None:
         super().__init__()
         self.by_linear: dict[int, int] = {}
-        self.by_others: set[int] = set()
+        self.by_others: dict[int, dict[str, None]] = {}
         self._alive: list[torch.Tensor] = []  # ids stay unique while tensors live
 
     def __torch_function__(
@@ -149,5 +196,7 @@ class _Uses(TorchFunctionMode):
                 first = id(given[0])
                 self.by_linear[first] = self.by_linear.get(first, 0) + 1
             else:
-                self.by_others |= set(map(id, given))
+                name = getattr(func, "__name__", str(func))
+                for tensor in given:
+                    self.by_others.setdefault(id(tensor), {})[name] = None
         return result

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from torchspmd.errors import PlanError, UnsupportedModuleError, UsageError
-from torchspmd.parallel.plan import Plan, Style, is_style
+from torchspmd.parallel.plan import Plan, Style, explain_no_style, is_style
 from torchspmd.parallel.plan_assignment import Assignment, find_problems
 from torchspmd.parallel.plan_claims import find_broken_ties, find_double_claims
 from torchspmd.parallel.plan_handover import find_bad_handovers
@@ -109,7 +109,7 @@ def _assign(
     found: dict[int, Assignment] = {}
     for pattern, style in plan.items():
         if not is_style(style):
-            problems.append(f"{pattern!r}: {style!r} is not a style")
+            problems.append(explain_no_style(pattern, style))
             continue
         paths = match(tree, pattern)
         if not paths:

@@ -1,6 +1,7 @@
 """Reports as text: tables on a rich console, plain when it is not a terminal."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from rich import box
 from rich.console import Console, RenderableType
@@ -8,6 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from torchspmd.comm import Change, Ledger, Phase, Total, format_bytes
+from torchspmd.comm.folding import fold, unfold
+from torchspmd.report.module_path import ModulePath
 from torchspmd.report.tree import ModuleNode, build_tree
 
 
@@ -78,18 +81,19 @@ def kind_table(ledger: Ledger, is_terminal: bool = False) -> Table:
 
 
 def change_table(changes: Sequence[Change], is_terminal: bool = False) -> Table:
-    """One row for each module and kind that differs."""
+    """One row for each module and kind that differs, alike ones of several in one."""
     table = plain_table("What changed", is_terminal)
-    table.add_column("module", overflow="fold", ratio=1)
+    table.add_column("module", ratio=1)
     for name in ("kind", "axis", "phase"):
         table.add_column(name, no_wrap=True)
     for name in ("count", "payload"):
         table.add_column(name, justify="right", no_wrap=True)
-    for change in changes:
+    for path, change in _folded(changes):
         before, after = change.before, change.after
-        kind = change.kind + (" (implicit)" if change.implicit else "")
+        # On a line of its own: the room is for paths.
+        kind = change.kind + ("\n(implicit)" if change.implicit else "")
         table.add_row(
-            Text(change.module),
+            ModulePath(path),
             kind,
             Text(change.axis),
             change.phase,
@@ -97,6 +101,16 @@ def change_table(changes: Sequence[Change], is_terminal: bool = False) -> Table:
             f"{format_bytes(before.payload_bytes)} -> {format_bytes(after.payload_bytes)}",
         )
     return table
+
+
+def _folded(changes: Sequence[Change]) -> Iterator[tuple[str, Change]]:
+    """Paths with the sum of their modules' changes, where those are equal."""
+    rows = fold((change.module, replace(change, module="")) for change in changes)
+    for path, change in rows:
+        times = len(unfold(path))
+        label = f"{path} x{times}" if times > 1 else path
+        before, after = change.before * times, change.after * times
+        yield label, replace(change, before=before, after=after)
 
 
 def note_lines(ledger: Ledger) -> list[str]:

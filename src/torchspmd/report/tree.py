@@ -133,12 +133,7 @@ def _scale(node: ModuleNode, times: int) -> ModuleNode:
 
 
 def _scaled(totals: dict[str, Total], times: int) -> dict[str, Total]:
-    return {
-        phase: Total(
-            total.count * times, total.payload_bytes * times, total.wire_bytes * times
-        )
-        for phase, total in totals.items()
-    }
+    return {phase: total * times for phase, total in totals.items()}
 
 
 def _by_phase(rows: Iterable[tuple[Key, Total]]) -> dict[str, Total]:

@@ -50,8 +50,11 @@ def serve(
                 fn, args, kwargs, seed = pickle.loads(connection.recv_bytes())
             except (EOFError, OSError):
                 break
-            except Exception:
-                _answer(connection, _reraise, traceback.format_exc())
+            except Exception as error:
+                text = "the rank could not import what it was sent"
+                _send(
+                    connection, pickle.dumps(("error", f"{text}:\n{_traceback(error)}"))
+                )
                 continue
             torch.manual_seed(seed)
             _answer(connection, fn, *args, **kwargs)
@@ -95,10 +98,6 @@ def _take_device(rank: int, world_size: int) -> None:
     torch.cuda.set_device(rank % num_devices)
 
 
-def _reraise(text: str) -> None:
-    raise RuntimeError(f"the rank could not import what it was sent:\n{text}")
-
-
 def _answer(
     connection: "multiprocessing.connection.Connection[bytes, bytes]",
     fn: Callable[..., Any],
@@ -107,11 +106,25 @@ def _answer(
 ) -> None:
     try:
         message = pickle.dumps(("ok", fn(*args, **kwargs)))
-    except BaseException:
-        message = pickle.dumps(("error", traceback.format_exc()))
+    except BaseException as error:
+        message = pickle.dumps(("error", _traceback(error)))
     # The process ends without Python's own clean-up, which would do this.
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
-    with contextlib.suppress(OSError):
+    _send(connection, message)
+
+
+def _send(
+    connection: "multiprocessing.connection.Connection[bytes, bytes]", message: bytes
+) -> None:
+    with contextlib.suppress(OSError):  # the parent may be gone
         connection.send_bytes(message)
+
+
+def _traceback(error: BaseException) -> str:
+    """Where it happened; our own call of the function says nothing about it."""
+    frames = error.__traceback__
+    inside = None if frames is None else frames.tb_next
+    # A result that does not pickle has only our frame.
+    return "".join(traceback.format_exception(type(error), error, inside or frames))

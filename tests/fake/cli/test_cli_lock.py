@@ -157,6 +157,25 @@ def test_any_world_size_steps_skip_and_rank(folder):
     assert (large.made_by.rank, large.made_by.steps, large.made_by.skip) == (3, 2, 1)
 
 
+def test_more_skipped_than_made(folder, capsys):
+    assert lock("--skip", "50") == 2
+    told = (
+        "--skip 50: the script made only 3 optimizer steps, so none is left to record"
+    )
+    assert f"torchspmd lock: {told}" in capsys.readouterr().err
+    assert not (folder / "comm.lock").exists()
+    assert lock("--skip", "2") == 0
+    change(folder, "range(3)", "range(2)")
+    assert main(["check"]) == 2
+    assert "--skip 2: the script made only 2 optimizer" in capsys.readouterr().err
+
+
+def test_help_of_every_option(capsys):
+    with pytest.raises(SystemExit):
+        main(["lock", "--help"])
+    assert "write the lock here (comm.lock)" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("mesh", "sentence"),
     [
@@ -191,6 +210,11 @@ def test_another_mesh_than_the_scripts(folder, capsys, mesh, sentence):
         (
             ["lock", "train.py", "--mesh", "tp=2", "-o", "a/b"],
             "there is no folder a for",
+        ),
+        (["lock", ".", "--mesh", "tp=2"], ". is a folder, not a script."),
+        (
+            ["lock", "train.py", "--mesh", "tp=2", "-o", "."],
+            "--out . is a folder: name a file in it, as in comm.lock.",
         ),
         (["check"], "cannot read comm.lock: No such file or directory."),
         (

@@ -2,17 +2,20 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
 import torchspmd
 from torchspmd import load_ledger
 from torchspmd._cli import main
+from torchspmd._cli.simulate import cuda_as_cpu
 
 pytestmark = pytest.mark.fake
 
@@ -84,6 +87,61 @@ def test_steps_skip_and_script_arguments(script, tmp_path, capsys):
     assert "finished after 3" in captured and "3 optimizer steps" in captured
 
 
+@pytest.mark.parametrize(
+    ("steps", "skip", "sentence"),
+    [
+        (
+            "3",
+            "50",
+            "--skip 50: the script made only 3 optimizer steps, so none is left",
+        ),
+        ("1", "1", "--skip 1: the script made only 1 optimizer step, so none is left"),
+        ("3", "3", "Record with --skip 2 or less, or let the script make more steps."),
+    ],
+)
+def test_more_skipped_than_made(script, tmp_path, capsys, steps, skip, sentence):
+    out = tmp_path / "report.json"
+    words = ["--world-size", "4", "--skip", skip, "--out", str(out), "--", steps]
+    assert main(["trace", script, *words]) == 2
+    captured = capsys.readouterr()
+    assert sentence in captured.err and "Communication" not in captured.out
+    assert not out.exists()
+    assert main(["trace", script, "--world-size", "4", "--skip", "2", "--", "3"]) == 0
+
+
+def test_skipped_without_an_optimizer(tmp_path, capsys):
+    script = tmp_path / "plain.py"
+    script.write_text("from torch import nn, ones\nnn.Linear(2, 2)(ones(2))")
+    assert main(["trace", str(script), "--world-size", "2", "--skip", "1"]) == 2
+    assert "--skip 1: the script made no optimizer step" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--layers", "2"], ["two words"]])
+@pytest.mark.parametrize("command", ["trace", "lock"])
+def test_arguments_of_the_script_stand_behind_two_dashes(capsys, command, words):
+    given = {"trace": ["--world-size", "8"], "lock": ["--mesh", "tp=8"]}[command]
+    with pytest.raises(SystemExit) as end:
+        main([command, "s.py", *given, *words])
+    assert end.value.code == 2
+    error, told = capsys.readouterr().err, shlex.join(words)
+    assert error.startswith(f"usage: torchspmd {command} script.py ")
+    assert f"unrecognized arguments: {told}. Arguments of the script stand" in error
+    assert error.endswith(f"as in torchspmd {command} s.py ... -- {told}\n")
+
+
+def test_no_such_option_of_a_command_without_a_script(capsys):
+    with pytest.raises(SystemExit):
+        main(["diff", "a", "b", "--wrong"])
+    assert capsys.readouterr().err.endswith("unrecognized arguments: --wrong\n")
+
+
+def test_cuda_is_cuda_again_afterwards():
+    torch.get_device_module.cache_clear()
+    with cuda_as_cpu():
+        assert torch.get_device_module("cuda") is torch.cpu
+    assert torch.get_device_module("cuda") is torch.cuda
+
+
 def test_setup_is_told_apart(script, capsys):
     assert main(["trace", script, "--world-size", "2"]) == 0
     words = " ".join(capsys.readouterr().out.split())
@@ -126,6 +184,23 @@ def test_script_that_fails(tmp_path, capsys):
     assert not out.exists()
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("import json\njson.loads('{')", ["line 2, in <module>", "json/decoder.py"]),
+        ("if True\n    pass", ["line 1\n", "SyntaxError"]),
+    ],
+)
+def test_a_traceback_is_that_of_the_script(tmp_path, capsys, text, told):
+    script = tmp_path / "fails.py"
+    script.write_text(text)
+    assert main(["trace", str(script), "--world-size", "2"]) == 1
+    error = capsys.readouterr().err
+    assert all(part in error for part in told)
+    assert error.partition("File ")[2].startswith(f'"{script}"')
+    assert "_cli" not in error and "runpy" not in error
+
+
 @pytest.mark.parametrize(("code", "answer"), [("0", 0), ("None", 0), ("3", 1)])
 def test_script_that_exits(tmp_path, code, answer):
     script = tmp_path / "exits.py"
@@ -160,14 +235,20 @@ def test_script_without_optimizer_or_modules(tmp_path, capsys):
             ["SCRIPT", "--world-size", "2", "--out", "no/where.json"],
             "there is no folder no",
         ),
+        (["FOLDER", "--world-size", "2"], "FOLDER is a folder, not a script."),
+        (
+            ["SCRIPT", "--world-size", "2", "--out", "FOLDER"],
+            "--out FOLDER is a folder: name a file in it, as in FOLDER/report.json.",
+        ),
     ],
 )
 def test_bad_use_is_one_sentence(script, capsys, options, sentence):
-    arguments = [script if option == "SCRIPT" else option for option in options]
+    places = {"SCRIPT": script, "FOLDER": str(Path(script).parent)}
+    arguments = [places.get(option, option) for option in options]
     assert main(["trace", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("torchspmd trace: ")
-    assert sentence in error
+    assert sentence.replace("FOLDER", places["FOLDER"]) in error
     assert "Traceback" not in error and error.count("\n") == 1
 
 

@@ -20,7 +20,26 @@ def test_the_logits_are_never_gathered() -> None:
         with CommDebugMode() as comm:
             vocab_parallel_cross_entropy(logits, TARGET, mesh=mesh).backward()
         sent = [(event.kind.value, event.shape) for event in comm.ledger.events]
-        assert sent == [("all_reduce", (6,)), ("all_reduce", (3, 6))]
+        # A maximum for each row and the size of each rank's part, then three sums.
+        assert sent == [("all_reduce", (6 + 4,)), ("all_reduce", (3, 6))]
+
+
+def test_a_number_of_classes_that_is_said_is_not_sent() -> None:
+    with fake_mesh(4, ("tp",)) as mesh:
+        with CommDebugMode() as comm:
+            vocab_parallel_cross_entropy(
+                torch.randn(6, 100), TARGET, mesh=mesh, num_classes=400
+            )
+        assert [event.shape for event in comm.ledger.events] == [(6,), (3, 6)]
+
+
+def test_more_classes_than_can_be_told() -> None:
+    with fake_mesh(4, ("tp",)) as mesh:
+        logits, target = torch.empty(0, 2**24 + 1), torch.empty(0, dtype=torch.long)
+        with pytest.raises(LayoutError, match=r"too many.*Pass num_classes="):
+            vocab_parallel_cross_entropy(logits, target, mesh=mesh)
+        logits = logits[:, 1:]
+        vocab_parallel_cross_entropy(logits, target, mesh=mesh)
 
 
 def test_plain_logits_need_a_mesh() -> None:
@@ -51,10 +70,22 @@ def test_a_part_of_the_wrong_size() -> None:
             )
 
 
+def test_a_dtensor_of_another_number_of_classes() -> None:
+    with fake_mesh(4, ("tp",)) as mesh:
+        logits = DTensor.from_local(torch.randn(6, 4), mesh, (Shard(1),))
+        with pytest.raises(
+            LayoutError, match=r"num_classes=15, but.*DTensor of 16.*shape="
+        ):
+            vocab_parallel_cross_entropy(logits, TARGET, num_classes=15)
+        with pytest.raises(LayoutError, match="each of the 16 classes, not of this"):
+            vocab_parallel_cross_entropy(logits, TARGET, weight=torch.ones(4))
+
+
 def test_a_weight_for_the_local_classes_only() -> None:
     with fake_mesh(4, ("tp",)) as mesh:
         with pytest.raises(
-            LayoutError, match="each of the 16 classes, not of this rank"
+            LayoutError,
+            match=r"4 classes on this rank; of the 4 classes of weight.*1\.",
         ):
             vocab_parallel_cross_entropy(
                 torch.randn(6, 4), TARGET, mesh=mesh, weight=torch.ones(4)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from torchspmd import CommDebugMode
-from torchspmd.errors import PlanError
+from torchspmd.errors import PlanError, PlanWarning
 from torchspmd.parallel import (
     ColwiseParallel,
     ExpertParallel,
@@ -334,12 +334,50 @@ def test_an_input_that_something_else_reads_is_not_shared():
 
     plan = Plan({"gate": COLWISE, "up": COLWISE, "down": ROWWISE})
     assert plan.share_inputs(Gated()) != plan
-    assert plan.share_inputs(Reads()) == plan
+    with pytest.warns(PlanWarning) as caught:
+        assert plan.share_inputs(Reads()) == plan
+    assert str(caught[0].message) == (
+        "Plan.share_inputs: nothing in Reads could be shared, and the plan stays as it is."
+        "\n  * 'gate', 'up': the tensor that they read is also read by mul, which would "
+        "meet a DTensor; hand them one of their own, such as the output of a norm"
+    )
+    assert caught[0].filename == __file__
     # A module that has a style keeps it.
     styled = plan | {
         "": PrepareModuleInput(input_layouts=WHOLE, desired_input_layouts=WHOLE)
     }
-    assert styled.share_inputs(Gated()) == styled
+    with pytest.warns(PlanWarning, match="no module without a style has two column-w"):
+        assert styled.share_inputs(Gated()) == styled
+
+
+def test_why_nothing_is_shared():
+    class Apart(Gated):
+        def forward(self, x):
+            return self.gate(x) * self.up(x.tanh())
+
+    class Within(Gated):
+        def forward(self, x):
+            return super().forward(x.tanh())
+
+    class Twice(Gated):
+        def forward(self, x):
+            return self.gate(x) * self.up(x) + F.linear(x, self.up.weight)
+
+    class Never(nn.Sequential):
+        def forward(self, x):
+            return x
+
+    plan = Plan({"gate": COLWISE, "up": COLWISE, "down": ROWWISE})
+    for model, reason in (
+        (Apart(), "they do not read one tensor"),
+        (Within(), "the tensor that they read is not an argument of ''"),
+        (Twice(), "is also read by another Linear"),
+    ):
+        with pytest.warns(PlanWarning, match=f"'gate', 'up': .*{reason}"):
+            assert plan.share_inputs(model) == plan
+    never = Plan({f"0.{path}": style for path, style in plan.items()})
+    with pytest.warns(PlanWarning, match="'0.gate', '0.up': '0' was not called"):
+        never.share_inputs(Never(Gated()), example_inputs=(torch.ones(1),))
 
 
 def test_a_model_that_needs_values_cannot_be_looked_at():

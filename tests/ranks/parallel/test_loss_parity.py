@@ -1,15 +1,25 @@
 """The vocabulary-parallel loss gives F.cross_entropy's numbers and gradients."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from tp_parity import CLOSE, part, tp_mesh, whole
 
-from torchspmd.parallel import vocab_parallel_cross_entropy
-from torchspmd.testing import Ranks
+from torchspmd.parallel import (
+    ColwiseParallel,
+    parallelize_module,
+    vocab_parallel_cross_entropy,
+)
+from torchspmd.step import DataParallel
+from torchspmd.step import compile as compile_step
+from torchspmd.testing import Ranks, run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -20,7 +30,9 @@ def ranks(request: pytest.FixtureRequest) -> Ranks:
     return found
 
 
-def compare(logits: torch.Tensor, target: torch.Tensor, options: dict) -> None:
+def compare(
+    logits: torch.Tensor, target: torch.Tensor, options: dict, said: int | None
+) -> None:
     mesh, classes = tp_mesh(), logits.size(-1)
     expected_logits = logits.clone().requires_grad_()
     flat = F.cross_entropy(
@@ -31,7 +43,7 @@ def compare(logits: torch.Tensor, target: torch.Tensor, options: dict) -> None:
     expected.backward(weights)
     local = part(logits, Shard(-1), mesh).requires_grad_()
     loss = vocab_parallel_cross_entropy(
-        local, target, mesh=mesh, num_classes=classes, **options
+        local, target, mesh=mesh, num_classes=said, **options
     )
     torch.testing.assert_close(loss, expected, **CLOSE)
     loss.backward(weights)
@@ -54,7 +66,9 @@ def every_option() -> None:
             "weight": weight,
             "ignore_index": ignored,
         }
-        compare(logits, target, options)
+        compare(logits, target, options, said=None)
+        if reduction == "none":
+            compare(logits, target, options, said=classes)
 
 
 def test_every_option(ranks: Ranks) -> None:
@@ -78,6 +92,90 @@ def consumers() -> None:
 
 def test_any_consumer_of_the_loss(ranks: Ranks) -> None:
     ranks.run(consumers)
+
+
+def hand_made_parts() -> None:
+    """Parts that no rule of torch makes, and DTensors that take them for equal."""
+    mesh = tp_mesh()
+    last = mesh.size() - 1
+    sizes = [3] * last + [5]
+    logits = torch.randn(6, sum(sizes), dtype=torch.float64)
+    target = torch.tensor([0, 2, 3, sum(sizes) - 1, 1, sum(sizes) - 5])
+    expected_logits = logits.clone().requires_grad_()
+    expected = F.cross_entropy(expected_logits, target, label_smoothing=0.1)
+    expected.backward()
+    for build in (lambda x: x, lambda x: DTensor.from_local(x, mesh, (Shard(1),))):
+        local = logits.split(sizes, 1)[mesh.get_local_rank()].clone().requires_grad_()
+        loss = vocab_parallel_cross_entropy(
+            build(local), target, mesh=mesh, label_smoothing=0.1
+        )
+        torch.testing.assert_close(loss, expected, **CLOSE)
+        loss.backward()
+        gradient = expected_logits.grad.split(sizes, 1)[mesh.get_local_rank()]
+        torch.testing.assert_close(local.grad, gradient, **CLOSE)
+
+
+def test_parts_of_any_size(ranks: Ranks) -> None:
+    ranks.run(hand_made_parts)
+
+
+def uneven_head() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    head = nn.Sequential(nn.Linear(4, 9)).double()
+    return head, torch.randn(6, 4).double(), torch.tensor([0, 8, 1, 5, 4, 2])
+
+
+def one_device() -> list[float]:
+    head, x, target = uneven_head()
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.5)
+    losses = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(head(x), target, label_smoothing=0.1)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def captured() -> None:
+    """Uneven parts in a step that ``step.compile`` or ``torch.compile`` captures."""
+    mesh = init_device_mesh(
+        "cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "tp")
+    )
+
+    def step(head: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        optimizer.zero_grad()
+        loss = vocab_parallel_cross_entropy(
+            head(x), y, mesh=mesh["tp"], label_smoothing=0.1
+        )
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    as_graph = compile_step(
+        parallel_mode=DataParallel("replicate", reduce="avg"), mesh=mesh["dp"]
+    )
+    head, x, target = uneven_head()
+    parallelize_module(head, mesh["tp"], {"0": ColwiseParallel()})
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.5)
+    with as_graph(step) as compiled:
+        found = [compiled(head, optimizer, x, target).item() for _ in range(2)]
+    assert found == pytest.approx(one_device(), rel=1e-9)
+    local = part(torch.randn(6, 9).double(), Shard(1), mesh["tp"]).requires_grad_()
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def loss_of(logits: torch.Tensor) -> torch.Tensor:
+        return vocab_parallel_cross_entropy(logits, target, mesh=mesh["tp"])
+
+    loss_of(local).backward()
+    gradient, local.grad = local.grad, None
+    vocab_parallel_cross_entropy(local, target, mesh=mesh["tp"]).backward()
+    torch.testing.assert_close(local.grad, gradient, **CLOSE)
+
+
+def test_uneven_parts_in_a_captured_step() -> None:
+    run_ranks(captured, 2)  # it makes groups of its own
 
 
 def half_precision() -> None:

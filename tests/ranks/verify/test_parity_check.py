@@ -170,6 +170,12 @@ def mapped(x, weight):
     return x @ weight
 
 
+# It has the name of the other function.
+product_mapped = local_map(
+    product, out_placements=[Partial()], in_placements=([Shard(1)], [Shard(0)])
+)
+
+
 @local_map(
     out_placements=[Shard(0)],
     in_placements=([Shard(0)], [Replicate()]),
@@ -183,7 +189,8 @@ def test_local_functions(ranks2):
     arguments = (torch.randn(4, 6), torch.randn(6, 3))
     layouts = ([Shard(1)], [Shard(0)])
     options = {"mesh": {"tp": 2}, "ranks": ranks2}
-    assert check_local_parity(mapped, product, arguments, layouts, **options)
+    for function in (mapped, product_mapped):
+        assert check_local_parity(function, product, arguments, layouts, **options)
     rows = ([Shard(0)], [Replicate()])
     verdict = check_local_parity(
         mislabelled, product, arguments, rows, **options, raises=False

@@ -133,6 +133,21 @@ def test_everything_at_once(run):
     )
 
 
+def test_without_the_cache_of_pytest(pytester, monkeypatch):
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.spmd(world_size=1)
+        def test_it(request):
+            assert not request.config.pluginmanager.hasplugin("cacheprovider")
+        """
+    )
+    words = ("-p", "pytest_torchspmd", "-p", "no:cacheprovider", "-W", "error")
+    pytester.runpytest_inprocess(*words).assert_outcomes(passed=1)
+
+
 def _check_lock(text):
     assert text.startswith(
         "test_all.py::test_lock[2] does not communicate what its lock says:\n"

@@ -83,6 +83,10 @@ def test_inputs_can_be_shared(model_file, capsys):
     assert capsys.readouterr().out.count("backward  all_reduce") == 2
     assert run(*arguments, "--share-inputs") == 0
     assert capsys.readouterr().out.count("backward  all_reduce") == 1
+    assert run(f"{model_file}:build", "--mesh", "tp=2", "--share-inputs") == 0
+    text = capsys.readouterr().err
+    assert text.startswith("Plan.share_inputs: nothing in Sequential could be shared")
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_a_module_can_be_imported(model_file, monkeypatch, capsys):
@@ -95,7 +99,14 @@ def test_a_plan_with_problems_is_exit_code_1(model_file, tmp_path, capsys):
     bad = tmp_path / "bad.toml"
     bad.write_text('[styles]\n"5" = "ColwiseParallel"\n')
     assert run(f"{model_file}:build", "--mesh", "tp=4", "--plan", bad) == 1
-    assert "'5' matches no module" in capsys.readouterr().err
+    text = capsys.readouterr().err
+    assert "\n\n  * '5' matches no module; the model has no '5' inside" in text
+    assert "\n\nThe module was not changed." in text
+    bad.write_text('[styles]\n"a_name_that_is_long.and_another" = "ColwiseParallel"\n')
+    assert run(f"{model_file}:build", "--mesh", "tp=4", "--plan", bad) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line[:4] for line in lines[2:4]] == ["  * ", "    "]
     bad.write_text('[styles]\n"0" = "Colwise"\n')
     assert run(f"{model_file}:build", "--mesh", "tp=4", "--plan", bad) == 1
     assert "did you mean 'ColwiseParallel'?" in capsys.readouterr().err
@@ -122,7 +133,21 @@ def test_a_plan_with_problems_is_exit_code_1(model_file, tmp_path, capsys):
             "--mesh tp: write each axis once with its num",
         ),
         ("FILE:build", ("--mesh", "tp=0"), "as in tp=8 or dp=16,tp=8"),
-        ("FILE:build", ("--mesh", "a=2,b=2"), "none is 'tp'. Pass axis="),
+        (
+            "FILE:build",
+            ("--mesh", "a=2,b=2"),
+            "the mesh has the axes a, b: choose that of the plan with --axis",
+        ),
+        (
+            "FILE:build",
+            ("--mesh", "a=2,b=2", "--axis", "c"),
+            "--axis c: the mesh has the axes a, b",
+        ),
+        (
+            "FILE:build",
+            ("--json", ".", "--save", "."),
+            "--json . is a folder: .*; --save . is a folder: .* as in plan.toml",
+        ),
         ("FILE:build", ("--batch", "0"), "--batch must be at least 1"),
         ("FILE:build", ("--plan", "none.toml"), "there is no plan none.toml"),
         ("FILE:build", ("--dtype", "int8"), "no floating-point dtype int8"),

@@ -48,6 +48,17 @@ def test_texts_fold_over_all_paths_in_them():
     ]
 
 
+def test_what_is_said_of_several_paths_is_said_once():
+    texts = [f"'l.{i}.{name}': 2 heads" for name in "qk" for i in range(2)]
+    assert fold_texts([*texts, "'o': 3 heads", "'a' is odd", "'b' is odd", "odd"]) == [
+        "'l.[0-1].q', 'l.[0-1].k' each: 2 heads",
+        "'o': 3 heads",
+        "'a' is odd",
+        "'b' is odd",
+        "odd",
+    ]
+
+
 def test_a_mesh_is_described_by_numbers():
     mesh = describe_mesh_axis({"dp": 128, "tp": 8})
     assert (mesh.axis, mesh.size, mesh.num_ranks) == ("tp", 8, 1024)

@@ -145,18 +145,17 @@ def test_a_single_style_keeps_the_error_of_styles():
 
 def test_a_value_that_is_no_style():
     (problem,) = problems({"head": "colwise"})
-    assert problem == "'head': 'colwise' is not a style"
+    assert problem == (
+        "'head': 'colwise' is not a style; pass ColwiseParallel() or another style; names "
+        "are for TOML files"
+    )
 
 
 def test_heads_that_the_ranks_cannot_share_come_from_head_dim():
     found = problems(GOOD, mesh={"tp": 4})
     assert found == [
-        "'layers.[0-1].attention.k': 2 heads (4 features, head_dim 2 of "
-        "'layers.[0-1].attention') cannot be shared out whole over tp=4; use an axis of "
-        "1, 2 ranks, or KeyValueParallel(num_heads=2) if these are keys or values of an "
-        "attention of your own, or "
-        "heads={pattern: 0} in the Plan if these are not heads",
-        "'layers.[0-1].attention.v': 2 heads (4 features, head_dim 2 of "
+        "'layers.[0-1].attention.k', 'layers.[0-1].attention.v' each: 2 heads (4 "
+        "features, head_dim 2 of "
         "'layers.[0-1].attention') cannot be shared out whole over tp=4; use an axis of "
         "1, 2 ranks, or KeyValueParallel(num_heads=2) if these are keys or values of an "
         "attention of your own, or "

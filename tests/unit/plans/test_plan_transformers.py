@@ -84,7 +84,8 @@ def test_more_ranks_than_key_value_heads_is_refused_before_anything_is_done():
     with pytest.raises(PlanError) as caught:
         Plan.from_transformers(model).preview(model, {"tp": 4})
     assert (
-        "'model.layers.[0-1].self_attn.k_proj': 2 heads (16 features, head_dim 8 of "
+        "'model.layers.[0-1].self_attn.k_proj', 'model.layers.[0-1].self_attn.v_proj' "
+        "each: 2 heads (16 features, head_dim 8 of "
         "'model.layers.[0-1].self_attn') cannot be shared out whole over tp=4; use an "
         "axis of 1, 2 ranks"
     ) in str(caught.value)
@@ -127,8 +128,8 @@ def test_gpt2_is_refused_by_module():
     with pytest.raises(PlanError) as caught:
         auto_plan(gpt2())
     text = str(caught.value)
-    assert "'transformer.h.[0-1].attn.c_attn': Conv1D has parameters of its own" in text
-    assert "'transformer.h.[0-1].mlp.c_proj': Conv1D has parameters" in text
+    assert "  * 'transformer.h.[0-1].attn.c_attn', 'transformer.h.[0-1].attn.c_" in text
+    assert "'transformer.h.[0-1].mlp.c_proj' each: Conv1D has parameters of its" in text
 
 
 def test_replicate_is_no_style():

@@ -185,7 +185,22 @@ def test_the_styles_of_torch_may_be_in_a_plan():
     ("styles", "heads", "message"),
     [
         (ColwiseParallel(), None, "a plan maps patterns to styles; this is a Colwise"),
-        ({"a": "colwise"}, None, "'a': 'colwise' is not a style"),
+        (
+            {"a": "ColwiseParallel"},
+            None,
+            r"'a': 'ColwiseParallel' is not a style; pass ColwiseParallel\(\); names are "
+            "for TOML files",
+        ),
+        (
+            {"a": RowwiseParallel},
+            None,
+            r"RowwiseParallel is a class; pass Rowwise.*\(\)",
+        ),
+        (
+            {"a": 3},
+            None,
+            r"'a': 3 is not a style; pass one such as ColwiseParallel\(\)",
+        ),
         ({1: ColwiseParallel()}, None, "the pattern 1 is not text"),
         ({}, {"a": -1}, r"heads\['a'\]: -1 is not a number of heads"),
     ],

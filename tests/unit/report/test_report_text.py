@@ -133,14 +133,39 @@ def test_changes():
         text_of(print_changes, changes)
         == """\
 What changed
-module  kind                   axis  phase     count               payload
-M.a     all_reduce             tp    forward  1 -> 2  1.00 KiB -> 2.00 KiB
-M.b     all_gather (implicit)  tp    forward  0 -> 1       0 B -> 1.00 KiB
-M.c     all_reduce             tp    forward  1 -> 0       1.00 KiB -> 0 B
+module  kind        axis  phase     count               payload
+M.a     all_reduce  tp    forward  1 -> 2  1.00 KiB -> 2.00 KiB
+M.b     all_gather  tp    forward  0 -> 1       0 B -> 1.00 KiB
+        (implicit)
+M.c     all_reduce  tp    forward  1 -> 0       1.00 KiB -> 0 B
 3 differences: +1 communications, +1.00 KiB payload.
 """.replace("3 diff", "\n3 diff")
     )
     assert text_of(print_changes, ()) == "The two ledgers are equal.\n"
+
+
+def test_alike_changes_fold_and_paths_break_at_dots():
+    names = [f"GPT.decoder_layers.{layer}.self_attention.norm" for layer in range(12)]
+    before = ledger_of(*map(event, names))
+    more = event(names[5], payload=2048)
+    changes = diff_ledgers(
+        before, ledger_of(*map(event, names), *map(event, names), more)
+    )
+    assert (
+        text_of(print_changes, changes)
+        == """\
+What changed
+module                 kind        axis  phase       count               payload
+GPT.decoder_layers.    all_reduce  tp    forward  11 -> 22  11.0 KiB -> 22.0 KiB
+[0-4,6-11].
+self_attention.
+norm x11
+GPT.decoder_layers.5.  all_reduce  tp    forward    1 -> 3  1.00 KiB -> 4.00 KiB
+self_attention.norm
+
+12 differences: +13 communications, +14.0 KiB payload.
+"""
+    )
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,9 @@ import functools
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard
 
+from torchspmd import local_map
 from torchspmd._cli import main
 from torchspmd.errors import UsageError, WorldError
 from torchspmd.testing import Ranks, fake_world
@@ -124,6 +126,20 @@ def test_a_process_group_is_there_already():
 def test_layouts_of_a_local_function_are_counted():
     with pytest.raises(UsageError, match="2 arguments, but 1 layouts"):
         check_local_parity(step, step, (1, 2), (None,), mesh={"tp": 2})
+
+
+def test_a_local_function_that_cannot_travel_is_named_as_it_was_given():
+    with pytest.raises(UsageError) as caught:
+        check_local_parity(
+            local_map(lambda x: x, out_placements=[Shard(0)]),
+            lambda x: x,
+            (BATCH,),
+            ([Shard(0)],),
+            mesh={"tp": 2},
+        )
+    text = str(caught.value)
+    assert text.startswith("check_local_parity: function (test_a_local_function_")
+    assert "; reference (test_a_local_function_" in text and "parallelize" not in text
 
 
 # The command line.

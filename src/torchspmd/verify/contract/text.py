@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from torchspmd.comm import CommEvent, Key, Ledger, Total, format_bytes
-from torchspmd.verify.contract.layers import fold, unfold
+from torchspmd.comm.folding import fold, unfold
 
 _MAX_LINES = 12
 _MAX_REASONS = 2

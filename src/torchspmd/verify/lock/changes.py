@@ -4,7 +4,8 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from torchspmd.comm import Phase, format_bytes
-from torchspmd.verify.contract.layers import fold, natural
+from torchspmd.comm.folding import fold
+from torchspmd.verify.contract.layers import natural
 from torchspmd.verify.contract.text import describe, reason
 from torchspmd.verify.lock.contents import NOTHING, Amount, Lock, Memory, Row
 

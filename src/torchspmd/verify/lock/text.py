@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from torchspmd.comm import Kind, Phase
+from torchspmd.comm.folding import fold, unfold
 from torchspmd.comm.storage import write_whole
 from torchspmd.errors import LockError
-from torchspmd.verify.contract.layers import fold, natural, unfold
+from torchspmd.verify.contract.layers import natural
 from torchspmd.verify.lock.contents import Amount, Lock, Memory, Recipe, Row
 
 VERSION = 1

@@ -1,6 +1,7 @@
 """``check_local_parity``: a function of local tensors against the same on one device."""
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,9 +12,12 @@ from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 from torchspmd import _torch
 from torchspmd.errors import UsageError
+from torchspmd.local.plan import Options
+from torchspmd.local.region import Region
 from torchspmd.testing import Ranks
 from torchspmd.verify.parity.check import check_parity
 from torchspmd.verify.parity.compare import Asked
+from torchspmd.verify.parity.request import travel_problems
 from torchspmd.verify.parity.verdict import Verdict
 
 Layout = Sequence[Placement] | None
@@ -39,7 +43,8 @@ def check_local_parity(  # noqa: PLR0913 - the function, its arguments, how it i
     ``argument1`` and so on.
 
     Args:
-        function: Takes DTensors; defined at module level, as ``reference`` is.
+        function: Takes DTensors; defined at module level, as ``reference`` is, or made
+            by ``local_map`` of such a function.
         reference: Takes the whole tensors; may be ``function`` itself, where the mapped
             function needs no communication of its own.
         arguments: The arguments, with whole tensors.
@@ -60,6 +65,10 @@ def check_local_parity(  # noqa: PLR0913 - the function, its arguments, how it i
             f"check_local_parity: {len(arguments)} arguments, but {len(layouts)} layouts. "
             "Give one layout for each argument, None for what is no tensor."
         )
+    function, reference = _sendable(function), _sendable(reference)
+    problems = travel_problems({"function": function, "reference": reference})
+    if problems:
+        raise UsageError("check_local_parity: " + "; ".join(problems) + ".")
     return check_parity(
         functools.partial(_Call, reference, tuple(arguments)),
         _weighted_step,
@@ -76,6 +85,25 @@ def check_local_parity(  # noqa: PLR0913 - the function, its arguments, how it i
         timeout=timeout,
         raises=raises,
     )
+
+
+def _sendable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What does the same on a rank.
+
+    ``mapped = local_map(reference, ...)`` has the name of ``reference``, and pickle sends
+    functions by name: of such a one, the function and its layouts are sent.
+    """
+    if not inspect.isfunction(function) or not travel_problems({"": function}):
+        return function
+    for held in inspect.getclosurevars(function).nonlocals.values():
+        if isinstance(held, Region):
+            sent = functools.partial(_call_mapped, held.options)
+            return function if travel_problems({"": sent}) else sent
+    return function
+
+
+def _call_mapped(options: Options, /, *args: Any, **kwargs: Any) -> Any:
+    return Region(options)(args, kwargs)
 
 
 class _Call(nn.Module):

@@ -20,6 +20,9 @@ DATA_AXES = frozenset(
     ("dp", "ddp", "fsdp", "data", "dp_replicate", "dp_shard", "replicate")
 )
 
+# Arguments that go to the ranks as they are.
+_SENT = ("build_model", "step", "parallelize", "optimizer", "split", "compile")
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -42,7 +45,8 @@ def build_job(request: Request, **given: Any) -> Job:
         )
     mesh = _mesh(request, is_compiled=bool(given["compile"]))
     data_axes = _data_axes(request, mesh, given)
-    problems = [*_problems(request, mesh, data_axes), *_travel_problems(given)]
+    sent = {name: given[name] for name in _SENT}
+    problems = [*_problems(request, mesh, data_axes), *travel_problems(sent)]
     if problems:
         raise UsageError("check_parity: " + "; ".join(problems) + ".")
     if request.ranks is None and (text := explain_world(math.prod(mesh.values()))):
@@ -97,11 +101,10 @@ def _problems(
     return found
 
 
-def _travel_problems(given: Mapping[str, Any]) -> list[str]:
-    """Functions that pickle cannot send to another process."""
+def travel_problems(given: Mapping[str, Any]) -> list[str]:
+    """Functions, by the argument's name, that pickle cannot send to another process."""
     found = []
-    for name in ("build_model", "step", "parallelize", "optimizer", "split", "compile"):
-        value = given[name]
+    for name, value in given.items():
         try:
             pickle.dumps(value)
         except Exception:

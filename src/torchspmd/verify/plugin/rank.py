@@ -38,6 +38,7 @@ class RankTask:
         options: Values of the parent's command line that tests may read.
         folder: Where each rank leaves its result.
         tmp_path: The folder that all ranks share; None where the test names none.
+        cache: Whether pytest's cache is on; without it nothing knows ``cache_dir``.
     """
 
     nodeid: str
@@ -45,6 +46,7 @@ class RankTask:
     options: Mapping[str, Any]
     folder: Path
     tmp_path: Path | None
+    cache: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ def run_test(task: RankTask) -> None:
     """Run the test on this rank and leave the result in the task's folder."""
     rank = dist.get_rank()
     plugin = RankPlugin(task)
-    own = ("-o", f"cache_dir={task.folder / f'cache{rank}'}")
+    own = ("-o", f"cache_dir={task.folder / f'cache{rank}'}") if task.cache else ()
     result = plugin.result(_run_pytest([*task.arguments, *own], [plugin]))
     (task.folder / f"rank{rank}").write_bytes(pickle.dumps(result))
     if result.failures:

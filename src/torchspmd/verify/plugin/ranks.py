@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 
 import pytest
 
+from torchspmd.comm.folding import ranges
 from torchspmd.errors import RankError, SpmdError
 from torchspmd.testing import Ranks
-from torchspmd.verify.contract.layers import ranges
 from torchspmd.verify.lock.contents import Lock
 from torchspmd.verify.plugin.rank import RankResult, RankTask, run_test, warm_up
 
@@ -145,7 +145,12 @@ def _task(item: pytest.Function, folder: Path) -> RankTask:
     tmp_path = item.funcargs.get("tmp_path")
     assert tmp_path is None or isinstance(tmp_path, Path), tmp_path
     return RankTask(
-        item.nodeid, tuple(_arguments(item)), _options(item.config), folder, tmp_path
+        item.nodeid,
+        tuple(_arguments(item)),
+        _options(item.config),
+        folder,
+        tmp_path,
+        item.config.pluginmanager.hasplugin("cacheprovider"),
     )
 
 
