@@ -270,6 +270,21 @@ def test_observe_calls():
     assert seen == [torch.ops.aten.ones.default, torch.ops.aten.add.Tensor]
 
 
+def test_is_in_custom_function():
+    inside = []
+
+    class Note(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, value):
+            inside.append(_torch.is_in_custom_function(None))
+            inside.append(_torch.is_in_custom_function(Note.forward.__code__))
+            return value
+
+    Note.apply(torch.ones(1))
+    assert inside == [True, False]
+    assert not _torch.is_in_custom_function(None)
+
+
 def test_is_autocast_enabled():
     assert not _torch.is_autocast_enabled()
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -28,3 +28,12 @@ def test_keep_flat_weights():
         assert layer._flat_weights[0] is not own[0]
     assert layer._flat_weights[0] is own[0]
     assert layer._flat_weight_refs[0]() is own[0]
+
+
+def test_renew_flat_weights():
+    layer, new = nn.LSTM(4, 4), nn.Parameter(torch.zeros(16, 4))
+    layer._parameters["weight_ih_l0"] = new
+    _torch.renew_flat_weights([nn.Sequential(layer)])
+    assert layer._flat_weights[0] is new
+    assert layer._flat_weight_refs[0]() is new
+    assert not layer._weights_have_changed()

@@ -88,6 +88,7 @@ from torchspmd._torch.mutation import written_arguments as written_arguments
 from torchspmd._torch.records import Record as Record
 from torchspmd._torch.records import record_fields as record_fields
 from torchspmd._torch.recurrent import keep_flat_weights as keep_flat_weights
+from torchspmd._torch.recurrent import renew_flat_weights as renew_flat_weights
 from torchspmd._torch.recurrent import rnn_layer as rnn_layer
 from torchspmd._torch.regions import LOCAL_NODE_TYPES as LOCAL_NODE_TYPES
 from torchspmd._torch.regions import NodeKind as NodeKind
@@ -95,6 +96,7 @@ from torchspmd._torch.regions import dtensor_slots as dtensor_slots
 from torchspmd._torch.regions import finished as finished
 from torchspmd._torch.regions import flatten_tree as flatten_tree
 from torchspmd._torch.regions import is_fake as is_fake
+from torchspmd._torch.regions import is_in_custom_function as is_in_custom_function
 from torchspmd._torch.regions import leaf_paths as leaf_paths
 from torchspmd._torch.regions import node_group as node_group
 from torchspmd._torch.regions import node_kind as node_kind

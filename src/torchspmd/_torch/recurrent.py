@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -39,12 +40,9 @@ def _run(*args: Any) -> Any:
 @contextlib.contextmanager
 def keep_flat_weights(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Give recurrent layers their own lists of weights back, which every call renews."""
-    layers = [
-        m for root in modules for m in root.modules() if isinstance(m, nn.RNNBase)
-    ]
     kept = [
         (vars(layer), key, list(vars(layer)[key]))
-        for layer in layers
+        for layer in _layers(modules)
         for key in ("_flat_weights", "_flat_weight_refs")
         if key in vars(layer)
     ]
@@ -53,3 +51,17 @@ def keep_flat_weights(modules: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for table, key, weights in kept:
             table[key] = weights
+
+
+def renew_flat_weights(modules: Iterable[nn.Module]) -> None:
+    """Give recurrent layers lists of the weights that they have now."""
+    for layer in _layers(modules):
+        weights = [getattr(layer, name, None) for name in layer._flat_weights_names]
+        vars(layer)["_flat_weights"] = weights
+        vars(layer)["_flat_weight_refs"] = [
+            w if w is None else weakref.ref(w) for w in weights
+        ]
+
+
+def _layers(modules: Iterable[nn.Module]) -> list[nn.RNNBase]:
+    return [m for root in modules for m in root.modules() if isinstance(m, nn.RNNBase)]

@@ -1,8 +1,10 @@
 """The border of a manual region: trees, DTensors, and what autograd communicates."""
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from enum import Enum
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -179,8 +181,18 @@ def _functional_name(node_name: str) -> str:
     return ""
 
 
+_APPLY = inspect.unwrap(torch.autograd.Function.apply).__code__
+
+
 class _CallObserver(TorchDispatchMode):
     """Tells a function about every operator that this thread calls."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled functions stay compiled inside."""
+        return True
 
     def __init__(self, note: Callable[[Any, tuple[Any, ...], Any], None]) -> None:
         super().__init__()
@@ -189,7 +201,8 @@ class _CallObserver(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        self._note(func, args, kwargs or {})
+        if isinstance(func, torch._ops.OpOverload):
+            self._note(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
@@ -200,3 +213,13 @@ def observe_calls(
     """Call ``note(operator, args, kwargs)`` before every operator called inside."""
     with _CallObserver(note):
         yield
+
+
+def is_in_custom_function(stop: CodeType | None) -> bool:
+    """Whether this thread runs an autograd function, called further in than ``stop``."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not stop:
+        if frame.f_code is _APPLY:
+            return True
+        frame = frame.f_back
+    return False

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from torchspmd import _torch
+from torchspmd.local.arguments import Argument
 from torchspmd.local.boundary import Enter, Leave, Port, cached_spec, inside, outside
 from torchspmd.local.check import Checker, is_asked_for, observe_reductions
 from torchspmd.local.evidence import Evidence, Node, gather_evidence
@@ -18,6 +19,8 @@ from torchspmd.local.messages import refuse
 from torchspmd.local.outputs import Output
 from torchspmd.local.plan import OnMesh, Options, Plan, build_outputs, build_shape
 from torchspmd.local.shapes import whole_stride
+from torchspmd.local.unseen import Unseen, Watch, describe_unseen
+from torchspmd.local.writes import Copies, with_version
 
 RULE = (
     "A gradient is derived only where layouts and the recorded graph leave one answer; "
@@ -57,12 +60,14 @@ class Call:
         self.ports: list[Port | None] = []
         self.nodes: dict[Node, int] = {}
         self.locals: list[torch.Tensor] = []
+        self.copies = Copies()
+        self.watch: Watch | None = None
 
     def enter(self, leaves: list[Any]) -> list[Any]:
         """The leaves with what the function sees in place of each DTensor."""
         has_grad = torch.is_grad_enabled()
         if has_grad:
-            self._note_plain(leaves)
+            _note_plain(leaves, self.nodes)
         frame = self.plan.frame
         for index, (found, argument) in enumerate(
             zip(self.tensors, self.plan.arguments, strict=True)
@@ -77,19 +82,16 @@ class Call:
                 self.nodes[local.grad_fn] = index
             else:
                 local = _torch.finished(_torch.local_tensor(tensor)).detach()
+                if argument.target is not None:
+                    local = with_version(local)
                 local = inside(local, frame, spec)
+            if argument.target is not None:
+                self.copies.add(argument.name, found.tensor, local)
             self.ports.append(port)
             self.locals.append(local)
             if found.slot is None:
                 leaves[found.leaf] = local
         return leaves
-
-    def _note_plain(self, leaves: Sequence[Any]) -> None:
-        """The graph behind a plain tensor is not the region's."""
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor):
-                if leaf.grad_fn is not None:
-                    self.nodes[leaf.grad_fn] = -1
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function, with local parameters in the modules among its arguments."""
@@ -98,19 +100,31 @@ class Call:
             for found, local in zip(self.tensors, self.locals, strict=True)
             if found.slot is not None
         ]
-        if not slots and not self.is_checked:
-            return self.options.function(*args, **kwargs)
         try:
             for (_, table, key), _, local in slots:
                 table[key] = local
-            with observe_reductions(self.plan.frame, self.reduced, self.is_checked):
-                return self.options.function(*args, **kwargs)
+            return self._run_watched(args, kwargs)
         finally:
             for (_, table, key), tensor, _ in slots:
                 table[key] = tensor
 
+    def _run_watched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        key = ("writes", tuple([port is not None for port in self.ports]))
+        if not self.is_checked:
+            if not any(self.ports) or not self.plan.memo.get(key, True):
+                return self.options.function(*args, **kwargs)
+        self.watch = watch = Watch(self.plan.frame)
+        with (
+            observe_reductions(self.plan.frame, self.reduced, self.is_checked),
+            watch.watching(Call._run_watched.__code__),
+        ):
+            result = self.options.function(*args, **kwargs)
+        keep(self.plan.memo, key, watch.has_written)
+        return result
+
     def leave(self, result: Any) -> Any:
         """The result with DTensors in place of tensors."""
+        self.copies.refuse_writes(self.options.name, self.plan.frame)
         if isinstance(result, torch.Tensor):
             values, structure = [result], None
         else:
@@ -209,12 +223,15 @@ class Call:
             keep(memo, ("questions", kind), questions)
         found = {o: self._evidence(values[o]) for o in {o for o, _ in questions}}
         evidence = {(o, a): found[o][a] for o, a in questions}
-        key = (kind, tuple(evidence.values()))
+        unseen = _list_unseen(self.watch, values)
+        key = (kind, tuple(evidence.values()), unseen)
         gradients: Gradients | None = memo.get(key)
         if gradients is None:
             arguments, tensors = self._rule_tensors(outputs.items, needs)
+            axes = self.plan.frame.axes
+            hidden = describe_unseen(unseen, axes)
             gradients, problems = derive(
-                arguments, tensors, self.plan.frame.axes, lambda o, a: evidence[o, a]
+                arguments, tensors, axes, lambda o, a: evidence[o, a], hidden
             )
             what = "a gradient's layout cannot be derived"
             refuse(self.options.name, self.plan.frame.mesh, what, problems, RULE)
@@ -258,7 +275,7 @@ class Call:
     def _check(self, outputs: Sequence[Output], values: Sequence[Any]) -> None:
         """Compare outputs across ranks, and note which axes backward may reduce over."""
         checker = self._checker()
-        axes = self.plan.frame.axes
+        axes, arguments = self.plan.frame.axes, self.plan.arguments
         for output, value in zip(outputs, values, strict=True):
             if output.layout is None:
                 continue
@@ -266,7 +283,7 @@ class Call:
             if value.requires_grad:
                 evidence = self._evidence(value)
             summed = [
-                axis.index in self.reduced and self._is_summed(found, position)
+                axis.index in self.reduced and _is_summed(arguments, found, position)
                 for position, (axis, found) in enumerate(
                     zip(axes, evidence, strict=True)
                 )
@@ -281,11 +298,28 @@ class Call:
                 if found and (found.has_collective or found.has_opaque):
                     self.reduced.add(axis.index)
 
-    def _is_summed(self, found: Evidence | None, position: int) -> bool:
-        """Whether nothing that differs between ranks comes past a reduction."""
-        if found is None:
-            return True
-        arguments = self.plan.arguments
-        return all(
-            arguments[i].layout[position].is_replicate() or via for i, via in found.bare
-        )
+
+def _note_plain(leaves: Sequence[Any], nodes: dict[Node, int]) -> None:
+    """The graph behind a plain tensor is not the region's."""
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor):
+            if leaf.grad_fn is not None:
+                nodes[leaf.grad_fn] = -1
+
+
+def _list_unseen(watch: Watch | None, values: Sequence[Any]) -> tuple[Unseen, ...]:
+    if watch is None:
+        return ()
+    watch.look_at(values)
+    return tuple(sorted(watch.unseen))
+
+
+def _is_summed(
+    arguments: Sequence[Argument], found: Evidence | None, position: int
+) -> bool:
+    """Whether nothing that differs between ranks comes past a reduction."""
+    if found is None:
+        return True
+    return all(
+        arguments[i].layout[position].is_replicate() or via for i, via in found.bare
+    )

@@ -81,6 +81,7 @@ def derive(
     outputs: Sequence[Crossing],
     axes: Sequence[Axis],
     find_evidence: FindEvidence | None,
+    unseen: Mapping[int, list[Problem]] | None = None,
 ) -> tuple[Gradients, list[Problem]]:
     """Gradient layouts of a call, and every reason why they cannot be derived.
 
@@ -89,11 +90,15 @@ def derive(
         outputs: All tensors that come out.
         axes: The axes that the region is local over, in the order of the layouts.
         find_evidence: What the recorded graph says; None when there is none to read.
+        unseen: By axis number, collectives that the recorded graph does not tell of.
     """
     problems: list[Problem] = []
     works = []
     for position, axis in enumerate(axes):
         work, found = _work(arguments, outputs, position, axis, find_evidence)
+        hidden = unseen.get(axis.index) if unseen else None
+        if hidden and not found and not _all_written(outputs):
+            work, found = _accept_if_written(arguments, hidden)
         works.append(work)
         problems += found
         problems += _op_problems(arguments, outputs, position, axis)
@@ -245,9 +250,13 @@ def _accept_if_written(
     arguments: Sequence[Crossing], problems: list[Problem]
 ) -> tuple[Work, list[Problem]]:
     """Gradient layouts written for every argument say that the user knows."""
-    if all(t.written is not None for t in arguments if t.needs_grad):
+    if _all_written(arguments):
         return Work.DECLARED, []
     return Work.SPLIT, problems
+
+
+def _all_written(tensors: Sequence[Crossing]) -> bool:
+    return all(t.written is not None for t in tensors if t.needs_grad)
 
 
 def _unclear(

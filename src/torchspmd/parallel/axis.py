@@ -157,6 +157,32 @@ def global_shape(
     return tuple(shape)
 
 
+def is_uneven(shape: tuple[int, ...], layout: Placement, axis: Axis) -> bool:
+    """Whether a part of this layout says too little about a whole of this shape.
+
+    Who takes a plain tensor takes it as one of even parts. Only the last dimension may
+    be uneven: the layers know their features.
+    """
+    if type(layout) is not Shard or layout.dim == len(shape) - 1:
+        return False
+    return bool(shape[layout.dim] % axis.size)
+
+
+def describe_uneven(
+    shape: tuple[int, ...], layout: Placement, axis: Axis, where: str
+) -> str:
+    """The error of a local tensor that is one of uneven parts."""
+    assert type(layout) is Shard, layout
+    dim = layout.dim
+    return (
+        f"{where}: the whole has shape {tuple(shape)}; the {shape[dim]} elements of "
+        f"dimension {dim} do not divide over {axis.size} ranks. A plain tensor is taken "
+        "as one of even parts, so the next layer would mistake the size of the whole. "
+        "Hand on a DTensor, with use_local_output=False, or pad the dimension to a "
+        f"multiple of {axis.size}."
+    )
+
+
 def layout_of(tensor: DTensor, axis: Axis, where: str) -> Placement:
     """The placement of a DTensor that must live on exactly this axis."""
     mesh = tensor.device_mesh

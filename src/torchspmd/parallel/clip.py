@@ -27,7 +27,7 @@ def clip_grad_norm_(
 
     The norm is that of one device: shards are counted once each, replicas once, sums
     still to be taken are taken. Parameters may be plain tensors and DTensors of several
-    meshes and layouts; only one number travels for each set of mesh axes.
+    meshes and layouts; only one or two numbers travel for each set of mesh axes.
 
     Args:
         parameters: Those whose gradients are clipped together; one or many.
@@ -109,9 +109,19 @@ def _power_of(
     for axis in axes:
         assert mesh is not None
         group = mesh.get_group(axis).group_name
-        op = "max" if is_max else "sum"
-        power = _torch.wait(_torch.start_all_reduce(power, op, group))
+        if is_max:
+            power = _largest(power, group)
+        else:
+            power = _torch.wait(_torch.start_all_reduce(power, "sum", group))
     return power
+
+
+def _largest(value: torch.Tensor, group: str) -> torch.Tensor:
+    """The maximum over the ranks; NaN where one of them has NaN."""
+    # Collectives may drop NaN from a maximum: whether there is one travels beside it.
+    sent = torch.stack([value, value.isnan().to(value)])
+    largest, has_nan = _torch.wait(_torch.start_all_reduce(sent, "max", group))
+    return torch.where(has_nan > 0, torch.nan, largest)
 
 
 def _norms(

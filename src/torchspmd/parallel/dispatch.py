@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Placement
 from torchspmd import _torch
 from torchspmd.errors import LayoutError
 from torchspmd.parallel.axis import layout_of
-from torchspmd.parallel.handover import hand_on
-from torchspmd.parallel.route import Route, Steps, enter, enter_features
+from torchspmd.parallel.handover import hand_on, settle
+from torchspmd.parallel.route import Route, Steps, check_even, enter, enter_features
 
 
 def run_on_dtensors(module: nn.Module, route: Route) -> None:
@@ -64,6 +64,7 @@ class _Enter:
     ) -> torch.Tensor:
         route, needed = self.route, steps.needed
         if isinstance(tensor, DTensor):
+            tensor = settle(tensor)
             source, shape = layout_of(tensor, route.axis, route.where), tensor.shape
             if source == needed:
                 return tensor
@@ -96,5 +97,7 @@ class _Leave:
         wanted = route.steps(output.ndim, output.ndim).wanted
         if output.placements != (wanted,):
             output = output.redistribute(placements=(wanted,))
+        if route.local_output:
+            check_even(route, wanted, tuple(output.shape))
         local: torch.Tensor = output.to_local() if route.local_output else output
         return local

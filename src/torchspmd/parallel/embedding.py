@@ -7,7 +7,7 @@ from torch.distributed.tensor import Shard
 
 from torchspmd.parallel.axis import shard_offset, shard_size
 from torchspmd.parallel.handover import change_layout
-from torchspmd.parallel.parameters import local_shards
+from torchspmd.parallel.parameters import local_shards, wrong_shard
 from torchspmd.parallel.route import Route, check_tensor, enter, leave
 
 
@@ -31,6 +31,9 @@ class LocalEmbedding(nn.Embedding):
         )
         (table,) = local_shards([self.weight])
         assert table is not None
+        expected = _shard_shape(self)
+        if table.shape != expected:
+            raise wrong_shard(route.where, "weight", table, expected)
         if type(route.made) is Shard:
             output = F.embedding(index, table, self.padding_idx)
         else:
@@ -42,6 +45,13 @@ class LocalEmbedding(nn.Embedding):
     def extra_repr(self) -> str:
         """The layer's sizes and its style."""
         return f"{super().extra_repr()}, {self.route}"
+
+
+def _shard_shape(module: LocalEmbedding) -> tuple[int, int]:
+    axis, rows, columns = module.route.axis, module.num_embeddings, module.embedding_dim
+    if type(module.route.made) is Shard:
+        return rows, shard_size(columns, axis.size, axis.rank)
+    return shard_size(rows, axis.size, axis.rank), columns
 
 
 def _look_up_rows(

@@ -141,6 +141,12 @@ def _pad(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     missing = size - tensor.size(dim)
     if missing == 0:
         return tensor
+    if missing < 0:
+        raise LayoutError(
+            f"dimension {dim} of this rank's part of a tensor has {tensor.size(dim)} "
+            f"elements where a shard has at most {size}. The part is not laid out as "
+            "the layers take it: pass its true layout, or a DTensor."
+        )
     return F.pad(tensor, [0, 0] * (tensor.ndim - 1 - dim) + [0, missing])
 
 

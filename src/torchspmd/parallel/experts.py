@@ -14,6 +14,8 @@ from torchspmd.parallel.style import (
     PlacedStyle,
     check_layout,
     describe_placed,
+    describe_styled,
+    mark_styled,
     one_layout,
 )
 
@@ -29,13 +31,15 @@ class ExpertParallel(PlacedStyle):
     the sum over the ranks. That is right for experts whose outputs are added: a dense
     router's weights ``(tokens, experts)`` are cut to this rank's experts with
     ``Shard(-1)``. Sharding a hidden dimension of the experts (``{"up": Shard(2),
-    "down": Shard(1)}``) is right as well.
+    "down": Shard(1)}``) is right as well. The gradients of replicated parameters are
+    summed over the ranks, in one all-reduce.
 
     Args:
         parameter_placements: Placement of all parameters (default ``Shard(0)``, the
             experts), or of each by name; parameters that are not named are an error.
         input_layouts: Layout of each positional input that is a plain tensor; None for
-            an input to leave alone. Default: one input, ``Replicate()``.
+            an input to leave alone. Default: one input, ``Replicate()``. Keyword inputs
+            are left alone; one that requires a gradient is an error.
         desired_input_layouts: Layout that the computation reads, for each of them.
         output_layouts: Layout of the summed output; default ``Replicate()``.
         use_local_output: Return this rank's tensor (the default), or a DTensor.
@@ -93,6 +97,7 @@ class ExpertParallel(PlacedStyle):
     def find_problems(self, module: nn.Module) -> list[str]:
         """Every parameter needs a placement, and has one only once."""
         problems = [text for part in module.modules() for text in describe_placed(part)]
+        problems = problems or describe_styled(module, "forward")
         names = {name for name, _ in module.named_parameters()}
         placements = self.parameter_placements
         if isinstance(placements, tuple):
@@ -111,6 +116,7 @@ class ExpertParallel(PlacedStyle):
             raise UnsupportedModuleError(f"'{place.path}' on the {place.axis}: {text}.")
         _place_all(self.parameter_layouts(module), module, place)
         run_on_shards(module, self._rule(place))
+        mark_styled(module, "forward", type(self).__name__)
         return module
 
     def _rule(self, place: Place) -> LocalRule:
@@ -163,7 +169,8 @@ class ReplicateParallel(PlacedStyle):
 
     def find_problems(self, module: nn.Module) -> list[str]:
         """Any module that has no layout yet will do."""
-        return [text for part in module.modules() for text in describe_placed(part)]
+        placed = [text for part in module.modules() for text in describe_placed(part)]
+        return placed or describe_styled(module, "forward")
 
     def place(self, module: nn.Module, place: Place) -> nn.Module:
         """Replicate the parameters and let the module's own forward run on them."""
@@ -183,6 +190,7 @@ class ReplicateParallel(PlacedStyle):
             local_output=self.use_local_output,
         )
         run_on_shards(module, rule)
+        mark_styled(module, "forward", type(self).__name__)
         return module
 
 

@@ -207,7 +207,8 @@ def _split_parameter(
     placed = [
         nn.Parameter(
             distribute_tensor(
-                parameter.detach().narrow(0, part.start, part.size),
+                # A copy: DTensors around views of a larger storage do not pickle.
+                parameter.detach().narrow(0, part.start, part.size).clone(),
                 axis.mesh,
                 (part.layout(axis.size),),
                 src_data_rank=src_data_rank,

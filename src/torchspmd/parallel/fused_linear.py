@@ -102,16 +102,39 @@ class LocalFusedLinear(nn.Linear):
             rows.append(shard)
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
+    def reset_parameters(self) -> None:
+        """Draw values as one device does; those of the first rank go to all."""
+        given = part_parameters(self, "weight")[0]
+        whole = nn.Linear(
+            self.in_features,
+            self.out_features,
+            bias=bool(part_parameters(self, "bias")),
+            device=given.device,
+            dtype=given.dtype,
+        ).requires_grad_(False)
+        for name, value in whole.named_parameters():
+            parts = split_into_parts(value, name, self, src_data_rank=0)
+            held = part_parameters(self, name)
+            with torch.no_grad():
+                for parameter, part in zip(held, parts, strict=True):
+                    parameter.copy_(part)
+
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
-        """The whole weight in the order of one device, sharded by rows. It communicates."""
-        return join_parts(part_parameters(self, "weight"), self.route.axis)
+        """The whole weight in the order of one device, sharded by rows. It communicates.
+
+        It is a copy, made in inference mode so that writing into it is an error: write
+        into the parameters in ``weight_parts``.
+        """
+        with torch.inference_mode():
+            return join_parts(part_parameters(self, "weight"), self.route.axis)
 
     @property
     def bias(self) -> torch.Tensor | None:  # type: ignore[override]
-        """The whole bias in the order of one device, sharded. It communicates."""
+        """The whole bias, as a copy like ``weight``. It communicates."""
         given = part_parameters(self, "bias")
-        return join_parts(given, self.route.axis) if given else None
+        with torch.inference_mode():
+            return join_parts(given, self.route.axis) if given else None
 
     def extra_repr(self) -> str:
         """The layer's sizes, its parts and its style."""
@@ -141,7 +164,10 @@ def join_parts(parts: list[torch.Tensor], axis: Axis) -> torch.Tensor:
 
 
 def split_into_parts(
-    value: torch.Tensor, name: str, module: LocalFusedLinear
+    value: torch.Tensor,
+    name: str,
+    module: LocalFusedLinear,
+    src_data_rank: int | None = None,
 ) -> list[torch.Tensor]:
     """A whole parameter, plain or a DTensor, laid out like the parts that hold it."""
     whole = value.full_tensor() if isinstance(value, DTensor) else value
@@ -152,17 +178,20 @@ def split_into_parts(
         )
     held = part_parameters(module, name)
     return [
-        _like(whole.narrow(0, part.start, part.size), parameter)
+        # A copy: DTensors around views of a larger storage do not pickle.
+        _like(whole.narrow(0, part.start, part.size).clone(), parameter, src_data_rank)
         for part, parameter in zip(module.parts, held, strict=True)
     ]
 
 
-def _like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+def _like(
+    value: torch.Tensor, parameter: torch.Tensor, src_data_rank: int | None
+) -> torch.Tensor:
     if not isinstance(parameter, DTensor):
         return value
     # Other styles of parallelism may have added axes to the parameter's mesh.
     mesh, layout = parameter.device_mesh, parameter.placements
-    return distribute_tensor(value, mesh, layout, src_data_rank=None)
+    return distribute_tensor(value, mesh, layout, src_data_rank=src_data_rank)
 
 
 def save_joined(

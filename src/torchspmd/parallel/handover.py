@@ -74,6 +74,18 @@ def hand_on(
     return result
 
 
+def settle(tensor: DTensor) -> DTensor:
+    """The same DTensor, with a mean or a maximum still to be taken over the ranks taken.
+
+    Layers know terms of a sum only. A DTensor on another mesh is left for ``layout_of``.
+    """
+    placements = tensor.placements
+    if type(placements[0]) is not Partial or placements[0].reduce_op == "sum":
+        return tensor
+    settled: DTensor = tensor.redistribute(placements=(Replicate(), *placements[1:]))
+    return settled
+
+
 def unwrap(
     tensor: DTensor, axis: Axis, gradient: Placement | None = None
 ) -> torch.Tensor:
@@ -237,8 +249,6 @@ def open_gradient(
     """A gradient's shard and the layout in which it arrived."""
     if not isinstance(gradient, DTensor):
         return gradient, gradient_layout(layout)
+    gradient = settle(gradient)
     arriving: Placement = gradient.placements[0]
-    if type(arriving) is Partial and arriving.reduce_op != "sum":
-        gradient = gradient.redistribute(placements=(Replicate(),))
-        arriving = Replicate()
     return _torch.local_tensor(gradient), arriving

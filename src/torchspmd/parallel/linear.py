@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from torchspmd import _torch
+from torchspmd.parallel.axis import shard_size
 from torchspmd.parallel.exchange import finish_reduce, move, start_reduce, take_shard
 from torchspmd.parallel.handover import change_layout, refuse_double_backward
 from torchspmd.parallel.parameters import (
@@ -19,6 +20,7 @@ from torchspmd.parallel.parameters import (
     close_gradient,
     local_shards,
     open_parameter,
+    wrong_shard,
 )
 from torchspmd.parallel.route import (
     Route,
@@ -56,10 +58,10 @@ class LocalLinear(nn.Linear):
         steps = route.steps(input.ndim, input.ndim)
         value = enter_features(input, route, steps, self.in_features)
         shape = (*value.shape[:-1], self.out_features)
+        call = Call(route, steps, value, shape)
         if torch.compiler.is_compiling():
-            output = _traceable(self, value, steps, shape)
+            output = _traceable(self, value, call)
         else:
-            call = Call(route, steps, value, shape)
             if not isinstance(input, DTensor):
                 route.remember(input.shape, call)
             output = _LocalLinear.apply(value.tensor, self.weight, self.bias, call)
@@ -75,22 +77,47 @@ class Call:
 
     __slots__ = (
         "axis",
+        "bias_shape",
         "input_gradient",
         "input_layout",
         "input_shape",
+        "route",
         "shape",
         "steps",
+        "weight_shape",
     )
 
     def __init__(
         self, route: Route, steps: Steps, value: Value, shape: tuple[int, ...]
     ) -> None:
+        self.route = route
         self.axis = route.axis
         self.steps = steps
         self.input_layout = value.layout
         self.input_gradient = value.gradient
         self.input_shape = value.shape
         self.shape = shape
+        self.weight_shape, self.bias_shape = _shard_shapes(
+            route, value.shape[-1], shape[-1]
+        )
+
+    def check(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Raise for parameters that were replaced by ones in another layout."""
+        if weight.shape != self.weight_shape:
+            raise wrong_shard(self.route.where, "weight", weight, self.weight_shape)
+        if bias is not None and bias.shape != self.bias_shape:
+            raise wrong_shard(self.route.where, "bias", bias, self.bias_shape)
+
+
+def _shard_shapes(
+    route: Route, inside: int, outside: int
+) -> tuple[tuple[int, int], tuple[int]]:
+    """What this rank holds of the weight and of the bias."""
+    axis = route.axis
+    if type(route.made) is Shard:
+        rows = shard_size(outside, axis.size, axis.rank)
+        return (rows, inside), (rows,)
+    return (outside, shard_size(inside, axis.size, axis.rank)), (outside,)
 
 
 class _LocalLinear(torch.autograd.Function):
@@ -107,6 +134,7 @@ class _LocalLinear(torch.autograd.Function):
         local_weight, ctx.weight_spec = open_parameter(weight)
         assert local_weight is not None
         local_bias, ctx.bias_spec = open_parameter(bias)
+        call.check(local_weight, local_bias)
         if _torch.is_autocast_enabled():
             ctx.dtypes = (input.dtype, local_weight.dtype)
             input, local_weight, local_bias = _autocast(input, local_weight, local_bias)
@@ -131,9 +159,11 @@ class _LocalLinear(torch.autograd.Function):
         rows = _rows(gradient)
         started = of_weight = of_bias = None
         if needs_input:
-            started = _start_input_gradient(rows.mm(weight), gradient.shape, call)
+            started = _start_input_gradient(
+                rows.mm(weight.conj()), gradient.shape, call
+            )
         if needs_weight:
-            of_weight = rows.t().mm(_rows(whole))
+            of_weight = rows.t().mm(_rows(whole).conj())
         if needs_bias:
             of_bias = rows.sum(0)
         of_input = None if started is None else _finish_input_gradient(started, call)
@@ -187,17 +217,22 @@ def _autocast(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """What autocast does to a Linear's operands; the backward must see the same ones."""
     device = input.device.type
-    if not torch.is_autocast_enabled(device) or not input.is_floating_point():
+    if not torch.is_autocast_enabled(device):
         return input, weight, bias
     dtype = torch.get_autocast_dtype(device)
-    return input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    bias = None if bias is None else _cast(bias, dtype)
+    return _cast(input, dtype), _cast(weight, dtype), bias
 
 
-def _traceable(
-    module: LocalLinear, value: Value, steps: Steps, shape: tuple[int, ...]
-) -> torch.Tensor:
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor  # autocast leaves doubles alone
+    return tensor.to(dtype)
+
+
+def _traceable(module: LocalLinear, value: Value, call: Call) -> torch.Tensor:
     """The same layer in small differentiable parts, for torch.compile to trace."""
-    axis = module.route.axis
+    axis, steps, shape = call.axis, call.steps, call.shape
     whole = change_layout(
         value.tensor,
         value.layout,
@@ -209,6 +244,7 @@ def _traceable(
     )
     (weight,) = local_shards([module.weight])
     assert weight is not None
+    call.check(weight, None)
     if type(steps.made) is Shard:
         (bias,) = local_shards([module.bias])
         output = F.linear(whole, weight, bias)

@@ -11,10 +11,18 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
+from torchspmd import _torch
 from torchspmd.errors import LayoutError
-from torchspmd.parallel.axis import Axis, global_shape, layout_of, positive_dim
-from torchspmd.parallel.handover import change_layout, unwrap, wrap
-from torchspmd.parallel.parameters import local_shards
+from torchspmd.parallel.axis import (
+    Axis,
+    describe_uneven,
+    global_shape,
+    is_uneven,
+    layout_of,
+    positive_dim,
+)
+from torchspmd.parallel.handover import change_layout, settle, unwrap, wrap
+from torchspmd.parallel.parameters import GradientSum, local_shards, wrong_shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +64,17 @@ class LocalForward:
     def __init__(self, module: nn.Module, rule: LocalRule) -> None:
         self._shell = _Shell(module)
         self._rule = rule
+        placed = {
+            name: parameter
+            for name, parameter in self._shell.named_parameters()
+            if isinstance(parameter, DTensor)
+        }
+        self._shapes = {
+            n: tuple(_torch.local_tensor(p).shape) for n, p in placed.items()
+        }
+        self._whole = {
+            n for n, p in placed.items() if all(x.is_replicate() for x in p.placements)
+        }
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Prepare the inputs, run the module's own forward on shards, hand on."""
@@ -66,17 +85,59 @@ class LocalForward:
                 f"It got {len(args)} positional inputs for {len(rule.given)} layouts; "
                 "write None for an input to leave alone."
             )
+        self._check_keywords(kwargs)
         inputs = tuple(self._enter(i, value) for i, value in enumerate(args))
-        parameters = dict(self._shell.named_parameters())
-        found = local_shards(list(parameters.values()))
-        shards = {n: s for n, s in zip(parameters, found, strict=True) if s is not None}
-        output = torch.func.functional_call(self._shell, shards, inputs, kwargs)
+        output = torch.func.functional_call(self._shell, self._shards(), inputs, kwargs)
         if not isinstance(output, torch.Tensor) or isinstance(output, DTensor):
             raise LayoutError(
                 f"{rule.where}: the module returned a {type(output).__name__}; it must "
                 "return one plain tensor."
             )
         return self._leave(output)
+
+    def _shards(self) -> dict[str, torch.Tensor]:
+        """This rank's shard of each parameter, by its name in the shell."""
+        parameters = dict(self._shell.named_parameters())
+        # Where every rank computes a term, a whole parameter's gradient is in terms too.
+        summed = [
+            name
+            for name in parameters
+            if type(self._rule.made) is Partial and name in self._whole
+        ]
+        others = [name for name in parameters if name not in summed]
+        found: dict[str, torch.Tensor] = {}
+        for names, total in (
+            (summed, GradientSum(self._rule.axis)),
+            (others, None),
+        ):
+            shards = local_shards([parameters[name] for name in names], total)
+            pairs = zip(names, shards, strict=True)
+            found |= {name: shard for name, shard in pairs if shard is not None}
+        self._check_shards(found)
+        return found
+
+    def _check_shards(self, shards: dict[str, torch.Tensor]) -> None:
+        for name, shard in shards.items():
+            expected = self._shapes.get(name)
+            if expected is not None and shard.shape != expected:
+                inside = name.removeprefix("module.")
+                raise wrong_shard(self._rule.where, inside, shard, expected)
+
+    def _check_keywords(self, keywords: dict[str, Any]) -> None:
+        rule = self._rule
+        if type(rule.made) is not Partial or not torch.is_grad_enabled():
+            return
+        names = [
+            name
+            for name, value in keywords.items()
+            if isinstance(value, torch.Tensor) and value.requires_grad
+        ]
+        if names:
+            raise LayoutError(
+                f"{rule.where}: the keyword inputs {', '.join(names)} require a "
+                "gradient, which would be only this rank's term of it. Pass them by "
+                "position, with a layout for each in input_layouts."
+            )
 
     def _enter(self, index: int, value: Any) -> Any:
         rule = self._rule
@@ -93,6 +154,7 @@ class LocalForward:
         terms = type(target) is Replicate and type(rule.made) is Partial
         gradient = Partial() if terms and value.requires_grad else None
         if isinstance(value, DTensor):
+            value = settle(value)
             source, shape = layout_of(value, axis, rule.where), tuple(value.shape)
             value = unwrap(value, axis)
         else:
@@ -105,6 +167,8 @@ class LocalForward:
         made = positive_dim(rule.made, output.ndim)
         wanted = positive_dim(rule.wanted, output.ndim)
         shape = global_shape(tuple(output.shape), made, rule.axis.size)
+        if rule.local_output and is_uneven(shape, wanted, rule.axis):
+            raise LayoutError(describe_uneven(shape, wanted, rule.axis, rule.where))
         output = change_layout(output, made, wanted, rule.axis, shape)
         return output if rule.local_output else wrap(output, wanted, rule.axis, shape)
 

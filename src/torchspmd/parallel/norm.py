@@ -22,7 +22,14 @@ from torchspmd.parallel.parameters import (
     open_parameter,
     sum_over_axis,
 )
-from torchspmd.parallel.route import Route, Steps, check_tensor, enter, leave
+from torchspmd.parallel.route import (
+    Route,
+    Steps,
+    check_even,
+    check_tensor,
+    enter,
+    leave,
+)
 
 
 class LocalLayerNorm(nn.LayerNorm):
@@ -35,6 +42,8 @@ class LocalLayerNorm(nn.LayerNorm):
         route = self.route
         local, steps, shape = _enter_shard(input, route, len(self.normalized_shape))
         if not torch.compiler.is_compiling() and not _torch.is_autocast_enabled():
+            if route.local_output:
+                check_even(route, steps.wanted, shape)
             call = NormCall(route, steps.wanted, shape, self.normalized_shape, self.eps)
             output: torch.Tensor = _LocalNorm.apply(local, self.weight, self.bias, call)
             return output

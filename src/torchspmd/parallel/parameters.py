@@ -19,7 +19,8 @@ from torch.distributed.tensor import (
 )
 
 from torchspmd import _torch
-from torchspmd.parallel.axis import Axis
+from torchspmd.errors import LayoutError
+from torchspmd.parallel.axis import Axis, describe_mesh
 from torchspmd.parallel.handover import change_layout, refuse_double_backward
 
 # Set on a plain parameter that a style has replaced, so that a second module that is
@@ -36,8 +37,11 @@ def place_parameter(
 ) -> None:
     """Replace a parameter by a DTensor with this placement; ties are kept."""
     parameter = module.get_parameter(name)
+    broken = describe_broken_tie(parameter, placement, axis)
+    if broken:
+        raise LayoutError(f"{name!r} of a {type(module).__name__}: {broken}.")
     placed = getattr(parameter, _REPLACED_BY, None)
-    if placed is None or placed.placements != (placement,):
+    if placed is None:
         placed = nn.Parameter(
             distribute_tensor(
                 parameter.detach(),
@@ -49,6 +53,31 @@ def place_parameter(
         )
         setattr(parameter, _REPLACED_BY, placed)
     module.register_parameter(name, placed)
+
+
+def describe_broken_tie(
+    parameter: torch.Tensor, placement: Placement | None, axis: Axis | None = None
+) -> str | None:
+    """Why a parameter that an earlier call has replaced would become two.
+
+    Args:
+        parameter: The one that a module holds, perhaps still the one before the call.
+        placement: What it is to have now; None where it would be split into parts.
+        axis: Where, if that is known.
+    """
+    placed = getattr(parameter, _REPLACED_BY, None)
+    if placed is None:
+        return None
+    same_mesh = axis is None or placed.device_mesh == axis.mesh
+    if same_mesh and placed.placements == (placement,):
+        return None
+    asked = "a split into parts" if placement is None else repr(placement)
+    return (
+        f"one parameter would become several: an earlier call laid it out as "
+        f"{placed.placements[0]!r} on the {describe_mesh(placed.device_mesh)} for a "
+        f"module that shares it, this call asks for {asked}; lay out both modules in one "
+        "plan, with the same layout, or untie them first"
+    )
 
 
 def place_buffers(module: nn.Module, axis: Axis, src_data_rank: int | None) -> None:
@@ -74,12 +103,15 @@ def local_shards(
     """This rank's shard of each parameter; gradients arrive as DTensors.
 
     Args:
-        parameters: DTensors; None and plain tensors are handed through.
+        parameters: DTensors; None is handed through, a plain tensor stands for its own
+            shard.
         gradient_sum: Sum the gradients over this axis first, all in one collective:
             for replicated parameters of which every rank sees another part of the
             data.
     """
     given = [p for p in parameters if isinstance(p, DTensor)]
+    if gradient_sum is not None and len(given) < len(parameters):
+        parameters = [_summed(p, gradient_sum) for p in parameters]
     if torch.compiler.is_compiling():
         shards = iter([_traceable_shard(p, gradient_sum) for p in given])
     elif torch.is_grad_enabled() and any(p.requires_grad for p in given):
@@ -95,8 +127,17 @@ def _traceable_shard(
     shard: torch.Tensor = parameter.to_local()
     if gradient_sum is None:
         return shard
+    return _sum_gradient(shard, gradient_sum.axis)
+
+
+def _summed(parameter: torch.Tensor | None, total: GradientSum) -> torch.Tensor | None:
+    if parameter is None or isinstance(parameter, DTensor):
+        return parameter
+    return _sum_gradient(parameter, total.axis)
+
+
+def _sum_gradient(shard: torch.Tensor, axis: Axis) -> torch.Tensor:
     layout, shape = Replicate(), tuple(shard.shape)
-    axis = gradient_sum.axis
     return change_layout(shard, layout, layout, axis, shape, gradient=Partial())
 
 
@@ -133,6 +174,20 @@ def sum_over_axis(
     flat = _torch.wait(_torch.start_all_reduce(flat, "sum", axis.group))
     parts = iter(flat.split([g.numel() for g in given]))
     return tuple(None if g is None else next(parts).view_as(g) for g in gradients)
+
+
+def wrong_shard(
+    where: str, name: str, found: torch.Tensor, expected: tuple[int, ...]
+) -> LayoutError:
+    """The error of a parameter that is not this rank's shard any more."""
+    return LayoutError(
+        f"{where}: this rank's part of {name!r} has shape {tuple(found.shape)}, its "
+        f"layout gives {expected}. The parameter was replaced by one in another layout, "
+        "as load_state_dict(..., assign=True) with whole tensors does. Load whole tensors "
+        "with torch.distributed.checkpoint.state_dict.set_model_state_dict and "
+        "StateDictOptions(full_state_dict=True), or lay out what you assign with "
+        "distribute_tensor, as the parameter was."
+    )
 
 
 def open_parameter(parameter: torch.Tensor | None) -> tuple[torch.Tensor | None, Any]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from torch import nn
 from torch.distributed.tensor import Placement
 
+from torchspmd.parallel.parameters import describe_broken_tie
 from torchspmd.parallel.plan_assignment import Assignment, fused_form, parameter_layouts
 from torchspmd.parallel.text_form import describe_style
 
@@ -28,14 +29,14 @@ def find_double_claims(assignments: Sequence[Assignment]) -> list[str]:
 
 def find_broken_ties(model: nn.Module, assignments: Sequence[Assignment]) -> list[str]:
     """Parameters with two names that would not stay one parameter."""
+    problems = _find_earlier_ties(model, assignments)
     names: dict[int, list[str]] = {}
     for path, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(path)
     shared = [paths for paths in names.values() if len(paths) > 1]
     if not shared:
-        return []
+        return problems
     layouts, unknown = _all_layouts(assignments)
-    problems = []
     for paths in shared:
         # A module that sits in two places is placed once and serves both names.
         if any(path.startswith(unknown) for path in paths):
@@ -47,6 +48,21 @@ def find_broken_ties(model: nn.Module, assignments: Sequence[Assignment]) -> lis
         elif len(set(found.values())) > 1:
             problems.append(_tie_text(found))
     return problems
+
+
+def _find_earlier_ties(
+    model: nn.Module, assignments: Sequence[Assignment]
+) -> list[str]:
+    """Parameters that an earlier call has laid out otherwise, for a module tied to this."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    layouts, _ = _all_layouts(assignments)
+    split = _split_paths(assignments)
+    texts = {
+        path: describe_broken_tie(parameters[path], None if path in split else layout)
+        for path, layout in layouts.items()
+        if path in parameters
+    }
+    return [f"'{path}': {text}" for path, text in texts.items() if text]
 
 
 def _split_paths(assignments: Sequence[Assignment]) -> set[str]:

@@ -1,14 +1,21 @@
 """Change the layouts of a module's inputs and outputs, whatever the module does."""
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
 from torch.distributed.tensor import Placement
 
-from torchspmd.errors import LayoutCountError
+from torchspmd.errors import LayoutCountError, LayoutError, UnsupportedModuleError
 from torchspmd.parallel.prepare_hooks import PrepareInputs, PrepareOutputs
-from torchspmd.parallel.style import Place, PlacedStyle, check_layout
+from torchspmd.parallel.style import (
+    Place,
+    PlacedStyle,
+    check_layout,
+    describe_styled,
+    mark_styled,
+)
 
 Layouts = Placement | tuple[Placement | None, ...]
 
@@ -48,12 +55,19 @@ class PrepareModuleInput(PlacedStyle):
         given, desired = _many(self.input_layouts), _many(self.desired_input_layouts)
         if given is not None and desired is None:
             raise LayoutCountError("desired module inputs should not be None!")
+        if given is None and desired is not None:
+            raise LayoutCountError(
+                f"PrepareModuleInput: desired_input_layouts is {desired} without "
+                "input_layouts, so it would not be used. Pass the layout in which each "
+                "input is given as input_layouts."
+            )
         if given is not None and desired is not None and len(given) != len(desired):
             raise LayoutCountError(
                 "input_layouts and desired_input_layouts should have same length! "
                 f"They have {len(given)} and {len(desired)}; write None for an input to "
                 "leave alone."
             )
+        _check_pairs("PrepareModuleInput", "input", given or (), desired or ())
         object.__setattr__(self, "input_layouts", given)
         object.__setattr__(self, "desired_input_layouts", desired)
         self._freeze_keywords()
@@ -63,7 +77,7 @@ class PrepareModuleInput(PlacedStyle):
     def _freeze_keywords(self) -> None:
         given = dict(self.input_kwarg_layouts or {})
         desired = dict(self.desired_input_kwarg_layouts or {})
-        if given and given.keys() != desired.keys():
+        if given.keys() != desired.keys():
             raise LayoutCountError(
                 "input_kwarg_layouts and desired_input_kwarg_layouts should have same "
                 f"length! They must have the same names: {sorted(given)} and "
@@ -76,17 +90,33 @@ class PrepareModuleInput(PlacedStyle):
 
     def place(self, module: nn.Module, place: Place) -> nn.Module:
         """Register the hook that prepares the inputs."""
+        _refuse(self.find_problems(module), place)
         hook = PrepareInputs(
             given=_many(self.input_layouts),
             desired=_many(self.desired_input_layouts),
             given_keywords=self.input_kwarg_layouts or {},
             desired_keywords=self.desired_input_kwarg_layouts or {},
+            positions={n: i for i, n in enumerate(_positional_names(module))},
             local_output=self.use_local_output,
             axis=place.axis,
             path=place.path,
         )
         module.register_forward_pre_hook(hook, with_kwargs=True)
+        mark_styled(module, "inputs", type(self).__name__)
         return module
+
+    def find_problems(self, module: nn.Module) -> list[str]:
+        """A second style of this kind, and keywords that the module does not take."""
+        problems = describe_styled(module, "inputs")
+        found = _forward_parameters(module)
+        unknown = {*(self.input_kwarg_layouts or {})} - {p.name for p in found}
+        if unknown and found and all(p.kind is not p.VAR_KEYWORD for p in found):
+            problems.append(
+                f"input_kwarg_layouts names {', '.join(sorted(unknown))}, which "
+                f"{type(module).__name__}.forward does not take; it takes "
+                f"{', '.join(p.name for p in found)}"
+            )
+        return problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +154,7 @@ class PrepareModuleOutput(PlacedStyle):
                 f"They are {given} and {desired}; write None for an output to leave "
                 "alone."
             )
+        _check_pairs("PrepareModuleOutput", "output", given, desired)
         _check_all(self, "output_layouts", given)
         _check_all(self, "desired_output_layouts", desired)
         object.__setattr__(self, "output_layouts", given)
@@ -131,6 +162,7 @@ class PrepareModuleOutput(PlacedStyle):
 
     def place(self, module: nn.Module, place: Place) -> nn.Module:
         """Register the hook that prepares the outputs."""
+        _refuse(self.find_problems(module), place)
         hook = PrepareOutputs(
             given=_many(self.output_layouts) or (),
             desired=_many(self.desired_output_layouts) or (),
@@ -139,7 +171,12 @@ class PrepareModuleOutput(PlacedStyle):
             path=place.path,
         )
         module.register_forward_hook(hook)
+        mark_styled(module, "outputs", type(self).__name__)
         return module
+
+    def find_problems(self, module: nn.Module) -> list[str]:
+        """A second style of this kind."""
+        return describe_styled(module, "outputs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,8 +227,14 @@ class PrepareModuleInputOutput(PlacedStyle):
             use_local_output=self.use_local_output,
         )
 
+    def find_problems(self, module: nn.Module) -> list[str]:
+        """What either half finds."""
+        problems = self.prepare_module_input.find_problems(module)
+        return problems + self.prepare_module_output.find_problems(module)
+
     def place(self, module: nn.Module, place: Place) -> nn.Module:
         """Register both hooks."""
+        _refuse(self.find_problems(module), place)
         self.prepare_module_input.place(module, place)
         return self.prepare_module_output.place(module, place)
 
@@ -200,6 +243,41 @@ def _many(layouts: Layouts | None) -> tuple[Placement | None, ...] | None:
     if layouts is None:
         return None
     return (layouts,) if isinstance(layouts, Placement) else tuple(layouts)
+
+
+def _check_pairs(
+    style: str,
+    kind: str,
+    given: tuple[Placement | None, ...],
+    desired: tuple[Placement | None, ...],
+) -> None:
+    """A desired layout is of use only where the given one is known."""
+    for i, (layout, wanted) in enumerate(zip(given, desired, strict=True)):
+        if layout is None and wanted is not None:
+            raise LayoutError(
+                f"{style}: {kind} {i} has None in {kind}_layouts and {wanted!r} in "
+                f"desired_{kind}_layouts, which would not be used. Pass the layout in "
+                f"which it is given, or None in both to leave it alone."
+            )
+
+
+def _forward_parameters(module: nn.Module) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(module.forward).parameters.values())
+    except (TypeError, ValueError):  # compiled code may show none
+        return []
+
+
+def _positional_names(module: nn.Module) -> list[str]:
+    """The names of the inputs that a call may pass by position, in order."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in _forward_parameters(module) if p.kind in kinds]
+
+
+def _refuse(problems: list[str], place: Place) -> None:
+    if problems:
+        text = "; ".join(problems)
+        raise UnsupportedModuleError(f"'{place.path}' on the {place.axis}: {text}.")
 
 
 def _check_all(

@@ -9,8 +9,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement
 
 from torchspmd.errors import LayoutError
-from torchspmd.parallel.axis import Axis, global_shape, layout_of, positive_dim
-from torchspmd.parallel.handover import hand_on
+from torchspmd.parallel.axis import (
+    Axis,
+    describe_uneven,
+    global_shape,
+    is_uneven,
+    layout_of,
+    positive_dim,
+)
+from torchspmd.parallel.handover import hand_on, settle
 
 Many = tuple[Placement | None, ...]
 
@@ -23,6 +30,7 @@ class PrepareInputs:
     desired: Many | None
     given_keywords: Mapping[str, Placement]
     desired_keywords: Mapping[str, Placement]
+    positions: Mapping[str, int]
     local_output: bool
     axis: Axis
     path: str
@@ -37,6 +45,8 @@ class PrepareInputs:
                 raise LayoutError(_wrong_count(self, module, "input", inputs, given))
             names = [f"input {i}" for i in range(len(given))]
             inputs = tuple(map(self._prepare, names, inputs, given, desired))
+        if not self.given_keywords.keys() <= keywords.keys():
+            self._check_absent(len(inputs), keywords)
         keywords = {
             name: self._prepare(
                 f"input {name!r}",
@@ -47,6 +57,22 @@ class PrepareInputs:
             for name, value in keywords.items()
         }
         return inputs, keywords
+
+    def _check_absent(self, num_inputs: int, keywords: dict[str, Any]) -> None:
+        """A keyword's layout may wait for another call, unless its input came here."""
+        by_position = [
+            name
+            for name in self.given_keywords
+            if name not in keywords
+            and self.positions.get(name, num_inputs) < num_inputs
+        ]
+        if by_position:
+            names = ", ".join(map(repr, by_position))
+            where = _where(self.path, "PrepareModuleInput", self.axis, f"input {names}")
+            raise LayoutError(
+                f"{where} was passed by position, but input_kwarg_layouts has its "
+                "layout. Pass it by name, or give its layout in input_layouts."
+            )
 
     def _prepare(
         self, name: str, value: Any, given: Placement | None, desired: Placement | None
@@ -103,13 +129,17 @@ def _change(
             "torch.Tensor! Write None as its layout to leave it alone."
         )
     if isinstance(value, DTensor):
-        source, shape = layout_of(value, axis, where), tuple(value.shape)
+        settled: DTensor = value if desired is None else settle(value)
+        source, shape = layout_of(settled, axis, where), tuple(settled.shape)
         if not local_output and desired in (None, source):
-            return value
+            return settled
+        value = settled
     else:
         source = positive_dim(given, value.ndim)
         shape = global_shape(tuple(value.shape), source, axis.size)
     target = source if desired is None else positive_dim(desired, value.ndim)
+    if local_output and is_uneven(shape, target, axis):
+        raise LayoutError(describe_uneven(shape, target, axis, where))
     return hand_on(value, source, target, axis, shape, as_dtensor=not local_output)
 
 

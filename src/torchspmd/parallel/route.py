@@ -13,12 +13,14 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torchspmd.errors import LayoutError
 from torchspmd.parallel.axis import (
     Axis,
+    describe_uneven,
     gradient_layout,
+    is_uneven,
     layout_of,
     positive_dim,
     shard_size,
 )
-from torchspmd.parallel.handover import unwrap, wrap
+from torchspmd.parallel.handover import settle, unwrap, wrap
 
 _MAX_CALLS = 256  # shapes of inputs that one layer remembers
 
@@ -155,9 +157,13 @@ def enter(tensor: torch.Tensor, route: Route, steps: Steps) -> Value:
     The shards of a plain tensor are taken as even; only a DTensor says otherwise.
     """
     if isinstance(tensor, DTensor):
+        settled = settle(tensor)
+        # Through a settled mean DTensor takes no gradient in terms of a sum.
+        is_settled, tensor = settled is not tensor, settled
         layout = layout_of(tensor, route.axis, route.where)
         gradient = gradient_layout(layout)
-        if type(layout) is Replicate and type(steps.input_gradient) is Partial:
+        terms = type(layout) is Replicate and type(steps.input_gradient) is Partial
+        if terms and not is_settled:
             # Left as terms of a sum: layers that share a DTensor, such as the three
             # projections of attention, then sum once and not once each.
             gradient = steps.input_gradient
@@ -225,5 +231,12 @@ def leave(
 ) -> torch.Tensor:
     """What the module returns: the local tensor, or a DTensor around it."""
     if route.local_output:
+        check_even(route, steps.wanted, shape)
         return tensor
     return wrap(tensor, steps.wanted, route.axis, shape)
+
+
+def check_even(route: Route, layout: Placement, shape: tuple[int, ...]) -> None:
+    """Raise for a local output that is one of uneven parts of a whole of this shape."""
+    if is_uneven(shape, layout, route.axis):
+        raise LayoutError(describe_uneven(shape, layout, route.axis, route.where))

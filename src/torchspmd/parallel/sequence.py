@@ -10,7 +10,13 @@ from torchspmd.parallel.dispatch import run_on_dtensors
 from torchspmd.parallel.norm import LocalDropout, LocalLayerNorm, LocalRMSNorm
 from torchspmd.parallel.parameters import place_buffers, place_parameter
 from torchspmd.parallel.route import Route
-from torchspmd.parallel.style import Place, PlacedStyle, describe_placed
+from torchspmd.parallel.style import (
+    Place,
+    PlacedStyle,
+    describe_placed,
+    describe_styled,
+    mark_styled,
+)
 
 _LOCAL_FORMS: dict[type[nn.Module], type[nn.Module]] = {
     nn.LayerNorm: LocalLayerNorm,
@@ -63,7 +69,8 @@ class SequenceParallel(PlacedStyle):
 
     def find_problems(self, module: nn.Module) -> list[str]:
         """Any module that has no layout yet will do."""
-        return [text for part in module.modules() for text in describe_placed(part)]
+        placed = [text for part in module.modules() for text in describe_placed(part)]
+        return placed or describe_styled(module, "forward")
 
     def place(self, module: nn.Module, place: Place) -> nn.Module:
         """Replicate the parameters and let the module compute on its part."""
@@ -77,6 +84,7 @@ class SequenceParallel(PlacedStyle):
                 )
             place_buffers(part, place.axis, place.src_data_rank)
         _compute_on_part(module, self._route(place))
+        mark_styled(module, "forward", type(self).__name__)
         return module
 
     def _route(self, place: Place) -> Route:

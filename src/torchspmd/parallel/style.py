@@ -15,6 +15,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torchspmd.errors import LayoutError
 from torchspmd.parallel.axis import Axis, build_axis
 
+# Set on a module; parameters show their styles themselves, other modules show nothing.
+_STYLED = "_torchspmd_styled"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
@@ -107,6 +110,24 @@ def already_placed(module: nn.Module) -> list[str]:
     """Names of the module's own parameters that are DTensors already."""
     own = module.named_parameters(recurse=False)
     return [name for name, parameter in own if isinstance(parameter, DTensor)]
+
+
+def mark_styled(module: nn.Module, part: str, style: str) -> None:
+    """Note that a style has taken a part of the module: inputs, outputs or forward."""
+    known = getattr(module, _STYLED, ())
+    setattr(module, _STYLED, (*known, (part, style)))
+
+
+def describe_styled(module: nn.Module, part: str) -> list[str]:
+    """The problem of a module of which a style has taken this part already."""
+    taken = dict(getattr(module, _STYLED, ()))
+    if part not in taken:
+        return []
+    text = (
+        f"{taken[part]} has placed the {part} of this module already; give a module one "
+        "style, which does what both should"
+    )
+    return [text]
 
 
 def describe_placed(module: nn.Module) -> list[str]:

@@ -154,3 +154,27 @@ def test_counters_of_a_single_number_stay_plain(optimizer, is_warm):
             state = optim.state[parameter]
             plain = {k for k, v in state.items() if not isinstance(v, DTensor)}
             assert plain == COUNTERS[optimizer]
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_recurrent_layers_and_lists_of_parameters(is_kept):
+    def step(model, optim, batch):
+        loss = model(batch)[0].square().mean()
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        return loss.detach()
+
+    torch.manual_seed(0)
+    batch, model = torch.randn(4, 5, 4), nn.LSTM(4, 4)
+    runs = []
+    with fake_mesh(1, ("dp",)) as mesh:
+        mode = DataParallel("fully_shard")
+        for wrap in (lambda step: step, compile(mesh=mesh, parallel_mode=mode)):
+            ours = copy.deepcopy(model)
+            if is_kept:
+                ours.kept = list(ours.parameters())
+            optim, compiled = torch.optim.Adam(ours.parameters()), wrap(step)
+            runs.append([compiled(ours, optim, batch) for _ in range(3)])
+    torch.testing.assert_close(runs[1], runs[0])
+    assert all(map(operator.is_, ours._flat_weights, ours.parameters()))

@@ -92,6 +92,7 @@ def test_several_meshes(ranks4: Ranks) -> None:
 
 
 def edges() -> None:
+    mesh = init_device_mesh("cpu", (2,))
     parameter = nn.Parameter(torch.zeros(4))
     assert clip_grad_norm_(parameter, 1.0) == 0
     parameter.grad = torch.full((4,), float(dist.get_rank()))
@@ -103,6 +104,11 @@ def edges() -> None:
     half.grad.fill_(float("nan"))
     with pytest.raises(RuntimeError, match="non-finite"):
         clip_grad_norm_([half], 1.0, error_if_nonfinite=True)
+    for bad in range(4):  # a maximum over the ranks may drop NaN
+        shards = nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Shard(0)]))
+        values = torch.ones(4).index_fill(0, torch.tensor(bad), float("nan"))
+        shards.grad = distribute_tensor(values, mesh, [Shard(0)])
+        assert clip_grad_norm_([shards], 1.0, float("inf")).isnan()
     with pytest.raises(ValueError, match="norm_type is 0"):
         clip_grad_norm_([half], 1.0, 0)
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -293,3 +294,47 @@ def experts() -> None:
 
 def test_stacked_experts(ranks: Ranks) -> None:
     ranks.run(experts)
+
+
+class ScaledExperts(Experts):
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.scale = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        return super().forward(x, gates) * self.scale
+
+
+def replicated_beside_experts() -> None:
+    model = Mixture(4)
+    model.experts = ScaledExperts(4)
+    style = ExpertParallel(
+        parameter_placements={"up": Shard(0), "down": Shard(0), "scale": Replicate()},
+        input_layouts=(Replicate(), Replicate()),
+        desired_input_layouts=(Replicate(), Shard(-1)),
+    )
+    plan = {"router": ReplicateParallel(), "experts": style}
+    value = torch.randn(6, 8, dtype=torch.float64)
+    check_training(model, plan, value)
+
+
+def test_a_replicated_parameter_beside_sharded_experts(ranks2: Ranks) -> None:
+    ranks2.run(replicated_beside_experts)
+
+
+def reset_fused() -> None:
+    style = FusedColwiseParallel(parts=(4, 4, 4), num_heads=(2, 1, 1))
+    layer = parallelize_module(nn.Linear(8, 12), tp_mesh(), style)
+    torch.manual_seed(7 + dist.get_rank())
+    layer.reset_parameters()
+    torch.manual_seed(7)
+    assert_same_state(layer, nn.Linear(8, 12))
+    for parameter in layer.parameters():
+        if parameter.placements == (Replicate(),):
+            values = [torch.empty_like(parameter.to_local()) for _ in range(2)]
+            dist.all_gather(values, parameter.to_local())
+            assert torch.equal(*values)
+
+
+def test_a_fused_layer_resets_to_the_values_of_one_device(ranks2: Ranks) -> None:
+    ranks2.run(reset_fused)

@@ -46,6 +46,10 @@ ACTIVATIONS = {
     "glu": F.glu,
     "index_select": lambda o: o.index_select(1, torch.tensor([0, 5])),
     "shifted": shifted,
+    "power of a number": lambda o: 2 ** o.mean(),
+    "number over a sum": lambda o: torch.div(3.0, o.square().sum(0) + torch.ones(8)),
+    # DTensor takes the second for the first, which it has seen.
+    "sum and numbers": lambda o: (o.sum(0) + torch.ones(8)) * (o.sum(0) + 1.0),
     "pairwise": lambda o: F.pairwise_distance(o, 2 * o.detach()),
 }
 LAYERS = {
@@ -64,6 +68,8 @@ DRAWS = {
     "bernoulli": lambda o: o * torch.bernoulli(o.detach().sigmoid()),
     "multinomial": lambda o: o.gather(1, torch.multinomial(o.softmax(-1), 1)),
     "gumbel": F.gumbel_softmax,
+    "dropout of a transpose": lambda o: F.dropout(o.T, 0.5),
+    "dropout of equal rows": lambda o: F.dropout(o[:, None].expand(-1, 3, -1), 0.5),
     "alpha dropout": lambda o: F.alpha_dropout(o, 0.5, training=True),
     "attention": lambda o: F.scaled_dot_product_attention(
         *(o.unflatten(1, (1, 2, 4)),) * 3, dropout_p=0.5

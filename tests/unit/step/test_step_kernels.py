@@ -5,6 +5,7 @@ import operator
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from torchspmd.step import compile
@@ -79,3 +80,20 @@ def test_weight_is_cast_once():
     )
     names = [node.args[0].meta.get("torchspmd_name") for node in casts]
     assert len([n for n in names if n and n.endswith("weight")]) == 1
+
+
+class Dropped(nn.Linear):
+    """Dropout of a tensor whose dims lie in another order in memory."""
+
+    def forward(self, x):
+        return F.dropout(super().forward(x).transpose(0, 1), 0.5)
+
+
+def test_dropout_of_another_order_in_memory():
+    model, batch = Dropped(4, 6), torch.randn(3, 5, 4)
+    optim = torch.optim.SGD(model.parameters(), lr=0.0)
+    losses = []
+    for step in (plain_step, compile(plain_step)):
+        torch.manual_seed(0)
+        losses.append(step(model, optim, batch).detach())
+    assert torch.equal(*losses)

@@ -192,6 +192,9 @@ class _Replay(fx.Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Call an operator; a fused optimizer in its functional form, then copied back."""
+        if target is torch.ops.aten.bernoulli_.float and not args[0].is_contiguous():
+            target(_in_memory_order(args[0]), *args[1:], **kwargs)
+            return args[0]
         functional = _torch.functional_optimizer(target)
         if functional is None:
             return super().call_function(target, args, kwargs)
@@ -202,6 +205,15 @@ class _Replay(fx.Interpreter):
                 for target_tensor, value in zip(old, new, strict=True):
                     target_tensor.copy_(value)
         return None
+
+
+def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    """A view whose dims are in the order in which they lie in memory.
+
+    ``bernoulli_`` draws in this order, and its functional form in the order of dims.
+    """
+    strides = tensor.stride()
+    return tensor.permute(sorted(range(tensor.ndim), key=lambda dim: -strides[dim]))
 
 
 def _computes_number(node: fx.Node) -> bool:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
 from torchspmd.step.capture.inventory import Inventory
+from torchspmd.step.capture.shard_retired import is_retired
 
 _DEPTH = 4  # levels of what an attribute holds that are looked into
 _LATEST = 1000  # items of a container that are looked at: new ones are the last
@@ -26,6 +27,8 @@ _CLOSED = (
 
 def is_traced(value: Any) -> bool:
     """Whether a value is a tensor or a number of the trace, without a value."""
+    if is_retired(value):
+        return False
     if not isinstance(value, torch.Tensor):
         return isinstance(value, (torch.SymFloat, torch.SymInt, torch.SymBool))
     return _torch.is_fake(_torch.plain_tensor(value)) and not value.is_meta

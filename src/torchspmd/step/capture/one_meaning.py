@@ -22,7 +22,7 @@ from torchspmd.errors import CaptureError
 from torchspmd.step.capture.finishing import finished
 from torchspmd.step.capture.inventory import Role, Slot
 from torchspmd.step.capture.modes import Spread
-from torchspmd.step.capture.whole_batch_draws import own_part
+from torchspmd.step.capture.whole_batch_draws import empty_whole, own_part
 from torchspmd.step.capture.whole_batch_operators import WholeBatchOperators
 
 
@@ -164,8 +164,7 @@ def dropout(
 
 
 def _mask(x: DTensor, p: float) -> torch.Tensor:
-    local = _torch.local_tensor(x)
-    noise = torch.empty(x.shape, dtype=x.dtype, device=local.device)
+    noise = torch.empty_like(empty_whole(x))  # as torch makes it: in x's memory order
     noise.bernoulli_(1 - p)
     noise.div_(1 - p)
     return own_part(noise, x)

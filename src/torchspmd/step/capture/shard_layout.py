@@ -68,6 +68,7 @@ class Relayout:
         before, after = self._before, self.inventory.slots
         for place in before.places:
             place.table[place.key] = after[place.slot].tensor
+        _torch.renew_flat_weights(module for _, module in before.modules)
         for index, number, slots in before.groups:
             group = before.optimizers[index][1].param_groups[number]
             group["params"][:] = [after[slot].tensor for slot in slots]

@@ -43,6 +43,11 @@ def _retired_dtensor() -> type:
     return type("_RetiredDTensor", (_Told, DTensor), {})
 
 
+def is_retired(value: Any) -> bool:
+    """Whether a value is a parameter from before."""
+    return isinstance(value, _Told)
+
+
 def retire(parameter: torch.Tensor, name: str) -> None:
     """Free the whole tensor, and let no one use it by mistake."""
     parameter.grad = None

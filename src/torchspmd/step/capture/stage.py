@@ -5,6 +5,7 @@ is put back, whatever happened.
 """
 
 import contextlib
+import functools
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +22,12 @@ from torchspmd.step.capture.host_values import HostValues
 from torchspmd.step.capture.inner_gradients import keep_inner, refuse_graphs
 from torchspmd.step.capture.inventory import Inventory, Number, Role
 from torchspmd.step.capture.modes import Spread
-from torchspmd.step.capture.refusals import check_first_step, check_whole, is_spread
+from torchspmd.step.capture.refusals import (
+    calling_line,
+    check_first_step,
+    check_whole,
+    is_spread,
+)
 from torchspmd.step.graph.owners import OwnerLog
 
 # Optimizers whose update of an element depends on that element's own values alone: on a
@@ -48,6 +54,7 @@ class Stage:
         locals: The traced tensor of each slot; the optimizer writes into it.
         shown: What the user's modules see for each slot.
         handed: The parameters that a running optimizer was handed as plain tensors.
+        running: The optimizers that are in their step, inner ones last.
     """
 
     def __init__(
@@ -59,6 +66,7 @@ class Stage:
         self.numbers: list[Any] = list(flat[count:])
         self.spread = spread
         self.handed: set[int] = set()
+        self.running: list[_OptimizerRun] = []
         self._plain = self._plain_slots()
         self.shown = [
             spread.show(slot, local)
@@ -148,11 +156,11 @@ class Stage:
                 number.holder[number.key] = _placed(number, traced)
 
     def _install_reduction(self, stack: contextlib.ExitStack, log: OwnerLog) -> None:
-        for slot, shown in zip(self.inventory.slots, self.shown, strict=True):
+        for place, slot in enumerate(self.inventory.slots):
+            shown = self.shown[place]
             if slot.role is Role.PARAMETER and shown.requires_grad:
-                owner = slot.name.rpartition(".")[0]
                 # Before it is added to `grad`: what is there was reduced already.
-                hook = shown.register_hook(_Reduction(self.spread, log, owner))
+                hook = shown.register_hook(_Reduction(self, log, place))
                 stack.callback(hook.remove)
                 if self.spread.reduces:
                     stack.callback(refuse_graphs(shown, slot.name))
@@ -228,10 +236,18 @@ class _KnownOptimizers:
 class _Reduction:
     """Reduces a parameter's gradient as soon as backward has made it."""
 
-    def __init__(self, spread: Spread, log: OwnerLog, owner: str) -> None:
-        self._spread, self._log, self._owner = spread, log, owner
+    def __init__(self, stage: Stage, log: OwnerLog, place: int) -> None:
+        self._stage, self._spread, self._log = stage, stage.spread, log
+        self._place, self._name = place, stage.inventory.slots[place].name
+        self._owner = self._name.rpartition(".")[0]
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
+        if self._place in self._stage.handed:
+            raise CaptureError(
+                f"compile: an optimizer's step() runs backward itself, after it was handed "
+                f"the gradient of {self._name}\n\n  * {calling_line()}\n\nCall backward "
+                "before step(), or pass step() a closure that does."
+            )
         with self._log.owned(Phase.BACKWARD, self._owner):
             if self._spread.reduces and torch.is_grad_enabled():
                 return keep_inner(gradient)  # create_graph=True
@@ -255,17 +271,43 @@ class _OptimizerRun:
         self._open: contextlib.ExitStack | None = None
         self._depth = 0
 
-    def begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         self._depth += 1
         if self._depth > 1:  # a step that calls super().step() has hooks twice
-            return
+            return None
         check_first_step(optimizer)
+        self._enter()
+        args = (*args[:1], *map(self._outside, args[1:]))
+        return args, {key: self._outside(value) for key, value in kwargs.items()}
+
+    def _outside(self, argument: Any) -> Any:
+        """A closure that runs as if no optimizer were in its step."""
+        if not callable(argument):
+            return argument
+
+        @functools.wraps(argument)
+        def closure(*args: Any, **kwargs: Any) -> Any:
+            paused = list(self._stage.running)
+            for run in reversed(paused):
+                run._close()
+            try:
+                return argument(*args, **kwargs)
+            finally:
+                for run in paused:  # with the gradients that backward made
+                    run._enter()
+
+        return closure
+
+    def _enter(self) -> None:
         stack = self._open = contextlib.ExitStack()
         stack.enter_context(self._log.owned(Phase.OPTIMIZER))
         stack.enter_context(self._world.reading_values())
         stack.enter_context(_torch.numbers.extremes_in_graph())
         stack.enter_context(self._values)
         stage = self._stage
+        stage.running.append(self)
+        stack.callback(stage.running.remove, self)
+        optimizer = stage.inventory.optimizers[self._index][1]
         for owner, number, slots in stage.inventory.groups:
             if owner != self._index:
                 continue
@@ -284,6 +326,7 @@ class _OptimizerRun:
         stack.callback(self._stage.handed.discard, slot)
         with torch.no_grad():
             plain.grad = self._stage.spread.for_optimizer(shown)
+        stack.callback(_take_back, shown, plain, plain.grad)
 
     def end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._depth -= 1
@@ -292,9 +335,22 @@ class _OptimizerRun:
 
     def abort(self) -> None:
         self._depth = 0
+        self._close()
+
+    def _close(self) -> None:
         if self._open is not None:
             self._open.close()
             self._open = None
+
+
+def _take_back(
+    shown: torch.Tensor, plain: torch.Tensor, handed: torch.Tensor | None
+) -> None:
+    """Give a parameter the gradient that its optimizer put in place of the one it had."""
+    made = plain.grad
+    if made is not handed:
+        layout = _torch.layout_of(shown)
+        shown.grad = None if made is None else _torch.wrap_local(made, layout)
 
 
 def _placed(number: Number, traced: Any) -> Any:

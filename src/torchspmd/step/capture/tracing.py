@@ -19,6 +19,7 @@ from torchspmd.step.capture.changes import (
     refuse_changes,
     refusing_schedulers,
 )
+from torchspmd.step.capture.data_assignment import NoDataAssignment
 from torchspmd.step.capture.functional_form import make_functional
 from torchspmd.step.capture.host_values import HostValues, Reads
 from torchspmd.step.capture.inner_gradients import check_inner_gradients
@@ -145,11 +146,14 @@ class _Tracing:
 
     def run(self, *flat: Any) -> list[Any]:
         """Run the user's step on traced values."""
+        no_data_assignment = NoDataAssignment()
         with (
             RandomTape().recording(),  # sees what the next one makes of random operators
             self._spread.tracing(),
             self.log.recording(),
             NoPrinting(),
+            no_data_assignment,
+            _torch.backward_under(no_data_assignment),  # hooks
             WrittenLists(),
             refusing_schedulers(self._name),
             NoOwnCollectives(),

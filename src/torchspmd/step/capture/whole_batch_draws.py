@@ -29,7 +29,7 @@ def draw_for_all(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         return _dropout(func, *args)
     name = func.name().partition(".")[0]
     is_filled = bool(written) or name.endswith("_like")
-    whole = _empty(first) if is_filled else _everything(first)
+    whole = empty_whole(first) if is_filled else _everything(first)
     made = func(whole, *map(_everything, args[1:]), **kwargs)
     if not isinstance(made, torch.Tensor):
         raise NotImplementedError(
@@ -43,12 +43,12 @@ def _dropout(func: Any, x: DTensor, p: float, train: bool | None) -> Any:
     """The mask does not depend on values, so that these stay where they are."""
     if train is False or p == 0:
         return func(x, p, train)
-    _, drawn = func(_empty(x), p, train)
+    _, drawn = func(empty_whole(x), p, train)
     mask = own_part(drawn, x)
     return x * mask * (1 / (1 - p) if p < 1 else 0.0), mask
 
 
-def _empty(value: DTensor) -> torch.Tensor:
+def empty_whole(value: DTensor) -> torch.Tensor:
     """A tensor of the whole batch: numbers are drawn in the order of memory."""
     device = _torch.local_tensor(value).device
     return torch.empty_strided(

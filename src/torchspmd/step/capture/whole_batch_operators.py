@@ -13,7 +13,10 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from torchspmd import _torch
+from torchspmd.errors import CaptureError
+from torchspmd.step.capture.copied_views import CopiedViews
 from torchspmd.step.capture.finishing import finished
+from torchspmd.step.capture.refusals import is_spread, line_of_caller
 from torchspmd.step.capture.whole_batch_draws import draw_for_all
 
 _aten = torch.ops.aten
@@ -24,12 +27,22 @@ _MEAN, _SUM = 1, 2  # the numbers of reductions in aten's losses
 class WholeBatchOperators(_torch.TorchDispatchMode):
     """Computes on DTensors what one device would compute on the whole batch."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._views = CopiedViews()
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        self._views.check(func, args, kwargs)
         if not args or not isinstance(args[0], DTensor):
-            return func(*args, **kwargs)
+            return _on_plain(func, args, kwargs)
+        made = self._computed(func, args, kwargs)
+        self._views.note(func, args[0], made)
+        return made
+
+    def _computed(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         own = _OWN.get(func)
         if own is None and _torch.draws_random_numbers(func, args, kwargs):
             own = draw_for_all
@@ -45,6 +58,25 @@ class WholeBatchOperators(_torch.TorchDispatchMode):
             kind = list if isinstance(made, list) else tuple  # not one with names
             return kind(map(_without_other_terms, made))
         return _without_other_terms(made)
+
+
+def _on_plain(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """A call whose first argument is a number, or a tensor that the step made itself."""
+    if args and not isinstance(
+        args[0], (torch.Tensor, list, tuple)
+    ):  # rules take 3 / x for linear in x
+        args = tuple(map(_without_terms, args))
+    try:
+        return func(*args, **kwargs)
+    except AssertionError as error:
+        if not _torch.written_arguments(func):
+            raise
+        raise CaptureError(
+            f"compile: {_torch.packet_name(func)} writes what is computed from the batch "
+            f"into a tensor that the step made\n\n  * {line_of_caller()}\n\nSuch a tensor "
+            "is the same on all ranks, and what is written lies over them. Compute a new "
+            "one (total = total + new), or make it out of the batch (zeros_like)."
+        ) from error
 
 
 def _without_other_terms(value: Any) -> Any:
@@ -137,6 +169,52 @@ def _copied(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     return new.to(old.dtype).expand(old.shape).clone()
 
 
+def _filled(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """``fill_``: each rank would fill its term of a sum with the whole value."""
+    terms = [p for p in args[0].placements if isinstance(p, Partial)]
+    is_zero = isinstance(args[1], (int, float)) and args[1] == 0
+    if is_zero or all(p.reduce_op == "avg" for p in terms):
+        return func(*args, **kwargs)
+    raise CaptureError(
+        f"compile: {_torch.packet_name(func)} on a sum over the batch, or on a tensor "
+        "made like one\n\n"
+        f"  * {line_of_caller()}\n\nEach rank has a term of it, and the terms would be "
+        "added. Make a new tensor with torch.full or full_like, or choose with "
+        "torch.where."
+    )
+
+
+def _added(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """``+`` and ``-``: each rank would add a number to its own term."""
+    if isinstance(args[1], torch.Tensor):
+        return func(*args, **kwargs)
+    if _torch.written_arguments(func):
+        return _filled(func, args, kwargs)
+    return func(_without_terms(args[0]), *args[1:], **kwargs)
+
+
+def _written_over(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """``copy_``: DTensor divides what is written by the ranks, which integers cannot."""
+    old, new = args[0], args[1]
+    is_same = isinstance(new, DTensor) and new.placements == old.placements
+    if is_same or old.is_floating_point() or old.is_complex():
+        return func(*args, **kwargs)
+    return _filled(func, args, kwargs)
+
+
+def _looked_up(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Rows of an embedding, unless its gradient needs the counts of the whole batch."""
+    by_freq = args[3] if len(args) > 3 else kwargs.get("scale_grad_by_freq", False)
+    if by_freq and is_spread(args[1]):
+        raise CaptureError(
+            "compile: an embedding with scale_grad_by_freq=True\n\n"
+            f"  * {line_of_caller()}\n\nIts gradient is divided by how often a row is "
+            "used in the whole batch, and each rank counts its own part. Pass "
+            "scale_grad_by_freq=False."
+        )
+    return func(*args, **kwargs)
+
+
 _Rule = Callable[[Any, tuple[Any, ...], Any], Any]
 _OWN: dict[Any, _Rule] = {
     **dict.fromkeys(
@@ -182,6 +260,14 @@ _OWN: dict[Any, _Rule] = {
         _row_by_row,
     ),
     _aten.copy.default: _copied,
+    _aten.embedding.default: _looked_up,
+    _aten.add.Tensor: _added,
+    _aten.add_.Tensor: _added,
+    _aten.sub.Tensor: _added,
+    _aten.sub_.Tensor: _added,
+    _aten.copy_.default: _written_over,
+    _aten.fill_.Scalar: _filled,
+    _aten.fill_.Tensor: _filled,
     _aten.nll_loss_forward.default: _mean_of_loss,
     _aten.nll_loss2d_forward.default: _mean_of_loss,
 }

@@ -31,6 +31,8 @@ def find_writes(node: fx.Node) -> tuple[Write, ...]:
         return ()
     if isinstance(node.args[0], fx.Node):
         return (Write(node.args[0], node),)
+    if not isinstance(node.args[0], (list, tuple)):
+        return ()  # 2 ** x: the number is no memory
     return tuple(_list_writes(node, _torch.written_arguments(form)))
 
 

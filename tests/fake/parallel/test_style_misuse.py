@@ -1,0 +1,235 @@
+"""Layouts and writes that would have no effect, and second styles: each is an error."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+
+from torchspmd.errors import LayoutError, PlanError
+from torchspmd.parallel import (
+    ColwiseParallel,
+    ExpertParallel,
+    FusedColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    ReplicateParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torchspmd.testing import fake_mesh
+
+pytestmark = pytest.mark.fake
+
+S, R = Shard(0), Replicate()
+
+
+class Two(nn.Module):
+    def forward(self, a: Any, b: Any = None) -> Any:
+        return a if b is None else a + b
+
+
+# --- layouts that would not be used ---------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("build", "text"),
+    [
+        (
+            lambda: PrepareModuleInput(desired_input_layouts=R),
+            r"desired_input_layouts is \(Replicate\(\),\) without input_layouts.*Pass the",
+        ),
+        (
+            lambda: PrepareModuleInput(desired_input_kwarg_layouts={"b": R}),
+            r"must have the same names: \[\] and \['b'\]",
+        ),
+        (
+            lambda: PrepareModuleInput(
+                input_layouts=(S, None), desired_input_layouts=(R, R)
+            ),
+            r"input 1 has None in input_layouts and Replicate\(\).*or None in both",
+        ),
+        (
+            lambda: PrepareModuleOutput(
+                output_layouts=(None,), desired_output_layouts=(S,)
+            ),
+            r"output 0 has None in output_layouts and Shard\(dim=0\)",
+        ),
+    ],
+)
+def test_a_desired_layout_without_a_given_one(build: Any, text: str) -> None:
+    with pytest.raises(LayoutError, match=text):
+        build()
+
+
+def keyword_style(name: str) -> PrepareModuleInput:
+    return PrepareModuleInput(
+        input_kwarg_layouts={name: S},
+        desired_input_kwarg_layouts={name: R},
+        use_local_output=True,
+    )
+
+
+def test_a_keyword_that_the_module_does_not_take() -> None:
+    with fake_mesh(2, ("tp",)) as mesh:
+        text = r"names bb, which Two\.forward does not take; it takes a, b"
+        with pytest.raises(LayoutError, match=text):
+            parallelize_module(Two(), mesh, keyword_style("bb"))
+        both = PrepareModuleInputOutput(
+            input_kwarg_layouts={"bb": S},
+            desired_input_kwarg_layouts={"bb": R},
+            output_layouts=S,
+            desired_output_layouts=R,
+        )
+        with pytest.raises(PlanError, match="names bb"):
+            parallelize_module(nn.Sequential(Two()), mesh, {"0": both})
+
+
+def test_a_keyword_layout_for_an_input_that_comes_by_position() -> None:
+    x = torch.ones(2, 2)
+    with fake_mesh(2, ("tp",)) as mesh:
+        module = parallelize_module(Two(), mesh, keyword_style("b"))
+        with pytest.raises(LayoutError, match=r"input 'b' was passed by pos.*by name"):
+            module(x, x)
+        assert module(x).shape == (2, 2)  # an input that is left out needs no layout
+        assert module(torch.ones(4, 2), b=x).shape == (4, 2)
+
+
+def test_a_keyword_input_with_gradient_for_experts() -> None:
+    x = torch.ones(2, 2)
+    with fake_mesh(2, ("tp",)) as mesh:
+        module = parallelize_module(Two(), mesh, ExpertParallel())
+        with pytest.raises(LayoutError, match=r"keyword inputs b require.*by position"):
+            module(x, b=x.clone().requires_grad_())
+        assert module(x, b=x).shape == (2, 2)
+        with torch.no_grad():
+            module(x, b=x.clone().requires_grad_())
+        # Where every rank computes the same, the gradient is whole as it is.
+        same = parallelize_module(Two(), mesh, ReplicateParallel())
+        assert same(x, b=x.clone().requires_grad_()).requires_grad
+
+
+# --- second styles --------------------------------------------------------------------
+
+INPUT = PrepareModuleInput(input_layouts=S, desired_input_layouts=R)
+OUTPUT = PrepareModuleOutput(output_layouts=S, desired_output_layouts=R)
+BOTH = PrepareModuleInputOutput(
+    input_layouts=S,
+    desired_input_layouts=R,
+    output_layouts=S,
+    desired_output_layouts=R,
+)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "text"),
+    [
+        (INPUT, INPUT, "PrepareModuleInput has placed the inputs"),
+        (INPUT, BOTH, "PrepareModuleInput has placed the inputs"),
+        (BOTH, OUTPUT, "PrepareModuleOutput has placed the outputs"),
+        (SequenceParallel(), SequenceParallel(sequence_dim=0), "SequenceParallel has"),
+        (ReplicateParallel(), ExpertParallel(), "ReplicateParallel has placed the for"),
+    ],
+)
+@pytest.mark.parametrize("build", [lambda: nn.Dropout(0.5), nn.Identity])
+def test_a_second_style_on_a_module_without_parameters(
+    build: Any, first: ParallelStyle, second: ParallelStyle, text: str
+) -> None:
+    with fake_mesh(2, ("tp",)) as mesh:
+        module = copy.deepcopy(parallelize_module(build(), mesh, first))
+        with pytest.raises(LayoutError, match=f"{text}.*give a module one style"):
+            parallelize_module(module, mesh, second)
+
+
+def test_styles_for_different_parts_of_a_module() -> None:
+    with fake_mesh(2, ("tp",)) as mesh:
+        module = nn.Identity()
+        for style in (INPUT, OUTPUT):
+            parallelize_module(module, mesh, style)
+        assert module(torch.ones(2, 2)).shape == (4, 2)
+
+
+# --- ties over several calls ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("style", "asked"),
+    [
+        (ColwiseParallel(), r"Shard\(dim=0\)"),
+        (FusedColwiseParallel(parts=(8, 8)), "a split into parts"),
+    ],
+)
+def test_a_tie_that_a_second_call_would_break(style: ParallelStyle, asked: str) -> None:
+    with fake_mesh(2, ("tp",)) as mesh:
+        embed, head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
+        head.weight = embed.weight
+        parallelize_module(embed, mesh, ColwiseParallel())
+        text = (
+            rf"'weight': one parameter.*laid it out as Shard\(dim=1\) on the mesh tp=2.*"
+            rf"asks for {asked}; lay out both modules in one plan"
+        )
+        with pytest.raises(PlanError, match=text):
+            parallelize_module(head, mesh, style)
+        assert head.weight is not embed.weight
+        assert type(head) is nn.Linear
+
+
+def test_a_tie_over_two_meshes() -> None:
+    embed, head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
+    head.weight = embed.weight
+    with fake_mesh((2, 2), ("dp", "tp")) as mesh:
+        parallelize_module(embed, mesh["dp"], ReplicateParallel())
+        with pytest.raises(
+            LayoutError, match=r"on the mesh dp=2 for a module that shar"
+        ):
+            parallelize_module(head, mesh["tp"], ReplicateParallel())
+
+
+# --- fused layers ---------------------------------------------------------------------
+
+
+def fused_on(mesh: Any) -> tuple[nn.Module, Any, ParallelStyle]:
+    # Two parts have fewer heads than ranks, so that they are replicated.
+    style = FusedColwiseParallel(parts=(4, 4, 4), num_heads=(2, 1, 1))
+    return nn.Linear(8, 12), mesh, style
+
+
+@pytest.mark.parametrize("source", [0, None])
+def test_a_fused_layer_with_replicated_parts_copies_and_pickles(
+    source: int | None,
+) -> None:
+    with fake_mesh(2, ("tp",)) as mesh:
+        model = parallelize_module(*fused_on(mesh), src_data_rank=source)
+        for _ in range(2):
+            for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+                for mine, theirs in zip(
+                    model.parameters(), other.parameters(), strict=True
+                ):
+                    assert torch.equal(mine.to_local(), theirs.to_local())
+            model.load_state_dict(model.state_dict(), assign=True)
+
+
+def test_a_write_into_the_joined_weight() -> None:
+    with fake_mesh(2, ("tp",)) as mesh:
+        model = parallelize_module(*fused_on(mesh))
+        assert model.weight.shape == (12, 8)
+        for joined in (model.weight, model.bias):
+            with pytest.raises(
+                RuntimeError, match="Inplace update to inference tensor"
+            ):
+                nn.init.zeros_(joined)
+
+
+def test_a_fused_layer_resets_its_parts() -> None:
+    with fake_mesh(2, ("tp",)) as mesh:
+        model = parallelize_module(*fused_on(mesh))
+        before = [p.to_local().clone() for p in model.parameters()]
+        model.reset_parameters()
+        for old, parameter in zip(before, model.parameters(), strict=True):
+            assert not torch.equal(old, parameter.to_local())
+            assert parameter.requires_grad

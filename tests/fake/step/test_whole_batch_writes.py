@@ -1,0 +1,112 @@
+"""Writes in place that one device can make and ranks cannot: refused, with the line."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torchspmd.errors import CaptureError
+from torchspmd.step import compile
+from torchspmd.testing import fake_world
+
+pytestmark = pytest.mark.fake
+
+
+def run(change):
+    def step(model, x, y):
+        h = model(x)
+        with torch.no_grad():
+            changed = change(h.detach() * 1, y)
+        return h.sum(), changed
+
+    with fake_world(2):
+        compile(step)(nn.Linear(4, 4), torch.ones(2, 4), torch.ones(2).long())
+
+
+def first_row(h, y):
+    h[0] = 0
+
+
+LOST = {
+    "row": first_row,
+    "labels": lambda h, y: y[-1:].fill_(-100),
+    "step": lambda h, y: h[::2].mul_(2),
+    "split": lambda h, y: h.split(1)[0].zero_(),
+    "diagonal": lambda h, y: (h @ h.T).diagonal().fill_(-9),
+    "view before": lambda h, y: h.T[:, 0].zero_(),
+    "view behind": lambda h, y: h[:1].view(-1)[:2].detach().zero_(),
+    "list": lambda h, y: torch._foreach_mul_([h[0]], 2.0),
+    "out": lambda h, y: torch.add(h[0], 1.0, out=h[1]),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_a_write_into_a_view_along_the_batch(name):
+    with pytest.raises(CaptureError, match="writes into a view along the batch") as e:
+        run(LOST[name])
+    assert f"{__file__}:" in str(e.value)
+    assert "torch.where" in str(e.value)
+    assert "torch.cat" in str(e.value)
+
+
+def used(h, y):
+    row = h[0]
+    h.mul_(2)
+    return row + 1
+
+
+def returned(h, y):
+    row = h[0]
+    h.mul_(2)
+    return row
+
+
+@pytest.mark.parametrize("change", [used, returned])
+def test_a_view_that_is_older_than_a_write(change):
+    with pytest.raises(CaptureError, match="after the tensor that it was taken") as e:
+        run(change)
+    assert "the write is at" in str(e.value)
+    assert "clone()" in str(e.value)
+
+
+def along_other_dims(h, y):
+    h[:, 0] = 0
+    h.T[1:].unsqueeze(0).mul_(2)
+    row = h[0].clone()
+    row.zero_()
+    h.fill_(1)
+    return row, h[0], h.sum(0).fill_(0), h.mean(0).fill_(2)
+
+
+def test_other_writes_are_taken():
+    run(along_other_dims)
+
+
+ON_SUMS = {
+    "fill_": lambda h, y: h.sum(0).fill_(1.0),
+    "tensor": lambda h, y: h.sum(0).fill_(torch.ones(())),
+    "count": lambda h, y: (y > 0).sum().fill_(3),
+    "like": lambda h, y: torch.empty_like(h.sum(0)).fill_(1.0),
+    "number": lambda h, y: h.sum(0).add_(1.0),
+    "integers": lambda h, y: (y > 0).sum().copy_(torch.tensor(3)),
+}
+
+
+@pytest.mark.parametrize("name", ON_SUMS)
+def test_a_value_written_into_terms_of_a_sum(name):
+    with pytest.raises(CaptureError, match="on a sum over the batch") as e:
+        run(ON_SUMS[name])
+    assert f"{__file__}:" in str(e.value)
+    assert "torch.full or full_like" in str(e.value)
+
+
+def test_a_result_of_the_batch_written_into_a_plain_tensor():
+    with pytest.raises(CaptureError, match="add_ writes what is computed from") as e:
+        run(lambda h, y: torch.zeros(4).add_(h.mean(0)))
+    assert f"{__file__}:" in str(e.value)
+    assert "total = total + new" in str(e.value)
+
+
+def test_gradients_divided_by_counts():
+    with pytest.raises(CaptureError, match="embedding with scale_grad_by_freq=True"):
+        run(lambda h, y: F.embedding(y, h.T @ h, scale_grad_by_freq=True))
