@@ -126,6 +126,12 @@ def _tell(window: StepWindow, mode: CommDebugMode, command: str) -> None:
             "run from the first module call.",
             file=sys.stderr,
         )
+    elif window.num_missing:
+        print(
+            f"torchspmd {command}: the script ended {window.num_missing} steps before all "
+            f"that --steps asks for were made; the lock has {window.num_recorded}.",
+            file=sys.stderr,
+        )
     checks = mode.ledger.total(check=True).count
     if checks:
         print(

@@ -45,6 +45,11 @@ class StepWindow:
         recorded = max(self.num_optimizer_steps - self._skip, 0)
         return min(recorded, self._steps) if self._steps else recorded
 
+    @property
+    def num_missing(self) -> int:
+        """How many of the steps that were asked for the script did not make."""
+        return max(self._steps - self.num_recorded, 0)
+
     def refuse_if_empty(self) -> None:
         """After the script: raise when all of its steps, or more, were to be skipped."""
         made = self.num_optimizer_steps

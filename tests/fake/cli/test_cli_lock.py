@@ -170,6 +170,14 @@ def test_more_skipped_than_made(folder, capsys):
     assert "--skip 2: the script made only 2 optimizer" in capsys.readouterr().err
 
 
+def test_fewer_steps_than_asked_for(folder, capsys):
+    assert lock("--steps", "10") == 0
+    told = "the script ended 7 steps before all that --steps asks for were made"
+    assert f"{told}; the lock has 3." in capsys.readouterr().err
+    assert lock("--steps", "3") == 0
+    assert "asks for" not in capsys.readouterr().err
+
+
 def test_help_of_every_option(capsys):
     with pytest.raises(SystemExit):
         main(["lock", "--help"])
