@@ -4,6 +4,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Many processes import the same files: they keep the compiled form, and one thread each.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet \
+	--numprocesses 2 --dist worksteal
 
 .PHONY: demo test check format pytest bench clean help
 
@@ -30,8 +33,8 @@ check: $(STAMP) ## format, lint, types, import contracts, spelling, sizes, the e
 	$(BIN)/torchspmd check examples/train_gpt_tp.lock
 
 pytest: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet --numprocesses 2 src tests/unit tests/fake
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet tests/ranks tests/gpu
+	$(PYTEST) src tests/unit tests/fake
+	$(PYTEST) tests/ranks tests/gpu
 
 format: $(STAMP) ## rewrite files in the house format
 	$(BIN)/ruff format .

@@ -118,6 +118,7 @@ def ours(
     overlap: bool,
     megabytes: float | None = None,
     inductor: bool = False,
+    rows: bool = False,
     backend: str = "graph",
 ) -> tuple[nn.Module, Step]:
     transformation = None
@@ -125,6 +126,7 @@ def ours(
         transformation = GraphModuleTransformation(
             enable_graph_optimization=True,
             overlap_iterations=overlap,
+            gather_embeddings=rows,
             bucket_size_mb=megabytes,
             cost="measure",
             enable_inductor=inductor,
@@ -200,6 +202,12 @@ VARIANTS: dict[str, Variant] = {
     ),
     "torchspmd, overlapped, inductor": functools.partial(
         ours, passes=True, overlap=True, inductor=True
+    ),
+    "torchspmd, overlapped, rows": functools.partial(
+        ours, passes=True, overlap=True, rows=True
+    ),
+    "torchspmd, overlapped, rows, inductor": functools.partial(
+        ours, passes=True, overlap=True, inductor=True, rows=True
     ),
 }
 

@@ -1,8 +1,12 @@
-"""Fixtures for all tiers: real ranks that are started once for the whole run."""
+"""Fixtures for all tiers: one seed, and real ranks that are started once for a run."""
 
+import functools
+import multiprocessing
 from collections.abc import Iterator
+from multiprocessing import forkserver
 
 import pytest
+import torch
 from hypothesis import settings
 
 from torchspmd.testing import Ranks
@@ -11,6 +15,39 @@ from torchspmd.testing import Ranks
 settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
 settings.register_profile("explore", max_examples=500, deadline=None)
 settings.load_profile("repeatable")
+
+# Ranks are forks of one process, which imports what most of their tests use.
+IMPORTS = [
+    "pytest",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.export._trace",
+    "torchspmd.local",
+    "torchspmd.parallel",
+    "torchspmd.step",
+    "torchspmd.testing",
+    "torchspmd.verify",
+]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("ranks") is not None:
+        _import_once()
+
+
+@functools.cache
+def _import_once() -> None:
+    """Start that process, before the package does so with fewer imports."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTS)
+    forkserver.ensure_running()
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """What a test draws does not depend on the tests before it."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ REDUCE_SCATTER = _functional.reduce_scatter_tensor.default
 WAIT = _functional.wait_tensor.default
 
 
-def fake_result(target: Callable[..., Any], args: Any) -> Any:
+def fake_result(target: Callable[..., Any], args: Any, **options: Any) -> Any:
     """What a function gives for fake or meta tensors, itself without values.
 
     Collectives are not called: whoever records communication would count them.
@@ -27,7 +27,7 @@ def fake_result(target: Callable[..., Any], args: Any) -> Any:
         if target is REDUCE_SCATTER:
             whole, size = args[0], args[2]
             return whole.new_empty((whole.shape[0] // size, *whole.shape[1:]))
-        return args[0] if target is WAIT else target(*args)
+        return args[0] if target is WAIT else target(*args, **options)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from torchspmd.errors import LayoutError, UsageError
 from torchspmd.parallel.axis import Axis, build_axis
 from torchspmd.parallel.plan import Style
 from torchspmd.parallel.plan_assignment import Assignment
+from torchspmd.parallel.replaced import plain_spots, retire_replaced
 from torchspmd.parallel.resolve import resolve
 from torchspmd.parallel.style import ParallelStyle, Place
 
@@ -26,7 +27,9 @@ def parallelize_module(
 ) -> M:
     """Lay a module over one axis of a mesh, by a style or a plan.
 
-    The whole plan is checked first; on an error the module is as it was.
+    The whole plan is checked first; on an error the module is as it was. Parameters are
+    replaced by DTensors, so optimizers and hooks on gradients are made after this call:
+    to train or to differentiate what was replaced is an error.
 
     Args:
         module: The module; it is changed and returned.
@@ -58,8 +61,11 @@ def parallelize_module(
             "parallelize_module: no parallelize_plan, so nothing would happen. Pass a "
             "style, or a dict from module patterns to styles."
         )
-    for assignment in resolve(parallelize_plan, module, axis).assignments:
+    assignments = resolve(parallelize_plan, module, axis).assignments
+    spots = plain_spots(module)
+    for assignment in assignments:
         _place(assignment, axis, src_data_rank)
+    retire_replaced(spots)
     return module
 
 

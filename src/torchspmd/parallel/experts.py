@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from torchspmd.errors import LayoutCountError, LayoutError, UnsupportedModuleError
+from torchspmd.parallel.computed import describe_computed, describe_hooked
 from torchspmd.parallel.local_run import LocalRule, run_on_shards
 from torchspmd.parallel.parameters import place_parameter
 from torchspmd.parallel.style import (
@@ -96,8 +97,8 @@ class ExpertParallel(PlacedStyle):
 
     def find_problems(self, module: nn.Module) -> list[str]:
         """Every parameter needs a placement, and has one only once."""
-        problems = [text for part in module.modules() for text in describe_placed(part)]
-        problems = problems or describe_styled(module, "forward")
+        problems = describe_placed(module) or describe_styled(module, "forward")
+        problems += describe_computed(module)
         names = {name for name, _ in module.named_parameters()}
         placements = self.parameter_placements
         if isinstance(placements, tuple):
@@ -169,8 +170,8 @@ class ReplicateParallel(PlacedStyle):
 
     def find_problems(self, module: nn.Module) -> list[str]:
         """Any module that has no layout yet will do."""
-        placed = [text for part in module.modules() for text in describe_placed(part)]
-        return placed or describe_styled(module, "forward")
+        placed = describe_placed(module) or describe_styled(module, "forward")
+        return placed + describe_hooked(module)
 
     def place(self, module: nn.Module, place: Place) -> nn.Module:
         """Replicate the parameters and let the module's own forward run on them."""

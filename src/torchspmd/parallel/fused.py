@@ -7,6 +7,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 
 from torchspmd.errors import LayoutError, UnsupportedModuleError
 from torchspmd.parallel.axis import Axis
+from torchspmd.parallel.computed import describe_computed
 from torchspmd.parallel.fused_linear import (
     NAMES,
     LocalFusedLinear,
@@ -14,6 +15,8 @@ from torchspmd.parallel.fused_linear import (
     load_split,
     save_joined,
 )
+from torchspmd.parallel.opened import remember_layout
+from torchspmd.parallel.replaced import carry_attributes
 from torchspmd.parallel.route import Route
 from torchspmd.parallel.style import Place, PlacedStyle, describe_placed, one_layout
 
@@ -77,11 +80,13 @@ class FusedColwiseParallel(PlacedStyle):
     def find_problems(self, module: nn.Module) -> list[str]:
         """Only a plain Linear with that many output features."""
         name = type(self).__name__
+        problems = describe_placed(module) + describe_computed(module)
+        if problems:
+            return problems
         if type(module) is not nn.Linear or "forward" in vars(module):
             return [
                 f"{name} only supports nn.Linear; this is a {type(module).__name__}"
             ]
-        problems = describe_placed(module)
         if sum(self.parts) != module.out_features:
             problems.append(
                 f"the parts {self.parts} add up to {sum(self.parts)}, the layer has "
@@ -217,7 +222,11 @@ def _split_parameter(
         )
         for part in parts
     ]
-    module.register_module(f"{name}_parts", nn.ParameterList(placed))
+    held = nn.ParameterList(placed)
+    for i, part in enumerate(held):
+        carry_attributes(parameter, part)
+        remember_layout(held, str(i), part)
+    module.register_module(f"{name}_parts", held)
 
 
 def _argument_problems(

@@ -4,8 +4,9 @@ The parts are DTensor parameters of their own, so that optimizers, checkpoints a
 mesh sizes see honest layouts; the state dict joins them under the layer's own key.
 """
 
+import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,9 @@ from torch.distributed.tensor import (
 
 from torchspmd.errors import LayoutError
 from torchspmd.parallel.axis import Axis
+from torchspmd.parallel.fused_copy import mark_copy
 from torchspmd.parallel.handover import change_layout
+from torchspmd.parallel.opened import opened_parameters
 from torchspmd.parallel.parameters import GradientSum, local_shards
 from torchspmd.parallel.route import Route, check_tensor, enter_features
 
@@ -123,18 +126,52 @@ class LocalFusedLinear(nn.Linear):
     def weight(self) -> torch.Tensor:  # type: ignore[override]
         """The whole weight in the order of one device, sharded by rows. It communicates.
 
-        It is a copy, made in inference mode so that writing into it is an error: write
-        into the parameters in ``weight_parts``.
+        It is a copy to read: writing into it, freezing it or asking for its gradient is
+        an error. The parameters are those in ``weight_parts``.
         """
-        with torch.inference_mode():
-            return join_parts(part_parameters(self, "weight"), self.route.axis)
+        joined = self._joined("weight")
+        assert joined is not None
+        return joined
 
     @property
     def bias(self) -> torch.Tensor | None:  # type: ignore[override]
         """The whole bias, as a copy like ``weight``. It communicates."""
-        given = part_parameters(self, "bias")
+        return self._joined("bias")
+
+    def _joined(self, name: str) -> torch.Tensor | None:
+        held: Any = getattr(self, f"{name}_parts")
+        if held is None:
+            return None
+        opened = dict(opened_parameters(held))
+        given = [opened.get(str(i), part) for i, part in enumerate(held)]
+        # Writing into this rank's shard of a tensor of inference mode is an error too.
         with torch.inference_mode():
-            return join_parts(given, self.route.axis) if given else None
+            joined = join_parts(given, self.route.axis)
+        return mark_copy(joined, self.route.where, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy, also of gradients: those of the parts are pieces of one tensor.
+
+        Torch cannot deepcopy a DTensor around the later part of a storage, so pieces
+        get memory of their own first; not in each backward, where that would cost some.
+        """
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As in every module, but the joined parameters cannot be replaced."""
+        if name in NAMES:
+            raise LayoutError(
+                f"{self.route.where}: its {name} cannot be set, as the layer computes "
+                f"with {name}_parts, one parameter for each part. Write into these, or "
+                f"load a whole {name} with load_state_dict."
+            )
+        super().__setattr__(name, value)
 
     def extra_repr(self) -> str:
         """The layer's sizes, its parts and its style."""

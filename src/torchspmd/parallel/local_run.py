@@ -97,7 +97,7 @@ class LocalForward:
 
     def _shards(self) -> dict[str, torch.Tensor]:
         """This rank's shard of each parameter, by its name in the shell."""
-        parameters = dict(self._shell.named_parameters())
+        parameters = self._parameters()
         # Where every rank computes a term, a whole parameter's gradient is in terms too.
         summed = [
             name
@@ -114,6 +114,19 @@ class LocalForward:
             pairs = zip(names, shards, strict=True)
             found |= {name: shard for name, shard in pairs if shard is not None}
         self._check_shards(found)
+        return found
+
+    def _parameters(self) -> dict[str, torch.Tensor]:
+        """The parameters, also those that DistributedDataParallel keeps for itself.
+
+        While it has the module, DTensors stand in their places as plain attributes.
+        """
+        found: dict[str, torch.Tensor] = dict(self._shell.named_parameters())
+        for name in [name for name in self._shapes if name not in found]:
+            owner, _, last = name.rpartition(".")
+            value = getattr(self._shell.get_submodule(owner), last, None)
+            if isinstance(value, DTensor):
+                found[name] = value
         return found
 
     def _check_shards(self, shards: dict[str, torch.Tensor]) -> None:

@@ -22,10 +22,8 @@ from torchspmd import _torch
 from torchspmd.errors import LayoutError
 from torchspmd.parallel.axis import Axis, describe_mesh
 from torchspmd.parallel.handover import change_layout, refuse_double_backward
-
-# Set on a plain parameter that a style has replaced, so that a second module that is
-# tied to it gets the same DTensor and not another copy.
-_REPLACED_BY = "_torchspmd_replaced_by"
+from torchspmd.parallel.opened import remember_layout
+from torchspmd.parallel.replaced import set_successor, successor
 
 
 def place_parameter(
@@ -40,7 +38,7 @@ def place_parameter(
     broken = describe_broken_tie(parameter, placement, axis)
     if broken:
         raise LayoutError(f"{name!r} of a {type(module).__name__}: {broken}.")
-    placed = getattr(parameter, _REPLACED_BY, None)
+    placed = successor(parameter)
     if placed is None:
         placed = nn.Parameter(
             distribute_tensor(
@@ -51,8 +49,9 @@ def place_parameter(
             ),
             requires_grad=parameter.requires_grad,
         )
-        setattr(parameter, _REPLACED_BY, placed)
+        set_successor(parameter, placed)
     module.register_parameter(name, placed)
+    remember_layout(module, name, placed)
 
 
 def describe_broken_tie(
@@ -65,7 +64,7 @@ def describe_broken_tie(
         placement: What it is to have now; None where it would be split into parts.
         axis: Where, if that is known.
     """
-    placed = getattr(parameter, _REPLACED_BY, None)
+    placed = successor(parameter)
     if placed is None:
         return None
     same_mesh = axis is None or placed.device_mesh == axis.mesh
@@ -157,6 +156,7 @@ class _LocalShards(torch.autograd.Function):
         refuse_double_backward("a parallel layer")
         if ctx.gradient_sum is not None:
             gradients = sum_over_axis(gradients, ctx.gradient_sum.axis)
+            return None, *map(close_gradient, gradients, ctx.specs)
         return None, *(
             None if gradient is None else _torch.wrap_local(gradient, spec)
             for gradient, spec in zip(gradients, ctx.specs, strict=True)
@@ -208,4 +208,9 @@ def close_gradient(gradient: torch.Tensor | None, spec: Any) -> torch.Tensor | N
     """The gradient of a shard as that of the parameter it was opened from."""
     if spec is None or gradient is None:
         return gradient
+    if type(gradient) is torch.Tensor and gradient.storage_offset():
+        # A copy, of something small that was summed together with others: torch cannot
+        # deepcopy a DTensor around the later part of a storage. A captured step holds
+        # other types, and no gradients to copy.
+        gradient = gradient.clone()
     return _torch.wrap_local(gradient, spec)

@@ -7,13 +7,24 @@ from torch.distributed.tensor import Placement
 from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 from torch.distributed.tensor.parallel import SequenceParallel as TorchSequence
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parameter import is_lazy
 
 from torchspmd.parallel.colwise import ColwiseParallel
 from torchspmd.parallel.fused import FusedColwiseParallel, KeyValueParallel
 from torchspmd.parallel.plan import Style
+from torchspmd.parallel.replaced import describe_losses
 from torchspmd.parallel.rowwise import RowwiseParallel
 from torchspmd.parallel.sequence import SequenceParallel
-from torchspmd.parallel.style import ParallelStyle
+from torchspmd.parallel.sharded import ShardedStyle
+from torchspmd.parallel.style import ParallelStyle, PlacedStyle
+
+_OWN_ATTENTION = (
+    "leave the attention without styles, or write it with four nn.Linear "
+    "(ColwiseParallel for query, key and value, RowwiseParallel for the output) around "
+    "scaled_dot_product_attention"
+)
+_CUTTING = (ShardedStyle, FusedColwiseParallel, KeyValueParallel, SequenceParallel)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +78,32 @@ def find_problems(style: Style, module: nn.Module, num_ranks: int) -> list[str]:
     if twin is None:
         return []
     problems = twin.find_problems(module)
+    problems += _find_obstacles(twin, module)
     # Sizes that do not fit the module need not be compared with the ranks.
     return problems or twin.find_axis_problems(module, num_ranks)
+
+
+def _find_obstacles(style: ParallelStyle, module: nn.Module) -> list[str]:
+    """Why a style would do nothing here, or not all that the module is to keep."""
+    if isinstance(module, nn.MultiheadAttention) and isinstance(style, _CUTTING):
+        return [
+            "an nn.MultiheadAttention computes with its parameters and calls no layers, "
+            f"so that it cannot be cut; {_OWN_ATTENTION}"
+        ]
+    if isinstance(module, NonDynamicallyQuantizableLinear) and isinstance(
+        style, PlacedStyle
+    ):
+        return [
+            "it is the out_proj of an nn.MultiheadAttention, which reads its weight and "
+            f"never calls it, so that no style can act; {_OWN_ATTENTION}"
+        ]
+    lazy = [name for name, p in module.named_parameters() if is_lazy(p)]
+    if lazy:
+        return [
+            f"{', '.join(lazy)}: no shape yet, as in every lazy module before its first "
+            "call; call the module once on a batch before parallelize_module"
+        ]
+    return describe_losses(module, list(style.parameter_layouts(module)))
 
 
 def parameter_layouts(assignment: Assignment) -> dict[str, Placement] | None:

@@ -1,9 +1,10 @@
-"""Parameters that several names or several styles lay claim to."""
+"""Parameters that several names, several styles or a wrapper lay claim to."""
 
 from collections.abc import Sequence
 
 from torch import nn
 from torch.distributed.tensor import Placement
+from torch.nn.parallel import DistributedDataParallel
 
 from torchspmd.parallel.parameters import describe_broken_tie
 from torchspmd.parallel.plan_assignment import Assignment, fused_form, parameter_layouts
@@ -25,6 +26,22 @@ def find_double_claims(assignments: Sequence[Assignment]) -> list[str]:
                     f"'{inner.path}'; give a style to one of them"
                 )
     return list(pairs.values())
+
+
+def find_wrapped(model: nn.Module, assignments: Sequence[Assignment]) -> list[str]:
+    """Parameters that DistributedDataParallel has already, and would lose sight of."""
+    wrappers = [
+        part for part in model.modules() if isinstance(part, DistributedDataParallel)
+    ]
+    wrapped = {id(part) for wrapper in wrappers for part in wrapper.modules()}
+    return [
+        f"'{assignment.path}' is inside of a DistributedDataParallel, which reduces the "
+        "gradients of the parameters that it was given, not of those that replace them; "
+        "call parallelize_module first and wrap the result"
+        for assignment in assignments
+        if any(id(part) in wrapped for part in assignment.module.modules())
+        and parameter_layouts(assignment) != {}
+    ]
 
 
 def find_broken_ties(model: nn.Module, assignments: Sequence[Assignment]) -> list[str]:

@@ -13,7 +13,11 @@ from torch import nn
 from torchspmd.errors import PlanError, UnsupportedModuleError, UsageError
 from torchspmd.parallel.plan import Plan, Style, explain_no_style, is_style
 from torchspmd.parallel.plan_assignment import Assignment, find_problems
-from torchspmd.parallel.plan_claims import find_broken_ties, find_double_claims
+from torchspmd.parallel.plan_claims import (
+    find_broken_ties,
+    find_double_claims,
+    find_wrapped,
+)
 from torchspmd.parallel.plan_handover import find_bad_handovers
 from torchspmd.parallel.plan_heads import find_cut_heads
 from torchspmd.parallel.plan_mesh import MeshLike, PlanMesh, describe_mesh_axis
@@ -75,6 +79,7 @@ def resolve(
         texts = find_problems(assignment.style, assignment.module, axis.size)
         problems += [f"{_name(assignment.path)}: {text}" for text in texts]
     problems += find_double_claims(assignments)
+    problems += find_wrapped(module, assignments)
     problems += find_broken_ties(module, assignments)
     problems += find_cut_heads(tree, assignments, heads, axis)
     problems += find_bad_handovers(tree, assignments)
@@ -94,8 +99,9 @@ def _resolve_style(
     assignment = Assignment(path="", module=module, style=style, pattern="")
     problems = find_problems(style, module, axis.size)
     if problems:
-        raise UnsupportedModuleError(f"{call} on the {axis}: {problems[0]}.")
+        raise UnsupportedModuleError(f"{call} on the {axis}: {'; '.join(problems)}.")
     problems = find_broken_ties(module, [assignment])
+    problems += find_wrapped(module, [assignment])
     if problems:
         raise PlanError(_text(module, problems, axis, call))
     return Resolved(assignments=(assignment,), mesh=axis)

@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from torchspmd.errors import LayoutError, UnsupportedModuleError
+from torchspmd.parallel.computed import describe_computed
 from torchspmd.parallel.dispatch import run_on_dtensors
 from torchspmd.parallel.norm import LocalDropout, LocalLayerNorm, LocalRMSNorm
 from torchspmd.parallel.parameters import place_buffers, place_parameter
@@ -69,8 +70,8 @@ class SequenceParallel(PlacedStyle):
 
     def find_problems(self, module: nn.Module) -> list[str]:
         """Any module that has no layout yet will do."""
-        placed = [text for part in module.modules() for text in describe_placed(part)]
-        return placed or describe_styled(module, "forward")
+        placed = describe_placed(module) or describe_styled(module, "forward")
+        return placed + describe_computed(module)
 
     def place(self, module: nn.Module, place: Place) -> nn.Module:
         """Replicate the parameters and let the module compute on its part."""

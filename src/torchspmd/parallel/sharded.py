@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributed.tensor import Placement
 
 from torchspmd.errors import UnsupportedModuleError
+from torchspmd.parallel.computed import describe_computed
 from torchspmd.parallel.dispatch import run_on_dtensors
 from torchspmd.parallel.embedding import LocalEmbedding
 from torchspmd.parallel.linear import LocalLinear
@@ -32,7 +33,7 @@ def sharded_problems(style: ShardedStyle, module: nn.Module) -> list[str]:
             f"{type(module).__name__}; write the pattern of the layer inside of it"
         )
         return [text]
-    return describe_placed(module)
+    return describe_placed(module) + describe_computed(module)
 
 
 def place_sharded(

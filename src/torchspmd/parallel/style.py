@@ -107,9 +107,9 @@ def check_layout(call: str, argument: str, value: object) -> None:
 
 
 def already_placed(module: nn.Module) -> list[str]:
-    """Names of the module's own parameters that are DTensors already."""
-    own = module.named_parameters(recurse=False)
-    return [name for name, parameter in own if isinstance(parameter, DTensor)]
+    """Names of the parameters in the module that are DTensors already."""
+    every = module.named_parameters()
+    return [name for name, parameter in every if isinstance(parameter, DTensor)]
 
 
 def mark_styled(module: nn.Module, part: str, style: str) -> None:

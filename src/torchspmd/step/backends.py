@@ -205,7 +205,11 @@ class _FormsInPlace:
         else:
             running, _ = write_in_place(form, keep_inputs=True)
         self.running[name] = running.graph
-        return _Noting(lower(running), self._run.marks) if is_compiled else running
+        if not is_compiled:
+            return running
+        # Whoever asks for a flush waits for it: it is mostly updates, which are calls.
+        made = running.forward if name == "flush" else lower(running)
+        return _Noting(made, self._run.marks)
 
 
 class _Noting:

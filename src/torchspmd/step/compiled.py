@@ -46,6 +46,7 @@ from torchspmd.step.pending import (
 )
 from torchspmd.step.plans import Plan, build_plan
 from torchspmd.step.program import Program, find_loose, find_released
+from torchspmd.step.switches import Switches
 from torchspmd.step.threads import one_at_a_time
 from torchspmd.step.unchanged import KnownCalls
 from torchspmd.step.virtual.options import Verification
@@ -93,13 +94,13 @@ class CompiledStep:
         self._by_signature: dict[Any, list[Program]] = {}
         self._overrides = Overrides(module_override)
         self._known = KnownCalls()
-        self._closed: tuple[ClosedProgram, ...] = ()
-        self._closed_by = ""
+        self._closed, self._closed_by = tuple[ClosedProgram, ...](), ""
         self._pending: Pending | None = None
         self.lock = threading.RLock()
         self._num_measured = self._num_tries = 0
         # The same on every rank when ranks compile the same steps in the same order.
         self._serial = _made[self._name] = _made.get(self._name, -1) + 1
+        self._switches = Switches(self._name, str(self._serial))
 
     @one_at_a_time
     def __call__(self, *args: Any, last_train_step: bool = False, **kwargs: Any) -> Any:
@@ -118,6 +119,9 @@ class CompiledStep:
                     program, inventory = self._look_up(positional, named)
             if program is None:
                 program = self._capture(inventory)
+                self._switches.to_new(program)
+            else:
+                self._switches.to_known(program)
         # After one that leaves work it is a step like others, and a flush: all in place.
         is_alone = last_train_step and self._pending is None
         self._pending = expected(
@@ -134,7 +138,7 @@ class CompiledStep:
 
     @property
     def programs(self) -> tuple[Program | ClosedProgram, ...]:
-        """The captured programs, oldest first; without graphs once closed."""
+        """The captured programs, oldest first; once closed, only what is light of them."""
         return self._closed if self._closed_by else tuple(self._programs)
 
     def explain(self) -> str:
@@ -184,10 +188,7 @@ class CompiledStep:
             self._pending = None
 
     def close(self) -> None:
-        """Flush, and let go of every graph; the step cannot be called any more.
-
-        ``programs`` keeps what is light: certificates, ledgers, reports, times.
-        """
+        """Flush, and let go of every graph; the step cannot be called any more."""
         self._close("close()")
 
     def _close(self, by: str) -> None:

@@ -37,6 +37,9 @@ class GraphModuleTransformation:
         overlap_iterations: Also leave updates for the next step, where they overlap with
             its forward. End a run with ``last_train_step=True``, ``flush()``, or use the
             compiled step as a context manager.
+        gather_embeddings: Also send embeddings' gradients as the rows that were looked
+            up, where that is less. Sums are made in another order, and every rank must
+            have a batch of the same shape.
         cost: What the size of buckets and the order of deferred reductions are chosen by;
             the same on all ranks. ``"measure"`` measures the network and the operators of
             the captured step on the ranks that compile it, which takes some seconds.
@@ -54,7 +57,7 @@ class GraphModuleTransformation:
         False
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one for each choice
         self,
         *,
         enable_graph_optimization: bool = False,
@@ -62,6 +65,7 @@ class GraphModuleTransformation:
         dump_graphs: bool | str | os.PathLike[str] = False,
         bucket_size_mb: float | None = None,
         overlap_iterations: bool = False,
+        gather_embeddings: bool = False,
         cost: CostModel | Literal["measure"] | None = None,
         passes: Sequence[Pass] | None = None,
     ) -> None:
@@ -70,6 +74,7 @@ class GraphModuleTransformation:
             enable_graph_optimization=enable_graph_optimization,
             enable_inductor=enable_inductor,
             overlap_iterations=overlap_iterations,
+            gather_embeddings=gather_embeddings,
         )
         runs_default = enable_graph_optimization and passes is None
         unused = [
@@ -77,6 +82,7 @@ class GraphModuleTransformation:
             for name, value in (
                 ("bucket_size_mb", bucket_size_mb),
                 ("overlap_iterations", overlap_iterations or None),
+                ("gather_embeddings", gather_embeddings or None),
                 ("cost", cost),
             )
             if value is not None and not runs_default
@@ -96,6 +102,7 @@ class GraphModuleTransformation:
         self._measures = isinstance(cost, str)
         self._bucket_size_mb = bucket_size_mb
         self._overlap_iterations = overlap_iterations
+        self._gather_embeddings = gather_embeddings
         self._passes = None if passes is None else tuple(passes)
         self._has_warned = False
         self._dumps: Dumps | None = None
@@ -128,6 +135,7 @@ class GraphModuleTransformation:
         return default_passes(
             bucket_size_mb=self._bucket_size_mb,
             overlap_iterations=self._overlap_iterations,
+            gather_embeddings=self._gather_embeddings,
             cost=self.cost,
         )
 

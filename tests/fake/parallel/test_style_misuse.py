@@ -214,17 +214,6 @@ def test_a_fused_layer_with_replicated_parts_copies_and_pickles(
             model.load_state_dict(model.state_dict(), assign=True)
 
 
-def test_a_write_into_the_joined_weight() -> None:
-    with fake_mesh(2, ("tp",)) as mesh:
-        model = parallelize_module(*fused_on(mesh))
-        assert model.weight.shape == (12, 8)
-        for joined in (model.weight, model.bias):
-            with pytest.raises(
-                RuntimeError, match="Inplace update to inference tensor"
-            ):
-                nn.init.zeros_(joined)
-
-
 def test_a_fused_layer_resets_its_parts() -> None:
     with fake_mesh(2, ("tp",)) as mesh:
         model = parallelize_module(*fused_on(mesh))

@@ -82,29 +82,36 @@ def test_other_writes_are_taken():
     run(along_other_dims)
 
 
-ON_SUMS = {
-    "fill_": lambda h, y: h.sum(0).fill_(1.0),
-    "tensor": lambda h, y: h.sum(0).fill_(torch.ones(())),
-    "count": lambda h, y: (y > 0).sum().fill_(3),
-    "like": lambda h, y: torch.empty_like(h.sum(0)).fill_(1.0),
-    "number": lambda h, y: h.sum(0).add_(1.0),
-    "integers": lambda h, y: (y > 0).sum().copy_(torch.tensor(3)),
+ON_COUNTS = {
+    "fill_": lambda h, y: (y > 0).sum().fill_(3),
+    "copy_": lambda h, y: (y > 0).sum().copy_(torch.tensor(3)),
+    "add_": lambda h, y: (y > 0).sum().add_(3),
+    "clamp_": lambda h, y: (y > 0).sum().clamp_(max=2),
+    "random_": lambda h, y: (y > 0).sum().random_(3),
 }
 
 
-@pytest.mark.parametrize("name", ON_SUMS)
-def test_a_value_written_into_terms_of_a_sum(name):
-    with pytest.raises(CaptureError, match="on a sum over the batch") as e:
-        run(ON_SUMS[name])
+@pytest.mark.parametrize("name", ON_COUNTS)
+def test_a_value_written_into_terms_of_a_sum_of_integers(name):
+    text = f"aten::{name} on a sum over the batch of integers"
+    with pytest.raises(CaptureError, match=text) as e:
+        run(ON_COUNTS[name])
     assert f"{__file__}:" in str(e.value)
-    assert "torch.full or full_like" in str(e.value)
+    assert "    in Global (forward)\n" in str(e.value)
+    assert "torch.full or full_like, torch.randint" in str(e.value)
 
 
-def test_a_result_of_the_batch_written_into_a_plain_tensor():
-    with pytest.raises(CaptureError, match="add_ writes what is computed from") as e:
-        run(lambda h, y: torch.zeros(4).add_(h.mean(0)))
+def test_numbers_drawn_into_gaps():
+    with pytest.raises(CaptureError, match="aten::normal_ on a tensor with gaps") as e:
+        run(lambda h, y: h.repeat(4, 1)[:, 1:].normal_())
     assert f"{__file__}:" in str(e.value)
-    assert "total = total + new" in str(e.value)
+    assert "part.copy_(torch.randn_like(part))" in str(e.value)
+
+
+def test_a_shape_that_depends_on_values():
+    with pytest.raises(CaptureError, match="the step needs a tensor's value") as e:
+        run(lambda h, y: torch.bincount(y, minlength=4))
+    assert f"{__file__}:" in str(e.value)
 
 
 def test_gradients_divided_by_counts():

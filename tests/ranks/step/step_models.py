@@ -53,6 +53,10 @@ class Partly(nn.Module):
         return self.used(F.relu(self.frozen(x)))
 
 
+def linear():
+    return nn.Linear(8, 4)
+
+
 def mlp():
     return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
 
@@ -148,7 +152,7 @@ OPTIMIZERS = {
 def build(model, optimizer):
     """Two equal models, each with its own optimizer."""
     torch.manual_seed(0)
-    first = MODELS[model]()
+    first = linear() if model == "linear" else MODELS[model]()
     second = copy.deepcopy(first)
     return [
         (each, OPTIMIZERS[optimizer](p for p in each.parameters() if p.requires_grad))

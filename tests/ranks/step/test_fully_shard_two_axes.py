@@ -315,7 +315,7 @@ def run_block(name):
     model, plan, optimizer, place = {
         "whole": (Block, WHOLE_PLAN, fused, parallelize_module),
         "sequence": (Block, SEQUENCE_PLAN, foreach, parallelize_module),
-        "torch": (untied, TORCH_PLAN, fused, torch_tp.parallelize_module),
+        "torch": (untied, TORCH_PLAN, sgd, torch_tp.parallelize_module),
     }[name]
     step, _, difference = follow(model, plan, optimizer, tokens, place=place)
     ledger = step.programs[-1].ledger
@@ -409,8 +409,11 @@ def run_other_values():
 
 
 def test_plain_parameters_are_equal_along_tp(ranks4):
-    for text, unchanged in ranks4.run(run_other_values):
+    found = ranks4.run(run_other_values)
+    for text, unchanged in found:
         assert "ranks hold other values of the same tensors" in text
-        assert "mesh tp=2" in text and "has Mlp.norm.weight [7] #" in text
+        assert "mesh tp=2" in text
         assert "Mlp.up" not in text
         assert unchanged
+    # A rank that first hears that the other pair of ranks failed tells that instead.
+    assert any("has Mlp.norm.weight [7] #" in text for text, _ in found)

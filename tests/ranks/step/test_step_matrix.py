@@ -65,8 +65,9 @@ def run_cases(cases):
 MOMENTUM = [(model, "momentum") for model in MODELS]
 SOME = ("adam_foreach", "adamw_fused", "adagrad", "rmsprop", "two_groups", "lion")
 SOME += ("momentum_fused", "radam", "asgd_foreach", "adafactor")
-OPTIMIZED = [("mlp", optimizer) for optimizer in SOME]
-PLAIN = ("mlp", "tied", "attention", "partly")  # no statistics or masks over the batch
+OPTIMIZED = [("linear", optimizer) for optimizer in SOME]
+# No statistics or masks over the batch.
+PLAIN = ("linear", "mlp", "tied", "attention", "partly")
 DEFAULT = [(*case, "default") for case in MOMENTUM + OPTIMIZED]
 LOCAL = [case for case in MOMENTUM + OPTIMIZED if case[0] in PLAIN]
 REPLICATE = [(*case, "replicate") for case in LOCAL]

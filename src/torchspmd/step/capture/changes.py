@@ -257,12 +257,20 @@ def _random_states() -> dict[str, Any]:
     return states
 
 
+_HOOKS_CURE = (
+    "Put hooks on before the step. A model of transformers does so in its first forward "
+    "that gives hidden states, attentions or router logits: call it once before, eagerly."
+)
+
+
 def refuse_changes(function: str, changes: list[Change]) -> None:
     """Raise where there are any: they would be made at capture, and never again."""
     if not changes:
         return
     lines = "\n".join(f"  * {change.text}" for change in changes)
     cures = "\n".join(dict.fromkeys(change.cure for change in changes))
+    if any("_hooks: " in change.text for change in changes):
+        cures += f"\n{_HOOKS_CURE}"
     raise CaptureError(
         f"compile on {function!r}: the step changes what is no tensor of the graph\n\n"
         f"{lines}\n\nWhat the step changes in Python would happen once, at "

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from torchspmd.step.capture.inventory import Role, Slot
 from torchspmd.step.capture.modes import Spread
 from torchspmd.step.capture.whole_batch_draws import empty_whole, own_part
 from torchspmd.step.capture.whole_batch_operators import WholeBatchOperators
+from torchspmd.step.capture.whole_values import on_all_ranks
 
 
 @final
@@ -50,10 +51,7 @@ class OneMeaning(Spread):
             return local  # only the optimizer sees it, and that runs on plain tensors
         if slot.role is Role.INPUT and local.ndim > 0:
             return _torch.wrap_local(local, self._batch_spec(local))
-        spec = _torch.strided_spec(
-            self.mesh, (Replicate(),), tuple(local.shape), local.stride(), local.dtype
-        )
-        return _torch.wrap_local(local, spec)
+        return cast(torch.Tensor, on_all_ranks(local, self.mesh))
 
     def _batch_spec(self, local: torch.Tensor) -> Any:
         size, rows = self.mesh.size(), local.stride(0)
@@ -64,7 +62,8 @@ class OneMeaning(Spread):
 
     def reduce(self, gradient: torch.Tensor) -> torch.Tensor:
         """Sum a gradient that is still partial over the ranks."""
-        assert isinstance(gradient, DTensor), type(gradient)
+        if not isinstance(gradient, DTensor):  # of a plain tensor: every rank has it
+            return cast(torch.Tensor, on_all_ranks(gradient, self.mesh))
         return finished(gradient, (Replicate(),))
 
     def result(self, value: torch.Tensor) -> torch.Tensor:
@@ -83,7 +82,6 @@ class OneMeaning(Spread):
         # Not at the top: importing it registers operators.
         from torch.distributed.tensor.experimental import implicit_replication
 
-        _register_attention_rules()
         functions = _WholeBatchFunctions()
         with (
             implicit_replication(),
@@ -94,6 +92,8 @@ class OneMeaning(Spread):
         ):
             # Random operators are written out here, and need no support on the mesh.
             warnings.filterwarnings("ignore", message="DTensor random operators")
+            # Replicated is what such a tensor is.
+            warnings.filterwarnings("ignore", message="Found a non-scalar tensor with")
             yield
 
 
@@ -170,48 +170,14 @@ def _mask(x: DTensor, p: float) -> torch.Tensor:
     return own_part(noise, x)
 
 
+def _pooled(pool: Callable[..., torch.Tensor], x: torch.Tensor, size: Any) -> Any:
+    """A pool that need not note another order of memory, which DTensor cannot."""
+    return pool(x.contiguous(), size)
+
+
+_POOLS = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
 _OWN: dict[Callable[..., Any], Callable[..., torch.Tensor]] = {
+    **{pool: functools.partial(_pooled, pool) for pool in _POOLS},
     F.batch_norm: batch_norm,
     F.dropout: dropout,
 }
-
-_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_ATTENTION_BACKWARD = (
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-)
-
-
-@functools.cache
-def _register_attention_rules() -> None:
-    """The CPU attention kernel has no rule of its own: batch and heads may be sharded."""
-    from torch.distributed.tensor.experimental import register_sharding
-
-    register_sharding(_ATTENTION)(_attention_rule)
-    register_sharding(_ATTENTION_BACKWARD)(_attention_backward_rule)
-
-
-def _attention_rule(
-    query: Any, key: Any, value: Any, *options: Any, **keywords: Any
-) -> list[Any]:
-    rest = [None] * len(options)
-    return [
-        ([placement] * 2, [placement] * 3 + rest)
-        for placement in (Replicate(), Shard(0), Shard(1))
-    ]
-
-
-def _attention_backward_rule(
-    grad: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    out: Any,
-    logsumexp: Any,
-    *options: Any,
-    **keywords: Any,
-) -> list[Any]:
-    rest = [None] * len(options)
-    return [
-        ([placement] * 3, [placement] * 6 + rest)
-        for placement in (Replicate(), Shard(0), Shard(1))
-    ]

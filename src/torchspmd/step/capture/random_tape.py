@@ -15,7 +15,7 @@ import torch
 
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
-from torchspmd.step.capture.refusals import line_of_caller
+from torchspmd.step.capture.refusals import RefusalError, line_of_caller
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,7 @@ class RandomTape(_torch.TorchDispatchMode):
             return func(*args, **kwargs)
         if any(_torch.layout_of(a) for a in args if isinstance(a, torch.Tensor)):
             return NotImplemented  # a DTensor: what it does to its shard is seen here
+        _check_memory(func, args)
         if self._place < len(self._draws):
             return self._repeat(func, args)
         result = func(*args, **kwargs)
@@ -124,6 +125,25 @@ class RandomTape(_torch.TorchDispatchMode):
             return args[0].copy_(draw.copies[0])
         again = tuple(map(_copied, draw.copies))
         return again[0] if draw.is_single else again
+
+
+# From this size on torch draws in blocks, where a tensor on the CPU is contiguous.
+_BLOCK = 16
+
+
+def _check_memory(func: Any, args: tuple[Any, ...]) -> None:
+    """Refuse a draw whose numbers depend on gaps in memory, which a graph does not have."""
+    if func is not torch.ops.aten.normal_.default or args[0].device.type != "cpu":
+        return
+    sizes = zip(args[0].shape, args[0].stride(), strict=True)
+    extent = 1 + sum((size - 1) * step for size, step in sizes)
+    if args[0].numel() >= _BLOCK and extent != args[0].numel():
+        raise RefusalError(
+            "aten::normal_ on a tensor with gaps in its memory, such as x[:, 1:] or x[::2]",
+            "torch draws other numbers for it than for one without gaps, and the graph "
+            "works on tensors without.\nDraw into a new tensor and copy it: "
+            "part.copy_(torch.randn_like(part)).",
+        )
 
 
 def _refuse_seed(*_: Any) -> None:

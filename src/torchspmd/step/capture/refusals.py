@@ -22,11 +22,21 @@ _OWN_FOLDERS = (
 )
 
 
+class RefusalError(Exception):
+    """What an operator cannot do, and the way out; ``refuse`` adds where it was called."""
+
+    def __init__(self, what: str, cure: str) -> None:
+        super().__init__(what)
+        self.what, self.cure = what, cure
+
+
 def refuse(function: str, error: Exception, owner: Owner) -> CaptureError:
     """The error that the user gets for whatever went wrong while tracing."""
     place = user_line(error)
     where = f"  * {place}\n    in {_describe(owner)}"
-    if isinstance(error, _torch.data_dependence_errors()):
+    if isinstance(error, RefusalError):
+        what, cure = error.what, error.cure
+    elif needs_values(error):
         what, cure = "the step needs a tensor's value while it is captured", _VALUE_CURE
         optimizer = _running_optimizer(error)
         if owner.phase is Phase.OPTIMIZER and optimizer is not None:
@@ -41,6 +51,8 @@ def refuse(function: str, error: Exception, owner: Owner) -> CaptureError:
         what, cure = "the step mixes a DTensor with a plain tensor", _MIXED_CURE
     elif "must have the same mesh" in str(error):
         what, cure = "an operator gets DTensors of several meshes", _MESHES_CURE
+    elif "TorchScript interpreter" in str(error):
+        what, cure = "the step calls a function of torch.jit.script", _SCRIPT_CURE
     elif "norm on empty tensor" in str(error):
         what, cure = "the norm of a shard without elements", _NORM_CURE
     else:
@@ -50,6 +62,15 @@ def refuse(function: str, error: Exception, owner: Owner) -> CaptureError:
             "run on tensors without values."
         )
     return CaptureError(f"compile on {function!r}: {what}\n\n{where}\n\n{cure}")
+
+
+def needs_values(error: BaseException | None) -> bool:
+    """Whether an error, or the one that it was made of, asks for a tensor's values."""
+    while error is not None:
+        if isinstance(error, _torch.data_dependence_errors()):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 _VALUE_CURE = (
@@ -83,6 +104,11 @@ _MESHES_CURE = (
     "Fully sharded parameters lie over the data axis, those with a style over two axes.\n"
     "Use torchspmd.clip_grad_norm_ instead of torch.nn.utils.clip_grad_norm_; elsewhere, "
     "work on the parameters of one mesh at a time."
+)
+_SCRIPT_CURE = (
+    "Such a function is compiled code, and does not run on tensors without values.\nSet "
+    "PYTORCH_JIT=0 in the environment, so that it stays Python, or call the function that "
+    "was scripted."
 )
 _NORM_CURE = (
     "A parameter with few rows leaves some ranks without any, and torch has no such norm "

@@ -12,6 +12,7 @@ from torchspmd import _torch
 from torchspmd.comm import Phase
 from torchspmd.errors import CaptureError
 from torchspmd.step.capture.accumulation import join_reductions
+from torchspmd.step.capture.certain_draws import CertainDraws
 from torchspmd.step.capture.changes import (
     Change,
     PythonState,
@@ -24,6 +25,7 @@ from torchspmd.step.capture.functional_form import make_functional
 from torchspmd.step.capture.host_values import HostValues, Reads
 from torchspmd.step.capture.inner_gradients import check_inner_gradients
 from torchspmd.step.capture.inventory import Inventory, Number, Role
+from torchspmd.step.capture.known_as_traced import known_as_traced
 from torchspmd.step.capture.leaks import check_leaks
 from torchspmd.step.capture.modes import ReplicatedData, Spread, check_layouts
 from torchspmd.step.capture.outputs import (
@@ -38,7 +40,13 @@ from torchspmd.step.capture.outputs import (
 from torchspmd.step.capture.own_collectives import NoOwnCollectives
 from torchspmd.step.capture.progress import note, phase
 from torchspmd.step.capture.random_tape import RandomTape
-from torchspmd.step.capture.refusals import NoPrinting, is_ours, refuse
+from torchspmd.step.capture.refusals import (
+    NoPrinting,
+    RefusalError,
+    is_ours,
+    needs_values,
+    refuse,
+)
 from torchspmd.step.capture.scaling import scaled_steps
 from torchspmd.step.capture.shard_layout import Relayout
 from torchspmd.step.capture.stage import Stage
@@ -90,7 +98,8 @@ def capture(
     except Exception as error:
         if is_ours(error):
             raise
-        cause = None if isinstance(error, _torch.data_dependence_errors()) else error
+        is_told = isinstance(error, RefusalError) or needs_values(error)
+        cause = None if is_told else error
         raise refuse(name, error, tracing.log.latest()) from cause
     refuse_changes(name, [*tracing.changes, *random_states.changes()])
     check_leaks(inventory, function)
@@ -152,11 +161,13 @@ class _Tracing:
             self._spread.tracing(),
             self.log.recording(),
             NoPrinting(),
+            CertainDraws(),
             no_data_assignment,
             _torch.backward_under(no_data_assignment),  # hooks
             WrittenLists(),
             refusing_schedulers(self._name),
             NoOwnCollectives(),
+            known_as_traced(),
             _torch.keep_flat_weights(m for _, m in self._inventory.modules),
         ):
             stage = Stage(self._inventory, flat, self._spread)

@@ -8,10 +8,10 @@ ranks with one seed draw what one device with that seed draws, others draw indep
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from torchspmd import _torch
-from torchspmd.step.capture.finishing import finished
+from torchspmd.step.capture.whole_values import everything, write_terms
 
 _aten = torch.ops.aten
 
@@ -29,14 +29,17 @@ def draw_for_all(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         return _dropout(func, *args)
     name = func.name().partition(".")[0]
     is_filled = bool(written) or name.endswith("_like")
-    whole = empty_whole(first) if is_filled else _everything(first)
-    made = func(whole, *map(_everything, args[1:]), **kwargs)
+    whole = empty_whole(first) if is_filled else everything(first)
+    made = func(whole, *map(everything, args[1:]), **kwargs)
     if not isinstance(made, torch.Tensor):
         raise NotImplementedError(
             f"Operator {func} draws several tensors and has no sharding strategy for them."
         )
     part = own_part(made, first)
-    return first.copy_(part) if written else part
+    if not written:
+        return part
+    has_terms = any(isinstance(p, Partial) for p in first.placements)
+    return write_terms(func, first, part) if has_terms else first.copy_(part)
 
 
 def _dropout(func: Any, x: DTensor, p: float, train: bool | None) -> Any:
@@ -54,14 +57,6 @@ def empty_whole(value: DTensor) -> torch.Tensor:
     return torch.empty_strided(
         value.shape, value.stride(), dtype=value.dtype, device=device
     )
-
-
-def _everything(value: Any) -> Any:
-    """The values of all ranks; they are sent."""
-    if not isinstance(value, DTensor):
-        return value
-    layout = (Replicate(),) * value.device_mesh.ndim
-    return _torch.local_tensor(finished(value, layout))
 
 
 def own_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:

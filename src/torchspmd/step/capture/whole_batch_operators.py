@@ -13,11 +13,22 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from torchspmd import _torch
-from torchspmd.errors import CaptureError
 from torchspmd.step.capture.copied_views import CopiedViews
 from torchspmd.step.capture.finishing import finished
-from torchspmd.step.capture.refusals import is_spread, line_of_caller
+from torchspmd.step.capture.refusals import RefusalError, is_spread
+from torchspmd.step.capture.whole_batch_attention import ATTENTION, attention
 from torchspmd.step.capture.whole_batch_draws import draw_for_all
+from torchspmd.step.capture.whole_values import (
+    everything,
+    is_about_terms,
+    mapped,
+    on_all_ranks,
+    on_equal_values,
+    on_whole_values,
+    refused_terms,
+    without_terms,
+    write_terms,
+)
 
 _aten = torch.ops.aten
 _MEAN, _SUM = 1, 2  # the numbers of reductions in aten's losses
@@ -36,53 +47,74 @@ class WholeBatchOperators(_torch.TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         self._views.check(func, args, kwargs)
-        if not args or not isinstance(args[0], DTensor):
-            return _on_plain(func, args, kwargs)
         made = self._computed(func, args, kwargs)
-        self._views.note(func, args[0], made)
+        if args and isinstance(args[0], DTensor):
+            self._views.note(func, args[0], made)
         return made
 
     def _computed(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        own = _OWN.get(func)
-        if own is None and _torch.draws_random_numbers(func, args, kwargs):
-            own = draw_for_all
         try:
-            made = func(*args, **kwargs) if own is None else own(func, args, kwargs)
+            made = _call(func, args, kwargs)
         except NotImplementedError:
-            parts = _torch.decomposition(func)
-            if parts is None:
+            made = self._without_rule(func, args, kwargs)
+            if made is NotImplemented:
                 raise
-            with self:
-                made = parts(*args, **kwargs)
+        except (AssertionError, RuntimeError) as error:
+            if not is_about_terms(error):
+                raise
+            made = on_whole_values(func, args, kwargs)
         if isinstance(made, (tuple, list)):
             kind = list if isinstance(made, list) else tuple  # not one with names
             return kind(map(_without_other_terms, made))
         return _without_other_terms(made)
 
+    def _without_rule(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """In parts that have rules, or on values that all ranks have."""
+        parts = _torch.decomposition(func)
+        if parts is not None:
+            with self:
+                return parts(*args, **kwargs)
+        is_pure = not _torch.draws_random_numbers(func, args, kwargs)
+        if is_pure and not _torch.written_arguments(func):
+            return on_equal_values(func, args, kwargs)
+        return NotImplemented
+
+
+def _call(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    if func in _OWN and not _torch.written_arguments(func):
+        args = _first_laid_out(args)
+    if not args or not isinstance(args[0], DTensor):
+        return _on_plain(func, args, kwargs)
+    own = _OWN.get(func)
+    if own is None and _torch.draws_random_numbers(func, args, kwargs):
+        own = draw_for_all
+    return func(*args, **kwargs) if own is None else own(func, args, kwargs)
+
+
+def _first_laid_out(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A plain tensor before DTensors, such as a gradient, as one that every rank has."""
+    meshes = [each.device_mesh for each in args if isinstance(each, DTensor)]
+    if not meshes or not isinstance(args[0], torch.Tensor):
+        return args
+    return (on_all_ranks(args[0], meshes[0]), *args[1:])
+
 
 def _on_plain(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """A call whose first argument is a number, or a tensor that the step made itself."""
+    """A call whose first argument is a number, a list, or a tensor that the step made."""
     if args and not isinstance(
         args[0], (torch.Tensor, list, tuple)
     ):  # rules take 3 / x for linear in x
-        args = tuple(map(_without_terms, args))
-    try:
-        return func(*args, **kwargs)
-    except AssertionError as error:
-        if not _torch.written_arguments(func):
-            raise
-        raise CaptureError(
-            f"compile: {_torch.packet_name(func)} writes what is computed from the batch "
-            f"into a tensor that the step made\n\n  * {line_of_caller()}\n\nSuch a tensor "
-            "is the same on all ranks, and what is written lies over them. Compute a new "
-            "one (total = total + new), or make it out of the batch (zeros_like)."
-        ) from error
+        args = tuple(map(without_terms, args))
+    if args and isinstance(args[0], torch.Tensor) and _torch.written_arguments(func):
+        # A tensor that the step made is the same on all ranks, and stays so.
+        args, kwargs = mapped(everything, (args, kwargs))
+    return func(*args, **kwargs)
 
 
 def _without_other_terms(value: Any) -> Any:
     """The value, its terms joined unless they are those of a sum or a mean."""
     if isinstance(value, DTensor) and any(map(_is_other_term, value.placements)):
-        return _without_terms(value)
+        return without_terms(value)
     return value
 
 
@@ -93,19 +125,9 @@ def _is_other_term(placement: Placement) -> bool:
     )
 
 
-def _without_terms(value: Any) -> Any:
-    if not isinstance(value, DTensor):
-        return value
-    return finished(value, tuple(_whole(p) for p in value.placements))
-
-
-def _whole(placement: Placement) -> Placement:
-    return Replicate() if isinstance(placement, Partial) else placement
-
-
 def _truth(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """``any`` and ``all``: their terms are joined as numbers, no rule fits booleans."""
-    made = func(_without_terms(args[0]), *args[1:], **kwargs)
+    made = func(without_terms(args[0]), *args[1:], **kwargs)
     if not any(isinstance(p, Partial) for p in made.placements):
         return made
     joins = "max" if "any" in func.name() else "min"
@@ -117,7 +139,7 @@ def _truth(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         made.device_mesh, placements, tuple(made.shape), torch.uint8
     )
     terms: Any = _torch.wrap_local(numbers, spec)
-    return _without_terms(terms).to(made.dtype)
+    return without_terms(terms).to(made.dtype)
 
 
 def _over_all_dims(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -125,7 +147,7 @@ def _over_all_dims(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     place = 2 if func is _aten.linalg_vector_norm.default else 1
     value = args[0]
     if func is _aten.nansum.default:  # a NaN in one term is not one to leave out
-        value = _without_terms(value)
+        value = without_terms(value)
     dims = list(args[place]) if len(args) > place and args[place] is not None else None
     if dims == [] or (dims is None and "dim" in kwargs and not kwargs["dim"]):
         kwargs = {key: value for key, value in kwargs.items() if key != "dim"}
@@ -143,13 +165,13 @@ def _mean_of_loss(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     if reduction != _MEAN:
         return func(*args, **kwargs)
     total, weights = func(value, target, weight, _SUM, *rest, **kwargs)
-    weights = _without_terms(weights)
-    return _without_terms(total) / weights, weights
+    weights = without_terms(weights)
+    return without_terms(total) / weights, weights
 
 
 def _row_by_row(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """What handles each row of the batch by itself: each rank its own rows."""
-    first = _without_terms(args[0])
+    first = without_terms(args[0])
     layout = tuple(p if p == Shard(0) else Replicate() for p in first.placements)
 
     def own_rows(value: Any) -> Any:
@@ -171,46 +193,46 @@ def _copied(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
 
 def _filled(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """``fill_``: each rank would fill its term of a sum with the whole value."""
-    terms = [p for p in args[0].placements if isinstance(p, Partial)]
-    is_zero = isinstance(args[1], (int, float)) and args[1] == 0
-    if is_zero or all(p.reduce_op == "avg" for p in terms):
+    old, value = args[0], args[1]
+    is_zero = isinstance(value, (int, float)) and value == 0
+    if is_zero or not _has_sums(old):
         return func(*args, **kwargs)
-    raise CaptureError(
-        f"compile: {_torch.packet_name(func)} on a sum over the batch, or on a tensor "
-        "made like one\n\n"
-        f"  * {line_of_caller()}\n\nEach rank has a term of it, and the terms would be "
-        "added. Make a new tensor with torch.full or full_like, or choose with "
-        "torch.where."
+    if not isinstance(value, torch.Tensor):
+        value = torch.full((), value, dtype=old.dtype, device=old.device)
+    return write_terms(func, old, without_terms(value).expand(old.shape))
+
+
+def _has_sums(value: DTensor) -> bool:
+    return any(
+        isinstance(p, Partial) and p.reduce_op != "avg" for p in value.placements
     )
 
 
 def _added(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """``+`` and ``-``: each rank would add a number to its own term."""
-    if isinstance(args[1], torch.Tensor):
+    is_written = bool(_torch.written_arguments(func))
+    if isinstance(args[1], torch.Tensor) or (is_written and not _has_sums(args[0])):
         return func(*args, **kwargs)
-    if _torch.written_arguments(func):
-        return _filled(func, args, kwargs)
-    return func(_without_terms(args[0]), *args[1:], **kwargs)
+    return on_whole_values(func, args, kwargs)
 
 
 def _written_over(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """``copy_``: DTensor divides what is written by the ranks, which integers cannot."""
     old, new = args[0], args[1]
     is_same = isinstance(new, DTensor) and new.placements == old.placements
-    if is_same or old.is_floating_point() or old.is_complex():
+    if is_same or old.is_floating_point() or old.is_complex() or not _has_sums(old):
         return func(*args, **kwargs)
-    return _filled(func, args, kwargs)
+    raise refused_terms(func)
 
 
 def _looked_up(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """Rows of an embedding, unless its gradient needs the counts of the whole batch."""
     by_freq = args[3] if len(args) > 3 else kwargs.get("scale_grad_by_freq", False)
     if by_freq and is_spread(args[1]):
-        raise CaptureError(
-            "compile: an embedding with scale_grad_by_freq=True\n\n"
-            f"  * {line_of_caller()}\n\nIts gradient is divided by how often a row is "
-            "used in the whole batch, and each rank counts its own part. Pass "
-            "scale_grad_by_freq=False."
+        raise RefusalError(
+            "an embedding with scale_grad_by_freq=True",
+            "Its gradient is divided by how often a row is used in the whole batch, and "
+            "each rank counts its own part. Pass scale_grad_by_freq=False.",
         )
     return func(*args, **kwargs)
 
@@ -259,6 +281,7 @@ _OWN: dict[Any, _Rule] = {
         ),
         _row_by_row,
     ),
+    **dict.fromkeys(ATTENTION, attention),
     _aten.copy.default: _copied,
     _aten.embedding.default: _looked_up,
     _aten.add.Tensor: _added,

@@ -22,11 +22,11 @@ class NodeMaker:
     def __init__(self, graph: fx.Graph, owner: Owner) -> None:
         self._graph, self._owner = graph, owner
 
-    def call(self, target: Any, *args: Any) -> fx.Node:
+    def call(self, target: Any, *args: Any, **options: Any) -> fx.Node:
         """Add a call; its fake value is computed from those of its arguments."""
-        node = self._graph.call_function(target, args)
+        node = self._graph.call_function(target, args, options)
         values: Any = fx.node.map_arg(args, lambda source: source.meta["val"])
-        node.meta["val"] = _torch.fake_result(target, values)
+        node.meta["val"] = _torch.fake_result(target, values, **options)
         node.meta[META_KEY] = self._owner
         return node
 

@@ -13,6 +13,7 @@ from torchspmd.step.graph.reports import PassReport
 from torchspmd.step.passes.comm_fusion import comm_fusion_with_concat
 from torchspmd.step.passes.dedupe import dedupe_collectives
 from torchspmd.step.passes.defer import defer_updates
+from torchspmd.step.passes.embedding_gradients import gather_embedding_gradients
 from torchspmd.step.passes.memory_budget import check_bucket_size
 from torchspmd.step.passes.optimizer_copies import remove_copy_from_optimizer
 from torchspmd.step.passes.prefetch import prefetch_gathers
@@ -25,6 +26,7 @@ def default_passes(
     *,
     bucket_size_mb: float | None = None,
     overlap_iterations: bool = False,
+    gather_embeddings: bool = False,
     cost: CostModel | None = None,
 ) -> tuple[Callable[[Any], Any], ...]:
     """The passes of ``GraphModuleTransformation(enable_graph_optimization=True)``.
@@ -33,10 +35,16 @@ def default_passes(
         bucket_size_mb: How much one fused collective carries at most; by default a part
             of all gradients, so that there is something to overlap with.
         overlap_iterations: Also leave updates for the next step (``defer_updates``).
+        gather_embeddings: Also send embeddings' gradients as the rows that were looked
+            up, where that is less (``gather_embedding_gradients``).
         cost: What the size of buckets and the order of deferred reductions are chosen by.
     """
     check_bucket_size(bucket_size_mb, "default_passes")
-    check_flags("default_passes", overlap_iterations=overlap_iterations)
+    check_flags(
+        "default_passes",
+        overlap_iterations=overlap_iterations,
+        gather_embeddings=gather_embeddings,
+    )
     check_cost(cost, "default_passes")
     passes: tuple[Callable[[Any], Any], ...] = (
         dedupe_collectives,  # the same bytes are not sent twice
@@ -45,6 +53,8 @@ def default_passes(
         schedule_comm_wait,  # starts early, waits late
         remove_copy_from_optimizer,
     )
+    if gather_embeddings:  # before any of them is in a bucket
+        passes = (functools.partial(gather_embedding_gradients, cost=cost), *passes)
     if overlap_iterations:
         passes += (functools.partial(defer_updates, cost=cost),)
     return passes

@@ -6,7 +6,7 @@ soon as they can; what is needed later fills the rest of the iteration.
 """
 
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Literal
@@ -39,16 +39,21 @@ _WORTH = 1.01  # below that, a gain is within what an estimate can tell
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One reduction and the update that needs it."""
+    """One reduction, or some that make one gradient, and the update that needs them."""
 
-    block: CommBlock
+    blocks: tuple[CommBlock, ...]
     region: list[fx.Node]
-    reduction: Reduction
+    reductions: tuple[Reduction, ...]
+
+    @property
+    def name(self) -> str:
+        """What the report calls it."""
+        return " and ".join(block.start.name for block in self.blocks)
 
     @property
     def place(self) -> fx.Node:
         """The first node of the next iteration that needs the update."""
-        return self.reduction.place
+        return self.reductions[0].place
 
 
 @graph_optimization_pass(
@@ -90,40 +95,72 @@ def defer_updates(
     check_flags("defer_updates", delay_gradients=delay_gradients)
     graph = gm.graph
     cost = cost or CostModel.for_device(device_of(graph))
-    blocks = get_all_comm_blocks(gm, _REDUCTIONS)
+    blocks = _blocks(gm)
     at_once = estimate(graph, cost)  # as it came: every update in its own iteration
     able, refused = _sort_out(gm, blocks, start)
     isolate_updates(graph, list(able.values()))
     jobs = []
     for block, moving in able.items():
         try:
-            jobs.append(_plan(gm, block, moving, cost))
+            jobs.append(_plan(gm, {block: moving}, cost))
         except (DeferralError, UsageError) as error:
             refused.append(f"{block.start.name}: {_first_problem(error)}")
-    jobs, joined = _apart(jobs)
+    jobs, joined = _apart(jobs, lambda them: _plan(gm, them, cost), able)
     refused += joined
     position = {node: index for index, node in enumerate(graph.nodes)}
     jobs.sort(key=lambda job: position[job.place])
     told: tuple[str, ...] = ()
-    places: Mapping[Reduction, fx.Node] = {job.reduction: job.place for job in jobs}
+    places: Mapping[Reduction, fx.Node] = {
+        each: job.place for job in jobs for each in job.reductions
+    }
     if start == "now" and jobs:
         _sink(graph, jobs)
         pace, line = _order(gm, jobs, cost, delay_gradients, memory_budget_mb)
         told, places = (line, _worth(at_once / pace.seconds)), pace.places
-    regions = {job.reduction: job.region for job in jobs}
     done = []
-    for reduction, target in places.items():
-        region = regions[reduction]
-        place = graph.move_to_next_iter_before(region, target, strict=True)
-        done.append((reduction.start, region, place))
+    for job, target in _targets(jobs, places, position):
+        place = graph.move_to_next_iter_before(job.region, target, strict=True)
+        done.append((job.name, job.region, place))
     outcome = moved(len(blocks), done)
     return Outcome(
         outcome.matched,
-        outcome.changed,
+        sum(len(job.blocks) for job in jobs),
         tuple(refused),
         (*told, *outcome.detail),
         outcome.keeps_bits,
     )
+
+
+def _blocks(gm: IterGraphModule) -> list[CommBlock]:
+    """The reductions, and the gathers in backward that updates alone wait for."""
+    found = get_all_comm_blocks(gm, (*_REDUCTIONS, Kind.ALL_GATHER))
+    return [
+        block
+        for block in found
+        if block.kind in _REDUCTIONS
+        or (
+            owner_of(block.start).phase is Phase.BACKWARD
+            and all(owner_of(n).phase is Phase.OPTIMIZER for n in block.readers())
+        )
+    ]
+
+
+def _targets(
+    jobs: Sequence[_Job],
+    places: Mapping[Reduction, fx.Node],
+    position: Mapping[fx.Node, int],
+) -> list[tuple[_Job, fx.Node]]:
+    """Where each job's update is made, in the order of the updates.
+
+    One that needs several reductions waits for the last of them.
+    """
+    owner = {each: job for job in jobs for each in job.reductions}
+    found: dict[int, tuple[_Job, fx.Node]] = {}
+    for reduction, place in places.items():
+        job = owner[reduction]
+        earlier = found.pop(id(job), (job, place))[1]
+        found[id(job)] = job, max(place, earlier, key=position.__getitem__)
+    return list(found.values())
 
 
 def _sort_out(
@@ -147,41 +184,70 @@ def _sort_out(
 
 
 def _plan(
-    gm: IterGraphModule, block: CommBlock, moving: fx.Node, cost: CostModel
+    gm: IterGraphModule, moving: Mapping[CommBlock, fx.Node], cost: CostModel
 ) -> _Job:
     graph = gm.graph
-    region = update_region(graph, moving)
+    region = update_region(graph, list(moving.values()))
     place = first_reader(graph, region)
     check_region(graph, region, place, graph.regions)
-    reduction = Reduction(
-        block.start,
-        place,
-        block.group.name,
-        cost.comm_seconds(block.event),
-        sum(map(cost.compute_seconds, region)),
-    )
-    return _Job(block, region, reduction)
+    updating = sum(map(cost.compute_seconds, region))
+    reductions = [
+        Reduction(
+            block.start,
+            place,
+            block.group.name,
+            cost.comm_seconds(block.event),
+            updating / len(moving),
+        )
+        for block in moving
+    ]
+    return _Job(tuple(moving), region, tuple(reductions))
 
 
-def _apart(jobs: Sequence[_Job]) -> tuple[list[_Job], list[str]]:
-    """The jobs whose update needs one reduction alone, and why the others stay.
+def _apart(
+    jobs: Sequence[_Job],
+    plan: Callable[[Mapping[CommBlock, fx.Node]], _Job],
+    moving: Mapping[CommBlock, fx.Node],
+) -> tuple[list[_Job], list[str]]:
+    """The jobs that share no update with others, and why the others stay.
 
     What a norm over all gradients scales, every update needs: the next forward would
-    begin with all of them, so that nothing would overlap with it.
+    begin with all of them, so that nothing would overlap with it. But where a gradient
+    is the sum of something reduced and something gathered, both make one job.
     """
-    counts = Counter(node for job in jobs for node in job.region)
     apart, refused = [], []
-    for job in jobs:
-        shared = next((node for node in job.region if counts[node] > 1), None)
-        if shared is None:
-            apart.append(job)
+    for group in _connected(jobs):
+        blocks = [block for job in group for block in job.blocks]
+        num_reductions = sum(block.kind in _REDUCTIONS for block in blocks)
+        if len(group) == 1:
+            apart += group
+        elif 2 * num_reductions <= len(blocks):
+            apart.append(plan({block: moving[block] for block in blocks}))
         else:
-            refused.append(
-                f"{job.block.start.name}: its update needs other reductions too, from "
-                f"{shared.name} on ({owner_of(shared).phase.value}; a norm for clipping, a "
-                "check for infinities), so that nothing would overlap"
-            )
+            refused += [_told_shared(job, group) for job in group]
     return apart, refused
+
+
+def _connected(jobs: Sequence[_Job]) -> list[list[_Job]]:
+    """Jobs that have nodes in common, directly or through others, together."""
+    groups: list[tuple[list[_Job], set[fx.Node]]] = []
+    for job in jobs:
+        members, nodes = [job], set(job.region)
+        for group in [each for each in groups if each[1] & nodes]:
+            groups.remove(group)
+            members, nodes = group[0] + members, group[1] | nodes
+        groups.append((members, nodes))
+    return [members for members, _ in groups]
+
+
+def _told_shared(job: _Job, group: Sequence[_Job]) -> str:
+    counts = Counter(node for each in group for node in each.region)
+    shared = next(node for node in job.region if counts[node] > 1)
+    return (
+        f"{job.name}: its update needs other reductions too, from {shared.name} on "
+        f"({owner_of(shared).phase.value}; a norm for clipping, a check for infinities), "
+        "so that nothing would overlap"
+    )
 
 
 def _check_only_updates(
@@ -235,7 +301,8 @@ def _order(
     end = next(n for n in graph.nodes if n in deferred or n is output_node(graph))
     nodes = list(takewhile(lambda node: node is not end, graph.nodes))
     body = [node for node in nodes if node.op not in ("placeholder", "get_attr")]
-    found = paces(body, [job.reduction for job in jobs], cost, may_delay=may_delay)
+    reductions = [each for job in jobs for each in job.reductions]
+    found = paces(body, reductions, cost, may_delay=may_delay)
     memory = LiveBytes(gm)
     most = max(memory.now().values(), default=0) + int(rise_mb * 2**20)
     for pace in found:

@@ -50,16 +50,16 @@ def iter_move_grads_and_optimizers(
     destination = find_by_name(gm.graph, target_dest_node)
     region = isolate_update(gm.graph, moving)
     place = gm.graph.move_to_next_iter_before(region, destination, strict=True)
-    return moved(1, [(moving, region, place)])
+    return moved(1, [(moving.name, region, place)])
 
 
 def moved(
-    matched: int, regions: Sequence[tuple[fx.Node, list[fx.Node], fx.Node]]
+    matched: int, regions: Sequence[tuple[str, list[fx.Node], fx.Node]]
 ) -> Outcome:
     """What a pass says that moved regions to the next iteration."""
     lines = tuple(
-        f"{moving.name}: {len(region)} nodes run before {place.name} of the next iteration"
-        for moving, region, place in regions
+        f"{name}: {len(region)} nodes run before {place.name} of the next iteration"
+        for name, region, place in regions
     )
     return Outcome(matched, len(regions), detail=lines, keeps_bits=ORDERS)
 
@@ -67,7 +67,7 @@ def moved(
 def isolate_update(graph: fx.Graph, moving: fx.Node) -> list[fx.Node]:
     """All that needs a node's result, with optimizers split so that it is no more."""
     isolate_updates(graph, [moving])
-    return update_region(graph, moving)
+    return update_region(graph, [moving])
 
 
 def isolate_updates(graph: fx.Graph, movings: Sequence[fx.Node]) -> None:
@@ -80,13 +80,13 @@ def isolate_updates(graph: fx.Graph, movings: Sequence[fx.Node]) -> None:
     split_by_group(graph, lambda chain: needed.get(chain, ()), chains)
 
 
-def update_region(graph: fx.Graph, moving: fx.Node) -> list[fx.Node]:
-    """All that needs a node's result; raises where that updates no state."""
-    region = complete_region(graph, find_all_descendants(_Holder(graph), [moving]))
+def update_region(graph: fx.Graph, moving: Sequence[fx.Node]) -> list[fx.Node]:
+    """All that needs the result of nodes; raises where that updates no state."""
+    region = complete_region(graph, find_all_descendants(_Holder(graph), moving))
     if not written_by(graph, region):
         raise UsageError(
-            f"{moving.name} is not used by any fused optimizer, nor by another update of "
-            "a state: there is nothing to move to the next iteration with it."
+            f"{moving[0].name} is not used by any fused optimizer, nor by another update "
+            "of a state: there is nothing to move to the next iteration with it."
         )
     return region
 

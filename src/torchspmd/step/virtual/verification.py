@@ -41,6 +41,11 @@ from torchspmd.step.virtual.pipelined import (
 from torchspmd.step.virtual.ranks import VirtualRanks, Watcher
 from torchspmd.step.virtual.run import next_inputs, with_state
 
+_ADVICE = (
+    "Leave the edit out, or correct it. A pass that may change bits says so with "
+    "Outcome(keeps_bits=()); one that keeps them under some orders lists those."
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Trace:
@@ -74,7 +79,7 @@ class Verifier:
         call: Sequence[Any],
         options: Verification,
     ) -> None:
-        self._name, self._options = name, options
+        self._name, self._options, self._call = name, options, call
         self._module: object = captured
         self.reports: list[PassReport] = []
         self.checks: list[Check] = []
@@ -85,17 +90,20 @@ class Verifier:
         self.skipped: dict[str, str] = {}
         self._inputs: dict[str, Inputs] = {}
         try:
-            self._lay_out(captured.graph, call)
+            self._lay_out(captured.graph)
             self._known["rank"] = self._trace(self._current, "rank")
         except VirtualRanksError as error:
-            self.refusal = str(error)
-            warnings.warn(
-                f"compile(verify=True) on {name}: graphs are not compared. {error}",
-                PassWarning,
-                stacklevel=6,
-            )
+            self._refuse(error)
 
-    def _lay_out(self, graph: fx.Graph, call: Sequence[Any]) -> None:
+    def _refuse(self, error: VirtualRanksError) -> None:
+        self.refusal = str(error)
+        warnings.warn(
+            f"compile(verify=True) on {self._name}: graphs are not compared. {error}",
+            PassWarning,
+            stacklevel=7,
+        )
+
+    def _lay_out(self, graph: fx.Graph) -> None:
         options = self._options
         for order in ORDERS:
             layout = lay_out(graph, options.ranks)
@@ -113,7 +121,7 @@ class Verifier:
                 self.skipped[order] = problem
                 continue
             self.layouts[order] = layout
-            self._inputs[order] = Inputs(graph, layout, call, options.seed)
+            self._inputs[order] = Inputs(graph, layout, self._call, options.seed)
 
     @contextmanager
     def observing(self) -> Iterator[None]:
@@ -154,6 +162,9 @@ class Verifier:
         """
         if self.refusal or _same_nodes(self._current, graph):
             return
+        self._fit(graph)
+        if self.refusal:
+            return
         known = {}
         if not self.layouts["rank"].groups:
             orders = ()  # nothing is reduced
@@ -166,6 +177,15 @@ class Verifier:
         self._module = graph.owning_module or self._module
         self._current, _ = copy_graph(graph)
         self._known = known
+
+    def _fit(self, graph: fx.Graph) -> None:
+        """Lay ranks out anew where an edit ties a graph to a number of them."""
+        if not _fits(graph, self.layouts["rank"]):
+            self._known, self.skipped = {}, {}
+            try:
+                self._lay_out(graph)
+            except VirtualRanksError as error:
+                self._refuse(error)
 
     def compare_pipelined(
         self, graph: fx.Graph, running: Mapping[str, fx.Graph] | None = None
@@ -272,29 +292,28 @@ class Verifier:
                 pass
 
         found = find_first_difference(self._current, pair.graph, run)
-        state = written_state(pair.graph)
-        differing.sort(
-            key=lambda index: index not in state
-        )  # what is named comes first
-        outputs = [output_name(pair.graph, n) for n in differing]
         lines = [
             f"compile(verify=True) on {self._name}: {pair.what} changed what the step "
             "computes.",
             "",
             f"  {self.layouts[pair.order]}, reduction order {pair.order}",
             *_lines_of(found),
-            f"  {len(outputs)} of {len(output_values(pair.graph))} outputs differ: "
-            + ", ".join(outputs[:6])
-            + (", ..." if len(outputs) > 6 else ""),
+            *pair.told(differing),
             "",
         ]
         if report is not None:
             lines.append(f"{report.name} {describe_claim(report)}.")
-        lines.append(
-            "Leave the edit out, or correct it. A pass that may change bits says so with "
-            "Outcome(keeps_bits=()); one that keeps them under some orders lists those."
-        )
-        return "\n".join(lines)
+        return "\n".join([*lines, _ADVICE])
+
+
+def _fits(graph: fx.Graph, layout: RankLayout) -> bool:
+    """Whether a graph can run on these ranks.
+
+    One that gathers has the shapes of as many ranks as it is made for.
+    """
+    known = {axis.label: axis.size for axis in layout.axes}
+    fixed = [axis for axis in lay_out(graph).axes if axis.is_fixed]
+    return all(known.get(axis.label, axis.size) == axis.size for axis in fixed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +336,15 @@ class _Pair:
                     return list(range(len(theirs)))
                 found |= {n for n, d in enumerate(theirs) if d != ours[n]}
         return sorted(found)
+
+    def told(self, differing: list[int]) -> Iterator[str]:
+        """A line about outputs with other bits; what is named comes first."""
+        state = written_state(self.graph)
+        ordered = sorted(differing, key=lambda index: index not in state)
+        names = ", ".join(output_name(self.graph, n) for n in ordered[:6])
+        more = ", ..." if len(ordered) > 6 else ""
+        count = f"{len(ordered)} of {len(output_values(self.graph))}"
+        yield f"  {count} outputs differ: {names}{more}"
 
     def check(self, differing: list[int], ranks: str) -> Check:
         """What was compared and how it came out."""

@@ -30,6 +30,7 @@ from torchspmd.step.legality.symbolic.layout import (
 )
 from torchspmd.step.legality.symbolic.lists import getitem, on_lists
 from torchspmd.step.legality.symbolic.memory import overwrite
+from torchspmd.step.legality.symbolic.sums import SUMS
 from torchspmd.step.legality.symbolic.table import INPUT, TUPLE, Flat, Term, ValueTable
 from torchspmd.step.legality.symbolic.views import VIEWS
 
@@ -159,6 +160,9 @@ class Evaluation:
         rule = _RULES.get(call.name)
         if rule is not None:
             return rule(self, call)
+        law = SUMS.get(call.name)
+        if law is not None and (summed := law(self, call)) is not None:
+            return summed
         made = on_lists(self, call)
         return elementwise(self, call) if made is None else made
 

@@ -1,0 +1,101 @@
+"""The joined weight of a fused layer: a copy to read, which says so when it is written.
+
+The layer's parameters are its parts. Whoever writes into ``layer.weight``, freezes it or
+asks for its gradient means them, and would change a copy that nobody sees again.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from torchspmd.errors import LayoutError
+
+_Tensor: Any = torch.Tensor  # its attributes as descriptors
+
+# What asks for a parameter that a copy is not; ``data`` may be read.
+_WRITES = {
+    _Tensor.data.__set__: "setting .data",
+    _Tensor.grad.__get__: "reading .grad",
+    _Tensor.grad.__set__: "setting .grad",
+    _Tensor.requires_grad.__set__: "setting .requires_grad",
+    _Tensor.__setitem__: "setting items",
+    _Tensor.register_hook: "register_hook",
+    _Tensor.register_post_accumulate_grad_hook: "register_post_accumulate_grad_hook",
+}
+# What looks at one tensor's memory in another shape: whoever writes there means the layer
+# as well. DTensor may have copied, so the memory does not tell.
+_VIEW_NAMES = frozenset(
+    "chunk detach flatten narrow permute reshape select split squeeze t tensor_split "
+    "transpose unbind unflatten unsqueeze view view_as __getitem__".split()
+)
+_VIEW_ATTRIBUTES = (_Tensor.data.__get__, _Tensor.T.__get__)
+
+
+class JoinedCopy(DTensor):
+    """A DTensor that refuses to be written, and knows whose copy it is."""
+
+    __slots__ = ()  # the same layout in memory as a DTensor, whose class it takes over
+    layer: str  # how errors name it
+    parameter: str
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run what only reads; the rest is an error that names the parameters."""
+        kwargs = kwargs or {}
+        write = _describe_write(func, "out" in kwargs)
+        written = _written(args, kwargs) if write else None
+        if write and written is not None:
+            raise _lost(written, write)
+        result = super().__torch_function__(func, types, args, kwargs)
+        source = args[0] if args else None
+        if isinstance(source, JoinedCopy) and _is_view(func):
+            for part in result if isinstance(result, (list, tuple)) else [result]:
+                mark_copy(part, source.layer, source.parameter)
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.clone()
+
+
+def _describe_write(func: Callable[..., Any], has_out: bool) -> str | None:
+    """What a call does to its first argument; None where it only reads."""
+    name = getattr(func, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    return name if has_out or in_place else _WRITES.get(func)
+
+
+def _is_view(func: Callable[..., Any]) -> bool:
+    return getattr(func, "__name__", "") in _VIEW_NAMES or func in _VIEW_ATTRIBUTES
+
+
+def _written(args: tuple[Any, ...], kwargs: dict[str, Any]) -> JoinedCopy | None:
+    """The copy that a writing call writes into; None where it writes elsewhere."""
+    target = kwargs.get("out", next(iter((*args, *kwargs.values())), None))
+    several = target if isinstance(target, (list, tuple)) else [target]
+    return next((value for value in several if isinstance(value, JoinedCopy)), None)
+
+
+def _lost(copy: JoinedCopy, write: str) -> LayoutError:
+    name, parts = copy.parameter, f"{copy.parameter}_parts"
+    return LayoutError(
+        f"{copy.layer}: its {name} is a copy that is joined for reading, and "
+        f"{write} would not reach the layer. Its parameters are those in {parts}, "
+        f"one for each part: use them (`for p in layer.{parts}`), or load a whole "
+        f"{name} with load_state_dict."
+    )
+
+
+def mark_copy(joined: Any, layer: str, name: str) -> torch.Tensor:
+    """The same DTensor, as a copy of what that layer calls ``name``."""
+    joined.__class__ = JoinedCopy
+    joined.layer, joined.parameter = layer, name
+    copy: torch.Tensor = joined
+    return copy
