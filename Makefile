@@ -33,8 +33,7 @@ check: $(STAMP) ## format, lint, types, import contracts, spelling, sizes, the e
 	$(BIN)/torchspmd check examples/train_gpt_tp.lock
 
 pytest: $(STAMP)
-	$(PYTEST) src tests/unit tests/fake
-	$(PYTEST) tests/ranks tests/gpu
+	$(PYTEST) src tests
 
 format: $(STAMP) ## rewrite files in the house format
 	$(BIN)/ruff format .
