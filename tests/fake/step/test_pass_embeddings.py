@@ -7,7 +7,7 @@ import torch
 from comm_graphs import all_reduce, captured, names, ops
 from torch import nn
 
-from torchspmd.errors import LegalityError, PassWarning, UsageError
+from torchspmd.errors import LegalityError, PassOrderError, PassWarning, UsageError
 from torchspmd.step import (
     CostModel,
     DataParallel,
@@ -110,6 +110,26 @@ def test_two_embeddings_of_one_weight_and_one_batch():
     gm = captured(function, *looked_up()[1], torch.ones(ROWS, WIDTH))
     assert gather(gm).proof == "proved equal"
     assert len(names(gm, "all_gather")) == 3  # the indices are sent once
+
+
+def test_micro_batches_of_one_batch():
+    def function(rows, indices):
+        halves = zip(rows.chunk(2), indices.chunk(2), strict=True)
+        one, two = (gradient(row, index, ROWS, -1, False) for row, index in halves)
+        return [all_reduce(one + two)]
+
+    gm = captured(function, *looked_up()[1])
+    assert gather(gm).proof == "proved equal"
+
+
+def test_it_comes_before_the_schedule():
+    gm = captured(looked_up()[0], *looked_up()[1])
+    with pytest.warns(PassWarning, match="changed nothing"):
+        schedule_comm_wait(gm)
+    with pytest.raises(
+        PassOrderError, match="schedule_comm_wait must be applied after"
+    ):
+        gather(gm)
 
 
 def test_rows_that_do_not_lie_in_order_are_copied():

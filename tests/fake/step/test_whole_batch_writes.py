@@ -117,3 +117,13 @@ def test_a_shape_that_depends_on_values():
 def test_gradients_divided_by_counts():
     with pytest.raises(CaptureError, match="embedding with scale_grad_by_freq=True"):
         run(lambda h, y: F.embedding(y, h.T @ h, scale_grad_by_freq=True))
+
+
+def test_a_write_by_indices_of_the_batch():
+    def by_indices(h, y):
+        h[torch.arange(2), y] = 1.0
+
+    with pytest.raises(CaptureError, match="aten::index_put_ on the batch") as e:
+        run(by_indices)
+    assert f"{__file__}:" in str(e.value)
+    assert "x[mask] = number" in str(e.value)

@@ -114,33 +114,102 @@ def test_ranks_with_other_batches_are_told(ranks2):
     ranks2.run(batches_of_two_shapes)
 
 
-def known_programs(sizes, seconds):
-    """All ranks know programs for batches of 2, 4 and 6; then each takes another one."""
+def known_programs(together, apart, seconds):
+    """All ranks run batches of some sizes together; then each takes its own one."""
     switches.SECONDS = seconds
     model, optim = make(False)
     step = compile(
         gm_transformation=transformation(False), parallel_mode=DataParallel("replicate")
     )(train_step)
-    batches = {size: torch.ones(size, 5, dtype=torch.long) for size in (2, 4, 6)}
-    for size in (2, 2, 4, 6, 2, 6, 4):  # these switches are made together
-        step(model, optim, batches[size])
-    size = sizes[dist.get_rank()]
-    if size is None:
+
+    def run(size):
+        step(model, optim, torch.ones(size, 5, dtype=torch.long))
+
+    for size in together:
+        run(size)
+    own = apart[dist.get_rank()]
+    if own is None:
         return ""
     before = [parameter.clone() for parameter in model.parameters()]
     with pytest.raises(AgreementError) as told:
-        step(model, optim, batches[size])
+        run(own)
     assert all(map(torch.equal, model.parameters(), before))
+    if None not in apart:
+        run(2)  # the cure that the error names
     return str(told.value)
 
 
-def test_ranks_that_take_up_other_programs_are_told(ranks2):
-    texts = ranks2.run(known_programs, (2, 6), 60.0)
+MANY = 200  # rows of so many tokens are not gathered: the table is reduced
+
+
+@pytest.mark.parametrize(
+    "together",
+    [
+        (2, 2, 4, 6, 2, 6, 4),  # these switches are made together
+        (2, 2, 4, 6, MANY),
+    ],
+)
+def test_ranks_that_take_up_other_programs_are_told(ranks2, together):
+    texts = ranks2.run(known_programs, together, (2, 6), 60.0)
     assert all("ranks would run programs that do not send the same" in t for t in texts)
     assert all("rank 0 runs program 1\n  * rank 1 runs program 3" in t for t in texts)
     assert all("pad or drop the last one" in text for text in texts)
 
 
-def test_a_rank_that_takes_up_a_program_alone_is_told(ranks2):
-    text, _ = ranks2.run(known_programs, (2, None), 1.0)
+@pytest.mark.parametrize("own", [4, MANY])
+def test_a_rank_that_takes_up_a_program_alone_is_told(ranks2, own):
+    text, _ = ranks2.run(known_programs, (2, 2, 4, MANY, 2), (own, None), 1.0)
     assert "rank 1 runs another after 1 s" in text
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, which):
+        return (self.one, self.two)[which](x).square().sum()
+
+
+def steps_of_two(which, seconds):
+    switches.SECONDS = seconds
+
+    def step(model, optim, x, which):
+        loss = model(x, which)
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        return loss.detach()
+
+    model = Two()
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = compile(parallel_mode=DataParallel("replicate"))(step)
+    for each in (0, 1, 0, 1):
+        run(model, optim, torch.ones(2, 4), each)
+    if dist.get_rank() == 0:
+        with pytest.raises(AgreementError, match="do not send the same"):
+            run(model, optim, torch.ones(2, 4), which)
+
+
+def test_equal_sizes_for_other_parameters_are_not_the_same(ranks2):
+    ranks2.run(steps_of_two, 0, 1.0)
+
+
+def shapes_of_one_model():
+    """How often ranks had to meet for programs that reduce the same gradients."""
+    model = nn.Linear(4, 4)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(model, optim, x):
+        model(x).sum().backward()
+        optim.step()
+        optim.zero_grad()
+
+    run = compile(parallel_mode=DataParallel("replicate"))(step)
+    for size in (2, 4, 2, 4, 2 + 2 * dist.get_rank()):
+        run(model, optim, torch.ones(size, 4))
+    return run._switches._count
+
+
+def test_batches_of_other_shapes_need_no_meeting(ranks2):
+    assert ranks2.run(shapes_of_one_model, timeout=60) == [0, 0]

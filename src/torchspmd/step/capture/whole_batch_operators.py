@@ -237,6 +237,26 @@ def _looked_up(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
+def _put(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """``x[mask] = number``: each rank writes its own rows."""
+    target, indices, value, *rest = args
+    mask = indices[0] if len(indices) == 1 else None
+    adds = rest[0] if rest else kwargs.get("accumulate", False)
+    is_number = isinstance(value, torch.Tensor) and value.numel() == 1
+    if adds or mask is None or mask.dtype is not torch.bool or not is_number:
+        if _torch.written_arguments(func) and is_spread(target):
+            raise RefusalError(
+                f"{_torch.packet_name(func)} on the batch, as in x[indices] = values",
+                "Each rank has some rows, and the indices may name those of others.\nUse "
+                "torch.where, x[mask] = number, masked_fill_ or scatter.",
+            )
+        return func(*args, **kwargs)
+    mask = mask.reshape(*mask.shape, *[1] * (target.ndim - mask.ndim))
+    number = value.reshape(()).to(target.dtype)
+    made = _aten.where.self(mask, number, target)
+    return target.copy_(made) if _torch.written_arguments(func) else made
+
+
 _Rule = Callable[[Any, tuple[Any, ...], Any], Any]
 _OWN: dict[Any, _Rule] = {
     **dict.fromkeys(
@@ -284,6 +304,8 @@ _OWN: dict[Any, _Rule] = {
     **dict.fromkeys(ATTENTION, attention),
     _aten.copy.default: _copied,
     _aten.embedding.default: _looked_up,
+    _aten.index_put.default: _put,
+    _aten.index_put_.default: _put,
     _aten.add.Tensor: _added,
     _aten.add_.Tensor: _added,
     _aten.sub.Tensor: _added,

@@ -13,12 +13,15 @@ from torchspmd.step.graph.moves import earliest_place, latest_place
 from torchspmd.step.graph.queries import HasGraph
 from torchspmd.step.graph.reports import ORDERS, Outcome
 from torchspmd.step.passes.comm_fusion import comm_fusion_with_concat
+from torchspmd.step.passes.embedding_gradients import gather_embedding_gradients
 from torchspmd.step.passes.memory_budget import MemoryBudget
 from torchspmd.step.passes.ordering import graph_optimization_pass
 
 
 @graph_optimization_pass(
-    prerequisites=[], apply_after=[comm_fusion_with_concat], undoes_others=False
+    prerequisites=[],
+    apply_after=[comm_fusion_with_concat, gather_embedding_gradients],
+    undoes_others=False,
 )
 def schedule_comm_wait(
     gm: HasGraph, *, memory_budget_mb: float | None = None

@@ -13,7 +13,7 @@ from torchspmd.step.legality.symbolic.call import (
     split_arguments,
 )
 from torchspmd.step.legality.symbolic.elementwise import commuted, lifted
-from torchspmd.step.legality.symbolic.segments import EVERYWHERE, Segment
+from torchspmd.step.legality.symbolic.segments import EVERYWHERE, Pieces, Segment
 from torchspmd.step.legality.symbolic.table import (
     ALL_REDUCE,
     GATHER,
@@ -23,6 +23,7 @@ from torchspmd.step.legality.symbolic.table import (
 )
 
 _Attributes = tuple[object, ...]
+_MOST_RUNS = 1024  # more ranks than that are not looked at one by one
 
 
 def _sum_of_sums(reader: Reader, call: Call) -> int | None:
@@ -90,15 +91,17 @@ def _ungathered(table: ValueTable, value: int) -> tuple[_Attributes, int] | None
     flat = table[value]
     if not isinstance(flat, Flat) or not flat.shape or not flat.segments:
         return None
-    first = table[table.segments(value)[0].atom]
+    segments = [part for each in table.segments(value) for part in _runs(table, each)]
+    first = table[segments[0].atom]
     if not isinstance(first, Term) or first.head != GATHER:
         return None
     num_ranks = first.attributes[0]
     length = table.num_elements(value) // num_ranks
     if flat.shape[0] % num_ranks:
         return None
+    pieces = Pieces(segments)
     shares = {
-        _share(table, value, rank * length, length, rank, first.attributes)
+        _share(table, pieces.cut(rank * length, length), rank, first.attributes)
         for rank in range(num_ranks)
     }
     own = shares.pop()
@@ -108,17 +111,25 @@ def _ungathered(table: ValueTable, value: int) -> tuple[_Attributes, int] | None
     return first.attributes, table.flat(shape, own)
 
 
+def _runs(table: ValueTable, segment: Segment) -> list[Segment]:
+    """Runs of one value one by one, as the parts of all ranks in what was gathered."""
+    runs = table.runs_of(segment.atom)
+    if (
+        runs is None
+        or runs.num > _MOST_RUNS
+        or segment.length != runs.length * runs.num
+    ):
+        return [segment]
+    starts = [runs.offset + number * runs.stride for number in range(runs.num)]
+    return [Segment(runs.base, start, runs.length) for start in starts]
+
+
 def _share(
-    table: ValueTable,
-    value: int,
-    start: int,
-    length: int,
-    rank: int,
-    attributes: _Attributes,
+    table: ValueTable, given: list[Segment], rank: int, attributes: _Attributes
 ) -> tuple[Segment, ...] | None:
     """What a rank gave to a gathered tensor, in terms of its own values."""
     own = []
-    for atom, offset, size in table.pieces(value).cut(start, length):
+    for atom, offset, size in given:
         term = table[atom]
         is_gathered = isinstance(term, Term) and term.head == GATHER
         if not is_gathered or offset == EVERYWHERE or term[1] != attributes:
