@@ -33,10 +33,10 @@ _VIEW_NAMES = frozenset(
 _VIEW_ATTRIBUTES = (_Tensor.data.__get__, _Tensor.T.__get__)
 
 
-class JoinedCopy(DTensor):
-    """A DTensor that refuses to be written, and knows whose copy it is."""
+class _Copy(torch.Tensor):
+    """A tensor that refuses to be written, and knows whose copy it is."""
 
-    __slots__ = ()  # the same layout in memory as a DTensor, whose class it takes over
+    __slots__ = ()  # the same layout in memory as the class that it takes over
     layer: str  # how errors name it
     parameter: str
 
@@ -54,15 +54,39 @@ class JoinedCopy(DTensor):
         written = _written(args, kwargs) if write else None
         if write and written is not None:
             raise _lost(written, write)
-        result = super().__torch_function__(func, types, args, kwargs)
+        # That of DTensor makes results of their own class, for plain tensors as well.
+        result = DTensor.__torch_function__(func, types, args, kwargs)
         source = args[0] if args else None
-        if isinstance(source, JoinedCopy) and _is_view(func):
+        if isinstance(source, _Copy) and _is_view(func):
             for part in result if isinstance(result, (list, tuple)) else [result]:
                 mark_copy(part, source.layer, source.parameter)
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self.clone()
+        return self.detach().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().clone().__reduce_ex__(protocol)
+
+
+class JoinedShard(_Copy):
+    """This rank's shard of a joined copy, in the same memory."""
+
+    __slots__ = ()
+
+
+class JoinedCopy(_Copy, DTensor):
+    """The DTensor that is joined from the parts."""
+
+    __slots__ = ()
+
+    def to_local(self, **options: Any) -> torch.Tensor:
+        """This rank's shard, to read as well."""
+        shard = super().to_local(**options)
+        # Torch itself refuses writes into tensors of inference mode.
+        if shard.is_inference():
+            return shard
+        return mark_copy(shard, self.layer, self.parameter)
 
 
 def _describe_write(func: Callable[..., Any], has_out: bool) -> str | None:
@@ -76,14 +100,14 @@ def _is_view(func: Callable[..., Any]) -> bool:
     return getattr(func, "__name__", "") in _VIEW_NAMES or func in _VIEW_ATTRIBUTES
 
 
-def _written(args: tuple[Any, ...], kwargs: dict[str, Any]) -> JoinedCopy | None:
+def _written(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Copy | None:
     """The copy that a writing call writes into; None where it writes elsewhere."""
     target = kwargs.get("out", next(iter((*args, *kwargs.values())), None))
     several = target if isinstance(target, (list, tuple)) else [target]
-    return next((value for value in several if isinstance(value, JoinedCopy)), None)
+    return next((value for value in several if isinstance(value, _Copy)), None)
 
 
-def _lost(copy: JoinedCopy, write: str) -> LayoutError:
+def _lost(copy: _Copy, write: str) -> LayoutError:
     name, parts = copy.parameter, f"{copy.parameter}_parts"
     return LayoutError(
         f"{copy.layer}: its {name} is a copy that is joined for reading, and "
@@ -94,8 +118,8 @@ def _lost(copy: JoinedCopy, write: str) -> LayoutError:
 
 
 def mark_copy(joined: Any, layer: str, name: str) -> torch.Tensor:
-    """The same DTensor, as a copy of what that layer calls ``name``."""
-    joined.__class__ = JoinedCopy
+    """The same tensor, as a copy of what that layer calls ``name``."""
+    joined.__class__ = JoinedCopy if isinstance(joined, DTensor) else JoinedShard
     joined.layer, joined.parameter = layer, name
     copy: torch.Tensor = joined
     return copy

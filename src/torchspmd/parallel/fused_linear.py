@@ -126,8 +126,9 @@ class LocalFusedLinear(nn.Linear):
     def weight(self) -> torch.Tensor:  # type: ignore[override]
         """The whole weight in the order of one device, sharded by rows. It communicates.
 
-        It is a copy to read: writing into it, freezing it or asking for its gradient is
-        an error. The parameters are those in ``weight_parts``.
+        It is a copy to read: a loss may be computed with it, but writing into it,
+        freezing it or asking for its gradient is an error. The parameters are those in
+        ``weight_parts``.
         """
         joined = self._joined("weight")
         assert joined is not None
@@ -144,9 +145,12 @@ class LocalFusedLinear(nn.Linear):
             return None
         opened = dict(opened_parameters(held))
         given = [opened.get(str(i), part) for i, part in enumerate(held)]
-        # Writing into this rank's shard of a tensor of inference mode is an error too.
-        with torch.inference_mode():
-            joined = join_parts(given, self.route.axis)
+        if torch.is_grad_enabled() and any(part.requires_grad for part in given):
+            joined = _join_with_gradient(given, self.route.axis)
+        else:
+            # Writing into this rank's shard of such a tensor is an error too.
+            with torch.inference_mode():
+                joined = join_parts(given, self.route.axis)
         return mark_copy(joined, self.route.where, name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -198,6 +202,13 @@ def join_parts(parts: list[torch.Tensor], axis: Axis) -> torch.Tensor:
             [p.full_tensor() if isinstance(p, DTensor) else p for p in parts]
         )
         return distribute_tensor(whole, axis.mesh, (Shard(0),), src_data_rank=None)
+
+
+def _join_with_gradient(parts: list[torch.Tensor], axis: Axis) -> torch.Tensor:
+    """The same as ``join_parts``; what is computed with it trains the parts."""
+    whole = torch.cat([p.full_tensor() if isinstance(p, DTensor) else p for p in parts])
+    same = DTensor.from_local(whole, axis.mesh, (Replicate(),), run_check=False)
+    return same.redistribute(placements=(Shard(0),))
 
 
 def split_into_parts(

@@ -61,15 +61,23 @@ def remember_layout(module: nn.Module, name: str, placed: DTensor) -> None:
 
 
 def opened_parameters(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The DTensor of each parameter that is a plain shard now, or an attribute."""
+    """The DTensor of each parameter that is a plain shard now, or an attribute.
+
+    What is computed with it trains the shard. A weight that a parametrization computes
+    is neither: its parameters have other names.
+    """
+    held = {
+        **vars(module),
+        **dict(module.named_parameters(recurse=False, remove_duplicate=False)),
+    }
     for name, layout in getattr(module, _LAYOUTS, {}).items():
-        value: Any = getattr(module, name, None)
+        value: Any = held.get(name)
         if isinstance(value, DTensor) and not isinstance(value, nn.Parameter):
-            yield name, value.detach()
+            yield name, value
         elif isinstance(value, nn.Parameter) and not isinstance(value, DTensor):
             # A whole tensor that was assigned is none of this rank's shards.
             if value.shape == layout.local_shape:
-                yield name, layout.wrap(value.detach())
+                yield name, layout.wrap(value)
 
 
 def save_opened(
@@ -77,7 +85,7 @@ def save_opened(
 ) -> None:
     """State-dict hook: opened parameters are saved as the DTensors that they were."""
     for name, parameter in opened_parameters(module):
-        state[f"{prefix}{name}"] = parameter
+        state[f"{prefix}{name}"] = parameter.detach()
 
 
 def load_opened(
@@ -91,7 +99,8 @@ def load_opened(
 ) -> None:
     """Load hook: whole tensors and DTensors go into the shards of opened parameters."""
     registered = dict(module.named_parameters(recurse=False))
-    for name, parameter in opened_parameters(module):
+    for name, opened in opened_parameters(module):
+        parameter = opened.detach()
         key = f"{prefix}{name}"
         value = state.get(key)
         if value is None and name not in registered:

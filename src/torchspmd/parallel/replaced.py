@@ -4,8 +4,11 @@ An optimizer, a list or another module that keeps one works on a tensor that the
 longer reads. Asking such a parameter for its gradient, or sending one there, is an error.
 """
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from types import new_class
 from typing import Any, NoReturn
 
 import torch
@@ -23,17 +26,31 @@ _REPLACED_BY = "_torchspmd_replaced_by"
 _CHANGED = "The module was changed: build it anew."
 
 
-class ReplacedParameter(nn.Parameter):
-    """A parameter from before ``parallelize_module``: to be read, not to be trained."""
+class ReplacedParameter(torch.Tensor):
+    """A parameter from before ``parallelize_module``: to be read, not to be trained.
+
+    Replaced parameters are of this class and of the one that they had.
+    """
 
     @property
-    def grad(self) -> NoReturn:
-        """There is none that would change the model."""
-        _refuse(getattr(self, _WAS, "a parameter"))
+    def grad(self) -> None:
+        """There is none that would change the model; a frozen one expects none."""
+        if self.requires_grad:
+            _refuse(getattr(self, _WAS, "a parameter"))
 
     @grad.setter
-    def grad(self, value: object) -> NoReturn:
-        _refuse(getattr(self, _WAS, "a parameter"))
+    def grad(self, value: object) -> None:
+        if self.requires_grad or value is not None:
+            _refuse(getattr(self, _WAS, "a parameter"))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A parameter of its own, which nothing has replaced."""
+        made = nn.Parameter(self.data.clone(), self.requires_grad)
+        memo[id(self)] = made
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +76,23 @@ def _refuse(was: str) -> NoReturn:
 
 def successor(parameter: torch.Tensor) -> Any:
     """The DTensor that has replaced a parameter; None where none has."""
-    return getattr(parameter, _REPLACED_BY, None)
+    kept = getattr(parameter, _REPLACED_BY, None)
+    return None if kept is None else kept()
 
 
 def set_successor(parameter: torch.Tensor, placed: torch.Tensor) -> None:
-    """Note which DTensor has replaced a parameter."""
-    setattr(parameter, _REPLACED_BY, placed)
+    """Note which DTensor has replaced a parameter, for as long as a model holds it."""
+    setattr(parameter, _REPLACED_BY, weakref.ref(placed))
 
 
 def carry_attributes(parameter: torch.Tensor, placed: torch.Tensor) -> None:
-    """Hand on what was noted on a parameter, such as the optimizer group it belongs to."""
+    """Hand on what was noted on a parameter, such as the optimizer group it belongs to.
+
+    A tensor of its shape, such as a buffer for gradients, does not fit the new one.
+    """
     for name, value in vars(parameter).items():
-        if name not in (_WAS, _REPLACED_BY):
+        fits = not (isinstance(value, torch.Tensor) and value.shape == parameter.shape)
+        if name not in (_WAS, _REPLACED_BY) and fits:
             setattr(placed, name, value)
 
 
@@ -170,10 +192,28 @@ def _retire(spot: Spot) -> None:
     was = f"'{spot.path}' ({spot.kind})"
     if parameter.requires_grad:
         parameter.register_hook(_RefuseGradient(was))
-    # A parameter of a class of its own keeps it.
-    if type(parameter) is nn.Parameter:
-        setattr(parameter, _WAS, was)
-        parameter.__class__ = ReplacedParameter
+    _mark(parameter, was)
+
+
+def _mark(parameter: nn.Parameter, was: str) -> None:
+    setattr(parameter, _WAS, was)
+    try:
+        parameter.__class__ = _replaced_class(type(parameter))
+    except TypeError as error:
+        if not parameter.requires_grad:
+            return  # no optimizer trains it
+        raise LayoutError(
+            f"parallelize_module: {was} is a {type(parameter).__name__}, whose objects "
+            "cannot be marked as replaced, so an optimizer from before would train it in "
+            "vain. Make it an nn.Parameter before parallelize_module, or leave its module "
+            f"out of the plan. {_CHANGED}"
+        ) from error
+
+
+@cache
+def _replaced_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    """The class of replaced parameters that were of this one, with what it adds."""
+    return new_class(f"Replaced{kind.__name__}", (ReplacedParameter, kind))
 
 
 def describe_losses(module: nn.Module, names: Sequence[str]) -> list[str]:

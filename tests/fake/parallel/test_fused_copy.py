@@ -1,6 +1,7 @@
 """The joined weight of a fused layer: read as one likes, never written in vain."""
 
 import copy
+import io
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,6 +31,8 @@ WRITES: list[tuple[str, Callable[[Any], Any]]] = [
     ("zero_", lambda w: w.detach().zero_()),
     ("zero_", lambda w: w.chunk(3)[1].zero_()),  # DTensor gathers here: another memory
     ("zero_", lambda w: w.data.T[0].zero_()),
+    ("zero_", lambda w: w.to_local().zero_()),
+    ("zero_", lambda w: w.detach().to_local()[0].zero_()),
     ("fill_", nn.init.ones_),
     ("normal_", nn.init.normal_),
     ("_foreach_add_", lambda w: torch._foreach_add_([w], 1.0)),
@@ -80,3 +83,50 @@ def test_the_joined_weight_is_read_like_any_dtensor(layer: Any) -> None:
     assert pickle.loads(pickle.dumps(weight)).shape == (12, 8)
     assert weight.data.shape == weight.detach().shape == (12, 8)
     torch.zeros(12, 8).copy_(weight.full_tensor())
+
+
+@pytest.mark.parametrize("form", ["weight", "detached", "shard"])
+@pytest.mark.parametrize("grad", [True, False])
+def test_the_joined_weight_is_saved_as_a_plain_dtensor(
+    form: str, grad: bool, layer: Any
+) -> None:
+    with torch.set_grad_enabled(grad):
+        weight = layer.weight
+        value = {
+            "weight": weight,
+            "detached": weight.detach(),
+            "shard": weight.to_local(),
+        }[form]
+        file = io.BytesIO()
+        torch.save(value, file)
+        file.seek(0)
+        loaded = (
+            torch.load(file, weights_only=False),
+            pickle.loads(pickle.dumps(value)),
+            copy.deepcopy(value),
+        )
+    for other in loaded:
+        assert type(other) is (torch.Tensor if form == "shard" else DTensor)
+        assert full(other).equal(full(value))
+        other.detach().zero_()
+
+
+def full(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def test_a_loss_of_the_joined_weight_reaches_the_parts(layer: Any) -> None:
+    with torch.no_grad():
+        quiet = layer.weight
+    weight = layer.weight
+    assert not quiet.requires_grad
+    assert weight.requires_grad
+    assert (weight.placements, weight.shape) == (quiet.placements, quiet.shape)
+    assert weight.stride() == quiet.stride()
+    assert torch.equal(weight.to_local(), quiet.to_local())
+    (weight.square().sum() + layer.bias.sum()).full_tensor().backward()
+    for part in (*layer.weight_parts, *layer.bias_parts):
+        assert part.grad.placements == part.placements
+        assert part.grad.to_local().shape == part.to_local().shape
+    layer.requires_grad_(False)
+    assert not layer.weight.requires_grad

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations, parametrize, prune
 
 from torchspmd.errors import PlanError, UnsupportedModuleError
 from torchspmd.parallel import (
@@ -55,6 +55,22 @@ def test_a_parametrized_layer_may_stay_whole() -> None:
         parallelize_module(model, mesh, {"0": ReplicateParallel()}, src_data_rank=None)
         model(torch.ones(2, 8)).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+class Twice(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+@pytest.mark.parametrize("style", [ColwiseParallel(), ReplicateParallel()])
+def test_a_parametrization_after_the_plan_keeps_its_own_keys(style: Any) -> None:
+    model = nn.Sequential(nn.Linear(8, 12))
+    with fake_mesh(2, ("tp",)) as mesh:
+        parallelize_module(model, mesh, {"0": style}, src_data_rank=None)
+        parametrize.register_parametrization(model[0], "weight", Twice())
+        state = model.state_dict()
+        assert set(state) == {"0.bias", "0.parametrizations.weight.original"}
+        model.load_state_dict(state)
 
 
 @pytest.mark.parametrize("style", [*CUTTING, ReplicateParallel()])

@@ -1,6 +1,9 @@
 """Who still holds a parameter from before parallelize_module, and what hung on it."""
 
 import copy
+import gc
+import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -82,6 +85,69 @@ def test_a_backward_to_the_parameters_from_before() -> None:
             loss.backward()
 
 
+def test_a_copy_of_a_parameter_from_before_is_free() -> None:
+    model = nn.Linear(4, 8)
+    before = model.weight
+    with fake_mesh(2, ("tp",)) as mesh:
+        parallelize_module(model, mesh, ColwiseParallel())
+    for other in (copy.deepcopy(before), pickle.loads(pickle.dumps(before))):
+        assert type(other) is nn.Parameter
+        assert not vars(other)
+        other.sum().backward()
+        torch.optim.SGD([other], lr=1.0).step()
+        assert not torch.equal(other, before)
+
+
+def test_a_frozen_parameter_from_before_misses_nothing() -> None:
+    model = Tied().requires_grad_(False)
+    with fake_mesh(2, ("tp",)) as mesh:
+        parallelize_module(model.embed, mesh, ROWS)
+        model.zero_grad()
+        model.head.to(torch.float64)
+        before = model.head.weight
+        assert before.grad is None
+        before.grad = None
+        with pytest.raises(LayoutError, match=r"\(Embedding\) has been replaced"):
+            before.grad = torch.zeros(16, 8, dtype=torch.float64)
+        before.requires_grad_()
+        with pytest.raises(LayoutError, match=r"\(Embedding\) has been replaced"):
+            model.zero_grad()
+
+
+class Named(nn.Parameter):
+    """A parameter class of a user's own."""
+
+    def title(self) -> str:
+        return f"named {tuple(self.shape)}"
+
+
+class Final(nn.Parameter):
+    """One that refuses to have classes derived from it."""
+
+    def __init_subclass__(cls) -> None:
+        raise TypeError("Final is final")
+
+
+def test_parameters_of_a_class_of_their_own() -> None:
+    model = nn.Sequential(nn.Linear(4, 8))
+    before = model[0].weight = Named(model[0].weight.detach())
+    early = torch.optim.SGD([before], lr=0.1)
+    with fake_mesh(2, ("tp",)) as mesh:
+        parallelize_module(model, mesh, {"0": ColwiseParallel()})
+        assert isinstance(before, Named)
+        assert before.title() == "named (8, 4)"
+        with pytest.raises(LayoutError, match=r"'0\.weight' \(Linear\) has been repl"):
+            early.step()
+        model[0] = nn.Linear(4, 8)
+        model[0].weight = Final(model[0].weight.detach())
+        text = r"'0\.weight' \(Linear\) is a Final, .*Make it an nn\.Parameter before"
+        with pytest.raises(LayoutError, match=text):
+            parallelize_module(model, mesh, {"0": ColwiseParallel()})
+        model[0] = nn.Linear(4, 8)
+        model[0].weight = Final(model[0].weight.detach(), requires_grad=False)
+        parallelize_module(model, mesh, {"0": ColwiseParallel()})  # nothing is lost
+
+
 def hook_before(parameter: nn.Parameter) -> None:
     parameter.register_hook(lambda gradient: gradient)
 
@@ -146,6 +212,32 @@ def test_what_was_noted_on_a_parameter(style: Any) -> None:
             p for p in copy.deepcopy(model).parameters() if hasattr(p, "no_decay")
         ]
         assert len(copied) == len(noted)
+
+
+@pytest.mark.parametrize("style", [*STYLES, Distribute()])
+def test_tensors_of_the_old_shape_are_not_handed_on(style: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 8))
+    weight = model[0].weight
+    weight.main_grad, weight.itself = torch.zeros(8, 4), weight
+    weight.scale = torch.ones(())
+    with fake_mesh(2, ("tp",)) as mesh:
+        parallelize_module(model, mesh, {"0": style}, src_data_rank=None)
+        placed = [p for n, p in model.named_parameters() if "weight" in n]
+        for parameter in placed:
+            assert set(vars(parameter)) & {"main_grad", "itself", "scale"} == {"scale"}
+
+
+def test_the_old_parameter_does_not_keep_the_shard() -> None:
+    model = nn.Linear(4, 8)
+    before = model.weight
+    with fake_mesh(2, ("tp",)) as mesh:
+        parallelize_module(model, mesh, ColwiseParallel())
+        kept = weakref.ref(model.weight)
+        assert kept() is not None
+        del model
+        gc.collect()
+        assert kept() is None
+    assert before.shape == (8, 4)
 
 
 def test_a_model_that_is_wrapped_already() -> None:
