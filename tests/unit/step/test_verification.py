@@ -192,6 +192,9 @@ def test_bits_that_may_change_are_a_line():
     checking = observe(edit, ())
     (check,) = checking.checks
     assert check.result.startswith("other bits in 2 outputs (output 0 (mul_tensor)")
+    assert check.result.endswith(" of the largest entry apart")
+    gap = float(check.result.split("at most ")[1].split()[0])
+    assert 0.01 < gap < 10  # two gradients were exchanged: that is no rounding
 
 
 def test_a_pass_without_a_claim_is_held_to_the_order_of_ranks():

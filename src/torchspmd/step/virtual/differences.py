@@ -2,6 +2,7 @@
 
 import ctypes
 import hashlib
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,6 +95,30 @@ def find_difference(before: Any, after: Any) -> Difference:
     share = float((bits[0] != bits[1]).double().mean())
     ulp = _ulp(bits[0], bits[1]) if before.is_floating_point() else None
     return Difference(*facts, share, ulp)
+
+
+def gap_between(before: Any, after: Any) -> float:
+    """The largest distance of two elements, as a part of the largest one.
+
+    Infinite where that means nothing: other shapes, integers that differ, NaN in one.
+
+    >>> gap_between(torch.tensor([1.0, 4.0]), torch.tensor([1.0, 3.0]))
+    0.25
+    """
+    if isinstance(before, (list, tuple)) and isinstance(after, (list, tuple)):
+        pairs = zip(before, after, strict=False)
+        return max((gap_between(*pair) for pair in pairs), default=0.0)
+    if digest(before) == digest(after):
+        return 0.0
+    if not _comparable(before, after) or not before.is_floating_point():
+        return math.inf
+    one, other = before.double(), after.double()
+    if not torch.equal(one.isfinite(), other.isfinite()):
+        return math.inf
+    keep = one.isfinite()
+    apart = torch.where(keep, (one - other).abs(), 0.0).max()
+    largest = torch.where(keep, one.abs(), 0.0).max()
+    return float(apart / largest) if largest else math.inf
 
 
 def _first_unequal(before: Any, after: Any) -> tuple[Any, Any]:

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,10 +16,8 @@ from torchspmd.errors import (
     VirtualRanksError,
 )
 from torchspmd.step.graph.reports import ORDERS, PassReport
-from torchspmd.step.graph.roles import output_values, written_state
 from torchspmd.step.graph.snapshot import copy_graph
 from torchspmd.step.iterate.iter_graph import IterGraph
-from torchspmd.step.legality.interfaces import output_name as name_in_proof
 from torchspmd.step.passes.ordering import observing_passes
 from torchspmd.step.virtual.axes import RankLayout, lay_out
 from torchspmd.step.virtual.bisection import (
@@ -28,6 +26,7 @@ from torchspmd.step.virtual.bisection import (
     output_name,
 )
 from torchspmd.step.virtual.certificate import EQUAL, Check, describe_claim
+from torchspmd.step.virtual.comparison import Pair, Trace, furthest, settled
 from torchspmd.step.virtual.differences import digest, is_vacuous
 from torchspmd.step.virtual.inputs import Inputs
 from torchspmd.step.virtual.options import Verification, too_large
@@ -45,14 +44,6 @@ _ADVICE = (
     "Leave the edit out, or correct it. A pass that may change bits says so with "
     "Outcome(keeps_bits=()); one that keeps them under some orders lists those."
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """The digests of a run's outputs by step, rank and output; which show nothing."""
-
-    digests: list[list[list[str]]]
-    vacuous: tuple[int, ...]
 
 
 class Verifier:
@@ -81,9 +72,9 @@ class Verifier:
     ) -> None:
         self._name, self._options, self._call = name, options, call
         self._module: object = captured
+        self.refusal = ""
         self.reports: list[PassReport] = []
         self.checks: list[Check] = []
-        self.refusal = ""
         self._current, _ = copy_graph(captured.graph)
         self._known: dict[str, Trace] = {}
         self.layouts: dict[str, RankLayout] = {}
@@ -173,7 +164,7 @@ class Verifier:
                 continue
             before = self._known.get(order) or self._trace(self._current, order)
             known[order] = after = self._run_edited(graph, order, what)
-            self._judge(_Pair(graph, what, order, before, after), strict, report)
+            self._judge(Pair(graph, what, order, before, after), strict, report)
         self._module = graph.owning_module or self._module
         self._current, _ = copy_graph(graph)
         self._known = known
@@ -215,12 +206,11 @@ class Verifier:
         what: str,
     ) -> None:
         steps, layout = len(plain), self.layouts["rank"]
-        ranks = VirtualRanks(layout, seed=self._options.seed)
-        given = partial(self._inputs_of, "rank")
+        ranks, given = self._ranks("rank"), partial(self._inputs_of, "rank")
         try:
             forms = [*run_pipelined(ranks, graph, given, steps, self._module, running)]
         except (VirtualRanksError, UsageError) as error:
-            raise VerificationError(self._not_run(what, error)) from error
+            raise VerificationError(_not_run(self._name, what, error)) from error
         differing = differing_outputs(graph, plain, forms)
         if differing:
             names = ", ".join(output_name(graph, n) for n in differing[:6])
@@ -232,29 +222,28 @@ class Verifier:
         checked = len(plain[0][0])
         self.checks.append(Check(what, str(layout), "rank", steps, checked, EQUAL))
 
+    def _ranks(self, order: str) -> VirtualRanks:
+        return VirtualRanks(self.layouts[order], order=order, seed=self._options.seed)
+
     def _inputs_of(self, order: str, step: int) -> list[list[Any]]:
         size = self.layouts[order].size
         return [self._inputs[order].at(step, rank) for rank in range(size)]
 
-    def _judge(self, pair: "_Pair", strict: bool, report: PassReport | None) -> None:
+    def _judge(self, pair: Pair, strict: bool, report: PassReport | None) -> None:
         differing = pair.differing()
         if differing and strict:
             raise VerificationError(self._explain(pair, differing, report))
-        settled = _settled(self._current, pair, differing, report)
-        check = pair.check(differing, str(self.layouts[pair.order]))
-        self.checks.append(replace(check, settled=settled))
+        old, new = self.run(self._current, pair.order), self.run(pair.graph, pair.order)
+        gap = furthest(old, new, differing) if differing else 0.0
+        check = pair.check(differing, str(self.layouts[pair.order]), gap)
+        known = settled(self._current, pair, differing, report)
+        self.checks.append(replace(check, settled=known))
 
     def _run_edited(self, graph: fx.Graph, order: str, what: str) -> Trace:
         try:
             return self._trace(graph, order)
         except (VirtualRanksError, UsageError) as error:
-            raise VerificationError(self._not_run(what, error)) from error
-
-    def _not_run(self, what: str, error: Exception) -> str:
-        return (
-            f"compile(verify=True) on {self._name}: after {what} the graph cannot be "
-            f"run, before it could.\n\n  {error}\n\nLeave the edit out, or correct it."
-        )
+            raise VerificationError(_not_run(self._name, what, error)) from error
 
     def _trace(self, graph: fx.Graph, order: str) -> Trace:
         trace = Trace([], ())
@@ -273,8 +262,7 @@ class Verifier:
         steps: int | None = None,
     ) -> Iterator[list[list[Any]]]:
         """The outputs of each rank, step by step; random numbers start afresh."""
-        layout = self.layouts[order]
-        ranks = VirtualRanks(layout, order=order, seed=self._options.seed)
+        ranks = self._ranks(order)
         state: list[list[Any]] | None = None
         for step in range(steps or self._options.steps):
             given = self._inputs_of(order, step)
@@ -285,7 +273,7 @@ class Verifier:
             state = next_inputs(graph, given, results)
 
     def _explain(
-        self, pair: "_Pair", differing: list[int], report: PassReport | None
+        self, pair: Pair, differing: list[int], report: PassReport | None
     ) -> str:
         def run(graph: fx.Graph, watch: Callable[[int], Watcher]) -> None:
             for _ in self.run(graph, pair.order, watch):
@@ -306,6 +294,13 @@ class Verifier:
         return "\n".join([*lines, _ADVICE])
 
 
+def _not_run(name: str, what: str, error: Exception) -> str:
+    return (
+        f"compile(verify=True) on {name}: after {what} the graph cannot be "
+        f"run, before it could.\n\n  {error}\n\nLeave the edit out, or correct it."
+    )
+
+
 def _fits(graph: fx.Graph, layout: RankLayout) -> bool:
     """Whether a graph can run on these ranks.
 
@@ -314,65 +309,6 @@ def _fits(graph: fx.Graph, layout: RankLayout) -> bool:
     known = {axis.label: axis.size for axis in layout.axes}
     fixed = [axis for axis in lay_out(graph).axes if axis.is_fixed]
     return all(known.get(axis.label, axis.size) == axis.size for axis in fixed)
-
-
-@dataclass(frozen=True, slots=True)
-class _Pair:
-    """The runs of a graph and of the one before it."""
-
-    graph: fx.Graph
-    what: str
-    order: str
-    before: Trace
-    after: Trace
-
-    def differing(self) -> list[int]:
-        """The outputs that have other bits on some rank at some step."""
-        pairs = zip(self.before.digests, self.after.digests, strict=True)
-        found: set[int] = set()
-        for before, after in pairs:
-            for ours, theirs in zip(before, after, strict=True):
-                if len(ours) != len(theirs):
-                    return list(range(len(theirs)))
-                found |= {n for n, d in enumerate(theirs) if d != ours[n]}
-        return sorted(found)
-
-    def told(self, differing: list[int]) -> Iterator[str]:
-        """A line about outputs with other bits; what is named comes first."""
-        state = written_state(self.graph)
-        ordered = sorted(differing, key=lambda index: index not in state)
-        names = ", ".join(output_name(self.graph, n) for n in ordered[:6])
-        more = ", ..." if len(ordered) > 6 else ""
-        count = f"{len(ordered)} of {len(output_values(self.graph))}"
-        yield f"  {count} outputs differ: {names}{more}"
-
-    def check(self, differing: list[int], ranks: str) -> Check:
-        """What was compared and how it came out."""
-        result = EQUAL
-        if differing:
-            names = ", ".join(output_name(self.graph, n) for n in differing[:3])
-            result = f"other bits in {len(differing)} outputs ({names})"
-        return Check(
-            self.what,
-            ranks,
-            self.order,
-            len(self.after.digests),
-            len(self.after.digests[0][0]),
-            result,
-            tuple(output_name(self.graph, n) for n in self.after.vacuous),
-        )
-
-
-def _settled(
-    before: fx.Graph, pair: _Pair, differing: list[int], report: PassReport | None
-) -> tuple[str, ...]:
-    """The unproved outputs of a pass that have the same bits, and show something."""
-    if report is None or not report.unproved_names:
-        return ()
-    silent = {*differing, *pair.before.vacuous, *pair.after.vacuous}
-    places = set(range(len(pair.after.digests[0][0]))) - silent
-    shown = {name_in_proof(before, place) for place in places}
-    return tuple(name for name in report.unproved_names if name in shown)
 
 
 def _lines_of(found: FirstDifference | None) -> list[str]:
