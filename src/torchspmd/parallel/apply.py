@@ -27,9 +27,11 @@ def parallelize_module(
 ) -> M:
     """Lay a module over one axis of a mesh, by a style or a plan.
 
-    The whole plan is checked first; on an error the module is as it was. Parameters are
-    replaced by DTensors, so optimizers and hooks on gradients are made after this call:
-    to train or to differentiate what was replaced is an error.
+    The whole plan is checked first; on an error of it the module is as it was. What only
+    shows when a style of your own has run, such as a tie that it cuts, is an error that
+    says that the module was changed. Parameters are replaced by DTensors, so optimizers
+    and hooks on gradients are made after this call: to train or to differentiate what
+    was replaced is an error.
 
     Args:
         module: The module; it is changed and returned.

@@ -22,9 +22,8 @@ def known_as_traced() -> Iterator[None]:
     module, name = _ASKS
     library = sys.modules.get(module)
     asks: Callable[[Any], bool] | None = getattr(library, name, None)
-    if (
-        asks is None
-    ):  # another version: what looks into a tensor is refused, by its line
+    if asks is None:
+        # Another version: what looks into a tensor is refused, by its line.
         yield
         return
 

@@ -101,10 +101,8 @@ def _first_laid_out(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _on_plain(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """A call whose first argument is a number, a list, or a tensor that the step made."""
-    if args and not isinstance(
-        args[0], (torch.Tensor, list, tuple)
-    ):  # rules take 3 / x for linear in x
-        args = tuple(map(without_terms, args))
+    if args and not isinstance(args[0], (torch.Tensor, list, tuple)):
+        args = tuple(map(without_terms, args))  # rules take 3 / x for linear in x
     if args and isinstance(args[0], torch.Tensor) and _torch.written_arguments(func):
         # A tensor that the step made is the same on all ranks, and stays so.
         args, kwargs = mapped(everything, (args, kwargs))

@@ -171,12 +171,12 @@ class Verifier:
 
     def _fit(self, graph: fx.Graph) -> None:
         """Lay ranks out anew where an edit ties a graph to a number of them."""
-        if not _fits(graph, self.layouts["rank"]):
-            self._known, self.skipped = {}, {}
-            try:
+        try:
+            if not _fits(graph, self.layouts["rank"]):
+                self._known, self.skipped = {}, {}
                 self._lay_out(graph)
-            except VirtualRanksError as error:
-                self._refuse(error)
+        except VirtualRanksError as error:
+            self._refuse(error)
 
     def compare_pipelined(
         self, graph: fx.Graph, running: Mapping[str, fx.Graph] | None = None
