@@ -178,17 +178,18 @@ BASES: dict[str, Variant] = {
     "compute alone": alone,
     "compute alone, compiled": alone_compiled,
 }
-BOTH: dict[str, Variant] = {
-    "both at once, nothing waits": functools.partial(at_once, compiled=False),
-    "both at once, compiled": functools.partial(at_once, compiled=True),
-}
-VARIANTS: dict[str, Variant] = {
+PEERS: dict[str, Variant] = {
     "DDP": ddp,
     "DDP + torch.compile": ddp_compiled,
     "FSDP2": fsdp,
     "FSDP2 + torch.compile": fsdp_compiled,
     "DDP + torch.compile of blocks": ddp_blocks_compiled,
     "FSDP2 + torch.compile of blocks": fsdp_blocks_compiled,
+}
+VARIANTS: dict[str, Variant] = {
+    "both at once, nothing waits": functools.partial(at_once, compiled=False),
+    "both at once, compiled": functools.partial(at_once, compiled=True),
+    **PEERS,
     "torchspmd, no passes": functools.partial(ours, passes=False, overlap=False),
     "torchspmd, passes": functools.partial(ours, passes=True, overlap=False),
     "torchspmd, overlapped iterations": functools.partial(
@@ -219,9 +220,8 @@ def measure(name: str, workload: Workload, steps: int) -> float:
     at the very end is made off the clock. So the clock starts behind a step too: behind a
     barrier the first one would find its reductions done.
     """
-    torch.compiler.reset()  # what is compiled for one variant must not serve another
     model, optim, batch = workload.build()
-    build = {**BASES, **BOTH, **VARIANTS}[name]
+    build = {**BASES, **VARIANTS}[name]
     model, step = build(model)
     if name.startswith("FSDP2"):
         optim = _optimizer(model)

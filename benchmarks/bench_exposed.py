@@ -9,6 +9,7 @@ row the five collectives that are exposed longest, with the reason of each.
 """
 
 import argparse
+import functools
 import os
 import sys
 import warnings
@@ -46,7 +47,8 @@ def main() -> None:
         shared_gpu(options.device) as sharing,
         Ranks(options.ranks, backend=backend) as ranks,
     ):
-        workload, _, _ = balance(ranks, options.model, options.ratio, options)
+        run = functools.partial(ranks.run, timeout=LIMIT)
+        workload, _, _ = balance(run, options.model, options.ratio, options)
         cost = ranks.run(measure_step, workload, timeout=LIMIT)[0]
         for count in range(len(default_passes(overlap_iterations=True)) + 1):
             stages = ranks.run(

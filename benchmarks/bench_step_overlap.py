@@ -4,7 +4,9 @@ One training step (forward, backward, fused AdamW) on real ranks: eager DDP, DDP
 torch.compile, FSDP2 eager and compiled, and torchspmd's whole-step graph without passes,
 with the default passes, also as a CUDA graph, and with updates overlapped with the next
 iteration. Beside them the limit: the larger of computing alone and communicating alone;
-and both at once, where nothing waits for anything: what one gives up for the other.
+and both at once, where nothing waits for anything: what one gives up for the other. Each
+is measured in processes of its own: what one leaves behind (memory that it keeps, what it
+compiled) does not slow down the next.
 
 ``--network 1gbit`` runs inside a network namespace of its own whose loopback is shaped to
 that rate (needs root, ip and tc). The batch is chosen so that computing takes ``--ratio``
@@ -15,6 +17,7 @@ import argparse
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,7 @@ from _harness import publish
 from _shared_gpu import shared_gpu
 from _step_variants import (
     BASES,
-    BOTH,
+    PEERS,
     VARIANTS,
     Workload,
     measure,
@@ -36,6 +39,8 @@ from torchspmd.testing import Ranks
 SPACE = f"torchspmd-bench-{os.getpid()}"  # one that was killed may be left
 LIMIT = 900.0  # seconds for one variant, its compilation included
 
+Runner = Callable[..., list[Any]]  # calls a function with arguments on every rank
+
 
 def main() -> None:
     options = parse()
@@ -43,13 +48,15 @@ def main() -> None:
         sys.exit(run_shaped(options.network))
     rows: list[dict[str, Any]] = []
     backend = "nccl" if options.device == "cuda" else "gloo"
-    with (
-        shared_gpu(options.device) as sharing,
-        Ranks(options.ranks, backend=backend) as ranks,
-    ):
+
+    def run(function: Callable[..., Any], *args: Any) -> list[Any]:
+        with Ranks(options.ranks, backend=backend) as ranks:
+            return ranks.run(function, *args, timeout=LIMIT)
+
+    with shared_gpu(options.device) as sharing:
         for model in options.models:
             for ratio in options.ratios:
-                rows += compare(ranks, model, ratio, options)
+                rows += compare(run, model, ratio, options)
         shared = sharing()
     where = f"loopback shaped to {options.network}" if options.network else "loopback"
     title = f"A data-parallel step on {options.ranks} ranks, {backend} over {where}"
@@ -76,37 +83,27 @@ def parse() -> argparse.Namespace:
 
 
 def compare(
-    ranks: Ranks, model: str, ratio: float, options: argparse.Namespace
+    run: Runner, model: str, ratio: float, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Every variant on one model, at one ratio of computing to communicating."""
-    workload, bases, wire = balance(ranks, model, ratio, options)
+    workload, bases, wire = balance(run, model, ratio, options)
     seconds: dict[str, float | str] = {}
     for _ in range(options.rounds):
         for name in options.variants:
-            found = attempt(ranks, name, workload, options.steps)
+            found = attempt(run, name, workload, options.steps)
             best = seconds.get(name)
             if isinstance(best, float) and isinstance(found, float):
                 found = min(best, found)
             seconds[name] = found
-        wire = min(wire, time_wire(ranks, workload))  # it varies by a quarter
+        wire = min(wire, time_wire(run, workload))  # it varies by a quarter
     limit = max(min(bases.values()), wire)
     peers = [
         value
         for name, value in seconds.items()
-        if isinstance(value, float) and not name.startswith("torchspmd")
+        if isinstance(value, float) and name in PEERS
     ]
-    rows = [
-        row(model, workload, name, value, peers, limit) for name, value in bases.items()
-    ]
-    rows.append(row(model, workload, "communication alone", wire, peers, limit))
-    both = {
-        name: attempt(ranks, name, workload, 3) for name in list(BOTH)[: len(bases)]
-    }
-    rows += [row(model, workload, *found, peers, limit) for found in both.items()]
-    return rows + [
-        row(model, workload, name, value, peers, limit)
-        for name, value in seconds.items()
-    ]
+    table = {**bases, "communication alone": wire, **seconds}
+    return [row(model, workload, *each, peers, limit) for each in table.items()]
 
 
 def row(
@@ -128,18 +125,18 @@ def row(
 
 
 def balance(
-    ranks: Ranks, model: str, ratio: float, options: argparse.Namespace
+    run: Runner, model: str, ratio: float, options: argparse.Namespace
 ) -> tuple[Workload, dict[str, float], float]:
     """The batch at which computing takes ``ratio`` times as long as communicating."""
     batch = getattr(options, "batch", None)
     workload = Workload(model, batch or 16, options.device)
-    wire = time_wire(ranks, workload)
+    wire = time_wire(run, workload)
     wanted = getattr(options, "variants", ())
     is_compiled = any("compile" in name or "inductor" in name for name in wanted)
     names = list(BASES) if is_compiled and options.device == "cuda" else list(BASES)[:1]
 
     def alone(name: str) -> float:
-        return max(ranks.run(measure, name, workload, 3, timeout=LIMIT))
+        return max(run(measure, name, workload, 3))
 
     for _ in range(0 if batch else 2):
         found = workload.batch * ratio * wire / alone(names[-1])
@@ -148,13 +145,13 @@ def balance(
     return workload, bases, wire
 
 
-def time_wire(ranks: Ranks, workload: Workload) -> float:
-    return max(ranks.run(measure_wire, workload, 3, timeout=LIMIT))
+def time_wire(run: Runner, workload: Workload) -> float:
+    return max(run(measure_wire, workload, 3))
 
 
-def attempt(ranks: Ranks, name: str, workload: Workload, steps: int) -> float | str:
+def attempt(run: Runner, name: str, workload: Workload, steps: int) -> float | str:
     try:
-        seconds = max(ranks.run(measure, name, workload, steps, timeout=LIMIT))
+        seconds = max(run(measure, name, workload, steps))
     except SpmdError as error:
         last = str(error).strip().splitlines()[-1]
         print(f"{name}: {error}", file=sys.stderr)
