@@ -4,10 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+import torch.distributed as dist
+
 from torchspmd.comm import Ledger
 from torchspmd.errors import UsageError
+from torchspmd.step.capture.modes import Spread
 from torchspmd.step.explanation import explain_program
 from torchspmd.step.graph.memory import PeakMemory
+from torchspmd.step.meeting import describe
 from torchspmd.step.passes.in_place import InPlaceReport
 from torchspmd.step.program import Program
 from torchspmd.step.virtual.certificate import Certificate
@@ -97,10 +101,18 @@ def explain(name: str, programs: Sequence[Program | ClosedProgram], closed: str)
     return "\n".join(lines)
 
 
-def refuse_closed(name: str, closed: str) -> UsageError:
-    """The error for a use of a step that was closed, and by what."""
-    return UsageError(
-        f"{name}: this compiled step was closed by {closed}, and cannot be called any "
-        "more. Compile its function again (of a decorated one, it is __wrapped__). Between "
-        "epochs call flush() instead, with one `with` around all of them."
-    )
+def check_usable(name: str, closed: str, spread: Spread | None) -> None:
+    """Raise where a step was closed, and by what, or has no ranks to talk to any more."""
+    if closed:
+        raise UsageError(
+            f"{name}: this compiled step was closed by {closed}, and cannot be called any "
+            "more. Compile its function again (of a decorated one, it is __wrapped__). "
+            "Between epochs call flush() instead, with one `with` around all of them."
+        )
+    if spread is not None and spread.mesh is not None and not dist.is_initialized():
+        raise UsageError(
+            f"{name}: this step was captured for the mesh {describe(spread.mesh)}, whose "
+            "process groups were destroyed since, so that it cannot be called any more. "
+            "Call it before destroy_process_group(), or compile its function again behind "
+            "init_process_group()."
+        )

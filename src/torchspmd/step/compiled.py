@@ -28,7 +28,7 @@ from torchspmd.step.capture.progress import Progress
 from torchspmd.step.capture.signature import TensorFact, explain_difference, sign
 from torchspmd.step.capture.tracing import Captured, capture
 from torchspmd.step.certification import prepare_certified
-from torchspmd.step.closed import ClosedProgram, explain, refuse_closed
+from torchspmd.step.closed import ClosedProgram, check_usable, explain
 from torchspmd.step.exposed_program import measure_program
 from torchspmd.step.exposure import check_request
 from torchspmd.step.graph.cost import CostModel
@@ -233,8 +233,7 @@ class CompiledStep:
         return program, inventory
 
     def _check_open(self) -> None:
-        if self._closed_by:
-            raise refuse_closed(self._name, self._closed_by)
+        check_usable(self._name, self._closed_by, self._spread)
 
     def _capture(self, inventory: Inventory) -> Program:
         reason = _why(inventory, self._programs, self._by_signature)
@@ -321,7 +320,8 @@ def _check_capture(name: str, number: int, reason: str) -> None:
         raise CaptureError(
             f"compile on {name!r}: {MAX_PROGRAMS} programs are captured already and this "
             f"call fits none of them.\n\n{_indented(reason)}\n\nKeep what changes "
-            "constant (pad batches to one shape), pass it as a tensor, or call close() "
+            "constant (pad batches to one shape), pass it as a tensor, make the optimizer "
+            "with foreach=True where a schedule changes more than its lr, or call close() "
             "and compile again."
         )
 

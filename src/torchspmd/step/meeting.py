@@ -43,7 +43,7 @@ class Meeting:
     def compare(self, plan: Plan, along: DeviceMesh | None = None) -> None:
         """Raise on every rank of the mesh, or of that one, unless all have this plan."""
         if (mesh := along or self._mesh) is not None:
-            self._agree(plan, mesh, f"plan/{_describe(mesh)}", PLAN_SECONDS)
+            self._agree(plan, mesh, f"plan/{describe(mesh)}", PLAN_SECONDS)
 
     def wait_until_ready(self, peers: Sequence[int]) -> None:
         """Wait until all ranks can run the program; raise where one cannot.
@@ -96,7 +96,7 @@ class Meeting:
             agree(
                 plan,
                 mesh,
-                f"{self._what}, mesh {_describe(mesh)}",
+                f"{self._what}, mesh {describe(mesh)}",
                 f"{self._key}/{stage}",
                 seconds=seconds,
                 failures=f"{self._key}/failed",
@@ -112,6 +112,7 @@ def share(text: str, stage: str) -> list[str]:
     return [text] if meeting is None else meeting.share(text, stage)
 
 
-def _describe(mesh: DeviceMesh) -> str:
+def describe(mesh: DeviceMesh) -> str:
+    """Its axes and their sizes."""
     names = mesh.mesh_dim_names or tuple(f"axis{n}" for n in range(mesh.ndim))
     return ", ".join(f"{n}={s}" for n, s in zip(names, mesh.shape, strict=True))

@@ -86,7 +86,12 @@ class Pending:
     def update(self, inventory: Inventory) -> None:
         """Note the call after which updates will be owed."""
         if self._inventory is None:
-            self._watched = watch(inventory, self._flush_early, self.before_load)
+            self._watched = watch(
+                inventory,
+                self._flush_early,
+                self.before_load,
+                owes_gradients=self._program.leaves_gradients,
+            )
             _owing.add(self)
         else:
             self._check_unwritten()

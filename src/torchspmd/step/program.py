@@ -87,6 +87,11 @@ class Program:
         text: str = self.graph.print_readable(print_output=False)
         return text
 
+    @property
+    def leaves_gradients(self) -> bool:
+        """Whether the step puts new tensors into ``grad``."""
+        return any(isinstance(d, NewGradient) for d in self.outputs.destinations)
+
     def accepts(self, inventory: Inventory) -> bool:
         """Whether the numbers of a call fit what the graph assumed about them."""
         return not self.broken_assumptions(inventory)

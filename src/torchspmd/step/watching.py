@@ -31,6 +31,7 @@ _OF_MODULES = (
     "forward",  # called without the module's hooks
 )
 _OF_OPTIMIZERS = ("state_dict", "load_state_dict", "add_param_group", "step")
+_OF_GRADIENTS = ("zero_grad",)  # one that comes later would come back
 _OF_SCALERS = (
     *("get_scale", "state_dict", "load_state_dict"),
     *("scale", "unscale_", "step", "update"),
@@ -61,7 +62,11 @@ def modules_of(inventory: Inventory) -> dict[nn.Module, None]:
 
 
 def watch(
-    inventory: Inventory, flush: Callable[[], None], before_load: Callable[[], None]
+    inventory: Inventory,
+    flush: Callable[[], None],
+    before_load: Callable[[], None],
+    *,
+    owes_gradients: bool,
 ) -> "list[Watched | Hook | Refused]":
     """Have the modules and optimizers of a call flush before anything looks at them."""
     # A model that runs under torch.compile flushes too; it must not be traced.
@@ -85,6 +90,7 @@ def watch(
         watched += [Refused(module, name) for name in _REFUSED_OF_MODULES]
     for _, optimizer in inventory.optimizers:
         watched += watch_methods(optimizer, _OF_OPTIMIZERS)
+        watched += watch_methods(optimizer, _OF_GRADIENTS if owes_gradients else ())
         watched += [Refused(optimizer, name) for name in _REFUSED_OF_OPTIMIZERS]
     for _, scaler in inventory.scalers:
         watched += watch_methods(scaler, _OF_SCALERS)

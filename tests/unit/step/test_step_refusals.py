@@ -1,6 +1,7 @@
 """Steps that cannot be captured: the user's line, and the way out."""
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -241,3 +242,47 @@ def test_inductor_of_a_callable():
         r"IterGraphModule, not method",
     ):
         step(model, optim, torch.randn(6, 8))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_anomaly_detection(inside):
+    def step(model, optim, batch):
+        torch.autograd.set_detect_anomaly(True)
+        plain(model, optim, batch)
+
+    torch.autograd.set_detect_anomaly(not inside)
+    try:
+        (module, optim), _ = build("mlp", "sgd")
+        with pytest.raises(CaptureError) as caught, pytest.warns():
+            compile(step if inside else plain)(module, optim, torch.randn(6, 8))
+    finally:
+        torch.autograd.set_detect_anomaly(False)
+    text = str(caught.value)
+    assert "anomaly detection reads every gradient's values" in text
+    assert "Leave torch.autograd.set_detect_anomaly() off" in text
+
+
+def test_sparse_gradients():
+    def step(model, optim, batch):
+        model(torch.arange(3)).sum().backward()
+        optim.step()
+
+    model = nn.Embedding(4, 2, sparse=True)
+    with pytest.raises(CaptureError) as caught:
+        compile(step)(model, torch.optim.SGD(model.parameters(), lr=0.1), None)
+    assert "an operator makes a sparse gradient" in str(caught.value)
+    assert "Make the embedding with sparse=False" in str(caught.value)
+
+
+def test_tensors_inside_of_an_argument():
+    @dataclass
+    class Batch:
+        rows: torch.Tensor
+
+    def step(model, optim, batch, given):
+        plain(model, optim, given.rows)
+
+    text = refusal(step, Batch(torch.randn(6, 8)))
+    assert "the step uses a tensor that is in no argument" in text
+    assert "where it is a tuple, a named tuple, a list or a dict" in text
+    assert text.endswith("Here args[3] is a Batch.")

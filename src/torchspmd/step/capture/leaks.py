@@ -72,6 +72,17 @@ def _items(value: Any) -> Iterator[tuple[str, Any]]:
                 yield f".{key}", getattr(value, key)
 
 
+def closed_arguments(inventory: Inventory) -> list[str]:
+    """The arguments that hold tensors where no inventory looks, and what they are."""
+    held = (torch.Tensor, nn.Module, Optimizer)
+    return [
+        f"{name} is a {type(leaf).__name__}"
+        for name, leaf in zip(inventory.names, inventory.leaves, strict=True)
+        if not isinstance(leaf, _CLOSED)
+        and any(isinstance(item, held) for _, item in _items(leaf))
+    ]
+
+
 def check_leaks(inventory: Inventory, function: Callable[..., Any]) -> None:
     """Refuse what kept a traced tensor: it would hold no value."""
     seen: set[int] = set()

@@ -21,9 +21,14 @@ class NewValue:
 
 @dataclass(frozen=True, slots=True)
 class NewGradient:
-    """A gradient that the step leaves behind; becomes the parameter's ``grad``."""
+    """A gradient that the step leaves behind; becomes the parameter's ``grad``.
+
+    ``is_fresh``: the step cleared ``grad``, or put something else there, before it was
+    made.
+    """
 
     parameter: int
+    is_fresh: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,5 +214,6 @@ def _gradient_values(stage: Stage, found: list[tuple[Destination, Any]]) -> list
                 cleared.append(place)
         elif before is None or gradient is not stage.shown[before]:
             local = stage.spread.for_optimizer(stage.shown[place])
-            found.append((NewGradient(place), local))
+            is_fresh = before is not None or place in stage.fresh
+            found.append((NewGradient(place, is_fresh), local))
     return cleared

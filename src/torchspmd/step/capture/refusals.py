@@ -2,7 +2,7 @@
 
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -30,38 +30,54 @@ class RefusalError(Exception):
         self.what, self.cure = what, cure
 
 
-def refuse(function: str, error: Exception, owner: Owner) -> CaptureError:
-    """The error that the user gets for whatever went wrong while tracing."""
+def refuse(
+    function: str, error: Exception, owner: Owner, closed: Sequence[str] = ()
+) -> CaptureError:
+    """The error that the user gets for whatever went wrong while tracing.
+
+    Args:
+        function: The step's name.
+        error: What went wrong.
+        owner: Where in the step.
+        closed: The arguments whose tensors are no inputs, and what they are.
+    """
     place = user_line(error)
     where = f"  * {place}\n    in {_describe(owner)}"
     if isinstance(error, RefusalError):
         what, cure = error.what, error.cure
     elif needs_values(error):
-        what, cure = "the step needs a tensor's value while it is captured", _VALUE_CURE
-        optimizer = _running_optimizer(error)
-        if owner.phase is Phase.OPTIMIZER and optimizer is not None:
-            what = f"{optimizer} chooses what to do by a value that is not known yet"
-            cure = _OPTIMIZER_CURE
+        what, cure = _told_values(error, owner)
     elif "sharding strategy" in str(error):
         what = f"an operator has no sharding rule ({_first_line(error)})"
         cure = _RULE_CURE
     elif "Please convert all Tensors to FakeTensors first" in str(error):
         what, cure = "the step uses a tensor that is in no argument", _TENSOR_CURE
-    elif "mixed torch.Tensor and DTensor" in str(error):
-        what, cure = "the step mixes a DTensor with a plain tensor", _MIXED_CURE
-    elif "must have the same mesh" in str(error):
-        what, cure = "an operator gets DTensors of several meshes", _MESHES_CURE
-    elif "TorchScript interpreter" in str(error):
-        what, cure = "the step calls a function of torch.jit.script", _SCRIPT_CURE
-    elif "norm on empty tensor" in str(error):
-        what, cure = "the norm of a shard without elements", _NORM_CURE
+        if closed:
+            cure = f"{_CLOSED_CURE}\nHere {'; '.join(closed)}."
     else:
-        what = f"the step failed while it was captured ({_first_line(error)})"
-        cure = (
-            "Run the step without compile first; if it works there, the operator cannot "
-            "run on tensors without values."
-        )
+        what, cure = _told_by_text(error)
     return CaptureError(f"compile on {function!r}: {what}\n\n{where}\n\n{cure}")
+
+
+def _told_values(error: Exception, owner: Owner) -> tuple[str, str]:
+    if torch.is_anomaly_enabled():
+        return "anomaly detection reads every gradient's values", _ANOMALY_CURE
+    optimizer = _running_optimizer(error)
+    if owner.phase is Phase.OPTIMIZER and optimizer is not None:
+        what = f"{optimizer} chooses what to do by a value that is not known yet"
+        return what, _OPTIMIZER_CURE
+    return "the step needs a tensor's value while it is captured", _VALUE_CURE
+
+
+def _told_by_text(error: Exception) -> tuple[str, str]:
+    for words, what, cure in _BY_TEXT:
+        if words in str(error):
+            return what, cure
+    return (
+        f"the step failed while it was captured ({_first_line(error)})",
+        "Run the step without compile first; if it works there, the operator cannot run "
+        "on tensors without values.",
+    )
 
 
 def needs_values(error: BaseException | None) -> bool:
@@ -95,6 +111,21 @@ _TENSOR_CURE = (
     "of the graph.\nPass it as an argument, or register it as a buffer of a module."
 )
 
+_CLOSED_CURE = (
+    "Only tensors of the step's arguments and of their modules and optimizers are inputs "
+    "of the graph, and an argument is looked into where it is a tuple, a named tuple, a "
+    "list or a dict.\nPass the tensors in one of these, or register them as buffers of a "
+    "module."
+)
+_ANOMALY_CURE = (
+    "A graph has no values before it runs.\nLeave torch.autograd.set_detect_anomaly() off "
+    "around a compiled step, and look for what is not finite without compile."
+)
+_SPARSE_CURE = (
+    "Its size depends on the values of the batch, and a graph has none before it runs.\n"
+    "Make the embedding with sparse=False; gather_embeddings=True sends the rows of its "
+    "gradient alone."
+)
 _MIXED_CURE = (
     "A sharded parameter is whole inside of a module's forward. Elsewhere, without "
     "gradients, it is its shard and works with other shards only.\nCall the module, or "
@@ -113,6 +144,29 @@ _SCRIPT_CURE = (
 _NORM_CURE = (
     "A parameter with few rows leaves some ranks without any, and torch has no such norm "
     "of nothing.\nUse torchspmd.clip_grad_norm_ instead of torch.nn.utils.clip_grad_norm_."
+)
+
+
+# What torch says, what that means here, and the way out.
+_BY_TEXT = (
+    (
+        "mixed torch.Tensor and DTensor",
+        "the step mixes a DTensor with a plain tensor",
+        _MIXED_CURE,
+    ),
+    (
+        "must have the same mesh",
+        "an operator gets DTensors of several meshes",
+        _MESHES_CURE,
+    ),
+    (
+        "TorchScript interpreter",
+        "the step calls a function of torch.jit.script",
+        _SCRIPT_CURE,
+    ),
+    ("norm on empty tensor", "the norm of a shard without elements", _NORM_CURE),
+    ("SparseTensorImpl", "an operator makes a sparse gradient", _SPARSE_CURE),
+    ("by strided tensors", "an operator makes a sparse gradient", _SPARSE_CURE),
 )
 
 

@@ -55,6 +55,8 @@ class Stage:
         shown: What the user's modules see for each slot.
         handed: The parameters that a running optimizer was handed as plain tensors.
         running: The optimizers that are in their step, inner ones last.
+        arrived: The parameters whose gradient backward has made, cleared since or not.
+        fresh: The parameters whose gradient was cleared before that.
     """
 
     def __init__(
@@ -67,6 +69,8 @@ class Stage:
         self.spread = spread
         self.handed: set[int] = set()
         self.running: list[_OptimizerRun] = []
+        self.arrived: set[int] = set()
+        self.fresh: set[int] = set()
         self._plain = self._plain_slots()
         self.shown = [
             spread.show(slot, local)
@@ -242,6 +246,7 @@ class _Reduction:
         self._owner = self._name.rpartition(".")[0]
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
+        self._stage.arrived.add(self._place)
         if self._place in self._stage.handed:
             raise CaptureError(
                 f"compile: an optimizer's step() runs backward itself, after it was handed "

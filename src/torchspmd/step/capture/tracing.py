@@ -21,12 +21,13 @@ from torchspmd.step.capture.changes import (
     refusing_schedulers,
 )
 from torchspmd.step.capture.data_assignment import NoDataAssignment
+from torchspmd.step.capture.fresh_gradients import noting_cleared
 from torchspmd.step.capture.functional_form import make_functional
 from torchspmd.step.capture.host_values import HostValues, Reads
 from torchspmd.step.capture.inner_gradients import check_inner_gradients
 from torchspmd.step.capture.inventory import Inventory, Number, Role
 from torchspmd.step.capture.known_as_traced import known_as_traced
-from torchspmd.step.capture.leaks import check_leaks
+from torchspmd.step.capture.leaks import check_leaks, closed_arguments
 from torchspmd.step.capture.modes import ReplicatedData, Spread, check_layouts
 from torchspmd.step.capture.outputs import (
     NewGradient,
@@ -100,7 +101,8 @@ def capture(
             raise
         is_told = isinstance(error, RefusalError) or needs_values(error)
         cause = None if is_told else error
-        raise refuse(name, error, tracing.log.latest()) from cause
+        closed = closed_arguments(inventory)
+        raise refuse(name, error, tracing.log.latest(), closed) from cause
     refuse_changes(name, [*tracing.changes, *random_states.changes()])
     check_leaks(inventory, function)
     assert tracing.outputs is not None
@@ -117,7 +119,7 @@ def capture(
     graph.recompile()
     check_recomputation(name, graph)
     _name_placeholders(graph, inventory)
-    set_roles(graph.graph, _roles(outputs, len(inventory.slots)))
+    set_roles(graph.graph, _roles(outputs, inventory, graph.graph))
     if num_joined:
         note(
             f"{num_joined} reductions of micro-batches joined with those of later ones"
@@ -173,7 +175,11 @@ class _Tracing:
             stage = Stage(self._inventory, flat, self._spread)
             traced = {s.slot: stage.steps_on(s.slot) for s in self._inventory.states}
             values = HostValues(self._inventory, traced, self._world)
-            with stage.installed(self.log, self._world, values), scaled_steps(stage):
+            with (
+                stage.installed(self.log, self._world, values),
+                scaled_steps(stage),
+                noting_cleared(stage),
+            ):
                 args, kwargs = _torch.unflatten_tree(
                     stage.leaves(), self._inventory.structure
                 )
@@ -240,17 +246,21 @@ def _name_placeholders(graph: fx.GraphModule, inventory: Inventory) -> None:
         node.meta[ROLE_KEY] = slot.role.value
 
 
-def _roles(outputs: Outputs, num_slots: int) -> list[OutputRole]:
+def _roles(outputs: Outputs, inventory: Inventory, graph: fx.Graph) -> list[OutputRole]:
     """What each output is for, as the graph's passes see it."""
     roles = []
+    num_slots = len(inventory.slots)
+    inputs = graph.find_nodes(op="placeholder")
+    read = {p for p, slot in inventory.gradients.items() if inputs[slot].users}
     for destination in outputs.destinations:
         match destination:
             case NewValue(slot):
                 roles.append(OutputRole(OutputKind.STATE, slot))
             case NewNumber(number):
                 roles.append(OutputRole(OutputKind.STATE, num_slots + number))
-            case NewGradient():
-                roles.append(OutputRole(OutputKind.GRADIENT))
+            case NewGradient(parameter, is_fresh):
+                may_wait = is_fresh and parameter not in read
+                roles.append(OutputRole(OutputKind.GRADIENT, may_wait=may_wait))
             case NewState():
                 roles.append(OutputRole(OutputKind.CREATED))
             case Result():

@@ -30,10 +30,28 @@ class OutputRole:
     Attributes:
         kind: Where it goes.
         placeholder: For state, the index of the input whose next value it is.
+        may_wait: For a gradient, whether the next step clears it unread.
     """
 
     kind: OutputKind
     placeholder: int = -1
+    may_wait: bool = False
+
+    @property
+    def leaves(self) -> str:
+        """How the caller or the next step gets it at the end of this one, if at all.
+
+        >>> OutputRole(OutputKind.RESULT).leaves
+        'is returned by the step'
+        """
+        if self.kind is OutputKind.RESULT:
+            return "is returned by the step"
+        if self.kind is OutputKind.GRADIENT and not self.may_wait:
+            return (
+                "becomes a gradient that the step leaves in .grad, where the next one adds "
+                "to it unless the step clears it (optim.zero_grad(), first or last)"
+            )
+        return ""
 
 
 def set_roles(graph: fx.Graph, roles: Sequence[OutputRole]) -> None:

@@ -105,9 +105,9 @@ def _needed_now(graph: fx.Graph, nodes: Sequence[fx.Node]) -> list[str]:
     for index, (value, role) in enumerate(
         zip(output_values(graph), roles_of(graph), strict=True)
     ):
-        if value in inside and role.kind is OutputKind.RESULT:
+        if value in inside and role.leaves:
             assert isinstance(value, fx.Node)
-            problems.append(f"{value.name} is returned by the step (output {index})")
+            problems.append(f"{value.name} {role.leaves} (output {index})")
     return problems
 
 

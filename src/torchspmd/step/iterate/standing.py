@@ -141,14 +141,10 @@ class _Standing:
 
     def _returned(self) -> Iterator[str]:
         for index, (value, role) in enumerate(self._outputs):
-            if (
-                isinstance(value, fx.Node)
-                and value in self._moved
-                and role.kind is OutputKind.RESULT
-            ):
+            if isinstance(value, fx.Node) and value in self._moved and role.leaves:
                 yield (
-                    f"{value.name} is returned by the step (output {index}), but is moved "
-                    f"to the next one with {self._names(self._moved[value])}"
+                    f"{value.name} {role.leaves} (output {index}), but is moved to the "
+                    f"next one with {self._names(self._moved[value])}"
                 )
 
     def _shared_states(self) -> Iterator[str]:
