@@ -30,7 +30,9 @@ from torchspmd.step.passes.in_place import (
 )
 from torchspmd.step.passes.in_place_owed import OwedReport, write_owed_in_place
 from torchspmd.step.passes.in_place_reductions import reduce_in_place
+from torchspmd.step.passes.in_place_results import keep_apart, mark_handed_out
 from torchspmd.step.passes.in_place_scratch import find_spare
+from torchspmd.step.passes.ordering import run_transformation
 from torchspmd.step.passes.update_calls import (
     NOT_OWED,
     make_one_call,
@@ -95,8 +97,9 @@ def prepare(
     """
     run: Any = graph
     if transformation is not None:
+        mark_handed_out(graph.graph)  # as the step was captured, before any edit
         with phase("passes"), torch.no_grad(), offering(inputs):
-            run = transformation(graph)
+            run = _transform(graph, transformation)
         if not callable(run):
             raise CaptureError(
                 f"compile: gm_transformation returned {type(run).__name__}, which cannot "
@@ -129,6 +132,13 @@ def prepare(
     if backend == "cudagraph":
         return Prepared(CudaGraphRun(running), run, running, report)
     return Prepared(_WithoutLastIteration(running), run, running, report, True)
+
+
+def _transform(graph: fx.GraphModule, transformation: Callable[..., Any]) -> Any:
+    """What a transformation makes; all of a user's own is checked like a pass."""
+    if isinstance(transformation, GraphModuleTransformation):
+        return transformation(graph)  # checks whatever it runs
+    return run_transformation(graph, transformation)
 
 
 def _shown(run: object, captured: fx.GraphModule) -> fx.GraphModule:
@@ -201,7 +211,8 @@ class _FormsInPlace:
                 peak = predict_peak(running.graph)
                 self.notes = (*report.lines(), f"memory of an overlapped step: {peak}")
         elif is_compiled:
-            running = form
+            running = fx.GraphModule(form, copy.deepcopy(form.graph))
+            keep_apart(running.graph)
         else:
             running, _ = write_in_place(form, keep_inputs=True)
         self.running[name] = running.graph

@@ -1,6 +1,7 @@
 """Makes the certificate of a program while its graph is transformed."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from torch import fx
 
@@ -8,7 +9,7 @@ from torchspmd.step.backends import Prepared
 from torchspmd.step.capture.inventory import Inventory
 from torchspmd.step.graph.reports import PassReport
 from torchspmd.step.iterate.iteration import IterGraphModule
-from torchspmd.step.passes.ordering import pass_reports
+from torchspmd.step.passes.ordering import observing_passes, pass_reports
 from torchspmd.step.virtual.certificate import Certificate
 from torchspmd.step.virtual.options import Verification
 from torchspmd.step.virtual.pipelined import is_pipelined, without_marks
@@ -43,7 +44,8 @@ def prepare_certified(
         ]
         return prepared, Certificate(name, reports, (), tuple(left))
     verifier = Verifier(name, captured, inventory.flat_inputs(), options)
-    with verifier.observing():
+    undone: list[PassReport] = []
+    with verifier.observing(), observing_passes(_look_away, _adding(undone)):
         prepared = prepare()
     if prepared.running is not None:
         verifier.compare(prepared.graph.graph, "an edit outside of the passes")
@@ -54,10 +56,18 @@ def prepare_certified(
         left.insert(0, f"graphs were not compared: {verifier.refusal}")
     else:
         left += [*_not_run(prepared, is_compiled), *_not_shown(verifier)]
-    certificate = Certificate(
-        name, tuple(verifier.reports), tuple(verifier.checks), tuple(left)
-    )
-    return prepared, certificate
+    gone = set(map(id, undone))
+    reports = tuple(each for each in verifier.reports if id(each) not in gone)
+    return prepared, Certificate(name, reports, tuple(verifier.checks), tuple(left))
+
+
+def _look_away(*_: object) -> None:
+    """What passes do is the verifier's."""
+
+
+def _adding(undone: list[PassReport]) -> Callable[[Sequence[PassReport], Any], None]:
+    """Collects what a failure around passes undid."""
+    return lambda reports, _: undone.extend(reports)
 
 
 def _overlapped(prepared: Prepared) -> dict[str, fx.Graph]:

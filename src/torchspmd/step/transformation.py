@@ -16,7 +16,7 @@ from torchspmd.step.graph.reports import PassReport
 from torchspmd.step.iterate.iteration import IterGraphModule
 from torchspmd.step.measured_operators import measure_graph
 from torchspmd.step.passes.memory_budget import check_bucket_size
-from torchspmd.step.passes.ordering import observing_passes, run_any
+from torchspmd.step.passes.ordering import observing_passes, pass_reports, run_any
 
 Pass = Callable[[IterGraphModule], Any]
 
@@ -140,10 +140,7 @@ class GraphModuleTransformation:
         )
 
     def _run_passes(self, module: IterGraphModule, passes: Sequence[Pass]) -> None:
-        reports: list[PassReport] = []
-
         def note(report: PassReport, before: fx.Graph, after: fx.Graph) -> None:
-            reports.append(report)
             self._dump(report.name, module.main_gm)
 
         with observing_passes(note):
@@ -152,7 +149,7 @@ class GraphModuleTransformation:
                     each(module)
                 else:
                     run_any(module, each)
-        self.reports = tuple(reports)
+        self.reports = reports = pass_reports(module)  # without what was undone
         if not any(report.outcome.changed for report in reports):
             names = ", ".join(report.name for report in reports)
             warnings.warn(

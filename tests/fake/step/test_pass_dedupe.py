@@ -53,6 +53,12 @@ def test_equal_views_of_one_value_are_equal():
     assert names(gm, "cat") == ["cat"]
 
 
+def test_two_outputs_keep_memory_of_their_own():
+    gm = captured(lambda x: [all_reduce(x), all_reduce(x)], *ones(8))
+    with pytest.warns(PassWarning, match="both are outputs of the step, which have"):
+        assert dedupe_collectives(gm).outcome.changed == 0
+
+
 def test_the_kept_wait_stands_before_all_readers():
     def function(x):
         first, second = ops.all_reduce(x, "sum", "0"), ops.all_reduce(x, "sum", "0")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchspmd.errors import PassWarning, VerificationError
+from torchspmd.errors import LegalityError, PassWarning, VerificationError
 from torchspmd.step import (
     DataParallel,
     GraphModuleTransformation,
@@ -149,11 +149,11 @@ def drop_wait(gm):
 
 
 def test_a_wait_lost_outside_of_the_passes():
-    with pytest.raises(VerificationError) as caught:
+    with pytest.raises(LegalityError) as caught:
         compiled(drop_wait)
     text = str(caught.value)
-    assert "after an edit outside of the passes the graph cannot be run" in text
-    assert "reads the result of all_reduce_1, which nobody has waited for" in text
+    assert text.startswith("compile(gm_transformation=drop_wait) would change what the")
+    assert "wait: nothing waits for all_reduce_1" in text
 
 
 def change_decay(gm):
@@ -164,11 +164,28 @@ def change_decay(gm):
 
 
 def test_a_number_changed_outside_of_the_passes():
-    with pytest.raises(VerificationError) as caught:
+    with pytest.raises(LegalityError) as caught:
         compiled(change_decay)
     text = str(caught.value)
-    assert "first node that differs: _fused_adamw (Global, optimizer), step 0" in text
-    assert "arg0_1 (Sequential.0.weight)" in text
+    assert text.startswith("compile(gm_transformation=change_decay) would change what")
+    assert "arg0_1 (Sequential.0.weight)): another number or option" in text
+
+
+def sine(gm):
+    """Another function, of which legality cannot tell that it is wrong."""
+    for node in gm.graph.find_nodes(
+        op="call_function", target=torch.ops.aten.tanh.default
+    ):
+        node.target = torch.ops.aten.sin.default
+    return gm
+
+
+def test_an_edit_outside_of_the_passes_that_is_not_proved_is_run():
+    with pytest.raises(VerificationError) as caught:
+        compiled(sine)
+    text = str(caught.value)
+    assert "pass sine changed what the step computes" in text
+    assert "first node that differs: " in text
 
 
 def test_fully_sharded_parameters():

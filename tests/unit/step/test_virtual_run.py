@@ -113,7 +113,25 @@ def test_a_form_that_writes_in_place():
     mine = [rows(2)(rank) for rank in range(4)]
     graph = collective(c10d.all_reduce_.default, "sum", "0")
     found = run(graph, lambda rank: [mine[rank]])
-    assert found[1][0] is mine[1] and mine[1].tolist() == [600, 604]
+    assert mine[1].tolist() == found[1][0].tolist() == [600, 604]
+
+
+@pytest.mark.parametrize("is_first_made", [False, True])
+def test_steps_that_write_in_place_leave_earlier_outputs_alone(is_first_made):
+    graph = fx.Graph()
+    state, more = graph.placeholder("state"), graph.placeholder("more")
+    new = graph.call_function(aten.add_.Tensor, (state, more))
+    if is_first_made:  # what one step makes, the next writes into
+        new = graph.call_function(aten.mul.Tensor, (new, 1))
+    whole = graph.call_function(aten.view.default, (new, [1, 2]))
+    graph.output([new, whole])
+    set_roles(graph, [OutputRole(OutputKind.STATE, 0), OutputRole(OutputKind.RESULT)])
+    found = run_virtual(
+        graph, 1, steps=3, inputs=lambda step, rank: [torch.zeros(2), torch.ones(2)]
+    )
+    numbers = [[value.flatten().tolist() for value in row] for (row,) in found.outputs]
+    assert numbers == [[[n, n], [n, n]] for n in (1, 2, 3)]
+    assert found.inputs[0][0].tolist() == [3, 3]
 
 
 def test_a_result_that_nobody_waited_for():

@@ -73,7 +73,9 @@ class CostModel:
         operator: Any = node.target
         values: Any = fx.node.map_arg((node.args, node.kwargs), _value)
         out = node.meta.get("val")
-        counted = _flops(operator, values[0], values[1], out)
+        counted = (
+            _flops(operator, values[0], values[1], out) if _is_known(node) else 0.0
+        )
         moved = sum(map(_num_bytes, _tensors((values, out))))
         busy = max(counted / self.flops, moved / self.memory_bytes)
         return self.launch_seconds + busy
@@ -169,6 +171,11 @@ def _flops(operator: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> flo
     if count is None:
         return 0.0
     return float(count(*args, **kwargs, out_val=out))
+
+
+def _is_known(node: fx.Node) -> bool:
+    """Whether the shapes are there to count with: a pass may add nodes without them."""
+    return all(_value(each) is not None for each in (node, *node.all_input_nodes))
 
 
 def _value(node: fx.Node) -> Any:

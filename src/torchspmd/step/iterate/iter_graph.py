@@ -21,12 +21,13 @@ class IterGraph(fx.Graph):
 
     Attributes:
         regions: The marked work, in the order of the moves.
+        is_frozen: Whether no more work can be marked.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.regions: list[DeferredRegion] = []
-        self._frozen = False
+        self.is_frozen = False
 
     @classmethod
     def copy_of(cls, graph: fx.Graph, regions: Sequence[DeferredRegion] = ()) -> Self:
@@ -58,7 +59,7 @@ class IterGraph(fx.Graph):
         """
         check_nodes("move_to_next_iter_before", subgraph=subgraph)
         check_node("move_to_next_iter_before", target_node=target_node)
-        if self._frozen:
+        if self.is_frozen:
             raise DeferralError(
                 "The cross-iteration movement has been frozen for the given IterGraph. "
                 "Move nodes before finalize_setup()."
@@ -77,7 +78,7 @@ class IterGraph(fx.Graph):
 
     def freeze_cross_iter_movement(self) -> None:
         """End moving; edits inside the iteration stay possible."""
-        self._frozen = True
+        self.is_frozen = True
 
     def move_before(self, nodes: Sequence[fx.Node], target_node: fx.Node) -> None:
         """Place nodes just before another one, in the order given."""

@@ -52,14 +52,14 @@ class IterGraphModule:
     @property
     def graph(self) -> IterGraph:
         """The graph of one iteration, with what is moved to the next."""
-        graph = self.main_gm.graph
-        assert isinstance(graph, IterGraph)
-        return graph
+        return _marked_graph(self.main_gm)
 
     @graph.setter
     def graph(self, graph: fx.Graph) -> None:
         regions = getattr(graph, "regions", self.graph.regions)
-        self.main_gm.graph = IterGraph.copy_of(graph, regions)
+        copy = IterGraph.copy_of(graph, regions)
+        copy.is_frozen = self.graph.is_frozen  # another graph does not lift that
+        self.main_gm.graph = copy
 
     def recompile(self) -> None:
         """Generate the graph's code again after an edit; what is run is derived anew."""
@@ -269,3 +269,14 @@ class IterGraphModule:
 def _hand_over(outputs: Any) -> Any:
     """The caller writes them."""
     return outputs
+
+
+def _marked_graph(main: object) -> IterGraph:
+    graph = getattr(main, "graph", None)
+    if not isinstance(graph, IterGraph):
+        raise UsageError(
+            "IterGraphModule: main_gm is no longer a graph module with marks on what is "
+            "moved. Edit its graph, or set the graph of the IterGraphModule (gm.graph = "
+            "...); set neither main_gm nor main_gm.graph."
+        )
+    return graph

@@ -17,6 +17,7 @@ from torchspmd.step.graph.roles import output_values
 from torchspmd.step.legality.collective_order import check_order
 from torchspmd.step.legality.edit import Edit, Problem
 from torchspmd.step.legality.equivalence import Equivalence
+from torchspmd.step.legality.fakes import find_fakes
 from torchspmd.step.legality.hazards import check_hazards
 from torchspmd.step.legality.interfaces import check_definitions, check_interface
 from torchspmd.step.legality.output_memory import check_output_memory
@@ -87,6 +88,8 @@ def check_edit(
 ) -> Proof:
     """Raise ``LegalityError`` unless an edit is legal; what was shown.
 
+    A legal edit is left with a true ``meta["val"]`` at each node of which it is known.
+
     Args:
         before: A copy of the graph before the edit.
         after: The edited graph.
@@ -113,22 +116,25 @@ def check_edit(
     if undefined:  # nothing else can be said of a graph that cannot run
         raise LegalityError(_text(name, [*problems, *undefined]))
     interface = check_interface(edit)
+    fakes = find_fakes(edit)
     if edit.is_empty and not (problems or interface):
+        fakes.write_down()
         return Proof(len(output_values(before)), ())
-    problems += [*interface, *check_waits(edit), *check_hazards(edit)]
-    values = Equivalence(edit)
+    problems += [*interface, *check_waits(edit), *check_hazards(edit, fakes.values)]
+    values = Equivalence(edit, fakes.values)
     order = check_order(edit, values.before.made, values.after.made, may_reorder)
     problems += order.problems
     if interface:
         raise LegalityError(_text(name, problems))
     problems += check_output_memory(edit, values.elements)
     comparison = values.compare()
-    problems += comparison.problems
+    problems += [*comparison.problems, *fakes.problems]
     if comparison.unproved and not comparison.problems:
         # A bucket in another dtype may still lose a gradient.
-        problems += Equivalence(edit, ignores_casts=True).compare().problems
+        problems += Equivalence(edit, fakes.values, True).compare().problems
     if problems:
         raise LegalityError(_text(name, problems))
+    fakes.write_down()
     return Proof(comparison.num_outputs, comparison.unproved, order.explained)
 
 

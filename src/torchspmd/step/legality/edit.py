@@ -46,20 +46,21 @@ class Edit:
         """Whether every node is where it was and takes what it took."""
         if len(self.place_before) != len(self.place_after):
             return False
-        return all(map(self._is_same, self.after.nodes, self.before.nodes))
+        return all(map(self.is_same, self.after.nodes, self.before.nodes))
 
-    def _is_same(self, now: fx.Node, was: fx.Node) -> bool:
+    def is_same(self, now: fx.Node, was: fx.Node) -> bool:
+        """Whether a node does what another did before, with what was given to it."""
         given: Any = fx.node.map_arg((now.args, now.kwargs), self.old.get)
         is_kept = self.old.get(now) is was and now.target == was.target
-        return is_kept and now.op == was.op and _is_equal(given, (was.args, was.kwargs))
+        return is_kept and now.op == was.op and is_equal(given, (was.args, was.kwargs))
 
 
-def _is_equal(one: Any, other: Any) -> bool:
+def is_equal(one: Any, other: Any) -> bool:
     """Whether arguments are the same beyond doubt; 0.0 and -0.0 are not.
 
-    >>> _is_equal(([1, 2.0], {"a": torch.float32}), ([1, 2.0], {"a": torch.float32}))
+    >>> is_equal(([1, 2.0], {"a": torch.float32}), ([1, 2.0], {"a": torch.float32}))
     True
-    >>> _is_equal([0.0], [-0.0]), _is_equal(1, True), _is_equal(object(), object())
+    >>> is_equal([0.0], [-0.0]), is_equal(1, True), is_equal(object(), object())
     (False, False, False)
     """
     if one is other:
@@ -67,10 +68,10 @@ def _is_equal(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_is_equal, one, other))
+        return len(one) == len(other) and all(map(is_equal, one, other))
     if isinstance(one, dict):
         return list(one) == list(other) and all(
-            map(_is_equal, one.values(), other.values())
+            map(is_equal, one.values(), other.values())
         )
     return isinstance(one, _PLAIN) and repr(one) == repr(other)
 

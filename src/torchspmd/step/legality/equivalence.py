@@ -16,9 +16,9 @@ from torchspmd.step.graph.aliases import operator_of
 from torchspmd.step.graph.roles import output_values, readable_name, written_state
 from torchspmd.step.legality.edit import Edit, Problem
 from torchspmd.step.legality.interfaces import output_name
+from torchspmd.step.legality.symbolic.call import Fakes
 from torchspmd.step.legality.symbolic.divergence import Comparer, Divergence
 from torchspmd.step.legality.symbolic.evaluate import Evaluation
-from torchspmd.step.legality.symbolic.layout import Earlier
 from torchspmd.step.legality.symbolic.table import Flat, ValueTable
 
 _SHOWN = 3  # names in one line
@@ -56,10 +56,14 @@ class Equivalence:
 
     Args:
         edit: The edit.
+        fakes: What the nodes of the edited graph give, without values; by default as it
+            is written down.
         ignores_casts: Take a collective in another dtype for the same.
     """
 
-    def __init__(self, edit: Edit, ignores_casts: bool = False) -> None:
+    def __init__(
+        self, edit: Edit, fakes: Fakes | None = None, ignores_casts: bool = False
+    ) -> None:
         self._edit = edit
         self.table = ValueTable(ignores_casts)
         draws = {node: ("draw", i) for i, node in enumerate(random_nodes(edit.before))}
@@ -68,8 +72,7 @@ class Equivalence:
             for i, node in enumerate(random_nodes(edit.after))
         }
         self.before = Evaluation(self.table, edit.before, draws)
-        earlier = Earlier(edit.old, self.before.layouts)
-        self.after = Evaluation(self.table, edit.after, again, earlier)
+        self.after = Evaluation(self.table, edit.after, again, fakes)
 
     def elements(self, node: fx.Node) -> Hashable:
         """Which elements of which values a node of the edited graph holds."""

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
+import torch
 from torch import fx
 
 from torchspmd import _torch
@@ -10,11 +11,13 @@ from torchspmd.step.graph.aliases import find_aliases, operator_of
 from torchspmd.step.graph.roles import readable_name
 from torchspmd.step.legality.edit import Edit, Problem
 from torchspmd.step.legality.equivalence import random_nodes
+from torchspmd.step.legality.symbolic.call import Fakes
 from torchspmd.step.legality.symbolic.evaluate import nodes_written_by, written_nodes
 from torchspmd.step.legality.waits import find_starts
 
 _ORDER = "Nodes that access the same memory keep their order when one of them writes."
 _RANDOM = "Nodes that take random numbers keep their order, and none is added or lost."
+_OVERLAP = "Write into a clone: elements that share a place cannot each be written."
 _FLIGHT = "Write after the wait: the collective still uses the memory."
 
 # Where a node's access stands: the node and the root of the memory.
@@ -55,13 +58,19 @@ class Accesses:
         return {self.root[source] for source in node.all_input_nodes}
 
 
-def check_hazards(edit: Edit) -> list[Problem]:
-    """Each access sees the same write as before; random draws keep their order."""
+def check_hazards(edit: Edit, fakes: Fakes) -> list[Problem]:
+    """Each access sees the same write as before; random draws keep their order.
+
+    Args:
+        edit: The edit.
+        fakes: What the nodes of the edited graph give, without values.
+    """
     before, after = Accesses(edit.before), Accesses(edit.after)
     return [
         *_check_accesses(edit, before, after),
         *_check_flights(edit, before, after),
         *_check_draws(edit),
+        *_check_overlaps(edit, fakes),
     ]
 
 
@@ -128,6 +137,28 @@ def _in_flight(
             for write in accesses.writes.get(accesses.root[source], ()):
                 if places[start] < places[write] < last:
                     yield start, write
+
+
+def _check_overlaps(edit: Edit, fakes: Fakes) -> Iterator[Problem]:
+    """Nothing is written into memory that overlaps itself: torch refuses to."""
+    for node in edit.after.nodes:
+        for written in nodes_written_by(node):
+            twin = edit.old.get(written)
+            was_so = twin is not None and _overlaps(twin.meta.get("val"))
+            if _overlaps(fakes.get(written)) and not (was_so and node in edit.old):
+                text = (
+                    f"{readable_name(node)} writes into {readable_name(written)}, whose "
+                    "elements share memory"
+                )
+                yield Problem("state", text, _OVERLAP)
+
+
+def _overlaps(value: object) -> bool:
+    """Whether a tensor is expanded; other overlaps torch does not look for either."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return False
+    pairs = zip(value.shape, value.stride(), strict=True)
+    return any(stride == 0 and size > 1 for size, stride in pairs)
 
 
 def _check_draws(edit: Edit) -> Iterator[Problem]:

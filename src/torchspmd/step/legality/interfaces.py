@@ -59,7 +59,11 @@ def _check_inputs(edit: Edit) -> Iterator[Problem]:
     )
     for place, (was, now) in enumerate(zip(old, new, strict=False)):
         if was.target != now.target:
-            text = f"input {place} was {readable_name(was)} and is {readable_name(now)}"
+            names = readable_name(was), readable_name(now)
+            text = f"input {place} was {names[0]} and is {names[1]}"
+            if names[0] == names[1]:  # only what its node is called by is another
+                text = f"input {place} ({names[0]}) had the target {was.target!r}"
+                text += f" and has {now.target!r}"
             yield Problem("input", text, _INPUTS)
             return  # all that follow are moved
     if len(old) != len(new):

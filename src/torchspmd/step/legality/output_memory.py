@@ -1,12 +1,14 @@
-"""Outputs keep memory of their own: the caller writes new states back after the run."""
+"""Outputs keep memory of their own: new states are written where the old ones lie."""
 
 import operator
 from collections.abc import Callable, Hashable, Iterator
 
+import torch
 from torch import fx
 
 from torchspmd import _torch
 from torchspmd.step.graph.aliases import operator_of
+from torchspmd.step.graph.memory import ROLE_KEY
 from torchspmd.step.graph.roles import (
     OutputKind,
     output_values,
@@ -26,17 +28,18 @@ _SHARED = "Keep the copy: a write into one of them would change the other."
 def check_output_memory(
     edit: Edit, elements: Callable[[fx.Node], Hashable]
 ) -> list[Problem]:
-    """No output newly lies in a state that is written back, or in another output.
+    """No output newly lies in an input, or in another output.
 
     Args:
         edit: The edit.
         elements: Which elements a node of the edited graph holds; parts of one bucket
             lie in the same memory without touching each other.
     """
-    return [*_overwritten(edit), *_shared(edit, elements)]
+    return [*_in_inputs(edit), *_shared(edit, elements)]
 
 
-def _overwritten(edit: Edit) -> Iterator[Problem]:
+def _in_inputs(edit: Edit) -> Iterator[Problem]:
+    """An input belongs to the caller, and a state among them is overwritten."""
     holders = written_state(edit.after)
     states = set(holders.values())
     old = output_values(edit.before)
@@ -44,37 +47,64 @@ def _overwritten(edit: Edit) -> Iterator[Problem]:
         if not isinstance(value, fx.Node):
             continue
         memory = memory_of(value)
-        if memory not in states or memory is holders.get(place):
+        is_written = memory in states
+        is_state = place in holders  # and is copied to where it belongs
+        is_others = is_written or (not is_state and _is_callers(memory))
+        if not is_others or memory is holders.get(place):
             continue
         was = old[place]
         if isinstance(was, fx.Node) and memory_of(was) is edit.old.get(memory):
             continue
+        what = "gets a new value" if is_written else "belongs to the caller"
         text = (
             f"{output_name(edit.after, place)} now lies in the memory of "
-            f"{readable_name(memory)}, which gets a new value"
+            f"{readable_name(memory)}, which {what}"
         )
-        yield Problem("memory", text, _OVERWRITTEN)
+        yield Problem("memory", text, _OVERWRITTEN if is_written else _SHARED)
+
+
+def _is_callers(memory: fx.Node) -> bool:
+    """Whether it is an input of a captured step; graphs made by hand say nothing."""
+    is_known = memory.op == "placeholder" and ROLE_KEY in memory.meta
+    return is_known and _may_be_tensor(memory)
+
+
+def _may_be_tensor(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return value is None or isinstance(value, torch.Tensor)
 
 
 def _shared(edit: Edit, elements: Callable[[fx.Node], Hashable]) -> Iterator[Problem]:
-    """States are written back by copying; other outputs are handed out as they are."""
-    owner: dict[tuple[fx.Node, Hashable], int] = {}
-    roles, old = roles_of(edit.after), output_values(edit.before)
+    """A state's next value may become the memory of the state; others are handed out.
+
+    Only two states may share: what does not lie in its own place is copied there.
+    """
+    found: dict[fx.Node, dict[Hashable, int]] = {}  # by memory: its parts, one each
     for place, value in enumerate(output_values(edit.after)):
-        if not isinstance(value, fx.Node) or roles[place].kind is OutputKind.STATE:
+        if not isinstance(value, fx.Node) or not _may_be_tensor(value):
             continue
-        first = owner.setdefault((memory_of(value), elements(value)), place)
-        one, two = old[first], old[place]
-        if (
-            first == place
-            or not isinstance(one, fx.Node)
-            or not isinstance(two, fx.Node)
-        ):
-            continue
-        if memory_of(one) is not memory_of(two):
+        memory = memory_of(value)
+        parts = found.setdefault(memory, {})
+        part = None if value is memory else elements(value)  # None for all of it
+        keys = list(parts) if part is None else [None, part]
+        touched = [parts[key] for key in keys if key in parts]
+        first = next((each for each in touched if _is_new(edit, each, place)), None)
+        if first is not None:
             names = [output_name(edit.before, each) for each in (first, place)]
             text = f"{names[0]} and {names[1]} now lie in the same memory"
             yield Problem("memory", text, _SHARED)
+        parts.setdefault(part, place)
+
+
+def _is_new(edit: Edit, first: int, place: int) -> bool:
+    """Whether two outputs had memory of their own, and one of them is handed out."""
+    roles, old = roles_of(edit.after), output_values(edit.before)
+    if roles[first].kind is roles[place].kind is OutputKind.STATE:
+        return False
+    one, two = old[first], old[place]
+    if not isinstance(one, fx.Node) or not isinstance(two, fx.Node):
+        return False
+    return memory_of(one) is not memory_of(two)
 
 
 def memory_of(node: fx.Node) -> fx.Node:

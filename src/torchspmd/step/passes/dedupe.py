@@ -78,6 +78,8 @@ def _obstacle(kept: CommBlock, block: CommBlock, across_phases: bool) -> str:
             return each.problem
         if list(each.start.users) != [each.wait]:
             return "it has several waits"
+    if all(_is_output(each.wait) for each in (kept, block)):
+        return "both are outputs of the step, which have memory of their own"
     phases = owner_of(kept.start).phase, owner_of(block.start).phase
     if phases[0] is not phases[1] and not across_phases:
         return (
@@ -85,6 +87,10 @@ def _obstacle(kept: CommBlock, block: CommBlock, across_phases: bool) -> str:
             "across_phases=True does it"
         )
     return ""
+
+
+def _is_output(node: fx.Node | None) -> bool:
+    return node is not None and any(user.op == "output" for user in node.users)
 
 
 def _join(graph: fx.Graph, kept: CommBlock, block: CommBlock) -> None:

@@ -22,6 +22,7 @@ from torchspmd.step.passes.in_place_checks import (
     overlaps_itself,
     same_form,
 )
+from torchspmd.step.passes.in_place_results import keep_apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,11 @@ def plan_in_place(
 
 
 def apply_in_place(graph: fx.Graph, plan: InPlacePlan) -> InPlaceReport:
-    """Do what a plan for this graph says; values in place are outputs as their inputs."""
+    """Do what a plan for this graph says; values in place are outputs as their inputs.
+
+    A result that would so become the memory of a state, and was not so when the step was
+    captured, is copied last.
+    """
     for copy, source in plan.forwarded.items():
         copy.replace_all_uses_with(source)
         graph.erase_node(copy)
@@ -142,6 +147,7 @@ def apply_in_place(graph: fx.Graph, plan: InPlacePlan) -> InPlaceReport:
         with graph.inserting_after(moved.get(after, after)):
             graph.call_function(torch.ops.aten.copy_.default, (place, source))
         output.replace_input_with(source, place)
+    keep_apart(graph)
     graph.lint()
     return plan.report
 

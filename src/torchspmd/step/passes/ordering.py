@@ -5,7 +5,7 @@ import functools
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,15 +16,19 @@ from torchspmd.errors import PassOrderError, PassWarning, UsageError
 from torchspmd.step.graph.ledger import graph_size
 from torchspmd.step.graph.options import check_module
 from torchspmd.step.graph.reports import GraphSize, Outcome, PassReport
-from torchspmd.step.graph.snapshot import Snapshot
+from torchspmd.step.graph.roles import roles_of
+from torchspmd.step.graph.snapshot import Snapshot, num_changes
 from torchspmd.step.iterate.iteration import IterGraphModule
 from torchspmd.step.iterate.standing import check_regions
 from torchspmd.step.legality.check import Proof, check_edit
 from torchspmd.step.legality.interfaces import check_definitions
+from torchspmd.step.passes.outside import Outside, check_returned, check_whole
 
 Pass = Callable[..., Any]
 # Gives the names of outputs that were not proved, and that it found to be the same.
 Observer = Callable[[PassReport, fx.Graph, fx.Graph], Collection[str] | None]
+# Gets the reports of passes that a failure around them undid, and the graph that is back.
+Forget = Callable[[Sequence[PassReport], fx.Graph], None]
 
 
 @dataclass(slots=True)
@@ -32,10 +36,27 @@ class _History:
     applied: list[str] = field(default_factory=list)
     reports: list[PassReport] = field(default_factory=list)
 
+    def add(self, key: str, report: PassReport) -> None:
+        self.applied.append(key)
+        self.reports.append(report)
+
+    def cut(self, length: int) -> list[PassReport]:
+        """Drop what came behind so many passes; the reports of that."""
+        gone = self.reports[length:]
+        del self.applied[length:], self.reports[length:]
+        return gone
+
+
+@dataclass(frozen=True, slots=True)
+class _Observing:
+    observe: Observer
+    forget: Forget | None
+    is_quiet: bool
+
 
 # Kept by graph, so that compiling a second step in one process starts afresh.
 _histories: weakref.WeakKeyDictionary[Any, _History] = weakref.WeakKeyDictionary()
-_observers: ContextVar[tuple[Observer, ...]] = ContextVar("observers", default=())
+_observers: ContextVar[tuple["_Observing", ...]] = ContextVar("observers", default=())
 _builds_on: dict[str, frozenset[str]] = {}
 _later: dict[str, set[str]] = {}
 _harmless: set[str] = set()
@@ -97,9 +118,7 @@ def graph_optimization_pass(
             check_order(gm, key, repeatable=repeatable)
             edit = functools.partial(function, gm, *args, **kwargs)
             report = _apply(gm, key, edit, reorders_collectives)
-            history = _histories.setdefault(gm, _History())
-            history.applied.append(key)
-            history.reports.append(report)
+            _histories.setdefault(gm, _History()).add(key, report)
             return report
 
         _declared.add(run)
@@ -109,18 +128,29 @@ def graph_optimization_pass(
 
 
 def _apply(gm: Any, key: str, edit: Callable[[], Any], may_reorder: bool) -> PassReport:
-    """Run an edit; on any failure the graph is as it was."""
+    """Run an edit; on any failure the graph and its history are as they were."""
     start = time.perf_counter()
     if not isinstance(gm.graph, fx.Graph):  # a stand-in in a test of the order
         edit()
         return _report(key, Outcome(0, 0), [], None, start)
+    done = len(_histories.setdefault(gm, _History()).applied)
     snapshot = Snapshot.of(gm)
     try:
         said = edit()
+        check_returned(gm, _names([key]), said)
         return _judge(gm, key, snapshot, said, start, may_reorder=may_reorder)
     except BaseException:
-        snapshot.restore(gm)
+        _undo(gm, snapshot, done)
         raise
+
+
+def _undo(gm: Any, snapshot: Snapshot, done: int) -> None:
+    """Put a graph back, and forget the passes that ran on it behind so many others."""
+    undone = _histories.setdefault(gm, _History()).cut(done)
+    for each in _observers.get():
+        if undone and each.forget is not None:
+            each.forget(undone, snapshot.graph)
+    snapshot.restore(gm)
 
 
 def _judge(
@@ -133,6 +163,7 @@ def _judge(
     may_reorder: bool,
 ) -> PassReport:
     """Check an edit since a snapshot, generate code and report."""
+    check_whole(gm, _names([key]))
     if not check_definitions(gm.graph):  # which are told below; torch only fails
         gm.graph.eliminate_dead_code()
     proof = check_edit(
@@ -149,15 +180,21 @@ def _judge(
     outcome = said if isinstance(said, Outcome) else _measured(snapshot, gm.graph)
     sizes = [graph_size(snapshot.graph), graph_size(gm.graph)]
     report = _report(key, outcome, sizes, proof, start)
+    _tell(report, proof, snapshot.graph, gm.graph)
+    return report
+
+
+def _tell(report: PassReport, proof: Proof, before: fx.Graph, after: fx.Graph) -> None:
+    """Show an edit to whoever observes, and warn of what nobody knows then."""
     compared: set[str] = set()
-    for observer in _observers.get():
-        compared.update(observer(report, snapshot.graph, gm.graph) or ())
-    if outcome.changed == 0 and not _observers.get():
-        warnings.warn(_nothing_changed(report), PassWarning, stacklevel=5)
+    for each in _observers.get():
+        compared.update(each.observe(report, before, after) or ())
+    is_quiet = any(each.is_quiet for each in _observers.get())
+    if report.outcome.changed == 0 and not is_quiet:
+        warnings.warn(_nothing_changed(report), PassWarning, stacklevel=6)
     if not compared.issuperset(proof.unproved):
         doubt = proof.doubt(report.name, compared)
-        warnings.warn(doubt, PassWarning, stacklevel=5)
-    return report
+        warnings.warn(doubt, PassWarning, stacklevel=6)
 
 
 def run_any(gm: Any, function: Pass) -> None:
@@ -169,33 +206,60 @@ def run_any(gm: Any, function: Pass) -> None:
     if _innermost(function) in _declared:
         function(gm)
         return
-    before = latest = Snapshot.of(gm)
-    own = 0
-
-    def note(_: PassReport, old: fx.Graph, __: fx.Graph) -> None:
-        nonlocal latest, own
-        own += latest.num_changes(old)
-        latest = Snapshot.of(gm)
-
+    before = Snapshot.of(gm)
     history = _histories.setdefault(gm, _History())
     done = len(history.applied)
+    key = _key(_innermost(function))
     start = time.perf_counter()
     try:
-        with observing_passes(note):
+        outside = Outside(before.graph)
+        with observing_passes(outside.note, outside.forget):
             said = function(gm)
-        own += latest.num_changes(gm.graph) + len(before.constants.changes(gm))
-        ran_passes = latest is not before
-        if own or not ran_passes:
-            key = _key(_innermost(function))
+        check_whole(gm, _names([key]))
+        check_returned(gm, _names([key]), said)
+        own = outside.num_until(gm.graph) + len(before.constants.changes(gm))
+        if own or not outside.ran_passes:
             outcome = said if isinstance(said, Outcome) else Outcome(own, own)
             # The passes that it ran may have put collectives in another order.
-            report = _judge(gm, key, before, outcome, start, may_reorder=ran_passes)
-            history.applied.append(key)
-            history.reports.append(report)
+            may_reorder = outside.ran_passes
+            report = _judge(gm, key, before, outcome, start, may_reorder=may_reorder)
+            history.add(key, report)
     except BaseException:
-        before.restore(gm)
-        del history.applied[done:], history.reports[done:]
+        _undo(gm, before, done)
         raise
+
+
+def run_transformation(gm: fx.GraphModule, function: Pass) -> Any:
+    """Call the user's transformation of a captured graph; what it returns.
+
+    What it edits outside of the passes that it calls is checked and reported by its name,
+    in whatever graph module it returns. Dead code is left, and any order of collectives
+    is taken: ranks compare it before they run.
+    """
+    before = Snapshot.of(gm)
+    outside = Outside(before.graph)
+    start = time.perf_counter()
+    with observing_passes(outside.note, outside.forget, is_quiet=False):
+        made = function(gm)
+    if not isinstance(made, (fx.GraphModule, IterGraphModule)):
+        return made
+    key = _key(_innermost(function))
+    name = f"compile(gm_transformation={_names([key])})"
+    check_whole(made, name)
+    constants = before.constants.changes(made)
+    own = outside.num_until(made.graph) + len(constants)
+    is_edited = own and (constants or num_changes(before.graph, made.graph))
+    if not is_edited and roles_of(before.graph) == roles_of(made.graph):
+        return made
+    edited, twins = before.find_twins(made.graph)
+    proof = check_edit(
+        before.graph, edited, twins, name=name, may_reorder=True, constants=constants
+    )
+    sizes = [graph_size(before.graph), graph_size(made.graph)]
+    report = _report(key, Outcome(own or 1, own or 1), sizes, proof, start)
+    _tell(report, proof, outside.latest, made.graph)
+    _histories.setdefault(made, _History()).add(key, report)
+    return made
 
 
 def _innermost(function: Pass) -> Any:
@@ -224,7 +288,7 @@ def _report(
 
 def _measured(snapshot: Snapshot, graph: fx.Graph) -> Outcome:
     """How much a pass changed that does not say so itself: nodes new, gone or moved."""
-    changed = snapshot.num_changes(graph)
+    changed = num_changes(snapshot.graph, graph)
     return Outcome(matched=changed, changed=changed)
 
 
@@ -234,14 +298,23 @@ def _nothing_changed(report: PassReport) -> str:
 
 
 @contextlib.contextmanager
-def observing_passes(observer: Observer) -> Iterator[None]:
+def observing_passes(
+    observer: Observer, forget: Forget | None = None, *, is_quiet: bool = True
+) -> Iterator[None]:
     """Call ``observer(report, graph before, graph after)`` for each pass inside.
 
     It may return the names of outputs that were not proved and that it compared: of these
     nobody is warned.
-    Whoever observes has the reports, so a pass that changed nothing does not warn.
+
+    Args:
+        observer: What is called.
+        forget: Where a pass or function around passes fails, gets the reports of these
+            and the graph that the module has again.
+        is_quiet: Whoever observes shows the reports, so a pass that changed nothing does
+            not warn.
     """
-    token = _observers.set((*_observers.get(), observer))
+    mine = _Observing(observer, forget, is_quiet)
+    token = _observers.set((*_observers.get(), mine))
     try:
         yield
     finally:

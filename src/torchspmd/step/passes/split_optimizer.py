@@ -76,6 +76,11 @@ def split_fused_optimizer(
 @graph_optimization_pass(prerequisites=[], apply_after=[], undoes_others=False)
 def split_optimizer(gm: Any, gradients: Collection[fx.Node]) -> Outcome:
     """Split every fused or foreach operator that works on some of these gradients."""
+    if isinstance(gradients, fx.Node):
+        raise UsageError(
+            f"split_optimizer(gradients={gradients.name}): one node where nodes are taken. "
+            f"Pass a list of nodes of the graph: [{gradients.name}]."
+        )
     check_nodes("split_optimizer", gradients=gradients)
     graph = gm.graph
     chains = Chains(graph)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchspmd import _torch
 from torchspmd.step.graph.options import check_integers
 from torchspmd.step.graph.roles import written_state
 from torchspmd.step.virtual.arguments import check_inputs, check_ranks
@@ -90,9 +91,25 @@ def run_virtual(
         given = [list(source(step, rank)) for rank in range(layout.size)]
         given = given if state is None else with_state(graph, given, state)
         results = virtual.run(program, given)
-        outputs.append(results)
         state = next_inputs(graph, given, results)
+        outputs.append(list(map(_kept, results, given, state)))
     return VirtualRun(layout, order, tuple(outputs), state or [])
+
+
+def _kept(results: list[Any], given: list[Any], state: list[Any]) -> list[Any]:
+    """Outputs of a rank that no later step writes into: none lies where an input does."""
+    inputs = filter(_has_storage, (*given, *state))
+    taken = {_torch.storage_key(each) for each in inputs}
+    return [
+        in_layout_of(value, value)
+        if _has_storage(value) and _torch.storage_key(value) in taken
+        else value
+        for value in results
+    ]
+
+
+def _has_storage(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
 def next_inputs(

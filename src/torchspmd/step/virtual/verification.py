@@ -117,8 +117,12 @@ class Verifier:
     @contextmanager
     def observing(self) -> Iterator[None]:
         """Compare the graphs of every pass that runs inside."""
-        with observing_passes(self.observe):
+        with observing_passes(self.observe, self.forget):
             yield
+
+    def forget(self, undone: Sequence[PassReport], graph: fx.Graph) -> None:
+        """Go on from the graph that is back after these passes were undone."""
+        self._current, self._known = copy_graph(graph)[0], {}
 
     def observe(
         self, report: PassReport, before: fx.Graph, after: fx.Graph

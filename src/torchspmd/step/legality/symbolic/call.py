@@ -1,6 +1,6 @@
 """One call in a graph, its arguments by name, and what rules need to read it."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -11,6 +11,11 @@ from torchspmd import _torch
 from torchspmd.step.graph.aliases import operator_of
 from torchspmd.step.legality.symbolic.segments import Shape
 from torchspmd.step.legality.symbolic.table import Flat, ValueTable
+
+# What a node gives, without values; None where that is not known.
+Fakes: TypeAlias = Mapping[fx.Node, Any]
+# How what a node gives lies in memory.
+Layouts: TypeAlias = Mapping[fx.Node, Hashable]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,8 @@ class Reader(Protocol):
     """Who knows the values of a graph's nodes."""
 
     table: ValueTable
+    fakes: Fakes
+    layouts: Layouts
 
     def value(self, node: fx.Node) -> int:
         """The value of a node at this point of the graph."""
@@ -98,6 +105,8 @@ def split_arguments(reader: Reader, arguments: Any) -> tuple[Hashable, list[int]
             return tuple([strip(item) for item in each])
         if isinstance(each, dict):
             return tuple([(name, strip(item)) for name, item in each.items()])
+        if isinstance(each, slice):
+            return "slice", strip((each.start, each.stop, each.step))
         if isinstance(each, (str, torch.dtype, torch.device)) or each is None:
             return each
         return type(each).__name__, repr(each)  # 1, 1.0 and True are not the same
@@ -114,9 +123,9 @@ def tensor_of(reader: Reader, argument: Any) -> tuple[int, Flat] | None:
     return (value, flat) if isinstance(flat, Flat) else None
 
 
-def kind_of(argument: Any) -> tuple[torch.dtype, torch.device] | None:
-    """Dtype and device of an argument, where capture or the pass wrote them down."""
-    value = argument.meta.get("val") if isinstance(argument, fx.Node) else None
+def kind_of(reader: Reader, argument: Any) -> tuple[torch.dtype, torch.device] | None:
+    """Dtype and device of an argument, where they are known."""
+    value = reader.fakes.get(argument) if isinstance(argument, fx.Node) else None
     return (value.dtype, value.device) if isinstance(value, torch.Tensor) else None
 
 

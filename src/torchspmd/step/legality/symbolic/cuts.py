@@ -167,7 +167,7 @@ def _tuple(table: ValueTable, parts: list[int | None]) -> int | None:
 def _cat(reader: Reader, call: Call) -> int | None:
     nodes = call.arguments["tensors"]
     found = [tensor_of(reader, node) for node in nodes]
-    kinds = {kind_of(node) for node in nodes}
+    kinds = {kind_of(reader, node) for node in nodes}
     values = [each for each in found if each is not None]
     if len(values) != len(found) or len(kinds) != 1 or None in kinds:
         return None
@@ -201,7 +201,7 @@ def _shape(table: ValueTable, value: int) -> Shape:
 def _stack(reader: Reader, call: Call) -> int | None:
     nodes = call.arguments["tensors"]
     found = [tensor_of(reader, node) for node in nodes]
-    kinds = {kind_of(node) for node in nodes}
+    kinds = {kind_of(reader, node) for node in nodes}
     values = [each for each in found if each is not None]
     if not values or len(values) != len(found) or len(kinds) != 1 or None in kinds:
         return None
@@ -215,7 +215,7 @@ def _stack(reader: Reader, call: Call) -> int | None:
 
 def _pad(reader: Reader, call: Call) -> int | None:
     found, pad = tensor_of(reader, call.first), integers(call.arguments["pad"])
-    kind, number = kind_of(call.first), call.arguments["value"]
+    kind, number = kind_of(reader, call.first), call.arguments["value"]
     if found is None or pad is None or kind is None or min(pad, default=0) < 0:
         return None
     value: int | None = found[0]

@@ -66,10 +66,13 @@ def _has_dims(table: ValueTable, value: int) -> bool:
 
 
 def _cast(reader: Reader, call: Call) -> int | None:
-    found, kind = tensor_of(reader, call.first), kind_of(call.first)
+    found, kind = tensor_of(reader, call.first), kind_of(reader, call.first)
     if found is None or kind is None:
         return None
-    other = kind_of(call.arguments.get("other"))
+    like = call.arguments.get("other")
+    other = kind_of(reader, like)
+    if isinstance(like, fx.Node) and other is None:
+        return None
     dtype = other[0] if other else call.arguments.get("dtype") or kind[0]
     device = other[1] if other else call.arguments.get("device") or kind[1]
     if not isinstance(dtype, torch.dtype) or isinstance(device, fx.Node):
@@ -89,7 +92,7 @@ def _copy(reader: Reader, call: Call) -> int | None:
     """The source in the dtype of what it is copied to."""
     source = call.arguments.get("src")
     to, found = tensor_of(reader, call.first), tensor_of(reader, source)
-    kinds = kind_of(call.first), kind_of(source)
+    kinds = kind_of(reader, call.first), kind_of(reader, source)
     if to is None or found is None or None in kinds:
         return None
     if to[1].shape != found[1].shape:
@@ -105,12 +108,20 @@ def _fill(number: float | None) -> Rule:
         value = arguments.get("fill_value", arguments.get("value"))
         filling = number if number is not None else value
         shape = _size(reader, call)
-        kind = kind_of(call.node) or kind_of(call.first)
-        if shape is None or kind is None or not isinstance(filling, (int, float)):
+        dtype = _filled_dtype(reader, call)
+        if shape is None or dtype is None or not isinstance(filling, (int, float)):
             return None
-        return reader.table.filled(fill_attributes(filling, kind[0]), shape)
+        return reader.table.filled(fill_attributes(filling, dtype), shape)
 
     return rule
+
+
+def _filled_dtype(reader: Reader, call: Call) -> torch.dtype | None:
+    asked = call.arguments.get("dtype")
+    if isinstance(asked, torch.dtype):
+        return asked
+    kind = kind_of(reader, call.node) or kind_of(reader, call.first)
+    return None if kind is None else kind[0]
 
 
 def _size(reader: Reader, call: Call) -> Shape | None:

@@ -10,7 +10,9 @@ from torchspmd import _torch
 from torchspmd.step.graph.aliases import find_aliases, operator_of
 from torchspmd.step.legality.symbolic.call import (
     Call,
+    Fakes,
     Impossible,
+    Layouts,
     read_call,
     shape_of,
     split_arguments,
@@ -23,10 +25,10 @@ from torchspmd.step.legality.symbolic.elementwise import (
     elementwise,
 )
 from torchspmd.step.legality.symbolic.layout import (
-    Earlier,
     find_layouts,
     layout_read,
     reads_layout,
+    walks_memory,
 )
 from torchspmd.step.legality.symbolic.lists import getitem, on_lists
 from torchspmd.step.legality.symbolic.memory import overwrite
@@ -57,7 +59,7 @@ class Evaluation:
         table: Where values are kept; graphs to be compared share one.
         graph: The graph; its nodes stand in an order in which they can run.
         draws: What tells random draws apart, for each node that takes random numbers.
-        earlier: How tensors lay before an edit.
+        fakes: What each node gives, without values; by default as it is written down.
 
     Attributes:
         layouts: How tensors lie; empty in a graph of which no node reads that.
@@ -70,9 +72,11 @@ class Evaluation:
         table: ValueTable,
         graph: fx.Graph,
         draws: Mapping[fx.Node, Hashable],
-        earlier: Earlier | None = None,
+        fakes: Fakes | None = None,
     ) -> None:
         self.table = table
+        written_down = {node: node.meta.get("val") for node in graph.nodes}
+        self.fakes: Fakes = written_down if fakes is None else fakes
         self._draws = draws
         self._values: dict[fx.Node, int] = {}
         written = written_nodes(graph)
@@ -87,8 +91,10 @@ class Evaluation:
         self.impossible: dict[fx.Node, str] = {}
         self._num_inputs = 0
         self._readers = frozenset(filter(reads_layout, graph.nodes))
-        needed = bool(self._readers)
-        self.layouts = find_layouts(table, graph, earlier) if needed else {}
+        needed = bool(self._readers) or any(map(walks_memory, graph.nodes))
+        self.layouts: Layouts = {}
+        if needed:
+            self.layouts = find_layouts(table, graph, self.fakes)
         for node in graph.nodes:
             if node.op != "output":
                 self._run(node)
@@ -132,7 +138,9 @@ class Evaluation:
         else:
             call = read_call(node)
             if call.signature is not None and call.signature.written:
-                value = self._write_all(call, self._compute(_kept_apart(call)))
+                value = self._write_all(
+                    call, self._compute(_kept_apart(self.fakes, call))
+                )
             else:
                 value = self._compute(call)
         self._values[node] = value
@@ -183,7 +191,7 @@ class Evaluation:
         return self._shaped(call.node, atom)
 
     def _shaped(self, node: fx.Node, atom: int) -> int:
-        shape = shape_of(node.meta.get("val"))
+        shape = shape_of(self.fakes.get(node))
         return atom if shape is None else self.table.tensor(atom, shape)
 
     def _write_all(self, call: Call, result: int) -> int:
@@ -227,11 +235,11 @@ class Evaluation:
         return shown
 
 
-def _kept_apart(call: Call) -> Call:
+def _kept_apart(fakes: Fakes, call: Call) -> Call:
     """A call that writes; where that casts its result, it is like no functional one."""
     if call.name == "aten::copy" or call.name.startswith("aten::_fused_"):
         return call
-    values: list[Any] = [node.meta.get("val") for node in call.node.all_input_nodes]
+    values: list[Any] = [fakes.get(node) for node in call.node.all_input_nodes]
     if len({each.dtype for each in values if getattr(each, "ndim", 0)}) < 2:
         return call
     return replace(call, name=f"{call.name}_", head=f"{call.head}_")

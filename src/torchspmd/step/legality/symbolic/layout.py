@@ -3,11 +3,11 @@
 Values do not say how their elements lie. ``as_strided`` reads elements by their places in
 memory, and random numbers are given out in the order of memory: such calls also take what
 is known about the layout of their operand, so that a clone in another memory format in
-front of them is not taken for the same.
+front of them is not taken for the same. Fused optimizers walk through the memory of a
+parameter, its gradient and its states at once, and take the layouts of all of them.
 """
 
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +18,13 @@ from torchspmd.step.graph.aliases import operator_of
 from torchspmd.step.legality.output_memory import looked_at
 from torchspmd.step.legality.symbolic.call import (
     Call,
+    Fakes,
+    Layouts,
     Reader,
     integers,
     read_call,
-    shape_of,
     split_arguments,
+    tensor_of,
 )
 from torchspmd.step.legality.symbolic.table import ValueTable
 
@@ -44,12 +46,6 @@ _KEEPING = frozenset(
     {"aten::alias", "aten::detach", "_c10d_functional::wait_tensor"}
 )  # views of the same places
 
-_STRIDED = frozenset(
-    f"aten::{name}" for name in ("as_strided", "empty_strided", "new_empty_strided")
-)  # their arguments say how the result lies
-
-Layouts = Mapping[fx.Node, Hashable]
-
 
 def reads_layout(node: fx.Node) -> bool:
     """Whether what a node computes depends on how its operand lies in memory."""
@@ -59,6 +55,33 @@ def reads_layout(node: fx.Node) -> bool:
     signature = _torch.signature_of(operator)
     is_concerned = signature.name in _BY_PLACE or signature.draws
     return is_concerned and isinstance(read_call(node).first, fx.Node)
+
+
+def walks_memory(node: fx.Node) -> bool:
+    """Whether a node goes through the memory of lists of tensors, item by item."""
+    operator = operator_of(node)
+    name = "" if operator is None else _torch.signature_of(operator).name
+    return name.startswith("aten::_fused_")
+
+
+def layouts_walked(reader: Reader, items: Sequence[Any]) -> list[int]:
+    """A value for the layouts of tensors that are walked through together.
+
+    None where they lie in the same way: element i of each then belongs to element i of
+    the others, however they lie. Like all layouts, it makes nothing certain.
+    """
+    shapes = [tensor_of(reader, item) for item in items]
+    shape = () if shapes[0] is None else shapes[0][1].shape
+    # Numbers, as counts of steps are, lie nowhere else; other shapes are other values.
+    walked = {
+        reader.layouts.get(item)
+        for item, found in zip(items, shapes, strict=True)
+        if shape and found is not None and found[1].shape == shape
+    }
+    if len(walked) < 2 and all(_leaves_no_gaps(shape, each) for each in walked):
+        return []
+    lying = [reader.layouts.get(item) for item in items]
+    return [reader.table.term(f"layouts {lying!r}", None, ())]
 
 
 def layout_read(reader: Reader, call: Call, layouts: Layouts) -> int:
@@ -79,56 +102,19 @@ def layout_read(reader: Reader, call: Call, layouts: Layouts) -> int:
     return reader.table.term(head, None, ())
 
 
-@dataclass(frozen=True, slots=True)
-class Earlier:
-    """The layouts before an edit, and which node of then each node of now was."""
-
-    old: Mapping[fx.Node, fx.Node]
-    layouts: Layouts
-
-    def has_moved(self, node: fx.Node, layouts: Layouts) -> bool:
-        """Whether what a node takes lay otherwise before."""
-        twin = self.old.get(node)
-        if twin is None or not self.layouts:
-            return False
-        was = [self.layouts[each] for each in twin.all_input_nodes]
-        now = [layouts[each] for each in node.all_input_nodes]
-        return len(was) == len(now) and was != now
-
-
-def find_layouts(
-    table: ValueTable, graph: fx.Graph, earlier: Earlier | None = None
-) -> Layouts:
-    """The layout of each node's value, as far as can be told from the graph.
-
-    What was written down (``meta["val"]``) is believed only behind operands that lie as
-    was written down for them, and as they lay before an edit: a pass may change how a
-    clone lies and nothing else.
+def find_layouts(table: ValueTable, graph: fx.Graph, fakes: Fakes) -> Layouts:
+    """The layout of each node's value, as far as it is known.
 
     >>> graph = fx.Graph()
     >>> x = graph.placeholder("x")
-    >>> x.meta["val"] = torch.empty(3, 2).t()
-    >>> kept = graph.call_function(torch.ops.aten.clone.default, (x,))
-    >>> kept.meta["val"] = x.meta["val"].clone()
-    >>> find_layouts(ValueTable(), graph)[kept]
+    >>> find_layouts(ValueTable(), graph, {x: torch.empty(3, 2).t()})[x]
     (1, 2)
-    >>> kept.kwargs = {"memory_format": torch.contiguous_format}
-    >>> find_layouts(ValueTable(), graph)[kept]
-    (3, 1)
     """
-    # Once for each node: an optimizer's result is a list of thousands, read by as many.
-    written = {node: _strides(node.meta.get("val")) for node in graph.nodes}
     layouts: dict[fx.Node, Hashable] = {}
     for node in graph.nodes:
-        asked = None
-        if operator_of(node) is not None:
-            asked = _asked(read_call(node), layouts, written)
-        if asked is None:
-            is_known = all(layouts[n] == written[n] for n in node.all_input_nodes)
-            has_moved = earlier is not None and earlier.has_moved(node, layouts)
-            is_known = is_known and not has_moved
-            asked = written[node] if is_known else _unknown(table, node, layouts)
-        layouts[node] = asked
+        fake = fakes.get(node)
+        is_known = fake is not None
+        layouts[node] = _strides(fake) if is_known else _unknown(table, node, layouts)
     return layouts
 
 
@@ -139,45 +125,15 @@ def _unknown(table: ValueTable, node: fx.Node, layouts: Layouts) -> Hashable:
     return "unknown", table.term("unknown layout", (*around, follows), ())
 
 
-def _asked(call: Call, layouts: Layouts, written: Layouts) -> Hashable | None:
-    """The layout that a call's own arguments ask for."""
-    if call.name in _STRIDED:
-        return _in_short(call.arguments["size"], call.arguments["stride"])
-    if "memory_format" not in call.arguments:
-        return None
-    wanted = call.arguments["memory_format"]
-    if wanted is None or wanted == torch.preserve_format:
-        return _preserved(call, layouts, written)
-    shape = shape_of(call.node.meta.get("val"))
-    try:
-        made = torch.empty(shape or (), memory_format=wanted, device="meta")
-    except RuntimeError:  # not for tensors of this shape
-        shape = None
-    if shape is None:
-        return "format", str(wanted)
-    return _in_short(made.shape, made.stride())
-
-
-def _preserved(call: Call, layouts: Layouts, written: Layouts) -> Hashable | None:
-    """A copy lies as its source does, where that leaves no gaps."""
-    source: Any = call.first
-    if not isinstance(source, fx.Node):
-        return None
-    was = layouts[source]
-    value, made = source.meta.get("val"), call.node.meta.get("val")
-    if was != written[source] or not isinstance(value, torch.Tensor):
-        return was
-    if not isinstance(made, torch.Tensor) or made.shape != value.shape:
-        return None
-    return was if _is_dense(value) else None
-
-
-def _is_dense(value: torch.Tensor) -> bool:
-    if integers([*value.shape, *value.stride()]) is None:
+def _leaves_no_gaps(shape: Sequence[Any], strides: Hashable) -> bool:
+    """Whether memory with these strides, in short, holds each element once, and no more."""
+    sizes = integers([size for size in shape if size != 1])
+    if sizes is None or not isinstance(strides, tuple) or len(strides) != len(sizes):
+        return False
+    if integers(strides) is None:
         return False
     expected = 1
-    pairs = zip(value.stride(), value.shape, strict=True)
-    for stride, size in sorted((each for each in pairs if each[1] != 1), key=_first):
+    for stride, size in sorted(zip(strides, sizes, strict=True), key=_first):
         if stride != expected:
             return False
         expected *= size

@@ -13,6 +13,7 @@ from torchspmd.step.legality.symbolic.call import (
     tensor_of,
 )
 from torchspmd.step.legality.symbolic.cuts import selected
+from torchspmd.step.legality.symbolic.layout import layouts_walked
 from torchspmd.step.legality.symbolic.segments import Shape
 from torchspmd.step.legality.symbolic.table import TUPLE, Term
 
@@ -101,9 +102,9 @@ def _foreach_item(
 
 def _is_plain_copy(reader: Reader, item: dict[str, Any]) -> bool:
     to, source = (tensor_of(reader, item[name]) for name in ("self", "src"))
-    if to is None or source is None or kind_of(item["self"]) is None:
+    if to is None or source is None or kind_of(reader, item["self"]) is None:
         return False
-    same_kind = kind_of(item["self"]) == kind_of(item["src"])
+    same_kind = kind_of(reader, item["self"]) == kind_of(reader, item["src"])
     return same_kind and to[1].shape == source[1].shape
 
 
@@ -117,9 +118,13 @@ def _fused(reader: Reader, call: Call) -> int | None:
     items = _items(call)
     if items is None:
         return None
-    stripped = [split_arguments(reader, item) for item in items]
-    outputs = []
     names = [n for n, each in call.arguments.items() if isinstance(each, (list, tuple))]
+    stripped = []
+    for item in items:
+        attributes, children = split_arguments(reader, item)
+        children += layouts_walked(reader, [item[name] for name in names])
+        stripped.append((attributes, children))
+    outputs = []
     for number, name in enumerate(names):
         values = []
         for item, (attributes, children) in zip(items, stripped, strict=True):

@@ -34,7 +34,7 @@ def _sum_of_sums(reader: Reader, call: Call) -> int | None:
     if len(known) != 2 or len(found) != 2 or known[0][0] != known[1][0]:
         return None
     shapes = {reader.table[value][0] for _, value in known}
-    if shapes != {shape_of(call.node.meta.get("val"))}:
+    if shapes != {shape_of(reader.fakes.get(call.node))}:
         return None
     operands = commuted(call, [value for _, value in known])
     atom = reader.table.term(call.head, attributes, operands)
@@ -58,7 +58,7 @@ def _of_gathered_rows(reader: Reader, call: Call) -> int | None:
 def _reduced(
     reader: Reader, call: Call, atom: int, attributes: _Attributes
 ) -> int | None:
-    table, shape = reader.table, shape_of(call.node.meta.get("val"))
+    table, shape = reader.table, shape_of(reader.fakes.get(call.node))
     if shape is None:
         return None
 
