@@ -141,6 +141,31 @@ def test_steps_that_keep_gradients_say_why_they_do_not_overlap():
     )
 
 
+def test_gradients_for_an_optimizer_outside_of_the_step():
+    def step(model, optim, batch):
+        model.zero_grad()
+        model(batch).square().mean().backward()
+        optim.step()
+
+    def weights(overlap):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+        inside, outside = (torch.optim.SGD(part.parameters(), 0.1) for part in model)
+        transformation = GraphModuleTransformation(
+            enable_graph_optimization=True, overlap_iterations=overlap
+        )
+        mode = DataParallel("replicate")
+        compiled = compile(step, parallel_mode=mode, gm_transformation=transformation)
+        with fake_world(2), compiled, warnings.catch_warnings():
+            warnings.simplefilter("ignore", PassWarning)
+            for _ in range(4):
+                compiled(model, inside, torch.randn(4, 3))
+                outside.step()
+        return list(model.state_dict().values())
+
+    assert same(weights(False), weights(True))
+
+
 def test_what_is_cleared_in_part_overlaps_in_part():
     _, transformation = train(kept_in_part, True)
     outcome = transformation.reports[-1].outcome

@@ -24,7 +24,7 @@ class NewGradient:
     """A gradient that the step leaves behind; becomes the parameter's ``grad``.
 
     ``is_fresh``: the step cleared ``grad``, or put something else there, before it was
-    made.
+    made, and updates the parameter itself.
     """
 
     parameter: int
@@ -215,5 +215,6 @@ def _gradient_values(stage: Stage, found: list[tuple[Destination, Any]]) -> list
         elif before is None or gradient is not stage.shown[before]:
             local = stage.spread.for_optimizer(stage.shown[place])
             is_fresh = before is not None or place in stage.fresh
-            found.append((NewGradient(place, is_fresh), local))
+            is_used = place in stage.stepped  # not by an optimizer outside of the step
+            found.append((NewGradient(place, is_fresh and is_used), local))
     return cleared

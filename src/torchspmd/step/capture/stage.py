@@ -57,6 +57,7 @@ class Stage:
         running: The optimizers that are in their step, inner ones last.
         arrived: The parameters whose gradient backward has made, cleared since or not.
         fresh: The parameters whose gradient was cleared before that.
+        stepped: The parameters that an optimizer of the step has updated.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Stage:
         self.running: list[_OptimizerRun] = []
         self.arrived: set[int] = set()
         self.fresh: set[int] = set()
+        self.stepped: set[int] = set()
         self._plain = self._plain_slots()
         self.shown = [
             spread.show(slot, local)
@@ -319,6 +321,7 @@ class _OptimizerRun:
             group = optimizer.param_groups[number]
             stack.callback(group.__setitem__, "params", group["params"])
             group["params"] = [stage.steps_on(slot) for slot in slots]
+            stage.stepped.update(slots)
             for slot in slots:
                 self._hand_over(slot, stack)
 

@@ -75,6 +75,8 @@ def operator_of(node: fx.Node) -> _torch.OpOverload | None:
 
 
 def _shares_memory_with(node: fx.Node) -> list[fx.Node]:
+    if node.op in ("call_method", "call_module"):
+        return list(node.all_input_nodes)  # of which nothing is known
     if node.op != "call_function":
         return []
     target = operator_of(node)

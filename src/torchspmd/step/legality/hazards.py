@@ -13,6 +13,7 @@ from torchspmd.step.legality.edit import Edit, Problem
 from torchspmd.step.legality.equivalence import random_nodes
 from torchspmd.step.legality.symbolic.call import Fakes
 from torchspmd.step.legality.symbolic.evaluate import nodes_written_by, written_nodes
+from torchspmd.step.legality.unknown_calls import check_unknown_calls
 from torchspmd.step.legality.waits import find_starts
 
 _ORDER = "Nodes that access the same memory keep their order when one of them writes."
@@ -71,6 +72,7 @@ def check_hazards(edit: Edit, fakes: Fakes) -> list[Problem]:
         *_check_flights(edit, before, after),
         *_check_draws(edit),
         *_check_overlaps(edit, fakes),
+        *check_unknown_calls(edit),
     ]
 
 
