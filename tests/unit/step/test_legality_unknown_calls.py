@@ -73,6 +73,7 @@ def test_calls_that_write_or_draw(add, words):
         lambda g, x: g.call_function(print, ("here",)),
         lambda g, x: g.call_function(scaled, (x,)),
         lambda g, x: g.call_function(random.random, ()),
+        lambda g, x: g.call_function(nn.functional.normalize, (x,)),
         lambda g, x: g.call_method("detach", (x,)),
         lambda g, x: g.call_module("plain", (x,)),
         lambda g, x: g.call_function(torch.isfinite, (x,)),

@@ -120,6 +120,32 @@ def test_a_certificate_does_not_tell_of_what_was_undone(verify):
     assert step.programs[0].certificate.passes == ()
 
 
+@pytest.mark.filterwarnings("ignore::torchspmd.errors.PassWarning")
+def test_verification_goes_on_from_what_is_back():
+    @graph_optimization_pass(prerequisites=[], apply_after=[])
+    def change(gm):
+        for node in gm.graph.nodes:
+            if node.target is torch.ops.aten.exp.default:
+                node.target = torch.ops.aten.sin.default
+        return Outcome(1, 1, keeps_bits=())
+
+    @graph_optimization_pass(prerequisites=[], apply_after=[])
+    def failing(gm):
+        change(gm)
+        raise ValueError("mine")
+
+    def transformation(gm):
+        with pytest.raises(ValueError, match="mine"):
+            failing(gm)
+        return gm
+
+    @compile(gm_transformation=transformation, verify=True)
+    def step(batch):
+        return batch.exp()
+
+    assert torch.equal(step(torch.ones(2)), torch.ones(2).exp())
+
+
 def plain_in_main(gm):
     gm.main_gm.graph = copy_graph(gm.graph)[0]
 

@@ -203,6 +203,7 @@ def test_the_number_of_programs_is_bounded():
         compiled(model, optim, torch.randn(9, 8))
     assert "input float32[8, 8]" in str(caught.value)
     assert "pad batches to one shape" in str(caught.value)
+    assert "foreach=True where a schedule changes more than its lr" in str(caught.value)
 
 
 def test_what_a_compiled_step_shows():

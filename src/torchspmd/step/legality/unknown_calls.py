@@ -21,7 +21,9 @@ _IN_PLACE = (
     *(operator.ifloordiv, operator.imod, operator.ipow, operator.imatmul),
     *(operator.iand, operator.ior, operator.ixor, operator.setitem),
 )
-_DRAW = ("rand", "bernoulli", "multinomial", "normal", "poisson", "manual_seed", "seed")
+_DRAW = frozenset(
+    {"bernoulli", "manual_seed", "multinomial", "normal", "poisson", "seed"}
+)
 
 
 def check_unknown_calls(edit: Edit) -> Iterator[Problem]:
@@ -49,14 +51,15 @@ def _writes(node: fx.Node) -> bool:
     is_marked = name.endswith("_") and not name.endswith("__")
     if node.op == "call_function":  # a function of the user's may be called anything
         return is_marked and _is_torch(node)
-    return node.op == "call_method" and (is_marked or name in ("__setitem__",))
+    return node.op == "call_method" and (is_marked or name == "__setitem__")
 
 
 def _draws(node: fx.Node) -> bool:
     is_known = node.op == "call_method" or (
         node.op == "call_function" and _is_torch(node)
     )
-    return is_known and _name(node).startswith(_DRAW)
+    name = _name(node)
+    return is_known and (name in _DRAW or name.startswith("rand"))
 
 
 def _is_torch(node: fx.Node) -> bool:
