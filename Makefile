@@ -23,13 +23,12 @@ demo: $(STAMP) ## trace an example GPT on a simulated 8-device mesh, print the t
 
 test: check pytest ## everything CI runs
 
-check: $(STAMP) ## format, lint, types, import contracts, spelling, sizes, the example's lock
+check: $(STAMP) ## format, lint, types, import contracts, spelling, the example's lock
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/typos
-	$(BIN)/python tools/check_sizes.py
 	$(BIN)/torchspmd check examples/train_gpt_tp.lock
 
 pytest: $(STAMP)

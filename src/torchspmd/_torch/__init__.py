@@ -60,6 +60,7 @@ from torchspmd._torch.groups import num_unwaited as num_unwaited
 from torchspmd._torch.groups import owned_axis as owned_axis
 from torchspmd._torch.groups import resolve_group as resolve_group
 from torchspmd._torch.groups import root_ranks as root_ranks
+from torchspmd._torch.groups import uses_gloo as uses_gloo
 from torchspmd._torch.hooks import GRADIENT_HOOK_TABLES as GRADIENT_HOOK_TABLES
 from torchspmd._torch.hooks import HOOK_TABLES as HOOK_TABLES
 from torchspmd._torch.hooks import OPTIMIZER_BOOKKEEPING as OPTIMIZER_BOOKKEEPING
@@ -105,6 +106,7 @@ from torchspmd._torch.regions import observe_calls as observe_calls
 from torchspmd._torch.regions import strided_spec as strided_spec
 from torchspmd._torch.regions import unflatten_tree as unflatten_tree
 from torchspmd._torch.rewriting import ALL_GATHER as ALL_GATHER
+from torchspmd._torch.rewriting import ALL_GATHER_OUT as ALL_GATHER_OUT
 from torchspmd._torch.rewriting import ALL_REDUCE as ALL_REDUCE
 from torchspmd._torch.rewriting import REDUCE_SCATTER as REDUCE_SCATTER
 from torchspmd._torch.rewriting import WAIT as WAIT

@@ -272,6 +272,7 @@ def compile_with_inductor(
 
     names = ("reorder_for_locality", "reorder_for_peak_memory") if keep_order else ()
     options = dict.fromkeys(names, False)
+    inputs = _distinct(inputs)
     before = dict(counters["inductor"])
     try:
         made: Callable[..., Any] = torch._inductor.compile(graph, inputs, options)
@@ -293,6 +294,26 @@ def compile_with_inductor(
         made,
         "compiled anew, kept in its cache" if misses else "compiled, not cached",
     )
+
+
+def _distinct(inputs: list[Any]) -> list[Any]:
+    """Example inputs none of which share memory.
+
+    The compiler reads one input instead of two wherever their examples are one tensor: a
+    learning rate and the one that the step before left would become the same number.
+    """
+    seen: set[int] = set()
+
+    def apart(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        storage = value.untyped_storage()._cdata
+        if storage in seen:
+            return value.new_empty_strided(value.shape, value.stride())
+        seen.add(storage)
+        return value
+
+    return [apart(value) for value in inputs]
 
 
 def has_symbols(graph: fx.GraphModule) -> bool:

@@ -29,6 +29,12 @@ def resolve_group(value: Any) -> dist.ProcessGroup | None:
     return None
 
 
+def uses_gloo(group_name: str) -> bool:
+    """Whether a group's collectives on CPU tensors are made by gloo."""
+    group: Any = _c10d._resolve_process_group(group_name)
+    return str(group._get_backend(torch.device("cpu")).name()) == "gloo"
+
+
 def find_group(tag: Any, ranks: Any) -> dist.ProcessGroup | None:
     """The process group of these ranks, as the legacy functional operators name it."""
     found: dist.ProcessGroup | None = _c10d._find_pg_by_ranks_and_tag(tag, list(ranks))

@@ -9,6 +9,7 @@ import torch
 _functional = torch.ops._c10d_functional
 ALL_REDUCE = _functional.all_reduce.default
 ALL_GATHER = _functional.all_gather_into_tensor.default
+ALL_GATHER_OUT = _functional.all_gather_into_tensor_out.default
 REDUCE_SCATTER = _functional.reduce_scatter_tensor.default
 WAIT = _functional.wait_tensor.default
 

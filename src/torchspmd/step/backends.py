@@ -29,7 +29,10 @@ from torchspmd.step.passes.in_place import (
     plan_in_place,
 )
 from torchspmd.step.passes.in_place_owed import OwedReport, write_owed_in_place
-from torchspmd.step.passes.in_place_reductions import reduce_in_place
+from torchspmd.step.passes.in_place_reductions import (
+    gather_into_memory,
+    reduce_in_place,
+)
 from torchspmd.step.passes.in_place_results import keep_apart, mark_handed_out
 from torchspmd.step.passes.in_place_scratch import find_spare
 from torchspmd.step.passes.ordering import run_transformation
@@ -248,6 +251,7 @@ def write_in_place(
     written = {} if keep_inputs else _written_tensors(edited)
     report = apply_in_place(edited, plan_in_place(edited, written))
     reduce_in_place(edited)
+    gather_into_memory(edited)
     return fx.GraphModule(graph, edited), report
 
 

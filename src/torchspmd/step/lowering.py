@@ -11,7 +11,8 @@ from torchspmd import _torch
 from torchspmd.errors import CaptureError
 from torchspmd.step.capture.progress import note, phase
 from torchspmd.step.graph.ledger import is_communication
-from torchspmd.step.graph.roles import output_values
+from torchspmd.step.graph.roles import output_node, output_values
+from torchspmd.step.passes.in_place_reductions import gather_into_memory
 
 _CLONE = torch.ops.aten.clone.default
 
@@ -29,7 +30,10 @@ def check_compilable(graph: fx.GraphModule) -> None:
 def lower(graph: fx.GraphModule) -> Callable[..., Any]:
     """A graph compiled by Inductor."""
     check_compilable(graph)
-    graph, copied = _without_host_copies(graph)
+    graph = fx.GraphModule(graph, copy.deepcopy(graph.graph))
+    copied = _drop_host_copies(graph.graph)
+    gather_into_memory(graph.graph)
+    graph.recompile()
     inputs = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
     with phase("compiling"):
         keep_order = any(map(is_communication, graph.graph.nodes))
@@ -40,23 +44,29 @@ def lower(graph: fx.GraphModule) -> Callable[..., Any]:
     return _Copying(made, copied) if copied else made
 
 
-def _without_host_copies(
-    graph: fx.GraphModule,
-) -> tuple[fx.GraphModule, frozenset[int]]:
-    """A graph that gives numbers of the host as they came, and the places to copy.
+def _drop_host_copies(graph: fx.Graph) -> dict[int, int]:
+    """Remove outputs that copy a host scalar; which input each of them copies.
 
-    A learning rate that is kept for the next step is copied. In a graph for a GPU it would
-    be the one kernel for the host: compiling it takes longer than all others.
+    A learning rate that is kept for the next step is copied. In a graph for a GPU that is
+    the only kernel for the host, and compiling it takes longer than all others.
     """
-    edited = copy.deepcopy(graph.graph)
-    copies = [node for node in edited.nodes if _is_host_copy(node)]
-    places = frozenset(
-        place for place, value in enumerate(output_values(edited)) if value in copies
-    )
-    for node in copies:
-        node.replace_all_uses_with(node.all_input_nodes[0])
-        edited.erase_node(node)
-    return fx.GraphModule(graph, edited), places
+    placeholders, values = graph.find_nodes(op="placeholder"), output_values(graph)
+    copies = {
+        place: value
+        for place, value in enumerate(values)
+        if isinstance(value, fx.Node) and _is_host_copy(value)
+    }
+    copied = {
+        place: placeholders.index(value.all_input_nodes[0])
+        for place, value in copies.items()
+    }
+    kept: list[Any] = [
+        value for place, value in enumerate(values) if place not in copies
+    ]
+    output_node(graph).args = (kept,)
+    for value in set(copies.values()):
+        graph.erase_node(value)
+    return copied
 
 
 def _is_host_copy(node: fx.Node) -> bool:
@@ -75,13 +85,15 @@ def _is_host_copy(node: fx.Node) -> bool:
 
 
 class _Copying:
-    """Compiled code that gives some inputs back, of which the caller gets copies."""
+    """Compiled code, with copies of some inputs among its outputs."""
 
-    def __init__(self, run: Callable[..., Any], places: frozenset[int]) -> None:
-        self._run, self._places = run, places
+    def __init__(self, run: Callable[..., Any], copied: dict[int, int]) -> None:
+        self._run, self._copied = run, copied
 
     def __call__(self, *flat: Any) -> list[Any]:
-        return [
-            value.clone() if place in self._places else value
-            for place, value in enumerate(self._run(*flat))
-        ]
+        # Before the run: the step may write into the input itself.
+        copies = {place: flat[source].clone() for place, source in self._copied.items()}
+        outputs = list(self._run(*flat))
+        for place in sorted(copies):
+            outputs.insert(place, copies[place])
+        return outputs

@@ -83,7 +83,12 @@ def overlapped(backend, fail_at=None):
         model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
         optim = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
         batch = torch.randn(32, 64)
-        codes = run_and_get_code(lambda: [step(model, optim, batch) for _ in "123"])[1]
+
+        def train_on(rate):
+            optim.param_groups[0]["lr"] = rate  # a schedule must take effect
+            return step(model, optim, batch)
+
+        codes = run_and_get_code(lambda: [train_on(lr) for lr in (0.01, 0.3, 0.02)])[1]
         if fail_at is not None:
             with pytest.MonkeyPatch.context() as patch, pytest.raises(FailureError):
                 for name, update in [*updates.items()]:

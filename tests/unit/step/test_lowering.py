@@ -64,3 +64,15 @@ def test_a_rate_is_copied_by_the_caller(compiled_graphs):
 def test_other_copies_stay(compiled_graphs, rate, used):
     lower(graph_of(rate, used=used))
     assert aten.clone.default in targets(compiled_graphs[0])
+
+
+def test_inputs_with_one_example_are_compiled_as_two():
+    """The learning rate of a step, and that of the step before, have one fake tensor."""
+    graph = fx.Graph()
+    now, before = graph.placeholder("now"), graph.placeholder("before")
+    now.meta["val"] = before.meta["val"] = torch.tensor(0.1)
+    new = graph.call_function(aten.mul.Tensor, (before, 2))
+    graph.output([new, graph.call_function(aten.clone.default, (now,))])
+    run = lower(fx.GraphModule({}, graph))
+    new, kept = run(torch.tensor(3.0), torch.tensor(5.0))
+    assert (new.item(), kept.item()) == (10.0, 3.0)

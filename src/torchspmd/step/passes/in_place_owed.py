@@ -25,7 +25,10 @@ from torchspmd.step.graph.roles import (
 from torchspmd.step.iterate.owed import Marks
 from torchspmd.step.iterate.pipeline import OWED_KEY
 from torchspmd.step.passes.in_place import apply_in_place, plan_in_place
-from torchspmd.step.passes.in_place_reductions import reduce_in_place
+from torchspmd.step.passes.in_place_reductions import (
+    gather_into_memory,
+    reduce_in_place,
+)
 from torchspmd.step.passes.in_place_scratch import find_scratch
 from torchspmd.step.passes.update_calls import make_one_call, targets_of
 
@@ -104,6 +107,7 @@ def write_owed_in_place(
         for number, nodes in writes.items():
             _mark(running.graph, number, nodes, marks)
         reduce_in_place(running.graph)
+        gather_into_memory(running.graph)
     running.recompile()
     known = {number: why for number, why in left.items() if number in _numbers(form)}
     return running, OwedReport(frozenset(regions), known)

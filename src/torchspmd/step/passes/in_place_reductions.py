@@ -1,6 +1,6 @@
-"""All-reduces that work in the memory of what they reduce, where nothing reads it again.
+"""Collectives as they run: all-reduces in place, gathers on gloo into given memory.
 
-The functional operator works on a copy: for gradients of many megabytes that is time, and
+The functional all-reduce works on a copy: for gradients of many megabytes that is time, and
 memory twice. Only the graph that is run is changed.
 """
 
@@ -35,6 +35,30 @@ def reduce_in_place(graph: fx.Graph) -> int:
             start.target = form
             changed += 1
     return changed
+
+
+def gather_into_memory(graph: fx.Graph) -> int:
+    """Make gathers on gloo write into memory that is given to them; how many there are.
+
+    The functional gather is made by gloo's coalesced one, which corrupts the heap when
+    several are in flight (torch 2.11 to 2.13). The operator with an ``out`` takes another
+    path and holds.
+    """
+    gathers = [
+        node
+        for node in graph.find_nodes(op="call_function", target=_torch.ALL_GATHER)
+        if _torch.uses_gloo(str(node.args[2]))
+    ]
+    for node in gathers:
+        with graph.inserting_before(node):
+            value = node.meta["val"]
+            memory = graph.call_function(
+                torch.ops.aten.new_empty.default, (node.args[0], list(value.shape))
+            )
+        memory.meta = {**node.meta, "val": value}
+        node.target = _torch.ALL_GATHER_OUT
+        node.kwargs = {"out": memory}
+    return len(gathers)
 
 
 def _is_own(source: fx.Node, memory: fx.Node) -> bool:

@@ -1,0 +1,74 @@
+"""A thousand steps of each mode: nothing is corrupted, and ranks stay equal."""
+
+import pytest
+import torch
+from torch import fx, nn
+
+from torchspmd import DataParallel, GraphModuleTransformation, compile
+from torchspmd.step.passes.in_place_reductions import gather_into_memory
+
+pytestmark = pytest.mark.ranks
+
+STEPS = 1000
+ops = torch.ops._c10d_functional
+
+
+def train(mode, overlap):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(6))
+    )
+    optim = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    passes = GraphModuleTransformation(
+        enable_graph_optimization=True, overlap_iterations=overlap
+    )
+
+    @compile(parallel_mode=DataParallel(mode), gm_transformation=passes)
+    def step(model, optim, batch):
+        loss = model(batch).square().mean()
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        return loss.detach()
+
+    with step:
+        for _ in range(STEPS):
+            loss = step(model, optim, torch.randn(8, 64))
+    return loss.item()
+
+
+@pytest.mark.parametrize(
+    ("mode", "overlap"), [("replicate", True), ("fully_shard", False)]
+)
+def test_a_thousand_steps(ranks2, mode, overlap):
+    losses = ranks2.run(train, mode, overlap)
+    assert all(loss < 1.0 for loss in losses)
+
+
+def gather_twice():
+    graph = fx.Graph()
+    shard = graph.placeholder("shard")
+    shard.meta["val"] = torch.ones(1, 2)
+    starts = [
+        graph.call_function(ops.all_gather_into_tensor.default, (shard, 2, "0"))
+        for _ in "12"
+    ]
+    for start in starts:
+        start.meta["val"] = torch.empty(2, 2)
+    graph.output(
+        [graph.call_function(ops.wait_tensor.default, (each,)) for each in starts]
+    )
+    assert gather_into_memory(graph) == 2
+    graph.lint()
+    left = graph.find_nodes(
+        op="call_function", target=ops.all_gather_into_tensor.default
+    )
+    return len(left), [
+        each.tolist() for each in fx.GraphModule({}, graph)(torch.ones(1, 2))
+    ]
+
+
+def test_gathers_on_gloo_are_not_the_coalesced_ones(ranks2):
+    """Those corrupt the heap where several are in flight, within some hundred steps."""
+    ones = [[1.0, 1.0]] * 2
+    assert ranks2.run(gather_twice) == [(0, [ones, ones])] * 2
