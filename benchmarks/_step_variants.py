@@ -216,7 +216,7 @@ VARIANTS: dict[str, Variant] = {
 def measure(name: str, workload: Workload, steps: int) -> float:
     """Seconds for a step of a variant in its steady state.
 
-    A step that leaves work behind begins with what the one before it left; what is owed
+    A step that leaves work behind begins with what the one before it left; what is pending
     at the very end is made off the clock. So the clock starts behind a step too: behind a
     barrier the first one would find its reductions done.
     """

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from _harness import arguments, publish
 from torch import nn
 
-from torchspmd.parallel.auto import auto_plan
+from torchspmd.parallel.plan.auto import auto_plan
 
 # name: layers, width, hidden, heads, key-value heads, vocabulary
 SHAPES = {

@@ -12,7 +12,7 @@ import pytest
 
 if TYPE_CHECKING:
     from torchspmd import Ledger
-    from torchspmd.verify.plugin.mesh import MeshMaker
+    from torchspmd.verify.plugin.fixtures import MeshMaker
 
 # The name under which a rank's own pytest knows that it is one; see verify.plugin.rank.
 RANK_PLUGIN = "torchspmd-rank"
@@ -53,7 +53,7 @@ def spmd_mesh(request: pytest.FixtureRequest) -> Iterator["MeshMaker"]:
     In a test marked ``spmd`` over its real ranks, else over a simulated world of any
     size, which is gone after the test.
     """
-    from torchspmd.verify.plugin.mesh import MeshMaker
+    from torchspmd.verify.plugin.fixtures import MeshMaker
 
     with MeshMaker(on_real_ranks=_is_rank(request.config)) as maker:
         yield maker
@@ -66,7 +66,7 @@ def comm_ledger() -> Iterator["Ledger"]:
     What is sent before the first module call is set-up: once a module is called it is
     left out, and a note of the ledger says so.
     """
-    from torchspmd.verify.plugin.ledger import recording
+    from torchspmd.verify.plugin.fixtures import recording
 
     with recording() as ledger:
         yield ledger

@@ -87,6 +87,10 @@ def test_root_ranks(mesh, tp):
     assert _torch.root_ranks(tp) == _torch.root_ranks(mesh) == everyone
 
 
+def test_uses_gloo(tp, group):
+    assert not _torch.uses_gloo(group)
+
+
 def test_default_store(mesh):
     assert isinstance(_torch.default_store(), dist.Store)
     assert _torch.default_store() is _torch.default_store()

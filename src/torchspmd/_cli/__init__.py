@@ -11,9 +11,8 @@ from typing import NoReturn
 
 import torchspmd
 from torchspmd._cli import check, diff, lock, parity, plan, trace
-from torchspmd._cli.arguments import refuse_words, split_words
-from torchspmd._cli.leave import leave
-from torchspmd._cli.output import outlive_readers
+from torchspmd._cli.output import leave, outlive_readers
+from torchspmd._cli.script import refuse_words, split_words
 from torchspmd.errors import SpmdError
 
 _EPILOG = """\

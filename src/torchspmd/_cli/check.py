@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from torchspmd._cli.lock_run import simulate
+from torchspmd._cli.lock import simulate
 from torchspmd.comm import format_bytes
 from torchspmd.errors import UsageError
 from torchspmd.verify.lock.changes import changes

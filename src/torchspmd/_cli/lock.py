@@ -1,16 +1,150 @@
 """``torchspmd lock``: write down what a script's step communicates."""
 
 import argparse
+import contextlib
+import math
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from torchspmd._cli.files import output_problems
-from torchspmd._cli.lock_run import simulate
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchspmd._cli.output import Progress
+from torchspmd._cli.plan import parse_mesh
+from torchspmd._cli.script import output_problems, run_script, script_problems
+from torchspmd._cli.simulate import cuda_as_cpu, simulated_world
+from torchspmd._cli.window import StepWindow
 from torchspmd.comm import format_bytes
 from torchspmd.errors import UsageError
-from torchspmd.verify.lock.contents import Recipe
+from torchspmd.trace import CommDebugMode
+from torchspmd.verify.lock.contents import Lock, Recipe, lock_ledger
+from torchspmd.verify.lock.memory import MemoryWatch
 from torchspmd.verify.lock.text import save_lock
+
+# ----------------------------------------------------------------------------
+# Simulate a script on this one process and lock what it does; lock and check share it.
+
+_MAX_EVENTS = 1_000_000
+
+
+def simulate(recipe: Recipe, folder: Path, command: str) -> Lock | None:
+    """Run the recipe's script, which lies relative to the folder; None when it fails.
+
+    What the script prints goes to standard error: standard output is for the answer.
+    """
+    axes = parse_mesh(recipe.mesh)
+    world_size = math.prod(axes.values())
+    script = Path(os.path.relpath(folder / recipe.script))
+    _check(recipe, script, world_size)
+    what = f"locking {script} as rank {recipe.rank} of {world_size} (simulated)"
+    progress = Progress(what)
+    mode, watch = CommDebugMode(sources=True, max_events=_MAX_EVENTS), MemoryWatch()
+    window = StepWindow(mode, skip=recipe.skip, steps=recipe.steps, progress=progress)
+    with progress, _one_rank(world_size, recipe.rank) as made:
+        arguments = recipe.arguments
+        if not run_script(script, arguments, mode, watch, window):
+            print(
+                f"torchspmd {command}: {script} failed after "
+                f"{window.num_optimizer_steps} optimizer steps; nothing was locked.",
+                file=sys.stderr,
+            )
+            return None
+    window.refuse_if_empty()
+    _compare_axes(recipe.mesh, axes, made)
+    for text in watch.notes:
+        mode.ledger.note(text)
+    _tell(window, mode, command)
+    return lock_ledger(mode.ledger, recipe, memory=watch.memory(), setup=window.setup)
+
+
+def _check(recipe: Recipe, script: Path, world_size: int) -> None:
+    problems = script_problems(script)
+    if recipe.steps < 0 or recipe.skip < 0:
+        problems.append("--steps and --skip cannot be negative")
+    if not 0 <= recipe.rank < world_size:
+        problems.append(f"--rank must be 0 to {world_size - 1}")
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        problems.append("start it without torchrun: one process plays the whole world")
+    if problems:
+        raise UsageError("; ".join(problems) + ".")
+
+
+@contextlib.contextmanager
+def _one_rank(world_size: int, rank: int) -> Iterator[dict[str, set[int]]]:
+    """A simulated world without devices; gives the axes of the meshes that are made."""
+    made: dict[str, set[int]] = {}
+    plain_mesh = DeviceMesh.__init__
+
+    def build_mesh(mesh: Any, *args: Any, **kwargs: Any) -> None:
+        plain_mesh(mesh, *args, **kwargs)
+        for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=False):
+            made.setdefault(name, set()).add(size)
+
+    with contextlib.ExitStack() as stack:
+        # A lock must not depend on the machine's devices.
+        stack.enter_context(mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""}))
+        stack.enter_context(simulated_world(world_size, rank))
+        stack.enter_context(mock.patch.object(DeviceMesh, "__init__", build_mesh))
+        stack.enter_context(cuda_as_cpu())
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        yield made
+
+
+def _compare_axes(text: str, axes: dict[str, int], made: dict[str, set[int]]) -> None:
+    """The script makes its own mesh: it must be the one that the lock speaks of."""
+    if not made:  # DDP and plain groups: the table shows them by their ranks
+        return
+    problems = []
+    for axis, size in axes.items():
+        if axis not in made:
+            problems.append(f"the script made no axis {axis}")
+        elif size not in made[axis]:
+            sizes = " and ".join(map(str, sorted(made[axis])))
+            problems.append(f"its axis {axis} has {sizes} ranks, not {size}")
+    problems += [f"it also made an axis {axis}" for axis in made if axis not in axes]
+    wrong = any(
+        axis not in made or size not in made[axis] for axis, size in axes.items()
+    )
+    if wrong:
+        used = ",".join(f"{axis}={max(sizes)}" for axis, sizes in made.items())
+        raise UsageError(
+            f"--mesh {text} is not what the script used: {'; '.join(problems)}. Its "
+            f"mesh was {used}."
+        )
+    for problem in problems:
+        print(f"Note: the script's mesh: {problem}.", file=sys.stderr)
+
+
+def _tell(window: StepWindow, mode: CommDebugMode, command: str) -> None:
+    if window.setup is None:
+        print(
+            f"torchspmd {command}: no module was called by itself; the lock has all that "
+            "the script sent, and memory only as far as autograd saw it.",
+            file=sys.stderr,
+        )
+    elif window.num_recorded == 0:
+        print(
+            f"torchspmd {command}: no optimizer step was seen; the lock has the whole "
+            "run from the first module call.",
+            file=sys.stderr,
+        )
+    elif window.num_missing:
+        print(
+            f"torchspmd {command}: the script ended {window.num_missing} steps before all "
+            f"that --steps asks for were made; the lock has {window.num_recorded}.",
+            file=sys.stderr,
+        )
+    checks = mode.ledger.total(check=True).count
+    if checks:
+        print(
+            f"torchspmd {command}: {checks} communications of run-time checks were "
+            "left out.",
+            file=sys.stderr,
+        )
+
 
 _EPILOG = """\
 examples:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchspmd._cli.files import output_problems
+from torchspmd._cli.script import output_problems
 from torchspmd.errors import PlanError, UsageError
-from torchspmd.parallel.auto import auto_plan
-from torchspmd.parallel.plan import Plan
+from torchspmd.parallel.plan.auto import auto_plan
+from torchspmd.parallel.plan.plan import Plan
 
 _EPILOG = """\
 examples:

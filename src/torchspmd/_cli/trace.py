@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from torchspmd._cli.files import output_problems, script_problems
 from torchspmd._cli.gather import (
     HeldStore,
     differing_ranks,
@@ -20,9 +19,8 @@ from torchspmd._cli.gather import (
     hold_store,
     sum_ledgers,
 )
-from torchspmd._cli.leave import KEPT
-from torchspmd._cli.progress import Progress
-from torchspmd._cli.script import run_script
+from torchspmd._cli.output import KEPT, Progress
+from torchspmd._cli.script import output_problems, run_script, script_problems
 from torchspmd._cli.simulate import cuda_as_cpu, simulated_world
 from torchspmd._cli.window import StepWindow
 from torchspmd.comm import Ledger, save_ledger

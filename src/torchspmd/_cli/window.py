@@ -6,11 +6,11 @@ from typing import Any, Self
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from torchspmd._cli.progress import Progress
+from torchspmd._cli.output import Progress
 from torchspmd.comm import Ledger
 from torchspmd.errors import UsageError
 from torchspmd.trace import CommDebugMode
-from torchspmd.trace.calls import follow, unfollow
+from torchspmd.trace.modules import follow, unfollow
 
 
 class EndOfWindow(BaseException):

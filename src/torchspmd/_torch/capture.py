@@ -2,13 +2,74 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
-from torch import fx
+from torch import fx, nn
+from torch.amp.grad_scaler import GradScaler, _refresh_per_optimizer_state
 
-from torchspmd._torch.recurrent import rnn_layer
+# ----------------------------------------------------------------------------
+# Recurrent layers: their CPU kernel in a graph, and what they hold of their weights.
+
+
+def rnn_layer(*args: Any) -> Any:
+    """``aten.mkldnn_rnn_layer`` that keeps what its backward reads.
+
+    The kernel itself keeps it only where gradients are enabled, and a graph that has a
+    backward in it runs where they are not.
+    """
+    _library()
+    return torch.ops.torchspmd.rnn_layer.default(*args)
+
+
+@functools.cache
+def _library() -> torch.library.Library:
+    """Made when it is needed first: an import registers nothing."""
+    library = torch.library.Library("torchspmd", "FRAGMENT")
+    schema = str(torch.ops.aten.mkldnn_rnn_layer.default._schema)
+    library.define(schema.replace("aten::mkldnn_rnn_layer", "rnn_layer"))
+    library.impl("rnn_layer", _run, "CompositeExplicitAutograd")
+    fake = torch.ops.aten.mkldnn_rnn_layer.default
+    torch.library.register_fake("torchspmd::rnn_layer", fake, lib=library)
+    return library
+
+
+def _run(*args: Any) -> Any:
+    with torch.enable_grad():
+        return torch.ops.aten.mkldnn_rnn_layer.default(*args)
+
+
+@contextlib.contextmanager
+def keep_flat_weights(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Give recurrent layers their own lists of weights back, which every call renews."""
+    kept = [
+        (vars(layer), key, list(vars(layer)[key]))
+        for layer in _layers(modules)
+        for key in ("_flat_weights", "_flat_weight_refs")
+        if key in vars(layer)
+    ]
+    try:
+        yield
+    finally:
+        for table, key, weights in kept:
+            table[key] = weights
+
+
+def renew_flat_weights(modules: Iterable[nn.Module]) -> None:
+    """Give recurrent layers lists of the weights that they have now."""
+    for layer in _layers(modules):
+        weights = [getattr(layer, name, None) for name in layer._flat_weights_names]
+        vars(layer)["_flat_weights"] = weights
+        vars(layer)["_flat_weight_refs"] = [
+            w if w is None else weakref.ref(w) for w in weights
+        ]
+
+
+def _layers(modules: Iterable[nn.Module]) -> list[nn.RNNBase]:
+    return [m for root in modules for m in root.modules() if isinstance(m, nn.RNNBase)]
 
 
 class FakeWorld:
@@ -362,3 +423,66 @@ def sum_over(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     started = torch.ops._c10d_functional.all_reduce(tensor, "sum", group.group_name)
     total: torch.Tensor = torch.ops._c10d_functional.wait_tensor(started)
     return total
+
+
+# ----------------------------------------------------------------------------
+# The gradient scaler of mixed precision: its tensors, and the step it may skip.
+
+_TENSORS = ("_scale", "_growth_tracker")
+
+# (optimizer, number of infinities found, what makes the step) -> what the step returned
+ChosenStep = Callable[[torch.optim.Optimizer, torch.Tensor, Callable[[], Any]], Any]
+
+
+def scaler_tensors(scaler: GradScaler, device: torch.device) -> dict[str, torch.Tensor]:
+    """The tensors of a scaler by attribute; it makes them when it first scales a loss."""
+    if not scaler.is_enabled():
+        return {}
+    if scaler._scale is None:
+        scaler._lazy_init_scale_growth_tracker(device)
+    return {name: getattr(scaler, name) for name in _TENSORS}
+
+
+def scaler_facts(scaler: GradScaler) -> tuple[Any, ...]:
+    """What a program takes for granted about a scaler."""
+    if not scaler.is_enabled():
+        return (type(scaler).__name__, False)
+    return (
+        type(scaler).__name__,
+        True,
+        scaler.get_growth_factor(),
+        scaler.get_backoff_factor(),
+        scaler.get_growth_interval(),
+    )
+
+
+@contextlib.contextmanager
+def choosing_steps(
+    scaler: GradScaler, choose: ChosenStep
+) -> Iterator[Callable[[], bool]]:
+    """Let ``choose`` make the steps that a scaler would skip after reading a value.
+
+    Gives a function that tells whether ``update`` has been called after the last step.
+    """
+    if not scaler.is_enabled():
+        yield lambda: True
+        return
+    dynamic: Any = scaler
+    before = scaler._per_optimizer_states
+
+    def make(
+        optimizer: torch.optim.Optimizer,
+        state: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        found = torch.stack(list(state["found_inf_per_device"].values())).sum()
+        return choose(optimizer, found, lambda: optimizer.step(*args, **kwargs))
+
+    dynamic._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+    dynamic._maybe_opt_step = make
+    try:
+        yield lambda: not scaler._per_optimizer_states
+    finally:
+        del dynamic._maybe_opt_step
+        dynamic._per_optimizer_states = before

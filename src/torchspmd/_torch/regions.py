@@ -1,14 +1,17 @@
 """The border of a manual region: trees, DTensors, and what autograd communicates."""
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from enum import Enum
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -223,3 +226,40 @@ def is_in_custom_function(stop: CodeType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+# ----------------------------------------------------------------------------
+# Dataclasses as nodes of a tree, without a registration of the user's own class.
+
+
+class Record:
+    """Stands for a dataclass in a tree; put together again, the tree has a dataclass."""
+
+    def __init__(self, original: Any, values: list[Any]) -> None:
+        _register()
+        self.original, self.values = original, values
+
+
+def record_fields(value: Any) -> Iterator[tuple[str, Any]]:
+    """The fields of a dataclass that have a value."""
+    for field in fields(value):
+        if hasattr(value, field.name):
+            yield field.name, getattr(value, field.name)
+
+
+@functools.cache
+def _register() -> None:
+    pytree.register_pytree_node(
+        Record, lambda record: (record.values, record.original), _build
+    )
+
+
+def _build(values: Any, original: Any) -> Any:
+    # Not by its constructor: that may compute, check or fill in, as it did already.
+    made = object.__new__(type(original))
+    for name, value in getattr(original, "__dict__", {}).items():
+        object.__setattr__(made, name, value)
+    names = (name for name, _ in record_fields(original))
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(made, name, value)
+    return made

@@ -17,6 +17,7 @@ from torchspmd.local.gradient import written_problem
 from torchspmd.local.layout import (
     Layout,
     Path,
+    Problem,
     Spec,
     SpecMismatchError,
     Written,
@@ -29,7 +30,6 @@ from torchspmd.local.layout import (
     leftover_entries,
     normalize,
 )
-from torchspmd.local.messages import Problem
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,7 @@ from enum import Enum
 from torch.distributed.tensor import Partial, Placement, Replicate
 
 from torchspmd.local.evidence import Evidence
-from torchspmd.local.layout import Layout, format_layout, reduce_op, shard_dim
-from torchspmd.local.messages import Problem
+from torchspmd.local.layout import Layout, Problem, format_layout, reduce_op, shard_dim
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,8 @@ from typing import Any, TypeAlias
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Shard
 
+from torchspmd.errors import LayoutError, SpmdError
+
 Layout: TypeAlias = tuple[Placement, ...]
 # A tree of layouts; None stands for "as it is" or "not a tensor".
 Spec: TypeAlias = Any
@@ -230,3 +232,52 @@ def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
     """The names of a mesh's axes; numbers where it has none."""
     names = mesh.mesh_dim_names
     return names or tuple(str(index) for index in range(mesh.ndim))
+
+
+# ----------------------------------------------------------------------------
+# The one shape that every refusal of a region has: five parts, all problems at once.
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One failing leaf and the change that cures it."""
+
+    text: str
+    change: str
+
+
+def build_message(
+    function: str,
+    mesh: DeviceMesh | None,
+    what: str,
+    problems: Sequence[Problem],
+    rule: str,
+) -> str:
+    """Call and function, mesh, a bullet for each leaf, the rule, the changes.
+
+    >>> print(build_message("attend", None, "layouts do not match",
+    ...                     [Problem("args[0] 'q': ...", "Write ...")], "They must."))
+    local_map on 'attend': layouts do not match
+    <BLANKLINE>
+      * args[0] 'q': ...
+    <BLANKLINE>
+    They must.
+    Write ...
+    """
+    place = f" (mesh {format_mesh(mesh)})" if mesh is not None else ""
+    bullets = "\n".join(f"  * {problem.text}" for problem in problems)
+    changes = "\n".join(dict.fromkeys(problem.change for problem in problems))
+    return f"local_map on {function!r}: {what}{place}\n\n{bullets}\n\n{rule}\n{changes}"
+
+
+def refuse(
+    function: str,
+    mesh: DeviceMesh | None,
+    what: str,
+    problems: Sequence[Problem],
+    rule: str,
+    error: type[SpmdError] = LayoutError,
+) -> None:
+    """Raise one error for all problems of a call; does nothing when there are none."""
+    if problems:
+        raise error(build_message(function, mesh, what, problems, rule)) from None

@@ -12,6 +12,7 @@ from torchspmd.local.frame import Frame
 from torchspmd.local.layout import (
     Layout,
     Path,
+    Problem,
     Spec,
     SpecMismatchError,
     find_entry,
@@ -23,7 +24,6 @@ from torchspmd.local.layout import (
     leftover_entries,
     normalize,
 )
-from torchspmd.local.messages import Problem
 from torchspmd.local.shapes import (
     Source,
     UnknownSizeError,

@@ -18,8 +18,7 @@ from torchspmd.local.arguments import (
     resolve_argument,
 )
 from torchspmd.local.frame import Frame, build_frame, unknown_axes
-from torchspmd.local.layout import Spec, axis_names, format_mesh
-from torchspmd.local.messages import Problem, refuse
+from torchspmd.local.layout import Problem, Spec, axis_names, format_mesh, refuse
 from torchspmd.local.outputs import Output, resolve_outputs, resolve_shape
 
 

@@ -22,12 +22,13 @@ from torchspmd.local.gradient import (
 from torchspmd.local.layout import (
     Layout,
     Path,
+    Problem,
     find_written,
     format_path,
     is_layout,
     list_ends,
+    refuse,
 )
-from torchspmd.local.messages import Problem, refuse
 from torchspmd.local.plan import (
     Options,
     Plan,

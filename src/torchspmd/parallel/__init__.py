@@ -1,20 +1,19 @@
 """Lay a model over a mesh: styles, the loss and the gradient norm that go with them."""
 
 from torchspmd.parallel.apply import parallelize_module
-from torchspmd.parallel.auto import auto_plan
 from torchspmd.parallel.clip import clip_grad_norm_
-from torchspmd.parallel.colwise import ColwiseParallel
 from torchspmd.parallel.experts import ExpertParallel, ReplicateParallel
 from torchspmd.parallel.fused import FusedColwiseParallel, KeyValueParallel
 from torchspmd.parallel.loss import vocab_parallel_cross_entropy
-from torchspmd.parallel.plan import Plan
+from torchspmd.parallel.plan.auto import auto_plan
+from torchspmd.parallel.plan.plan import Plan
 from torchspmd.parallel.prepare import (
     PrepareModuleInput,
     PrepareModuleInputOutput,
     PrepareModuleOutput,
 )
-from torchspmd.parallel.rowwise import RowwiseParallel
 from torchspmd.parallel.sequence import SequenceParallel
+from torchspmd.parallel.sharded import ColwiseParallel, RowwiseParallel
 from torchspmd.parallel.style import ParallelStyle
 
 __all__ = [

@@ -9,10 +9,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchspmd import _torch
 from torchspmd.errors import LayoutError, UsageError
 from torchspmd.parallel.axis import Axis, build_axis
-from torchspmd.parallel.plan import Style
-from torchspmd.parallel.plan_assignment import Assignment
+from torchspmd.parallel.plan.assignment import Assignment
+from torchspmd.parallel.plan.plan import Style
+from torchspmd.parallel.plan.resolve import resolve
 from torchspmd.parallel.replaced import plain_spots, retire_replaced
-from torchspmd.parallel.resolve import resolve
 from torchspmd.parallel.style import ParallelStyle, Place
 
 M = TypeVar("M", bound=nn.Module)

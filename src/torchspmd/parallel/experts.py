@@ -2,14 +2,31 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import nn
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from torchspmd import _torch
 from torchspmd.errors import LayoutCountError, LayoutError, UnsupportedModuleError
-from torchspmd.parallel.computed import describe_computed, describe_hooked
-from torchspmd.parallel.local_run import LocalRule, run_on_shards
-from torchspmd.parallel.parameters import place_parameter
+from torchspmd.parallel.axis import (
+    Axis,
+    describe_uneven,
+    global_shape,
+    is_uneven,
+    layout_of,
+    positive_dim,
+)
+from torchspmd.parallel.parameters import (
+    GradientSum,
+    describe_computed,
+    describe_hooked,
+    local_shards,
+    place_parameter,
+    wrong_shard,
+)
+from torchspmd.parallel.redistribute import change_layout, settle, unwrap, wrap
 from torchspmd.parallel.style import (
     Place,
     PlacedStyle,
@@ -19,6 +36,190 @@ from torchspmd.parallel.style import (
     mark_styled,
     one_layout,
 )
+
+# ----------------------------------------------------------------------------
+# Run any module's own forward on this rank's shards of its parameters.
+#
+# For modules of types that torchspmd does not know, where the style says in which layouts
+# that is right: stacked experts, adapters, routers.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalRule:
+    """The layouts between which a module computes on its shards.
+
+    Attributes:
+        axis: The mesh axis.
+        style: The style's name, for texts.
+        path: The module's name in the model, for texts.
+        given: Layout of each positional input that is a plain tensor; None leaves an
+            input alone.
+        needed: Layout that the computation reads, for each of them.
+        made: Layout that the computation writes. ``Partial()`` says that every rank
+            computes another term, ``Replicate()`` that every rank computes the same.
+        wanted: Layout of what is returned.
+        local_output: Return this rank's part, not a DTensor.
+    """
+
+    axis: Axis
+    style: str
+    path: str
+    given: tuple[Placement | None, ...]
+    needed: tuple[Placement | None, ...]
+    made: Placement
+    wanted: Placement
+    local_output: bool
+
+    @property
+    def where(self) -> str:
+        """How errors name the module: its path, its style and its mesh."""
+        name = f"'{self.path}'" if self.path else "the module"
+        return f"{name} with {self.style} on the {self.axis}"
+
+
+class LocalForward:
+    """Stands in for the ``forward`` of one module object."""
+
+    def __init__(self, module: nn.Module, rule: LocalRule) -> None:
+        self._shell = _Shell(module)
+        self._rule = rule
+        placed = {
+            name: parameter
+            for name, parameter in self._shell.named_parameters()
+            if isinstance(parameter, DTensor)
+        }
+        self._shapes = {
+            n: tuple(_torch.local_tensor(p).shape) for n, p in placed.items()
+        }
+        self._whole = {
+            n for n, p in placed.items() if all(x.is_replicate() for x in p.placements)
+        }
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Prepare the inputs, run the module's own forward on shards, hand on."""
+        rule = self._rule
+        if len(args) != len(rule.given):
+            raise LayoutError(
+                f"{rule.where}: module inputs and input_layouts should have same length! "
+                f"It got {len(args)} positional inputs for {len(rule.given)} layouts; "
+                "write None for an input to leave alone."
+            )
+        self._check_keywords(kwargs)
+        inputs = tuple(self._enter(i, value) for i, value in enumerate(args))
+        output = torch.func.functional_call(self._shell, self._shards(), inputs, kwargs)
+        if not isinstance(output, torch.Tensor) or isinstance(output, DTensor):
+            raise LayoutError(
+                f"{rule.where}: the module returned a {type(output).__name__}; it must "
+                "return one plain tensor."
+            )
+        return self._leave(output)
+
+    def _shards(self) -> dict[str, torch.Tensor]:
+        """This rank's shard of each parameter, by its name in the shell."""
+        parameters = self._parameters()
+        # Where every rank computes a term, a whole parameter's gradient is in terms too.
+        summed = [
+            name
+            for name in parameters
+            if type(self._rule.made) is Partial and name in self._whole
+        ]
+        others = [name for name in parameters if name not in summed]
+        found: dict[str, torch.Tensor] = {}
+        for names, total in (
+            (summed, GradientSum(self._rule.axis)),
+            (others, None),
+        ):
+            shards = local_shards([parameters[name] for name in names], total)
+            pairs = zip(names, shards, strict=True)
+            found |= {name: shard for name, shard in pairs if shard is not None}
+        self._check_shards(found)
+        return found
+
+    def _parameters(self) -> dict[str, torch.Tensor]:
+        """The parameters, also those that DistributedDataParallel keeps for itself.
+
+        While it has the module, DTensors stand in their places as plain attributes.
+        """
+        found: dict[str, torch.Tensor] = dict(self._shell.named_parameters())
+        for name in [name for name in self._shapes if name not in found]:
+            owner, _, last = name.rpartition(".")
+            value = getattr(self._shell.get_submodule(owner), last, None)
+            if isinstance(value, DTensor):
+                found[name] = value
+        return found
+
+    def _check_shards(self, shards: dict[str, torch.Tensor]) -> None:
+        for name, shard in shards.items():
+            expected = self._shapes.get(name)
+            if expected is not None and shard.shape != expected:
+                inside = name.removeprefix("module.")
+                raise wrong_shard(self._rule.where, inside, shard, expected)
+
+    def _check_keywords(self, keywords: dict[str, Any]) -> None:
+        rule = self._rule
+        if type(rule.made) is not Partial or not torch.is_grad_enabled():
+            return
+        names = [
+            name
+            for name, value in keywords.items()
+            if isinstance(value, torch.Tensor) and value.requires_grad
+        ]
+        if names:
+            raise LayoutError(
+                f"{rule.where}: the keyword inputs {', '.join(names)} require a "
+                "gradient, which would be only this rank's term of it. Pass them by "
+                "position, with a layout for each in input_layouts."
+            )
+
+    def _enter(self, index: int, value: Any) -> Any:
+        rule = self._rule
+        given, needed = rule.given[index], rule.needed[index]
+        if given is None or needed is None:
+            return value
+        if not isinstance(value, torch.Tensor):
+            raise LayoutError(
+                f"{rule.where}: input {index} is a {type(value).__name__}; write None as "
+                "its layout to leave it alone."
+            )
+        axis, target = rule.axis, positive_dim(needed, value.ndim)
+        # What every rank reads whole and uses for its own term has a gradient in terms.
+        terms = type(target) is Replicate and type(rule.made) is Partial
+        gradient = Partial() if terms and value.requires_grad else None
+        if isinstance(value, DTensor):
+            value = settle(value)
+            source, shape = layout_of(value, axis, rule.where), tuple(value.shape)
+            value = unwrap(value, axis)
+        else:
+            source = positive_dim(given, value.ndim)
+            shape = global_shape(tuple(value.shape), source, axis.size)
+        return change_layout(value, source, target, axis, shape, gradient=gradient)
+
+    def _leave(self, output: torch.Tensor) -> torch.Tensor:
+        rule = self._rule
+        made = positive_dim(rule.made, output.ndim)
+        wanted = positive_dim(rule.wanted, output.ndim)
+        shape = global_shape(tuple(output.shape), made, rule.axis.size)
+        if rule.local_output and is_uneven(shape, wanted, rule.axis):
+            raise LayoutError(describe_uneven(shape, wanted, rule.axis, rule.where))
+        output = change_layout(output, made, wanted, rule.axis, shape)
+        return output if rule.local_output else wrap(output, wanted, rule.axis, shape)
+
+
+class _Shell(nn.Module):
+    """Holds a module to swap its parameters, and runs the forward of its class."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
+def run_on_shards(module: nn.Module, rule: LocalRule) -> None:
+    """Make a module compute on the shards of its DTensor parameters."""
+    module.forward = LocalForward(module, rule)
+
 
 Layouts = Placement | tuple[Placement | None, ...]
 

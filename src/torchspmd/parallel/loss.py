@@ -21,8 +21,11 @@ from torchspmd.parallel.axis import (
     shard_offset,
     shard_size,
 )
-from torchspmd.parallel.exchange import all_reduce_max
-from torchspmd.parallel.handover import refuse_double_backward, unwrap
+from torchspmd.parallel.redistribute import (
+    all_reduce_max,
+    refuse_double_backward,
+    unwrap,
+)
 
 _CALL = "vocab_parallel_cross_entropy"
 _MOST_CLASSES = 2**24  # of one rank: float32 holds every number up to it

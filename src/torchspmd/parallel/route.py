@@ -20,7 +20,7 @@ from torchspmd.parallel.axis import (
     positive_dim,
     shard_size,
 )
-from torchspmd.parallel.handover import settle, unwrap, wrap
+from torchspmd.parallel.redistribute import settle, unwrap, wrap
 
 _MAX_CALLS = 256  # shapes of inputs that one layer remembers
 

@@ -1,16 +1,41 @@
 """Sequence-parallel: norms and dropout on a part of the sequence."""
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import torch
+import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from torchspmd import _torch
 from torchspmd.errors import LayoutError, UnsupportedModuleError
-from torchspmd.parallel.computed import describe_computed
 from torchspmd.parallel.dispatch import run_on_dtensors
-from torchspmd.parallel.norm import LocalDropout, LocalLayerNorm, LocalRMSNorm
-from torchspmd.parallel.parameters import place_buffers, place_parameter
-from torchspmd.parallel.route import Route
+from torchspmd.parallel.parameters import (
+    GradientSum,
+    close_gradient,
+    describe_computed,
+    local_shards,
+    open_parameter,
+    place_buffers,
+    place_parameter,
+    sum_over_axis,
+)
+from torchspmd.parallel.redistribute import (
+    change_layout,
+    move,
+    open_gradient,
+    refuse_double_backward,
+    take_shard,
+)
+from torchspmd.parallel.route import (
+    Route,
+    Steps,
+    check_even,
+    check_tensor,
+    enter,
+    leave,
+)
 from torchspmd.parallel.style import (
     Place,
     PlacedStyle,
@@ -18,6 +43,152 @@ from torchspmd.parallel.style import (
     describe_styled,
     mark_styled,
 )
+
+# ----------------------------------------------------------------------------
+# Norms and dropout on this rank's part of the sequence, with replicated parameters.
+
+
+class LocalLayerNorm(nn.LayerNorm):
+    """A LayerNorm whose forward runs on this rank's part of the sequence."""
+
+    route: Route
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The normalised input; the parameters' gradients are summed over the ranks."""
+        route = self.route
+        local, steps, shape = _enter_shard(input, route, len(self.normalized_shape))
+        if not torch.compiler.is_compiling() and not _torch.is_autocast_enabled():
+            if route.local_output:
+                check_even(route, steps.wanted, shape)
+            call = NormCall(route, steps.wanted, shape, self.normalized_shape, self.eps)
+            output: torch.Tensor = _LocalNorm.apply(local, self.weight, self.bias, call)
+            return output
+        weight, bias = local_shards([self.weight, self.bias], GradientSum(route.axis))
+        output = F.layer_norm(local, self.normalized_shape, weight, bias, self.eps)
+        return leave(output, route, steps, shape)
+
+    def extra_repr(self) -> str:
+        """The layer's sizes and its style."""
+        return f"{super().extra_repr()}, {self.route}"
+
+
+class LocalRMSNorm(nn.RMSNorm):
+    """An RMSNorm whose forward runs on this rank's part of the sequence."""
+
+    route: Route
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The normalised input; the weight's gradient is summed over the ranks."""
+        route = self.route
+        local, steps, shape = _enter_shard(x, route, len(self.normalized_shape))
+        (weight,) = local_shards([self.weight], GradientSum(route.axis))
+        output = F.rms_norm(local, self.normalized_shape, weight, self.eps)
+        return leave(output, route, steps, shape)
+
+    def extra_repr(self) -> str:
+        """The layer's sizes and its style."""
+        return f"{super().extra_repr()}, {self.route}"
+
+
+class LocalDropout(nn.Dropout):
+    """A Dropout whose forward runs on this rank's part of the sequence."""
+
+    route: Route
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The input with the elements dropped that one device would drop.
+
+        Every rank draws the mask of the whole tensor and uses its part: ranks with one
+        seed then stay in step, where drawing the part alone would repeat one mask.
+        """
+        route = self.route
+        local, steps, shape = _enter_shard(input, route, 0)
+        if self.training and self.p > 0:
+            whole = F.dropout(local.new_ones(shape), self.p)
+            assert type(steps.needed) is Shard
+            local = local * take_shard(whole, steps.needed.dim, route.axis)
+        return leave(local, route, steps, shape)
+
+    def extra_repr(self) -> str:
+        """The layer's settings and its style."""
+        return f"{super().extra_repr()}, {self.route}"
+
+
+class NormCall(NamedTuple):
+    """What one call of a LayerNorm needs to know besides tensors."""
+
+    route: Route
+    layout: Placement
+    shape: tuple[int, ...]
+    normalized: tuple[int, ...]
+    eps: float
+
+
+class _LocalNorm(torch.autograd.Function):
+    """LayerNorm, the sum of its parameters' gradients and its DTensor, as one step."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        call: NormCall,
+    ) -> torch.Tensor:
+        (local_weight, weight_spec), (local_bias, bias_spec) = map(
+            open_parameter, (weight, bias)
+        )
+        output, mean, scale = torch.native_layer_norm(
+            input, call.normalized, local_weight, local_bias, call.eps
+        )
+        ctx.call, ctx.specs = call, (weight_spec, bias_spec)
+        ctx.save_for_backward(input, mean, scale, local_weight, local_bias)
+        if call.route.local_output:
+            return output
+        spec = call.route.axis.spec(call.layout, call.shape, output.dtype)
+        return _torch.wrap_local(output, spec)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        refuse_double_backward(LocalLayerNorm.__name__)
+        call = ctx.call
+        axis, layout = call.route.axis, call.layout
+        local, arriving = open_gradient(gradient, layout)
+        local = move(local, arriving, layout, axis, call.shape)
+        input, mean, scale, weight, bias = ctx.saved_tensors
+        needs = list(ctx.needs_input_grad[:3])
+        of_input, of_weight, of_bias = torch.ops.aten.native_layer_norm_backward(
+            local, input, call.normalized, mean, scale, weight, bias, needs
+        )
+        of_weight, of_bias = sum_over_axis((of_weight, of_bias), axis)
+        weight_spec, bias_spec = ctx.specs
+        parameters = (
+            close_gradient(of_weight, weight_spec),
+            close_gradient(of_bias, bias_spec),
+        )
+        return of_input, *parameters, None
+
+
+def _enter_shard(
+    tensor: Any, route: Route, num_normalized: int
+) -> tuple[torch.Tensor, Steps, tuple[int, ...]]:
+    """The part of the sequence that this rank computes on."""
+    check_tensor(tensor, route)
+    steps = route.steps(tensor.ndim, tensor.ndim)
+    value = enter(tensor, route, steps)
+    needed = steps.needed
+    assert type(needed) is Shard, needed
+    if needed.dim >= tensor.ndim - num_normalized:
+        raise LayoutError(
+            f"{route.where}: the sequence dimension {needed.dim} of an input of shape "
+            f"{tuple(tensor.shape)} is one that the norm reduces over. Pass "
+            "sequence_dim= the dimension of the sequence."
+        )
+    local = value.tensor
+    if isinstance(tensor, DTensor):
+        local = change_layout(local, value.layout, needed, route.axis, value.shape)
+    return local, steps, value.shape
+
 
 _LOCAL_FORMS: dict[type[nn.Module], type[nn.Module]] = {
     nn.LayerNorm: LocalLayerNorm,

@@ -7,7 +7,7 @@ from rich.text import Text
 
 from torchspmd.comm import format_bytes
 from torchspmd.report.text import plain_table
-from torchspmd.step.graph.exposure_report import ExposureReport, MeasuredExposure
+from torchspmd.step.measure.exposure_report import ExposureReport, MeasuredExposure
 
 
 def print_exposure(

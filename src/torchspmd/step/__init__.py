@@ -1,24 +1,23 @@
 """The whole training step as one program: capture it, look at it, run it."""
 
 from torchspmd.step.api import compile
-from torchspmd.step.capture.modes import DataParallel
 from torchspmd.step.capture.override import Override
-from torchspmd.step.closed import ClosedProgram
-from torchspmd.step.compiled import CompiledStep
-from torchspmd.step.exposure import measure_exposure
+from torchspmd.step.compiled import ClosedProgram, CompiledStep
+from torchspmd.step.deferral.module import IterGraphModule
+from torchspmd.step.graph.collectives import build_ledger
 from torchspmd.step.graph.cost import CostModel
-from torchspmd.step.graph.exposure_report import ExposureReport, MeasuredExposure
-from torchspmd.step.graph.ledger import build_ledger
-from torchspmd.step.graph.optimizer_blocks import get_all_fused_optimizer_blocks
-from torchspmd.step.graph.queries import find_all_descendants, find_node
+from torchspmd.step.graph.edit import find_all_descendants, find_node
+from torchspmd.step.graph.optimizer_lists import get_all_fused_optimizer_blocks
 from torchspmd.step.graph.reports import Outcome, PassReport
-from torchspmd.step.iterate.iteration import IterGraphModule
-from torchspmd.step.measured_cost import measure_cost
-from torchspmd.step.passes.ordering import graph_optimization_pass, pass_reports
+from torchspmd.step.measure.cost import measure_cost
+from torchspmd.step.measure.exposure import measure_exposure
+from torchspmd.step.measure.exposure_report import ExposureReport, MeasuredExposure
+from torchspmd.step.modes.data_parallel import DataParallel
+from torchspmd.step.passes.runner import graph_optimization_pass, pass_reports
 from torchspmd.step.program import Program
 from torchspmd.step.transformation import GraphModuleTransformation
-from torchspmd.step.virtual.options import Verification
 from torchspmd.step.virtual.run import VirtualRanks, run_virtual
+from torchspmd.step.virtual.verify import Verification
 
 __all__ = [
     "ClosedProgram",

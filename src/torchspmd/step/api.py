@@ -8,10 +8,10 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchspmd.errors import UsageError
-from torchspmd.step.capture.modes import DataParallel
 from torchspmd.step.capture.override import Override
 from torchspmd.step.compiled import CompiledStep
-from torchspmd.step.virtual.options import Verification
+from torchspmd.step.modes.data_parallel import DataParallel
+from torchspmd.step.virtual.verify import Verification
 
 Transformation = Callable[[fx.GraphModule], Any]
 Backend = Literal["graph", "inductor", "cudagraph"]

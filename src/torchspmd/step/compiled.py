@@ -1,56 +1,218 @@
 """A compiled training step: its programs, why each exists, and how long each takes."""
 
 import functools
+import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Self, final
+from typing import Any, NoReturn, ParamSpec, Protocol, Self, TypeVar, cast, final
 
 import torch
+import torch.distributed as dist
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchspmd import _torch
+from torchspmd.comm import Ledger
 from torchspmd.errors import CaptureError, UsageError
-from torchspmd.step.backends import (
-    BACKENDS,
-    Prepared,
-    needs_fixed_numbers,
-    prepare,
-)
-from torchspmd.step.capture.collection import without_collection
+from torchspmd.step.capture.guard_cache import KnownCalls
+from torchspmd.step.capture.guards import TensorFact, explain_difference, sign
 from torchspmd.step.capture.inventory import Inventory, take_inventory
-from torchspmd.step.capture.modes import DataParallel, Spread, resolve_spread
 from torchspmd.step.capture.override import Override, Overrides
-from torchspmd.step.capture.progress import Progress
-from torchspmd.step.capture.signature import TensorFact, explain_difference, sign
-from torchspmd.step.capture.tracing import Captured, capture
-from torchspmd.step.certification import prepare_certified
-from torchspmd.step.closed import ClosedProgram, check_usable, explain
-from torchspmd.step.exposed_program import measure_program
-from torchspmd.step.exposure import check_request
-from torchspmd.step.graph.cost import CostModel
-from torchspmd.step.graph.exposure_report import ExposureReport
-from torchspmd.step.graph.ledger import build_ledger, peers_of
-from torchspmd.step.graph.memory import PeakMemory, predict_peak
-from torchspmd.step.iterate.iter_graph import deferral_facts
-from torchspmd.step.meeting import Meeting
-from torchspmd.step.pending import (
+from torchspmd.step.capture.trace import Captured, capture, without_collection
+from torchspmd.step.certify import prepare_certified
+from torchspmd.step.deferral.iter_graph import deferral_facts
+from torchspmd.step.deferred import (
     Pending,
     expected,
     flush_last,
     flush_others,
     flush_watching,
 )
-from torchspmd.step.plans import Plan, build_plan
+from torchspmd.step.flush_hooks import own_look
+from torchspmd.step.graph.collectives import build_ledger, peers_of
+from torchspmd.step.graph.cost import CostModel
+from torchspmd.step.graph.memory import PeakMemory, predict_peak
+from torchspmd.step.lower.backends import (
+    BACKENDS,
+    Prepared,
+    needs_fixed_numbers,
+    prepare,
+)
+from torchspmd.step.lower.in_place import InPlaceReport
+from torchspmd.step.measure.exposure import check_request, measure_program
+from torchspmd.step.measure.exposure_report import ExposureReport
+from torchspmd.step.modes.data_parallel import DataParallel, Spread, resolve_spread
 from torchspmd.step.program import Program, find_loose, find_released
-from torchspmd.step.switches import Switches
-from torchspmd.step.threads import one_at_a_time
-from torchspmd.step.unchanged import KnownCalls
-from torchspmd.step.virtual.options import Verification
-from torchspmd.step.watching import own_look
+from torchspmd.step.progress import Progress
+from torchspmd.step.rank_agreement import Meeting, Plan, Switches, build_plan, describe
+from torchspmd.step.virtual.certificate import Certificate
+from torchspmd.step.virtual.verify import Verification
+
+# ----------------------------------------------------------------------------
+# Methods of one object that threads call one after another.
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+class _Locked(Protocol):
+    lock: threading.RLock
+
+
+def one_at_a_time(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Run a method of an object only while it holds the object's ``lock``.
+
+    A thread that saves a checkpoint looks at the model while another one trains: it waits
+    for the end of the step.
+    """
+
+    @functools.wraps(method)
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        with cast(_Locked, args[0]).lock:
+            return method(*args, **kwargs)
+
+    return run
+
+
+# ----------------------------------------------------------------------------
+# What a program is and costs, in lines for people.
+
+
+def explain_program(program: Program) -> list[str]:
+    """Why a program was captured, what it communicates, and how long it takes."""
+    total = program.ledger.total()
+    more = [
+        *program.reason.splitlines(),
+        *program.describe_memory(),
+        *program.describe_deferral(),
+        *program.notes,
+        program.certificate.summary(),
+    ]
+    return [
+        f"  program {program.number}: {len(program.graph.graph.nodes)} nodes, "
+        f"{total.count} collectives, {total.payload_bytes} payload bytes, "
+        f"captured in {program.capture_seconds:.2f} s{_times(program)}",
+        *(f"    {line}" for line in more),
+    ]
+
+
+def _times(program: Program) -> str:
+    if program.first_run_seconds is None:
+        return ""
+    text = f", first run {program.first_run_seconds * 1e3:.1f} ms"
+    if program.step_seconds:
+        median = statistics.median(program.step_seconds)
+        text += f", step {median * 1e3:.1f} ms"
+    return text
+
+
+# ----------------------------------------------------------------------------
+# What stays of the programs of a step that was closed: what they said, not the graphs.
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class ClosedProgram:
+    """What is known about a program whose step was closed; it holds no graph or tensor.
+
+    Attributes:
+        number: Its place among the programs of its compiled step.
+        num_nodes: How many nodes its graph had.
+        reason: Why it was captured.
+        ledger: What the graph communicated.
+        certificate: Which passes ran, what they claim, what was checked and what not.
+        in_place: Which new values were computed in the memory of the old ones.
+        peak_memory: What was alive at the worst moment.
+        notes: What else was done to the graph, a line each.
+        capture_seconds: Time to trace, transform and compile it.
+        first_run_seconds: Time of its first run, after capture.
+        step_seconds: Times of the latest runs after the first.
+        explanation: The lines of ``explain()`` about it.
+    """
+
+    number: int
+    num_nodes: int
+    reason: str
+    ledger: Ledger
+    certificate: Certificate
+    in_place: InPlaceReport
+    peak_memory: PeakMemory | None
+    notes: tuple[str, ...]
+    capture_seconds: float
+    first_run_seconds: float | None
+    step_seconds: tuple[float, ...]
+    explanation: tuple[str, ...]
+
+    @classmethod
+    def of(cls, program: Program) -> "ClosedProgram":
+        """What to keep of a program."""
+        return cls(
+            number=program.number,
+            num_nodes=len(program.graph.graph.nodes),
+            reason=program.reason,
+            ledger=program.ledger,
+            certificate=program.certificate,
+            in_place=program.in_place,
+            peak_memory=program.peak_memory,
+            notes=program.notes,
+            capture_seconds=program.capture_seconds,
+            first_run_seconds=program.first_run_seconds,
+            step_seconds=tuple(program.step_seconds),
+            explanation=tuple(explain_program(program)),
+        )
+
+    def __repr__(self) -> str:
+        """One line, as of a program."""
+        return f"ClosedProgram({self.number}: {self.num_nodes} nodes, {self.ledger!r})"
+
+    @property
+    def graph(self) -> NoReturn:
+        """Gone with its step."""
+        raise self._gone("graph")
+
+    @property
+    def code(self) -> NoReturn:
+        """Gone with its step."""
+        raise self._gone("code")
+
+    def _gone(self, name: str) -> UsageError:
+        return UsageError(
+            f"program {self.number}: its step was closed, by close() or the end of `with`, "
+            f"and no graph is kept then. Look at programs[{self.number}].{name} before "
+            "that; what stays is certificate, ledger, peak_memory, in_place, reason, notes "
+            "and times."
+        )
+
+
+def explain(name: str, programs: Sequence[Program | ClosedProgram], closed: str) -> str:
+    """Which programs a step has, or had before it was closed, and by what."""
+    lines = [f"{name}: {len(programs)} programs{closed and f', closed by {closed}'}"]
+    for program in programs:
+        if isinstance(program, ClosedProgram):
+            lines += program.explanation
+        else:
+            lines += explain_program(program)
+    return "\n".join(lines)
+
+
+def check_usable(name: str, closed: str, spread: Spread | None) -> None:
+    """Raise where a step was closed, and by what, or has no ranks to talk to any more."""
+    if closed:
+        raise UsageError(
+            f"{name}: this compiled step was closed by {closed}, and cannot be called any "
+            "more. Compile its function again (of a decorated one, it is __wrapped__). "
+            "Between epochs call flush() instead, with one `with` around all of them."
+        )
+    if spread is not None and spread.mesh is not None and not dist.is_initialized():
+        raise UsageError(
+            f"{name}: this step was captured for the mesh {describe(spread.mesh)}, whose "
+            "process groups were destroyed since, so that it cannot be called any more. "
+            "Call it before destroy_process_group(), or compile its function again behind "
+            "init_process_group()."
+        )
+
 
 MAX_PROGRAMS = 8
 
@@ -113,7 +275,7 @@ class CompiledStep:
             if self._pending is not None:
                 if program and self._pending.belongs_to(program, inventory):
                     program.num_early -= program.num_early > 0
-                else:  # another program, or other tensors: what is owed comes first
+                else:  # another program, or other tensors: what is pending comes first
                     self._pending.note_other_tensors(program, inventory)
                     self.flush()
                     program, inventory = self._look_up(positional, named)
@@ -151,7 +313,7 @@ class CompiledStep:
         """Measure how long computing stands still for each collective, and why.
 
         Call it on every rank with the arguments of a step that was made. The step's graph
-        is run on copies: no step is made, and what is owed stays owed.
+        is run on copies: no step is made, and what is pending stays pending.
 
         Args:
             args: The arguments of the step.
@@ -216,7 +378,7 @@ class CompiledStep:
             if error is None:
                 raise
             error.add_note(
-                f"{self._name}: the update that was owed could not be made: {failure}"
+                f"{self._name}: the pending update could not be made: {failure}"
             )
 
     @own_look()

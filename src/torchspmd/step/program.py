@@ -1,7 +1,7 @@
 """A captured step: one functional graph, its guards, and how it is run."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,10 +10,10 @@ from torch import fx
 
 from torchspmd import _torch
 from torchspmd.comm import Ledger
-from torchspmd.step.backends import Prepared
-from torchspmd.step.capture.counters import is_counter
+from torchspmd.errors import LostStateError
+from torchspmd.step.capture.guards import Signature
 from torchspmd.step.capture.host_values import Reads
-from torchspmd.step.capture.inventory import Inventory
+from torchspmd.step.capture.inventory import Inventory, is_counter
 from torchspmd.step.capture.outputs import (
     NewGradient,
     NewNumber,
@@ -22,13 +22,75 @@ from torchspmd.step.capture.outputs import (
     Outputs,
     Result,
 )
-from torchspmd.step.capture.signature import Signature
+from torchspmd.step.deferral.module import IterGraphModule
 from torchspmd.step.graph.memory import PeakMemory
-from torchspmd.step.graph.roles import output_values
-from torchspmd.step.iterate.iteration import IterGraphModule
-from torchspmd.step.lost_states import LostStates
-from torchspmd.step.passes.in_place import InPlaceReport
+from torchspmd.step.graph.metadata import output_values
+from torchspmd.step.lower.backends import Prepared
+from torchspmd.step.lower.in_place import InPlaceReport
 from torchspmd.step.virtual.certificate import Certificate
+
+# ----------------------------------------------------------------------------
+# States that a failed update left undefined, until a checkpoint has replaced them.
+
+
+class LostStates:
+    """What must get other values before training goes on.
+
+    A tensor has another value once it was written, as by ``nn.Module.load_state_dict``,
+    or once another tensor stands in its place, as after ``Optimizer.load_state_dict``. A
+    counter that is a Python number has one once the optimizer keeps it somewhere else.
+
+    Args:
+        inventory: Where the tensors and numbers are.
+        states: Their places among the graph's inputs: tensors, then numbers.
+    """
+
+    def __init__(self, inventory: Inventory, states: Iterable[int]) -> None:
+        self._inventory = inventory
+        places, count = list(states), len(inventory.slots)
+        self._versions = {n: self._version(n) for n in places if n < count}
+        self._numbers = [inventory.numbers[n - count] for n in places if n >= count]
+
+    def check(self) -> None:
+        """Raise unless all of them have got other values."""
+        held = self._held()
+        lost = [
+            self._inventory.slots[slot].name
+            for slot, version in self._versions.items()
+            if slot in held and self._version(slot) == version
+        ]
+        holders = {
+            id(entries)
+            for _, optimizer in self._inventory.optimizers
+            for entries in optimizer.state.values()
+        }
+        lost += [each.name for each in self._numbers if id(each.holder) in holders]
+        if lost:
+            raise LostStateError.of(lost)
+
+    def _version(self, slot: int) -> int:
+        tensor = self._inventory.slots[slot].tensor
+        return _torch.version_of(_torch.plain_tensor(tensor))
+
+    def _held(self) -> set[int]:
+        """Tensors that still stand where they stood, or stand in no known place."""
+        inventory = self._inventory
+        places = [
+            (place.slot, place.table.get(place.key)) for place in inventory.places
+        ]
+        for state in inventory.states:
+            _, optimizer = inventory.optimizers[state.optimizer]
+            owner = inventory.slots[state.parameter].tensor
+            now = optimizer.state.get(owner, {}).get(state.key)
+            places.append((state.slot, now))
+        for parameter, slot in inventory.gradients.items():
+            places.append((slot, inventory.slots[parameter].tensor.grad))
+        gone = {slot for slot, now in places if not self._is(slot, now)}
+        kept = {slot for slot, now in places if self._is(slot, now)}
+        return set(self._versions) - (gone - kept)
+
+    def _is(self, slot: int, now: torch.Tensor | None) -> bool:
+        return now is self._inventory.slots[slot].tensor
 
 
 @dataclass(slots=True, repr=False)
@@ -160,7 +222,7 @@ class Program:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether an exception came after some of the owed updates were made."""
+        """Whether an exception came after some of the pending updates were made."""
         return bool(getattr(self.run, "is_interrupted", False))
 
     def find_lost(self, inventory: Inventory) -> LostStates | None:
@@ -169,7 +231,7 @@ class Program:
             return None
         return LostStates(inventory, self.run.lost)
 
-    def owed_states(self, inventory: Inventory) -> list[tuple[str, torch.Tensor]]:
+    def pending_states(self, inventory: Inventory) -> list[tuple[str, torch.Tensor]]:
         """The tensors that updates of the next step write, by name."""
         assert isinstance(self.run, IterGraphModule), type(self.run)
         places = self.run.states_of(range(len(self.run.graph.regions)))
@@ -178,10 +240,10 @@ class Program:
         ]
         return [(slot.name, _torch.plain_tensor(slot.tensor)) for slot in slots]
 
-    def drop_owed(self) -> None:
-        """Forget updates that are owed: their states have been loaded again."""
+    def drop_pending(self) -> None:
+        """Forget updates that are pending: their states have been loaded again."""
         assert isinstance(self.run, IterGraphModule), type(self.run)
-        self.run.drop_owed()
+        self.run.drop_pending()
 
     def describe_deferral(self) -> list[str]:
         """What is left for the next step, in one line; nothing where nothing is."""

@@ -15,12 +15,12 @@ from torchspmd.comm.event import is_check
 from torchspmd.comm.ledger import DEFAULT_MAX_EVENTS
 from torchspmd.comm.storage import write_whole
 from torchspmd.errors import UsageError
-from torchspmd.trace import notes, tables
+from torchspmd.trace import tables
 from torchspmd.trace.callsite import read_call_site, read_phase
-from torchspmd.trace.counts import ModuleCounts, count_modules, count_packets
 from torchspmd.trace.intercept import Call, listen
 from torchspmd.trace.modules import ModuleInfo, ModuleTracker
 from torchspmd.trace.operations import OperationLog, OperationMode
+from torchspmd.trace.tables import ModuleCounts, count_modules, count_packets
 
 
 class CommDebugMode:
@@ -93,7 +93,7 @@ class CommDebugMode:
         trace: TracebackType | None,
     ) -> None:
         if self._lists_operations and self._tracker.compiled:
-            self.ledger.note(notes.on_compiled_modules(self._tracker.compiled))
+            self.ledger.note(tables.on_compiled_modules(self._tracker.compiled))
         exits, self._exits = self._exits, None
         if exits is not None:
             exits.__exit__(kind, error, trace)
@@ -126,11 +126,11 @@ class CommDebugMode:
             check=is_check(),
         )
         self.ledger.append(event)
-        for text in notes.on_event(event):
+        for text in tables.on_event(event):
             self.ledger.note(text)
 
     def _note_replay(self) -> None:
-        self.ledger.note(notes.ON_REPLAY)
+        self.ledger.note(tables.ON_REPLAY)
 
     def _locate(self) -> tuple[str, Phase]:
         """The module and phase of an operator, without the cost of a whole stack walk."""

@@ -7,9 +7,11 @@ created the node that runs.
 
 import threading
 import weakref
+from array import array
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -18,9 +20,111 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torchspmd import _torch
 from torchspmd.comm import GLOBAL, Phase, is_within
-from torchspmd.trace.boundaries import Boundaries
-from torchspmd.trace.calls import follow, unfollow
 from torchspmd.trace.callsite import is_nested_backward
+
+# ----------------------------------------------------------------------------
+# Which module was running when an autograd node was created, in bounded memory.
+
+# A module call makes at most two boundaries. Older ones are forgotten.
+_FIRST_BOUNDARIES = 1 << 12
+_MAX_BOUNDARIES = 1 << 16
+
+
+class Boundaries:
+    """From which autograd sequence number on which module was running; bounded."""
+
+    def __init__(self) -> None:
+        self._starts = array("q", bytes(8 * _FIRST_BOUNDARIES))
+        self._paths = array("i", bytes(4 * _FIRST_BOUNDARIES))
+        self._size = 0
+        self._lost_below = 0
+
+    def begin(self, start: int, path: int) -> None:
+        """From this sequence number on, this path is running; -1 for none."""
+        last = self._size - 1
+        if last >= 0 and self._starts[last] == start:
+            self._paths[last] = path  # no node was created since: it never mattered
+            return
+        if self._size == len(self._starts):
+            self._make_room()
+        self._starts[self._size] = start
+        self._paths[self._size] = path
+        self._size += 1
+
+    def find(self, sequence: int) -> int | None:
+        """The path that was running; -1 for none, None when it was forgotten."""
+        if sequence < self._lost_below:
+            return None
+        place = bisect_right(self._starts, sequence, 0, self._size) - 1
+        return self._paths[place] if place >= 0 else -1
+
+    def _make_room(self) -> None:
+        if self._size < _MAX_BOUNDARIES:
+            self._starts.extend(self._starts)
+            self._paths.extend(self._paths)
+            return
+        half = self._size // 2
+        self._starts[:half] = self._starts[half:]
+        self._paths[:half] = self._paths[half:]
+        self._size = half
+        self._lost_below = self._starts[0]
+
+
+# ----------------------------------------------------------------------------
+# One wrapper around every module call, for all who follow.
+#
+# It is there while somebody follows. Global forward hooks would not do: they end before a
+# module's own hooks run, and those often communicate.
+
+
+class Follower(Protocol):
+    """Is told when a module's call begins and ends, in the thread that makes it."""
+
+    def enter(self, module: nn.Module) -> None:
+        """A call begins."""
+
+    def leave(self) -> None:
+        """The call that began last ends, one way or the other."""
+
+
+_followers: tuple[Follower, ...] = ()
+_lock = threading.Lock()
+_plain_call = nn.Module.__call__
+
+
+def _observed_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():
+        # Traced into a graph: what counts is the call that runs the graph.
+        return _plain_call(module, *args, **kwargs)
+    followers = _followers
+    for follower in followers:
+        follower.enter(module)
+    try:
+        return _plain_call(module, *args, **kwargs)
+    finally:
+        for follower in followers:
+            follower.leave()
+
+
+def follow(follower: Follower) -> None:
+    """Tell a follower of every module call from now on."""
+    global _followers, _plain_call  # noqa: PLW0603  # the class is process-wide too
+    _torch.load_compiler()
+    with _lock:
+        if not _followers:
+            _plain_call = nn.Module.__call__
+            nn.Module.__call__ = _observed_call  # type: ignore[method-assign]
+        _followers = (*_followers, follower)
+
+
+def unfollow(follower: Follower) -> None:
+    """Tell it no more; with the last one the wrapper goes."""
+    global _followers  # noqa: PLW0603
+    with _lock:
+        _followers = tuple(other for other in _followers if other is not follower)
+        if not _followers:
+            nn.Module.__call__ = _plain_call  # type: ignore[method-assign]
+
 
 # Wrappers of torch's own that a user did not write into the model's names.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")

@@ -1,14 +1,17 @@
 """What a CommDebugMode saw, as text and as JSON: pure functions of its data."""
 
 import json
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from torchspmd.comm import GLOBAL, Ledger, Phase, Total
+import torch
+
+from torchspmd.comm import GLOBAL, CommEvent, Kind, Ledger, Phase, Total, is_within
 from torchspmd.errors import UsageError
-from torchspmd.trace.modules import ModuleInfo
+from torchspmd.trace.modules import LOST, ModuleInfo
 from torchspmd.trace.operations import TRIVIAL, Operation, OperationLog
 
 _NOT_LISTED = (
@@ -182,3 +185,97 @@ def parameter_table(modules: Mapping[str, ModuleInfo]) -> str:
             shape = list(value.shape)
             lines.append(f"{path}.{name}: {shape} {value.dtype} {layout}\n")
     return "".join(lines)
+
+
+# ----------------------------------------------------------------------------
+# Counts in the shapes that users of CommDebugMode read them in.
+
+
+class ModuleCounts(dict[str, "defaultdict[Any, int]"]):
+    """Counts of one module by phase; an operator packet as key gives all phases.
+
+    Forward and backward are always there, recompute and optimizer when they happened.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(forward=defaultdict(int), backward=defaultdict(int))
+
+    def add(self, phase: str, packet: Any, count: int) -> None:
+        """Count some more."""
+        self.setdefault(phase, defaultdict(int))[packet] += count
+
+    def __missing__(self, packet: Any) -> Any:
+        if isinstance(packet, str):
+            raise KeyError(packet)
+        return sum(counts.get(packet, 0) for counts in self.values())
+
+
+def packet(name: str) -> Any:
+    """``torch.ops.<namespace>.<name>``, or the native one where torch has no other."""
+    namespace, _, base = name.partition(".")
+    found = getattr(getattr(torch.ops, namespace), base, None)
+    return found or getattr(torch.ops._c10d_functional, base)
+
+
+def count_packets(ledger: Ledger, *, checks: bool) -> dict[Any, int]:
+    """Counts by operator packet."""
+    counts: dict[Any, int] = defaultdict(int)
+    for key, total in ledger.rows.items():
+        if checks or not key.check:
+            counts[packet(key.op)] += total.count
+    return counts
+
+
+def count_modules(
+    ledger: Ledger, modules: Mapping[str, object]
+) -> dict[str, ModuleCounts]:
+    """Counts by module path: each module that communicated, and those around it."""
+    counts: dict[str, ModuleCounts] = {}
+    for key, total in ledger.rows.items():
+        around = [path for path in modules if is_within(key.module, path)]
+        for path in {GLOBAL: None, **dict.fromkeys(around), key.module: None}:
+            module_counts = counts.setdefault(path, ModuleCounts())
+            module_counts.add(key.phase.value, packet(key.op), total.count)
+    return counts
+
+
+# ----------------------------------------------------------------------------
+# What a reader of a ledger must know and could not see in the numbers.
+
+ON_REPLAY = (
+    "a CUDA graph was replayed: what it communicates cannot be seen; record the run that "
+    "captures it"
+)
+_ON_COMPILED = (
+    "communication inside a region compiled by torch.compile is attributed to the module "
+    "that was called, not to those inside it"
+)
+_ON_LOST = (
+    "backward ran for modules whose forward was too many calls ago to know their names; "
+    f"they are shown as {LOST}"
+)
+
+
+def on_event(event: CommEvent) -> Sequence[str]:
+    """What to say about one communication; most often nothing."""
+    if not event.compiled and event.kind is not Kind.UNKNOWN and event.module != LOST:
+        return ()
+    said = []
+    if event.kind is Kind.UNKNOWN:
+        said.append(
+            f"{event.op} is an operator that torchspmd does not know: it is counted as "
+            "unknown and its wire bytes as 0"
+        )
+    if event.compiled:
+        said.append(_ON_COMPILED)
+    if event.module == LOST:
+        said.append(_ON_LOST)
+    return said
+
+
+def on_compiled_modules(paths: Iterable[str]) -> str:
+    """What to say when operators were asked for and some ran compiled."""
+    return (
+        "operators inside regions compiled by torch.compile are not listed one by one: "
+        + ", ".join(sorted(paths))
+    )

@@ -19,7 +19,7 @@ from torchspmd.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torchspmd.parallel.handover import settle
+from torchspmd.parallel.redistribute import settle
 from torchspmd.testing import fake_mesh
 
 pytestmark = pytest.mark.fake

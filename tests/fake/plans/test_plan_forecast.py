@@ -23,8 +23,8 @@ from torchspmd.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torchspmd.parallel.auto import auto_plan
-from torchspmd.parallel.plan import Plan
+from torchspmd.parallel.plan.auto import auto_plan
+from torchspmd.parallel.plan.plan import Plan
 from torchspmd.testing import fake_mesh
 
 pytestmark = pytest.mark.fake

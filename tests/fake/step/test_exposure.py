@@ -15,9 +15,9 @@ from edit_graphs import GraphBuilder, aten, c10d
 from torchspmd import _torch
 from torchspmd.errors import UsageError
 from torchspmd.step import DataParallel, compile, measure_exposure
-from torchspmd.step.graph.clocked import Clocked, Stopwatch, read_runs
+from torchspmd.step.graph.clock import Clocked, Stopwatch, read_runs
 from torchspmd.step.graph.cost import CostModel
-from torchspmd.step.graph.roles import OutputKind, OutputRole, set_roles
+from torchspmd.step.graph.metadata import OutputKind, OutputRole, set_roles
 from torchspmd.testing import fake_world
 
 pytestmark = pytest.mark.fake

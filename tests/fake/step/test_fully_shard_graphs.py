@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from torchspmd import CommDebugMode
 from torchspmd.comm import Phase
 from torchspmd.step import DataParallel, compile
-from torchspmd.step.graph.owners import owner_of
+from torchspmd.step.graph.metadata import owner_of
 from torchspmd.testing import fake_mesh
 
 pytestmark = pytest.mark.fake

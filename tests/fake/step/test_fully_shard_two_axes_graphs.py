@@ -24,8 +24,8 @@ from torchspmd.parallel import (
     parallelize_module,
 )
 from torchspmd.step import DataParallel, compile
-from torchspmd.step.capture.shard_cut import can_describe
-from torchspmd.step.graph.owners import owner_of
+from torchspmd.step.graph.metadata import owner_of
+from torchspmd.step.modes.shard_layout import can_describe
 from torchspmd.testing import fake_mesh
 
 pytestmark = pytest.mark.fake
@@ -230,7 +230,7 @@ def test_rows_of_two_axes_as_torch_counts_them():
     from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    from torchspmd.step.capture.shard_cut import rows_of
+    from torchspmd.step.modes.shard_layout import rows_of
 
     def is_right(rows, dp, tp):
         layout = (_StridedShard(0, split_factor=tp), Shard(0))

@@ -64,7 +64,7 @@ class FailureError(Exception):
 
 def overlapped(backend, fail_at=None):
     """Parameters after four steps, by bucket of two updates; one step may fail."""
-    updates = _torch.updates._UPDATES
+    updates = _torch.compilation._UPDATES
 
     def train(model, optim, batch):
         model(batch).square().mean().backward()
@@ -108,10 +108,10 @@ def failing(update, fail_at):
     return run
 
 
-def test_owed_updates_are_calls_that_write_the_states():
+def test_pending_updates_are_calls_that_write_the_states():
     found, codes, step = overlapped("inductor")
     expected, _, _ = overlapped("graph")
-    assert "3 of 3 owed updates are made in place" in step.programs[-1].notes
+    assert "3 of 3 pending updates are made in place" in step.programs[-1].notes
     steady = max(codes, key=lambda code: code.count("torchspmd.update.default("))
     assert steady.count("torchspmd.update.default(") == 3
     assert "_fused_adamw" not in steady and "copy_" not in steady

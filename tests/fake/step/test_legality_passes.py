@@ -8,17 +8,17 @@ from torch import fx, nn
 
 from torchspmd.errors import LegalityError, PassWarning
 from torchspmd.step import DataParallel, compile, graph_optimization_pass
-from torchspmd.step.graph.roles import output_values, written_state
+from torchspmd.step.graph.metadata import output_values, written_state
 from torchspmd.step.graph.snapshot import copy_graph
 from torchspmd.step.legality.check import check_edit
+from torchspmd.step.lower.in_place import apply_in_place, plan_in_place
 from torchspmd.step.passes import (
     comm_fusion_with_concat,
     default_passes,
     schedule_comm_wait,
     split_optimizer,
 )
-from torchspmd.step.passes.in_place import apply_in_place, plan_in_place
-from torchspmd.step.passes.ordering import observing_passes
+from torchspmd.step.passes.runner import observing_passes
 from torchspmd.testing import fake_mesh
 
 pytestmark = pytest.mark.fake

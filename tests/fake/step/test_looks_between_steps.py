@@ -1,4 +1,4 @@
-"""Owed updates are made as in their step, whatever stands around who asks for them."""
+"""Pending updates are made as in their step, whatever stands around who asks for them."""
 
 import copy
 import threading
@@ -210,7 +210,7 @@ def test_steps_that_share_a_teacher():
     untouched = set(vars(teacher))
     one, other = trained_by(teacher), trained_by(teacher)
     for each in (one, other):
-        each.run(3)  # the second is captured while the first one owes
+        each.run(3)  # the second is captured while the first one has pending
     one.run(2)
     for _ in range(3):
         assert one.is_owing and other.is_owing

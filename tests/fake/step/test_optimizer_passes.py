@@ -12,7 +12,7 @@ from step_models import build, difference
 
 from torchspmd.errors import CaptureError, PassWarning
 from torchspmd.step import DataParallel, IterGraphModule, compile
-from torchspmd.step.graph import list_items
+from torchspmd.step.graph import optimizer_lists
 from torchspmd.step.passes import defer_updates
 from torchspmd.testing import fake_world
 
@@ -63,9 +63,9 @@ def test_updates_whose_counters_stay_are_deferred(optimizer):
 @pytest.mark.filterwarnings("ignore::torchspmd.errors.PassWarning")  # of the cold step
 def test_an_optimizer_is_cut_once_for_all_its_reductions(monkeypatch):
     cuts = []
-    cut = list_items._cut
+    cut = optimizer_lists._cut
     monkeypatch.setattr(
-        list_items, "_cut", lambda *args: cuts.append(args[1]) or cut(*args)
+        optimizer_lists, "_cut", lambda *args: cuts.append(args[1]) or cut(*args)
     )
     _, *warm = outcomes_of("momentum_fused")
     assert all(outcome.changed == 4 for outcome in warm)

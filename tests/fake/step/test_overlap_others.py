@@ -1,4 +1,4 @@
-"""What else looks at, writes to or copies a model while a step owes it an update."""
+"""What else looks at, writes to or copies a model while a step has a pending update."""
 
 import contextlib
 import copy
@@ -66,7 +66,7 @@ def captured(world):
 
 @pytest.fixture
 def owing(captured):
-    """A model whose last update is owed, and the same after eager steps.
+    """A model whose last update is pending, and the same after eager steps.
 
     The step is captured once for all tests; each has models of its own.
     """
@@ -188,7 +188,7 @@ def test_a_write_between_steps_is_told_once(owing):
             attempt()
         text = str(error.value)
         assert "2.bias" in text
-        assert "changed since the last step, which still owes an update" in text
+        assert "changed since the last step, which still has a pending update" in text
         assert "Call flush() of the step before you write" in text
     compiled.flush()  # on top of what was written, as the text says
     compiled(model, optim, X)

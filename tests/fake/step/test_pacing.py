@@ -10,11 +10,11 @@ from torch import fx, nn
 
 from torchspmd.step import DataParallel, IterGraphModule, compile
 from torchspmd.step.graph.cost import CostModel
-from torchspmd.step.graph.live_bytes import live_bytes
-from torchspmd.step.graph.timeline import simulate_steady
+from torchspmd.step.graph.memory import live_bytes
+from torchspmd.step.graph.simulate import simulate_steady
 from torchspmd.step.passes import defer_updates, pacing, schedule_comm_wait
-from torchspmd.step.passes.default import choose_bucket_size
 from torchspmd.step.passes.pacing import Reduction, update_places
+from torchspmd.step.passes.pipeline import choose_bucket_size
 from torchspmd.testing import fake_world
 
 pytestmark = pytest.mark.fake
@@ -124,7 +124,7 @@ def test_what_overlapping_gains_is_told():
     assert run(1.0, memory_budget_mb=1.0).worth == f"estimated to be 1.16 {plain}"
     assert run(0.01).worth == (
         f"estimated to be 1.00 {plain}: hardly anything of the reductions was exposed, and "
-        "overlap_iterations=False owes nothing"
+        "overlap_iterations=False leaves nothing pending"
     )
 
 

@@ -11,10 +11,10 @@ from comm_graphs import all_gather, all_reduce, captured, ops
 
 from torchspmd import _torch
 from torchspmd.comm import Kind, Phase
-from torchspmd.step.graph.comm_blocks import get_all_comm_blocks
-from torchspmd.step.graph.live_bytes import live_bytes
-from torchspmd.step.graph.new_nodes import NodeMaker, common_owner
-from torchspmd.step.graph.owners import META_KEY, Owner, owner_of
+from torchspmd.step.graph.collectives import get_all_comm_blocks
+from torchspmd.step.graph.edit import NodeMaker, common_owner
+from torchspmd.step.graph.memory import live_bytes
+from torchspmd.step.graph.metadata import META_KEY, Owner, owner_of
 from torchspmd.testing import fake_mesh
 
 pytestmark = pytest.mark.fake

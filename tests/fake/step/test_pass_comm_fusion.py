@@ -20,8 +20,8 @@ from comm_graphs import (
 from torchspmd.comm import Phase
 from torchspmd.errors import PassOrderError, PassWarning, UsageError
 from torchspmd.step import DataParallel, compile
-from torchspmd.step.graph.comm_blocks import get_all_comm_blocks
-from torchspmd.step.graph.owners import owner_of
+from torchspmd.step.graph.collectives import get_all_comm_blocks
+from torchspmd.step.graph.metadata import owner_of
 from torchspmd.step.passes import comm_fusion_with_concat, schedule_comm_wait
 from torchspmd.testing import fake_mesh
 

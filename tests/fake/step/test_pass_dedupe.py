@@ -11,7 +11,7 @@ from comm_graphs import all_gather, all_reduce, captured, names, ops
 
 from torchspmd.comm import Phase
 from torchspmd.errors import PassWarning
-from torchspmd.step.graph.owners import META_KEY, Owner
+from torchspmd.step.graph.metadata import META_KEY, Owner
 from torchspmd.step.graph.reports import ORDERS
 from torchspmd.step.passes import dedupe_collectives, remove_dead_code
 from torchspmd.testing import fake_mesh

@@ -12,8 +12,8 @@ from comm_graphs import all_gather, captured, names, reduce_scatter
 
 from torchspmd.errors import PassWarning, UsageError
 from torchspmd.step import DataParallel, compile
-from torchspmd.step.graph.comm_blocks import get_all_comm_blocks
-from torchspmd.step.graph.live_bytes import live_bytes
+from torchspmd.step.graph.collectives import get_all_comm_blocks
+from torchspmd.step.graph.memory import live_bytes
 from torchspmd.step.passes import prefetch_gathers
 from torchspmd.testing import fake_mesh
 

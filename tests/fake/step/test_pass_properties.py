@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from comm_graphs import all_gather, all_reduce, captured, copied, reduce_scatter
 
 from torchspmd.errors import PassWarning
-from torchspmd.step.graph.comm_blocks import get_all_comm_blocks
-from torchspmd.step.graph.live_bytes import live_bytes
+from torchspmd.step.graph.collectives import get_all_comm_blocks
+from torchspmd.step.graph.memory import live_bytes
 from torchspmd.step.passes import (
     comm_fusion_with_concat,
     dedupe_collectives,

@@ -17,8 +17,8 @@ from comm_graphs import (
 )
 
 from torchspmd.errors import PassWarning, UsageError
-from torchspmd.step.graph.comm_blocks import get_all_comm_blocks
-from torchspmd.step.graph.live_bytes import live_bytes
+from torchspmd.step.graph.collectives import get_all_comm_blocks
+from torchspmd.step.graph.memory import live_bytes
 from torchspmd.step.graph.reports import ORDERS
 from torchspmd.step.passes import comm_fusion_with_concat, schedule_comm_wait
 from torchspmd.testing import fake_mesh

@@ -4,7 +4,7 @@ import pytest
 import torch
 from comm_graphs import all_reduce, captured, ops
 
-from torchspmd.step.passes.in_place_reductions import reduce_in_place
+from torchspmd.step.graph.collectives import reduce_in_place
 from torchspmd.testing import fake_world
 
 pytestmark = pytest.mark.fake

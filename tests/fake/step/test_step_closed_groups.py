@@ -43,4 +43,4 @@ def test_a_step_whose_groups_were_destroyed():
                 "before destroy_process_group(), or compile its function again behind "
                 "init_process_group()."
             )
-    step.close()  # what is owed needs no group any more
+    step.close()  # what is pending needs no group any more

@@ -8,7 +8,7 @@ from torch import nn
 
 from torchspmd.step import DataParallel, IterGraphModule, compile
 from torchspmd.step.graph.cost import CostModel
-from torchspmd.step.graph.timeline import simulate, simulate_steady
+from torchspmd.step.graph.simulate import simulate, simulate_steady
 from torchspmd.step.passes import defer_updates, schedule_comm_wait
 from torchspmd.testing import fake_world
 

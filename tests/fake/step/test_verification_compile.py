@@ -15,10 +15,10 @@ from torchspmd.step import (
     compile,
     graph_optimization_pass,
 )
-from torchspmd.step.iterate.iteration import IterGraphModule
-from torchspmd.step.iterate.pipeline import derive
+from torchspmd.step.deferral.forms import derive
+from torchspmd.step.deferral.module import IterGraphModule
 from torchspmd.step.passes import comm_fusion_with_concat
-from torchspmd.step.virtual import pipelined
+from torchspmd.step.virtual import verify as pipelined
 from torchspmd.testing import fake_mesh
 
 pytestmark = pytest.mark.fake

@@ -11,7 +11,7 @@ from torchspmd.errors import VirtualRanksError
 from torchspmd.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torchspmd.step import DataParallel, compile, run_virtual
 from torchspmd.step.capture.inventory import take_inventory
-from torchspmd.step.virtual.axes import lay_out
+from torchspmd.step.virtual.ranks import lay_out
 from torchspmd.testing import fake_mesh
 
 pytestmark = pytest.mark.fake

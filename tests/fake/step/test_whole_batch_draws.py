@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from torchspmd.step.capture.whole_batch_draws import draw_for_all, own_part
+from torchspmd.step.modes.global_batch_ops import draw_for_all, own_part
 from torchspmd.testing import fake_mesh
 
 pytestmark = pytest.mark.fake

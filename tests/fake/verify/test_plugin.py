@@ -11,8 +11,7 @@ from torch import nn
 from torchspmd import parallelize_module
 from torchspmd.parallel import ColwiseParallel
 from torchspmd.verify.plugin import lock, ranks  # noqa: F401
-from torchspmd.verify.plugin.ledger import recording
-from torchspmd.verify.plugin.mesh import MeshMaker
+from torchspmd.verify.plugin.fixtures import MeshMaker, recording
 
 pytestmark = pytest.mark.fake
 pytest_plugins = "pytester"

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from torchspmd.parallel import parallelize_module
-from torchspmd.parallel.auto import auto_plan
-from torchspmd.parallel.plan import Plan
+from torchspmd.parallel.plan.auto import auto_plan
+from torchspmd.parallel.plan.plan import Plan
 from torchspmd.testing import Ranks
 
 pytestmark = pytest.mark.ranks

@@ -180,7 +180,7 @@ def test_one_bucket_by_name(ranks2):
 
 
 def fail_and_repeat(name):
-    """A step that raises after half of the owed updates, then goes on; states in place."""
+    """A step that raises after half of the pending updates, then goes on."""
     pair = build(OPTIMIZERS[name])
     passes = [functools.partial(defer_updates, cost=SLOW_WIRE)]
     mode = DataParallel("replicate")  # an average: gradients are divided in place too
@@ -195,7 +195,7 @@ def fail_and_repeat(name):
 
             def fail_later(region):
                 end(region)
-                if len(run_of._owed.done) == 4:
+                if len(run_of._pending.done) == 4:
                     raise KeyboardInterrupt("the cable")
 
             failed.append(
@@ -208,7 +208,7 @@ def fail_and_repeat(name):
     expected = run(local_step, DistributedDataParallel(model), optim)
     different = count_different(losses, expected)
     different += count_different(state_of(*pair), state_of(model, optim))
-    return different, failed, "8 of 8 owed updates are made" in step.explain()
+    return different, failed, "8 of 8 pending updates are made" in step.explain()
 
 
 def run_with(module, mark, call):

@@ -49,9 +49,9 @@ def follow(kind, measure):
     for number in range(5):
         losses.append(step(*call))
         if measure and number > 1:
-            owed, flying = step.programs[-1].is_pending, _torch.num_unwaited()
+            pending, flying = step.programs[-1].is_pending, _torch.num_unwaited()
             reports.append(step.exposure(*call, runs=2))
-            assert step.programs[-1].is_pending == owed
+            assert step.programs[-1].is_pending == pending
             assert _torch.num_unwaited() == flying
     step.flush()
     return [*losses, *call[0].state_dict().values()], reports

@@ -5,7 +5,7 @@ import torch
 from torch import fx, nn
 
 from torchspmd import DataParallel, GraphModuleTransformation, compile
-from torchspmd.step.passes.in_place_reductions import gather_into_memory
+from torchspmd.step.graph.collectives import gather_into_memory
 
 pytestmark = pytest.mark.ranks
 

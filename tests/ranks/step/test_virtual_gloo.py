@@ -7,7 +7,7 @@ from torch import nn
 
 from torchspmd.step import DataParallel, GraphModuleTransformation, compile
 from torchspmd.step.capture.inventory import take_inventory
-from torchspmd.step.graph.reductions import reduce_values
+from torchspmd.step.graph.reduction_order import reduce_values
 from torchspmd.step.virtual.run import next_inputs, run_virtual
 
 pytestmark = pytest.mark.ranks

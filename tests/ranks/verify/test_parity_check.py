@@ -30,7 +30,7 @@ from torchspmd.verify import (
     record,
 )
 from torchspmd.verify.parity.match import whole_values
-from torchspmd.verify.recording.pieces import take
+from torchspmd.verify.recording.recorder import take
 
 pytestmark = pytest.mark.ranks
 

@@ -6,7 +6,7 @@ import sys
 
 SCRIPT = """\
 import atexit, concurrent.futures, sys, threading, time
-from torchspmd._cli.leave import KEPT, leave
+from torchspmd._cli.output import KEPT, leave
 
 class Group:
     def __del__(self):
@@ -41,7 +41,7 @@ def test_threads_handlers_and_text_come_first_and_what_is_kept_is_never_freed():
 
 
 def test_a_reader_that_went_away_is_no_error():
-    script = "from torchspmd._cli.leave import leave; print(input()); leave(3)"
+    script = "from torchspmd._cli.output import leave; print(input()); leave(3)"
     pipe = subprocess.PIPE
     held_back = {**os.environ, "PYTHONUNBUFFERED": ""}
     with subprocess.Popen(

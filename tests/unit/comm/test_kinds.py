@@ -7,7 +7,7 @@ import torch.distributed.tensor
 
 from torchspmd import _torch
 from torchspmd.comm.kinds import NAMESPACES, SILENT, TABLE, Kind, find_operator
-from torchspmd.trace.counts import packet
+from torchspmd.trace.tables import packet
 
 pytestmark = pytest.mark.unit
 

@@ -13,7 +13,7 @@ from torchspmd.parallel.axis import (
     shard_offset,
     shard_size,
 )
-from torchspmd.parallel.exchange import is_same
+from torchspmd.parallel.redistribute import is_same
 
 pytestmark = pytest.mark.unit
 

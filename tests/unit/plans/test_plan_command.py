@@ -8,7 +8,7 @@ import pytest
 
 from torchspmd._cli import plan as command
 from torchspmd.errors import UsageError
-from torchspmd.parallel.plan import Plan
+from torchspmd.parallel.plan.plan import Plan
 
 pytestmark = pytest.mark.unit
 

@@ -19,8 +19,8 @@ from torchspmd.parallel import (
     RowwiseParallel,
     SequenceParallel,
 )
-from torchspmd.parallel.auto import auto_plan
-from torchspmd.parallel.plan import Plan
+from torchspmd.parallel.plan.auto import auto_plan
+from torchspmd.parallel.plan.plan import Plan
 
 pytestmark = pytest.mark.unit
 

@@ -18,8 +18,8 @@ from torchspmd.parallel import (
     RowwiseParallel,
     SequenceParallel,
 )
-from torchspmd.parallel.plan import Plan
-from torchspmd.parallel.resolve import resolve
+from torchspmd.parallel.plan.plan import Plan
+from torchspmd.parallel.plan.resolve import resolve
 
 pytestmark = pytest.mark.unit
 

@@ -7,8 +7,8 @@ from torch.distributed.tensor import Replicate
 
 from torchspmd.errors import PlanError
 from torchspmd.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
-from torchspmd.parallel.auto import auto_plan
-from torchspmd.parallel.plan import Plan
+from torchspmd.parallel.plan.auto import auto_plan
+from torchspmd.parallel.plan.plan import Plan
 
 pytestmark = pytest.mark.unit
 transformers = pytest.importorskip(

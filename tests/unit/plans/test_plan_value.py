@@ -21,7 +21,7 @@ from torchspmd.parallel import (
     RowwiseParallel,
     SequenceParallel,
 )
-from torchspmd.parallel.plan import Plan
+from torchspmd.parallel.plan.plan import Plan
 
 pytestmark = pytest.mark.unit
 

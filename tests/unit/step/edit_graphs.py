@@ -6,9 +6,14 @@ from itertools import pairwise
 import torch
 from torch import fx
 
-from torchspmd.step.graph.new_nodes import NodeMaker
-from torchspmd.step.graph.owners import Owner
-from torchspmd.step.graph.roles import OutputKind, OutputRole, output_values, set_roles
+from torchspmd.step.graph.edit import NodeMaker
+from torchspmd.step.graph.metadata import (
+    OutputKind,
+    OutputRole,
+    Owner,
+    output_values,
+    set_roles,
+)
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 NUM_RANKS = 4

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from torchspmd import _torch
-from torchspmd.step.agreement import exchange
+from torchspmd.step.rank_agreement import exchange
 
 pytestmark = pytest.mark.unit
 

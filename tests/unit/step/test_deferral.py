@@ -14,13 +14,13 @@ from torchspmd.step import (
     find_all_descendants,
     find_node,
 )
-from torchspmd.step.graph.roles import OutputKind, OutputRole, set_roles
+from torchspmd.step.graph.metadata import OutputKind, OutputRole, set_roles
 from torchspmd.step.passes import (
     defer_updates,
     iter_move_grads_and_optimizers,
     remove_copy_from_optimizer,
 )
-from torchspmd.step.passes.iter_move import isolate_update
+from torchspmd.step.passes.defer import isolate_update
 
 pytestmark = pytest.mark.unit
 
@@ -136,7 +136,7 @@ def test_updates_wait_and_flush_makes_them(transformation, step_of):
     step.flush()
     assert not step.programs[0].is_pending
     assert_same(pair, eager(3)[0])
-    step.flush()  # nothing is owed any more
+    step.flush()  # nothing is pending any more
     assert_same(pair, eager(3)[0])
 
 
@@ -275,7 +275,7 @@ def test_an_exception_in_the_middle_loses_nothing(step_of):
     assert_same(pair, eager(2)[0])
 
 
-def test_copies_are_refused_while_an_update_is_owed(step_of):
+def test_copies_are_refused_while_an_update_is_pending(step_of):
     step = step_of(defer_everything)
     model, optim = build()
     step(model, optim, batches(1)[0])
@@ -489,7 +489,7 @@ def test_an_error_in_the_block_is_not_hidden_by_a_flush_that_fails():
         step(*build(), batches(1)[0])
         step.programs[0].run._forms._runs["flush"] = None  # cannot be called
         raise KeyError("the user's own")
-    assert "the update that was owed could not be made" in caught.value.__notes__[0]
+    assert "the pending update could not be made" in caught.value.__notes__[0]
 
 
 def test_words_of_defer_updates():

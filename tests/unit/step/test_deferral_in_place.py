@@ -1,4 +1,4 @@
-"""Owed updates are made in place, and an exception at any place loses nothing silently."""
+"""Pending updates are made in place, and an exception anywhere loses nothing silently."""
 
 import contextlib
 import copy
@@ -16,10 +16,10 @@ from _memory import MemoryCounter
 
 from torchspmd.errors import LostStateError, UsageError
 from torchspmd.step import IterGraphModule, compile, find_node
-from torchspmd.step.backends import write_in_place
 from torchspmd.step.graph.memory import predict_peak
-from torchspmd.step.graph.roles import OutputKind, output_values, roles_of
-from torchspmd.step.passes.iter_move import isolate_update
+from torchspmd.step.graph.metadata import OutputKind, output_values, roles_of
+from torchspmd.step.lower.backends import write_in_place
+from torchspmd.step.passes.defer import isolate_update
 
 pytestmark = [
     pytest.mark.unit,
@@ -216,8 +216,8 @@ def training(request):
 # What is run.
 
 
-def test_owed_states_lie_where_they_lay(training):
-    """Every state of an owed region is an input of the steady form; others are not."""
+def test_pending_states_lie_where_they_lay(training):
+    """Every state of a pending region is an input of the steady form; others are not."""
     training.load()
     first, second, third = batches(3)
     training.step(first)
@@ -225,17 +225,17 @@ def test_owed_states_lie_where_they_lay(training):
     places = [each.data_ptr() for each in training.tensors()]
     versions = [each._version for each in training.tensors()]
     running = training.runs("steady").graph
-    owed = set(training.run.states_of({0, 1}))
-    assert owed
+    pending = set(training.run.states_of({0, 1}))
+    assert pending
     inputs = running.find_nodes(op="placeholder")
     for value, role in zip(output_values(running), roles_of(running), strict=True):
         if role.kind is OutputKind.STATE:
-            assert (value in inputs) == (role.placeholder in owed)
+            assert (value in inputs) == (role.placeholder in pending)
     training.step(third)
     assert places == [each.data_ptr() for each in training.tensors()]
     assert versions != [each._version for each in training.tensors()]
     training.compiled.flush()
-    assert "2 of 2 owed updates are made in place" in training.compiled.explain()
+    assert "2 of 2 pending updates are made in place" in training.compiled.explain()
     assert_equal(training.snapshot(), training.references[3])
 
 
@@ -248,7 +248,7 @@ def test_states_are_not_kept_twice(training):
     peak = predict_peak(training.runs("steady").graph)
     fresh = predict_peak(write_in_place(form, keep_inputs=True)[0].graph)
     assert peak.total_bytes < fresh.total_bytes
-    carried = [each for each in training.run._owed.carried if is_tensor(each)]
+    carried = [each for each in training.run._pending.carried if is_tensor(each)]
     counter = MemoryCounter([*training.tensors(), *carried, second])
     with counter:
         training.step(second)
@@ -262,7 +262,7 @@ def test_the_last_step_needs_no_more_memory_than_others(training):
     first, second = batches(2)
     training.step(first)
     peak = predict_peak(training.runs("steady").graph)
-    carried = [each for each in training.run._owed.carried if is_tensor(each)]
+    carried = [each for each in training.run._pending.carried if is_tensor(each)]
     counter = MemoryCounter([*training.tensors(), *carried, second])
     with counter:
         training.step(second, last_train_step=True)
@@ -431,7 +431,7 @@ def test_words_of_a_lost_state():
             training.step(second)
         raise KeyError("the user's own")
     note = outer.value.__notes__[0]
-    assert "the update that was owed could not be made: 4 states of an over" in note
+    assert "the pending update could not be made: 4 states of an over" in note
     with pytest.raises(LostStateError) as caught:
         training.step(second)
     text = str(caught.value)
@@ -442,7 +442,7 @@ def test_words_of_a_lost_state():
         training.step(second)
     assert not re.search(r"tensor\(|-?\d\.\d", text)
     training.load()
-    training.compiled.close()  # what was owed is dropped
+    training.compiled.close()  # what was pending is dropped
 
 
 def test_the_module_itself_asks_for_a_flush():
@@ -470,7 +470,7 @@ def test_an_update_that_leaves_a_gradient_is_not_made_in_place():
     training.step(second)
     training.step(second)  # as the one before: the gradients are others
     text = training.compiled.explain()
-    assert "0 of 2 owed updates are made in place" in text
+    assert "0 of 2 pending updates are made in place" in text
     assert "update 1 is not: it leaves a gradient" in text
     training.load()
     for batch in (first, second):

@@ -6,8 +6,8 @@ from torch import fx, nn
 
 from torchspmd.errors import DeferralError
 from torchspmd.step import IterGraphModule
-from torchspmd.step.graph.roles import OutputKind, OutputRole, set_roles
-from torchspmd.step.passes.ordering import applied_passes, run_any
+from torchspmd.step.graph.metadata import OutputKind, OutputRole, set_roles
+from torchspmd.step.passes.runner import applied_passes, run_any
 
 pytestmark = pytest.mark.unit
 
@@ -216,7 +216,7 @@ def test_moved_nodes_run_in_their_order_of_now():
 
 
 def test_a_place_behind_the_work_itself():
-    """Nothing else reads the state; the last iteration makes first what it is owed."""
+    """Nothing else reads the state; the last iteration makes first what it is pending."""
     gm = two_states()
     gm.graph.move_to_next_iter_before([node(gm, "second")], node(gm, "third"))
     one, two = torch.tensor([1.0, 2.0]), torch.zeros(2)

@@ -7,7 +7,7 @@ import torch
 from edit_graphs import NUM_RANKS, GraphBuilder, aten, c10d
 
 from torchspmd.errors import LegalityError
-from torchspmd.step.graph.roles import OutputKind, OutputRole, set_roles
+from torchspmd.step.graph.metadata import OutputKind, OutputRole, set_roles
 from torchspmd.step.graph.snapshot import copy_graph
 from torchspmd.step.legality.check import check_edit
 

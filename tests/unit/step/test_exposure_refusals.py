@@ -6,7 +6,7 @@ from test_deferral_in_place import OPTIMIZERS, Training, batches
 
 from torchspmd.errors import UsageError
 from torchspmd.step import GraphModuleTransformation, compile
-from torchspmd.step.exposure import _as_it_runs
+from torchspmd.step.measure.exposure import _as_it_runs
 
 pytestmark = pytest.mark.unit
 
@@ -93,7 +93,7 @@ def test_a_state_that_is_only_written_is_left_alone():
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_what_is_measured_is_what_runs(name):
-    """Owed updates overwrite the same values that earlier steps left."""
+    """Pending updates overwrite the same values that earlier steps left."""
     training = Training(name)
     training.step(batches(1)[0])
     measured = _as_it_runs(training.run.forms["steady"], is_steady=True)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchspmd.step.capture.progress import Progress, when_done
+from torchspmd.step.progress import Progress, when_done
 
 pytestmark = pytest.mark.unit
 

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "ranks" / "step"))
 from step_models import MODELS, build
 
 from torchspmd.step import compile
-from torchspmd.step.capture import functional_form
+from torchspmd.step.capture import functionalize
 
 pytestmark = pytest.mark.unit
 
@@ -47,19 +47,19 @@ def operators(model, optimizer):
 def test_taking_nodes_over_gives_the_same_graph(model, optimizer, monkeypatch):
     torch.manual_seed(0)
     quick = operators(model, optimizer)
-    monkeypatch.setattr(functional_form, "_can_cut", lambda *_: False)
+    monkeypatch.setattr(functionalize, "_can_cut", lambda *_: False)
     assert operators(model, optimizer) == quick
 
 
 def cuts(function, *args, monkeypatch):
     """Whether nodes were taken over; the result equals eager."""
-    seen, can_cut = [], functional_form._can_cut
+    seen, can_cut = [], functionalize._can_cut
 
     def watch(*given):
         seen.append(can_cut(*given))
         return seen[-1]
 
-    monkeypatch.setattr(functional_form, "_can_cut", watch)
+    monkeypatch.setattr(functionalize, "_can_cut", watch)
     clones = [each.clone() for each in args]
     got, expected = compile(function)(*clones), function(*args)
     assert torch.equal(got, expected)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from torchspmd.step import DataParallel, GraphModuleTransformation, compile, compiled
-from torchspmd.step.capture.plain_data import MAX_LEAVES
+from torchspmd.step.capture.guards import MAX_LEAVES
 from torchspmd.testing import fake_world
 
 pytestmark = pytest.mark.unit
@@ -202,7 +202,7 @@ def test_what_is_beyond_is_listed_once():
     assert "beyond 512 values or 6 levels: Scaled.data; if one changes" in line
 
 
-def test_what_stands_for_an_owed_update_is_no_change(long_ways):
+def test_what_stands_for_an_pending_update_is_no_change(long_ways):
     with fake_world(2):
         model, optim = build(Config(), lambda d: d.scale)
         model.forward = types.MethodType(twice, model)  # stays the user's own

@@ -8,16 +8,20 @@ from edit_graphs import GraphBuilder, aten
 from torch import fx, nn
 
 from torchspmd.errors import LegalityError, PassWarning
+from torchspmd.step.deferral.forms import PENDING_KEY
+from torchspmd.step.deferral.module import Marks
 from torchspmd.step.graph.memory import ROLE_KEY
-from torchspmd.step.graph.roles import OutputKind, OutputRole, set_roles, written_state
+from torchspmd.step.graph.metadata import (
+    OutputKind,
+    OutputRole,
+    set_roles,
+    written_state,
+)
 from torchspmd.step.graph.snapshot import copy_graph
-from torchspmd.step.iterate.owed import Marks
-from torchspmd.step.iterate.pipeline import OWED_KEY
 from torchspmd.step.legality.check import check_edit
+from torchspmd.step.lower.deferred_in_place import write_pending_in_place
+from torchspmd.step.lower.in_place import apply_in_place, mark_handed_out, plan_in_place
 from torchspmd.step.passes import remove_copy_from_optimizer
-from torchspmd.step.passes.in_place import apply_in_place, plan_in_place
-from torchspmd.step.passes.in_place_owed import write_owed_in_place
-from torchspmd.step.passes.in_place_results import mark_handed_out
 
 pytestmark = pytest.mark.unit
 
@@ -117,16 +121,16 @@ def test_a_value_that_is_copied_into_its_state():
     assert result.tolist() == state.tolist() == [-1] * 4
 
 
-def test_an_owed_update_whose_new_value_is_handed_out():
+def test_an_pending_update_whose_new_value_is_handed_out():
     step = Step("new")
     mark_handed_out(step.graph)
     step.drop()
-    step.new.meta[OWED_KEY] = 0
+    step.new.meta[PENDING_KEY] = 0
     marks = Marks(functools.partial(print), functools.partial(print))
     for each, name in ((marks.begin, "begin"), (marks.end, "end")):
         each.__name__, each.__module__ = name, __name__
     form = fx.GraphModule(nn.Module(), step.graph)
-    running, report = write_owed_in_place(form, marks, {})
+    running, report = write_pending_in_place(form, marks, {})
     inputs = [torch.zeros(4), torch.ones(4)]
     state, result = running(*inputs)
     assert report.in_place == {0} and state is inputs[0]

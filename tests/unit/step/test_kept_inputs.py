@@ -6,8 +6,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchspmd.step import IterGraphModule
-from torchspmd.step.graph.roles import OutputKind, OutputRole, set_roles
-from torchspmd.step.iterate.kept_inputs import add_copy
+from torchspmd.step.deferral.forms import add_copy
+from torchspmd.step.graph.metadata import OutputKind, OutputRole, set_roles
 
 pytestmark = pytest.mark.unit
 
@@ -87,7 +87,7 @@ def train(module, given, ends=True):
     [(numbers()[:8:2], 2), (numbers()[:1].expand(4), 0), (numbers()[:4], 1)],
     ids=["gaps", "expanded", "dense"],
 )
-def test_what_is_owed_reads_the_input_as_it_lay(given, stride):
+def test_what_is_pending_reads_the_input_as_it_lay(given, stride):
     module = iteration(given, (aten.as_strided.default, [4], [stride]))
     expected = -sum(numbers().add(n).as_strided([4], [stride]) for n in range(3))
     assert torch.equal(train(module, given), expected)

@@ -7,7 +7,7 @@ from torch import fx, nn
 
 from torchspmd.errors import LegalityError
 from torchspmd.step import graph_optimization_pass
-from torchspmd.step.graph.roles import OutputKind, OutputRole, set_roles
+from torchspmd.step.graph.metadata import OutputKind, OutputRole, set_roles
 from torchspmd.step.graph.snapshot import copy_graph
 from torchspmd.step.legality.check import check_edit
 

@@ -6,8 +6,8 @@ from torch import fx, nn
 
 from torchspmd.errors import LegalityError, PassWarning
 from torchspmd.step import IterGraphModule, graph_optimization_pass
-from torchspmd.step.graph.constants import Constants
-from torchspmd.step.passes.ordering import run_any
+from torchspmd.step.graph.snapshot import Constants
+from torchspmd.step.passes.runner import run_any
 
 pytestmark = pytest.mark.unit
 

@@ -12,7 +12,7 @@ from torchspmd.step import graph_optimization_pass, pass_reports
 from torchspmd.step.graph.reports import Outcome
 from torchspmd.step.graph.snapshot import copy_graph
 from torchspmd.step.legality.check import check_edit
-from torchspmd.step.passes.ordering import run_any
+from torchspmd.step.passes.runner import run_any
 from torchspmd.step.virtual.certificate import Certificate
 
 pytestmark = pytest.mark.unit

@@ -5,7 +5,7 @@ import torch
 from torch import fx
 
 from torchspmd import _torch
-from torchspmd.step.lowering import lower
+from torchspmd.step.graph.inductor import lower
 
 pytestmark = pytest.mark.unit
 

@@ -11,11 +11,11 @@ from torchspmd.step import (
     DataParallel,
     GraphModuleTransformation,
     compile,
-    measured_operators,
 )
 from torchspmd.step.graph.cost import CostModel, computes, operator_key
-from torchspmd.step.graph.owners import owner_of
-from torchspmd.step.measured_operators import (
+from torchspmd.step.graph.metadata import owner_of
+from torchspmd.step.measure import cost as measured_operators
+from torchspmd.step.measure.cost import (
     _by_key,
     measure_graph,
     offering,

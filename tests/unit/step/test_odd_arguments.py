@@ -20,7 +20,7 @@ from torchspmd.step import (
     measure_exposure,
     run_virtual,
 )
-from torchspmd.step.graph.timeline import simulate, simulate_steady
+from torchspmd.step.graph.simulate import simulate, simulate_steady
 from torchspmd.step.passes import (
     comm_fusion_with_concat,
     dedupe_collectives,
@@ -31,7 +31,7 @@ from torchspmd.step.passes import (
     remove_copy_from_optimizer,
     schedule_comm_wait,
 )
-from torchspmd.step.passes.default import choose_bucket_size
+from torchspmd.step.passes.pipeline import choose_bucket_size
 
 pytestmark = pytest.mark.unit
 

@@ -17,7 +17,7 @@ from torchspmd.step import (
     graph_optimization_pass,
     pass_reports,
 )
-from torchspmd.step.graph.ledger import build_ledger
+from torchspmd.step.graph.collectives import build_ledger
 from torchspmd.step.passes import split_fused_optimizer, split_optimizer
 
 pytestmark = pytest.mark.unit

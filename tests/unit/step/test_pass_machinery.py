@@ -12,7 +12,7 @@ from torchspmd.step import (
     pass_reports,
 )
 from torchspmd.step.graph.reports import Outcome
-from torchspmd.step.passes.ordering import applied_passes, observing_passes, run_any
+from torchspmd.step.passes.runner import applied_passes, observing_passes, run_any
 
 pytestmark = pytest.mark.unit
 

@@ -15,7 +15,7 @@ from torchspmd.step import (
 from torchspmd.step.graph.reports import Outcome
 from torchspmd.step.graph.snapshot import copy_graph
 from torchspmd.step.passes import split_optimizer
-from torchspmd.step.passes.ordering import applied_passes, observing_passes, run_any
+from torchspmd.step.passes.runner import applied_passes, observing_passes, run_any
 
 pytestmark = pytest.mark.unit
 

@@ -4,7 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from torchspmd.step.plans import Collective, Plan, differ_in_values_only, differences
+from torchspmd.step.rank_agreement import (
+    Collective,
+    Plan,
+    differ_in_values_only,
+    differences,
+)
 
 pytestmark = pytest.mark.unit
 

@@ -11,12 +11,12 @@ from torchspmd.errors import LegalityError, PassWarning
 from torchspmd.step import (
     GraphModuleTransformation,
     IterGraphModule,
-    backends,
     compile,
     graph_optimization_pass,
 )
+from torchspmd.step.graph.metadata import roles_of, set_roles
 from torchspmd.step.graph.reports import Outcome
-from torchspmd.step.graph.roles import roles_of, set_roles
+from torchspmd.step.lower import backends
 
 pytestmark = pytest.mark.unit
 

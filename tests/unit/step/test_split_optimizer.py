@@ -9,8 +9,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchspmd.errors import UnsupportedPassError, UsageError
 from torchspmd.step import IterGraphModule, compile, get_all_fused_optimizer_blocks
-from torchspmd.step.graph.list_items import Chains, is_list_operator, num_items
-from torchspmd.step.graph.optimizer_blocks import gradients_of
+from torchspmd.step.graph.optimizer_lists import (
+    Chains,
+    gradients_of,
+    is_list_operator,
+    num_items,
+)
 from torchspmd.step.passes import split_fused_optimizer, split_optimizer
 
 pytestmark = pytest.mark.unit

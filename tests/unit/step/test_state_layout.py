@@ -10,16 +10,14 @@ from torch import fx
 
 from torchspmd.errors import VerificationError
 from torchspmd.step import Verification, run_virtual
-from torchspmd.step.graph.roles import OutputKind, OutputRole, set_roles
-from torchspmd.step.iterate import pipeline
-from torchspmd.step.iterate.iter_graph import IterGraph
-from torchspmd.step.iterate.iteration import IterGraphModule
-from torchspmd.step.iterate.owed import Marks
-from torchspmd.step.passes.in_place_owed import write_owed_in_place
-from torchspmd.step.virtual.axes import lay_out
+from torchspmd.step.deferral import forms
+from torchspmd.step.deferral.iter_graph import IterGraph
+from torchspmd.step.deferral.module import IterGraphModule, Marks
+from torchspmd.step.graph.metadata import OutputKind, OutputRole, set_roles
+from torchspmd.step.lower.deferred_in_place import write_pending_in_place
 from torchspmd.step.virtual.inputs import Inputs
-from torchspmd.step.virtual.pipelined import without_marks
-from torchspmd.step.virtual.verification import Verifier
+from torchspmd.step.virtual.ranks import lay_out
+from torchspmd.step.virtual.verify import Verifier, without_marks
 
 pytestmark = pytest.mark.unit
 
@@ -62,12 +60,12 @@ def verifier(module):
 
 
 def steady_in_place(module, marks):
-    forms = pipeline.derive(module.graph, module.graph.regions)
-    form = fx.GraphModule({}, forms.steady.graph)
-    return write_owed_in_place(form, marks, {})
+    derived = forms.derive(module.graph, module.graph.regions)
+    form = fx.GraphModule({}, derived.steady.graph)
+    return write_pending_in_place(form, marks, {})
 
 
-def test_what_was_owed_is_read_in_the_layout_of_its_state():
+def test_what_was_pending_is_read_in_the_layout_of_its_state():
     module = iteration()
     assert isinstance(module.graph, IterGraph)
     module.finalize_setup()
@@ -83,7 +81,7 @@ def test_what_was_owed_is_read_in_the_layout_of_its_state():
     assert torch.equal(state, expected)
 
 
-def test_the_owed_update_is_still_made_in_place():
+def test_the_pending_update_is_still_made_in_place():
     running, report = steady_in_place(iteration(), Marks(print, repr))
     assert report.in_place == {0} and not report.left
     (copy,) = running.graph.find_nodes(op="call_function", target=aten.copy_.default)
@@ -100,7 +98,7 @@ def test_a_form_that_reads_another_layout_is_found(monkeypatch):
     assert [(check.what, check.result) for check in checking.checks] == [
         (MOVED, "equal bits")
     ]
-    monkeypatch.setattr(pipeline, "_same_layout", lambda held, fresh: True)
+    monkeypatch.setattr(forms, "_same_layout", lambda held, fresh: True)
     with pytest.raises(VerificationError) as caught:
         checking.compare_pipelined(module.graph)
     assert f"{MOVED} changed what 4 steps compute" in str(caught.value)

@@ -18,7 +18,7 @@ from step_models import build, difference
 
 from torchspmd.step import compile
 from torchspmd.step.graph.memory import predict_peak
-from torchspmd.step.passes.in_place import apply_in_place, plan_in_place
+from torchspmd.step.lower.in_place import apply_in_place, plan_in_place
 
 pytestmark = pytest.mark.unit
 

@@ -13,7 +13,7 @@ from step_models import OPTIMIZERS, build, difference
 
 from torchspmd.errors import CaptureError
 from torchspmd.step import compile
-from torchspmd.step.graph.optimizer_blocks import get_all_fused_optimizer_blocks
+from torchspmd.step.graph.optimizer_lists import get_all_fused_optimizer_blocks
 
 pytestmark = pytest.mark.unit
 

@@ -18,7 +18,7 @@ from torchspmd.step import (
     get_all_fused_optimizer_blocks,
     graph_optimization_pass,
 )
-from torchspmd.step.passes.ordering import applied_passes
+from torchspmd.step.passes.runner import applied_passes
 
 pytestmark = pytest.mark.unit
 

@@ -9,9 +9,8 @@ import torch._inductor
 from rich.console import Console
 from torch import nn
 
-from torchspmd.step import compile
-from torchspmd.step.capture import progress
-from torchspmd.step.capture.progress import Progress, note, phase
+from torchspmd.step import compile, progress
+from torchspmd.step.progress import Progress, note, phase
 
 pytestmark = pytest.mark.unit
 

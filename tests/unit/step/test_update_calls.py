@@ -6,9 +6,10 @@ from torch import fx, nn
 from torch._inductor.utils import run_and_get_code
 
 from torchspmd.errors import CaptureError
-from torchspmd.step import GraphModuleTransformation, backends, compile
-from torchspmd.step.iterate.owed import Marks
-from torchspmd.step.passes.update_calls import NOT_OWED, make_one_call, noting
+from torchspmd.step import GraphModuleTransformation, compile
+from torchspmd.step.deferral.module import Marks
+from torchspmd.step.lower import backends
+from torchspmd.step.lower.update_calls import NOT_PENDING, make_one_call, noting
 
 pytestmark = pytest.mark.unit
 
@@ -40,7 +41,7 @@ def run(graph, *values):
 
 def test_neighbours_become_one_call_that_does_the_same():
     graph, update = graph_of()
-    assert make_one_call(graph, update, NOT_OWED) is None
+    assert make_one_call(graph, update, NOT_PENDING) is None
     graph.lint()
     (call,) = (node for node in graph.nodes if node.op == "call_function")
     assert [node.name for node in call.args[2]] == ["weight"]
@@ -55,16 +56,16 @@ def test_equal_work_has_an_equal_name_so_that_compiled_code_can_be_cached():
     for factor in (2, 2, 3):
         graph, update = graph_of()
         update[1].args = (update[1].args[0], factor)
-        make_one_call(graph, update, NOT_OWED)
+        make_one_call(graph, update, NOT_PENDING)
         names.append(next(n for n in graph.nodes if n.op == "call_function").args[0])
     assert names[0] == names[1] != names[2]
 
 
-def test_owed_updates_are_noted_and_no_others():
+def test_pending_updates_are_noted_and_no_others():
     noted = []
     marks = Marks(lambda n: noted.append(("begin", n)), noted.append)
     weight = torch.ones(4)
-    for number in (NOT_OWED, 5):
+    for number in (NOT_PENDING, 5):
         graph, update = graph_of()
         make_one_call(graph, update, number)
         with noting(marks):

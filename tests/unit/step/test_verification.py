@@ -7,9 +7,8 @@ from torch import fx, nn
 from torchspmd.errors import PassWarning, UsageError, VerificationError
 from torchspmd.step.graph.reports import GraphSize, Outcome, PassReport
 from torchspmd.step.graph.snapshot import copy_graph
-from torchspmd.step.virtual.differences import digest, find_difference
-from torchspmd.step.virtual.options import Verification
-from torchspmd.step.virtual.verification import Verifier
+from torchspmd.step.virtual.compare import digest, find_difference
+from torchspmd.step.virtual.verify import Verification, Verifier
 
 pytestmark = pytest.mark.unit
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchspmd.errors import UsageError
-from torchspmd.step.graph.reductions import reduce_values, ring_chunks
+from torchspmd.step.graph.reduction_order import reduce_values, ring_chunks
 from torchspmd.step.graph.reports import ORDERS
 
 pytestmark = pytest.mark.unit

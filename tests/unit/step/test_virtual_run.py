@@ -8,7 +8,7 @@ from torch import fx, nn
 
 from torchspmd.errors import UsageError, VirtualRanksError
 from torchspmd.step import VirtualRanks, run_virtual
-from torchspmd.step.graph.roles import OutputKind, OutputRole, set_roles
+from torchspmd.step.graph.metadata import OutputKind, OutputRole, set_roles
 
 pytestmark = pytest.mark.unit
 

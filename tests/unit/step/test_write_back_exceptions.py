@@ -16,7 +16,7 @@ from torchspmd import _torch
 from torchspmd.errors import LostStateError
 from torchspmd.step import IterGraphModule, program
 from torchspmd.step.capture.inventory import take_inventory
-from torchspmd.step.lost_states import LostStates
+from torchspmd.step.program import LostStates
 
 pytestmark = [
     pytest.mark.unit,
@@ -142,7 +142,7 @@ def test_before_the_first_copy_the_step_can_be_repeated(training, monkeypatch, f
 def test_the_first_call_that_owes_is_watched_from_its_start(monkeypatch):
     training = Training("momentum")
     first, second = batches(2)
-    training.step(first, last_train_step=True)  # nothing is owed, nothing is watched
+    training.step(first, last_train_step=True)  # nothing is pending, nothing is watched
     assert "state_dict" not in vars(training.model)
 
     def out_of_memory(*arguments):

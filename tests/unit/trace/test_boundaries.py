@@ -9,8 +9,8 @@ from torch import nn
 
 from torchspmd import CommDebugMode
 from torchspmd.testing import fake_mesh
-from torchspmd.trace import boundaries as module
-from torchspmd.trace.boundaries import Boundaries
+from torchspmd.trace import modules as module
+from torchspmd.trace.modules import Boundaries
 
 pytestmark = pytest.mark.unit
 

@@ -5,7 +5,7 @@ import pytest
 from torchspmd import CommEvent, Kind, Ledger, Phase
 from torchspmd.comm import Group
 from torchspmd.errors import ContractError, UsageError
-from torchspmd.trace.notes import ON_REPLAY
+from torchspmd.trace.tables import ON_REPLAY
 from torchspmd.verify import at_least, at_most, expect
 
 pytestmark = pytest.mark.unit

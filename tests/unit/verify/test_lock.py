@@ -8,7 +8,7 @@ from torchspmd import CommEvent, Kind, Ledger, Phase
 from torchspmd.comm import Group
 from torchspmd.comm.folding import fold, unfold
 from torchspmd.errors import LockError
-from torchspmd.verify.contract.layers import natural
+from torchspmd.verify.contract.claim import natural
 from torchspmd.verify.lock.changes import changes
 from torchspmd.verify.lock.contents import (
     Amount,

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from torchspmd.verify.parity.causes import find_cause
-from torchspmd.verify.parity.evidence import Evidence
+from torchspmd.verify.parity.causes import Evidence, find_cause
 from torchspmd.verify.parity.match import measure
 from torchspmd.verify.recording.files import Kind
 from torchspmd.verify.recording.layouts import Grid, cut

@@ -2,8 +2,7 @@
 
 import pytest
 
-from torchspmd.verify.parity.culprit import Result, Status, choose_first
-from torchspmd.verify.parity.order import execution_order
+from torchspmd.verify.parity.step import Result, Status, choose_first, execution_order
 from torchspmd.verify.recording.files import Key, Kind
 
 pytestmark = pytest.mark.unit

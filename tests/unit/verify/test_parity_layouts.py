@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchspmd.verify.parity.match import find_match, possible_layouts
-from torchspmd.verify.recording.layouts import Grid, cut, describe_layout, join
-from torchspmd.verify.recording.sketch import sketch
+from torchspmd.verify.recording.layouts import Grid, cut, describe_layout, join, sketch
 
 pytestmark = pytest.mark.unit
 

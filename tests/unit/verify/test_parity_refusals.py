@@ -12,7 +12,7 @@ from torchspmd._cli import main
 from torchspmd.errors import UsageError, WorldError
 from torchspmd.testing import Ranks, fake_world
 from torchspmd.verify import check_local_parity, check_parity, record
-from torchspmd.verify.parity.limits import explain_size, explain_world
+from torchspmd.verify.parity.run import explain_size, explain_world
 
 pytestmark = pytest.mark.unit
 

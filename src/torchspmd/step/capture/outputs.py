@@ -8,8 +8,8 @@ import torch
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
 from torchspmd.step.capture.inventory import Inventory, Role
-from torchspmd.step.capture.leaks import find_traced
-from torchspmd.step.capture.stage import Stage
+from torchspmd.step.capture.side_effects import find_traced
+from torchspmd.step.capture.substitute import Stage
 
 
 @dataclass(frozen=True, slots=True)

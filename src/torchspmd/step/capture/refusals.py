@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torchspmd import _torch
 from torchspmd.comm import Phase
 from torchspmd.errors import CaptureError, SpmdError
-from torchspmd.step.graph.owners import Owner
+from torchspmd.step.graph.metadata import Owner
 
 _OWN_FOLDERS = (
     str(Path(torch.__file__).parent),

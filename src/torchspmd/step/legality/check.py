@@ -13,15 +13,17 @@ from dataclasses import dataclass
 from torch import fx
 
 from torchspmd.errors import LegalityError
-from torchspmd.step.graph.roles import output_values
-from torchspmd.step.legality.collective_order import check_order
-from torchspmd.step.legality.edit import Edit, Problem
+from torchspmd.step.graph.metadata import output_values
+from torchspmd.step.legality.edit import (
+    Edit,
+    Problem,
+    check_definitions,
+    check_interface,
+)
 from torchspmd.step.legality.equivalence import Equivalence
 from torchspmd.step.legality.fakes import find_fakes
-from torchspmd.step.legality.hazards import check_hazards
-from torchspmd.step.legality.interfaces import check_definitions, check_interface
-from torchspmd.step.legality.output_memory import check_output_memory
-from torchspmd.step.legality.waits import check_waits
+from torchspmd.step.legality.graph_rules import check_hazards, check_order, check_waits
+from torchspmd.step.legality.memory_rules import check_output_memory
 
 _SHOWN = 3  # names in one line
 _MOST = 20  # problems in one error

@@ -18,7 +18,7 @@ from torch import fx
 from torchspmd import _torch
 from torchspmd.comm import find_operator
 from torchspmd.step.graph.aliases import operator_of
-from torchspmd.step.graph.roles import readable_name
+from torchspmd.step.graph.metadata import readable_name
 from torchspmd.step.legality.edit import Edit, Problem, is_equal
 
 _SHOWN = 3  # operands in one line

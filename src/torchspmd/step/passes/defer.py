@@ -5,6 +5,7 @@ parameters that are read first have their gradients last, so those reductions go
 soon as they can; what is needed later fills the rest of the iteration.
 """
 
+import difflib
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,23 +16,124 @@ from torch import fx
 
 from torchspmd.comm import Kind, Phase
 from torchspmd.errors import DeferralError, UsageError
-from torchspmd.step.graph.comm_blocks import CommBlock, get_all_comm_blocks
+from torchspmd.step.deferral.iter_graph import IterGraph
+from torchspmd.step.deferral.module import IterGraphModule
+from torchspmd.step.deferral.regions import (
+    check_region,
+    complete_region,
+    first_reader,
+    written_by,
+)
+from torchspmd.step.graph.collectives import CommBlock, get_all_comm_blocks
 from torchspmd.step.graph.cost import CostModel, check_cost, device_of
-from torchspmd.step.graph.live_bytes import LiveBytes
-from torchspmd.step.graph.options import check_flags
-from torchspmd.step.graph.owners import owner_of
-from torchspmd.step.graph.queries import find_all_descendants
-from torchspmd.step.graph.reports import Outcome
-from torchspmd.step.graph.roles import output_node
-from torchspmd.step.iterate.deferral import check_region, first_reader
-from torchspmd.step.iterate.iter_graph import IterGraph
-from torchspmd.step.iterate.iteration import IterGraphModule
-from torchspmd.step.passes.iter_move import isolate_updates, moved, update_region
+from torchspmd.step.graph.edit import find_all_descendants
+from torchspmd.step.graph.memory import LiveBytes
+from torchspmd.step.graph.metadata import output_node, owner_of
+from torchspmd.step.graph.optimizer_lists import Chains, first_items, split_by_group
+from torchspmd.step.graph.options import check_flags, check_names
+from torchspmd.step.graph.reports import ORDERS, Outcome
 from torchspmd.step.passes.memory_budget import check_budget
-from torchspmd.step.passes.optimizer_copies import remove_copy_from_optimizer
-from torchspmd.step.passes.ordering import graph_optimization_pass
+from torchspmd.step.passes.optimizer import remove_copy_from_optimizer
+from torchspmd.step.passes.overlap import schedule_comm_wait
 from torchspmd.step.passes.pacing import Pace, Reduction, estimate, paces
-from torchspmd.step.passes.schedule import schedule_comm_wait
+from torchspmd.step.passes.runner import graph_optimization_pass
+
+# ----------------------------------------------------------------------------
+# A bucket's reduction and its update of the parameters run in the next iteration.
+
+
+@graph_optimization_pass(
+    prerequisites=[remove_copy_from_optimizer],
+    apply_after=[schedule_comm_wait],
+    undoes_others=False,
+)
+def iter_move_grads_and_optimizers(
+    gm: IterGraphModule, target_comm_node: str, target_dest_node: str
+) -> Outcome:
+    """Move a collective and the updates that need it before a node of the next iteration.
+
+    Args:
+        gm: The step.
+        target_comm_node: The name of the collective. Give the name of its wait to start
+            it in this iteration and wait for it in the next.
+        target_dest_node: The name of the node before which the work runs.
+
+    Raises:
+        DeferralError: When the destination reads a state that the work changes, or
+            something needs the result in this iteration.
+    """
+    what = "iter_move_grads_and_optimizers"
+    if not isinstance(gm, IterGraphModule):
+        raise UsageError(
+            f"{what}: pass an IterGraphModule, not {type(gm).__name__}: only that can "
+            "leave work for the next iteration."
+        )
+    check_names(
+        what, target_comm_node=target_comm_node, target_dest_node=target_dest_node
+    )
+    moving = find_by_name(gm.graph, target_comm_node)
+    destination = find_by_name(gm.graph, target_dest_node)
+    region = isolate_update(gm.graph, moving)
+    place = gm.graph.move_to_next_iter_before(region, destination, strict=True)
+    return moved(1, [(moving.name, region, place)])
+
+
+def moved(
+    matched: int, regions: Sequence[tuple[str, list[fx.Node], fx.Node]]
+) -> Outcome:
+    """What a pass says that moved regions to the next iteration."""
+    lines = tuple(
+        f"{name}: {len(region)} nodes run before {place.name} of the next iteration"
+        for name, region, place in regions
+    )
+    return Outcome(matched, len(regions), detail=lines, keeps_bits=ORDERS)
+
+
+def isolate_update(graph: fx.Graph, moving: fx.Node) -> list[fx.Node]:
+    """All that needs a node's result, with optimizers split so that it is no more."""
+    isolate_updates(graph, [moving])
+    return update_region(graph, [moving])
+
+
+def isolate_updates(graph: fx.Graph, movings: Sequence[fx.Node]) -> None:
+    """Split optimizers so that what needs one of these nodes needs no other."""
+    chains = Chains(graph)
+    needed: dict[object, tuple[int, ...]] = {}
+    for number, moving in enumerate(movings):
+        for chain in {chains.chain_of(node) for node in first_items(moving)}:
+            needed[chain] = (*needed.get(chain, ()), number)
+    split_by_group(graph, lambda chain: needed.get(chain, ()), chains)
+
+
+def update_region(graph: fx.Graph, moving: Sequence[fx.Node]) -> list[fx.Node]:
+    """All that needs the result of nodes; raises where that updates no state."""
+    region = complete_region(graph, find_all_descendants(_Holder(graph), moving))
+    if not written_by(graph, region):
+        raise UsageError(
+            f"{moving[0].name} is not used by any fused optimizer, nor by another update "
+            "of a state: there is nothing to move to the next iteration with it."
+        )
+    return region
+
+
+class _Holder:
+    """A graph by itself, for queries that take a module."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+
+
+def find_by_name(graph: fx.Graph, name: str) -> fx.Node:
+    """The node with this name; an error that names similar ones."""
+    names: dict[str, fx.Node] = {node.name: node for node in graph.nodes}
+    if name in names:
+        return names[name]
+    similar = difflib.get_close_matches(name, names, n=4, cutoff=0.3)
+    raise DeferralError(
+        f"Cannot find {name}: the graph has no node of this name. Did you mean "
+        f"{', '.join(similar) or 'one of another graph'}?"
+    )
+
 
 _REDUCTIONS = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)
 _WORTH = 1.01  # below that, a gain is within what an estimate can tell
@@ -319,7 +421,7 @@ def _worth(gain: float) -> str:
     if gain >= _WORTH:
         return line
     why = "hardly anything of the reductions was exposed"
-    return f"{line}: {why}, and overlap_iterations=False owes nothing"
+    return f"{line}: {why}, and overlap_iterations=False leaves nothing pending"
 
 
 def _told(pace: Pace, usual: Pace) -> str:

@@ -5,10 +5,15 @@ from collections.abc import Callable
 from torch import fx
 
 from torchspmd.errors import UsageError
-from torchspmd.step.graph.comm_blocks import CommBlock
-from torchspmd.step.graph.live_bytes import LiveBytes, held_until_wait, value_bytes
-from torchspmd.step.graph.moves import after_start, hoist, remember, sink
-from torchspmd.step.graph.queries import HasGraph
+from torchspmd.step.graph.collectives import (
+    CommBlock,
+    after_start,
+    hoist,
+    remember,
+    sink,
+)
+from torchspmd.step.graph.edit import HasGraph
+from torchspmd.step.graph.memory import LiveBytes, held_until_wait, value_bytes
 
 _MOST_MB = 2**40
 

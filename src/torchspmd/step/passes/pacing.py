@@ -16,11 +16,10 @@ from torch import fx
 
 from torchspmd import _torch
 from torchspmd.comm import Phase
-from torchspmd.step.graph.comm_blocks import is_wait
+from torchspmd.step.graph.collectives import is_communication, is_wait
 from torchspmd.step.graph.cost import CostModel
-from torchspmd.step.graph.ledger import is_communication
-from torchspmd.step.graph.owners import owner_of
-from torchspmd.step.graph.timeline import simulate
+from torchspmd.step.graph.metadata import owner_of
+from torchspmd.step.graph.simulate import simulate
 
 # The part of an estimate after which the wire counts as free. Where estimates are too long,
 # less than all of it keeps the wire busy; where they are right, all of it leaves room for
@@ -304,10 +303,10 @@ class _Plan:
         now = 0.0
         for _ in range(3):  # the state at the seam settles after one round
             now = 0.0
-            owed, ends = ends, {}
+            pending, ends = ends, {}
             for node in order:
                 for each in due.get(node, ()):
-                    now = max(now, owed.get(each.start, 0.0)) + each.update_seconds
+                    now = max(now, pending.get(each.start, 0.0)) + each.update_seconds
                 if node in self._rank:
                     reduction = self._reductions[self._rank[node]]
                     begin = max(now, free.get(reduction.group, 0.0))

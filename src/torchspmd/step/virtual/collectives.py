@@ -8,7 +8,7 @@ from torch import fx
 
 from torchspmd import _torch
 from torchspmd.errors import VirtualRanksError
-from torchspmd.step.graph.reductions import reduce_values
+from torchspmd.step.graph.reduction_order import reduce_values
 
 Arguments = dict[str, Any]  # of one rank, by name
 

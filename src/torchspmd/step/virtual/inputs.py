@@ -16,8 +16,8 @@ from torchspmd.comm import Kind
 from torchspmd.errors import UsageError
 from torchspmd.step.capture.inventory import Role
 from torchspmd.step.graph.memory import ROLE_KEY
-from torchspmd.step.graph.roles import written_state
-from torchspmd.step.virtual.axes import RankLayout, collective
+from torchspmd.step.graph.metadata import written_state
+from torchspmd.step.virtual.ranks import RankLayout, collective
 
 _PLACES = 1_000_003  # spreads seeds: steps, ranks and places must not meet
 

@@ -8,12 +8,46 @@ import torch
 from torch import fx
 
 from torchspmd import _torch
+from torchspmd.errors import UsageError
+from torchspmd.step.graph.metadata import written_state
 from torchspmd.step.graph.options import check_integers
-from torchspmd.step.graph.roles import written_state
-from torchspmd.step.virtual.arguments import check_inputs, check_ranks
-from torchspmd.step.virtual.axes import DEFAULT_SIZE, RankLayout, lay_out
 from torchspmd.step.virtual.inputs import Inputs, in_layout_of
-from torchspmd.step.virtual.ranks import Graphs, VirtualRanks, graphs_of
+from torchspmd.step.virtual.ranks import (
+    DEFAULT_SIZE,
+    Graphs,
+    RankLayout,
+    VirtualRanks,
+    graphs_of,
+    lay_out,
+)
+
+# ----------------------------------------------------------------------------
+# Ranks and inputs of virtual runs, checked before anything runs.
+
+
+def check_ranks(what: str, ranks: Any) -> None:
+    """Refuse what is neither a number of ranks nor one for each axis."""
+    if isinstance(ranks, Mapping):
+        for axis, size in ranks.items():
+            check_integers(what, **{f"ranks[{axis!r}]": (size, 1)})
+        return
+    check_integers(what, ranks=(ranks, 1))
+
+
+def check_inputs(what: str, graph: fx.Graph, inputs: Any) -> None:
+    """Refuse flat inputs that are not as many as the graph takes."""
+    wanted = len(graph.find_nodes(op="placeholder"))
+    if inputs is None or callable(inputs):
+        return
+    found = len(inputs) if isinstance(inputs, (list, tuple)) else None
+    if found != wanted:
+        shown = type(inputs).__name__ + ("" if found is None else f" of {found}")
+        raise UsageError(
+            f"{what}(inputs={shown}): the graph takes {wanted} inputs. Pass a list or "
+            "tuple with one value for each placeholder, in their order, a function of "
+            "step and rank that returns it, or None to have values made up."
+        )
+
 
 __all__ = ["VirtualRanks", "VirtualRun", "next_inputs", "run_virtual", "with_state"]
 

@@ -1,12 +1,45 @@
 """What is expected, as values: bounds, and claims about a part of a ledger."""
 
+import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from torchspmd.comm import Key, Total
+from torchspmd.comm import Key, Kind, Phase, Total
 from torchspmd.errors import UsageError
-from torchspmd.verify.contract.layers import matches
+
+# ----------------------------------------------------------------------------
+# Names of modules: patterns that match them, and the order of their numbers.
+
+
+def matches(module: str, pattern: str, *, within: bool) -> bool:
+    """Whether a module path fits a pattern; ``*`` stands for one part of the path.
+
+    The root module's class may be left out: ``layers.*.mlp`` fits ``GPT.layers.0.mlp``.
+
+    >>> matches("GPT.layers.0.mlp.down", "layers.*.mlp", within=True)
+    True
+    >>> matches("GPT.layers.0.mlp.down", "layers.*.mlp", within=False)
+    False
+    """
+    wanted, parts = pattern.split("."), module.split(".")
+    return _fits(parts, wanted, within) or _fits(parts[1:], wanted, within)
+
+
+def _fits(parts: list[str], wanted: list[str], within: bool) -> bool:
+    if len(parts) < len(wanted) or (not within and len(parts) != len(wanted)):
+        return False
+    return all(want in ("*", part) for part, want in zip(parts, wanted, strict=False))
+
+
+def natural(path: str) -> tuple[tuple[int, str], ...]:
+    """A key that sorts numbered parts as numbers: ``layers.2`` before ``layers.10``."""
+    return tuple((_leading_number(part), part) for part in path.split("."))
+
+
+def _leading_number(part: str) -> int:
+    digits = re.match(r"\[?(\d+)", part)
+    return int(digits[1]) if digits else -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,3 +151,76 @@ class Claim:
         return sum(
             getattr(total, self.measure) for key, total in rows if self.part.holds(key)
         )
+
+
+# ----------------------------------------------------------------------------
+# From the words of a contract to claims; whatever has no meaning is refused.
+
+
+def read_claims(
+    measure: str, total: Expected | None, words: dict[str, Any], model: object
+) -> list[Claim]:
+    """The claims in one call: one for each kind, one for all kinds together."""
+    kinds = {word: words[word] for word in words if word in list(Kind)}
+    where = {word: value for word, value in words.items() if word not in kinds}
+    part = _read_part(measure, where)
+    wanted: list[tuple[str | None, Expected]] = [*kinds.items()]
+    if total is not None:
+        wanted.insert(0, (None, total))
+    claims = []
+    for kind, value in wanted:
+        bound = _as_bound(value, f"{measure} of {kind or 'all kinds'}", model)
+        claims.append(Claim(measure, replace(part, kind=kind), bound))
+    if not claims:
+        raise UsageError(
+            f"expect().{measure}() says no number: give one for all kinds, "
+            f"{measure}(0), or one for a kind, {measure}(all_reduce=8)."
+        )
+    return claims
+
+
+def _read_part(measure: str, where: dict[str, Any]) -> Part:
+    known = ("axis", "phase", "dtype", "module", "within", "implicit")
+    unknown = sorted(set(where) - set(known))
+    if unknown:
+        raise UsageError(
+            f"expect().{measure}(): {', '.join(unknown)} is neither a kind "
+            f"({', '.join(Kind)}) nor one of {', '.join(known)}."
+        )
+    phases = _names(where.get("phase"))
+    wrong = [phase for phase in phases or () if phase not in list(Phase)]
+    if wrong:
+        raise UsageError(
+            f"expect().{measure}(): {wrong[0]!r} is no phase; choose among "
+            f"{', '.join(Phase)}."
+        )
+    return Part(
+        None,
+        _names(where.get("axis")),
+        phases,
+        _names(where.get("dtype")),
+        where.get("module"),
+        bool(where.get("within", True)),
+        where.get("implicit"),
+    )
+
+
+def _names(value: str | Iterable[str] | None) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    names = (value,) if isinstance(value, str) else tuple(value)
+    return tuple(str(name).removeprefix("torch.") for name in names)
+
+
+def _as_bound(value: Expected, what: str, model: object) -> Bound:
+    if callable(value):
+        if model is None:
+            raise UsageError(
+                f"{what} is a function of the model: give the model, as in "
+                "expect(ledger, model=model)."
+            )
+        value = value(model)
+    if isinstance(value, Bound):
+        return value
+    number = whole(value, what)
+    return Bound(number, number)

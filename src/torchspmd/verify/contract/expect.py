@@ -9,11 +9,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchspmd.comm import GLOBAL, Key, Ledger, format_bytes
 from torchspmd.errors import ContractError, UsageError
-from torchspmd.trace.notes import ON_REPLAY
-from torchspmd.verify.contract.claim import Bound, Claim, Expected, Part
-from torchspmd.verify.contract.layers import matches
+from torchspmd.trace.tables import ON_REPLAY
+from torchspmd.verify.contract.claim import (
+    Bound,
+    Claim,
+    Expected,
+    Part,
+    matches,
+    read_claims,
+)
 from torchspmd.verify.contract.text import honesty_lines, near_misses, origin_lines
-from torchspmd.verify.contract.words import read_claims
 
 
 def expect(

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torchspmd.comm import Phase, format_bytes
 from torchspmd.comm.folding import fold
-from torchspmd.verify.contract.layers import natural
+from torchspmd.verify.contract.claim import natural
 from torchspmd.verify.contract.text import describe, reason
 from torchspmd.verify.lock.contents import NOTHING, Amount, Lock, Memory, Row
 

@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
 )
 
 from torchspmd import _torch
-from torchspmd.trace.calls import follow, unfollow
+from torchspmd.trace.modules import follow, unfollow
 from torchspmd.verify.lock.contents import Memory
 
 ON_FSDP = "parameters that FSDP2 gathers for a while are not part of the memory"

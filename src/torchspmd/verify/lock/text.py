@@ -12,7 +12,7 @@ from torchspmd.comm import Kind, Phase
 from torchspmd.comm.folding import fold, unfold
 from torchspmd.comm.storage import write_whole
 from torchspmd.errors import LockError
-from torchspmd.verify.contract.layers import natural
+from torchspmd.verify.contract.claim import natural
 from torchspmd.verify.lock.contents import Amount, Lock, Memory, Recipe, Row
 
 VERSION = 1

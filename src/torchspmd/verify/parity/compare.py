@@ -8,23 +8,29 @@ from typing import Literal
 import torch
 
 from torchspmd.errors import RecordingError, UsageError
-from torchspmd.verify.parity.causes import find_cause
-from torchspmd.verify.parity.culprit import (
+from torchspmd.verify.parity.causes import Cause, Evidence, find_cause
+from torchspmd.verify.parity.step import (
+    RESULTS,
     Beginning,
     Result,
+    Sides,
     Status,
+    StepComparison,
     choose_first,
     place_of,
 )
-from torchspmd.verify.parity.evidence import Cause, Evidence
-from torchspmd.verify.parity.step import RESULTS, Sides, StepComparison
-from torchspmd.verify.parity.tolerance import BITWISE, Tolerance, choose_tolerance
 from torchspmd.verify.parity.vacuous import (
     find_vacuous,
     rounding_notes,
     structure_problems,
 )
-from torchspmd.verify.parity.verdict import Difference, Verdict
+from torchspmd.verify.parity.verdict import (
+    BITWISE,
+    Difference,
+    Tolerance,
+    Verdict,
+    choose_tolerance,
+)
 from torchspmd.verify.recording.files import (
     INITIAL,
     Header,

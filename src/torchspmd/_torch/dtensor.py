@@ -1,0 +1,197 @@
+"""DTensor from the inside: shards in, shards out, no dispatch; plain collectives."""
+
+import copy
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._ops import OpOverload
+from torch.distributed.device_mesh import DeviceMesh
+
+if TYPE_CHECKING:  # it takes longer to import than the rest of torchspmd
+    from torch.distributed.tensor import DTensor, Placement
+
+_functional_ops = torch.ops._c10d_functional
+
+
+def local_tensor(tensor: "DTensor") -> torch.Tensor:
+    """This rank's shard, the object itself, with no autograd history of its own."""
+    return tensor._local_tensor
+
+
+def spec(tensor: "DTensor") -> Any:
+    """Mesh, placements, global shape, stride and dtype of a DTensor, as one object."""
+    return tensor._spec
+
+
+def build_spec(
+    mesh: DeviceMesh,
+    placements: "tuple[Placement, ...]",
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> Any:
+    """A spec for ``wrap_local``; the global tensor is taken as contiguous."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    stride = []
+    step = 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    meta = TensorMeta(torch.Size(shape), tuple(reversed(stride)), dtype)
+    return DTensorSpec(mesh, placements, tensor_meta=meta)
+
+
+def wrap_local(
+    local: torch.Tensor, spec: Any, requires_grad: bool = False
+) -> torch.Tensor:
+    """A DTensor around a shard: 1 us, where ``DTensor.from_local`` takes 26."""
+    wrapped: torch.Tensor = _new_dtensor(
+        _dtensor_class(), local, spec, requires_grad=requires_grad
+    )
+    return wrapped
+
+
+_new_dtensor: Any = torch.Tensor._dtensor__new__
+
+
+@functools.cache
+def _dtensor_class() -> "type[DTensor]":
+    from torch.distributed.tensor import DTensor
+
+    return DTensor
+
+
+def is_autocast_enabled() -> bool:
+    """Whether autocast is on for any device type; cheaper than asking for one."""
+    return bool(torch._C._is_any_autocast_enabled())
+
+
+def current_mesh() -> DeviceMesh | None:
+    """The mesh of the innermost ``with mesh:``; None outside of one."""
+    from torch.distributed.device_mesh import _mesh_resources
+
+    try:
+        return _mesh_resources.get_current_mesh()
+    except RuntimeError:
+        return None
+
+
+# Collectives on plain tensors.
+
+# In eager mode these run below autograd: the functional operators have a Python autograd
+# kernel that costs more than the collective's own host time. Whoever calls them gives
+# autograd its own backward.
+_BelowAutograd: Any = torch._C._AutoDispatchBelowAutograd
+
+
+def _run(op: Any, *args: Any) -> torch.Tensor:
+    if torch.compiler.is_compiling():
+        traced: torch.Tensor = op(*args)
+        return traced
+    with _BelowAutograd():
+        result: torch.Tensor = op(*args)
+    return result
+
+
+def start_all_reduce(tensor: torch.Tensor, op: str, group: str) -> torch.Tensor:
+    """Start to reduce a tensor in place; ``wait`` for the returned tensor."""
+    # A captured step has no functional form for the operator that writes in place.
+    if torch.compiler.is_compiling() or type(tensor) is not torch.Tensor:
+        return _run(_functional_ops.all_reduce.default, tensor, op, group)
+    return _run(_functional_ops.all_reduce_.default, tensor, op, group)
+
+
+def start_all_gather(tensor: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    """Start to gather along dim 0; ``wait`` for the returned tensor."""
+    return _run(_functional_ops.all_gather_into_tensor.default, tensor, size, group)
+
+
+def start_reduce_scatter(tensor: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    """Start to sum and scatter along dim 0; ``wait`` for the returned tensor."""
+    op = _functional_ops.reduce_scatter_tensor.default
+    return _run(op, tensor, "sum", size, group)
+
+
+def start_all_to_all(
+    tensor: torch.Tensor, receive: list[int], send: list[int], group: str
+) -> torch.Tensor:
+    """Start to exchange rows along dim 0; ``wait`` for the returned tensor."""
+    op = _functional_ops.all_to_all_single.default
+    return _run(op, tensor, receive, send, group)
+
+
+def wait(tensor: torch.Tensor) -> torch.Tensor:
+    """Wait for a started collective; the result may be used after this."""
+    return _run(_functional_ops.wait_tensor.default, tensor)
+
+
+def apply_torch_style(
+    style: Any, module: torch.nn.Module, mesh: DeviceMesh, src_data_rank: int | None
+) -> torch.nn.Module:
+    """Apply one of torch's own styles, on a copy: torch writes to the style."""
+    style = copy.copy(style)
+    style.src_data_rank = src_data_rank
+    placed: torch.nn.Module = style._apply(module, mesh)
+    return placed
+
+
+def foreach_norm(tensors: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
+    """The norm of each tensor, in one call for all of one device and dtype."""
+    places: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        places.setdefault((tensor.device, tensor.dtype), []).append(place)
+    norms: dict[int, torch.Tensor] = {}
+    for group in places.values():
+        found = torch._foreach_norm([tensors[place] for place in group], norm_type)
+        norms.update(zip(group, found, strict=True))
+    return [norms[place] for place in range(len(tensors))]
+
+
+# ----------------------------------------------------------------------------
+# Parameters and their shards: versions, views, layouts over two axes.
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was written in place; views and detached twins count too."""
+    return int(tensor._version)
+
+
+def is_view(operator: Any) -> bool:
+    """Whether an operator looks at its argument's memory in another shape."""
+    return isinstance(operator, OpOverload) and bool(operator.is_view)
+
+
+def sister_axis(mesh: DeviceMesh, other: DeviceMesh) -> DeviceMesh | None:
+    """``other``, if it is another axis of the mesh that ``mesh`` is an axis of.
+
+    The axis of the living mesh: DTensor may hand out an equal one of a world that is gone,
+    from its cache.
+    """
+    held: Any = mesh
+    root = held._get_root_mesh()
+    name = (other.mesh_dim_names or ("",))[0]
+    if name in (mesh.mesh_dim_names or ()) or name not in (root.mesh_dim_names or ()):
+        return None
+    axis: DeviceMesh = root[name]
+    return axis if axis == other else None
+
+
+def join_axes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
+    """The mesh that has two axes of one mesh."""
+    maker: Any = DeviceMesh
+    joined: DeviceMesh = maker._concatenate([first, second])
+    return joined
+
+
+def strided_shard(dim: int, num_parts: int) -> Any:
+    """The placement of an axis that cuts each of the parts that a later axis makes."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=num_parts)
+
+
+def free_shard(tensor: torch.Tensor) -> None:
+    """Give the memory of a DTensor's shard back; the DTensor has no values after this."""
+    held: Any = tensor
+    held._local_tensor = held._local_tensor.detach().new_empty(0)

@@ -1,0 +1,249 @@
+"""What an operator's schema says about its arguments and its result."""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """How to read a call of one operator.
+
+    Attributes:
+        name: ``namespace::name`` of its functional form: ``aten::add`` for ``add_`` too.
+        overload: The overload, empty for the default one.
+        arguments: The names of its arguments, in order; without those it only writes to.
+        defaults: The values of arguments that a call may leave out.
+        written: The names of the arguments that it writes into.
+        draws: Whether it takes random numbers.
+        is_elementwise: Whether each element of the result depends on that element alone.
+    """
+
+    name: str
+    overload: str
+    arguments: tuple[str, ...]
+    defaults: dict[str, Any]
+    written: tuple[str, ...]
+    draws: bool
+    is_elementwise: bool
+
+
+@cache
+def signature_of(operator: OpOverload) -> Signature:
+    """Read an operator's schema."""
+    schema = operator._schema
+    written = tuple(
+        argument.name
+        for argument in schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    names = tuple(a.name for a in schema.arguments if not a.is_out)
+    return Signature(
+        _functional_name(schema.name, bool(written)),
+        operator._overloadname.removesuffix("default"),
+        names,
+        {a.name: a.default_value for a in schema.arguments if a.has_default_value()},
+        written,
+        _is_seeded(operator),
+        torch.Tag.pointwise in operator.tags,
+    )
+
+
+def _functional_name(name: str, writes: bool) -> str:
+    return name.removesuffix("_out").removesuffix("_") if writes else name
+
+
+def draws_random_numbers(
+    operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether a call takes numbers from a generator."""
+    if not isinstance(operator, OpOverload) or not _is_seeded(operator):
+        return False
+    for place, argument in enumerate(operator._schema.arguments):
+        if argument.name == "dropout_p":  # attention draws for nothing else
+            given = args[place] if place < len(args) else argument.default_value
+            return bool(kwargs.get("dropout_p", given))
+    return True
+
+
+def _is_seeded(operator: OpOverload) -> bool:
+    """Whether an operator may draw; a backward of attention is given its forward's seed."""
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        return False
+    return all(
+        argument.name != "philox_seed" for argument in operator._schema.arguments
+    )
+
+
+def only_has_effects(operator: Any) -> bool:
+    """Whether an operator returns and writes nothing, and fx would remove it."""
+    if not isinstance(operator, OpOverload) or operator.namespace == "profiler":
+        return False
+    if operator._schema.returns or operator._schema.is_mutable:
+        return False
+    return not fx.Graph().call_function(operator).is_impure()
+
+
+# ----------------------------------------------------------------------------
+# Which operators write into their arguments, share their memory, or could.
+
+# They hand on the memory of their first argument, but their schemas do not say so.
+_SILENT_VIEWS = (
+    "aten::_unsafe_view",
+    "aten::native_dropout",  # outside of training
+    "_c10d_functional::wait_tensor",
+    "c10d_functional::wait_tensor",
+)
+# Elementwise, though not tagged so.
+_WRITERS = ("aten::copy", "aten::fill", "aten::zero")
+
+
+def in_place_form(operator: Any) -> OpOverload | None:
+    """The operator that writes its result into its first argument, element by element.
+
+    None for an operator that has no such form, or that reads other elements than the one
+    it writes.
+    """
+    if not isinstance(operator, OpOverload) or operator.namespace != "aten":
+        return None
+    schema = operator._schema
+    name = schema.name.removeprefix("aten::")
+    is_list = name.startswith(("_foreach_", "_fused_"))
+    is_elementwise = torch.Tag.pointwise in operator.tags or schema.name in _WRITERS
+    if schema.is_mutable or not (is_list or is_elementwise):
+        return None
+    packet = getattr(torch.ops.aten, f"{name}_", None)
+    form = getattr(packet, operator._overloadname, None)
+    return form if isinstance(form, OpOverload) and 0 in _written(form) else None
+
+
+def reduction_in_place(operator: Any) -> OpOverload | None:
+    """The all-reduce that works in its argument's memory; None for other operators."""
+    functional = torch.ops._c10d_functional
+    if operator is not functional.all_reduce.default:
+        return None
+    return functional.all_reduce_.default
+
+
+def written_arguments(operator: Any) -> tuple[int, ...]:
+    """The places of the arguments that an operator writes into."""
+    return _written(operator) if isinstance(operator, OpOverload) else ()
+
+
+def _written(operator: OpOverload) -> tuple[int, ...]:
+    return tuple(
+        place
+        for place, argument in enumerate(operator._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def shared_arguments(operator: OpOverload) -> tuple[int, ...]:
+    """The places of the arguments whose memory an operator's result may lie in."""
+    schema = operator._schema
+    if schema.name in _SILENT_VIEWS:
+        return (0,)
+    if all(result.alias_info is None for result in schema.returns):
+        return ()
+    return tuple(
+        place
+        for place, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None
+    )
+
+
+def storage_bytes(tensor: torch.Tensor) -> int:
+    """The size of the memory that a tensor lies in."""
+    return int(tensor.untyped_storage().nbytes())
+
+
+# ----------------------------------------------------------------------------
+# The dispatcher: see an operator run without a dispatch mode.
+
+_library: Any = torch.library
+
+# BackendSelect is in every call's key set, just below the Python key: a kernel there is
+# reached from eager code, from inside DTensor and fake tensors, from C++ (DDP's
+# reducer), from compiled graphs and from any thread, and other operators do not pay.
+_OBSERVED_KEY = torch._C.DispatchKey.BackendSelect
+_BELOW = torch._C._dispatch_keyset_full_after(_OBSERVED_KEY)
+
+Kernel = Callable[..., Any]
+
+
+def registered_operators(
+    namespaces: tuple[str, ...],
+) -> Iterator[torch._ops.OpOverload]:
+    """Every operator overload that torch knows now in these namespaces."""
+    for qualified in torch._C._dispatch_get_all_op_names():
+        namespace, _, name = qualified.partition("::")
+        if namespace in namespaces:
+            base, _, overload = name.partition(".")
+            packet = getattr(getattr(torch.ops, namespace), base)
+            yield getattr(packet, overload or "default")
+
+
+def operator_generation() -> tuple[int, int]:
+    """Changes whenever operators may have been added: by an import, or by a library."""
+    return len(sys.modules), len(_library._defs)
+
+
+def observe(kernels: dict[torch._ops.OpOverload, Kernel]) -> Callable[[], None]:
+    """Run each kernel in front of its operator; return the function that undoes it.
+
+    A kernel is called as ``kernel(keyset, *args, **kwargs)`` and goes on with
+    ``call_below``.
+    """
+    # What torch.library.Library does, without its bookkeeping for each kernel: this runs
+    # whenever a recording begins.
+    libraries: dict[str, Any] = {}
+    key = _OBSERVED_KEY.name
+    for op, kernel in kernels.items():
+        namespace, _, name = op.name().partition("::")
+        library: Any = libraries.get(namespace)
+        if library is None:
+            library = torch._C._dispatch_library("IMPL", namespace, key, __file__, 0)
+            libraries[namespace] = library
+        library.impl(name, key, kernel, True)
+
+    def undo() -> None:
+        for library in libraries.values():
+            library.reset()
+
+    return undo
+
+
+def call_below(
+    op: torch._ops.OpOverload, keyset: Any, args: tuple[Any, ...], kwargs: Any
+) -> Any:
+    """Go on with an operator below an observing kernel."""
+    # What op.redispatch does, one Python call shorter.
+    return op._handle.redispatch_boxed(keyset & _BELOW, *args, **kwargs)
+
+
+def packet_name(op: torch._ops.OpOverload) -> str:
+    """``namespace::name`` of an operator, without its overload."""
+    return op._schema.name
+
+
+def argument_names(op: torch._ops.OpOverload) -> tuple[str, ...]:
+    """The names of an operator's arguments, in order."""
+    return tuple(argument.name for argument in op._schema.arguments)
+
+
+# ----------------------------------------------------------------------------
+# The memory behind tensors.
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Equal for tensors that share their memory, also on the meta device.
+
+    Another tensor may get the number once the memory is freed.
+    """
+    return int(tensor.untyped_storage()._cdata)

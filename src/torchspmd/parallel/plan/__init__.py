@@ -1,0 +1,1 @@
+"""Which style each module gets: plans resolved as a whole, previewed, inferred."""

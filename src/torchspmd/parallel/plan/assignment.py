@@ -1,0 +1,113 @@
+"""One style for one module, and what can be known of a style before it is applied."""
+
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.tensor import Placement
+from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
+from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
+from torch.distributed.tensor.parallel import SequenceParallel as TorchSequence
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parameter import is_lazy
+
+from torchspmd.parallel.fused import FusedColwiseParallel, KeyValueParallel
+from torchspmd.parallel.plan.plan import Style
+from torchspmd.parallel.replaced import describe_losses
+from torchspmd.parallel.sequence import SequenceParallel
+from torchspmd.parallel.sharded import ColwiseParallel, RowwiseParallel, ShardedStyle
+from torchspmd.parallel.style import ParallelStyle, PlacedStyle
+
+_OWN_ATTENTION = (
+    "leave the attention without styles, or write it with four nn.Linear "
+    "(ColwiseParallel for query, key and value, RowwiseParallel for the output) around "
+    "scaled_dot_product_attention"
+)
+_CUTTING = (ShardedStyle, FusedColwiseParallel, KeyValueParallel, SequenceParallel)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """One style for one module of a model, and the pattern that asked for it."""
+
+    path: str
+    module: nn.Module
+    style: Style
+    pattern: str
+
+    def parameter_path(self, name: str) -> str:
+        """The path in the model of one of the module's parameters."""
+        return f"{self.path}.{name}" if self.path else name
+
+
+def own_twin(style: Style) -> ParallelStyle | None:
+    """The style as one of ours; None for one of torch's that we cannot read."""
+    if isinstance(style, ParallelStyle):
+        return style
+    if isinstance(style, (TorchColwise, TorchRowwise)):
+        ours = ColwiseParallel if isinstance(style, TorchColwise) else RowwiseParallel
+        return ours(
+            input_layouts=style.input_layouts,
+            output_layouts=style.output_layouts,
+            use_local_output=style.use_local_output,
+        )
+    if isinstance(style, TorchSequence):
+        (layout,) = style.sequence_sharding
+        return SequenceParallel(
+            sequence_dim=layout.dim, use_local_output=style.use_local_output
+        )
+    return None
+
+
+def fused_form(assignment: Assignment) -> FusedColwiseParallel | None:
+    """The style as the fused one that it stands for; None for other styles."""
+    style, module = assignment.style, assignment.module
+    if isinstance(style, KeyValueParallel) and isinstance(module, nn.Linear):
+        return FusedColwiseParallel(
+            parts=(module.out_features,),
+            num_heads=(style.num_heads,),
+            input_layouts=style.input_layouts,
+        )
+    return style if isinstance(style, FusedColwiseParallel) else None
+
+
+def find_problems(style: Style, module: nn.Module, num_ranks: int) -> list[str]:
+    """Why a style does not fit a module; empty when it does, or cannot be known."""
+    twin = own_twin(style)
+    if twin is None:
+        return []
+    problems = twin.find_problems(module)
+    problems += _find_obstacles(twin, module)
+    # Sizes that do not fit the module need not be compared with the ranks.
+    return problems or twin.find_axis_problems(module, num_ranks)
+
+
+def _find_obstacles(style: ParallelStyle, module: nn.Module) -> list[str]:
+    """Why a style would do nothing here, or not all that the module is to keep."""
+    if isinstance(module, nn.MultiheadAttention) and isinstance(style, _CUTTING):
+        return [
+            "an nn.MultiheadAttention computes with its parameters and calls no layers, "
+            f"so that it cannot be cut; {_OWN_ATTENTION}"
+        ]
+    if isinstance(module, NonDynamicallyQuantizableLinear) and isinstance(
+        style, PlacedStyle
+    ):
+        return [
+            "it is the out_proj of an nn.MultiheadAttention, which reads its weight and "
+            f"never calls it, so that no style can act; {_OWN_ATTENTION}"
+        ]
+    lazy = [name for name, p in module.named_parameters() if is_lazy(p)]
+    if lazy:
+        return [
+            f"{', '.join(lazy)}: no shape yet, as in every lazy module before its first "
+            "call; call the module once on a batch before parallelize_module"
+        ]
+    return describe_losses(module, list(style.parameter_layouts(module)))
+
+
+def parameter_layouts(assignment: Assignment) -> dict[str, Placement] | None:
+    """The placement of each parameter by path; None when it cannot be known."""
+    twin = own_twin(assignment.style)
+    if twin is None:
+        return None
+    layouts = twin.parameter_layouts(assignment.module)
+    return {assignment.parameter_path(name): p for name, p in layouts.items()}

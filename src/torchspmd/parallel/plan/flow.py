@@ -1,0 +1,525 @@
+"""Which Linears feed which, from one run of a model on shapes.
+
+Every tensor carries which Linears' output features it holds, and in which dimension:
+its *trail*. Operators pass trails on by the rules in ``plan_flow_rules``; where an
+operator needs the features whole, the trail ends, with the reason.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from torchspmd.parallel.plan.calls import Inputs, call_on_meta, meta_state
+
+# ----------------------------------------------------------------------------
+# How torch functions pass on the features of Linears: one rule for a family.
+#
+# A rule gets the trails of the inputs and gives one for each output, or raises ``Ended``
+# when the function needs the features of all ranks together.
+
+
+class Trail(NamedTuple):
+    """The Linears whose output features a tensor holds, and the dimension they lie in."""
+
+    sources: frozenset[str]
+    dim: int
+
+
+class Ended(Exception):  # noqa: N818
+    """A function needs the features whole; the text says which and why."""
+
+
+Trails = Mapping[int, Trail]
+Rule = Callable[
+    [Trails, tuple[Any, ...], dict[str, Any], Sequence[torch.Tensor]], list[Trail]
+]
+
+
+def _elementwise(
+    trails: Trails,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    outputs: Sequence[torch.Tensor],
+) -> list[Trail]:
+    """Dimensions line up from the back; others must be broadcast over the features."""
+    (output,) = outputs
+    given = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
+    found = {trails[id(t)].dim + output.ndim - t.ndim for t in given if id(t) in trails}
+    if len(found) != 1:
+        raise Ended("tensors with features in different dimensions meet")
+    (dim,) = found
+    for tensor in given:
+        place = dim - (output.ndim - tensor.ndim)
+        if id(tensor) not in trails and place >= 0 and tensor.shape[place] != 1:
+            raise Ended("they meet a tensor that is whole in that dimension")
+    sources = frozenset().union(
+        *(trails[id(t)].sources for t in given if id(t) in trails)
+    )
+    return [Trail(sources, dim)]
+
+
+def _reshape(
+    trails: Trails,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    outputs: Sequence[torch.Tensor],
+) -> list[Trail]:
+    """The features must stay the outer part of one dimension, as shards are cut."""
+    (output,), tensor = outputs, args[0]
+    trail = trails[id(tensor)]
+    before = math.prod(tensor.shape[: trail.dim])
+    size = tensor.shape[trail.dim]
+    for dim, new in enumerate(output.shape):
+        starts_here = math.prod(output.shape[:dim]) == before
+        if starts_here and new > 1 and (new % size == 0 or size % new == 0):
+            return [Trail(trail.sources, dim)]
+    raise Ended(
+        f"a reshape from {list(tensor.shape)} to {list(output.shape)} mixes dimension "
+        f"{trail.dim} with the one before it"
+    )
+
+
+def _transpose(
+    trails: Trails,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    outputs: Sequence[torch.Tensor],
+) -> list[Trail]:
+    tensor, trail = args[0], trails[id(args[0])]
+    first, second = (
+        (*args[1:], *kwargs.values()) if len(args) + len(kwargs) > 1 else (-2, -1)
+    )
+    order = list(range(tensor.ndim))
+    order[first], order[second] = order[second], order[first]
+    return [Trail(trail.sources, order.index(trail.dim))]
+
+
+def _permute(
+    trails: Trails,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    outputs: Sequence[torch.Tensor],
+) -> list[Trail]:
+    tensor, trail = args[0], trails[id(args[0])]
+    given = kwargs.get("dims", args[1:])
+    dims = (
+        given[0] if len(given) == 1 and isinstance(given[0], (list, tuple)) else given
+    )
+    order = [dim % tensor.ndim for dim in dims]
+    return [Trail(trail.sources, order.index(trail.dim))]
+
+
+def _along(
+    trails: Trails,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    outputs: Sequence[torch.Tensor],
+) -> list[Trail]:
+    """Something done along one other dimension, which stays."""
+    tensor, trail = args[0], trails[id(args[0])]
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    if type(dim) is not int or dim % tensor.ndim == trail.dim:
+        raise Ended("they are compared or summed up")
+    return [trail] * len(outputs)
+
+
+def _split(
+    trails: Trails,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    outputs: Sequence[torch.Tensor],
+) -> list[Trail]:
+    tensor, trail = args[0], trails[id(args[0])]
+    dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
+    if dim % tensor.ndim == trail.dim:
+        raise Ended("they are split into parts, as those of a fused projection are")
+    return [trail] * len(outputs)
+
+
+def _index(
+    trails: Trails,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    outputs: Sequence[torch.Tensor],
+) -> list[Trail]:
+    """Whole slices keep a dimension, numbers drop one, None adds one."""
+    tensor, index = args
+    if id(tensor) not in trails:
+        raise Ended("they are used as an index")
+    trail = trails[id(tensor)]
+    parts = list(index) if isinstance(index, tuple) else [index]
+    if any(isinstance(part, (torch.Tensor, list)) for part in parts):
+        raise Ended("they are indexed with a tensor")
+    used = sum(part is not None and part is not Ellipsis for part in parts)
+    if Ellipsis not in parts:
+        parts.append(Ellipsis)
+    place = parts.index(Ellipsis)
+    parts[place : place + 1] = [slice(None)] * (tensor.ndim - used)
+    old = new = 0
+    for part in parts:
+        if part is None:
+            new += 1
+            continue
+        if old == trail.dim:
+            if part != slice(None):
+                raise Ended("a part of them is taken")
+            return [Trail(trail.sources, new)]
+        old, new = old + 1, new + isinstance(part, slice)
+    raise AssertionError((tensor.shape, index))
+
+
+def _expand(
+    trails: Trails,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    outputs: Sequence[torch.Tensor],
+) -> list[Trail]:
+    tensor, (output,), trail = args[0], outputs, trails[id(args[0])]
+    dim = trail.dim + output.ndim - tensor.ndim
+    if output.shape[dim] != tensor.shape[trail.dim]:
+        raise Ended("they are repeated")
+    return [Trail(trail.sources, dim)]
+
+
+def _repeat_interleave(
+    trails: Trails,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    outputs: Sequence[torch.Tensor],
+) -> list[Trail]:
+    """Each feature beside its copies: shards of the result are made from shards."""
+    if kwargs.get("dim", args[2] if len(args) > 2 else None) is None:
+        raise Ended("they are flattened and repeated")
+    return [trails[id(args[0])]]
+
+
+def _concatenate(
+    trails: Trails,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    outputs: Sequence[torch.Tensor],
+) -> list[Trail]:
+    given = args[0] if args else kwargs["tensors"]
+    # A cache that is still empty adds nothing.
+    tensors = [t for t in given if t.numel() or id(t) in trails]
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    found = {trails[id(t)].dim if id(t) in trails else -1 for t in tensors}
+    if len(found) != 1 or dim % tensors[0].ndim in found:
+        raise Ended("they are joined with other features")
+    sources = frozenset().union(*(trails[id(t)].sources for t in tensors))
+    return [Trail(sources, found.pop())]
+
+
+def _matmul(
+    trails: Trails,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    outputs: Sequence[torch.Tensor],
+) -> list[Trail]:
+    """A product of one matrix for each head: both operands have the heads in front."""
+    left, right = args
+    both = [trails.get(id(left)), trails.get(id(right))]
+    if both[0] is None or both[1] is None or both[0].dim != both[1].dim:
+        raise Ended("they are multiplied with a whole matrix")
+    if left.ndim != right.ndim or both[0].dim >= left.ndim - 2:
+        raise Ended("they are summed over in a matrix product")
+    return [Trail(both[0].sources | both[1].sources, both[0].dim)]
+
+
+def _attention(
+    trails: Trails,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    outputs: Sequence[torch.Tensor],
+) -> list[Trail]:
+    """Heads of queries, keys and values are in one dimension, before tokens and size."""
+    named = [kwargs[name] for name in ("query", "key", "value") if name in kwargs]
+    parts = [*args[:3], *named][:3]
+    found = [trails.get(id(part)) for part in parts]
+    dims = {
+        trail.dim - part.ndim for part, trail in zip(parts, found, strict=True) if trail
+    }
+    if None in found or dims != {-3}:
+        raise Ended("attention needs the heads of queries, keys and values together")
+    mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
+    if mask is not None and mask.ndim > 2 and mask.shape[-3] != 1:
+        raise Ended("the attention mask is another for each head")
+    sources = frozenset().union(*(trail.sources for trail in found if trail))
+    return [Trail(sources, outputs[0].ndim - 3)]
+
+
+def _reduce(
+    trails: Trails,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    outputs: Sequence[torch.Tensor],
+) -> list[Trail]:
+    tensor, trail = args[0], trails[id(args[0])]
+    given: Any = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    if type(given) not in (int, tuple, list) or given in ((), []):
+        raise Ended("they are summed up")
+    dims = [d % tensor.ndim for d in ([given] if isinstance(given, int) else given)]
+    if trail.dim in dims:
+        raise Ended("they are summed up")
+    is_kept = outputs[0].ndim == tensor.ndim
+    dropped = 0 if is_kept else sum(dim < trail.dim for dim in dims)
+    return [Trail(trail.sources, trail.dim - dropped)] * len(outputs)
+
+
+def _same(
+    trails: Trails,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    outputs: Sequence[torch.Tensor],
+) -> list[Trail]:
+    """The features stay where they are."""
+    return [trails[id(args[0])]]
+
+
+def _complex(
+    trails: Trails,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    outputs: Sequence[torch.Tensor],
+) -> list[Trail]:
+    """Only the last dimension changes."""
+    trail = trails[id(args[0])]
+    if trail.dim == args[0].ndim - 1:
+        raise Ended("they are turned into parts of complex numbers")
+    return [trail]
+
+
+_ELEMENTWISE = """
+    __add__ __and__ __eq__ __ge__ __gt__ __iadd__ __imul__ __invert__ __isub__ __le__
+    __lt__ __mul__ __ne__ __neg__ __or__ __pow__ __radd__ __rmul__ __rpow__ __rsub__
+    __rtruediv__ __sub__ __truediv__ abs add add_ clamp cos div div_ dropout elu eq erf
+    exp ge gelu gt hardswish le leaky_relu log logical_and logical_not logical_or lt
+    masked_fill masked_fill_ maximum minimum mish mul mul_ ne neg pow relu relu6 relu_
+    rsqrt rsub sigmoid silu sin softplus sqrt square sub sub_ tanh true_divide where
+""".split()
+_CONVERSIONS = """
+    bfloat16 bool clone contiguous detach double float half requires_grad_ to type
+    type_as
+""".split()
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(_ELEMENTWISE, _elementwise),
+    **dict.fromkeys(_CONVERSIONS, _same),
+    **dict.fromkeys(
+        ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"), _reshape
+    ),
+    **dict.fromkeys(("transpose", "swapaxes", "swapdims"), _transpose),
+    "permute": _permute,
+    **dict.fromkeys(("softmax", "log_softmax", "cumsum"), _along),
+    **dict.fromkeys(("chunk", "split", "tensor_split"), _split),
+    "__getitem__": _index,
+    **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expand),
+    "repeat_interleave": _repeat_interleave,
+    **dict.fromkeys(("cat", "concat"), _concatenate),
+    **dict.fromkeys(("matmul", "__matmul__", "bmm"), _matmul),
+    **dict.fromkeys(("amax", "amin", "mean", "sum"), _reduce),
+    **dict.fromkeys(("view_as_complex", "view_as_real"), _complex),
+    "scaled_dot_product_attention": _attention,
+}
+
+
+OUTPUT = "they are an output of the model"
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """What a run has shown.
+
+    Attributes:
+        linears: Paths of the Linears that were called, in order.
+        embeddings: Paths of the Embeddings that were called, in order.
+        fed_by: For each Linear, the Linears whose features it reads, one entry a call;
+            empty for a call on something else.
+        ends: For each Linear, why its features are needed whole somewhere.
+        gaps: Torch functions that got a tensor from something that is not one, such as
+            a scripted function, through which nothing can be followed.
+    """
+
+    linears: dict[str, None] = field(default_factory=dict)
+    embeddings: dict[str, None] = field(default_factory=dict)
+    fed_by: dict[str, list[frozenset[str]]] = field(default_factory=dict)
+    ends: dict[str, list[str]] = field(default_factory=dict)
+    gaps: list[str] = field(default_factory=list)
+
+
+def follow(model: nn.Module, inputs: Inputs) -> Flow:
+    """Run the model on shapes and follow the features of its Linears.
+
+    Raises:
+        NotRunnableError: The model needs values to run.
+    """
+    state = meta_state(model)
+    mode = _Follow(model, state)
+    with mode:
+        output = call_on_meta(model, state, inputs)
+    for tensor in tensors_in(output):
+        mode.end(mode.trails.get(id(tensor)), OUTPUT)
+    return mode.flow
+
+
+def _owners(
+    model: nn.Module, state: Mapping[str, torch.Tensor], kind: type[nn.Module]
+) -> dict[int, str]:
+    """The path of the module of a kind that owns each weight."""
+    return {
+        id(state[f"{path}.weight" if path else "weight"]): path
+        for path, module in model.named_modules()
+        if type(module) is kind
+    }
+
+
+class _Follow(TorchFunctionMode):
+    """Hands trails from the inputs of each torch function to its outputs."""
+
+    def __init__(self, model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.flow = Flow()
+        self.trails: dict[int, Trail] = {}
+        self._linears = _owners(model, state, nn.Linear)
+        self._embeddings = _owners(model, state, nn.Embedding)
+        names = [path for path, _ in model.named_parameters()]
+        self._parameters = {id(state[path]): path for path in names}
+        self._known = {id(tensor) for tensor in state.values()}
+        self._alive: list[torch.Tensor] = []  # ids stay unique while tensors live
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        outputs = list(tensors_in(result))
+        name = getattr(func, "__name__", str(func))
+        self._look_for_gaps(name, args, kwargs)
+        if name == "__setitem__":
+            outputs = [args[0]]
+        if not outputs:
+            return result
+        self._alive += outputs
+        self._known |= set(map(id, outputs))
+        if func is F.linear:
+            self._linear(outputs[0], *args, **kwargs)
+        elif func is F.embedding:
+            self._embedding(*args, **kwargs)
+        else:
+            self._pass_on(name, args, kwargs, outputs)
+        return result
+
+    def _look_for_gaps(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Tensors with a history that no torch function has shown to us."""
+        for tensor in tensors_in([*args, *kwargs.values()]):
+            if tensor.requires_grad and id(tensor) not in self._known:
+                self._alive.append(tensor)
+                self._known.add(id(tensor))
+                self.flow.gaps.append(name)
+
+    def _linear(
+        self,
+        output: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: Any = None,
+    ) -> None:
+        trail = self.trails.get(id(x))
+        path = self._linears.get(id(weight))
+        if path is None:
+            self.end(trail, f"they meet {self._name(weight)}, which no nn.Linear owns")
+            return
+        if trail is not None and trail.dim != x.ndim - 1:
+            self.end(
+                trail, f"'{path}' reads them in dimension {trail.dim}, not the last"
+            )
+            trail = None
+        self.flow.linears[path] = None
+        sources = frozenset() if trail is None else trail.sources
+        self.flow.fed_by.setdefault(path, []).append(sources)
+        self.trails[id(output)] = Trail(frozenset({path}), output.ndim - 1)
+
+    def _embedding(
+        self, index: torch.Tensor, weight: torch.Tensor, *_: Any, **__: Any
+    ) -> None:
+        path = self._embeddings.get(id(weight))
+        if path is not None:
+            self.flow.embeddings[path] = None
+
+    def _pass_on(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        outputs: list[torch.Tensor],
+    ) -> None:
+        given = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
+        trails = [self.trails[id(t)] for t in given if id(t) in self.trails]
+        if not trails:
+            return
+        try:
+            passed = self._apply_rule(name, args, kwargs, outputs)
+        except Ended as end:
+            for trail in trails:
+                self.end(trail, str(end))
+            for tensor in outputs:  # written in place: it had a trail before
+                self.trails.pop(id(tensor), None)
+            return
+        self.trails |= {id(t): trail for t, trail in zip(outputs, passed, strict=True)}
+
+    def _apply_rule(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        outputs: list[torch.Tensor],
+    ) -> list[Trail]:
+        given = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
+        owned = [self._parameters[id(t)] for t in given if id(t) in self._parameters]
+        if owned:
+            raise Ended(f"the parameter '{owned[0]}' is used on them")
+        rule = RULES.get(name)
+        if rule is None:
+            raise Ended(
+                f"the torch function {name} is applied, for which no rule is known"
+            )
+        try:
+            return rule(self.trails, args, kwargs, outputs)
+        except (IndexError, KeyError, TypeError, ValueError):
+            # Torch functions have many signatures; a rule knows the usual ones.
+            raise Ended(
+                f"{name} is applied in a way for which no rule is known"
+            ) from None
+
+    def end(self, trail: Trail | None, reason: str) -> None:
+        """Note that the features of a trail are needed whole."""
+        for path in trail.sources if trail is not None else ():
+            reasons = self.flow.ends.setdefault(path, [])
+            if reason not in reasons:
+                reasons.append(reason)
+
+    def _name(self, weight: torch.Tensor) -> str:
+        path = self._parameters.get(id(weight))
+        return "a computed weight" if path is None else f"'{path}'"
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested tuples, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from tensors_in(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)

@@ -1,0 +1,307 @@
+"""``Plan.preview``: what a plan does to a model, as a value, before it is done."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.distributed.tensor import Placement, Shard
+
+from torchspmd.comm import Ledger
+from torchspmd.errors import UsageError
+from torchspmd.parallel.axis import positive_dim, shard_size
+from torchspmd.parallel.plan.assignment import (
+    Assignment,
+    fused_form,
+    parameter_layouts,
+)
+from torchspmd.parallel.plan.calls import Inputs
+from torchspmd.parallel.plan.forecast import forecast
+from torchspmd.parallel.plan.mesh import MeshLike, PlanMesh, describe_mesh_axis
+from torchspmd.parallel.plan.names import fold, generalise
+from torchspmd.parallel.plan.plan import Style
+from torchspmd.parallel.plan.resolve import resolve
+from torchspmd.parallel.plan.text_form import describe_placement, describe_style
+
+# ----------------------------------------------------------------------------
+# The parameters of a model under a plan: layout, local shape and bytes, as rows.
+
+
+class Slab(NamedTuple):
+    """Some rows of a parameter, or all of it (None), and how they lie on the axis."""
+
+    size: int | None
+    layout: Placement
+
+
+Cut = tuple[Slab, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterRow:
+    """One parameter, or the like ones of many layers.
+
+    Attributes:
+        name: Its path; layers folded as in ``layers.[0-31].up.weight``.
+        count: How many parameters the row stands for.
+        style: The style that lays it out, as code; None where no style does.
+        layout: Its placement as code, several for a fused one; None where no style
+            touches it.
+        shape: The whole shape of one of them.
+        dtype: The element type.
+        local_shapes: Shape on each rank of the axis; one where all are alike.
+        local_bytes: Bytes of all of them on each rank; one where all are alike.
+        total_bytes: Bytes of all of them on one device.
+    """
+
+    name: str
+    count: int
+    style: str | None
+    layout: str | None
+    shape: tuple[int, ...]
+    dtype: str
+    local_shapes: tuple[tuple[int, ...], ...]
+    local_bytes: tuple[int, ...]
+    total_bytes: int
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank holds all of it."""
+        return self.layout is None or self.layout == "Replicate()"
+
+
+def build_rows(
+    model: nn.Module, assignments: Sequence[Assignment], num_ranks: int
+) -> tuple[ParameterRow, ...]:
+    """Every parameter once, like ones of numbered layers together."""
+    layouts, styles = _layouts(assignments, num_ranks)
+    aliases: dict[int, list[str]] = {}
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(parameter), []).append(path)
+    groups: dict[tuple[Any, ...], tuple[nn.Parameter, list[str]]] = {}
+    for path, parameter in model.named_parameters():
+        placed = next((p for p in aliases[id(parameter)] if p in layouts), path)
+        key = (
+            generalise(path),
+            tuple(parameter.shape),
+            parameter.dtype,
+            layouts.get(placed),
+            styles.get(placed),
+        )
+        groups.setdefault(key, (parameter, []))[1].append(path)
+    rows = []
+    for (*_, layout, style), (parameter, paths) in groups.items():
+        names = fold(paths)
+        each = len(paths) // len(names) if len(names) == 1 else 1
+        rows += [
+            _row(name, each, parameter, layout, style, num_ranks) for name in names
+        ]
+    return tuple(rows)
+
+
+def _layouts(
+    assignments: Sequence[Assignment], num_ranks: int
+) -> tuple[dict[str, Cut], dict[str, str]]:
+    layouts: dict[str, Cut] = {}
+    styles: dict[str, str] = {}
+    for assignment in assignments:
+        placed = _cuts(assignment, num_ranks)
+        text = describe_style(assignment.style)
+        for name, _ in assignment.module.named_parameters(remove_duplicate=False):
+            path = assignment.parameter_path(name)
+            if placed is None or path in placed:
+                styles[path] = text
+        layouts.update(placed or {})
+    return layouts, styles
+
+
+def _cuts(assignment: Assignment, num_ranks: int) -> dict[str, Cut] | None:
+    """How each parameter of a module is cut; None when the style does not tell."""
+    placed = parameter_layouts(assignment)
+    fused = fused_form(assignment)
+    if placed is None:
+        return None
+    if fused is None:
+        return {path: (Slab(None, layout),) for path, layout in placed.items()}
+    parts = tuple(Slab(part.size, part.layout(num_ranks)) for part in fused.split())
+    return dict.fromkeys(placed, parts)
+
+
+def _row(
+    name: str,
+    count: int,
+    parameter: nn.Parameter,
+    cut: Cut | None,
+    style: str | None,
+    num_ranks: int,
+) -> ParameterRow:
+    shape, itemsize = tuple(parameter.shape), parameter.element_size()
+    shapes = _local_shapes(shape, cut or (), num_ranks)
+    if len(set(shapes)) == 1:
+        shapes = shapes[:1]
+    return ParameterRow(
+        name=name,
+        count=count,
+        style=style,
+        layout=_layout_text(cut, len(shape), style),
+        shape=shape,
+        dtype=str(parameter.dtype).removeprefix("torch."),
+        local_shapes=shapes,
+        local_bytes=tuple(math.prod(local) * itemsize * count for local in shapes),
+        total_bytes=math.prod(shape) * itemsize * count,
+    )
+
+
+def _layout_text(cut: Cut | None, ndim: int, style: str | None) -> str | None:
+    if cut is None:
+        return None if style is None else "unknown"
+    texts = [describe_placement(positive_dim(slab.layout, ndim)) for slab in cut]
+    return texts[0] if len(set(texts)) == 1 else ", ".join(texts)
+
+
+def _local_shapes(
+    shape: tuple[int, ...], cut: Cut, num_ranks: int
+) -> tuple[tuple[int, ...], ...]:
+    """The shape on each rank; slabs lie one below the other on dimension 0."""
+    if not any(isinstance(slab.layout, Shard) for slab in cut):
+        return (shape,)
+    if len(cut) == 1 and cut[0].size is None:
+        layout = positive_dim(cut[0].layout, len(shape))
+        assert isinstance(layout, Shard)
+        dim = layout.dim
+        cut = (Slab(shape[dim], layout),)
+    else:
+        dim = 0
+    sizes = (
+        sum(_on_rank(s, num_ranks, rank) for s in cut) for rank in range(num_ranks)
+    )
+    return tuple((*shape[:dim], size, *shape[dim + 1 :]) for size in sizes)
+
+
+def _on_rank(slab: Slab, num_ranks: int, rank: int) -> int:
+    assert slab.size is not None
+    if isinstance(slab.layout, Shard):
+        return shard_size(slab.size, num_ranks, rank)
+    return slab.size
+
+
+def uneven_notes(rows: Sequence[ParameterRow]) -> list[str]:
+    """A sentence for each parameter of which ranks hold different amounts."""
+    notes = []
+    for row in rows:
+        sizes = [b // row.count for b in row.local_bytes]
+        if len(set(sizes)) > 1:
+            first, last = row.local_shapes[0], row.local_shapes[-1]
+            empty = sum(size == 0 for size in sizes)
+            nothing = f"; {empty} ranks hold nothing" if empty else ""
+            notes.append(
+                f"{row.name} is uneven: {list(first)} on the first rank, {list(last)} on "
+                f"the last{nothing}."
+            )
+    return notes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Preview:
+    """What a plan does to a model; ``print`` it, or read its rows.
+
+    Attributes:
+        model: The model's class.
+        mesh: The mesh and the axis of the plan.
+        rows: Every parameter, layers folded.
+        ledger: The expected communication of one forward and backward of one rank;
+            None where no input shape was given.
+        notes: What the reader must know: assumptions, uneven shards, what is unknown.
+    """
+
+    model: str
+    mesh: PlanMesh
+    rows: tuple[ParameterRow, ...]
+    ledger: Ledger | None
+    notes: tuple[str, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all parameters on one device."""
+        return sum(row.total_bytes for row in self.rows)
+
+    @property
+    def replicated_bytes(self) -> int:
+        """Bytes of the parameters that every rank of the axis holds whole."""
+        return sum(row.total_bytes for row in self.rows if row.is_replicated)
+
+    def bytes_on_rank(self, rank: int) -> int:
+        """Bytes of parameters that one rank of the axis holds."""
+        if not 0 <= rank < self.mesh.size:
+            raise UsageError(
+                f"bytes_on_rank({rank}): the ranks of {self.mesh.axis} are 0 to "
+                f"{self.mesh.size - 1}."
+            )
+        return sum(
+            row.local_bytes[rank if len(row.local_bytes) > 1 else 0]
+            for row in self.rows
+        )
+
+    def to_json(self) -> str:
+        """All of it as JSON, sizes in bytes."""
+        value: dict[str, Any] = {
+            "model": self.model,
+            "mesh": dict(self.mesh.axes),
+            "axis": self.mesh.axis,
+            "total_bytes": self.total_bytes,
+            "replicated_bytes": self.replicated_bytes,
+            "bytes_on_rank_0": self.bytes_on_rank(0),
+            "parameters": [asdict(row) for row in self.rows],
+            "communication": None,
+            "notes": self.notes,
+        }
+        if self.ledger is not None:
+            totals = self.ledger.total_by("phase", "kind", "module")
+            value["communication"] = [
+                {"phase": phase, "kind": kind, "module": module, **asdict(total)}
+                for (phase, kind, module), total in totals.items()
+            ]
+        return json.dumps(value, indent=1)
+
+    def __str__(self) -> str:
+        from torchspmd.parallel.plan.table import format_preview
+
+        return format_preview(self)
+
+
+def build_preview(
+    plan: Style | Mapping[str, Style],
+    model: nn.Module,
+    mesh: MeshLike,
+    *,
+    axis: str | None = None,
+    tokens: tuple[int | None, int | None] = (None, None),
+    example_inputs: Inputs | None = None,
+) -> Preview:
+    """See ``Plan.preview``."""
+    mesh_axis = describe_mesh_axis(mesh, axis)
+    resolved = resolve(plan, model, mesh_axis, call="Plan.preview")
+    rows = build_rows(model, resolved.assignments, resolved.mesh.size)
+    notes = uneven_notes(rows)
+    ledger = None
+    if example_inputs is not None or tokens != (None, None):
+        ledger, more = forecast(model, resolved, example_inputs, _tokens(*tokens))
+        notes += more
+    return Preview(
+        model=type(model).__name__,
+        mesh=resolved.mesh,
+        rows=rows,
+        ledger=ledger,
+        notes=tuple(notes),
+    )
+
+
+def _tokens(batch: int | None, seq: int | None) -> tuple[int, int]:
+    for name, value in (("batch", batch), ("seq", seq)):
+        if value is not None and (type(value) is not int or value < 1):
+            raise UsageError(
+                f"preview: {name} is {value!r}; pass a number of at least 1."
+            )
+    return batch or 1, seq or 1

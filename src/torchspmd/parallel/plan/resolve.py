@@ -1,0 +1,589 @@
+"""From a plan and a model to one style for each module, or every reason why not.
+
+Nothing here changes the model. Each kind of problem has its own file: names in
+``plan_names``, heads in ``plan_heads``, parameters that several modules or styles claim
+in ``plan_claims``, neighbours in ``plan_handover``.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import nn
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+from torchspmd import _torch
+from torchspmd.errors import PlanError, UnsupportedModuleError, UsageError
+from torchspmd.parallel.experts import ExpertParallel, ReplicateParallel
+from torchspmd.parallel.fused import FusedColwiseParallel, KeyValueParallel
+from torchspmd.parallel.parameters import describe_broken_tie
+from torchspmd.parallel.plan.assignment import (
+    Assignment,
+    find_problems,
+    fused_form,
+    own_twin,
+    parameter_layouts,
+)
+from torchspmd.parallel.plan.calls import Reach, follow_outputs
+from torchspmd.parallel.plan.mesh import MeshLike, PlanMesh, describe_mesh_axis
+from torchspmd.parallel.plan.names import (
+    explain_no_match,
+    fold_texts,
+    match,
+    module_tree,
+)
+from torchspmd.parallel.plan.plan import Plan, Style, explain_no_style, is_style
+from torchspmd.parallel.plan.text_form import describe_placement, describe_style
+from torchspmd.parallel.prepare import PrepareModuleInput
+from torchspmd.parallel.sequence import SequenceParallel
+from torchspmd.parallel.sharded import ColwiseParallel, RowwiseParallel, ShardedStyle
+from torchspmd.parallel.style import ParallelStyle
+
+# ----------------------------------------------------------------------------
+# Parameters that several names, several styles or a wrapper lay claim to.
+
+
+def find_double_claims(assignments: Sequence[Assignment]) -> list[str]:
+    """Parameters that a module's style and that of a module inside it both lay out."""
+    owners: dict[str, Assignment] = {}
+    pairs: dict[tuple[str, str], str] = {}
+    for assignment in assignments:
+        for path in parameter_layouts(assignment) or {}:
+            owner = owners.setdefault(path, assignment)
+            if owner is not assignment:
+                outer, inner = sorted((owner, assignment), key=lambda a: len(a.path))
+                pairs[outer.path, inner.path] = (
+                    f"'{path}' would be laid out twice: by {describe_style(outer.style)} "
+                    f"of '{outer.path}' and by {describe_style(inner.style)} of "
+                    f"'{inner.path}'; give a style to one of them"
+                )
+    return list(pairs.values())
+
+
+def find_wrapped(model: nn.Module, assignments: Sequence[Assignment]) -> list[str]:
+    """Parameters that DistributedDataParallel has already, and would lose sight of."""
+    wrappers = [
+        part for part in model.modules() if isinstance(part, DistributedDataParallel)
+    ]
+    wrapped = {id(part) for wrapper in wrappers for part in wrapper.modules()}
+    return [
+        f"'{assignment.path}' is inside of a DistributedDataParallel, which reduces the "
+        "gradients of the parameters that it was given, not of those that replace them; "
+        "call parallelize_module first and wrap the result"
+        for assignment in assignments
+        if any(id(part) in wrapped for part in assignment.module.modules())
+        and parameter_layouts(assignment) != {}
+    ]
+
+
+def find_broken_ties(model: nn.Module, assignments: Sequence[Assignment]) -> list[str]:
+    """Parameters with two names that would not stay one parameter."""
+    problems = _find_earlier_ties(model, assignments)
+    names: dict[int, list[str]] = {}
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(path)
+    shared = [paths for paths in names.values() if len(paths) > 1]
+    if not shared:
+        return problems
+    layouts, unknown = _all_layouts(assignments)
+    for paths in shared:
+        # A module that sits in two places is placed once and serves both names.
+        if any(path.startswith(unknown) for path in paths):
+            continue
+        found = {path: layouts.get(path) for path in _modules_once(model, paths)}
+        split = [path for path in found if path in _split_paths(assignments)]
+        if split and len(found) > 1:
+            problems.append(_split_text(split[0], list(found)))
+        elif len(set(found.values())) > 1:
+            problems.append(_tie_text(found))
+    return problems
+
+
+def _find_earlier_ties(
+    model: nn.Module, assignments: Sequence[Assignment]
+) -> list[str]:
+    """Parameters that an earlier call has laid out otherwise, for a module tied to this."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    layouts, _ = _all_layouts(assignments)
+    split = _split_paths(assignments)
+    texts = {
+        path: describe_broken_tie(parameters[path], None if path in split else layout)
+        for path, layout in layouts.items()
+        if path in parameters
+    }
+    return [f"'{path}': {text}" for path, text in texts.items() if text]
+
+
+def _split_paths(assignments: Sequence[Assignment]) -> set[str]:
+    """Parameters that a style replaces by several."""
+    fused = (a for a in assignments if fused_form(a) is not None)
+    return {path for a in fused for path in parameter_layouts(a) or {}}
+
+
+def _split_text(path: str, paths: list[str]) -> str:
+    others = ", ".join(f"'{other}'" for other in paths if other != path)
+    return (
+        f"one parameter would become several: '{path}' is split into parts, but is also "
+        f"{others}; untie them first"
+    )
+
+
+def _all_layouts(
+    assignments: Sequence[Assignment],
+) -> tuple[dict[str, Placement], tuple[str, ...]]:
+    layouts: dict[str, Placement] = {}
+    unknown = []
+    for assignment in assignments:
+        known = parameter_layouts(assignment)
+        if known is None:
+            unknown.append(f"{assignment.path}." if assignment.path else "")
+        layouts.update(known or {})
+    return layouts, tuple(unknown)
+
+
+def _modules_once(model: nn.Module, paths: list[str]) -> list[str]:
+    """One path for each module that holds the parameter."""
+    owners: dict[int, str] = {}
+    for path in paths:
+        owners.setdefault(id(model.get_submodule(path.rpartition(".")[0])), path)
+    return list(owners.values())
+
+
+def _tie_text(layouts: dict[str, Placement | None]) -> str:
+    listed = ", ".join(
+        f"'{path}' {repr(layout) if layout else 'with no style'}"
+        for path, layout in layouts.items()
+    )
+    return (
+        f"one parameter would become several: {listed}; give the modules that share it "
+        "styles with the same layout (RowwiseParallel for an embedding table goes with "
+        "ColwiseParallel for a Linear), or untie them first"
+    )
+
+
+# ----------------------------------------------------------------------------
+# Attention heads: a shard of a projection must hold whole ones.
+
+# What attention modules call the number of their query heads.
+_COUNT_NAMES = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+
+
+class _Heads(NamedTuple):
+    number: int
+    origin: str
+
+
+def find_cut_heads(
+    tree: Mapping[str, nn.Module],
+    assignments: Sequence[Assignment],
+    explicit: Mapping[str, int],
+    axis: PlanMesh,
+) -> list[str]:
+    """Projections whose heads the ranks of the axis cannot share out whole.
+
+    The number of heads is what the plan says, else what the module around the
+    projection says: its features divided by ``head_dim``.
+    """
+    problems, known = _explicit_heads(tree, explicit)
+    for assignment in assignments:
+        features = _sharded_features(assignment)
+        if features is None:
+            continue
+        heads = known.get(assignment.path) or _heads_of(tree, assignment, features)
+        if heads is not None and heads.number:
+            is_output = type(own_twin(assignment.style)) is ColwiseParallel
+            problems += _check(assignment.path, features, heads, axis, is_output)
+    return problems
+
+
+def _explicit_heads(
+    tree: Mapping[str, nn.Module], explicit: Mapping[str, int]
+) -> tuple[list[str], dict[str, _Heads]]:
+    problems = []
+    known: dict[str, _Heads] = {}
+    for pattern, count in explicit.items():
+        paths = match(tree, pattern)
+        if not paths:
+            problems.append(f"heads: {explain_no_match(tree, pattern)}")
+        known |= dict.fromkeys(paths, _Heads(count, f"heads[{pattern!r}] of the plan"))
+    return problems, known
+
+
+def _sharded_features(assignment: Assignment) -> int | None:
+    """The features that the style cuts into shards; None where there are none."""
+    style, module = own_twin(assignment.style), assignment.module
+    if not isinstance(module, nn.Linear):
+        return None
+    if type(style) is ColwiseParallel:
+        return module.out_features
+    return module.in_features if type(style) is RowwiseParallel else None
+
+
+def _heads_of(
+    tree: Mapping[str, nn.Module], assignment: Assignment, features: int
+) -> _Heads | None:
+    parent_path = assignment.path.rpartition(".")[0]
+    parent = tree[parent_path] if assignment.path else None
+    if parent is None:
+        return None
+    head_dim = _head_dim(parent)
+    if head_dim is None or features % head_dim:
+        return None
+    return _Heads(features // head_dim, f"head_dim {head_dim} of '{parent_path}'")
+
+
+def _head_dim(parent: nn.Module) -> int | None:
+    value = getattr(parent, "head_dim", None)
+    if type(value) is int and value > 0:
+        return value
+    # Modules that count heads without saying their size say how wide all are together.
+    counts = [getattr(parent, name, None) for name in _COUNT_NAMES]
+    count = next((c for c in counts if type(c) is int and c > 0), None)
+    width = getattr(parent, "hidden_size", getattr(parent, "embed_dim", None))
+    if count is None or type(width) is not int or width % count:
+        return None
+    return width // count
+
+
+def _check(
+    path: str, features: int, heads: _Heads, axis: PlanMesh, is_output: bool
+) -> list[str]:
+    if heads.number % axis.size == 0:
+        return []
+    fix = ""
+    if is_output and heads.number < axis.size and axis.size % heads.number == 0:
+        # The style for this: ranks share a head.
+        style = f"KeyValueParallel(num_heads={heads.number})"
+        fix = f", or {style} if these are keys or values of an attention of your own"
+    fits = [str(n) for n in range(1, heads.number + 1) if heads.number % n == 0]
+    text = (
+        f"'{path}': {heads.number} heads ({features} features, {heads.origin}) cannot be "
+        f"shared out whole over {axis.axis}={axis.size}; use an axis of "
+        f"{', '.join(fits)} ranks{fix}, or heads={{pattern: 0}} in the Plan if these "
+        "are not heads"
+    )
+    return [text]
+
+
+# ----------------------------------------------------------------------------
+# Neighbours whose layouts do not hand over, where the module tree shows it for certain.
+#
+# The forward of each module around a styled one is traced with its children closed. What
+# cannot be traced (control flow, shapes in the code) is not judged here: a wrong shape is
+# then an error at the first call. What can be traced is judged only where it is certain.
+
+
+class _End(NamedTuple):
+    """One module of a hand-over: what it is, and the layout that it gives or takes."""
+
+    path: str
+    module: nn.Module
+    style: ParallelStyle | None
+    layout: Placement
+
+
+def find_bad_handovers(
+    tree: Mapping[str, nn.Module], assignments: Sequence[Assignment]
+) -> list[str]:
+    """Pairs of modules of which one certainly gives what the other cannot take."""
+    styles = {id(a.module): own_twin(a.style) for a in assignments}
+    parents = dict.fromkeys(a.path.rpartition(".")[0] for a in assignments if a.path)
+    problems: list[str] = []
+    for parent in parents:
+        for reach in follow_outputs(tree[parent]):
+            problems += _judge(reach, parent, tree, styles)
+    return list(dict.fromkeys(problems))
+
+
+def _judge(
+    reach: Reach,
+    parent: str,
+    tree: Mapping[str, nn.Module],
+    styles: Mapping[int, ParallelStyle | None],
+) -> Iterator[str]:
+    path = _join(parent, reach.source)
+    giver = _giver(path, tree[path], styles)
+    # A hook may hand on something else than the module does.
+    if giver is None or _torch.has_forward_hooks(giver.module):
+        return
+    if reach.split is not None and isinstance(giver.style, ColwiseParallel):
+        if giver.layout == Shard(-1):
+            yield _split_text_plan_handover(giver, reach.split)
+    for target in reach.targets:
+        taker = _taker(_join(parent, target), tree, styles, giver)
+        if taker is None or _torch.has_forward_hooks(taker.module):
+            continue
+        if _certainly_differ(giver.layout, taker.layout):
+            yield _text(giver, taker)
+
+
+def _giver(
+    path: str, module: nn.Module, styles: Mapping[int, ParallelStyle | None]
+) -> _End | None:
+    """What a module hands on, as a plain tensor; None where that is not certain."""
+    if id(module) not in styles:
+        is_whole = type(module) is nn.Linear
+        return _End(path, module, None, Replicate()) if is_whole else None
+    style = styles[id(module)]
+    if isinstance(style, (FusedColwiseParallel, KeyValueParallel)):
+        return _End(path, module, style, Shard(-1))
+    if isinstance(style, (ShardedStyle, ExpertParallel)) and style.use_local_output:
+        assert isinstance(style.output_layouts, tuple)
+        return _End(path, module, style, style.output_layouts[0])
+    if isinstance(style, ReplicateParallel) and style.use_local_output:
+        return _End(path, module, style, Replicate())
+    if isinstance(style, SequenceParallel) and style.use_local_output:
+        return _End(path, module, style, style.sequence_sharding[0])
+    return None  # a DTensor, which knows its layout itself, or a style of the user's
+
+
+def _taker(
+    path: str,
+    tree: Mapping[str, nn.Module],
+    styles: Mapping[int, ParallelStyle | None],
+    giver: _End,
+) -> _End | None:
+    """What a module takes a plain tensor as; None where that is not certain."""
+    module = tree[path]
+    if id(module) not in styles:
+        return _plain_taker(path, module, giver)
+    style = styles[id(module)]
+    layout = _taken(style)
+    if layout is None:
+        return None
+    if giver.style is None:
+        # A Linear without a style is whole in its features; its tokens may not be. It
+        # may also have been built with the features of one rank.
+        fits = isinstance(module, nn.Linear) and _features(giver) == module.in_features
+        if layout != Shard(-1) or not fits:
+            return None
+    return _End(path, module, style, layout)
+
+
+def _taken(style: ParallelStyle | None) -> Placement | None:
+    """The layout that a style takes a first input as, if that is a plain tensor."""
+    if isinstance(style, SequenceParallel):
+        return style.sequence_sharding[0]
+    if isinstance(style, ReplicateParallel):
+        return Replicate()
+    known = (
+        ShardedStyle,
+        FusedColwiseParallel,
+        KeyValueParallel,
+        ExpertParallel,
+        PrepareModuleInput,
+    )
+    if isinstance(style, known) and isinstance(style.input_layouts, tuple):
+        return style.input_layouts[0]
+    return None
+
+
+def _plain_taker(path: str, module: nn.Module, giver: _End) -> _End | None:
+    """A layer without a style needs its input whole, or its gradients are one rank's."""
+    trained = any(p.requires_grad for p in module.parameters(recurse=False))
+    if giver.style is None or isinstance(giver.layout, Replicate) or not trained:
+        return None
+    # A layer that was built with the features of one rank is right as it is.
+    if giver.layout == Shard(-1) and _features(giver) != _read_features(module):
+        return None
+    return _End(path, module, None, Replicate())
+
+
+def _features(giver: _End) -> int | None:
+    module = giver.module
+    if isinstance(module, nn.Linear):
+        return module.out_features
+    return module.embedding_dim if isinstance(module, nn.Embedding) else None
+
+
+def _read_features(module: nn.Module) -> int | None:
+    if isinstance(module, nn.Linear):
+        return module.in_features
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        return module.normalized_shape[-1]
+    return None
+
+
+def _certainly_differ(first: Placement, second: Placement) -> bool:
+    if isinstance(first, Shard) and isinstance(second, Shard):
+        # From the front and from the back may mean one dimension.
+        return first.dim != second.dim and (first.dim < 0) == (second.dim < 0)
+    return type(first) is not type(second)
+
+
+def _text(giver: _End, taker: _End) -> str:
+    gives, takes = map(describe_placement, (giver.layout, taker.layout))
+    if giver.style is None:
+        return (
+            f"'{taker.path}' ({describe_style(taker.style)}) takes {takes}, but "
+            f"'{giver.path}' before it has no style and hands on all its features; give "
+            f"'{giver.path}' ColwiseParallel(), or '{taker.path}' "
+            "input_layouts=Replicate()"
+        )
+    source = f"'{giver.path}' ({describe_style(giver.style)}) hands on {gives}"
+    fix = f"give {', or '.join(_fixes(giver, taker))}"
+    if taker.style is not None:
+        taking = f"'{taker.path}' ({describe_style(taker.style)}) takes {takes}"
+        return f"{source}, but {taking}; {fix}"
+    return (
+        f"{source}, but '{taker.path}' has no style and needs the whole tensor, or its "
+        f"parameters get the gradients of one rank's part; {fix}"
+    )
+
+
+def _split_text_plan_handover(giver: _End, function: str) -> str:
+    return (
+        f"'{giver.path}' ({describe_style(giver.style)}) hands on a shard of its "
+        f"features, which {function} then takes apart: a rank's parts would not be its "
+        f"share of each part; give '{giver.path}' FusedColwiseParallel(parts=...)"
+    )
+
+
+def _fixes(giver: _End, taker: _End) -> list[str]:
+    """The arguments that would make the two agree, where their styles have them."""
+    gives, takes = map(describe_placement, (giver.layout, taker.layout))
+    fixes = []
+    if giver.layout == Shard(-1) and isinstance(taker.module, nn.Linear):
+        fixes.append(f"'{taker.path}' RowwiseParallel()")
+    elif _has_argument(taker.style, "input_layouts"):
+        fixes.append(f"'{taker.path}' input_layouts={gives}")
+    if _has_argument(giver.style, "output_layouts"):
+        fixes.append(f"'{giver.path}' output_layouts={takes}")
+    return fixes or [f"'{taker.path}' a style that takes {gives}"]
+
+
+def _has_argument(style: ParallelStyle | None, name: str) -> bool:
+    return dataclasses.is_dataclass(style) and any(
+        field.name == name for field in dataclasses.fields(style)
+    )
+
+
+def _join(parent: str, name: str) -> str:
+    return f"{parent}.{name}" if parent else name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """A plan that fits its model.
+
+    Attributes:
+        assignments: One style for each module that gets one, in the order of the plan.
+        mesh: The axis that it was resolved for.
+    """
+
+    assignments: tuple[Assignment, ...]
+    mesh: PlanMesh
+
+
+def resolve(
+    plan: Style | Mapping[str, Style],
+    module: nn.Module,
+    mesh: MeshLike | PlanMesh,
+    *,
+    call: str = "parallelize_module",
+) -> Resolved:
+    """The style of each module that a plan means; nothing is changed.
+
+    Args:
+        plan: A ``Plan``, styles by pattern, or one style for the module itself.
+        module: The model.
+        mesh: The axis to lay it on, as a mesh or as sizes by name.
+        call: What the user called, for texts.
+
+    Raises:
+        PlanError: The plan does not fit; the text lists every problem and its fix.
+        UnsupportedModuleError: A single style does not fit the module.
+
+    Example:
+        >>> from torchspmd.parallel import ColwiseParallel
+        >>> model = nn.Sequential(nn.Linear(4, 8))
+        >>> resolved = resolve({"*": ColwiseParallel()}, model, {"tp": 2})
+        >>> [assignment.path for assignment in resolved.assignments]
+        ['0']
+    """
+    axis = mesh if isinstance(mesh, PlanMesh) else describe_mesh_axis(mesh)
+    if not isinstance(plan, Mapping):
+        return _resolve_style(plan, module, axis, call)
+    heads = plan.heads if isinstance(plan, Plan) else {}
+    tree = module_tree(module)
+    assignments, problems = _assign(plan, tree)
+    for assignment in assignments:
+        texts = find_problems(assignment.style, assignment.module, axis.size)
+        problems += [f"{_name(assignment.path)}: {text}" for text in texts]
+    problems += find_double_claims(assignments)
+    problems += find_wrapped(module, assignments)
+    problems += find_broken_ties(module, assignments)
+    problems += find_cut_heads(tree, assignments, heads, axis)
+    problems += find_bad_handovers(tree, assignments)
+    if problems:
+        raise PlanError(_text_resolve(module, problems, axis, call))
+    return Resolved(assignments=tuple(assignments), mesh=axis)
+
+
+def _resolve_style(
+    style: Style, module: nn.Module, axis: PlanMesh, call: str
+) -> Resolved:
+    if not is_style(style):
+        raise UsageError(
+            "Expect Union[ParallelStyle, Dict[str, ParallelStyle]] for "
+            f"parallelize_plan, {type(style)} found!"
+        )
+    assignment = Assignment(path="", module=module, style=style, pattern="")
+    problems = find_problems(style, module, axis.size)
+    if problems:
+        raise UnsupportedModuleError(f"{call} on the {axis}: {'; '.join(problems)}.")
+    problems = find_broken_ties(module, [assignment])
+    problems += find_wrapped(module, [assignment])
+    if problems:
+        raise PlanError(_text_resolve(module, problems, axis, call))
+    return Resolved(assignments=(assignment,), mesh=axis)
+
+
+def _assign(
+    plan: Mapping[str, Style], tree: dict[str, nn.Module]
+) -> tuple[list[Assignment], list[str]]:
+    """One assignment for each module that a pattern means, and what is wrong."""
+    problems: list[str] = []
+    found: dict[int, Assignment] = {}
+    for pattern, style in plan.items():
+        if not is_style(style):
+            problems.append(explain_no_style(pattern, style))
+            continue
+        paths = match(tree, pattern)
+        if not paths:
+            problems.append(explain_no_match(tree, pattern))
+        for path in paths:
+            module = tree[path]
+            new = Assignment(path=path, module=module, style=style, pattern=pattern)
+            known = found.setdefault(id(module), new)
+            if known.style != style:
+                problems.append(_conflict(known, new))
+    return list(found.values()), problems
+
+
+def _conflict(first: Assignment, second: Assignment) -> str:
+    subject = _name(first.path)
+    if first.path != second.path:
+        subject += f" (also known as {_name(second.path)})"
+    return (
+        f"{subject} gets two styles: {first.pattern!r} asks "
+        f"{describe_style(first.style)}, {second.pattern!r} asks "
+        f"{describe_style(second.style)}; write patterns that do not overlap"
+    )
+
+
+def _name(path: str) -> str:
+    return f"'{path}'"
+
+
+def _text_resolve(
+    module: nn.Module, problems: list[str], axis: PlanMesh, call: str
+) -> str:
+    lines = "\n".join(f"  * {problem}" for problem in fold_texts(problems))
+    return (
+        f"{call}: the plan does not fit {type(module).__name__} on the "
+        f"{axis}\n\n{lines}\n\nThe module was not changed. Change these entries of the "
+        "plan."
+    )

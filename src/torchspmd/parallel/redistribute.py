@@ -1,0 +1,407 @@
+"""Layout changes that autograd understands.
+
+Between plain tensors and DTensors, and between layouts of a plain tensor. Each is one
+small autograd function, because the ready-made ones of DTensor cost several times as
+much host time as the layer they serve.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from torchspmd import _torch
+from torchspmd.errors import LayoutError, UsageError
+from torchspmd.parallel.axis import Axis, gradient_layout, shard_offset, shard_size
+
+# ----------------------------------------------------------------------------
+# Move a plain local tensor from one layout to another on one axis.
+#
+# No autograd here: ``move`` is used inside autograd functions, which pair each move of a
+# value with the move of its gradient. Every move knows the shape of the whole tensor, so
+# that uneven shards are padded on the wire and cut after it.
+
+
+def move(
+    tensor: torch.Tensor,
+    source: Placement,
+    target: Placement,
+    axis: Axis,
+    shape: tuple[int, ...],
+    *,
+    owned: bool = False,
+) -> torch.Tensor:
+    """The same value in another layout; ``shape`` is that of the whole tensor.
+
+    ``owned`` says that nobody else reads the tensor: a sum may overwrite it.
+    """
+    if is_same(source, target):
+        return tensor
+    if type(source) is Partial:
+        started = start_reduce(tensor, target, axis, owned=owned)
+        return finish_reduce(started, target, axis, shape)
+    if type(source) is Shard:
+        if type(target) is Shard:
+            return _reshard(tensor, source.dim, target.dim, axis, shape)
+        if type(target) is Replicate:
+            return all_gather(tensor, source.dim, axis, shape[source.dim])
+    elif type(target) is Shard:
+        return take_shard(tensor, target.dim, axis)
+    elif type(target) is Partial:
+        return tensor if axis.rank == 0 else torch.zeros_like(tensor)
+    raise LayoutError(f"no way from {source!r} to {target!r} on the {axis}.")
+
+
+def is_same(first: Placement, second: Placement) -> bool:
+    """Whether two placements are equal; their own comparison takes 5 us.
+
+    >>> is_same(Shard(0), Shard(0)), is_same(Shard(0), Replicate())
+    (True, False)
+    """
+    if first is second:
+        return True
+    kind = type(first)
+    if kind is not type(second):
+        return False
+    if kind is Shard:
+        return bool(first.dim == second.dim)  # type: ignore[attr-defined]
+    return kind is Replicate or kind is Partial
+
+
+def start_reduce(
+    tensor: torch.Tensor, target: Placement, axis: Axis, *, owned: bool
+) -> torch.Tensor:
+    """Start to sum a tensor over the ranks; give the result to ``finish_reduce``."""
+    if type(target) is Partial:
+        return tensor
+    if type(target) is Replicate:
+        buffer = tensor.contiguous() if owned else _copy(tensor)
+        return _torch.start_all_reduce(buffer, "sum", axis.group)
+    assert type(target) is Shard, target
+    stacked = _stack_shards(tensor, target.dim, axis.size).contiguous()
+    return _torch.start_reduce_scatter(stacked, axis.size, axis.group)
+
+
+def finish_reduce(
+    buffer: torch.Tensor, target: Placement, axis: Axis, shape: tuple[int, ...]
+) -> torch.Tensor:
+    """Wait for a started sum and cut the padding of an uneven shard."""
+    if type(target) is Partial:
+        return buffer
+    result = _torch.wait(buffer)
+    if type(target) is not Shard:
+        return result
+    return _cut(result, target.dim, shard_size(shape[target.dim], axis.size, axis.rank))
+
+
+def all_gather(tensor: torch.Tensor, dim: int, axis: Axis, size: int) -> torch.Tensor:
+    """All shards of a dimension of ``size`` elements, in order."""
+    padded = _pad(tensor, dim, -(-size // axis.size)).contiguous()
+    rows = _torch.wait(_torch.start_all_gather(padded, axis.size, axis.group))
+    whole = rows if dim == 0 else _join_shards(rows, dim, axis.size)
+    # Padding is at the end only: all shards before a short one are full.
+    return _cut(whole, dim, size)
+
+
+def take_shard(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
+    """This rank's shard of a whole tensor, in its own memory."""
+    size = tensor.size(dim)
+    start = shard_offset(size, axis.size, axis.rank)
+    length = shard_size(size, axis.size, axis.rank)
+    return tensor.narrow(dim, start, length).contiguous()
+
+
+def all_reduce_max(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The largest value over the ranks, in the given memory."""
+    return _torch.wait(_torch.start_all_reduce(tensor, "max", axis.group))
+
+
+def _reshard(
+    tensor: torch.Tensor, source: int, target: int, axis: Axis, shape: tuple[int, ...]
+) -> torch.Tensor:
+    """Shards of one dimension into shards of another: every rank sends to every rank."""
+    chunk = -(-shape[source] // axis.size)
+    rows = _stack_shards(_pad(tensor, source, chunk), target, axis.size).contiguous()
+    count = [rows.size(0) // axis.size] * axis.size
+    received = _torch.wait(_torch.start_all_to_all(rows, count, count, axis.group))
+    whole = _join_shards(received, source, axis.size)
+    whole = _cut(whole, source, shape[source])
+    return _cut(whole, target, shard_size(shape[target], axis.size, axis.rank))
+
+
+def _stack_shards(tensor: torch.Tensor, dim: int, num_ranks: int) -> torch.Tensor:
+    """The shards of ``dim``, padded to one size, one below the other on dim 0."""
+    chunk = -(-tensor.size(dim) // num_ranks)
+    padded = _pad(tensor, dim, chunk * num_ranks)
+    if dim == 0:
+        return padded.contiguous()
+    apart: torch.Tensor = padded.unflatten(dim, (num_ranks, chunk))
+    return apart.movedim(dim, 0).flatten(0, 1)
+
+
+def _join_shards(rows: torch.Tensor, dim: int, num_ranks: int) -> torch.Tensor:
+    """The inverse: shards one below the other on dim 0 become neighbours on ``dim``."""
+    apart: torch.Tensor = rows.unflatten(0, (num_ranks, rows.size(0) // num_ranks))
+    return apart.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def _pad(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    missing = size - tensor.size(dim)
+    if missing == 0:
+        return tensor
+    if missing < 0:
+        raise LayoutError(
+            f"dimension {dim} of this rank's part of a tensor has {tensor.size(dim)} "
+            f"elements where a shard has at most {size}. The part is not laid out as "
+            "the layers take it: pass its true layout, or a DTensor."
+        )
+    return F.pad(tensor, [0, 0] * (tensor.ndim - 1 - dim) + [0, missing])
+
+
+def _cut(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    if tensor.size(dim) == size:
+        return tensor
+    return tensor.narrow(dim, 0, size).contiguous()
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def change_layout(
+    tensor: torch.Tensor,
+    source: Placement,
+    target: Placement,
+    axis: Axis,
+    shape: tuple[int, ...],
+    *,
+    gradient: Placement | None = None,
+    leaving: Placement | None = None,
+) -> torch.Tensor:
+    """A local tensor in another layout, with the matching move of its gradient.
+
+    Args:
+        tensor: This rank's part.
+        source: Its layout.
+        target: The layout of the result.
+        axis: The mesh axis.
+        shape: Shape of the whole tensor.
+        gradient: The layout in which the result's gradient arrives, if that is not the
+            usual one of ``target``: a layer that reads a whole input and writes a
+            shard of its output gives every rank a term of the input's gradient.
+        leaving: The layout in which the gradient goes on, if that is not the usual one
+            of ``source``.
+    """
+    arriving = gradient_layout(target) if gradient is None else gradient
+    leaving = gradient_layout(source) if leaving is None else leaving
+    if is_same(source, target) and is_same(arriving, leaving):
+        return tensor
+    result: torch.Tensor = _ChangeLayout.apply(
+        tensor, source, target, (arriving, leaving), axis, shape
+    )
+    return result
+
+
+def hand_on(
+    tensor: torch.Tensor,
+    source: Placement,
+    target: Placement,
+    axis: Axis,
+    shape: tuple[int, ...],
+    *,
+    as_dtensor: bool,
+) -> torch.Tensor:
+    """A plain tensor or DTensor in another layout, as a plain tensor or DTensor.
+
+    One step both ways: a gradient that arrives as terms of a sum is summed straight
+    into the layout in which it leaves.
+    """
+    if torch.compiler.is_compiling():
+        local = unwrap(tensor, axis) if isinstance(tensor, DTensor) else tensor
+        local = change_layout(local, source, target, axis, shape)
+        return wrap(local, target, axis, shape) if as_dtensor else local
+    result: torch.Tensor = _HandOn.apply(
+        tensor, source, target, axis, shape, as_dtensor
+    )
+    return result
+
+
+def settle(tensor: DTensor) -> DTensor:
+    """The same DTensor, with a mean or a maximum still to be taken over the ranks taken.
+
+    Layers know terms of a sum only. A DTensor on another mesh is left for ``layout_of``.
+    """
+    placements = tensor.placements
+    if type(placements[0]) is not Partial or placements[0].reduce_op == "sum":
+        return tensor
+    settled: DTensor = tensor.redistribute(placements=(Replicate(), *placements[1:]))
+    return settled
+
+
+def unwrap(
+    tensor: DTensor, axis: Axis, gradient: Placement | None = None
+) -> torch.Tensor:
+    """This rank's shard of a DTensor; its gradient goes back as a DTensor.
+
+    ``gradient`` is the layout of that gradient, if not the usual one. Layers that read
+    the same DTensor share one shard, so that their gradients add up as plain tensors.
+    """
+    if torch.compiler.is_compiling():
+        layout = None if gradient is None else (gradient,)
+        traced: torch.Tensor = tensor.to_local(grad_placements=layout)
+        return traced
+    if not (tensor.requires_grad and torch.is_grad_enabled()):
+        return _torch.local_tensor(tensor)
+    shared = getattr(tensor, _SHARED, None)
+    shard, history = _torch.local_tensor(tensor), tensor.grad_fn
+    if (
+        shared is not None
+        and shared[0] is shard
+        and shared[1] is history
+        and shared[2] is type(gradient)
+    ):
+        found: torch.Tensor = shared[3]
+        return found
+    local: torch.Tensor = _Unwrap.apply(tensor, axis, gradient)
+    setattr(tensor, _SHARED, (shard, history, type(gradient), local))
+    return local
+
+
+# Where a DTensor keeps the shard that was handed out.
+_SHARED = "_torchspmd_shard"
+
+
+def wrap(
+    tensor: torch.Tensor, placement: Placement, axis: Axis, shape: tuple[int, ...]
+) -> DTensor:
+    """A DTensor around this rank's shard; its gradient comes back as a shard."""
+    if torch.compiler.is_compiling():
+        meta = torch.empty(shape, device="meta")
+        return DTensor.from_local(
+            tensor, axis.mesh, (placement,), shape=meta.shape, stride=meta.stride()
+        )
+    wrapped: DTensor = _Wrap.apply(tensor, placement, axis, shape)
+    return wrapped
+
+
+def refuse_double_backward(what: str) -> None:
+    """Say in a backward that no second one will follow.
+
+    ``once_differentiable`` says it too, at several times the host time.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise UsageError(
+            f"backward of {what} with create_graph=True: the gradients of parallel "
+            "layers cannot be differentiated again. Use the layer without its style, or "
+            "torch.distributed.tensor.parallel, where second derivatives are needed."
+        )
+
+
+class _ChangeLayout(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        source: Placement,
+        target: Placement,
+        gradients: tuple[Placement, Placement],
+        axis: Axis,
+        shape: tuple[int, ...],
+    ) -> torch.Tensor:
+        ctx.gradient_move = (*gradients, axis, shape)
+        result = move(tensor, source, target, axis, shape)
+        return tensor.view_as(tensor) if result is tensor else result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        refuse_double_backward("a layout change")
+        return move(gradient, *ctx.gradient_move), None, None, None, None, None
+
+
+class _HandOn(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        source: Placement,
+        target: Placement,
+        axis: Axis,
+        shape: tuple[int, ...],
+        as_dtensor: bool,
+    ) -> torch.Tensor:
+        from_dtensor = isinstance(tensor, DTensor)
+        ctx.call = (source, target, axis, shape, from_dtensor)
+        local = _torch.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+        moved = move(local, source, target, axis, shape)
+        if as_dtensor:
+            return _torch.wrap_local(
+                moved.detach(), axis.spec(target, shape, moved.dtype)
+            )
+        return moved.view_as(moved) if moved is local else moved
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        refuse_double_backward("a layout change")
+        source, target, axis, shape, from_dtensor = ctx.call
+        local, arriving = open_gradient(gradient, target)
+        leaving = gradient_layout(source)
+        moved = move(local, arriving, leaving, axis, shape)
+        if from_dtensor:
+            moved = _torch.wrap_local(moved, axis.spec(leaving, shape, moved.dtype))
+        return moved, None, None, None, None, None
+
+
+class _Unwrap(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: DTensor, axis: Axis, gradient: Placement | None
+    ) -> torch.Tensor:
+        layout = gradient_layout(tensor.placements[0]) if gradient is None else gradient
+        ctx.call = (layout, axis, tuple(tensor.shape))
+        local = _torch.local_tensor(tensor)
+        # A fresh object: autograd writes its history into what is returned here.
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        refuse_double_backward("a parallel layer")
+        layout, axis, shape = ctx.call
+        spec = axis.spec(layout, shape, gradient.dtype)
+        return _torch.wrap_local(gradient, spec), None, None
+
+
+class _Wrap(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        placement: Placement,
+        axis: Axis,
+        shape: tuple[int, ...],
+    ) -> torch.Tensor:
+        ctx.call = (placement, axis, shape)
+        return _torch.wrap_local(
+            tensor.detach(), axis.spec(placement, shape, tensor.dtype)
+        )
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        refuse_double_backward("a parallel layer")
+        placement, axis, shape = ctx.call
+        local, arriving = open_gradient(gradient, placement)
+        return move(local, arriving, gradient_layout(placement), axis, shape), *_NONE
+
+
+_NONE = (None, None, None)
+
+
+def open_gradient(
+    gradient: torch.Tensor, layout: Placement
+) -> tuple[torch.Tensor, Placement]:
+    """A gradient's shard and the layout in which it arrived."""
+    if not isinstance(gradient, DTensor):
+        return gradient, gradient_layout(layout)
+    gradient = settle(gradient)
+    arriving: Placement = gradient.placements[0]
+    return _torch.local_tensor(gradient), arriving

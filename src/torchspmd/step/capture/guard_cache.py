@@ -1,0 +1,243 @@
+"""A quick, exact look whether a call works on the very same objects as an earlier one.
+
+Taking an inventory and comparing every guarded fact costs microseconds for each tensor.
+In a training loop nothing changes from step to step but values, so what an earlier call
+found is kept and only compared: the identity of every module, tensor, container and
+attribute, and the form of every tensor. Whatever differs, even by an equal value in another
+object, goes the long way; nothing is decided here but "all is as it was".
+"""
+
+import weakref
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any, final
+
+import torch
+
+from torchspmd import _torch
+from torchspmd.step.capture.guards import (
+    Fact,
+    ModuleFacts,
+    OptimizerFacts,
+    ScalerFacts,
+    ambient_facts,
+    simple_fact,
+    watch_data,
+)
+from torchspmd.step.capture.inventory import Inventory, Number, Role, Slot, is_liftable
+from torchspmd.step.program import Program
+
+_form = attrgetter("shape", "dtype", "device", "requires_grad")
+_gradient = attrgetter("grad")
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+
+
+@final
+class KnownCalls:
+    """The latest call of each program, as far as its objects still exist."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, Unchanged] = {}
+
+    def add(self, inventory: Inventory, program: Program) -> None:
+        """Remember a call before it is run."""
+        self._calls[program.number] = Unchanged(inventory, program)
+
+    def find(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Program, Inventory] | None:
+        """The program of a known call that this one equals, and its inventory."""
+        if not self._calls:
+            return None
+        leaves, structure = _torch.flatten_tree((args, kwargs))
+        for call in self._calls.values():
+            inventory = call.renew(leaves, structure)
+            if inventory is not None and call.program.accepts(inventory):
+                return call.program, inventory
+        return None
+
+
+@final
+class Unchanged:
+    """What one call found, kept without its arguments, inputs and gradients.
+
+    Modules and optimizers are held weakly: when one of them goes, all of this goes.
+
+    Attributes:
+        program: The program that served the call.
+    """
+
+    def __init__(self, inventory: Inventory, program: Program) -> None:
+        self.program = program
+        self._is_usable = _has_simple_inputs(inventory)
+        self._ambient = tuple(ambient_facts())
+        self._keep_arguments(inventory)
+        self._keep_tensors(inventory)
+        self._modules = [
+            ModuleFacts(child)
+            for _, root in inventory.modules
+            for child in root.modules()
+        ]
+        self._data = watch_data(inventory)
+        self._optimizers: list[OptimizerFacts | ScalerFacts] = [
+            OptimizerFacts(optimizer, inventory.numbers)
+            for _, optimizer in inventory.optimizers
+        ]
+        self._optimizers += [ScalerFacts(scaler) for _, scaler in inventory.scalers]
+        self._inventory = replace(
+            inventory,
+            leaves=[],
+            modules=[],
+            optimizers=[],
+            scalers=[],
+            slots=[],
+            saved_states=[],
+        )
+
+    def _keep_arguments(self, inventory: Inventory) -> None:
+        self._roots: dict[int, weakref.ref[Any]] = {}
+        self._constants: dict[int, tuple[Any, Fact | None]] = {}
+        known = {id(each) for _, each in inventory.modules}
+        known |= {id(each) for _, each in inventory.optimizers}
+        known |= {id(each) for _, each in inventory.scalers}
+        lifted = {number.leaf for number in inventory.numbers}
+        for place, leaf in enumerate(inventory.leaves):
+            if id(leaf) in known:
+                self._roots[place] = weakref.ref(leaf, self._forget)
+            elif place not in inventory.inputs and place not in lifted:
+                self._constants[place] = leaf, simple_fact(leaf)
+        self._module_names = [
+            (name, weakref.ref(module)) for name, module in inventory.modules
+        ]
+        self._optimizer_names = [
+            (name, weakref.ref(optimizer)) for name, optimizer in inventory.optimizers
+        ]
+
+    def _keep_tensors(self, inventory: Inventory) -> None:
+        passing = {*inventory.inputs.values(), *inventory.gradients.values()}
+        self._slots: list[Slot | None] = [
+            None if place in passing else slot
+            for place, slot in enumerate(inventory.slots)
+        ]
+        self._kept = [slot.tensor for slot in self._slots if slot is not None]
+        self._forms = _forms(self._kept)
+        self._ids = {id(tensor) for tensor in self._kept}
+        self._owners = [
+            slot.tensor
+            for slot in self._slots
+            if slot is not None and slot.role is Role.PARAMETER
+        ]
+        self._hooks = _torch.gradient_hook_keys(self._owners)
+        self._names = [(slot.name, slot.role) for slot in inventory.slots]
+        self._gradient_slots = [
+            inventory.gradients.get(place)
+            for place, slot in enumerate(inventory.slots)
+            if slot.role is Role.PARAMETER
+        ]
+        self._passing_forms = {
+            place: _forms([inventory.slots[place].tensor]) for place in passing
+        }
+
+    def _forget(self, _: Any) -> None:
+        self._is_usable = False
+        self._slots, self._kept, self._owners = [], [], []
+        self._modules, self._optimizers, self._data = [], [], []
+        self._inventory = Inventory([], None, [])
+
+    def renew(self, leaves: list[Any], structure: Any) -> Inventory | None:
+        """The inventory of a call on the same objects; None where anything differs."""
+        if not self._is_usable or not self._has_same_arguments(leaves, structure):
+            return None
+        slots = self._same_tensors(leaves)
+        if slots is None or not all(facts.hold() for facts in self._modules):
+            return None
+        if not all(facts.hold() for facts in self._optimizers):
+            return None
+        if not all(holds() for holds in self._data):
+            return None
+        numbers = [_reread(number, leaves) for number in self._inventory.numbers]
+        optimizers: list[Any] = [(name, ref()) for name, ref in self._optimizer_names]
+        modules: list[Any] = [(name, ref()) for name, ref in self._module_names]
+        return replace(
+            self._inventory,
+            leaves=leaves,
+            structure=structure,
+            modules=modules,
+            optimizers=optimizers,
+            saved_states=[each.state for _, each in optimizers],
+            slots=slots,
+            numbers=numbers,
+        )
+
+    def _has_same_arguments(self, leaves: list[Any], structure: Any) -> bool:
+        if structure != self._inventory.structure:
+            return False
+        if tuple(ambient_facts()) != self._ambient:
+            return False
+        if any(leaves[place] is not ref() for place, ref in self._roots.items()):
+            return False
+        for place, (constant, fact) in self._constants.items():
+            leaf = leaves[place]
+            if leaf is not constant and (fact is None or simple_fact(leaf) != fact):
+                return False
+        return all(
+            is_liftable(leaves[number.leaf])
+            for number in self._inventory.numbers
+            if number.leaf >= 0
+        )
+
+    def _same_tensors(self, leaves: list[Any]) -> list[Slot] | None:
+        """The slots with this call's inputs and gradients, if all have their old forms."""
+        if _forms(self._kept) != self._forms:
+            return None
+        if _torch.gradient_hook_keys(self._owners) != self._hooks:
+            return None
+        passing: dict[int, Any] = {
+            slot: leaves[place] for place, slot in self._inventory.inputs.items()
+        }
+        for slot, gradient in zip(
+            self._gradient_slots, map(_gradient, self._owners), strict=True
+        ):
+            if (slot is None) is not (gradient is None):
+                return None
+            if slot is not None:
+                passing[slot] = gradient
+        ids = {id(tensor) for tensor in passing.values()}
+        if len(ids) != len(passing) or not ids.isdisjoint(self._ids):
+            return None
+        slots: list[Any] = self._slots.copy()
+        for place, tensor in passing.items():
+            if not isinstance(tensor, torch.Tensor):
+                return None
+            if _forms([tensor]) != self._passing_forms[place]:
+                return None
+            slots[place] = Slot(*self._names[place], tensor)
+        return slots
+
+
+def _has_simple_inputs(inventory: Inventory) -> bool:
+    """Whether no input is passed twice or is a tensor of a module as well."""
+    slots = list(inventory.inputs.values())
+    return len(set(slots)) == len(slots) and all(
+        inventory.slots[slot].role is Role.INPUT for slot in slots
+    )
+
+
+def _forms(tensors: list[torch.Tensor]) -> list[Any]:
+    """All that is guarded about tensors, in as few Python steps as possible."""
+    types = list(map(type, tensors))
+    layouts = None if _PLAIN.issuperset(types) else list(map(_torch.layout_of, tensors))
+    strides = list(map(torch.Tensor.stride, tensors))
+    return [types, list(map(_form, tensors)), strides, layouts]
+
+
+def _reread(number: Number, leaves: list[Any]) -> Number:
+    """A number with its value of now."""
+    if number.leaf >= 0:
+        value = leaves[number.leaf]
+    else:
+        assert number.holder is not None
+        value = number.holder[number.key]
+        for place in number.path:
+            value = value[place]
+    return number if value is number.value else replace(number, value=value)

@@ -1,0 +1,211 @@
+"""Random numbers that are drawn again: a recomputation gets those of the forward.
+
+Activation checkpointing saves the generator's state before a region and sets it again
+before it recomputes the region. A graph has no generator, so while a step is traced a
+state is a place on a tape of draws: after it was set, the draws that follow are those that
+followed it before.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from torchspmd import _torch
+from torchspmd.errors import CaptureError
+from torchspmd.step.capture.refusals import RefusalError, line_of_caller
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What ``torch.get_rng_state`` gives while a step is traced."""
+
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Draw:
+    """One random operator: what it was, and copies of what it drew, where needed."""
+
+    operator: Any
+    form: tuple[Any, ...]
+    copies: tuple[torch.Tensor, ...]
+    is_single: bool
+
+
+@final
+class RandomTape(_torch.TorchDispatchMode):
+    """Remembers the draws of a traced step and repeats them where a state is set back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._draws: list[_Draw] = []
+        self._place = 0
+        self._is_state_taken = False
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Watch what is traced inside, and stand in for the generators' states."""
+        owners: list[Any] = [torch, torch.random]
+        if torch.cuda.is_available():
+            owners.append(torch.cuda)
+        with contextlib.ExitStack() as stack:
+            for owner in owners:
+                for name, ours in (
+                    ("get_rng_state", self._get_state),
+                    ("set_rng_state", self._set_state),
+                ):
+                    stack.callback(setattr, owner, name, getattr(owner, name))
+                    setattr(owner, name, ours)
+                for name in ("manual_seed", "manual_seed_all", "seed", "seed_all"):
+                    if hasattr(owner, name):
+                        stack.callback(setattr, owner, name, getattr(owner, name))
+                        setattr(owner, name, _refuse_seed)
+            stack.enter_context(self)
+            yield
+            self._check_end()
+
+    def _get_state(self, *_: Any) -> Any:
+        self._is_state_taken = True
+        return _State(self._place)
+
+    def _set_state(self, state: Any, *_: Any) -> None:
+        if not isinstance(state, _State):
+            raise CaptureError(
+                "compile: the step sets the state of a random generator to one from "
+                "outside, which would happen once, while the step is captured. Set it "
+                "before the step, or take it inside the step."
+            )
+        self._place = state.place
+
+    def _check_end(self) -> None:
+        if self._place < len(self._draws):
+            raise CaptureError(
+                "compile: the step sets a random generator back (fork_rng, set_rng_state) "
+                "and leaves it so; a graph draws anew in each step and sets nothing back. "
+                "Fork outside of the step, or pass what is drawn as an argument."
+            )
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not _torch.draws_random_numbers(func, args, kwargs):
+            return func(*args, **kwargs)
+        if any(_torch.layout_of(a) for a in args if isinstance(a, torch.Tensor)):
+            return NotImplemented  # a DTensor: what it does to its shard is seen here
+        _check_memory(func, args)
+        if self._place < len(self._draws):
+            return self._repeat(func, args)
+        result = func(*args, **kwargs)
+        self._draws.append(self._note(func, args, result))
+        self._place += 1
+        return result
+
+    def _note(self, func: Any, args: tuple[Any, ...], result: Any) -> _Draw:
+        is_single = isinstance(result, torch.Tensor)
+        drawn = (result,) if is_single else tuple(result)
+        # Copies, because what was drawn may be written to; kept only where a state was
+        # taken before, since nothing else can come back here.
+        copies = tuple(map(_copied, drawn)) if self._is_state_taken else ()
+        return _Draw(func, _form(args), copies, is_single)
+
+    def _repeat(self, func: Any, args: tuple[Any, ...]) -> Any:
+        draw = self._draws[self._place]
+        self._place += 1
+        if draw.operator is not func or draw.form != _form(args) or not draw.copies:
+            raise CaptureError(
+                f"compile: a recomputed region draws random numbers with {func}, where "
+                f"its forward drew them with {draw.operator}, or in another shape. A "
+                "checkpointed region must do the same each time it is run."
+            )
+        if _torch.written_arguments(func):
+            return args[0].copy_(draw.copies[0])
+        again = tuple(map(_copied, draw.copies))
+        return again[0] if draw.is_single else again
+
+
+# From this size on torch draws in blocks, where a tensor on the CPU is contiguous.
+_BLOCK = 16
+
+
+def _check_memory(func: Any, args: tuple[Any, ...]) -> None:
+    """Refuse a draw whose numbers depend on gaps in memory, which a graph does not have."""
+    if func is not torch.ops.aten.normal_.default or args[0].device.type != "cpu":
+        return
+    sizes = zip(args[0].shape, args[0].stride(), strict=True)
+    extent = 1 + sum((size - 1) * step for size, step in sizes)
+    if args[0].numel() >= _BLOCK and extent != args[0].numel():
+        raise RefusalError(
+            "aten::normal_ on a tensor with gaps in its memory, such as x[:, 1:] or x[::2]",
+            "torch draws other numbers for it than for one without gaps, and the graph "
+            "works on tensors without.\nDraw into a new tensor and copy it: "
+            "part.copy_(torch.randn_like(part)).",
+        )
+
+
+def _refuse_seed(*_: Any) -> None:
+    raise CaptureError(
+        "compile: the step seeds a random generator, which would happen once, while the "
+        f"step is captured\n\n  * {line_of_caller()}\n\nSeed before the step, or draw "
+        "outside and pass what was drawn as an argument."
+    )
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _form(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(
+        (tuple(arg.shape), arg.dtype, arg.device)
+        if isinstance(arg, torch.Tensor)
+        else str(arg)
+        for arg in args
+    )
+
+
+# ----------------------------------------------------------------------------
+# A question about a random number that has one answer, whatever is drawn.
+#
+# Models that may skip layers ask ``torch.rand([]) < self.layerdrop`` for each of them, also
+# where ``layerdrop`` is 0. A number of ``torch.rand`` is never below 0, so that the answer
+# needs no value; the number is still drawn, as in eager.
+
+_ASKS = (torch.Tensor.__lt__, torch.Tensor.lt, torch.lt)
+
+
+@final
+class CertainDraws(TorchFunctionMode):
+    """Answers this question while a step is traced; others are left to be refused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Each with its version: a write changes what is known about it.
+        self._drawn: dict[int, tuple[torch.Tensor, int]] = {}
+        self._never: dict[int, tuple[torch.Tensor, int]] = {}
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.__bool__ and _is_in(self._never, args[0]):
+            return False
+        made = func(*args, **(kwargs or {}))
+        if func is torch.rand and made.ndim == 0:
+            self._drawn[id(made)] = (made, _torch.version_of(made))
+        elif func in _ASKS and len(args) == 2 and _is_in(self._drawn, args[0]):
+            if type(args[1]) in (int, float) and args[1] <= 0:
+                self._never[id(made)] = (made, _torch.version_of(made))
+        return made
+
+
+def _is_in(known: dict[int, tuple[torch.Tensor, int]], value: Any) -> bool:
+    entry = known.get(id(value))
+    return entry is not None and entry[1] == _torch.version_of(value)

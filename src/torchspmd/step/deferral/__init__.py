@@ -1,0 +1,1 @@
+"""Updates that run in the next iteration: which may, where, and in which graphs."""

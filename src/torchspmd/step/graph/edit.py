@@ -1,0 +1,110 @@
+"""Nodes that a pass adds: with a fake value and an owner, like those of capture."""
+
+from collections.abc import Callable, Sequence
+from itertools import takewhile
+from typing import Any, Protocol
+
+from torch import fx
+
+from torchspmd import _torch
+from torchspmd.comm import GLOBAL
+from torchspmd.errors import UsageError
+from torchspmd.step.graph.metadata import META_KEY, Owner, owner_of
+from torchspmd.step.graph.options import check_graph, check_module, check_nodes
+
+
+class NodeMaker:
+    """Adds nodes to a graph that belong to one owner.
+
+    Args:
+        graph: The graph; the nodes go where its insertion point is.
+        owner: Whom they belong to.
+    """
+
+    def __init__(self, graph: fx.Graph, owner: Owner) -> None:
+        self._graph, self._owner = graph, owner
+
+    def call(self, target: Any, *args: Any, **options: Any) -> fx.Node:
+        """Add a call; its fake value is computed from those of its arguments."""
+        node = self._graph.call_function(target, args, options)
+        values: Any = fx.node.map_arg(args, lambda source: source.meta["val"])
+        node.meta["val"] = _torch.fake_result(target, values, **options)
+        node.meta[META_KEY] = self._owner
+        return node
+
+
+def common_owner(nodes: Sequence[fx.Node]) -> Owner:
+    """The owner of a node made from others: the last one's phase, their common module.
+
+    >>> graph = fx.Graph()
+    >>> nodes = [graph.placeholder(name) for name in "ab"]
+    >>> for node, name in zip(nodes, ("Net.blocks.0", "Net.blocks.1"), strict=True):
+    ...     node.meta[META_KEY] = Owner(module=name)
+    >>> common_owner(nodes).module
+    'Net.blocks'
+    """
+    owners = [owner_of(node) for node in nodes]
+    paths = [owner.module.split(".") for owner in owners]
+    common = [names[0] for names in takewhile(_is_one, zip(*paths, strict=False))]
+    return Owner(owners[-1].phase, ".".join(common) or GLOBAL)
+
+
+def _is_one(names: tuple[str, ...]) -> bool:
+    return len(set(names)) == 1
+
+
+# ----------------------------------------------------------------------------
+# Questions that passes ask of a graph.
+
+
+class HasGraph(Protocol):
+    """A graph module, or an ``IterGraphModule``."""
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The graph itself."""
+
+
+def find_node(
+    graph: fx.Graph,
+    predicate: Callable[[fx.Node], bool],
+    reverse_order: bool = False,
+) -> list[fx.Node]:
+    """All nodes for which a predicate holds, in (reverse) graph order.
+
+    >>> graph = fx.symbolic_trace(lambda x: abs(x) + 1).graph
+    >>> [node.name for node in find_node(graph, lambda node: node.op == "call_function")]
+    ['abs_1', 'add']
+    """
+    check_graph("find_node", graph=graph)
+    if not callable(predicate):
+        raise UsageError(
+            f"find_node(predicate={predicate!r}): pass a function that takes a node and "
+            "says whether to find it, such as lambda node: node.name == 'mm'."
+        )
+    nodes = reversed(graph.nodes) if reverse_order else graph.nodes
+    return [node for node in nodes if predicate(node)]
+
+
+def find_all_descendants(
+    gm: HasGraph, parent_nodes: Sequence[fx.Node]
+) -> list[fx.Node]:
+    """The given nodes and all that use them, except the output, in graph order.
+
+    >>> gm = fx.symbolic_trace(lambda x, y: abs(x) + y)
+    >>> start = find_node(gm.graph, lambda node: node.name == "abs_1")
+    >>> [node.name for node in find_all_descendants(gm, start)]
+    ['abs_1', 'add']
+    """
+    check_module("find_all_descendants", gm=gm)
+    check_nodes("find_all_descendants", parent_nodes=parent_nodes)
+    if not parent_nodes:
+        raise UsageError("find_all_descendants: No parent nodes are given.")
+    found = set(parent_nodes)
+    waiting = list(parent_nodes)
+    while waiting:
+        for user in waiting.pop().users:
+            if user.op != "output" and user not in found:
+                found.add(user)
+                waiting.append(user)
+    return [node for node in gm.graph.nodes if node in found]

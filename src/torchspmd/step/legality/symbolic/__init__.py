@@ -1,1 +1,0 @@
-"""What each node of a graph computes, as a value that can be compared across graphs."""

@@ -1,0 +1,301 @@
+"""Updates that an earlier step left are made in place, and it is known which are done.
+
+A step that fails must be repeatable. Around the writes of each update the running graph
+says that it begins and that it is done; an update is made in place as a whole or not at
+all, so that after an exception each is done, not begun, or known to be lost.
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from torchspmd import _torch
+from torchspmd.step.deferral.forms import CARRIED_KEY, PENDING_KEY
+from torchspmd.step.deferral.module import Marks
+from torchspmd.step.graph.aliases import find_aliases
+from torchspmd.step.graph.collectives import (
+    gather_into_memory,
+    is_communication,
+    is_wait,
+    reduce_in_place,
+)
+from torchspmd.step.graph.metadata import (
+    OutputKind,
+    output_values,
+    readable_name,
+    roles_of,
+)
+from torchspmd.step.lower.in_place import apply_in_place, plan_in_place
+from torchspmd.step.lower.update_calls import make_one_call, targets_of
+
+# ----------------------------------------------------------------------------
+# Values left by the step before that one pending update alone needs: it may overwrite them.
+#
+# A gradient that is averaged, or to which weight decay is added, needs no second tensor
+# then.
+
+
+def find_spare(steady: fx.Graph) -> frozenset[int]:
+    """The carried values whose memory nothing else lies in, by their place.
+
+    Args:
+        steady: The steady form: it takes them in and leaves new ones behind.
+    """
+    values = output_values(steady)
+    left = values[len(values) - len(_carried(steady)) :]
+    aliases = find_aliases(steady)
+    shared = Counter(aliases.root[v] for v in values if isinstance(v, fx.Node))
+    found = set()
+    for place, value in enumerate(left):
+        if isinstance(value, fx.Node):
+            root = aliases.root[value]
+            is_made = root.op == "call_function" and root not in aliases.pinned
+            if is_made and shared[root] == 1:
+                found.add(place)
+    return frozenset(found)
+
+
+def find_scratch(
+    graph: fx.Graph, spare: Collection[int], regions: Collection[int]
+) -> dict[fx.Node, int]:
+    """The inputs that one of these regions, and nothing else, reads: with its number."""
+    root = find_aliases(graph).root
+    readers: dict[fx.Node, set[int | None]] = {}
+    for node in graph.nodes:
+        for source in node.all_input_nodes:
+            readers.setdefault(root[source], set()).add(node.meta.get(PENDING_KEY))
+    found = {}
+    for place, node in _carried(graph).items():
+        numbers = readers.get(node, set())
+        is_tensor = isinstance(node.meta.get("val"), torch.Tensor)
+        if place in spare and is_tensor and len(numbers) == 1:
+            (number,) = numbers
+            if number is not None and number in regions:
+                found[node] = number
+    return found
+
+
+def _carried(graph: fx.Graph) -> dict[int, fx.Node]:
+    return {
+        node.meta[CARRIED_KEY]: node
+        for node in graph.find_nodes(op="placeholder")
+        if CARRIED_KEY in node.meta
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class PendingReport:
+    """Which updates are made in place.
+
+    Attributes:
+        in_place: Their numbers.
+        left: The numbers of the others, each with the reason. Their new states are fresh
+            tensors that are copied after the run.
+    """
+
+    in_place: frozenset[int] = frozenset()
+    left: Mapping[int, str] = field(default_factory=dict)
+
+    def lines(self) -> list[str]:
+        """What this comes to, for people.
+
+        >>> PendingReport(frozenset({0, 2}), {1: "it leaves a gradient"}).lines()[0]
+        '2 of 3 pending updates are made in place'
+        """
+        total = len(self.in_place) + len(self.left)
+        return [
+            f"{len(self.in_place)} of {total} pending updates are made in place",
+            *(f"update {n} is not: {why}" for n, why in sorted(self.left.items())),
+        ]
+
+
+def write_pending_in_place(
+    form: fx.GraphModule,
+    marks: Marks,
+    refused: Mapping[int, str],
+    spare: Collection[int] = (),
+    *,
+    as_calls: bool = False,
+) -> tuple[fx.GraphModule, PendingReport]:
+    """A copy of a derived graph whose pending regions write where the old values lie.
+
+    All other states stay as they are, so that the rest of the graph can be repeated.
+
+    Args:
+        form: The graph; the nodes of pending regions have their number on them.
+        marks: Called in the copy before the first and after the last write of a region.
+        refused: Regions that may not, by number, each with the reason.
+        spare: Carried values, by place, that a region may overwrite once it has begun.
+        as_calls: Make one call of each region, for a compiler; all else stays as it is.
+    """
+    left = {**_unfit(form.graph), **refused}
+    while True:
+        running = fx.GraphModule(form, copy.deepcopy(form.graph))
+        _communicate_first(running.graph)
+        regions = _states_of_regions(running.graph, left)
+        values = output_values(running.graph)
+        written: dict[fx.Node, fx.Node] = {}
+        for places in regions.values():
+            for index, place in places.items():
+                value = values[index]
+                assert isinstance(value, fx.Node), type(value)
+                written.setdefault(value, place)
+        scratch = {} if as_calls else find_scratch(running.graph, spare, regions)
+        may_write = is_pending_node if as_calls else None
+        plan = plan_in_place(
+            running.graph, written, may_write=may_write, scratch=scratch
+        )
+        apply_in_place(running.graph, plan)
+        writes = _find_writes(running.graph, regions, scratch)
+        problems = _problems(running.graph, regions, writes)
+        if as_calls and not problems:
+            problems = _make_calls(running.graph, writes)
+        if not problems:
+            break
+        left.update(problems)
+    if not as_calls:
+        for number, nodes in writes.items():
+            _mark(running.graph, number, nodes, marks)
+        reduce_in_place(running.graph)
+        gather_into_memory(running.graph)
+    running.recompile()
+    known = {number: why for number, why in left.items() if number in _numbers(form)}
+    return running, PendingReport(frozenset(regions), known)
+
+
+def _communicate_first(graph: fx.Graph) -> None:
+    """Wait for what a region needs from other ranks before it writes anything.
+
+    Communication is what fails; until the first write the region can be repeated.
+    """
+    regions: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if PENDING_KEY in node.meta:
+            regions.setdefault(node.meta[PENDING_KEY], []).append(node)
+    for nodes in regions.values():
+        needed: set[fx.Node] = set()
+        for node in reversed(nodes):
+            if _communicates(node) or needed.intersection(node.users):
+                needed.add(node)
+        rest = [node for node in nodes if node not in needed]
+        if rest and not any(map(_is_random, needed)):
+            for node in nodes[nodes.index(rest[0]) :]:
+                if node in needed:
+                    rest[0].prepend(node)
+
+
+def _communicates(node: fx.Node) -> bool:
+    return is_wait(node) or is_communication(node)
+
+
+def _is_random(node: fx.Node) -> bool:
+    """Whether another place in the graph would give it other numbers."""
+    return _torch.draws_random_numbers(node.target, node.args, node.kwargs)
+
+
+def _numbers(form: fx.GraphModule) -> set[int]:
+    return {n.meta[PENDING_KEY] for n in form.graph.nodes if PENDING_KEY in n.meta}
+
+
+def _unfit(graph: fx.Graph) -> dict[int, str]:
+    """Regions that give something which no memory waits for: it would be lost."""
+    found: dict[int, str] = {}
+    placeholders = graph.find_nodes(op="placeholder")
+    for value, role in zip(output_values(graph), roles_of(graph), strict=True):
+        number = _number_of(value)
+        if number is None or role.kind is OutputKind.RESULT:
+            continue
+        if role.kind is not OutputKind.STATE:
+            found[number] = f"it leaves a {role.kind.value}"
+        else:
+            place = placeholders[role.placeholder]
+            if not isinstance(place.meta.get("val"), torch.Tensor):
+                found[number] = f"{readable_name(place)} is a Python number"
+    return found
+
+
+def _number_of(value: object) -> int | None:
+    return value.meta.get(PENDING_KEY) if isinstance(value, fx.Node) else None
+
+
+def _states_of_regions(
+    graph: fx.Graph, left: Collection[int]
+) -> dict[int, dict[int, fx.Node]]:
+    """By region: the inputs that get a new value from it, by the place of the output."""
+    placeholders = graph.find_nodes(op="placeholder")
+    found: dict[int, dict[int, fx.Node]] = {}
+    pairs = zip(output_values(graph), roles_of(graph), strict=True)
+    for index, (value, role) in enumerate(pairs):
+        number = _number_of(value)
+        if role.kind is OutputKind.STATE and number is not None and number not in left:
+            found.setdefault(number, {})[index] = placeholders[role.placeholder]
+    return found
+
+
+def _find_writes(
+    graph: fx.Graph,
+    regions: Mapping[int, Mapping[int, fx.Node]],
+    scratch: Mapping[fx.Node, int],
+) -> dict[int, list[fx.Node]]:
+    """By region: the nodes after which it cannot be repeated, in their order."""
+    states = {place: n for n, places in regions.items() for place in places.values()}
+    owner = {**states, **scratch}
+    root = find_aliases(graph).root
+    found: dict[int, list[fx.Node]] = {number: [] for number in regions}
+    for node in graph.nodes:
+        touched = {owner.get(root[target]) for target in targets_of(node)}
+        for number in touched - {None}:
+            assert number is not None
+            found[number].append(node)
+    return found
+
+
+def _problems(
+    graph: fx.Graph,
+    regions: Mapping[int, Mapping[int, fx.Node]],
+    writes: Mapping[int, list[fx.Node]],
+) -> dict[int, str]:
+    """Regions that are not in place as a whole, or whose writes lie apart."""
+    values = output_values(graph)
+    nodes = list(graph.nodes)
+    position = {node: place for place, node in enumerate(nodes)}
+    found: dict[int, str] = {}
+    for number, places in regions.items():
+        for index, place in places.items():
+            if values[index] is not place:
+                found[number] = f"{readable_name(place)} cannot be written in place"
+        if number not in found:
+            own = set(writes[number])
+            first, last = (position[writes[number][n]] for n in (0, -1))
+            for node in nodes[first : last + 1]:
+                if node not in own and _number_of(node) != number:
+                    found[number] = f"{readable_name(node)} runs between its writes"
+    return found
+
+
+def is_pending_node(node: fx.Node) -> bool:
+    """Whether a node of a derived graph does what an earlier step left."""
+    return PENDING_KEY in node.meta
+
+
+def _make_calls(graph: fx.Graph, writes: Mapping[int, list[fx.Node]]) -> dict[int, str]:
+    found = {}
+    for number, nodes in writes.items():
+        update = [nodes[0]]
+        while update[-1] is not nodes[-1]:
+            update.append(update[-1].next)
+        problem = make_one_call(graph, update, number)
+        if problem is not None:
+            found[number] = problem
+    return found
+
+
+def _mark(graph: fx.Graph, number: int, writes: list[fx.Node], marks: Marks) -> None:
+    with graph.inserting_before(writes[0]):
+        graph.call_function(marks.begin, (number,))
+    with graph.inserting_after(writes[-1]):
+        graph.call_function(marks.end, (number,))

@@ -1,0 +1,471 @@
+"""New values computed in the memory of the old ones, instead of copied there afterwards.
+
+A functional graph holds the old and the new value of every state at once. Where nothing
+reads the old one any more, an operator may write into it: ``add`` becomes ``add_``,
+``_fused_adam`` becomes ``_fused_adam_``. The same is done for values that the graph itself
+made, which is what eager optimizers do.
+"""
+
+import operator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchspmd import _torch
+from torchspmd.step.graph.aliases import Aliases, find_aliases, operator_of
+from torchspmd.step.graph.metadata import (
+    OutputKind,
+    output_node,
+    output_values,
+    roles_of,
+    written_state,
+)
+
+# ----------------------------------------------------------------------------
+# What an operator's in-place form would write, and what speaks against it.
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """One tensor that an in-place form writes, and the node of its new value.
+
+    ``place`` is its place in the list that it stands in, or -1.
+    """
+
+    target: fx.Node
+    out: fx.Node | None
+    place: int = -1
+
+
+def find_writes(node: fx.Node) -> tuple[Write, ...]:
+    """What a node's in-place form would write; nothing where it has none."""
+    form = _torch.in_place_form(operator_of(node))
+    if form is None:
+        return ()
+    if isinstance(node.args[0], fx.Node):
+        return (Write(node.args[0], node),)
+    if not isinstance(node.args[0], (list, tuple)):
+        return ()  # 2 ** x: the number is no memory
+    return tuple(_list_writes(node, _torch.written_arguments(form)))
+
+
+def _list_writes(node: fx.Node, places: tuple[int, ...]) -> Iterator[Write]:
+    """The lists of ``_foreach_add`` or ``_fused_adam``, tensor by tensor."""
+    results = _items(node)
+    for number, place in enumerate(places):
+        if place == 1 and node.kwargs.get("grad_scale") is None:
+            continue  # a fused optimizer writes gradients only where it unscales them
+        if len(places) > 1:
+            whole = results.get(number)
+            outs = {} if whole is None else _items(whole)
+        else:
+            outs = results
+        tensors = node.args[place]
+        assert isinstance(tensors, (list, tuple)), type(tensors)
+        for index, tensor in enumerate(tensors):
+            assert isinstance(tensor, fx.Node), type(tensor)
+            yield Write(tensor, outs.get(index), index)
+
+
+def _items(node: fx.Node) -> dict[Any, fx.Node]:
+    return {
+        user.args[1]: user for user in node.users if user.target is operator.getitem
+    }
+
+
+def find_obstacle(
+    node: fx.Node,
+    writes: tuple[Write, ...],
+    aliases: Aliases,
+    scratch: Collection[fx.Node] = (),
+) -> str | None:
+    """Why a node must not write in place, as far as it alone can be judged."""
+    is_list = not isinstance(node.args[0], fx.Node)
+    if is_list and len(_items(node)) != len(node.users):
+        return "its results are not taken one by one"
+    form = _torch.in_place_form(operator_of(node))
+    is_fused = len(_torch.written_arguments(form)) > 1
+    if is_fused and _hands_gradients_on(node):
+        return "the gradients that it hands on are used"
+    read_at = _places_of_arguments(node, aliases)
+    for write in writes:
+        root = aliases.root[write.target]
+        if write.out is None and not is_fused:
+            return "not all of its results are used"
+        reason = _memory_obstacle(write, root, aliases, scratch)
+        if reason is None and aliases.last_read[root] > aliases.position[node]:
+            reason = f"{write.target.name} is read later"
+        if reason is None and not _reads_itself_only(write, read_at[root], is_fused):
+            reason = f"{write.target.name} is read through another argument too"
+        if reason is not None:
+            return reason
+    return None
+
+
+def _hands_gradients_on(node: fx.Node) -> bool:
+    gradients = _items(node).get(1)
+    return gradients is not None and any(item.users for item in gradients.users)
+
+
+def _memory_obstacle(
+    write: Write, root: fx.Node, aliases: Aliases, scratch: Collection[fx.Node]
+) -> str | None:
+    if root in aliases.pinned or root.op not in ("placeholder", "call_function"):
+        return f"{root.name} is a constant, or used in a way that is not known"
+    is_input = root.op == "placeholder" and root not in scratch
+    if write.target is not root and is_input:
+        return f"{write.target.name} is a view of an input"
+    if write.out is not None and not same_form(write.target, write.out):
+        return f"{write.out.name} has another shape, layout or dtype"
+    value, base = write.target.meta.get("val"), root.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not isinstance(base, torch.Tensor):
+        return f"the layout of {write.target.name} is not known"
+    if overlaps_itself(value):
+        return f"{write.target.name} has several elements in one place"
+    if base.numel() != value.numel():
+        return f"{write.target.name} is a part of another tensor"
+    return None
+
+
+def _places_of_arguments(
+    node: fx.Node, aliases: Aliases
+) -> dict[fx.Node, list[tuple[fx.Node, int]]]:
+    """For each memory, which arguments lie in it and at which places of their lists."""
+    found: dict[fx.Node, list[tuple[fx.Node, int]]] = {}
+    for argument in (*node.args, *node.kwargs.values()):
+        is_list = isinstance(argument, (list, tuple))
+        items: Any = argument if is_list else [argument]
+        for place, item in enumerate(items):
+            if isinstance(item, fx.Node):
+                entry = (item, place if is_list else -1)
+                found.setdefault(aliases.root[item], []).append(entry)
+    return found
+
+
+def _reads_itself_only(
+    write: Write, arguments: list[tuple[fx.Node, int]], is_fused: bool
+) -> bool:
+    """Whether the memory is read at the element that is written, and nowhere else."""
+    if is_fused and len(arguments) > 1:
+        return False
+    return all(
+        item is write.target and place == write.place for item, place in arguments
+    )
+
+
+def same_form(one: fx.Node, other: fx.Node) -> bool:
+    """Whether two values have the same shape, dtype, device and strides."""
+    a, b = one.meta.get("val"), other.meta.get("val")
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return False
+    same_type = a.dtype == b.dtype and a.device == b.device
+    return same_type and a.shape == b.shape and a.stride() == b.stride()
+
+
+def overlaps_itself(value: torch.Tensor) -> bool:
+    """Whether several elements lie in one place, as after ``expand``."""
+    pairs = zip(value.shape, value.stride(), strict=True)
+    return any(size > 1 and step == 0 for size, step in pairs)
+
+
+# ----------------------------------------------------------------------------
+# Results that are not the memory of a state, unless the user's own step made them so.
+#
+# ``return model.weight`` gives the weight itself, as in eager. An edit that drops the copy
+# of ``return model.weight.clone()`` makes the same graph. So what the captured step hands
+# out is written on its inputs, before anything edits it.
+
+_KEY = "torchspmd_handed_out"
+_CLONE = torch.ops.aten.clone.default
+
+
+def mark_handed_out(graph: fx.Graph) -> None:
+    """Write on each input whether a captured step hands its memory to the caller.
+
+    >>> graph = fx.Graph()
+    >>> x, y = graph.placeholder("x"), graph.placeholder("y")
+    >>> x.meta["val"] = y.meta["val"] = torch.empty(1)
+    >>> output = graph.output([x, graph.call_function(_CLONE, (y,))])
+    >>> mark_handed_out(graph)
+    >>> x.meta["torchspmd_handed_out"], y.meta["torchspmd_handed_out"]
+    (True, False)
+    """
+    root = find_aliases(graph).root
+    handed_out = {root[value] for _, value in _handed_out(graph)}
+    values = output_values(graph)
+    for node in graph.find_nodes(op="placeholder"):
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            node.meta[_KEY] = node in handed_out
+    for index, state in written_state(graph).items():
+        value = values[index]
+        if isinstance(value, fx.Node) and root[value] in handed_out:
+            state.meta[_KEY] = True
+
+
+def keep_apart(graph: fx.Graph) -> int:
+    """Copy what would be handed out as the memory of an input; how many there are.
+
+    Where nothing was written on the inputs, nothing is known, and nothing is copied.
+
+    Args:
+        graph: A graph whose new values are in place; each output is as the caller gets
+            it right after the run, so that the end is the place for the copies.
+    """
+    inputs = graph.find_nodes(op="placeholder")
+    own = {node for node in inputs if node.meta.get(_KEY) is False}
+    if not own:
+        return 0
+    root = find_aliases(graph).root
+    places: dict[int, fx.Node] = {}
+    output = output_node(graph)
+    for place, value in _handed_out(graph):
+        if root[value] in own:
+            with graph.inserting_before(output):
+                places[place] = graph.call_function(_CLONE, (value,))
+            places[place].meta["val"] = value.meta.get("val")
+    _replace(output, places)
+    return len(places)
+
+
+def _handed_out(graph: fx.Graph) -> Iterator[tuple[int, fx.Node]]:
+    """The outputs that the caller gets as they are, by place."""
+    pairs = zip(output_values(graph), roles_of(graph), strict=True)
+    for place, (value, role) in enumerate(pairs):
+        if isinstance(value, fx.Node) and role.kind is not OutputKind.STATE:
+            yield place, value
+
+
+def _replace(output: fx.Node, places: Mapping[int, fx.Node]) -> None:
+    (values,) = output.args
+    if isinstance(values, (list, tuple)):
+        output.args = ([places.get(place, v) for place, v in enumerate(values)],)
+    else:
+        output.args = (places.get(0, values),)
+
+
+@dataclass(frozen=True, slots=True)
+class InPlaceReport:
+    """What became of the new values of a graph's states.
+
+    Attributes:
+        num_in_place: New values that are computed in the memory of the old one.
+        num_temporaries: Operators that write into a value that the graph itself made.
+        copied: States whose new value is copied there as soon as nothing reads the old
+            one, each with what kept it from being computed there.
+        left: States that are copied after the run, each with the reason.
+    """
+
+    num_in_place: int = 0
+    num_temporaries: int = 0
+    copied: tuple[tuple[str, str], ...] = ()
+    left: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        """One line for people.
+
+        >>> print(InPlaceReport(2, 0, (("mean", "no in-place form"),)))
+        new values: 2 computed in place, 1 copied as soon as known, 0 after the run
+        """
+        return (
+            f"new values: {self.num_in_place} computed in place, {len(self.copied)} "
+            f"copied as soon as known, {len(self.left)} after the run"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class InPlacePlan:
+    """Which nodes will write into memory that exists.
+
+    Attributes:
+        calls: Operators that get their in-place form, in graph order.
+        forwarded: Copies that add nothing, each with the value that it copies.
+        copies: A new value, the input to copy it to, and the node after which to do so.
+        report: What this comes to.
+    """
+
+    calls: tuple[fx.Node, ...]
+    forwarded: Mapping[fx.Node, fx.Node]
+    copies: tuple[tuple[fx.Node, fx.Node, fx.Node], ...]
+    report: InPlaceReport
+
+
+def plan_in_place(
+    graph: fx.Graph,
+    written: Mapping[fx.Node, fx.Node],
+    *,
+    may_write: Callable[[fx.Node], bool] | None = None,
+    scratch: Collection[fx.Node] = (),
+) -> InPlacePlan:
+    """Find what may be computed in place, without changing the graph.
+
+    Args:
+        graph: A functional graph; its nodes have fake values in ``meta["val"]``.
+        written: The inputs that get a new value, by the node of that value.
+        may_write: Which operators may be changed, if not all: a compiler chooses itself
+            where it computes.
+        scratch: Inputs that nobody needs after the graph: anything may be left in them.
+    """
+    forwarded = _find_forwarded(written)
+    aliases = find_aliases(graph, forwarded)
+    calls: dict[fx.Node, tuple[Write, ...]] = {}
+    obstacles: dict[fx.Node, str] = {}
+    for node in graph.nodes:
+        is_left = may_write is not None and not may_write(node)
+        writes = () if is_left or node in forwarded else find_writes(node)
+        if writes:
+            obstacle = find_obstacle(node, writes, aliases, scratch)
+            if obstacle is None:
+                calls[node] = writes
+            else:
+                obstacles.update((write.out or node, obstacle) for write in writes)
+    ends = {forwarded.get(value, value): place for value, place in written.items()}
+    held = _settle(calls, ends, aliases, scratch)
+    nodes = list(graph.nodes)
+    copies, copied, left = [], [], []
+    for value, place in ends.items():
+        if held.get(value) is place:
+            continue
+        after, reason = _place_of_copy(nodes, value, place, aliases)
+        if after is None:
+            left.append((_name(place), reason))
+        else:
+            copies.append((value, place, after))
+            copied.append((_name(place), obstacles.get(value) or _why(value)))
+    inputs = set(held.values())
+    num_in_place = sum(place in inputs for place in ends.values())
+    temporaries = [
+        call
+        for call, writes in calls.items()
+        if all(aliases.root[write.target] not in inputs for write in writes)
+        and all(write.out not in held for write in writes)
+    ]
+    report = InPlaceReport(num_in_place, len(temporaries), tuple(copied), tuple(left))
+    return InPlacePlan(tuple(calls), forwarded, tuple(copies), report)
+
+
+def apply_in_place(graph: fx.Graph, plan: InPlacePlan) -> InPlaceReport:
+    """Do what a plan for this graph says; values in place are outputs as their inputs.
+
+    A result that would so become the memory of a state, and was not so when the step was
+    captured, is copied last.
+    """
+    for copy, source in plan.forwarded.items():
+        copy.replace_all_uses_with(source)
+        graph.erase_node(copy)
+    moved: dict[fx.Node, fx.Node] = {}  # a node that is gone -> the call in its place
+    became: dict[fx.Node, fx.Node] = {}  # its value -> what was written
+    for node in plan.calls:
+        writes = find_writes(node)
+        became.update((write.out, write.target) for write in writes if write.out)
+        call = moved[node] = _write_in_place(graph, node, writes)
+        moved.update((write.out, call) for write in writes if write.out)
+    (output,) = graph.find_nodes(op="output")
+    for value, place, after in plan.copies:
+        source = became.get(value, value)
+        with graph.inserting_after(moved.get(after, after)):
+            graph.call_function(torch.ops.aten.copy_.default, (place, source))
+        output.replace_input_with(source, place)
+    keep_apart(graph)
+    graph.lint()
+    return plan.report
+
+
+def _write_in_place(
+    graph: fx.Graph, node: fx.Node, writes: tuple[Write, ...]
+) -> fx.Node:
+    form = _torch.in_place_form(operator_of(node))
+    assert form is not None
+    with graph.inserting_before(node):
+        call = graph.call_function(form, node.args, node.kwargs)
+    call.meta = {key: value for key, value in node.meta.items() if key != "val"}
+    for write in writes:
+        if write.out is not None:
+            write.out.replace_all_uses_with(write.target)
+    for item in [*node.users]:
+        for inner in [*item.users]:
+            graph.erase_node(inner)
+        graph.erase_node(item)
+    graph.erase_node(node)
+    return call
+
+
+def _settle(
+    calls: dict[fx.Node, tuple[Write, ...]],
+    ends: Mapping[fx.Node, fx.Node],
+    aliases: Aliases,
+    scratch: Collection[fx.Node],
+) -> dict[fx.Node, fx.Node]:
+    """Drop calls until every input that is written ends with its own new value.
+
+    Returns the input that holds each value that is computed in one.
+    """
+    while True:
+        held: dict[fx.Node, fx.Node] = {}  # value -> the memory that it is written to
+        latest: dict[fx.Node, fx.Node] = {}
+        chains: dict[fx.Node, list[fx.Node]] = {}
+        for call, writes in calls.items():
+            for write in writes:
+                root = aliases.root[write.target]
+                memory = held.get(root, root)
+                if write.out is not None:
+                    held[write.out] = memory
+                if memory.op == "placeholder":
+                    chains.setdefault(memory, []).append(call)
+                    is_whole = write.target is root and write.out is not None
+                    latest[memory] = write.out if is_whole and write.out else memory
+        wrong = {
+            call
+            for place, value in latest.items()
+            if ends.get(value) is not place and place not in scratch
+            for call in chains[place]
+        }
+        if not wrong:
+            return {v: m for v, m in held.items() if m.op == "placeholder"}
+        for call in wrong:
+            del calls[call]
+
+
+def _find_forwarded(written: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Copies into an input of a value that nothing else uses: that value will do."""
+    found = {}
+    for value, place in written.items():
+        is_copy = value.target is torch.ops.aten.copy.default
+        if not is_copy or value.args[0] is not place:
+            continue
+        source = value.args[1]
+        assert isinstance(source, fx.Node), type(source)
+        is_made = source.op == "call_function" and source not in written
+        if is_made and len(source.users) == 1 and same_form(source, value):
+            found[value] = source
+    return found
+
+
+def _place_of_copy(
+    nodes: list[fx.Node], value: fx.Node, place: fx.Node, aliases: Aliases
+) -> tuple[fx.Node | None, str]:
+    """The node after which an input's memory may take its new value; or why none."""
+    root = aliases.root[value]
+    if root.op != "call_function" or {root, place} & aliases.pinned:
+        return None, "its new value is another input, or a constant"
+    target = place.meta.get("val")
+    if not isinstance(target, torch.Tensor) or overlaps_itself(target):
+        return None, "its layout is not known, or several elements lie in one place"
+    last = max(aliases.position[value], aliases.last_read.get(place, -1))
+    if nodes[last].op == "output":
+        return None, "its old value is returned"
+    return nodes[last], ""
+
+
+def _why(value: fx.Node) -> str:
+    maker = value.args[0] if value.target is operator.getitem else value
+    assert isinstance(maker, fx.Node)
+    if _torch.in_place_form(operator_of(maker)) is None:
+        return f"{maker.target} has no in-place form"
+    return "the chain that ends in it does not begin at its old value"
+
+
+def _name(place: fx.Node) -> str:
+    return str(place.meta.get("torchspmd_name", place.name))

@@ -1,0 +1,141 @@
+"""Updates that a compiler calls as they are.
+
+To Inductor ``_fused_adamw`` is a function from old states to new ones: every state is
+copied before it, and every result after it. As one operator that says which tensors it
+writes, an update stays in place, and what is noted around it stays next to it.
+"""
+
+import contextlib
+import contextvars
+import hashlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchspmd import _torch
+from torchspmd.errors import CaptureError
+from torchspmd.step.deferral.module import Marks
+from torchspmd.step.graph.aliases import find_aliases, operator_of
+from torchspmd.step.graph.optimizer_lists import is_fused_update
+
+NOT_PENDING = -1  # the number of an update that this step makes for itself
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Where updates are noted, and in which memory they must be made, if that is asked."""
+
+    marks: Marks
+    memory: frozenset[int] | None
+
+
+_RUN: contextvars.ContextVar[_Run] = contextvars.ContextVar("torchspmd_run")
+
+
+@contextlib.contextmanager
+def noting(marks: Marks, inputs: Sequence[object] | None = None) -> Iterator[None]:
+    """Updates with a number that are made meanwhile are noted there.
+
+    Given the inputs of the compiled code, an update must write into them: what is written
+    into a copy is not done when the update ends.
+    """
+    memory = None
+    if inputs is not None:
+        tensors = [each for each in inputs if isinstance(each, torch.Tensor)]
+        memory = frozenset(tensor.data_ptr() for tensor in tensors)
+    token = _RUN.set(_Run(marks, memory))
+    try:
+        yield
+    finally:
+        _RUN.reset(token)
+
+
+def make_one_call(graph: fx.Graph, nodes: Sequence[fx.Node], number: int) -> str | None:
+    """Replace neighbours that write into the graph's inputs by one operator.
+
+    Returns:
+        Why that cannot be done, if it cannot; then the graph is as it was.
+    """
+    aliases = find_aliases(graph)
+    inside = set(nodes)
+    written = list(dict.fromkeys(t for node in nodes for t in targets_of(node)))
+    sources = dict.fromkeys(s for node in nodes for s in node.all_input_nodes)
+    read = [s for s in sources if s not in inside and s not in written]
+    memory = {aliases.root[target] for target in written}
+    for node in nodes:
+        if not inside.issuperset(node.users):
+            return f"{node.name} is used outside of the update"
+    for source in (*written, *read):
+        if not isinstance(source.meta.get("val"), torch.Tensor):
+            return f"{source.name} is no tensor"
+        if source in read and aliases.root[source] in memory:
+            return f"{source.name} is read where the update writes"
+        if source in written and source.op != "placeholder":
+            return f"{source.name} is written and is no state"
+    body = _body(nodes, written, read)
+    name = hashlib.sha256(body.code.encode()).hexdigest()
+    operator = _torch.update_operator(name, _noted(body))
+    with graph.inserting_before(nodes[0]):
+        call = graph.call_function(operator, (name, number, written, read))
+    call.meta = {key: value for key, value in nodes[-1].meta.items() if key != "val"}
+    for node in reversed(nodes):
+        graph.erase_node(node)
+    return None
+
+
+def targets_of(node: fx.Node) -> list[fx.Node]:
+    """What a node writes into, as far as its schema says."""
+    found: list[fx.Node] = []
+    for place in _torch.written_arguments(operator_of(node)):
+        if place == 1 and is_fused_update(node) and not node.kwargs.get("grad_scale"):
+            continue  # gradients are written only where they are unscaled
+        argument = node.args[place] if place < len(node.args) else None
+        items = argument if isinstance(argument, (list, tuple)) else [argument]
+        found += [item for item in items if isinstance(item, fx.Node)]
+    return found
+
+
+def _body(
+    nodes: Sequence[fx.Node], written: Sequence[fx.Node], read: Sequence[fx.Node]
+) -> fx.GraphModule:
+    """The nodes as a graph of their own, with numbered names: equal for equal work."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for place, source in enumerate((*written, *read)):
+        copies[source] = graph.placeholder(f"input_{place}")
+    for node in nodes:
+        assert callable(node.target)
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
+        copies[node] = graph.call_function(node.target, args, kwargs)
+    graph.output(None)
+    return fx.GraphModule({}, graph)
+
+
+def _noted(body: Callable[..., Any]) -> _torch.Update:
+    def update(
+        number: int, written: Sequence[torch.Tensor], read: Sequence[torch.Tensor]
+    ) -> None:
+        if number == NOT_PENDING:
+            body(*written, *read)
+            return
+        run = _RUN.get()
+        if run.memory is not None:
+            _check_memory(written, run.memory)
+        run.marks.begin(number)
+        body(*written, *read)
+        run.marks.end(number)
+
+    return update
+
+
+def _check_memory(written: Sequence[torch.Tensor], memory: Collection[int]) -> None:
+    strange = sum(tensor.data_ptr() not in memory for tensor in written)
+    if strange:
+        raise CaptureError(
+            f"compile: Inductor gave an update copies of {strange} of its {len(written)} "
+            "states. A step that fails after it could not tell what is done. Use "
+            "backend='graph', or leave out overlap_iterations."
+        )

@@ -1,0 +1,111 @@
+"""Each rank keeps a share of every parameter, and gathers the whole where it is used."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Literal, final
+
+import torch
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchspmd import _torch
+from torchspmd.step.capture.inventory import Inventory, Slot
+from torchspmd.step.capture.micro_batches import join_scatters
+from torchspmd.step.capture.rank_taint import (
+    OtherAxis,
+    check_equal_gradients,
+    find_other_axes,
+)
+from torchspmd.step.graph.metadata import OwnerLog
+from torchspmd.step.modes.data_parallel import Spread, as_laid_out
+from torchspmd.step.modes.gather import (
+    GatherForFunctions,
+    Gathering,
+    check_writes,
+    drop_unused_gathers,
+    gather_again_in_backward,
+    gather_once,
+    gathering_tables,
+)
+from torchspmd.step.modes.shard_layout import Cut, Relayout, plan_cuts, plan_layout
+
+
+@final
+class FullyShardedData(Spread):
+    """Parameters and optimizer state are shards; each rank computes on its own batch."""
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        reduce: Literal["avg", "sum"],
+        *,
+        reshard_after_forward: bool,
+        sync_each_backward: bool,
+    ) -> None:
+        self.mesh: DeviceMesh = mesh
+        self._average = reduce == "avg"
+        self._reshard = reshard_after_forward
+        self._sync_each_backward = sync_each_backward
+        # Of the step that is captured, by slot. Meshes cannot be asked while it is traced.
+        self._cuts: dict[int, Cut] = {}
+        self._other_axes: tuple[OtherAxis, ...] = ()
+
+    def lay_out(self, inventory: Inventory) -> Relayout | None:
+        """Shards for the parameters that are none yet."""
+        self._cuts = plan_cuts(inventory, self.mesh)
+        self._other_axes = find_other_axes(inventory.slots, self._cuts)
+        return plan_layout(inventory, self._cuts)
+
+    def show(self, slot: Slot, local: torch.Tensor) -> torch.Tensor:
+        """The shard as a DTensor; what is not sharded, as it is."""
+        return as_laid_out(slot, local)
+
+    @contextlib.contextmanager
+    def installed(
+        self, inventory: Inventory, shown: list[torch.Tensor], log: OwnerLog
+    ) -> Iterator[None]:
+        """Gather parameters where the step uses them."""
+        gathering = Gathering(inventory, shown, log, self._cuts, average=self._average)
+        with contextlib.ExitStack() as stack:
+            for module, table in gathering_tables(inventory, gathering):
+                stack.callback(
+                    vars(module).__setitem__, "_parameters", module._parameters
+                )
+                vars(module)["_parameters"] = table
+            for hook in gathering.watch(shown):
+                stack.callback(hook.remove)
+            stack.enter_context(GatherForFunctions(gathering))
+            yield
+
+    def reduce(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Nothing to do: a gathered parameter has reduced its gradient."""
+        return gradient
+
+    def result(self, value: torch.Tensor) -> torch.Tensor:
+        """This rank's own value; of a shard, the whole."""
+        if _torch.layout_of(value) is None:
+            return value
+        laid_out: Any = value
+        return _torch.finished(laid_out.full_tensor())
+
+    def check(self, traced: fx.GraphModule) -> None:
+        """Refuse what gathering on use would get wrong."""
+        check_writes(traced)
+        check_equal_gradients(traced, self._other_axes)
+
+    def finish(self, graph: fx.GraphModule) -> int:
+        """Gather again in backward, reduce micro-batches once, where that was asked for."""
+        group = self.mesh.get_group().group_name
+        drop_unused_gathers(graph.graph)
+        if self._reshard:
+            gather_again_in_backward(graph.graph, group)
+        if self._sync_each_backward:
+            return 0
+        if not self._reshard:
+            gather_once(graph.graph, group)
+        return join_scatters(graph.graph, group)
+
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Nothing special."""
+        yield

@@ -1,0 +1,544 @@
+"""Sharded parameters while a step is traced: whole where they are used, shards elsewhere.
+
+Inside of a module's forward an attribute such as ``self.weight`` is the gathered tensor.
+Everywhere else (``model.parameters()``, gradients, clipping) it is the shard, a DTensor,
+and a function of torch that needs its values with gradients gets them gathered.
+"""
+
+import functools
+import operator
+from collections import Counter
+from collections.abc import (
+    Callable,
+    ItemsView,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    ValuesView,
+)
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+
+from torchspmd import _torch
+from torchspmd.comm import Phase
+from torchspmd.errors import CaptureError
+from torchspmd.step.capture.inventory import Inventory
+from torchspmd.step.capture.rank_taint import REDUCED_FOR
+from torchspmd.step.capture.refusals import line_of_caller
+from torchspmd.step.graph.aliases import find_aliases
+from torchspmd.step.graph.metadata import META_KEY, Owner, OwnerLog, last_node, owner_of
+from torchspmd.step.modes.shard_layout import Cut
+
+# ----------------------------------------------------------------------------
+# Shards to whole tensors and back, as plain collectives of a graph.
+#
+# Rows that do not divide by the number of ranks are padded at the end, the same way on
+# every rank, so that the graphs of all ranks have the same nodes.
+
+
+def gather_rows(local: torch.Tensor, cut: Cut) -> torch.Tensor:
+    """The whole tensor from this rank's rows of it."""
+    if not cut.is_sharded:
+        return local.clone()  # small, and a write into it must not reach the parameter
+    shard = local if cut.is_even else _pad_rows(local, cut.share - local.shape[0])
+    whole = _torch.wait(_torch.start_all_gather(shard, *_group(cut)))
+    return whole if cut.is_even else whole.narrow(0, 0, cut.rows)
+
+
+def reduce_rows(gradient: torch.Tensor, cut: Cut, *, average: bool) -> torch.Tensor:
+    """This rank's rows of the sum, or average, of all ranks' gradients."""
+    if cut.is_sharded:
+        total = _scattered(gradient.contiguous(), cut)
+    else:
+        total = _torch.sum_over(gradient, cut.mesh.get_group())
+    # gloo has no average: the sum is scaled everywhere.
+    return total / cut.mesh.size() if average else total
+
+
+def _scattered(gradient: torch.Tensor, cut: Cut) -> torch.Tensor:
+    whole = gradient
+    if not cut.is_even:
+        whole = _pad_rows(gradient, cut.mesh.size() * cut.share - cut.rows)
+    scattered = _torch.wait(_torch.start_reduce_scatter(whole, *_group(cut)))
+    if cut.is_even:
+        return scattered
+    first, last = cut.kept
+    return scattered.narrow(0, 0, last - first)
+
+
+def _pad_rows(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    return F.pad(tensor, [0, 0] * (tensor.ndim - 1) + [0, count])
+
+
+def _group(cut: Cut) -> tuple[int, str]:
+    return cut.mesh.size(), cut.mesh.get_group().group_name
+
+
+GATHERED = "torchspmd_gathered"
+_REDUCED = "torchspmd_reduced"
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A gathered value that may be used again."""
+
+    whole: torch.Tensor
+    version: int  # of the shard that it was gathered from
+    call: int  # the outermost module call that it belongs to
+
+
+class Gathering:
+    """Gathers each parameter of a step where it is used, and reduces its gradient.
+
+    A value that gradients flow through is gathered once between two backwards, so that
+    its gradient is reduced once; others once in a call of a module.
+    """
+
+    def __init__(
+        self,
+        inventory: Inventory,
+        shown: list[torch.Tensor],
+        log: OwnerLog,
+        cuts: Mapping[int, Cut],
+        *,
+        average: bool,
+    ) -> None:
+        self.log, self.average = log, average
+        self._names = {id(shown[place]): inventory.slots[place].name for place in cuts}
+        self._cuts = {id(shown[place]): cut for place, cut in cuts.items()}
+        self._kept: dict[int, _Kept] = {}
+        self._gathered: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._scattered: Counter[int] = Counter()  # gradients under way to a shard
+
+    def watch(self, shown: list[torch.Tensor]) -> Iterator[Any]:
+        """Check the gradients of all parameters; gives the hooks, to be removed."""
+        for tensor in shown:
+            if self.owns(tensor) and tensor.requires_grad:
+                yield tensor.register_hook(functools.partial(self.arrive, tensor))
+
+    def owns(self, value: object) -> bool:
+        """Whether a value is one of the sharded parameters."""
+        return id(value) in self._names
+
+    def owner_of(self, parameter: torch.Tensor) -> str:
+        """The module that a parameter belongs to."""
+        return self._names[id(parameter)].rpartition(".")[0]
+
+    def cut_of(self, parameter: torch.Tensor) -> Cut:
+        """How a parameter lies over the data axis."""
+        return self._cuts[id(parameter)]
+
+    def whole(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The gathered parameter; gathers it unless that was done already."""
+        version = _torch.version_of(_torch.plain_tensor(parameter))
+        needs_gradient = parameter.requires_grad and torch.is_grad_enabled()
+        kept = self._kept.get(id(parameter))
+        if kept is not None and kept.version == version:
+            if kept.whole.requires_grad or (
+                not needs_gradient and kept.call == self.log.calls
+            ):
+                return kept.whole
+        phase = self.log.current().phase
+        with self.log.owned(phase, self.owner_of(parameter)):
+            made: torch.Tensor = _Gather.apply(parameter, self)
+            self._mark(parameter, GATHERED)
+        self._kept[id(parameter)] = _Kept(made, version, self.log.calls)
+        self._gathered[id(made)] = (made, parameter)
+        return made
+
+    def shard_of(self, value: Any) -> Any:
+        """The parameter that a gathered value was made from; other values as they are."""
+        return self._gathered.get(id(value), (None, value))[1]
+
+    def scatter(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """The reduced gradient of a shard; the gathered value is not used again."""
+        cut = self.cut_of(parameter)
+        self._kept.pop(id(parameter), None)
+        with self.log.owned(Phase.BACKWARD, self.owner_of(parameter)):
+            whole = _laid_out(gradient, cut.whole)
+            rows = reduce_rows(whole, cut, average=self.average)
+            reduced = _torch.wrap_local(rows, cut.layout)
+            if cut.is_same_beside:
+                self._mark(parameter, REDUCED_FOR)
+        # A mark, not a list: autograd would copy a gradient that someone else holds.
+        vars(reduced)[_REDUCED] = True
+        self._scattered[id(parameter)] += 1
+        return reduced
+
+    def arrive(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Refuse a gradient that did not come through a gathered parameter."""
+        count = self._scattered.pop(id(parameter), 0)
+        if torch.is_grad_enabled():
+            raise CaptureError(
+                f"compile: the gradient of {self._names[id(parameter)]} is taken with "
+                "create_graph=True, and one that was reduced into shards cannot be "
+                f"differentiated again\n\n  * {line_of_caller()}\n\nUse parallel_mode="
+                "DataParallel('replicate') for a gradient penalty, or leave create_graph "
+                "out."
+            )
+        if count == 0 or (count == 1 and _REDUCED not in vars(gradient)):
+            raise CaptureError(
+                f"compile: a gradient reaches {self._names[id(parameter)]} without being "
+                "reduced: an autograd.Function got the shard, outside of a module's "
+                "forward. Call it inside of one, where parameters are whole."
+            )
+
+    def _mark(self, parameter: torch.Tensor, key: str) -> None:
+        node = last_node(_torch.current_graph())
+        if node is not None:
+            node.meta[key] = self._names[id(parameter)]
+
+
+def _laid_out(gradient: torch.Tensor, layout: Any) -> torch.Tensor:
+    """This rank's part of a gradient in the layout of the gathered parameter."""
+    found = _torch.layout_of(gradient)
+    if found is not None and found.placements != layout.placements:
+        moved: Any = gradient  # a sum over the other axis that is still to be taken
+        gradient = moved.redistribute(placements=layout.placements)
+    return _torch.finished(_torch.plain_tensor(gradient))
+
+
+class _Gather(torch.autograd.Function):
+    """A shard in, the whole tensor out, plain or over its other axis; and back, reduced."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, gathering: Gathering) -> Any:
+        ctx.parameter, ctx.gathering = parameter, gathering
+        cut = gathering.cut_of(parameter)
+        whole = gather_rows(_torch.plain_tensor(parameter), cut)
+        return whole if cut.whole is None else _torch.wrap_local(whole, cut.whole)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        if gradient.layout is not torch.strided:
+            raise CaptureError(
+                f"compile: {ctx.gathering.owner_of(ctx.parameter)} makes a sparse "
+                "gradient, which cannot be scattered. Make the module with sparse=False."
+            )
+        return ctx.gathering.scatter(ctx.parameter, gradient), None
+
+
+@final
+class GatheringTable(MutableMapping[str, Any]):
+    """A module's table of parameters: attributes read in a forward are gathered."""
+
+    def __init__(self, table: MutableMapping[str, Any], gathering: Gathering) -> None:
+        self._table, self._gathering = table, gathering
+
+    def __getitem__(self, key: str) -> Any:
+        value = self._table[key]
+        if self._gathering.owns(value) and self._gathering.log.is_in_module:
+            return self._gathering.whole(value)
+        return value
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        # What was read here may be put back: functional_call swaps parameters so.
+        self._table[key] = self._gathering.shard_of(value)
+
+    def __delitem__(self, key: str) -> None:
+        del self._table[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._table)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._table
+
+    def items(self) -> Any:
+        """What ``named_parameters()`` reads: the shards, inside of a forward the wholes."""
+        is_in_module = self._gathering.log.is_in_module
+        return ItemsView(self) if is_in_module else self._table.items()
+
+    def values(self) -> Any:
+        """The same without names."""
+        is_in_module = self._gathering.log.is_in_module
+        return ValuesView(self) if is_in_module else self._table.values()
+
+
+# What a sharded parameter answers by itself: facts, hooks, and DTensor's own methods.
+_OF_THE_SHARD = frozenset(
+    {
+        "backward",
+        "data_ptr",
+        "dim",
+        "element_size",
+        "get_device",
+        "grad",  # torch.autograd.grad, with respect to the shard
+        "is_complex",
+        "is_contiguous",
+        "is_floating_point",
+        "ndimension",
+        "nelement",
+        "numel",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "requires_grad_",
+        "retain_grad",
+        "size",
+        "stride",
+        "storage_offset",
+        "__format__",
+        "__hash__",
+        "__len__",
+        "__repr__",
+    }
+)
+_VIEW_PROPERTIES = frozenset({"T", "H", "mT", "mH", "real", "imag"})
+
+
+@final
+class GatherForFunctions(TorchFunctionMode):
+    """Gathers sharded parameters that reach a function of torch outside of a forward."""
+
+    def __init__(self, gathering: Gathering) -> None:
+        super().__init__()
+        self._gathering = gathering
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        leaves, structure = _torch.flatten_tree((args, kwargs))
+        if any(map(self._gathering.owns, leaves)) and self._needs_values(func, leaves):
+            whole = [
+                self._gathering.whole(leaf) if self._gathering.owns(leaf) else leaf
+                for leaf in leaves
+            ]
+            args, kwargs = _torch.unflatten_tree(whole, structure)
+        return func(*args, **kwargs)
+
+    def _needs_values(self, func: Callable[..., Any], leaves: list[Any]) -> bool:
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "__set__", "__delete__"):
+            descriptor = getattr(func, "__self__", None)
+            return getattr(descriptor, "__name__", "") in _VIEW_PROPERTIES
+        if name in _OF_THE_SHARD or _writes(name):
+            return False
+        # Without gradients, shards work with shards (a moving average of weights).
+        return torch.is_grad_enabled() or any(
+            isinstance(leaf, torch.Tensor)
+            and leaf.ndim > 0
+            and _torch.layout_of(leaf) is None
+            for leaf in leaves
+        )
+
+
+# Torch calls ``+=`` and the like ``add_``; these go by their own names. Not all that start
+# with ``__i``: ``__invert__`` and ``__int__`` only read.
+_IN_PLACE = frozenset(
+    {
+        *("__iand__", "__ilshift__", "__ior__", "__irshift__", "__ixor__"),
+        "__setitem__",
+    }
+)
+
+
+def _writes(name: str) -> bool:
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    return is_in_place or name in _IN_PLACE
+
+
+def gathering_tables(
+    inventory: Inventory, gathering: Gathering
+) -> Iterator[tuple[nn.Module, GatheringTable]]:
+    """Each module that holds a sharded parameter, and the table to give it."""
+    for _, root in inventory.modules:
+        for module in root.modules():
+            if any(map(gathering.owns, module._parameters.values())):
+                yield module, GatheringTable(module._parameters, gathering)
+
+
+def check_writes(traced: fx.GraphModule) -> None:
+    """Refuse a step that writes into a gathered parameter: the shard would not change."""
+    aliases = find_aliases(traced.graph)
+    names = {
+        aliases.root[node]: node.meta[GATHERED]
+        for node in traced.graph.nodes
+        if GATHERED in node.meta
+    }
+    for node in traced.graph.nodes:
+        for place in _torch.written_arguments(node.target):
+            written, _ = _torch.flatten_tree(node.args[place : place + 1])
+            for target in written:
+                root = aliases.root.get(target)
+                if root in names:
+                    raise CaptureError(
+                        f"compile: {owner_of(node).module} writes into {names[root]} "
+                        "inside of forward, where it is a gathered copy that is thrown "
+                        "away. Write to it in the step itself, under torch.no_grad(), "
+                        "where it is the shard."
+                    )
+
+
+# ----------------------------------------------------------------------------
+# How long gathered parameters live: gathered again in backward, or once for all.
+
+_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+_PAD = torch.ops.aten.constant_pad_nd.default
+# Besides views: what is quicker to do again than to keep.
+_CHEAP = (
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.clone.default,
+    operator.getitem,
+)
+_LATER = (Phase.BACKWARD, Phase.RECOMPUTE)
+
+
+def drop_unused_gathers(graph: fx.Graph) -> int:
+    """Remove gathers whose result nobody reads; return how many."""
+    dropped = 0
+    for wait in reversed(graph.find_nodes(op="call_function", target=_WAIT)):
+        start = wait.args[0]
+        if start.target is not _GATHER:
+            continue
+        for reader in [user for user in wait.users if not user.users]:
+            if _is_cheap(reader):
+                graph.erase_node(reader)
+        if not wait.users:
+            graph.erase_node(wait)
+            graph.erase_node(start)
+            dropped += 1
+    return dropped
+
+
+def gather_again_in_backward(graph: fx.Graph, group: str) -> int:
+    """Give backward gathers of its own; return how many were added.
+
+    The graph is functional, and its nodes have owners. ``group`` is that of the data axis:
+    other axes gather activations.
+    """
+    added = 0
+    for wait in graph.find_nodes(op="call_function", target=_WAIT):
+        start = wait.args[0]
+        if _is_parameter_gather(start, group) and _phase(wait) not in _LATER:
+            added += _split(graph, wait)
+    return added
+
+
+def gather_once(graph: fx.Graph, group: str) -> int:
+    """Let every use of a parameter read its first gather; return how many went.
+
+    Where the step changed the parameter in between, that is another value.
+    """
+    first: dict[object, fx.Node] = {}
+    dropped = 0
+    for wait in graph.find_nodes(op="call_function", target=_WAIT):
+        start = wait.args[0]
+        if not _is_parameter_gather(start, group):
+            continue
+        kept = first.setdefault(_source(start), wait)
+        if kept is not wait:
+            wait.replace_all_uses_with(kept)
+            graph.erase_node(wait)
+            graph.erase_node(start)
+            dropped += 1
+    graph.eliminate_dead_code()
+    return dropped
+
+
+def _is_parameter_gather(start: fx.Node, group: str) -> bool:
+    if start.target is not _GATHER or start.args[2] != group:
+        return False
+    source = _source(start)
+    # Also a parameter that the step itself has updated already.
+    return source.op == "placeholder" or _phase(source) is Phase.OPTIMIZER
+
+
+def _source(start: fx.Node) -> fx.Node:
+    """The shard that is gathered, without its padding."""
+    source = start.args[0]
+    if isinstance(source, fx.Node) and source.target is _PAD:
+        source = source.args[0]
+    assert isinstance(source, fx.Node)
+    return source
+
+
+def _split(graph: fx.Graph, wait: fx.Node) -> int:
+    derived = _derived(wait)
+    readers = {
+        user
+        for node in derived
+        for user in node.users
+        if user not in derived and _phase(user) in _LATER
+    }
+    if not readers:
+        return 0
+    copies: dict[fx.Node, fx.Node] = {}
+    for reader in [node for node in graph.nodes if node in readers]:
+        with graph.inserting_before(reader):
+            copy = _copier(graph, derived, copies, owner_of(wait).module)
+            reader.args = fx.node.map_arg(reader.args, copy)
+            reader.kwargs = fx.node.map_arg(reader.kwargs, copy)
+    for node in reversed(list(derived)):
+        if not node.users and node is not wait:
+            graph.erase_node(node)
+    return 1
+
+
+def _derived(wait: fx.Node) -> dict[fx.Node, None]:
+    """The gathered value and its views and casts, in order."""
+    found: dict[fx.Node, None] = {wait: None}
+    queue = [wait]
+    while queue:
+        for user in queue.pop().users:
+            if user not in found and _is_cheap(user):
+                if all(source in found for source in user.all_input_nodes):
+                    found[user] = None
+                    queue.append(user)
+    return found
+
+
+def _copier(
+    graph: fx.Graph,
+    derived: dict[fx.Node, None],
+    copies: dict[fx.Node, fx.Node],
+    module: str,
+) -> Callable[[fx.Node], fx.Node]:
+    """Copies a gathered value, with what leads to it, at the graph's insertion point."""
+
+    def copy(node: fx.Node) -> fx.Node:
+        is_lead = node.target is _GATHER or node.target is _PAD
+        if node not in derived and not (is_lead and node in leads):
+            return node
+        if node not in copies:
+            # The arguments first: they must stand before their reader.
+            args = fx.node.map_arg((node.args, node.kwargs), copy)
+            made = graph.create_node(node.op, node.target, *args)
+            made.meta.update(node.meta)
+            made.meta[META_KEY] = Owner(Phase.BACKWARD, module)
+            copies[node] = made
+        return copies[node]
+
+    leads = _leads(next(iter(derived)))
+    return copy
+
+
+def _leads(wait: fx.Node) -> set[fx.Node]:
+    start = wait.args[0]
+    assert isinstance(start, fx.Node)
+    return {start, *start.all_input_nodes}
+
+
+def _is_cheap(node: fx.Node) -> bool:
+    return node.op == "call_function" and (
+        node.target in _CHEAP or _torch.is_view(node.target)
+    )
+
+
+def _phase(node: fx.Node) -> Phase:
+    return owner_of(node).phase

@@ -1,0 +1,186 @@
+"""The default mode: the result of the same step on one device with all ranks' batches.
+
+Batches are sharded on dim 0 and everything else is replicated; DTensor's rules decide
+where a sum over ranks is needed. Operators whose meaning spans the batch (batch norm,
+dropout) are written out here, because DTensor has no rule that keeps their meaning.
+"""
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, cast, final
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.overrides import TorchFunctionMode
+
+from torchspmd import _torch
+from torchspmd.errors import CaptureError
+from torchspmd.step.capture.inventory import Role, Slot
+from torchspmd.step.modes.data_parallel import Spread
+from torchspmd.step.modes.global_batch_ops import (
+    WholeBatchOperators,
+    empty_whole,
+    finished,
+    on_all_ranks,
+    own_part,
+)
+
+
+@final
+class OneMeaning(Spread):
+    """Inputs ``Shard(0)``, everything else ``Replicate``, on a mesh of one axis."""
+
+    takes_layouts = False
+    reduces = True
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh: DeviceMesh = mesh
+
+    def show(self, slot: Slot, local: torch.Tensor) -> torch.Tensor:
+        """A DTensor around the traced tensor."""
+        layout = _torch.layout_of(slot.tensor)
+        if layout is not None:
+            if layout.mesh != self.mesh:
+                raise CaptureError(
+                    f"compile: argument {slot.name} is a DTensor on {layout.mesh}, the "
+                    f"step runs on {self.mesh}. Put both on one mesh."
+                )
+            return _torch.wrap_local(local, layout)
+        if slot.role is Role.STATE or slot.role is Role.HYPER:
+            return local  # only the optimizer sees it, and that runs on plain tensors
+        if slot.role is Role.INPUT and local.ndim > 0:
+            return _torch.wrap_local(local, self._batch_spec(local))
+        return cast(torch.Tensor, on_all_ranks(local, self.mesh))
+
+    def _batch_spec(self, local: torch.Tensor) -> Any:
+        size, rows = self.mesh.size(), local.stride(0)
+        shape = (local.shape[0] * size, *local.shape[1:])
+        # A dim that lies outside of the rows in memory is wider in the whole batch.
+        stride = tuple(step * size if step > rows else step for step in local.stride())
+        return _torch.strided_spec(self.mesh, (Shard(0),), shape, stride, local.dtype)
+
+    def reduce(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Sum a gradient that is still partial over the ranks."""
+        if not isinstance(gradient, DTensor):  # of a plain tensor: every rank has it
+            return cast(torch.Tensor, on_all_ranks(gradient, self.mesh))
+        return finished(gradient, (Replicate(),))
+
+    def result(self, value: torch.Tensor) -> torch.Tensor:
+        """Partial values reduced; of a value sharded by the batch, this rank's rows."""
+        if not isinstance(value, DTensor):
+            return value
+        placements = tuple(
+            Replicate() if isinstance(placement, Partial) else placement
+            for placement in value.placements
+        )
+        return _torch.local_tensor(finished(value, placements))
+
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Plain tensors made inside the step count as replicated."""
+        # Not at the top: importing it registers operators.
+        from torch.distributed.tensor.experimental import implicit_replication
+
+        functions = _WholeBatchFunctions()
+        with (
+            implicit_replication(),
+            WholeBatchOperators(),
+            functions,
+            _torch.backward_under(functions),
+            warnings.catch_warnings(),
+        ):
+            # Random operators are written out here, and need no support on the mesh.
+            warnings.filterwarnings("ignore", message="DTensor random operators")
+            # Replicated is what such a tensor is.
+            warnings.filterwarnings("ignore", message="Found a non-scalar tensor with")
+            yield
+
+
+class _WholeBatchFunctions(TorchFunctionMode):
+    """Batch norm and dropout over the whole batch, not over this rank's part."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        own = _OWN.get(func)
+        if own is not None and args and isinstance(args[0], DTensor):
+            return own(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def batch_norm(  # noqa: PLR0913, PLR0917  # the arguments of torch's own function
+    x: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """``F.batch_norm`` in operators that have sharding rules."""
+    dims = [dim for dim in range(x.ndim) if dim != 1]
+    shape = [1, -1] + [1] * (x.ndim - 2)
+    mean, var = running_mean, running_var
+    if training:
+        mean = x.mean(dims)
+        var = (x - mean.view(shape)).square().mean(dims)
+        if running_mean is not None and running_var is not None:
+            count = x.numel() // x.shape[1]
+            with torch.no_grad():
+                _blend(running_mean, mean, momentum)
+                _blend(running_var, var * (count / (count - 1)), momentum)
+    assert mean is not None and var is not None
+    out = (x - mean.view(shape)) * (var + eps).rsqrt().view(shape)
+    if weight is not None:
+        out = out * weight.view(shape)
+    return out if bias is None else out + bias.view(shape)
+
+
+def _blend(running: torch.Tensor, new: torch.Tensor, momentum: float) -> None:
+    if isinstance(new, DTensor) and isinstance(running, DTensor):
+        new = finished(new, running.placements)
+    running.mul_(1 - momentum).add_(new, alpha=momentum)
+
+
+def dropout(
+    x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> torch.Tensor:
+    """``F.dropout`` with the mask that one device would draw for the whole batch.
+
+    Every rank draws the whole mask and keeps its part, so ranks with one seed drop what
+    one device with that seed would drop.
+    """
+    if not training or p == 0:
+        return x
+    assert isinstance(x, DTensor), type(x)
+    dropped = x * _mask(x, p) if p < 1 else x * 0.0
+    return x.copy_(dropped) if inplace else dropped
+
+
+def _mask(x: DTensor, p: float) -> torch.Tensor:
+    noise = torch.empty_like(empty_whole(x))  # as torch makes it: in x's memory order
+    noise.bernoulli_(1 - p)
+    noise.div_(1 - p)
+    return own_part(noise, x)
+
+
+def _pooled(pool: Callable[..., torch.Tensor], x: torch.Tensor, size: Any) -> Any:
+    """A pool that need not note another order of memory, which DTensor cannot."""
+    return pool(x.contiguous(), size)
+
+
+_POOLS = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
+_OWN: dict[Callable[..., Any], Callable[..., torch.Tensor]] = {
+    **{pool: functools.partial(_pooled, pool) for pool in _POOLS},
+    F.batch_norm: batch_norm,
+    F.dropout: dropout,
+}

@@ -1,0 +1,694 @@
+"""Operators of the default mode whose rules in DTensor lose the meaning of one device.
+
+DTensor leaves a maximum, a product, a norm or an ``any`` as one term on each rank, and
+operators behind it take the term for the value. Here such values are finished where they
+are made, the mean of a loss is its sum over its weights, and no dims mean all dims. An
+operator that has no rule is taken apart into some that have, or computed row by row.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from torchspmd import _torch
+from torchspmd.errors import CaptureError
+from torchspmd.step.capture.refusals import (
+    RefusalError,
+    calling_line,
+    is_spread,
+    line_of_caller,
+)
+
+# ----------------------------------------------------------------------------
+# DTensors whose communication is over.
+
+
+def finished(value: DTensor, placements: tuple[Placement, ...]) -> DTensor:
+    """A DTensor in another layout, the communication waited for."""
+    if value.placements == placements:
+        return value
+    moved = value.redistribute(placements=placements)
+    local = _torch.finished(_torch.local_tensor(moved))
+    made = _torch.wrap_local(local, _torch.spec(moved))
+    assert isinstance(made, DTensor)
+    return made
+
+
+# ----------------------------------------------------------------------------
+# Values of the batch of which each rank has a term, or some rows, made whole.
+#
+# DTensor refuses some calls on terms: writes into a sum that are not linear in it, a sum
+# beside a mean in one list. Such a call is made on the whole values, and what it writes is
+# spread over the terms again.
+
+# What DTensor says; where it says something else, the step is refused with that.
+_ABOUT_TERMS = (
+    "in-place operations that require placement changes",
+    "Redistribution from one partial type",
+)
+
+
+def is_about_terms(error: BaseException) -> bool:
+    """Whether DTensor refused a call because an argument is terms of a value."""
+    return any(text in str(error) for text in _ABOUT_TERMS)
+
+
+def without_terms(value: Any) -> Any:
+    """A value whose terms are added up; rows that lie over ranks stay there."""
+    if not isinstance(value, DTensor):
+        return value
+    return finished(value, tuple(_joined(p) for p in value.placements))
+
+
+def _joined(placement: Placement) -> Placement:
+    return Replicate() if isinstance(placement, Partial) else placement
+
+
+def everything(value: Any) -> Any:
+    """The values of all ranks as a plain tensor; they are sent."""
+    if not isinstance(value, DTensor):
+        return value
+    layout = (Replicate(),) * value.device_mesh.ndim
+    return _torch.local_tensor(finished(value, layout))
+
+
+def on_whole_values(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """A call without terms; what it writes is written into the terms."""
+    whole_args, whole_kwargs = mapped(without_terms, (args, kwargs))
+    made = func(*whole_args, **whole_kwargs)
+    if not _torch.written_arguments(func):
+        return made
+    before = _torch.flatten_tree(_written(func, args, kwargs))[0]
+    after = _torch.flatten_tree(_written(func, whole_args, whole_kwargs))[0]
+    terms = {}
+    for old, new in zip(before, after, strict=True):
+        if old is not new:
+            write_terms(func, old, new)
+            terms[id(new)] = old
+    return mapped(lambda leaf: terms.get(id(leaf), leaf), made)
+
+
+def on_equal_values(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """An operator without a rule on values that all ranks have: so they do its result.
+
+    ``NotImplemented`` where an argument lies over ranks.
+    """
+    whole_args, whole_kwargs = mapped(without_terms, (args, kwargs))
+    given = [
+        leaf
+        for leaf in _torch.flatten_tree((whole_args, whole_kwargs))[0]
+        if isinstance(leaf, DTensor)
+    ]
+    if not given or any(map(is_spread, given)):
+        return NotImplemented
+    local_args, local_kwargs = mapped(everything, (whole_args, whole_kwargs))
+    made = func(*local_args, **local_kwargs)
+    mesh = given[0].device_mesh
+    return mapped(lambda leaf: on_all_ranks(leaf, mesh), made)
+
+
+def on_all_ranks(value: Any, mesh: DeviceMesh) -> Any:
+    """A DTensor around a plain tensor that every rank has."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+        return value
+    layout = (Replicate(),) * mesh.ndim
+    shape, stride = tuple(value.shape), value.stride()
+    spec = _torch.strided_spec(mesh, layout, shape, stride, value.dtype)
+    return _torch.wrap_local(value, spec)
+
+
+def write_terms(func: Any, terms: DTensor, value: torch.Tensor) -> torch.Tensor:
+    """Spread a value that every rank has over the terms of a tensor."""
+    if not (terms.is_floating_point() or terms.is_complex()):
+        raise refused_terms(func)
+    return terms.copy_(value)
+
+
+def refused_terms(func: Any) -> RefusalError:
+    """The error for a write that integers cannot share among ranks."""
+    return RefusalError(
+        f"{_torch.packet_name(func)} on a sum over the batch of integers, or on a tensor "
+        "made like one",
+        "Each rank has a term of it, and the terms would be added: the value would have to "
+        "be divided among the ranks.\nMake a new tensor (with torch.full or full_like, "
+        "torch.randint), choose with torch.where, or write into a floating-point tensor.",
+    )
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    names = _torch.signature_of(func).written
+    return [
+        args[place] if place < len(args) else kwargs.get(name)
+        for place, name in zip(_torch.written_arguments(func), names, strict=True)
+    ]
+
+
+def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+    """A tree with a function applied to every leaf."""
+    leaves, structure = _torch.flatten_tree(tree)
+    return _torch.unflatten_tree(list(map(function, leaves)), structure)
+
+
+# ----------------------------------------------------------------------------
+# Attention on the CPU in the default mode: DTensor has no rule for its kernel.
+#
+# A row of the batch attends to itself alone, so each rank calls the kernel on its own rows,
+# with those rows of the mask; heads that lie over ranks are handled alike.
+
+_aten = torch.ops.aten
+ATTENTION = (
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+)
+
+
+def attention(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """The kernel, or its backward, on this rank's part of the batch or of the heads."""
+    first = 0 if func is ATTENTION[0] else 1  # a backward takes the gradient before
+    given = args[first : first + 3]  # query, key, value
+    query = next(value for value in (*given, *args) if isinstance(value, DTensor))
+    layout = tuple(_part(axis, given) for axis in range(query.device_mesh.ndim))
+    query = on_all_ranks(given[0], query.device_mesh)
+
+    def own(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return _torch.local_tensor(_moved(value, query, layout))
+
+    made = func(*map(own, args), **{name: own(value) for name, value in kwargs.items()})
+    return tuple(_whole(local, query, layout) for local in made)
+
+
+def _part(axis: int, given: tuple[torch.Tensor, ...]) -> Placement:
+    """What all of query, key and value are to be, so that little is sent."""
+    found = [value.placements[axis] for value in given if isinstance(value, DTensor)]
+    if Shard(0) in found:
+        return Shard(0)
+    # Heads that share keys with others do not lie where those are.
+    same_heads = len({value.shape[1] for value in given}) == 1
+    return Shard(1) if Shard(1) in found and same_heads else Replicate()
+
+
+def _moved(
+    value: torch.Tensor, query: DTensor, layout: tuple[Placement, ...]
+) -> DTensor:
+    """A tensor with the part that goes with the query's; what is for all rows, whole."""
+    value = on_all_ranks(value, query.device_mesh)
+    assert isinstance(value, DTensor), type(value)
+
+    def place(placement: Placement) -> Placement:
+        if not isinstance(placement, Shard):
+            return placement
+        dim = placement.dim
+        has_rows = value.ndim >= 3 and value.shape[dim] == query.shape[dim]
+        return placement if has_rows else Replicate()
+
+    return finished(value, tuple(map(place, layout)))
+
+
+def _whole(
+    local: torch.Tensor, query: DTensor, layout: tuple[Placement, ...]
+) -> torch.Tensor:
+    """The DTensor that a rank's result is a part of, in the same order of memory."""
+    shape, stride = list(local.shape), list(local.stride())
+    for placement in layout:
+        if isinstance(placement, Shard):
+            dim = placement.dim
+            for other, step in enumerate(stride):
+                if step > stride[dim]:
+                    stride[other] = step // max(shape[dim], 1) * query.shape[dim]
+            shape[dim] = query.shape[dim]
+    spec = _torch.strided_spec(
+        query.device_mesh, layout, tuple(shape), tuple(stride), local.dtype
+    )
+    return _torch.wrap_local(local, spec)
+
+
+# ----------------------------------------------------------------------------
+# Views of a sharded batch that are copies: a write into one would not reach the other.
+#
+# ``h[0]`` of a batch that lies over ranks has to be fetched from one of them, so that it is
+# no view of memory as on one device. Reading it is right; after a write it is not.
+
+
+@dataclass(slots=True)
+class _Copy:
+    operator: str
+    of: int  # the memory that one device would have looked at
+    line: str
+    written_at: str = ""
+    held: Any = None  # keeps the memory's number from being given to another
+
+
+@final
+class CopiedViews:
+    """Notes such copies while a step is traced, and refuses writes that would be lost."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, _Copy] = {}
+
+    def note(self, operator: Any, base: DTensor, made: Any) -> None:
+        """Note what a view operator made, where it does not lie in its base's memory."""
+        if not _torch.is_view(operator):
+            return
+        source = _memory(base)
+        first = self._copies.get(source)
+        for value in made if isinstance(made, (tuple, list)) else (made,):
+            if isinstance(value, DTensor) and _memory(value) not in (
+                source,
+                *self._copies,
+            ):
+                self._copies[_memory(value)] = _Copy(
+                    _torch.packet_name(operator),
+                    first.of if first else source,
+                    line_of_caller(),
+                    held=(_torch.local_tensor(base), _torch.local_tensor(value)),
+                )
+
+    def check(self, operator: Any, args: Any, kwargs: Any) -> None:
+        """Refuse a call that writes a copy, or that reads one of what was written since."""
+        if not self._copies:
+            return
+        for value in _dtensors((args, kwargs)):
+            copy = self._copies.get(_memory(value))
+            if copy is not None and copy.written_at:
+                raise _stale(copy)
+        for value in _dtensors(_written_copied_views(operator, args, kwargs)):
+            copy = self._copies.get(_memory(value))
+            if copy is not None:
+                raise _lost(operator, copy)
+            for each in self._copies.values():
+                if each.of == _memory(value):
+                    each.written_at = line_of_caller()
+
+
+def _memory(value: DTensor) -> int:
+    return _torch.storage_key(_torch.local_tensor(value))
+
+
+def _dtensors(tree: Any) -> Iterator[DTensor]:
+    return (leaf for leaf in _torch.flatten_tree(tree)[0] if isinstance(leaf, DTensor))
+
+
+def _written_copied_views(operator: Any, args: Any, kwargs: Any) -> list[Any]:
+    places = _torch.written_arguments(operator)
+    if not places:
+        return []
+    names = _torch.signature_of(operator).written
+    return [
+        args[place] if place < len(args) else kwargs.get(name)
+        for place, name in zip(places, names, strict=True)
+    ]
+
+
+_CURE = (
+    "Choose with torch.where and a mask over the rows, or put the parts together with "
+    "torch.cat. A write along another dim, h[:, 0] = 0, works."
+)
+
+
+def _lost(operator: Any, copy: _Copy) -> CaptureError:
+    return CaptureError(
+        f"compile: {_torch.packet_name(operator)} writes into a view along the batch\n\n"
+        f"  * {calling_line()}\n    the view ({copy.operator}) is made at {copy.line}"
+        "\n\nThe batch lies over ranks, so that such a view is a copy and the write would "
+        f"not reach the tensor that it was taken from. {_CURE}\nWhere the part alone is "
+        "meant, write into its clone()."
+    )
+
+
+def _stale(copy: _Copy) -> CaptureError:
+    return CaptureError(
+        "compile: the step uses a view along the batch after the tensor that it was taken "
+        f"from was written\n\n  * {calling_line()}\n    the view ({copy.operator}) is "
+        f"made at {copy.line}\n    the write is at {copy.written_at}\n\nThe batch lies "
+        "over ranks, so that such a view is a copy and has the values of before. Take the "
+        "view after the write, or clone() it before if the old values are meant."
+    )
+
+
+# ----------------------------------------------------------------------------
+# Random numbers of the default mode: those that one device would draw for the whole batch.
+#
+# Each rank has rows of the batch. If each drew for its own rows alone, ranks with one seed
+# would all draw the same numbers. So every rank draws for the whole batch and keeps its
+# part: ranks with one seed draw what one device with that seed draws, others draw
+# independently.
+
+
+def draw_for_all(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Call an operator that draws random numbers for its first argument, a DTensor."""
+    written = _torch.written_arguments(func)
+    if "dropout_p" in _torch.argument_names(func) or any(written):
+        raise NotImplementedError(
+            f"Operator {func} draws random numbers inside its kernel and has no sharding "
+            "strategy for them."
+        )
+    first = args[0]
+    if func is _aten.native_dropout.default:
+        return _dropout(func, *args)
+    name = func.name().partition(".")[0]
+    is_filled = bool(written) or name.endswith("_like")
+    whole = empty_whole(first) if is_filled else everything(first)
+    made = func(whole, *map(everything, args[1:]), **kwargs)
+    if not isinstance(made, torch.Tensor):
+        raise NotImplementedError(
+            f"Operator {func} draws several tensors and has no sharding strategy for them."
+        )
+    part = own_part(made, first)
+    if not written:
+        return part
+    has_terms = any(isinstance(p, Partial) for p in first.placements)
+    return write_terms(func, first, part) if has_terms else first.copy_(part)
+
+
+def _dropout(func: Any, x: DTensor, p: float, train: bool | None) -> Any:
+    """The mask does not depend on values, so that these stay where they are."""
+    if train is False or p == 0:
+        return func(x, p, train)
+    _, drawn = func(empty_whole(x), p, train)
+    mask = own_part(drawn, x)
+    return x * mask * (1 / (1 - p) if p < 1 else 0.0), mask
+
+
+def empty_whole(value: DTensor) -> torch.Tensor:
+    """A tensor of the whole batch: numbers are drawn in the order of memory."""
+    device = _torch.local_tensor(value).device
+    return torch.empty_strided(
+        value.shape, value.stride(), dtype=value.dtype, device=device
+    )
+
+
+def own_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """The part of a tensor that every rank has, laid out like a DTensor where that fits."""
+    placements = tuple(_placement(each, whole, like) for each in like.placements)
+    mesh, part = like.device_mesh, whole
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            size, rest = divmod(part.shape[placement.dim], mesh.size(axis))
+            if rest:
+                raise NotImplementedError(
+                    f"Random numbers for a DTensor of {tuple(whole.shape)} that is sharded "
+                    f"unevenly over {mesh.size(axis)} ranks: there is no sharding strategy."
+                )
+            start = mesh.get_local_rank(axis) * size
+            part = part.narrow(placement.dim, start, size)
+    spec = _torch.build_spec(mesh, placements, tuple(whole.shape), whole.dtype)
+    return _torch.wrap_local(part.contiguous(), spec)
+
+
+def _placement(placement: Placement, whole: torch.Tensor, like: DTensor) -> Placement:
+    """Sharded like the other tensor if that dim is the same in both."""
+    if not isinstance(placement, Shard):
+        return Replicate()
+    same = whole.shape[: placement.dim + 1] == like.shape[: placement.dim + 1]
+    return placement if same else Replicate()
+
+
+_MEAN, _SUM = 1, 2  # the numbers of reductions in aten's losses
+
+
+@final
+class WholeBatchOperators(_torch.TorchDispatchMode):
+    """Computes on DTensors what one device would compute on the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._views = CopiedViews()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self._views.check(func, args, kwargs)
+        made = self._computed(func, args, kwargs)
+        if args and isinstance(args[0], DTensor):
+            self._views.note(func, args[0], made)
+        return made
+
+    def _computed(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        try:
+            made = _call(func, args, kwargs)
+        except NotImplementedError:
+            made = self._without_rule(func, args, kwargs)
+            if made is NotImplemented:
+                raise
+        except (AssertionError, RuntimeError) as error:
+            if not is_about_terms(error):
+                raise
+            made = on_whole_values(func, args, kwargs)
+        if isinstance(made, (tuple, list)):
+            kind = list if isinstance(made, list) else tuple  # not one with names
+            return kind(map(_without_other_terms, made))
+        return _without_other_terms(made)
+
+    def _without_rule(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """In parts that have rules, or on values that all ranks have."""
+        parts = _torch.decomposition(func)
+        if parts is not None:
+            with self:
+                return parts(*args, **kwargs)
+        is_pure = not _torch.draws_random_numbers(func, args, kwargs)
+        if is_pure and not _torch.written_arguments(func):
+            return on_equal_values(func, args, kwargs)
+        return NotImplemented
+
+
+def _call(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    if func in _OWN and not _torch.written_arguments(func):
+        args = _first_laid_out(args)
+    if not args or not isinstance(args[0], DTensor):
+        return _on_plain(func, args, kwargs)
+    own = _OWN.get(func)
+    if own is None and _torch.draws_random_numbers(func, args, kwargs):
+        own = draw_for_all
+    return func(*args, **kwargs) if own is None else own(func, args, kwargs)
+
+
+def _first_laid_out(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A plain tensor before DTensors, such as a gradient, as one that every rank has."""
+    meshes = [each.device_mesh for each in args if isinstance(each, DTensor)]
+    if not meshes or not isinstance(args[0], torch.Tensor):
+        return args
+    return (on_all_ranks(args[0], meshes[0]), *args[1:])
+
+
+def _on_plain(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """A call whose first argument is a number, a list, or a tensor that the step made."""
+    if args and not isinstance(args[0], (torch.Tensor, list, tuple)):
+        args = tuple(map(without_terms, args))  # rules take 3 / x for linear in x
+    if args and isinstance(args[0], torch.Tensor) and _torch.written_arguments(func):
+        # A tensor that the step made is the same on all ranks, and stays so.
+        args, kwargs = mapped(everything, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _without_other_terms(value: Any) -> Any:
+    """The value, its terms joined unless they are those of a sum or a mean."""
+    if isinstance(value, DTensor) and any(map(_is_other_term, value.placements)):
+        return without_terms(value)
+    return value
+
+
+def _is_other_term(placement: Placement) -> bool:
+    # A norm's terms say "sum" and are of a class of their own.
+    return isinstance(placement, Partial) and not (
+        type(placement) is Partial and placement.reduce_op in ("sum", "avg")
+    )
+
+
+def _truth(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """``any`` and ``all``: their terms are joined as numbers, no rule fits booleans."""
+    made = func(without_terms(args[0]), *args[1:], **kwargs)
+    if not any(isinstance(p, Partial) for p in made.placements):
+        return made
+    joins = "max" if "any" in func.name() else "min"
+    placements = tuple(
+        Partial(joins) if isinstance(p, Partial) else p for p in made.placements
+    )
+    numbers = _torch.local_tensor(made).to(torch.uint8)
+    spec = _torch.build_spec(
+        made.device_mesh, placements, tuple(made.shape), torch.uint8
+    )
+    terms: Any = _torch.wrap_local(numbers, spec)
+    return without_terms(terms).to(made.dtype)
+
+
+def _over_all_dims(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """A reduction over a list of dims; DTensor takes an empty one for no reduction."""
+    place = 2 if func is _aten.linalg_vector_norm.default else 1
+    value = args[0]
+    if func is _aten.nansum.default:  # a NaN in one term is not one to leave out
+        value = without_terms(value)
+    dims = list(args[place]) if len(args) > place and args[place] is not None else None
+    if dims == [] or (dims is None and "dim" in kwargs and not kwargs["dim"]):
+        kwargs = {key: value for key, value in kwargs.items() if key != "dim"}
+        missing = (2,) if len(args) < place else ()
+        every = list(range(value.ndim))
+        return func(
+            value, *args[1:place], *missing, every, *args[place + 1 :], **kwargs
+        )
+    return func(value, *args[1:], **kwargs)
+
+
+def _mean_of_loss(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """The sum over the labels that count, divided by their weight on all ranks."""
+    value, target, weight, reduction, *rest = args
+    if reduction != _MEAN:
+        return func(*args, **kwargs)
+    total, weights = func(value, target, weight, _SUM, *rest, **kwargs)
+    weights = without_terms(weights)
+    return without_terms(total) / weights, weights
+
+
+def _row_by_row(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """What handles each row of the batch by itself: each rank its own rows."""
+    first = without_terms(args[0])
+    layout = tuple(p if p == Shard(0) else Replicate() for p in first.placements)
+
+    def own_rows(value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        return _torch.local_tensor(finished(value, layout))
+
+    local = func(*map(own_rows, args), **kwargs)
+    shape = (first.shape[0], *local.shape[1:])
+    spec = _torch.build_spec(first.device_mesh, layout, shape, local.dtype)
+    return _torch.wrap_local(local, spec)
+
+
+def _copied(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """What is left of a slice that another tensor is written to: its shape and dtype."""
+    old, new = args[0], args[1]
+    return new.to(old.dtype).expand(old.shape).clone()
+
+
+def _filled(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """``fill_``: each rank would fill its term of a sum with the whole value."""
+    old, value = args[0], args[1]
+    is_zero = isinstance(value, (int, float)) and value == 0
+    if is_zero or not _has_sums(old):
+        return func(*args, **kwargs)
+    if not isinstance(value, torch.Tensor):
+        value = torch.full((), value, dtype=old.dtype, device=old.device)
+    return write_terms(func, old, without_terms(value).expand(old.shape))
+
+
+def _has_sums(value: DTensor) -> bool:
+    return any(
+        isinstance(p, Partial) and p.reduce_op != "avg" for p in value.placements
+    )
+
+
+def _added(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """``+`` and ``-``: each rank would add a number to its own term."""
+    is_written = bool(_torch.written_arguments(func))
+    if isinstance(args[1], torch.Tensor) or (is_written and not _has_sums(args[0])):
+        return func(*args, **kwargs)
+    return on_whole_values(func, args, kwargs)
+
+
+def _written_over(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """``copy_``: DTensor divides what is written by the ranks, which integers cannot."""
+    old, new = args[0], args[1]
+    is_same = isinstance(new, DTensor) and new.placements == old.placements
+    if is_same or old.is_floating_point() or old.is_complex() or not _has_sums(old):
+        return func(*args, **kwargs)
+    raise refused_terms(func)
+
+
+def _looked_up(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Rows of an embedding, unless its gradient needs the counts of the whole batch."""
+    by_freq = args[3] if len(args) > 3 else kwargs.get("scale_grad_by_freq", False)
+    if by_freq and is_spread(args[1]):
+        raise RefusalError(
+            "an embedding with scale_grad_by_freq=True",
+            "Its gradient is divided by how often a row is used in the whole batch, and "
+            "each rank counts its own part. Pass scale_grad_by_freq=False.",
+        )
+    return func(*args, **kwargs)
+
+
+def _put(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """``x[mask] = number``: each rank writes its own rows."""
+    target, indices, value, *rest = args
+    mask = indices[0] if len(indices) == 1 else None
+    adds = rest[0] if rest else kwargs.get("accumulate", False)
+    is_number = isinstance(value, torch.Tensor) and value.numel() == 1
+    if adds or mask is None or mask.dtype is not torch.bool or not is_number:
+        if _torch.written_arguments(func) and is_spread(target):
+            raise RefusalError(
+                f"{_torch.packet_name(func)} on the batch, as in x[indices] = values",
+                "Each rank has some rows, and the indices may name those of others.\nUse "
+                "torch.where, x[mask] = number, masked_fill_ or scatter.",
+            )
+        return func(*args, **kwargs)
+    mask = mask.reshape(*mask.shape, *[1] * (target.ndim - mask.ndim))
+    number = value.reshape(()).to(target.dtype)
+    made = _aten.where.self(mask, number, target)
+    return target.copy_(made) if _torch.written_arguments(func) else made
+
+
+_Rule = Callable[[Any, tuple[Any, ...], Any], Any]
+_OWN: dict[Any, _Rule] = {
+    **dict.fromkeys(
+        (
+            _aten.any.default,
+            _aten.any.dim,
+            _aten.any.dims,
+            _aten.all.default,
+            _aten.all.dim,
+            _aten.all.dims,
+        ),
+        _truth,
+    ),
+    **dict.fromkeys(
+        (
+            _aten.sum.dim_IntList,
+            _aten.mean.dim,
+            _aten.nansum.default,
+            _aten.amax.default,
+            _aten.amin.default,
+            _aten.linalg_vector_norm.default,
+            _aten.var.correction,
+            _aten.std.correction,
+            _aten.var_mean.correction,
+            _aten.std_mean.correction,
+        ),
+        _over_all_dims,
+    ),
+    **dict.fromkeys(
+        (
+            _aten.hardshrink_backward.default,
+            _aten.softshrink_backward.default,
+            _aten.avg_pool2d_backward.default,
+            _aten.avg_pool3d_backward.default,
+            _aten.adaptive_max_pool2d_backward.default,
+            _aten.adaptive_max_pool3d_backward.default,
+            _aten._adaptive_avg_pool3d_backward.default,
+            _aten.max_pool3d_with_indices_backward.default,
+            _aten.replication_pad1d_backward.default,
+            _aten.replication_pad2d_backward.default,
+            _aten.replication_pad3d_backward.default,
+        ),
+        _row_by_row,
+    ),
+    **dict.fromkeys(ATTENTION, attention),
+    _aten.copy.default: _copied,
+    _aten.embedding.default: _looked_up,
+    _aten.index_put.default: _put,
+    _aten.index_put_.default: _put,
+    _aten.add.Tensor: _added,
+    _aten.add_.Tensor: _added,
+    _aten.sub.Tensor: _added,
+    _aten.sub_.Tensor: _added,
+    _aten.copy_.default: _written_over,
+    _aten.fill_.Scalar: _filled,
+    _aten.fill_.Tensor: _filled,
+    _aten.nll_loss_forward.default: _mean_of_loss,
+    _aten.nll_loss2d_forward.default: _mean_of_loss,
+}

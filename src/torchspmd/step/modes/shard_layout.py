@@ -1,0 +1,573 @@
+"""Parameters, their gradients and their optimizer state, laid out as shards.
+
+Everything is made beside the user's objects first; only when the step was captured and
+all ranks agreed do the shards take the place of the plain tensors.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from torchspmd import _torch
+from torchspmd.errors import CaptureError, UsageError
+from torchspmd.step.capture.guards import name_of_hook
+from torchspmd.step.capture.inventory import Inventory, Role, Slot, is_counter
+
+# ----------------------------------------------------------------------------
+# How a tensor is cut over the data axis: what a rank keeps, and of which whole.
+#
+# A plain tensor is cut by rows. Of a tensor that lies over another axis already (tensor
+# parallel) each rank cuts the rows of its own part, as torch's ``fully_shard`` does.
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One tensor over the data axis, and over one other axis where it has one.
+
+    Attributes:
+        layout: Of the shard.
+        whole: Of the gathered tensor over its other axis; None where that is plain.
+        mesh: The data axis.
+        rows: Of the gathered tensor on this rank.
+        is_sharded: Ranks keep rows; otherwise every rank keeps all of them.
+        is_even: No rank of any axis has fewer rows than another.
+    """
+
+    layout: Any
+    whole: Any
+    mesh: DeviceMesh
+    rows: int
+    is_sharded: bool
+    is_even: bool
+
+    @property
+    def is_same_beside(self) -> bool:
+        """Whether the ranks of every other axis hold the same values."""
+        return self.whole is None or bool(self.whole.placements[0].is_replicate())
+
+    @property
+    def share(self) -> int:
+        """The rows of the first ranks; the last ones may have fewer, or none."""
+        return -(-self.rows // self.mesh.size())
+
+    @property
+    def kept(self) -> tuple[int, int]:
+        """First and last row (excluded) of the gathered tensor that this rank keeps."""
+        return rows_of(self.rows, self.mesh.size(), self.mesh.get_local_rank())
+
+
+def plan_cut(layout: Any, shape: tuple[int, ...], dtype: Any, mesh: DeviceMesh) -> Cut:
+    """The cut of a tensor that lies so far over no axis, or over one other axis.
+
+    ``find_layout_problem`` must have found nothing.
+    """
+    placements = [_data_placement(layout, shape)]
+    joined = mesh
+    if layout is not None:
+        placements += layout.placements
+        axis = _torch.sister_axis(mesh, layout.mesh)
+        assert axis is not None
+        joined = _torch.join_axes(mesh, axis)
+    cut = read_cut(_torch.build_spec(joined, tuple(placements), shape, dtype), mesh)
+    assert cut is not None
+    return cut
+
+
+def read_cut(layout: Any, mesh: DeviceMesh) -> Cut | None:
+    """The cut that a layout describes; None when this mode does not make such a layout."""
+    if layout.mesh.ndim == 2:
+        return _read_two_axes(layout, mesh)
+    if not is_over(layout, mesh):
+        return None
+    found = layout.placements[0]
+    if not found.is_replicate() and not found.is_shard(0):
+        return None
+    rows = layout.shape[0] if layout.shape else 0
+    is_even = rows % mesh.size() == 0
+    return Cut(layout, None, mesh, rows, not found.is_replicate(), is_even)
+
+
+def is_over(layout: Any, mesh: DeviceMesh) -> bool:
+    """Whether a layout is one over the ranks of the data axis, and over no other axis."""
+    same_ranks = bool(layout.mesh.mesh.tolist() == mesh.mesh.tolist())
+    # Axes of one rank each have the same ranks.
+    return same_ranks and _torch.sister_axis(mesh, layout.mesh) is None
+
+
+def _read_two_axes(layout: Any, mesh: DeviceMesh) -> Cut | None:
+    shape, dtype = tuple(layout.shape), layout.tensor_meta.dtype
+    found, beside = layout.placements
+    names = layout.mesh.mesh_dim_names
+    axis = names and _torch.sister_axis(mesh, layout.mesh[names[1]])
+    if not axis or not _is_known(beside):
+        return None
+    joined = _torch.join_axes(mesh, axis)
+    if joined != layout.mesh:
+        return None
+    whole = _torch.build_spec(axis, (beside,), shape, dtype)
+    if not found.is_replicate() and found != _data_placement(whole, shape):
+        return None
+    layout = _torch.build_spec(joined, layout.placements, shape, dtype)
+    rows = (shape or (0,))[0]
+    is_even = rows % mesh.size() == 0
+    if beside.is_shard(0):
+        coordinate = joined.get_coordinate()
+        assert coordinate is not None
+        size = joined.size(1)
+        is_even = rows % (mesh.size() * size) == 0
+        rows = _length(rows, size, coordinate[1])
+    return Cut(layout, whole, mesh, rows, not found.is_replicate(), is_even)
+
+
+def _data_placement(whole: Any, shape: tuple[int, ...]) -> Any:
+    from torch.distributed.tensor import Replicate, Shard
+
+    if not shape or not prod(shape) or _leaves_a_rank_empty(whole, shape):
+        return Replicate()
+    if _cuts_rows(whole) and whole.mesh.size() > 1:
+        return _torch.strided_shard(0, whole.mesh.size())
+    return Shard(0)
+
+
+def _leaves_a_rank_empty(whole: Any, shape: tuple[int, ...]) -> bool:
+    """Whether some rank of the other axis has nothing that could be gathered."""
+    if whole is None or not whole.placements[0].is_shard():
+        return False
+    size = whole.mesh.size()
+    first, last = rows_of(shape[whole.placements[0].dim], size, size - 1)
+    return first == last
+
+
+def _cuts_rows(whole: Any) -> bool:
+    return whole is not None and bool(whole.placements[0].is_shard(0))
+
+
+def _is_known(placement: Any) -> bool:
+    from torch.distributed.tensor import Replicate, Shard
+
+    return type(placement) in (Replicate, Shard)
+
+
+def find_layout_problem(layout: Any, mesh: DeviceMesh) -> str:
+    """Why a tensor with this layout cannot be cut over the data axis; empty: it can."""
+    what = f"is a DTensor {list(layout.placements)} on {layout.mesh}: "
+    if layout.mesh.ndim != 1 or not _is_known(layout.placements[0]):
+        return what + (
+            "only Shard(dim) or Replicate() over one other axis can be sharded over the "
+            "data axis besides. Use DataParallel('replicate') with such layouts"
+        )
+    if _torch.sister_axis(mesh, layout.mesh) is None:
+        return what + (
+            "its axis and the data axis are not two axes of one mesh. Make both from one, "
+            "mesh = init_device_mesh(..., mesh_dim_names=('dp', 'tp')), lay the model out "
+            "over mesh['tp'] and pass mesh=mesh['dp']"
+        )
+    rows, beside = (layout.shape or (0,))[0], layout.mesh.size()
+    if _cuts_rows(layout) and not can_describe(rows, mesh.size(), beside):
+        return what + (
+            f"{rows} rows over {beside} ranks, and each part again over {mesh.size()}, is "
+            f"a layout that DTensor cannot describe. Pad it to a multiple of {beside} "
+            "rows, or use DataParallel('replicate')"
+        )
+    return ""
+
+
+def can_describe(rows: int, num_data: int, num_beside: int) -> bool:
+    """Whether DTensor has a layout for rows that two axes cut, the data axis last.
+
+    It takes the rows of one data rank as a block and cuts that evenly over the other
+    axis; this must give the parts that the ranks really have.
+
+    >>> can_describe(9, 2, 2), can_describe(7, 3, 2)
+    (True, False)
+    """
+    parts = [_length(rows, num_beside, rank) for rank in range(num_beside)]
+    for data_rank in range(num_data):
+        held = [_length(part, num_data, data_rank) for part in parts]
+        block = sum(held)
+        if held != [_length(block, num_beside, rank) for rank in range(num_beside)]:
+            return False
+    return True
+
+
+def _length(rows: int, num_ranks: int, rank: int) -> int:
+    first, last = rows_of(rows, num_ranks, rank)
+    return last - first
+
+
+def rows_of(rows: int, num_ranks: int, rank: int) -> tuple[int, int]:
+    """First and last row (excluded) of a rank: full shares first, as DTensor has it.
+
+    >>> [rows_of(5, 4, rank) for rank in range(4)]
+    [(0, 2), (2, 4), (4, 5), (5, 5)]
+    """
+    share = -(-rows // num_ranks)
+    return min(rank * share, rows), min((rank + 1) * share, rows)
+
+
+# ----------------------------------------------------------------------------
+# Checksums of tensors that ranks must hold alike, and which tensors these are.
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def sign_values(slots: Sequence[Slot]) -> list[str]:
+    """Name, shape and checksum of the values of each tensor; of a DTensor, of its shard."""
+    if not slots:
+        return []
+    with torch.no_grad():
+        sums = torch.stack([_bits(slot.tensor).sum().cpu() for slot in slots]).tolist()
+    return [
+        f"{slot.name} {list(slot.tensor.shape)} #{_folded(value):08x}"
+        for slot, value in zip(slots, sums, strict=True)
+    ]
+
+
+def sign_parameters(inventory: Inventory, axis: DeviceMesh) -> tuple[str, ...]:
+    """The parameters of a step that must be equal on all ranks of the data axis.
+
+    Buffers may differ: each rank can have statistics of its own batches.
+    """
+    if axis.size() == 1 or dist.get_backend() == "fake":
+        return ()
+    ranks = frozenset(int(rank) for rank in axis.mesh.flatten().tolist())
+    slots = [
+        slot
+        for slot in inventory.slots
+        if slot.role is Role.PARAMETER
+        and not _torch.is_fake(_torch.plain_tensor(slot.tensor))
+        and not _is_cut_over(slot.tensor, ranks)
+    ]
+    return tuple(sign_values(slots))
+
+
+def _is_cut_over(tensor: torch.Tensor, ranks: frozenset[int]) -> bool:
+    """Whether some of these ranks hold different parts of a tensor."""
+    layout = _torch.layout_of(tensor)
+    if layout is None:
+        return False
+    return any(
+        len(ranks.intersection(dist.get_process_group_ranks(group))) > 1
+        for dim, placement in enumerate(layout.placements)
+        if not placement.is_replicate() and (group := layout.mesh.get_group(dim))
+    )
+
+
+def _folded(value: int) -> int:
+    # Both halves: round float64 numbers differ in the upper one alone.
+    return (value ^ (value >> 32)) & 0xFFFFFFFF
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    whole = _torch.plain_tensor(tensor).detach().contiguous()
+    if whole.is_complex():
+        whole = torch.view_as_real(whole)
+    return whole.view(_INTEGERS[whole.element_size()])
+
+
+# ----------------------------------------------------------------------------
+# Parameters whose place was taken by a shard: whoever still uses one is told.
+
+
+class _Told:
+    """Every function of torch that gets the parameter raises."""
+
+    _name: str
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        leaves, _ = _torch.flatten_tree((args, kwargs))
+        name = next(leaf for leaf in leaves if isinstance(leaf, cls)).__dict__["_name"]
+        raise UsageError(
+            f"{name}: this is the whole parameter from before the first step; "
+            "DataParallel('fully_shard') put a shard in its place. Take it from the model "
+            "again (model.parameters()), and pass every optimizer and module that holds "
+            "it to the step, or make them after the first step."
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"<{self.__dict__['_name']}: replaced by its shard>"
+
+
+class _Retired(_Told, nn.Parameter):  # type: ignore[misc]  # torch's own __repr__ is untyped
+    """A plain parameter from before."""
+
+
+@functools.cache
+def _retired_dtensor() -> type:
+    from torch.distributed.tensor import DTensor
+
+    return type("_RetiredDTensor", (_Told, DTensor), {})
+
+
+def is_retired(value: Any) -> bool:
+    """Whether a value is a parameter from before."""
+    return isinstance(value, _Told)
+
+
+def retire(parameter: torch.Tensor, name: str) -> None:
+    """Free the whole tensor, and let no one use it by mistake."""
+    parameter.grad = None
+    parameter.__dict__["_name"] = name
+    if _torch.layout_of(parameter) is None:
+        parameter.data = parameter.data.new_empty(0)
+        parameter.__class__ = _Retired
+    else:
+        _torch.free_shard(parameter)
+        parameter.__class__ = _retired_dtensor()
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """Name, shape and checksum of a tensor that was cut, and how it lay before."""
+
+    text: str
+    layout: Any
+
+    def holds_along(self, axis: DeviceMesh) -> bool:
+        """Whether the ranks of another axis must hold the same values."""
+        if self.layout is None:
+            return True
+        is_same = bool(self.layout.mesh == axis)
+        return is_same and bool(self.layout.placements[0].is_replicate())
+
+
+@dataclass(frozen=True, slots=True)
+class Relayout:
+    """Shards that wait to take the place of plain tensors.
+
+    Attributes:
+        inventory: What the step will work on: the same slots, with shards in them.
+        facts: One for each new shard; equal along the data axis if ranks held one model.
+        beside: The other axes that parameters lie over.
+    """
+
+    inventory: Inventory
+    facts: tuple[Fact, ...]
+    beside: tuple[DeviceMesh, ...]
+    _before: Inventory
+
+    def facts_along(self, axis: DeviceMesh) -> tuple[str, ...]:
+        """Those that are equal along another axis too."""
+        return tuple(fact.text for fact in self.facts if fact.holds_along(axis))
+
+    def commit(self) -> None:
+        """Put the shards into modules, parameter groups, optimizer state and gradients."""
+        before, after = self._before, self.inventory.slots
+        for place in before.places:
+            place.table[place.key] = after[place.slot].tensor
+        _torch.renew_flat_weights(module for _, module in before.modules)
+        for index, number, slots in before.groups:
+            group = before.optimizers[index][1].param_groups[number]
+            group["params"][:] = [after[slot].tensor for slot in slots]
+        for index in range(len(before.optimizers)):
+            self._commit_state(index)
+        for parameter, gradient in before.gradients.items():
+            after[parameter].tensor.grad = after[gradient].tensor
+        replaced = [
+            (old.tensor, new)
+            for old, new in zip(before.slots, after, strict=True)
+            if old is not new and old.role is Role.PARAMETER
+        ]
+        before.slots[:] = after
+        before.by_id.clear()
+        before.by_id.update({id(s.tensor): n for n, s in enumerate(before.slots)})
+        for old, slot in replaced:
+            retire(old, slot.name)
+
+    def _commit_state(self, index: int) -> None:
+        state, slots = self._before.saved_states[index], self.inventory.slots
+        for place in self._before.states:
+            if place.optimizer == index:
+                owner = self._before.slots[place.parameter].tensor
+                state[owner][place.key] = slots[place.slot].tensor
+        entries = list(state.items())
+        state.clear()  # the same mapping, with its order, under the new parameters
+        for parameter, entry in entries:
+            slot = self._before.by_id.get(id(parameter))
+            state[parameter if slot is None else slots[slot].tensor] = entry
+
+
+def plan_cuts(inventory: Inventory, mesh: DeviceMesh) -> dict[int, Cut]:
+    """How each parameter of a step lies, or will lie, over the data axis, by its slot."""
+    problems = [
+        *_module_problems(inventory, mesh),
+        *_parameter_problems(inventory, mesh),
+    ]
+    if not problems:
+        cuts = {
+            place: _cut(slot.tensor, mesh)
+            for place, slot in enumerate(inventory.slots)
+            if slot.role is Role.PARAMETER
+        }
+        problems = list(_belonging_problems(inventory, cuts))
+    if problems:
+        raise CaptureError(
+            f"compile(parallel_mode=DataParallel('fully_shard')) on mesh {mesh}:\n\n"
+            + "\n".join(f"  * {line}" for line in problems)
+            + "\n\nThe mode takes parameters of modules that are arguments of the step, "
+            "plain or laid out over one other axis of the mesh, and shards them over the "
+            "data axis by itself. Nothing was changed."
+        )
+    return cuts
+
+
+def plan_layout(inventory: Inventory, cuts: dict[int, Cut]) -> Relayout | None:
+    """Shards for all parameters of a step that are no shards yet; None: all are."""
+    slots = list(inventory.slots)
+    for place, cut in _belongings(inventory, cuts):
+        if _waits_for(cut, slots[place].tensor):
+            slots[place] = replace(slots[place], tensor=shard(slots[place], cut))
+    if all(old is new for old, new in zip(inventory.slots, slots, strict=True)):
+        return None
+    after = replace(inventory, slots=slots)
+    beside = tuple({cut.whole.mesh: None for cut in cuts.values() if cut.whole})
+    return Relayout(after, _facts(inventory.slots, slots), beside, inventory)
+
+
+def _cut(tensor: torch.Tensor, mesh: DeviceMesh) -> Cut:
+    layout = _torch.layout_of(tensor)
+    known = None if layout is None else read_cut(layout, mesh)
+    return known or plan_cut(layout, tuple(tensor.shape), tensor.dtype, mesh)
+
+
+def _belongings(
+    inventory: Inventory, cuts: dict[int, Cut]
+) -> Iterator[tuple[int, Cut]]:
+    """Every parameter, and its gradient and the states that have its shape with it."""
+    yield from cuts.items()
+    for parameter, gradient in inventory.gradients.items():
+        yield gradient, cuts[parameter]
+    for state in inventory.states:
+        tensor, cut = inventory.slots[state.slot].tensor, cuts[state.parameter]
+        if tensor.shape == cut.layout.shape and not is_counter(state.key, tensor):
+            yield state.slot, cut
+
+
+def _waits_for(cut: Cut, tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies as the gathered one does, and is to be cut."""
+    return _lies_as(tensor, cut.whole)
+
+
+def _lies_as(tensor: torch.Tensor, layout: Any) -> bool:
+    found = _torch.layout_of(tensor)
+    if found is None or layout is None:
+        return found is layout
+    same_mesh = bool(found.mesh == layout.mesh)
+    return same_mesh and bool(found.placements == layout.placements)
+
+
+def shard(slot: Slot, cut: Cut) -> torch.Tensor:
+    """This rank's rows of a tensor, as a DTensor; a tensor without rows is replicated."""
+    whole = _torch.plain_tensor(slot.tensor).detach()
+    local = whole[slice(*cut.kept)] if cut.is_sharded else whole
+    local = local.clone(memory_format=torch.contiguous_format)
+    mesh, placements = cut.layout.mesh, cut.layout.placements
+    shape = tuple(slot.tensor.shape)
+    spec = _torch.build_spec(mesh, placements, shape, whole.dtype)
+    sharded = _torch.wrap_local(local, spec)
+    if slot.role is not Role.PARAMETER:
+        return sharded
+    parameter = nn.Parameter(sharded, requires_grad=slot.tensor.requires_grad)
+    parameter.__dict__.update(vars(slot.tensor))  # marks that users put on parameters
+    return parameter
+
+
+def _facts(before: list[Slot], after: list[Slot]) -> tuple[Fact, ...]:
+    """A checksum of each tensor that was cut: ranks with other values would mix them."""
+    cut = [old for old, new in zip(before, after, strict=True) if old is not new]
+    return tuple(
+        Fact(text, _torch.layout_of(slot.tensor))
+        for slot, text in zip(cut, sign_values(cut), strict=True)
+    )
+
+
+def _module_problems(inventory: Inventory, mesh: DeviceMesh) -> Iterator[str]:
+    # Not at the top: importing it registers operators.
+    from torch.distributed.fsdp import FSDPModule
+
+    for root, module in inventory.modules:
+        for prefix, child in module.named_modules():
+            path = f"{root}.{prefix}" if prefix else root
+            if isinstance(child, (FSDPModule, DistributedDataParallel)):
+                yield (
+                    f"{path} is wrapped already ({type(child).__name__}) and would "
+                    "gather and reduce a second time: build the model without "
+                    "fully_shard() and DistributedDataParallel"
+                )
+            if _computes_on_shards(child, mesh):
+                yield (
+                    f"{path} has a style that computes on shards over this very axis, "
+                    "which the mode would gather: pass the data axis, mesh=mesh['dp']"
+                )
+
+
+def _computes_on_shards(module: nn.Module, mesh: DeviceMesh) -> bool:
+    # By its name: the step does not import the styles.
+    if not type(module).__module__.startswith("torchspmd.parallel."):
+        return False
+    layouts = map(_torch.layout_of, module.parameters(recurse=False))
+    return any(layout and is_over(layout, mesh) for layout in layouts)
+
+
+def _parameter_problems(inventory: Inventory, mesh: DeviceMesh) -> Iterator[str]:
+    in_modules = {place.slot for place in inventory.places}
+    for place, slot in enumerate(inventory.slots):
+        if slot.role is Role.PARAMETER:
+            problem = _problem(slot, mesh)
+            if place not in in_modules:
+                problem = (
+                    "is in no module that the step takes: pass the module that holds it, "
+                    "so that its shard can be put there"
+                )
+            if problem:
+                yield f"{slot.name} {problem}"
+
+
+def _problem(slot: Slot, mesh: DeviceMesh) -> str:
+    tensor = slot.tensor
+    layout = _torch.layout_of(tensor)
+    if layout is not None:
+        if read_cut(layout, mesh) is not None:
+            return ""
+        problem = find_layout_problem(layout, mesh)
+        if problem:
+            return problem
+    elif type(tensor) not in (nn.Parameter, torch.Tensor):
+        return f"is a {type(tensor).__name__}, and shards would lose this type"
+    if tensor.is_meta:
+        return "is on the meta device: give it values first (module.to_empty())"
+    if tensor.device.type != mesh.device_type:
+        return f"is on {tensor.device}, the mesh is on {mesh.device_type}"
+    for _, _, hook in _torch.hooks_of(tensor, _torch.GRADIENT_HOOK_TABLES):
+        # A gathered parameter gives its gradient the layout by itself.
+        if not isinstance(hook, _torch.LaysOutGradient):
+            return (
+                f"has a gradient hook ({name_of_hook(hook)}), which its shard would not "
+                "have: do that in the step, after backward"
+            )
+    return ""
+
+
+def _belonging_problems(inventory: Inventory, cuts: dict[int, Cut]) -> Iterator[str]:
+    for place, cut in _belongings(inventory, cuts):
+        slot = inventory.slots[place]
+        if not _waits_for(cut, slot.tensor) and not _lies_as(slot.tensor, cut.layout):
+            layout = _torch.layout_of(slot.tensor)
+            found = "plain" if layout is None else f"{list(layout.placements)}"
+            wanted = cut.whole or cut.layout
+            yield (
+                f"{slot.name} is {found}, its parameter {list(wanted.placements)} on "
+                f"{wanted.mesh}: clear it before the first step (zero_grad(), a new "
+                "optimizer), or lay it out as its parameter"
+            )

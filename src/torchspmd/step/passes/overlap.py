@@ -1,0 +1,254 @@
+"""Collectives that start as early and are waited for as late as possible."""
+
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from torchspmd.comm import format_bytes
+from torchspmd.errors import UsageError
+from torchspmd.step.graph.collectives import (
+    CommBlock,
+    earliest_place,
+    get_all_comm_blocks,
+    latest_place,
+    writes_in_place,
+)
+from torchspmd.step.graph.edit import HasGraph
+from torchspmd.step.graph.options import is_whole
+from torchspmd.step.graph.reports import ORDERS, Outcome
+from torchspmd.step.passes.bucket import comm_fusion_with_concat
+from torchspmd.step.passes.embedding_rows import gather_embedding_gradients
+from torchspmd.step.passes.memory_budget import MemoryBudget, is_size
+from torchspmd.step.passes.runner import graph_optimization_pass
+
+
+@graph_optimization_pass(
+    prerequisites=[],
+    apply_after=[comm_fusion_with_concat, gather_embedding_gradients],
+    undoes_others=False,
+)
+def schedule_comm_wait(
+    gm: HasGraph, *, memory_budget_mb: float | None = None
+) -> Outcome:
+    """Start each collective behind its last input, wait for it before its first reader.
+
+    Only collectives move, with the views, casts and scalings that belong to them; all
+    other nodes keep their order, and so do the starts on one group.
+
+    Args:
+        gm: The graph module to edit.
+        memory_budget_mb: MiB by which moving may raise the peak of the memory that the
+            graph's values take. None for no limit; then all-gathers of the step's inputs
+            stay where they start, since all of them could start at once:
+            ``prefetch_gathers`` is for those.
+    """
+    blocks = get_all_comm_blocks(gm)
+    if (writer := writes_in_place(gm.graph)) is not None:
+        reason = f"{writer.name} writes in place: schedule before new values do"
+        return Outcome(len(blocks), 0, (reason,))
+    budget = MemoryBudget(gm, memory_budget_mb, "schedule_comm_wait")
+    schedule = _Schedule(budget)
+    schedule.refused += [block.problem for block in blocks if block.problem]
+    before = _places(gm.graph, blocks)
+    for block in blocks:
+        schedule.start_early(block)
+    for block in blocks:
+        if not block.problem:
+            schedule.wait_late(block)
+    moved = _moves(blocks, before, _places(gm.graph, blocks))
+    return Outcome(len(blocks), len(moved), schedule.reasons(), tuple(moved), ORDERS)
+
+
+@dataclass(slots=True)
+class _Schedule:
+    """Moves blocks one after the other, and says what held them back."""
+
+    budget: MemoryBudget
+    refused: list[str] = field(default_factory=list)
+    gathers: list[str] = field(default_factory=list)
+    before: dict[str, fx.Node] = field(default_factory=dict)  # by group, the last start
+
+    def start_early(self, block: CommBlock) -> None:
+        """Move a start up to its last input."""
+        previous = self.before.get(block.group.name)
+        self.before[block.group.name] = block.start
+        if block.problem or self._is_gather_of_inputs(block):
+            return
+        wanted = earliest_place(block, previous)
+        place = self.budget.earliest(block, wanted)
+        moved = self.budget.hoist(block, place)
+        if not moved or place is not wanted:
+            self.refused.append(
+                f"{block.start.name}: does not start behind {wanted.name}: the memory "
+                "budget is used up"
+            )
+
+    def _is_gather_of_inputs(self, block: CommBlock) -> bool:
+        if self.budget.is_limited or not block.gathers_inputs():
+            return False
+        self.gathers.append(block.start.name)
+        return True
+
+    def reasons(self) -> tuple[str, ...]:
+        """What held blocks back, a line each."""
+        if not self.gathers:
+            return tuple(self.refused)
+        rest = f" and {len(self.gathers) - 1} more" if len(self.gathers) > 1 else ""
+        told = (
+            f"{self.gathers[0]}{rest}: they gather inputs and could all start at once"
+        )
+        return (*self.refused, f"{told}; use prefetch_gathers, or a memory_budget_mb")
+
+    def wait_late(self, block: CommBlock) -> None:
+        """Move a wait down to its first reader."""
+        wanted = latest_place(block)
+        place = self.budget.latest(block, wanted)
+        moved = self.budget.sink(block, place)
+        if not moved or place is not wanted:
+            self.refused.append(
+                f"{block.start.name}: is not waited for before {wanted.name}, but earlier: "
+                "the memory budget is used up"
+            )
+
+
+def _places(graph: fx.Graph, blocks: list[CommBlock]) -> dict[fx.Node, int]:
+    """How many nodes of the computation stand before each start and wait."""
+    moving = {node for block in blocks for node in block.nodes}
+    places: dict[fx.Node, int] = {}
+    count = 0
+    for node in graph.nodes:
+        count += node not in moving
+        places[node] = count
+    return places
+
+
+def _moves(
+    blocks: list[CommBlock], before: dict[fx.Node, int], after: dict[fx.Node, int]
+) -> list[str]:
+    """A line for each block that moved over some of the computation."""
+    lines = []
+    for block in blocks:
+        earlier = before[block.start] - after[block.start]
+        later = max((after[wait] - before[wait] for wait in block.waits), default=0)
+        parts = [f"starts {earlier} nodes earlier"] if earlier else []
+        parts += [f"waits {later} nodes later"] if later else []
+        if parts:
+            lines.append(f"{block.start.name}: {', '.join(parts)}")
+    return lines
+
+
+# ----------------------------------------------------------------------------
+# Gathers of sharded parameters that start before the layer in front of them computes.
+
+
+# Parameters of the next layer overtake gradients of this one on their way to it.
+@graph_optimization_pass(
+    prerequisites=[],
+    apply_after=[comm_fusion_with_concat],
+    undoes_others=False,
+    reorders_collectives=True,
+)
+def prefetch_gathers(
+    gm: HasGraph,
+    distance: int = 1,
+    *,
+    in_flight_mb: float | None = None,
+    memory_budget_mb: float | None = None,
+) -> Outcome:
+    """Start the gathers of a layer's parameters before an earlier layer computes.
+
+    A gather of something that the step takes in, as ``DataParallel("fully_shard")`` makes
+    them in forward and again in backward, needs nothing that the step computes. Gathers
+    with the same first reader count as one layer. Where a limit is reached, a gather
+    starts before a nearer layer, or stays.
+
+    Args:
+        gm: The graph module to edit.
+        distance: How many layers ahead a gather starts.
+        in_flight_mb: MiB of gathered values that may be on their way at once; None for no
+            limit.
+        memory_budget_mb: MiB by which the peak of the memory that the graph's values take
+            may rise; None for no limit.
+    """
+    limit = _limit(distance, in_flight_mb)
+    gathers = [each for each in get_all_comm_blocks(gm) if each.gathers_inputs()]
+    if (writer := writes_in_place(gm.graph)) is not None:
+        reason = f"{writer.name} writes in place: prefetch before new values do"
+        return Outcome(len(gathers), 0, (reason,))
+    budget = MemoryBudget(gm, memory_budget_mb, "prefetch_gathers")
+    ahead = _Prefetch(gathers, budget, limit)
+    for block in gathers:
+        ahead.move(block, distance)
+    return Outcome(
+        len(gathers), len(ahead.moved), tuple(ahead.refused), tuple(ahead.moved), ORDERS
+    )
+
+
+def _limit(distance: int, in_flight_mb: float | None) -> int | None:
+    problems = []
+    if not is_whole(distance) or distance < 1:
+        problems.append(
+            f"distance={distance!r}: a gather starts 1 or more layers ahead, a whole number"
+        )
+    if in_flight_mb is not None and (not is_size(in_flight_mb) or in_flight_mb == 0):
+        problems.append(
+            f"in_flight_mb={in_flight_mb!r}: use more than 0, a finite number of MiB, or "
+            "None"
+        )
+    if problems:
+        raise UsageError("prefetch_gathers: " + "; ".join(problems) + ".")
+    return None if in_flight_mb is None else int(in_flight_mb * 2**20)
+
+
+@dataclass(slots=True)
+class _Prefetch:
+    """Moves gathers one after the other, and says what held them back."""
+
+    gathers: list[CommBlock]
+    budget: MemoryBudget
+    limit: int | None
+    readers: dict[fx.Node, fx.Node] = field(init=False)  # of each gather, by its start
+    stages: list[fx.Node] = field(init=False)  # first readers, in order
+    moved: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    last: fx.Node | None = None
+
+    def __post_init__(self) -> None:
+        self.readers = {block.start: latest_place(block) for block in self.gathers}
+        self.stages = sorted(set(self.readers.values()))
+
+    def move(self, block: CommBlock, distance: int) -> None:
+        """Start a gather before the layer at this distance, or a nearer one."""
+        stage = self.stages.index(self.readers[block.start])
+        obstacle = ""
+        for reader in self.stages[max(0, stage - distance) : stage]:
+            place = self._place(reader)
+            if not place < block.start.prev:
+                break  # it starts there already
+            found = self._hoist(block, place)
+            if not found:
+                self.moved.append(f"{block.start.name}: starts before {reader.name}")
+                break
+            obstacle = obstacle or f"does not start before {reader.name}: {found}"
+        self.last = block.start
+        if obstacle:
+            self.refused.append(f"{block.start.name}: {obstacle}")
+
+    def _place(self, reader: fx.Node) -> fx.Node:
+        """Directly before a reader, but behind the gather that came before."""
+        place = reader.prev
+        return place if self.last is None or self.last < place else self.last
+
+    def _hoist(self, block: CommBlock, place: fx.Node) -> str:
+        """Start a block behind a node, or say why not."""
+        size = block.event.payload_bytes
+        on_their_way = sum(
+            other.event.payload_bytes
+            for other in self.gathers
+            if other is not block and not place < other.start and place < other.wait
+        )
+        if self.limit is not None and on_their_way + size > self.limit:
+            total = format_bytes(on_their_way + size)
+            return f"{total} would be on their way, more than in_flight_mb"
+        is_moved = self.budget.hoist(block, place)
+        return "" if is_moved else "the memory budget is used up"

@@ -1,0 +1,160 @@
+"""What the fixture ``spmd_mesh`` gives: meshes of real or of simulated ranks."""
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from torchspmd.comm import Ledger, format_bytes
+from torchspmd.errors import UsageError, WorldError
+from torchspmd.testing import fake_world
+from torchspmd.trace import CommDebugMode
+from torchspmd.trace.modules import follow, unfollow
+
+# Ranks serve many tests, and groups that a mesh made are never given back.
+_meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
+
+
+class MeshMaker:
+    """Makes meshes of named axes, in one world for each test; a context manager."""
+
+    def __init__(self, *, on_real_ranks: bool) -> None:
+        self._on_real_ranks = on_real_ranks
+        self._world = contextlib.ExitStack()
+        self._place: tuple[int, int] | None = None  # size and rank of a simulated world
+        self._kept: list[DeviceMesh] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._kept.clear()
+        self._world.close()
+
+    def __call__(
+        self, axes: Mapping[str, int] | None = None, /, *, rank: int = 0, **sizes: int
+    ) -> DeviceMesh:
+        """A mesh with these axes.
+
+        Args:
+            axes: Axes and sizes, for names that are no keywords.
+            rank: Which rank this process plays; for simulated worlds.
+            **sizes: Axes and sizes, as in ``spmd_mesh(dp=2, tp=4)``.
+        """
+        shape = {**(axes or {}), **sizes}
+        _check_axes(shape)
+        mesh = (
+            self._real(shape, rank) if self._on_real_ranks else self._fake(shape, rank)
+        )
+        self._kept.append(mesh)  # the ledger finds an axis' name at a mesh that lives
+        return mesh
+
+    def _real(self, shape: dict[str, int], rank: int) -> DeviceMesh:
+        world_size = math.prod(shape.values())
+        if world_size != dist.get_world_size():
+            raise WorldError(
+                f"{_call(shape)} needs {world_size} ranks, and this test has "
+                f"{dist.get_world_size()}: mark it spmd(world_size={world_size})."
+            )
+        if rank != 0:
+            raise UsageError(
+                f"spmd_mesh(rank={rank}): real ranks are all there; leave rank out."
+            )
+        key = tuple(shape.items())
+        if key not in _meshes:
+            device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+            _meshes[key] = _make(device, shape)
+        return _meshes[key]
+
+    def _fake(self, shape: dict[str, int], rank: int) -> DeviceMesh:
+        world_size = math.prod(shape.values())
+        if not 0 <= rank < world_size:
+            raise UsageError(
+                f"spmd_mesh(rank={rank}): the ranks of this mesh are 0 to "
+                f"{world_size - 1}."
+            )
+        if self._place is None:
+            self._world.enter_context(fake_world(world_size, rank=rank))
+            self._place = (world_size, rank)
+        elif self._place != (world_size, rank):
+            raise WorldError(
+                f"{_call(shape)} asks for rank {rank} of {world_size}; this test "
+                f"already plays rank {self._place[1]} of {self._place[0]}. One test has "
+                "one world."
+            )
+        return _make("cpu", shape)
+
+
+def _make(device: str, shape: dict[str, int]) -> DeviceMesh:
+    return init_device_mesh(device, tuple(shape.values()), mesh_dim_names=tuple(shape))
+
+
+def _check_axes(shape: dict[str, int]) -> None:
+    wrong = [
+        name
+        for name, size in shape.items()
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1
+    ]
+    if wrong or not shape:
+        raise UsageError(
+            f"{_call(shape)}: give each axis a whole number of ranks from 1 on, as in "
+            "spmd_mesh(dp=2, tp=4)."
+        )
+
+
+def _call(shape: dict[str, int]) -> str:
+    return f"spmd_mesh({', '.join(f'{name}={size}' for name, size in shape.items())})"
+
+
+# ----------------------------------------------------------------------------
+# What the fixture ``comm_ledger`` gives: a ledger that fills while the test runs.
+
+_MAX_EVENTS = 1_000_000
+
+
+@contextmanager
+def recording() -> Iterator[Ledger]:
+    """Record what is done inside, from the first module call on."""
+    with CommDebugMode(sources=True, max_events=_MAX_EVENTS) as mode:
+        start = _Start(mode.ledger)
+        follow(start)
+        try:
+            yield mode.ledger
+        finally:
+            unfollow(start)
+
+
+class _Start:
+    """Empties a ledger at the first module call."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._begun = False
+
+    def enter(self, module: nn.Module) -> None:
+        """A module is called."""
+        if self._begun:
+            return
+        self._begun = True
+        setup = self._ledger.total()
+        # The test holds this very ledger already, so it is begun anew, not replaced.
+        Ledger.__init__(self._ledger, max_events=self._ledger.max_events)
+        if setup.count:
+            self._ledger.note(
+                f"what was sent before the first module call is left out: {setup.count} "
+                f"communications, {format_bytes(setup.payload_bytes)} payload"
+            )
+
+    def leave(self) -> None:
+        """A module's call ends: nothing to do."""
