@@ -7,9 +7,9 @@ from typing import Any, Protocol
 from torch import fx
 
 from torchspmd import _torch
-from torchspmd.comm import GLOBAL
+from torchspmd.comm import GLOBAL, Owner
 from torchspmd.errors import UsageError
-from torchspmd.step.graph.metadata import META_KEY, Owner, owner_of
+from torchspmd.step.graph.metadata import META_KEY, owner_of
 from torchspmd.step.graph.options import check_graph, check_module, check_nodes
 
 
