@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from torchspmd import _torch
 from torchspmd.errors import RecordingError, UsageError
@@ -30,12 +31,47 @@ from torchspmd.verify.recording.files import (
     write_step,
 )
 from torchspmd.verify.recording.layouts import Grid, sketch
-from torchspmd.verify.recording.names import (
-    parameter_names,
-    plain_name,
-    unwrapped,
-    wrappers_of,
-)
+
+# ----------------------------------------------------------------------------
+# Names that do not depend on how a model is wrapped.
+
+# Attributes under which wrappers of torch keep the module that they wrap.
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+def plain_name(name: str) -> str:
+    """A path without the parts that wrappers add; DDP's ``module`` is cut elsewhere.
+
+    >>> plain_name("layers.0._orig_mod.weight")
+    'layers.0.weight'
+    """
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's own model inside wrappers around all of it."""
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+            continue
+        inner = [getattr(model, name) for name in _WRAPPERS if hasattr(model, name)]
+        if not inner:
+            return model
+        model = inner[0]
+
+
+def wrappers_of(model: nn.Module) -> tuple[str, ...]:
+    """Which data-parallel wrappers are in a model; these want different rows by rank."""
+    from torch.distributed.fsdp import FSDPModule  # takes long to import
+
+    found = set()
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            found.add("DistributedDataParallel")
+        elif isinstance(module, FSDPModule):
+            found.add("fully_shard")
+    return tuple(sorted(found))
+
 
 # ----------------------------------------------------------------------------
 # Watch every module of a model: what it takes and gives, and their gradients.
@@ -298,13 +334,13 @@ class Recorder:
         self._has_gradients = False
         self._saw_gradients = False
         self._depth = 1
+        self._parameters: dict[str, nn.Parameter] = {}
         self._hooks = ModuleHooks(model, self._keep) if about.modules else None
         self._handles: list[Any] = []
 
     def __enter__(self) -> Self:
         self._folder = prepare_folder(self._folder, self._about.rank)
-        # Once: DDP over tensor-parallel modules takes them out of the model later.
-        self._names = parameter_names(self._model)
+        self._find_parameters()
         self._keep_values()
         self._write()
         if self._hooks is not None:
@@ -340,6 +376,7 @@ class Recorder:
             loss: What the step returned as its loss: a tensor or a number.
             outputs: Anything else to compare: tensors in lists, tuples or dicts.
         """
+        self._find_parameters()
         self._keep_tree(Kind.LOSS, "", 0, loss)
         self._keep_tree(Kind.OUTPUT, "", 0, outputs)
         if not self._has_gradients:
@@ -353,23 +390,35 @@ class Recorder:
 
     # --- what is kept -----------------------------------------------------------------
 
+    def _find_parameters(self) -> None:
+        """Read the parameters by name, each once.
+
+        A step may exchange them: ``DataParallel("fully_shard")`` puts a shard in the place
+        of each. DDP over tensor-parallel modules takes some out of the model while it
+        runs: these stay what they were.
+        """
+        for name, parameter in self._model.named_parameters():
+            self._parameters[plain_name(name)] = parameter
+
     def _before_update(self, *_: Any) -> None:
         if not self._has_gradients:
             self._keep_gradients()
             self._has_gradients = True
 
     def _keep_gradients(self) -> None:
-        for name, parameter in self._names.items():
+        for name, parameter in self._parameters.items():
             if parameter.grad is not None:
                 self._saw_gradients = True
                 self._keep(Key(Kind.GRADIENT, name), parameter.grad)
 
     def _keep_values(self) -> None:
-        for name, parameter in self._names.items():
+        for name, parameter in self._parameters.items():
             self._keep(Key(Kind.PARAMETER, name), parameter)
         for name, buffer in self._model.named_buffers():
             self._keep(Key(Kind.BUFFER, plain_name(name)), buffer)
-        names: dict[torch.Tensor, str] = {p: name for name, p in self._names.items()}
+        names: dict[torch.Tensor, str] = {
+            p: name for name, p in self._parameters.items()
+        }
         for optimizer in self._optimizers:
             for owner, state in optimizer.state.items():
                 if owner in names:
@@ -398,7 +447,7 @@ class Recorder:
         ties: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             ties.setdefault(id(parameter), []).append(plain_name(name))
-        named = self._names.items()
+        named = self._parameters.items()
         return Header(
             rank=about.rank,
             world_size=len(about.grid.ranks),
