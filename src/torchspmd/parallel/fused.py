@@ -18,6 +18,7 @@ from torch.distributed.tensor import (
 )
 
 from torchspmd.errors import LayoutError, UnsupportedModuleError
+from torchspmd.layout.retired import copy_attributes
 from torchspmd.parallel.axis import Axis
 from torchspmd.parallel.parameters import (
     GradientSum,
@@ -27,7 +28,6 @@ from torchspmd.parallel.parameters import (
     remember_layout,
 )
 from torchspmd.parallel.redistribute import change_layout
-from torchspmd.parallel.replaced import carry_attributes
 from torchspmd.parallel.route import Route, check_tensor, enter_features
 from torchspmd.parallel.style import Place, PlacedStyle, describe_placed, one_layout
 
@@ -597,7 +597,7 @@ def _split_parameter(
     ]
     held = nn.ParameterList(placed)
     for i, part in enumerate(held):
-        carry_attributes(parameter, part)
+        copy_attributes(parameter, part)
         remember_layout(held, str(i), part)
     module.register_module(f"{name}_parts", held)
 

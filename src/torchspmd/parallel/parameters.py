@@ -22,9 +22,9 @@ from torch.nn.utils import parametrize
 
 from torchspmd import _torch
 from torchspmd.errors import LayoutError
+from torchspmd.layout.retired import set_successor, successor
 from torchspmd.parallel.axis import Axis, describe_mesh
 from torchspmd.parallel.redistribute import change_layout, refuse_double_backward
-from torchspmd.parallel.replaced import set_successor, successor
 
 # ----------------------------------------------------------------------------
 # State dicts of modules whose parameters DistributedDataParallel has opened.

@@ -4,7 +4,6 @@ Everything is made beside the user's objects first; only when the step was captu
 all ranks agreed do the shards take the place of the plain tensors.
 """
 
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -17,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from torchspmd import _torch
-from torchspmd.errors import CaptureError, UsageError
+from torchspmd.errors import CaptureError
+from torchspmd.layout.retired import copy_attributes, free_retired
 from torchspmd.step.capture.guards import name_of_hook
 from torchspmd.step.capture.inventory import Inventory, Role, Slot, is_counter
 
@@ -273,60 +273,6 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return whole.view(_INTEGERS[whole.element_size()])
 
 
-# ----------------------------------------------------------------------------
-# Parameters whose place was taken by a shard: whoever still uses one is told.
-
-
-class _Told:
-    """Every function of torch that gets the parameter raises."""
-
-    _name: str
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        leaves, _ = _torch.flatten_tree((args, kwargs))
-        name = next(leaf for leaf in leaves if isinstance(leaf, cls)).__dict__["_name"]
-        raise UsageError(
-            f"{name}: this is the whole parameter from before the first step; "
-            "DataParallel('fully_shard') put a shard in its place. Take it from the model "
-            "again (model.parameters()), and pass every optimizer and module that holds "
-            "it to the step, or make them after the first step."
-        )
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"<{self.__dict__['_name']}: replaced by its shard>"
-
-
-class _Retired(_Told, nn.Parameter):  # type: ignore[misc]  # torch's own __repr__ is untyped
-    """A plain parameter from before."""
-
-
-@functools.cache
-def _retired_dtensor() -> type:
-    from torch.distributed.tensor import DTensor
-
-    return type("_RetiredDTensor", (_Told, DTensor), {})
-
-
-def is_retired(value: Any) -> bool:
-    """Whether a value is a parameter from before."""
-    return isinstance(value, _Told)
-
-
-def retire(parameter: torch.Tensor, name: str) -> None:
-    """Free the whole tensor, and let no one use it by mistake."""
-    parameter.grad = None
-    parameter.__dict__["_name"] = name
-    if _torch.layout_of(parameter) is None:
-        parameter.data = parameter.data.new_empty(0)
-        parameter.__class__ = _Retired
-    else:
-        _torch.free_shard(parameter)
-        parameter.__class__ = _retired_dtensor()
-
-
 @dataclass(frozen=True, slots=True)
 class Fact:
     """Name, shape and checksum of a tensor that was cut, and how it lay before."""
@@ -383,7 +329,7 @@ class Relayout:
         before.by_id.clear()
         before.by_id.update({id(s.tensor): n for n, s in enumerate(before.slots)})
         for old, slot in replaced:
-            retire(old, slot.name)
+            free_retired(old, slot.name)
 
     def _commit_state(self, index: int) -> None:
         state, slots = self._before.saved_states[index], self.inventory.slots
@@ -479,7 +425,7 @@ def shard(slot: Slot, cut: Cut) -> torch.Tensor:
     if slot.role is not Role.PARAMETER:
         return sharded
     parameter = nn.Parameter(sharded, requires_grad=slot.tensor.requires_grad)
-    parameter.__dict__.update(vars(slot.tensor))  # marks that users put on parameters
+    copy_attributes(slot.tensor, parameter)
     return parameter
 
 
