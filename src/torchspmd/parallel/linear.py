@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from torchspmd import _torch
-from torchspmd.parallel.axis import shard_offset, shard_size
+from torchspmd.layout.shards import shard_bounds, shard_size
 from torchspmd.parallel.parameters import (
     GradientSum,
     close_gradient,
@@ -329,8 +329,8 @@ def _look_up_rows(
 ) -> torch.Tensor:
     """This rank's rows, and zeros where another rank holds the row."""
     axis, num_rows = module.route.axis, module.num_embeddings
-    first = shard_offset(num_rows, axis.size, axis.rank)
-    length = shard_size(num_rows, axis.size, axis.rank)
+    first, last = shard_bounds(num_rows, axis.size, axis.rank)
+    length = last - first
     if length == 0:
         # An empty table has no row to look up; it still takes part in the sum.
         return table.new_zeros(*index.shape, module.embedding_dim) + table.sum()

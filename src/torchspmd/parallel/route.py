@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from torchspmd.errors import LayoutError
+from torchspmd.layout.shards import shard_size
 from torchspmd.parallel.axis import (
     Axis,
     describe_uneven,
@@ -18,7 +19,6 @@ from torchspmd.parallel.axis import (
     is_uneven,
     layout_of,
     positive_dim,
-    shard_size,
 )
 from torchspmd.parallel.redistribute import settle, unwrap, wrap
 

@@ -17,7 +17,8 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from torchspmd.parallel.axis import positive_dim, shard_size
+from torchspmd.layout.shards import shard_size
+from torchspmd.parallel.axis import positive_dim
 from torchspmd.parallel.plan.assignment import (
     Assignment,
     own_twin,
