@@ -209,9 +209,9 @@ def check_usable(name: str, closed: str, spread: Spread | None) -> None:
     if spread is not None and spread.mesh is not None and not dist.is_initialized():
         raise UsageError(
             f"{name}: this step was captured for the mesh {format_mesh(spread.mesh)}, "
-            "whose process groups were destroyed since, so that it cannot be called any more. "
-            "Call it before destroy_process_group(), or compile its function again behind "
-            "init_process_group()."
+            "whose process groups were destroyed since, so that it cannot be called any "
+            "more. Call it before destroy_process_group(), or compile its function again "
+            "behind init_process_group()."
         )
 
 
