@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchspmd import _torch
 from torchspmd.errors import RecordingError, UsageError
+from torchspmd.layout.names import axis_names, parameter_names, plain_name, unwrapped
 from torchspmd.verify.recording.files import (
     INITIAL,
     Header,
@@ -31,47 +32,6 @@ from torchspmd.verify.recording.files import (
     write_step,
 )
 from torchspmd.verify.recording.layouts import Grid, sketch
-
-# ----------------------------------------------------------------------------
-# Names that do not depend on how a model is wrapped.
-
-# Attributes under which wrappers of torch keep the module that they wrap.
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-
-
-def plain_name(name: str) -> str:
-    """A path without the parts that wrappers add; DDP's ``module`` is cut elsewhere.
-
-    >>> plain_name("layers.0._orig_mod.weight")
-    'layers.0.weight'
-    """
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's own model inside wrappers around all of it."""
-    while True:
-        if isinstance(model, DistributedDataParallel):
-            model = model.module
-            continue
-        inner = [getattr(model, name) for name in _WRAPPERS if hasattr(model, name)]
-        if not inner:
-            return model
-        model = inner[0]
-
-
-def wrappers_of(model: nn.Module) -> tuple[str, ...]:
-    """Which data-parallel wrappers are in a model; these want different rows by rank."""
-    from torch.distributed.fsdp import FSDPModule  # takes long to import
-
-    found = set()
-    for module in model.modules():
-        if isinstance(module, DistributedDataParallel):
-            found.add("DistributedDataParallel")
-        elif isinstance(module, FSDPModule):
-            found.add("fully_shard")
-    return tuple(sorted(found))
-
 
 # ----------------------------------------------------------------------------
 # Watch every module of a model: what it takes and gives, and their gradients.
@@ -214,8 +174,8 @@ MAX_BYTES = 16 << 20
 
 def grid_of(mesh: DeviceMesh) -> Grid:
     """A mesh as plain numbers."""
-    names = mesh.mesh_dim_names or tuple(f"axis{place}" for place in range(mesh.ndim))
-    return Grid(tuple(names), tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()))
+    ranks = tuple(mesh.mesh.flatten().tolist())
+    return Grid(axis_names(mesh), tuple(mesh.shape), ranks)
 
 
 def take(value: torch.Tensor, rank: int, max_bytes: int) -> Piece:
@@ -326,7 +286,7 @@ class Recorder:
     ) -> None:
         self._folder = folder
         self._model = unwrapped(model)
-        self._wrappers = wrappers_of(model)
+        self._wrappers = _wrappers_of(model)
         self._optimizers = optimizers
         self._about = about
         self._step = INITIAL
@@ -397,8 +357,7 @@ class Recorder:
         of each. DDP over tensor-parallel modules takes some out of the model while it
         runs: these stay what they were.
         """
-        for name, parameter in self._model.named_parameters():
-            self._parameters[plain_name(name)] = parameter
+        self._parameters.update(parameter_names(self._model))
 
     def _before_update(self, *_: Any) -> None:
         if not self._has_gradients:
@@ -471,3 +430,20 @@ def _leaves(tree: Any) -> Iterable[torch.Tensor]:
             yield leaf
         elif isinstance(leaf, (int, float)) and not isinstance(leaf, bool):
             yield torch.tensor(leaf)
+
+
+def _wrappers_of(model: nn.Module) -> tuple[str, ...]:
+    """Which data-parallel wrappers are in a model; these want different rows by rank."""
+    from torch.distributed.fsdp import FSDPModule  # takes long to import
+
+    names = {
+        DistributedDataParallel: "DistributedDataParallel",
+        FSDPModule: "fully_shard",
+    }
+    found = (
+        name
+        for module in model.modules()
+        for kind, name in names.items()
+        if isinstance(module, kind)
+    )
+    return tuple(sorted(set(found)))
