@@ -1,4 +1,4 @@
-"""The command line: one file a subcommand, each with ``add_parser`` and ``run``.
+"""The command line: one file a subcommand, each with its texts, options and ``run``.
 
 Exit codes: 0, all is well; 1, the answer is no (files differ, the script failed);
 2, the command was used wrongly, with one sentence on what to change.
@@ -38,7 +38,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=torchspmd.__version__)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
     for command in (trace, diff, plan, lock, check, parity):
-        command.add_parser(subparsers)
+        subparser = subparsers.add_parser(
+            command.__name__.rpartition(".")[2],
+            help=command.HELP,
+            usage=getattr(command, "USAGE", None),
+            description=command.DESCRIPTION,
+            epilog=command.EPILOG,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_options(subparser)
+        subparser.set_defaults(run=command.run)
     own, for_script = split_words(
         sys.argv[1:] if arguments is None else list(arguments)
     )

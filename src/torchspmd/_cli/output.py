@@ -11,7 +11,6 @@ import io
 import os
 import sys
 import threading
-from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from rich.console import Console
@@ -91,12 +90,7 @@ class Progress:
             self._console.print(f"{self._what} ...", highlight=False, markup=False)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._status.stop()
 
     def step(self, number: int, of: int) -> None:

@@ -4,7 +4,6 @@ import os
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -86,17 +85,12 @@ class CommDebugMode:
             self._exits = exits.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: Any) -> None:
         if self._lists_operations and self._tracker.compiled:
             self.ledger.note(tables.on_compiled_modules(self._tracker.compiled))
         exits, self._exits = self._exits, None
         if exits is not None:
-            exits.__exit__(kind, error, trace)
+            exits.__exit__(*exception)
 
     def take_ledger(self) -> Ledger:
         """What was recorded so far; recording goes on in an empty ledger."""

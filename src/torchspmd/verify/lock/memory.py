@@ -8,7 +8,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -21,7 +20,7 @@ from torch.optim.optimizer import (
 
 from torchspmd import _torch
 from torchspmd.trace.modules import follow, unfollow
-from torchspmd.verify.lock.contents import Memory
+from torchspmd.verify.lock.lockfile import Memory
 
 ON_FSDP = "parameters that FSDP2 gathers for a while are not part of the memory"
 
@@ -49,13 +48,8 @@ class MemoryWatch:
         self._saving.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._saving.__exit__(kind, error, trace)
+    def __exit__(self, *exception: Any) -> None:
+        self._saving.__exit__(*exception)
         unfollow(self)
         for hook in self._hooks:
             hook.remove()
