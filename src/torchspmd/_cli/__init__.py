@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import torchspmd
 from torchspmd._cli import check, diff, lock, parity, plan, trace
-from torchspmd._cli.output import leave, outlive_readers
+from torchspmd._cli.output import exit_process, ignore_closed_pipes
 from torchspmd._cli.script import refuse_words, split_words
 from torchspmd.errors import SpmdError
 
@@ -64,5 +64,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def command() -> NoReturn:
     """The ``torchspmd`` command: run it and end the process."""
-    outlive_readers()
-    leave(main())
+    ignore_closed_pipes()
+    exit_process(main())

@@ -17,7 +17,7 @@ from torchspmd._cli.gather import (
     exchange,
     hold_store,
 )
-from torchspmd._cli.output import KEPT, Progress
+from torchspmd._cli.output import NEVER_FREED, Progress
 from torchspmd._cli.script import (
     StepWindow,
     add_script_options,
@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
         quiet=not world.simulated and world.rank != 0,
     )
     window = StepWindow(mode, skip=options.skip, steps=options.steps, progress=progress)
-    left = None if world.simulated else KEPT
+    left = None if world.simulated else NEVER_FREED
     with progress, _surroundings(world) as held:
         succeeded = run_script(
             options.script, options.arguments, mode, window, left=left

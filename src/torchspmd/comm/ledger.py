@@ -158,7 +158,8 @@ class Ledger:
         if self._dropped:
             lines.append(
                 f"Note: {self._dropped} single events were dropped (the limit is "
-                f"{self.max_events}); counts and bytes include them."
+                f"{self.max_events}), with their causes and lines; counts and bytes "
+                "include them."
             )
         return lines
 

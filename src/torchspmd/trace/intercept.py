@@ -1,7 +1,7 @@
-"""See every communication operator run, whoever calls it.
+"""Observe every communication operator that runs, whoever calls it.
 
-One kernel stands in front of each operator of the communication namespaces while at
-least one listener is there, and none otherwise. Ordinary operators are not touched.
+While there is a listener, a kernel runs in front of each operator of the communication
+namespaces; without one, there is none. Other operators are not touched.
 """
 
 import threading

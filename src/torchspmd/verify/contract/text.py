@@ -128,14 +128,9 @@ def near_misses(
     return ", ".join(f"{count} {place}" for place, count in sums.items())
 
 
-def honesty_lines(ledger: Ledger) -> list[str]:
+def note_lines(ledger: Ledger) -> list[str]:
     """What a reader of the numbers must know."""
-    lines = [f"Note: {text}." for text in ledger.notes]
-    if ledger.dropped:
-        lines.append(
-            f"Note: {ledger.dropped} single events were dropped, so some lines of the "
-            "program may be missing above; the numbers are exact."
-        )
+    lines = ledger.note_lines()
     if ledger.events and not any(event.source for event in ledger.events):
         lines.append("For the lines of the program, record with sources=True.")
     return lines

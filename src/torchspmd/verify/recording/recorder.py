@@ -253,12 +253,12 @@ def record(  # noqa: PLR0913 - what to record, and what it means
         [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     )
     rank = dist.get_rank() if dist.is_initialized() else 0
-    about = _About(grid, tuple(data_axes), loss_reduction, modules, max_bytes, rank)
+    about = _Settings(grid, tuple(data_axes), loss_reduction, modules, max_bytes, rank)
     return Recorder(Path(folder), model, optimizers, about)
 
 
 @dataclass(frozen=True, slots=True)
-class _About:
+class _Settings:
     """What is fixed for a whole recording."""
 
     grid: Grid
@@ -282,7 +282,7 @@ class Recorder:
         folder: Path,
         model: nn.Module,
         optimizers: list[torch.optim.Optimizer],
-        about: _About,
+        about: _Settings,
     ) -> None:
         self._folder = folder
         self._model = unwrapped(model)
