@@ -5,6 +5,7 @@ from pathlib import Path
 
 from torchspmd.comm import CommEvent, Key, Ledger, Total, format_bytes
 from torchspmd.comm.folding import fold, unfold
+from torchspmd.comm.ledger import key_of
 
 _MAX_LINES = 12
 _MAX_REASONS = 2
@@ -107,11 +108,6 @@ def _reasons(events: Iterable[CommEvent]) -> dict[Key, dict[str, None]]:
         if text:
             reasons.setdefault(key_of(event), {})[text] = None
     return reasons
-
-
-def key_of(event: CommEvent) -> Key:
-    """The row that an event is counted in."""
-    return Key(*(getattr(event, field) for field in Key._fields))
 
 
 def near_misses(

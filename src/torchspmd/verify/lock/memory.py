@@ -81,7 +81,9 @@ class MemoryWatch:
         self._measure(_parameters_of(optimizer))
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        self._optimizers[id(optimizer)] = sum(map(_bytes, _tensors(optimizer.state)))
+        leaves, _ = _torch.flatten_tree(list(optimizer.state.values()))
+        state = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self._optimizers[id(optimizer)] = sum(map(_bytes, state))
 
     def _measure(self, more: Iterable[torch.Tensor] = ()) -> None:
         roots = list(self._roots)
@@ -180,17 +182,6 @@ def _is_fully_sharded(module: nn.Module) -> bool:
 def _parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
 
 
 def _bytes(tensor: torch.Tensor) -> int:

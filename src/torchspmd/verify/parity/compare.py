@@ -140,13 +140,14 @@ class _Comparison:
                     "on one device, but nothing follows from it"
                 ] = None
             return None, []
-        beginning = choose_first(results, is_later=step > 0)
-        assert beginning is not None, wrong
+        chosen = choose_first(results, is_later=step > 0)
+        assert chosen is not None, wrong
+        beginning, place = chosen
         explained = {
             result.key: self._explain(step, result, comparison, before)
-            for result in [beginning.result, *wrong[:_MAX_EXPLAINED]]
+            for result in [beginning, *wrong[:_MAX_EXPLAINED]]
         }
-        first = replace(explained.pop(beginning.result.key), place=beginning.place)
+        first = replace(explained.pop(beginning.key), place=place)
         rest = [each for each in explained.values() if each.kind in RESULTS]
         return first, [first, *rest]
 

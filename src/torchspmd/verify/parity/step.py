@@ -59,18 +59,10 @@ class Result:
     note: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Beginning:
-    """The first difference and the place to look at."""
-
-    result: Result
-    place: str
-
-
 def choose_first(
     results: Sequence[Result], *, is_later: bool = False
-) -> Beginning | None:
-    """The difference that the others follow from.
+) -> tuple[Result, str] | None:
+    """The difference that the others follow from, and the place to look at.
 
     In a later step, small differences of activations are left out beside large ones:
     rounding of earlier updates has come in.
@@ -93,7 +85,7 @@ def choose_first(
         place = _common_place(first, ordered)
     if first.key.kind is Kind.GRAD_OUTPUT:
         place = _where_it_arrived(first, ordered)
-    return Beginning(first, place or place_of(first.key))
+    return first, place or place_of(first.key)
 
 
 def _where_it_arrived(first: Result, ordered: Sequence[Result]) -> str:

@@ -156,7 +156,7 @@ class _Start:
         self._begun = True
         setup = self._ledger.total()
         # The test holds this very ledger already, so it is begun anew, not replaced.
-        Ledger.__init__(self._ledger, max_events=self._ledger.max_events)
+        self._ledger.clear()
         if setup.count:
             self._ledger.note(
                 f"what was sent before the first module call is left out: {setup.count} "
