@@ -28,8 +28,14 @@ from torchspmd.parallel.parameters import (
     remember_layout,
 )
 from torchspmd.parallel.redistribute import change_layout
-from torchspmd.parallel.route import Route, check_tensor, enter_features
-from torchspmd.parallel.style import Place, PlacedStyle, describe_placed, one_layout
+from torchspmd.parallel.route import Route, build_route, check_tensor, enter_features
+from torchspmd.parallel.style import (
+    Place,
+    PlacedStyle,
+    StyleLayouts,
+    describe_placed,
+    one_layout,
+)
 
 # ----------------------------------------------------------------------------
 # The joined weight of a fused layer: a copy to read, which says so when it is written.
@@ -447,8 +453,11 @@ class FusedColwiseParallel(PlacedStyle):
 
     def parameter_layouts(self, module: nn.Module) -> dict[str, Placement]:
         """Rows sharded, part by part, where a part has as many heads as ranks."""
-        names = (name for name, _ in module.named_parameters(recurse=False))
-        return dict.fromkeys(names, Shard(0))
+        return _row_layouts(module)
+
+    def layouts(self, module: nn.Module) -> StyleLayouts:
+        """The input is needed whole; the output stays sharded."""
+        return _fused_layouts(self.input_layouts)
 
     def find_problems(self, module: nn.Module) -> list[str]:
         """Only a plain Linear with that many output features."""
@@ -486,19 +495,9 @@ class FusedColwiseParallel(PlacedStyle):
         parts = self.split()
         for name in NAMES:
             _split_parameter(module, name, parts, place.axis, place.src_data_rank)
-        assert isinstance(self.input_layouts, tuple)
         module.__class__ = LocalFusedLinear
         module.parts = parts  # type: ignore[assignment]
-        module.route = Route(  # type: ignore[assignment]
-            axis=place.axis,
-            style=type(self).__name__,
-            path=place.path,
-            given=self.input_layouts[0],
-            needed=Replicate(),
-            made=Shard(-1),
-            wanted=Shard(-1),
-            local_output=True,
-        )
+        module.route = build_route(self, module, place)  # type: ignore[assignment]
         module.register_state_dict_post_hook(save_joined)
         module.register_load_state_dict_pre_hook(load_split)
         return module
@@ -537,7 +536,7 @@ class KeyValueParallel(PlacedStyle):
                 f"{module.out_features} output features do not divide into "
                 f"{self.num_heads} heads"
             ]
-        return self._fused(module).find_problems(module)
+        return self.fused(module).find_problems(module)
 
     def find_axis_problems(self, module: nn.Module, num_ranks: int) -> list[str]:
         """Heads that neither divide over the ranks nor are shared evenly by them."""
@@ -545,18 +544,32 @@ class KeyValueParallel(PlacedStyle):
 
     def parameter_layouts(self, module: nn.Module) -> dict[str, Placement]:
         """Rows sharded, where there are at least as many heads as ranks."""
-        names = (name for name, _ in module.named_parameters(recurse=False))
-        return dict.fromkeys(names, Shard(0))
+        return _row_layouts(module)
+
+    def layouts(self, module: nn.Module) -> StyleLayouts:
+        """The input is needed whole; the output stays sharded."""
+        return _fused_layouts(self.input_layouts)
 
     def place(self, module: nn.Module, place: Place) -> nn.Module:
         """Shard or replicate the projection."""
-        return self._fused(module).place(module, place)
+        return self.fused(module).place(module, place)
 
-    def _fused(self, module: nn.Module) -> FusedColwiseParallel:
+    def fused(self, module: nn.Module) -> FusedColwiseParallel:
+        """The fused style of one part that this one is."""
         size = module.out_features if isinstance(module, nn.Linear) else self.num_heads
         return FusedColwiseParallel(
             parts=(size,), num_heads=(self.num_heads,), input_layouts=self.input_layouts
         )
+
+
+def _row_layouts(module: nn.Module) -> dict[str, Placement]:
+    names = (name for name, _ in module.named_parameters(recurse=False))
+    return dict.fromkeys(names, Shard(0))
+
+
+def _fused_layouts(given: object) -> StyleLayouts:
+    assert isinstance(given, tuple)
+    return StyleLayouts(given, (Replicate(),), Shard(-1), Shard(-1), local_output=True)
 
 
 def _unshared_heads(index: int, num_heads: int, num_ranks: int) -> list[str]:

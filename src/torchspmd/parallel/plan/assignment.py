@@ -12,9 +12,9 @@ from torch.nn.parameter import is_lazy
 
 from torchspmd.layout.retired import describe_losses
 from torchspmd.parallel.fused import FusedColwiseParallel, KeyValueParallel
+from torchspmd.parallel.linear import ColwiseParallel, RowwiseParallel, ShardedStyle
 from torchspmd.parallel.plan.plan import Style
 from torchspmd.parallel.sequence import SequenceParallel
-from torchspmd.parallel.sharded import ColwiseParallel, RowwiseParallel, ShardedStyle
 from torchspmd.parallel.style import ParallelStyle, PlacedStyle
 
 _OWN_ATTENTION = (

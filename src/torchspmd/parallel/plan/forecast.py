@@ -14,6 +14,7 @@ from torchspmd.layout.shards import full_shard_size
 from torchspmd.parallel.axis import gradient_layout, positive_dim
 from torchspmd.parallel.experts import ExpertParallel, ReplicateParallel
 from torchspmd.parallel.fused import FusedColwiseParallel
+from torchspmd.parallel.linear import RowwiseParallel, ShardedStyle
 from torchspmd.parallel.plan.assignment import Assignment, fused_form, own_twin
 from torchspmd.parallel.plan.calls import (
     Call,
@@ -34,7 +35,6 @@ from torchspmd.parallel.prepare import (
     PrepareModuleOutput,
 )
 from torchspmd.parallel.sequence import SequenceParallel
-from torchspmd.parallel.sharded import RowwiseParallel, ShardedStyle
 
 # ----------------------------------------------------------------------------
 # The layout changes that a style makes in one call, forward and backward.
