@@ -18,12 +18,12 @@ from torchspmd.parallel.plan.assignment import (
     fused_form,
     parameter_layouts,
 )
-from torchspmd.parallel.plan.calls import Inputs
 from torchspmd.parallel.plan.forecast import forecast
 from torchspmd.parallel.plan.mesh import MeshLike, PlanMesh, describe_mesh_axis
 from torchspmd.parallel.plan.names import fold, generalise
 from torchspmd.parallel.plan.plan import Style
 from torchspmd.parallel.plan.resolve import resolve
+from torchspmd.parallel.plan.run import Inputs
 from torchspmd.parallel.plan.text_form import describe_placement, describe_style
 
 # ----------------------------------------------------------------------------
