@@ -17,7 +17,7 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 
-from torchspmd.errors import LayoutError, UnsupportedModuleError
+from torchspmd.errors import LayoutError
 from torchspmd.layout.retired import copy_attributes
 from torchspmd.parallel.axis import Axis
 from torchspmd.parallel.parameters import (
@@ -484,13 +484,8 @@ class FusedColwiseParallel(PlacedStyle):
             for text in _unshared_heads(i, part.num_heads, num_ranks)
         ]
 
-    def place(self, module: nn.Module, place: Place) -> nn.Module:
+    def place_fitting(self, module: nn.Module, place: Place) -> None:
         """Split the parameters into their parts and shard each."""
-        problems = self.find_problems(module)
-        problems += self.find_axis_problems(module, place.axis.size)
-        if problems:
-            text = "; ".join(problems)
-            raise UnsupportedModuleError(f"'{place.path}' on the {place.axis}: {text}.")
         assert isinstance(module, nn.Linear)
         parts = self.split()
         for name in NAMES:
@@ -500,7 +495,6 @@ class FusedColwiseParallel(PlacedStyle):
         module.route = build_route(self, module, place)  # type: ignore[assignment]
         module.register_state_dict_post_hook(save_joined)
         module.register_load_state_dict_pre_hook(load_split)
-        return module
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -550,9 +544,9 @@ class KeyValueParallel(PlacedStyle):
         """The input is needed whole; the output stays sharded."""
         return _fused_layouts(self.input_layouts)
 
-    def place(self, module: nn.Module, place: Place) -> nn.Module:
+    def place_fitting(self, module: nn.Module, place: Place) -> None:
         """Shard or replicate the projection."""
-        return self.fused(module).place(module, place)
+        self.fused(module).place_fitting(module, place)
 
     def fused(self, module: nn.Module) -> FusedColwiseParallel:
         """The fused style of one part that this one is."""
