@@ -20,7 +20,9 @@ from torchspmd.local.arguments import (
     parameter_names,
 )
 from torchspmd.local.call import RegionCall, keep
-from torchspmd.local.layout import Spec
+from torchspmd.local.specs import (
+    Spec,
+)
 from torchspmd.local.traced import call_traced
 
 # ----------------------------------------------------------------------------

@@ -14,10 +14,14 @@ from torch.distributed.tensor import DTensor
 
 from torchspmd import _torch
 from torchspmd.layout.names import axis_names, format_mesh
+from torchspmd.layout.placements import (
+    Layout,
+    format_layout,
+    positive_dims,
+)
 from torchspmd.local.frame import Frame, build_frame, unknown_axes
 from torchspmd.local.gradient import written_problem
-from torchspmd.local.layout import (
-    Layout,
+from torchspmd.local.specs import (
     Path,
     Problem,
     Spec,
@@ -25,12 +29,10 @@ from torchspmd.local.layout import (
     Written,
     find_written,
     format_count,
-    format_layout,
     format_path,
     is_layout,
     layout_problem,
     leftover_entries,
-    normalize,
     refuse,
 )
 
@@ -261,8 +263,8 @@ def resolve_argument(
             argument = Argument(name, frame.pick(tensor.placements), None, None)
             return argument, [Problem(f"{name}: {entry.where} = {bad}", change)]
     current = frame.pick(tensor.placements)
-    wanted = normalize(written.layout, ndim) if written.layout else current
-    grad = normalize(written_grad.layout, ndim) if written_grad.layout else None
+    wanted = positive_dims(written.layout, ndim) if written.layout else current
+    grad = positive_dims(written_grad.layout, ndim) if written_grad.layout else None
     problems = []
     if wanted != current:
         problems += _mismatch(name, current, wanted, written, redistribute)

@@ -9,6 +9,9 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from torchspmd import _torch
+from torchspmd.layout.placements import (
+    Layout,
+)
 from torchspmd.local.arguments import Argument, CallPlan, OnMesh, Options
 from torchspmd.local.boundary import (
     Copies,
@@ -31,8 +34,10 @@ from torchspmd.local.evidence import (
 )
 from torchspmd.local.frame import whole_stride
 from torchspmd.local.gradient import Crossing, Gradients, derive, needs_evidence
-from torchspmd.local.layout import Layout, refuse
 from torchspmd.local.outputs import Output, build_outputs, build_shape
+from torchspmd.local.specs import (
+    refuse,
+)
 
 RULE = (
     "A gradient is derived only where layouts and the recorded graph leave one answer; "

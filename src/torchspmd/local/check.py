@@ -17,10 +17,18 @@ import torch.distributed as dist
 from torchspmd import _torch
 from torchspmd.comm import Kind, find_operator, marked_as_check
 from torchspmd.errors import CheckError
+from torchspmd.layout.placements import (
+    Layout,
+    format_layout,
+    shard_dim,
+)
 from torchspmd.layout.shards import shard_size
 from torchspmd.local.evidence import group_axes
 from torchspmd.local.frame import Frame, LocalAxis
-from torchspmd.local.layout import Layout, Problem, format_layout, refuse, shard_dim
+from torchspmd.local.specs import (
+    Problem,
+    refuse,
+)
 
 # ----------------------------------------------------------------------------
 # Compare a tensor across the ranks of one mesh axis.

@@ -17,9 +17,17 @@ from enum import Enum
 
 from torch.distributed.tensor import Partial, Placement, Replicate
 
+from torchspmd.layout.placements import (
+    Layout,
+    format_layout,
+    reduce_op,
+    shard_dim,
+)
 from torchspmd.local.evidence import Evidence
 from torchspmd.local.frame import LocalAxis
-from torchspmd.local.layout import Layout, Problem, format_layout, reduce_op, shard_dim
+from torchspmd.local.specs import (
+    Problem,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from torchspmd import _torch
+from torchspmd.layout.placements import (
+    Layout,
+    format_layout,
+    positive_dims,
+)
 from torchspmd.local.arguments import CROSSED, CallPlan, Options
 from torchspmd.local.frame import (
     Frame,
@@ -17,20 +22,17 @@ from torchspmd.local.frame import (
     shape_here,
     whole_shape,
 )
-from torchspmd.local.layout import (
-    Layout,
+from torchspmd.local.specs import (
     Path,
     Problem,
     Spec,
     SpecMismatchError,
     find_entry,
     format_count,
-    format_layout,
     format_path,
     is_layout,
     layout_problem,
     leftover_entries,
-    normalize,
     refuse,
 )
 
@@ -87,8 +89,8 @@ def resolve_outputs(
         outputs.append(
             Output(
                 name,
-                normalize(tuple(entry), value.ndim) if is_tensor else None,
-                normalize(tuple(grad[0]), value.ndim)
+                positive_dims(tuple(entry), value.ndim) if is_tensor else None,
+                positive_dims(tuple(grad[0]), value.ndim)
                 if is_tensor and grad[0]
                 else None,
                 tuple(shape[0]) if shape[0] is not None else None,
@@ -143,7 +145,7 @@ def _problems(
     if bad:
         change = f"Write {len(frame.axes)} placements for {name}, one for each axis."
         return [Problem(f"{name}: out_placements = {bad}", change)]
-    return _mesh_problems(value, name, normalize(tuple(spec), value.ndim), frame)
+    return _mesh_problems(value, name, positive_dims(tuple(spec), value.ndim), frame)
 
 
 def _mesh_problems(

@@ -12,6 +12,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from torchspmd import _torch
+from torchspmd.layout.placements import (
+    Layout,
+)
 from torchspmd.local.arguments import CallPlan, Options, build_plan, find_on_mesh
 from torchspmd.local.frame import whole_stride
 from torchspmd.local.gradient import (
@@ -21,8 +24,8 @@ from torchspmd.local.gradient import (
     derive,
     entering_layout,
 )
-from torchspmd.local.layout import (
-    Layout,
+from torchspmd.local.outputs import build_outputs, build_shape
+from torchspmd.local.specs import (
     Path,
     Problem,
     find_written,
@@ -31,7 +34,6 @@ from torchspmd.local.layout import (
     list_ends,
     refuse,
 )
-from torchspmd.local.outputs import build_outputs, build_shape
 
 _RULE = "While torch.compile traces, only layouts are known."
 

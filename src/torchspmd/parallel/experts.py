@@ -10,12 +10,14 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from torchspmd import _torch
 from torchspmd.errors import LayoutCountError, LayoutError
+from torchspmd.layout.placements import (
+    positive_dim,
+)
 from torchspmd.parallel.axis import (
     describe_uneven,
     global_shape,
     is_uneven,
     layout_of,
-    positive_dim,
 )
 from torchspmd.parallel.parameters import (
     GradientSum,

@@ -19,7 +19,9 @@ from torch.distributed.tensor import (
 
 from torchspmd.errors import LayoutError
 from torchspmd.layout.retired import copy_attributes
-from torchspmd.parallel.axis import Axis
+from torchspmd.parallel.axis import (
+    Axis,
+)
 from torchspmd.parallel.parameters import (
     GradientSum,
     describe_computed,

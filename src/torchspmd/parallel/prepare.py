@@ -10,13 +10,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement
 
 from torchspmd.errors import LayoutCountError, LayoutError
+from torchspmd.layout.placements import (
+    positive_dim,
+)
 from torchspmd.parallel.axis import (
     Axis,
     describe_uneven,
     global_shape,
     is_uneven,
     layout_of,
-    positive_dim,
 )
 from torchspmd.parallel.redistribute import hand_on, settle
 from torchspmd.parallel.style import (

@@ -14,7 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from torchspmd.errors import LayoutError, UnsupportedModuleError
-from torchspmd.parallel.axis import Axis, build_axis
+from torchspmd.parallel.axis import (
+    Axis,
+    build_axis,
+)
 
 # Set on a module; parameters show their styles themselves, other modules show nothing.
 _STYLED = "_torchspmd_styled"

@@ -13,8 +13,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from torchspmd.layout.placements import (
+    positive_dim,
+)
 from torchspmd.layout.shards import shard_size
-from torchspmd.parallel.axis import positive_dim
 from torchspmd.parallel.linear import ShardedStyle
 from torchspmd.parallel.plan.assignment import (
     Assignment,

@@ -10,12 +10,17 @@ from torch import nn
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from torchspmd.comm import CommEvent, Group, Kind, Ledger, Phase, wire_bytes
+from torchspmd.layout.placements import (
+    positive_dim,
+)
 from torchspmd.layout.shards import full_shard_size
-from torchspmd.parallel.axis import gradient_layout, positive_dim
+from torchspmd.parallel.axis import (
+    PlanMesh,
+    gradient_layout,
+)
 from torchspmd.parallel.experts import ExpertParallel
 from torchspmd.parallel.plan.assignment import Assignment, fused_form, own_style
 from torchspmd.parallel.plan.dry_run import find_fixed_sizes
-from torchspmd.parallel.plan.mesh import PlanMesh
 from torchspmd.parallel.plan.names import fold
 from torchspmd.parallel.plan.resolve import Resolved
 from torchspmd.parallel.plan.run import (

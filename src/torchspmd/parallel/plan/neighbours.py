@@ -18,10 +18,15 @@ from torch import fx, nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from torchspmd import _torch
+from torchspmd.layout.placements import (
+    format_placement,
+)
 from torchspmd.parallel.linear import ColwiseParallel
 from torchspmd.parallel.plan.assignment import Assignment, own_style
 from torchspmd.parallel.plan.run import random_numbers_kept
-from torchspmd.parallel.plan.text_form import describe_placement, describe_style
+from torchspmd.parallel.plan.text_form import (
+    describe_style,
+)
 from torchspmd.parallel.prepare import PrepareModuleInput
 from torchspmd.parallel.style import ParallelStyle
 
@@ -294,7 +299,7 @@ def _certainly_differ(first: Placement, second: Placement) -> bool:
 
 
 def _text(giver: _End, taker: _End) -> str:
-    gives, takes = map(describe_placement, (giver.layout, taker.layout))
+    gives, takes = map(format_placement, (giver.layout, taker.layout))
     if giver.style is None:
         return (
             f"'{taker.path}' ({describe_style(taker.style)}) takes {takes}, but "
@@ -323,7 +328,7 @@ def _split_text(giver: _End, function: str) -> str:
 
 def _fixes(giver: _End, taker: _End) -> list[str]:
     """The arguments that would make the two agree, where their styles have them."""
-    gives, takes = map(describe_placement, (giver.layout, taker.layout))
+    gives, takes = map(format_placement, (giver.layout, taker.layout))
     fixes = []
     if giver.layout == Shard(-1) and isinstance(taker.module, nn.Linear):
         fixes.append(f"'{taker.path}' RowwiseParallel()")

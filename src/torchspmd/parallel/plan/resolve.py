@@ -13,6 +13,7 @@ from torch.distributed.tensor import Placement
 from torch.nn.parallel import DistributedDataParallel
 
 from torchspmd.errors import PlanError, UnsupportedModuleError, UsageError
+from torchspmd.parallel.axis import MeshLike, PlanMesh, describe_mesh_axis
 from torchspmd.parallel.linear import ColwiseParallel, RowwiseParallel
 from torchspmd.parallel.parameters import describe_broken_tie
 from torchspmd.parallel.plan.assignment import (
@@ -22,7 +23,6 @@ from torchspmd.parallel.plan.assignment import (
     own_style,
     parameter_layouts,
 )
-from torchspmd.parallel.plan.mesh import MeshLike, PlanMesh, describe_mesh_axis
 from torchspmd.parallel.plan.names import (
     explain_no_match,
     fold_texts,
@@ -31,7 +31,9 @@ from torchspmd.parallel.plan.names import (
 )
 from torchspmd.parallel.plan.neighbours import find_mismatched_neighbours
 from torchspmd.parallel.plan.plan import Plan, Style, explain_no_style, is_style
-from torchspmd.parallel.plan.text_form import describe_style
+from torchspmd.parallel.plan.text_form import (
+    describe_style,
+)
 
 # ----------------------------------------------------------------------------
 # Parameters that several names, several styles or a wrapper lay claim to.
