@@ -422,7 +422,7 @@ def _order(
     body = [node for node in nodes if node.op not in ("placeholder", "get_attr")]
     reductions = [each for job in jobs for each in job.reductions]
     found = paces(body, reductions, cost, may_delay=may_delay)
-    memory = LiveBytes(gm)
+    memory = LiveBytes(graph)
     most = max(memory.now().values(), default=0) + int(rise_mb * 2**20)
     for pace in found:
         for node in pace.order:
