@@ -12,7 +12,7 @@ from torchspmd.errors import UsageError
 from torchspmd.step import DataParallel, IterGraphModule, compile
 from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.graph.memory import live_bytes
-from torchspmd.step.graph.simulate import simulate_steady
+from torchspmd.step.graph.simulate import simulate, simulate_steady
 from torchspmd.step.passes import defer_updates, pacing, schedule_comm_wait
 from torchspmd.step.passes.pacing import Reduction, update_places
 from torchspmd.step.passes.pipeline import choose_bucket_size
@@ -154,6 +154,18 @@ def test_updates_are_deferred_only_if_that_is_simulated_to_be_faster(ratio):
     assert "left as it was: simulated to be 1.00 times" in str(report)
 
 
+@pytest.mark.parametrize("ratio", [0.3, 1.0, 3.0])
+def test_the_gain_is_that_of_the_graph_that_runs(ratio, monkeypatch):
+    monkeypatch.setattr(pacing, "_SLOWDOWNS", (1.0,))
+    with fake_world(4), observing_passes(lambda *_: None):
+        gm = captured_stack()
+        before = simulate(gm.graph, cost(ratio)).step_seconds
+        outcome = defer_updates(gm, cost=cost(ratio)).outcome
+        steady = gm.forms["steady"].graph
+        after = simulate_steady(steady, cost(ratio), gm.num_carried).step_seconds
+    assert outcome.gain == pytest.approx(before / after)
+
+
 def test_only_a_simulated_gain_is_compared():
     what = "only start='now' is simulated"
     with fake_world(4), pytest.raises(UsageError, match=what):
@@ -209,7 +221,7 @@ def test_some_that_are_needed_earlier_keep_the_wire_busy():
 def test_a_network_that_is_slower_beside_computation_is_reckoned_with(monkeypatch):
     """One gradient is enough for the network as measured; a slower one needs two."""
     chosen = run(0.35)
-    monkeypatch.setattr(pacing, "_LONGER", (1.0,))
+    monkeypatch.setattr(pacing, "_SLOWDOWNS", (1.0,))
     hasty = run.__wrapped__(0.35)
     assert "the gradients of 1 reduction are" in hasty.text
     assert "the gradients of 2 reductions are" in chosen.text

@@ -150,9 +150,8 @@ def _values(graph: fx.Graph) -> list[_Value]:
         while (
             made.target is operator.getitem
         ):  # exists since its tuple, and at least as
-            source = made.args[0]  # long as that
-            assert isinstance(source, fx.Node), type(source)
-            made, ends = source, {**ends, **needed[source]}
+            (made,) = made.all_input_nodes  # long as that
+            ends = {**ends, **needed[made]}
         if size:
             values.append(_Value(made, size, tuple(ends)))
     return values
