@@ -450,7 +450,7 @@ def gather_into_memory(graph: fx.Graph) -> int:
     gathers = [
         node
         for node in graph.find_nodes(op="call_function", target=_torch.ALL_GATHER)
-        if _torch.uses_gloo(str(node.args[2]))
+        if _torch.uses_gloo(str(node.args[2]), node.meta["val"].device)
     ]
     for node in gathers:
         with graph.inserting_before(node):
