@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from torchspmd.step import IterGraphModule
 from torchspmd.step.deferral.forms import add_copy
@@ -99,3 +100,40 @@ def test_compiled_steps_take_what_the_one_before_kept():
     module = iteration(given, (aten.neg.default,), enable_inductor=True)
     state = train(module, given, ends=False)
     assert torch.equal(state, sum(numbers()[:8:2] + n for n in range(2)))
+
+
+# Values that are carried to the next iteration and lie in the memory of an input.
+
+VIEWS = {
+    "a view": lambda x: aten.view.default(x, [6]),
+    "an unsafe view": lambda x: aten._unsafe_view.default(x, [6]),
+    "a piece of a split": lambda x: aten.split.Tensor(x, 1)[1],
+    "a view of a piece": lambda x: aten.view.default(aten.split.Tensor(x, 1)[0], [3]),
+    "one of all rows": lambda x: aten.unbind.int(x)[1],
+    "detached": aten.detach.default,
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_carried_view_of_an_input_is_copied(name):
+    def step(w, x):
+        new = aten.sub.Tensor(w, aten.sum.default(VIEWS[name](x)))
+        return new, aten.neg.default(w)
+
+    graph = make_fx(step, tracing_mode="fake")(torch.zeros(()), torch.zeros(2, 3))
+    roles = [OutputRole(OutputKind.STATE, 0), OutputRole(OutputKind.RESULT)]
+    set_roles(graph.graph, roles)
+    module = IterGraphModule(graph)
+    nodes = {node.name: node for node in module.graph.nodes}
+    region = [nodes["sum_1" if "sum_1" in nodes else "sum_default"]]
+    region.append(next(iter(region[0].users)))
+    place = next(node for node in nodes.values() if "neg" in node.name)
+    module.graph.move_to_next_iter_before(region, place)
+    state, batch, expected = torch.zeros(()), torch.empty(2, 3), torch.zeros(())
+    for number in range(3):
+        batch.copy_(torch.arange(6.0).view(2, 3) + number)  # the memory is used again
+        expected -= VIEWS[name](batch).sum()
+        new, _ = module(state, batch, last_iter=number == 2)
+        if new is not None:
+            state.copy_(new)
+    assert torch.equal(state, expected)
