@@ -4,15 +4,11 @@ import contextlib
 import copy
 import functools
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from torch import fx, nn
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 from _memory import MemoryCounter
+from torch import fx, nn
 
 from torchspmd.errors import LostStateError, UsageError
 from torchspmd.step import IterGraphModule, compile, find_node

@@ -17,11 +17,10 @@ from torch import fx
 from torchspmd import _torch
 from torchspmd.step.deferral.forms import CARRIED_KEY, PENDING_KEY
 from torchspmd.step.deferral.module import IterGraphModule, Marks
-from torchspmd.step.graph.aliases import find_aliases
+from torchspmd.step.graph.aliases import find_aliases, is_wait
 from torchspmd.step.graph.collectives import (
     gather_into_memory,
     is_communication,
-    is_wait,
     reduce_in_place,
 )
 from torchspmd.step.graph.inductor import lower
