@@ -6,12 +6,16 @@ from typing import Any, final
 
 from torch import fx
 
+from torchspmd import _torch
 from torchspmd.errors import LostStateError, UsageError
-from torchspmd.step.deferral.forms import Forms, Runnable
+from torchspmd.step.deferral.forms import Stage, creates_state, derive, derive_flush
 from torchspmd.step.deferral.iter_graph import IterGraph
 from torchspmd.step.deferral.regions import written_by
 from torchspmd.step.deferral.state import Event, Progress, State
+from torchspmd.step.graph.clock import left_under_way
 from torchspmd.step.graph.metadata import readable_name, written_state
+
+Runnable = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,7 @@ class IterGraphModule:
             )
         self.main_gm = fx.GraphModule(main_gm, IterGraph.copy_of(main_gm.graph))
         self.enable_inductor = enable_inductor
-        self._forms: Forms | None = None
+        self._forms: _Forms | None = None
         self._progress = Progress()
         self._make_ready: Callable[[str, fx.GraphModule], Runnable] = self._prepare
 
@@ -95,7 +99,7 @@ class IterGraphModule:
         self.recompile()
         self.freeze_cross_iter_movement()
         self._make_ready = prepare or self._make_ready
-        self._forms = Forms(self.main_gm, self._make_ready)
+        self._forms = _Forms(self.main_gm, self._make_ready)
 
     @property
     def state(self) -> State:
@@ -252,7 +256,7 @@ class IterGraphModule:
         text: str = self.main_gm.print_readable(print_output=print_output)
         return text
 
-    def _finished(self) -> Forms:
+    def _finished(self) -> "_Forms":
         if self._forms is None:
             self.finalize_setup()
         assert self._forms is not None
@@ -264,6 +268,83 @@ class IterGraphModule:
         from torchspmd.step.graph.inductor import lower
 
         return lower(graph)
+
+
+class _Forms:
+    """The derived graphs of a finished module, ready to run."""
+
+    def __init__(
+        self, main: fx.GraphModule, prepare: Callable[[str, fx.GraphModule], Runnable]
+    ) -> None:
+        graph = main.graph
+        assert isinstance(graph, IterGraph)
+        self._main, self._graph = main, graph
+        self.is_deferring = bool(graph.regions) and not creates_state(graph)
+        self.graphs = {"whole": main}
+        self.num_carried = 0
+        self._stages: dict[str, Stage] = {}
+        if self.is_deferring:
+            pipeline = derive(graph, graph.regions)
+            self.num_carried = pipeline.num_carried
+            self._num_outputs = pipeline.num_outputs
+            for name in ("first", "steady", "last", "flush"):
+                stage: Stage = getattr(pipeline, name)
+                self._stages[name] = stage
+                self.graphs[name] = fx.GraphModule(main, stage.graph)
+        self._prepare = prepare
+        needed = ("first", "steady") if self.is_deferring else ("whole",)
+        self._runs = {name: prepare(name, self.graphs[name]) for name in needed}
+
+    def whole(self, *args: Any) -> Any:
+        """One iteration with nothing pending and nothing left."""
+        return self._run_of("whole")(*args)
+
+    def run(
+        self, name: str, args: Sequence[Any], carried: tuple[Any, ...]
+    ) -> tuple[list[Any], tuple[Any, ...]]:
+        """The step's outputs, None where this form has none, and what is left."""
+        return self._call(self._stages[name], self._run_of(name), [*args, *carried])
+
+    def flush(
+        self, args: Sequence[Any], carried: tuple[Any, ...], unfinished: frozenset[int]
+    ) -> list[Any]:
+        """The outputs of the regions that are not done yet, None for all others."""
+        regions = self._graph.regions
+        if not unfinished:
+            return [None] * self._num_outputs
+        if len(unfinished) == len(regions):
+            return self.run("flush", args, carried)[0]
+        # After an exception only: not worth keeping.
+        stage = derive_flush(self._graph, regions, sorted(unfinished))
+        run = self._prepare("flush", fx.GraphModule(self._main, stage.graph))
+        return self._call(stage, run, [*args, *carried])[0]
+
+    def wait_for(self, carried: Sequence[Any]) -> None:
+        """Wait for reductions that no iteration will wait for.
+
+        Torch keeps each of them, and its memory, until somebody has.
+        """
+        if carried:
+            steady = self.graphs["steady"].graph
+            for place in left_under_way(steady, self.num_carried):
+                _torch.WAIT(carried[place])
+
+    def _call(
+        self, stage: Stage, run: Runnable, inputs: list[Any]
+    ) -> tuple[list[Any], tuple[Any, ...]]:
+        # Not by a call of the module: torch.fx traces those where a model is traced.
+        values = (
+            run.forward(*inputs) if isinstance(run, fx.GraphModule) else run(*inputs)
+        )
+        outputs: list[Any] = [None] * self._num_outputs
+        for place, value in zip(stage.outputs, values, strict=False):
+            outputs[place] = value
+        return outputs, tuple(values[len(stage.outputs) :])
+
+    def _run_of(self, name: str) -> Runnable:
+        if name not in self._runs:
+            self._runs[name] = self._prepare(name, self.graphs[name])
+        return self._runs[name]
 
 
 def _hand_over(outputs: Any) -> Any:
