@@ -33,9 +33,9 @@ class IterGraph(fx.Graph):
     def copy_of(cls, graph: fx.Graph, regions: Sequence[DeferredRegion] = ()) -> Self:
         """A copy of a graph, with the same names and metadata."""
         copy = cls()
-        twins: dict[fx.Node, fx.Node] = {}
+        copies: dict[fx.Node, fx.Node] = {}
         for node in graph.nodes:
-            twins[node] = copy.node_copy(node, lambda old: twins[old])
+            copies[node] = copy.node_copy(node, copies.__getitem__)
         copy.regions = list(regions)
         return copy
 
@@ -65,7 +65,7 @@ class IterGraph(fx.Graph):
                 "Move nodes before finalize_setup()."
             )
         region = check_region(self, subgraph, target_node, self.regions)
-        place = next(node for node in self.nodes if node.name == region.before)
+        place: fx.Node = next(n for n in self.nodes if n.name == region.before)
         if place is not target_node:
             text = _stale(subgraph, target_node, place)
             if strict:

@@ -202,11 +202,11 @@ class _Validity:
             if node in self._region_of:
                 continue
             for state in node.all_input_nodes:
-                number = self._writer_of.get(state)
-                if number is None or number in settled:
+                writer = self._writer_of.get(state)
+                if writer is None or writer in settled:
                     continue
-                settled.add(number)
-                region = self._regions[number]
+                settled.add(writer)
+                region = self._regions[writer]
                 yield (
                     f"{node.name} reads {readable_name(state)} in front of "
                     f"{region.before}, where {region} of the iteration before write it: "
