@@ -100,6 +100,8 @@ def watch(
 class _StandIn:
     """Something of ours in the place of a user's method; several steps may stack up."""
 
+    belongs_to_compiled_step = True  # guards look at what it stands for
+
     def __init__(self, owner: Owner, name: str) -> None:
         self._owner, self._name = owner, name
         self.own = vars(owner).get(

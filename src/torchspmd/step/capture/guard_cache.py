@@ -10,7 +10,7 @@ object, goes the long way; nothing is decided here but "all is as it was".
 import weakref
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any, final
+from typing import Any, Generic, Protocol, TypeVar, final
 
 import torch
 
@@ -25,35 +25,46 @@ from torchspmd.step.capture.guards import (
     watch_data,
 )
 from torchspmd.step.capture.inventory import Inventory, Number, Role, Slot, is_liftable
-from torchspmd.step.program import Program
 
 _form = attrgetter("shape", "dtype", "device", "requires_grad")
 _gradient = attrgetter("grad")
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
+class Guarded(Protocol):
+    """What is kept for a call: a program."""
+
+    number: int
+
+    def accepts(self, inventory: Inventory) -> bool:
+        """Whether the numbers of a call fit what was assumed about them."""
+
+
+Kept = TypeVar("Kept", bound=Guarded)
+
+
 @final
-class KnownCalls:
+class GuardCache(Generic[Kept]):
     """The latest call of each program, as far as its objects still exist."""
 
     def __init__(self) -> None:
-        self._calls: dict[int, Unchanged] = {}
+        self._calls: dict[int, tuple[Unchanged, Kept]] = {}
 
-    def add(self, inventory: Inventory, program: Program) -> None:
+    def add(self, inventory: Inventory, program: Kept) -> None:
         """Remember a call before it is run."""
-        self._calls[program.number] = Unchanged(inventory, program)
+        self._calls[program.number] = Unchanged(inventory), program
 
     def find(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Program, Inventory] | None:
+    ) -> tuple[Kept, Inventory] | None:
         """The program of a known call that this one equals, and its inventory."""
         if not self._calls:
             return None
         leaves, structure = _torch.flatten_tree((args, kwargs))
-        for call in self._calls.values():
+        for call, program in self._calls.values():
             inventory = call.renew(leaves, structure)
-            if inventory is not None and call.program.accepts(inventory):
-                return call.program, inventory
+            if inventory is not None and program.accepts(inventory):
+                return program, inventory
         return None
 
 
@@ -62,13 +73,9 @@ class Unchanged:
     """What one call found, kept without its arguments, inputs and gradients.
 
     Modules and optimizers are held weakly: when one of them goes, all of this goes.
-
-    Attributes:
-        program: The program that served the call.
     """
 
-    def __init__(self, inventory: Inventory, program: Program) -> None:
-        self.program = program
+    def __init__(self, inventory: Inventory) -> None:
         self._is_usable = _has_simple_inputs(inventory)
         self._ambient = tuple(ambient_facts())
         self._keep_arguments(inventory)

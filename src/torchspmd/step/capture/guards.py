@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
 from torchspmd.step.capture.inventory import Inventory, Number, Role, is_liftable
-from torchspmd.step.flush_hooks import Refused, Watched
 from torchspmd.step.progress import note
 
 # ----------------------------------------------------------------------------
@@ -776,14 +775,22 @@ def _attribute_facts(
 def _own_attributes(module: nn.Module) -> dict[str, Any]:
     """A module's attributes, without what stands there while an update is pending."""
     own = {key: _look_through(value) for key, value in vars(module).items()}
-    return {key: value for key, value in own.items() if value is not Watched}
+    return {key: value for key, value in own.items() if value is not _NOTHING}
+
+
+_NOTHING = object()
 
 
 def _look_through(value: Any) -> Any:
-    if not isinstance(value, (Watched, Refused)):
-        return value
-    # What the user put there; the class stands for nothing.
-    return Watched if value.own is None else _look_through(value.own)
+    """What the user put in the place of a method that we wrap now."""
+    while is_of_step(value):
+        value = _NOTHING if value.own is None else value.own
+    return value
+
+
+def is_of_step(value: Any) -> bool:
+    """Whether a compiled step put a hook, or what is in the place of a method, there."""
+    return bool(getattr(type(value), "belongs_to_compiled_step", False))
 
 
 class HookFact(tuple[Any, ...]):
@@ -806,7 +813,7 @@ def _hooks(holder: Any, tables: tuple[str, ...]) -> HookFact:
     return HookFact(
         (table, key, id(hook), name_of_hook(hook))
         for table, key, hook in _torch.hooks_of(holder, tables)
-        if not getattr(hook, "belongs_to_compiled_step", False)
+        if not is_of_step(hook)
     )
 
 

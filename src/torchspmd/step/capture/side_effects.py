@@ -23,7 +23,7 @@ from torchspmd.errors import CaptureError
 from torchspmd.step.capture.guards import ambient_facts
 from torchspmd.step.capture.inventory import Inventory, Role
 from torchspmd.step.capture.refusals import line_of_caller
-from torchspmd.step.modes.shard_layout import is_retired
+from torchspmd.step.capture.retired import is_retired
 from torchspmd.step.progress import note
 
 # ----------------------------------------------------------------------------

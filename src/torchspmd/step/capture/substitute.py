@@ -20,15 +20,19 @@ from torchspmd.errors import CaptureError
 from torchspmd.step.capture.guards import name_of_hook
 from torchspmd.step.capture.host_values import HostValues
 from torchspmd.step.capture.inventory import Inventory, Number, Role
-from torchspmd.step.capture.rank_taint import keep_inner, refuse_graphs
+from torchspmd.step.capture.rank_divergence import (
+    keep_inner,
+    mark_gradient,
+    refuse_graphs,
+)
 from torchspmd.step.capture.refusals import (
     calling_line,
     check_first_step,
     check_whole,
     is_spread,
 )
+from torchspmd.step.capture.spread import Spread
 from torchspmd.step.graph.metadata import OwnerLog
-from torchspmd.step.modes.data_parallel import Spread
 
 # ----------------------------------------------------------------------------
 # Hooks that the user put on the gradients of parameters, run while a step is traced.
@@ -315,7 +319,9 @@ class _Reduction:
             if self._spread.reduces and torch.is_grad_enabled():
                 return keep_inner(gradient)  # create_graph=True
             with torch.no_grad():
-                return self._spread.reduce(gradient)
+                reduced = self._spread.reduce(gradient)
+                mark_gradient(reduced, self._stage.shown[self._place], self._place)
+            return reduced
 
 
 class _OptimizerRun:

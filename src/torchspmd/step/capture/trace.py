@@ -26,7 +26,11 @@ from torchspmd.step.capture.outputs import (
     Result,
     collect,
 )
-from torchspmd.step.capture.rank_taint import check_inner_gradients
+from torchspmd.step.capture.rank_divergence import (
+    check_gradients,
+    check_inner_gradients,
+    find_other_axes,
+)
 from torchspmd.step.capture.refusals import (
     NoPrinting,
     RefusalError,
@@ -43,6 +47,12 @@ from torchspmd.step.capture.side_effects import (
     closed_arguments,
     refuse_changes,
     refusing_schedulers,
+)
+from torchspmd.step.capture.spread import (
+    Relayout,
+    Spread,
+    check_layouts,
+    checksum_parameters,
 )
 from torchspmd.step.capture.substitute import Stage
 from torchspmd.step.capture.trace_modes import (
@@ -62,8 +72,6 @@ from torchspmd.step.graph.metadata import (
     owner_of,
     set_roles,
 )
-from torchspmd.step.modes.data_parallel import ReplicatedData, Spread, check_layouts
-from torchspmd.step.modes.shard_layout import Relayout
 from torchspmd.step.progress import note, phase
 
 
@@ -81,14 +89,28 @@ class Captured:
 
 
 def capture(
-    function: Callable[..., Any], name: str, inventory: Inventory, spread: Spread
+    function: Callable[..., Any],
+    name: str,
+    inventory: Inventory,
+    spread: Spread,
+    *,
+    compare_values: bool,
 ) -> Captured:
-    """Trace a step once, without running it, and make its graph functional."""
+    """Trace a step once, without running it, and make its graph functional.
+
+    Args:
+        function: The user's step.
+        name: What it is called in messages.
+        inventory: What the step works on.
+        spread: How it is spread over ranks.
+        compare_values: Take checksums of the parameters that ranks must hold alike.
+    """
     check_layouts(spread, inventory.slots)
     check_memory(inventory)
     relayout = spread.lay_out(inventory)
     if relayout is not None:
         inventory = relayout.inventory
+    other_axes = find_other_axes(inventory.slots, spread.mesh)
     world = _torch.FakeWorld()
     flat: list[Any] = [
         world.fake(_torch.plain_tensor(slot.tensor)) for slot in inventory.slots
@@ -112,6 +134,7 @@ def capture(
     check_leaks(inventory, function)
     assert tracing.outputs is not None
     spread.check(traced)
+    check_gradients(traced, inventory.slots, other_axes)
     _check_inner(traced, tracing.outputs, inventory, spread)
     try:
         with phase("functional form"):
@@ -132,7 +155,11 @@ def capture(
     assumptions = world.assumptions()
     reads = tracing.reads.kept_for(assumptions)
     mark_guarded(graph.graph, [slot for _, slot in reads.slots])
-    values = spread.values(inventory, relayout)
+    values: tuple[str, ...] = ()
+    if relayout is not None:
+        values = tuple(fact.text for fact in relayout.facts)
+    elif compare_values:
+        values = checksum_parameters(inventory, spread)
     return Captured(graph, outputs, symbols, assumptions, reads, relayout, values)
 
 
@@ -316,7 +343,7 @@ def _check_inner(
     traced: fx.GraphModule, outputs: Outputs, inventory: Inventory, spread: Spread
 ) -> None:
     """Parameters and their gradients must not follow from what one rank has alone."""
-    if not isinstance(spread, ReplicatedData):  # others say by layouts what is equal
+    if spread.mesh is None or not spread.has_own_batches:
         return
     slots = inventory.slots
     names = {}
@@ -326,7 +353,7 @@ def _check_inner(
         elif isinstance(destination, NewValue):
             if slots[destination.slot].role in (Role.PARAMETER, Role.GRADIENT):
                 names[place] = slots[destination.slot].name
-    check_inner_gradients(traced.graph, spread.mesh.get_group().group_name, names)
+    check_inner_gradients(traced.graph, spread.mesh, names)
 
 
 # ----------------------------------------------------------------------------
