@@ -20,7 +20,7 @@ from torchspmd import _torch
 from torchspmd.comm import Kind, find_operator
 from torchspmd.errors import CaptureError
 from torchspmd.step.capture.inventory import Role, Slot
-from torchspmd.step.capture.refusals import line_of_caller
+from torchspmd.step.capture.refusals import calling_line
 from torchspmd.step.graph.aliases import find_aliases, operator_of
 from torchspmd.step.graph.metadata import last_node, output_node, output_values
 
@@ -239,7 +239,7 @@ def refuse_graphs(parameter: torch.Tensor, name: str) -> Any:
             raise CaptureError(
                 f"compile: backward(create_graph=True) would leave a gradient in {name}"
                 ".grad that is reduced over ranks and cannot be differentiated again\n\n"
-                f"  * {line_of_caller()}\n\nTake gradients that a loss is made of with "
+                f"  * {calling_line()}\n\nTake gradients that a loss is made of with "
                 "torch.autograd.grad(loss, parameters, create_graph=True): they stay those "
                 "of this rank, and what the last backward() makes of them is reduced."
             )

@@ -29,7 +29,7 @@ from torchspmd import _torch
 from torchspmd.comm import Phase
 from torchspmd.errors import CaptureError
 from torchspmd.step.capture.inventory import Inventory
-from torchspmd.step.capture.refusals import line_of_caller
+from torchspmd.step.capture.refusals import calling_line
 from torchspmd.step.graph.aliases import find_aliases
 from torchspmd.step.graph.metadata import META_KEY, Owner, OwnerLog, last_node, owner_of
 from torchspmd.step.modes.shard_layout import Cut
@@ -177,7 +177,7 @@ class Gathering:
             raise CaptureError(
                 f"compile: the gradient of {self._names[id(parameter)]} is taken with "
                 "create_graph=True, and one that was reduced into shards cannot be "
-                f"differentiated again\n\n  * {line_of_caller()}\n\nUse parallel_mode="
+                f"differentiated again\n\n  * {calling_line()}\n\nUse parallel_mode="
                 "DataParallel('replicate') for a gradient penalty, or leave create_graph "
                 "out."
             )
