@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
+from torchspmd.layout.retired import free_retired
 from torchspmd.step.capture.inventory import Inventory, Role, Slot
-from torchspmd.step.capture.retired import retire
 from torchspmd.step.graph.metadata import OwnerLog
 from torchspmd.step.progress import phase
 
@@ -166,7 +166,7 @@ class Relayout:
         before.by_id.clear()
         before.by_id.update({id(s.tensor): n for n, s in enumerate(before.slots)})
         for old, slot in replaced:
-            retire(old, slot.name)
+            free_retired(old, slot.name)
 
     def _commit_state(self, index: int) -> None:
         state, slots = self._before.saved_states[index], self.inventory.slots

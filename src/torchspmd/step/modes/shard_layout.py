@@ -16,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
+from torchspmd.layout.retired import copy_attributes
+from torchspmd.layout.shards import full_shard_size, shard_bounds, shard_size
 from torchspmd.step.capture.guards import name_of_hook
 from torchspmd.step.capture.inventory import Inventory, Role, Slot, is_counter
 from torchspmd.step.capture.spread import Fact, Relayout, checksums
@@ -50,12 +52,12 @@ class Cut:
     @property
     def share(self) -> int:
         """The rows of the first ranks; the last ones may have fewer, or none."""
-        return -(-self.rows // self.mesh.size())
+        return full_shard_size(self.rows, self.mesh.size())
 
     @property
     def kept(self) -> tuple[int, int]:
         """First and last row (excluded) of the gathered tensor that this rank keeps."""
-        return rows_of(self.rows, self.mesh.size(), self.mesh.get_local_rank())
+        return shard_bounds(self.rows, self.mesh.size(), self.mesh.get_local_rank())
 
 
 def plan_cut(layout: Any, shape: tuple[int, ...], dtype: Any, mesh: DeviceMesh) -> Cut:
@@ -117,7 +119,7 @@ def _read_two_axes(layout: Any, mesh: DeviceMesh) -> Cut | None:
         assert coordinate is not None
         size = joined.size(1)
         is_even = rows % (mesh.size() * size) == 0
-        rows = _length(rows, size, coordinate[1])
+        rows = shard_size(rows, size, coordinate[1])
     return Cut(layout, whole, mesh, rows, not found.is_replicate(), is_even)
 
 
@@ -136,8 +138,7 @@ def _leaves_a_rank_empty(whole: Any, shape: tuple[int, ...]) -> bool:
     if whole is None or not whole.placements[0].is_shard():
         return False
     size = whole.mesh.size()
-    first, last = rows_of(shape[whole.placements[0].dim], size, size - 1)
-    return first == last
+    return not shard_size(shape[whole.placements[0].dim], size, size - 1)
 
 
 def _cuts_rows(whole: Any) -> bool:
@@ -183,28 +184,13 @@ def can_describe(rows: int, num_data: int, num_beside: int) -> bool:
     >>> can_describe(9, 2, 2), can_describe(7, 3, 2)
     (True, False)
     """
-    parts = [_length(rows, num_beside, rank) for rank in range(num_beside)]
+    parts = [shard_size(rows, num_beside, rank) for rank in range(num_beside)]
     for data_rank in range(num_data):
-        held = [_length(part, num_data, data_rank) for part in parts]
+        held = [shard_size(part, num_data, data_rank) for part in parts]
         block = sum(held)
-        if held != [_length(block, num_beside, rank) for rank in range(num_beside)]:
+        if held != [shard_size(block, num_beside, rank) for rank in range(num_beside)]:
             return False
     return True
-
-
-def _length(rows: int, num_ranks: int, rank: int) -> int:
-    first, last = rows_of(rows, num_ranks, rank)
-    return last - first
-
-
-def rows_of(rows: int, num_ranks: int, rank: int) -> tuple[int, int]:
-    """First and last row (excluded) of a rank: full shares first, as DTensor has it.
-
-    >>> [rows_of(5, 4, rank) for rank in range(4)]
-    [(0, 2), (2, 4), (4, 5), (5, 5)]
-    """
-    share = -(-rows // num_ranks)
-    return min(rank * share, rows), min((rank + 1) * share, rows)
 
 
 def plan_cuts(inventory: Inventory, mesh: DeviceMesh) -> dict[int, Cut]:
@@ -288,7 +274,7 @@ def shard(slot: Slot, cut: Cut) -> torch.Tensor:
     if slot.role is not Role.PARAMETER:
         return sharded
     parameter = nn.Parameter(sharded, requires_grad=slot.tensor.requires_grad)
-    parameter.__dict__.update(vars(slot.tensor))  # marks that users put on parameters
+    copy_attributes(slot.tensor, parameter)
     return parameter
 
 
