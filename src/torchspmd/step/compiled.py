@@ -18,10 +18,11 @@ from torchspmd import _torch
 from torchspmd.comm import Ledger
 from torchspmd.errors import CaptureError, UsageError
 from torchspmd.layout.names import format_mesh
-from torchspmd.step.capture.guard_cache import KnownCalls
+from torchspmd.step.capture.guard_cache import GuardCache
 from torchspmd.step.capture.guards import TensorFact, explain_difference, sign
 from torchspmd.step.capture.inventory import Inventory, take_inventory
 from torchspmd.step.capture.override import Override, Overrides
+from torchspmd.step.capture.spread import Spread
 from torchspmd.step.capture.trace import Captured, capture, without_collection
 from torchspmd.step.certify import prepare_certified
 from torchspmd.step.deferral.iter_graph import deferral_facts
@@ -45,7 +46,8 @@ from torchspmd.step.lower.backends import (
 from torchspmd.step.lower.in_place import InPlaceReport
 from torchspmd.step.measure.exposure import check_request, measure_program
 from torchspmd.step.measure.exposure_report import ExposureReport
-from torchspmd.step.modes.data_parallel import DataParallel, Spread, resolve_spread
+from torchspmd.step.modes.data_parallel import DataParallel
+from torchspmd.step.modes.resolve import resolve_spread
 from torchspmd.step.program import Program, find_loose, find_released
 from torchspmd.step.progress import Progress
 from torchspmd.step.rank_agreement import Meeting, Plan, Switches, build_plan
@@ -256,7 +258,7 @@ class CompiledStep:
         self._programs: list[Program] = []
         self._by_signature: dict[Any, list[Program]] = {}
         self._overrides = Overrides(module_override)
-        self._known = KnownCalls()
+        self._known = GuardCache[Program]()
         self._closed, self._closed_by = tuple[ClosedProgram, ...](), ""
         self._pending: Pending | None = None
         self.lock = threading.RLock()
@@ -361,7 +363,7 @@ class CompiledStep:
             self._closed_by = by
         self._programs.clear()
         self._by_signature.clear()
-        self._known = KnownCalls()
+        self._known = GuardCache[Program]()
 
     def __enter__(self) -> Self:
         self._check_open()
@@ -421,7 +423,13 @@ class CompiledStep:
     ) -> Program:
         spread = self._resolve_spread(inventory)
         start = time.perf_counter()
-        captured = capture(self._function, self._name, inventory, spread)
+        captured = capture(
+            self._function,
+            self._name,
+            inventory,
+            spread,
+            compare_values=not self._programs,
+        )
         captured = _override(captured, inventory, self._overrides)
         laid_out = captured.relayout.inventory if captured.relayout else inventory
         with _torch.without_autocast():  # what it did is in the graph

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Self, final
@@ -23,7 +23,6 @@ class Progress:
     Attributes:
         seconds: How long each phase took, in order.
         notes: What there is to say about it afterwards, a line each.
-        when_done: Called at the end, if nothing failed.
     """
 
     def __init__(self, what: str, console: Console | None = None) -> None:
@@ -34,7 +33,6 @@ class Progress:
         self.seconds: dict[str, float] = {}
         self._inside = [0.0]  # of each open phase: the seconds of phases within it
         self.notes: list[str] = []
-        self.when_done: list[Callable[[], None]] = []
 
     def __enter__(self) -> Self:
         self._token = _current.set(self)
@@ -50,8 +48,6 @@ class Progress:
     ) -> None:
         self._status.stop()
         _current.reset(self._token)
-        for call in self.when_done if error is None else ():
-            call()
         is_long = sum(self.seconds.values()) > _TOLD_AFTER
         if error is None and is_long and self._console.is_terminal:
             text = f"{self._what}: {self.describe()}"
@@ -104,10 +100,3 @@ def note(line: str) -> None:
     progress = _current.get()
     if progress is not None and line not in progress.notes:
         progress.notes.append(line)
-
-
-def when_done(call: Callable[[], None]) -> None:
-    """Have something called once the capture under way has made its program."""
-    progress = _current.get()
-    if progress is not None:
-        progress.when_done.append(call)
