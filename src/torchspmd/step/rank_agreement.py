@@ -22,7 +22,7 @@ from torchspmd import _torch
 from torchspmd.comm import Ledger
 from torchspmd.errors import AgreementError
 from torchspmd.layout.names import format_mesh
-from torchspmd.step.graph.collectives import communications, events_of, peers_of
+from torchspmd.step.graph.collectives import events_of, peers_of
 from torchspmd.step.graph.metadata import output_values, readable_name, written_state
 from torchspmd.step.progress import phase
 
@@ -91,7 +91,7 @@ def build_plan(
             event.axis,
             event.group.ranks,
         )
-        for node, event in communications(graph)
+        for node, event in events_of(graph.graph)
     )
     return Plan(sent, tuple(inputs), tuple(values), tuple(deferred))
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any, Protocol
 
+import torch
 from torch import fx
 
 from torchspmd import _torch
@@ -31,6 +32,13 @@ class NodeMaker:
         node.meta["val"] = _torch.fake_result(target, values, **options)
         node.meta[META_KEY] = self._owner
         return node
+
+
+def tensor_value(node: fx.Node) -> torch.Tensor:
+    """The fake tensor of a node that gives one."""
+    value = node.meta["val"]
+    assert isinstance(value, torch.Tensor), f"{node.name}: {type(value).__name__}"
+    return value
 
 
 def common_owner(nodes: Sequence[fx.Node]) -> Owner:
@@ -100,11 +108,16 @@ def find_all_descendants(
     check_nodes("find_all_descendants", parent_nodes=parent_nodes)
     if not parent_nodes:
         raise UsageError("find_all_descendants: No parent nodes are given.")
-    found = set(parent_nodes)
-    waiting = list(parent_nodes)
+    return descendants(gm.graph, parent_nodes)
+
+
+def descendants(graph: fx.Graph, parents: Sequence[fx.Node]) -> list[fx.Node]:
+    """The same, of a graph."""
+    found = set(parents)
+    waiting = list(parents)
     while waiting:
         for user in waiting.pop().users:
             if user.op != "output" and user not in found:
                 found.add(user)
                 waiting.append(user)
-    return [node for node in gm.graph.nodes if node in found]
+    return [node for node in graph.nodes if node in found]
