@@ -12,7 +12,7 @@ from torchspmd.step import (
     DataParallel,
     GraphModuleTransformation,
     compile,
-    switches,
+    rank_agreement,
 )
 
 pytestmark = pytest.mark.ranks
@@ -116,7 +116,7 @@ def test_ranks_with_other_batches_are_told(ranks2):
 
 def known_programs(together, apart, seconds):
     """All ranks run batches of some sizes together; then each takes its own one."""
-    switches.SECONDS = seconds
+    rank_agreement.SECONDS = seconds
     model, optim = make(False)
     step = compile(
         gm_transformation=transformation(False), parallel_mode=DataParallel("replicate")
@@ -172,7 +172,7 @@ class Two(nn.Module):
 
 
 def steps_of_two(which, seconds):
-    switches.SECONDS = seconds
+    rank_agreement.SECONDS = seconds
 
     def step(model, optim, x, which):
         loss = model(x, which)

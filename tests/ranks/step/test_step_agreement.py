@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from torchspmd.errors import AgreementError
 from torchspmd.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torchspmd.step import DataParallel, backends, compile, meeting
+from torchspmd.step import DataParallel, compile, rank_agreement
+from torchspmd.step.lower import backends
 from torchspmd.testing import Ranks
 
 pytestmark = pytest.mark.ranks
@@ -86,7 +87,7 @@ def lonely_step(model, optim, batch):
 
 def late():
     """Rank 1 never calls the step."""
-    meeting.PLAN_SECONDS = 1.0
+    rank_agreement.PLAN_SECONDS = 1.0
     found = None
     if dist.get_rank() == 0:
         model = nn.Linear(4, 2)
@@ -95,7 +96,7 @@ def late():
             compile(lonely_step)(model, optim, torch.ones(3, 4))
         except AgreementError as error:
             found = str(error)
-    meeting.PLAN_SECONDS = 300.0
+    rank_agreement.PLAN_SECONDS = 300.0
     dist.barrier()
     return found
 
@@ -165,7 +166,7 @@ def check_told(found):
 
 def compiles_slowly():
     """Compiling takes longer on one rank than ranks wait for a plan."""
-    meeting.PLAN_SECONDS, lower = 1.0, backends.lower
+    rank_agreement.PLAN_SECONDS, lower = 1.0, backends.lower
 
     def slow(graph):
         if dist.get_rank() == 1:
@@ -178,7 +179,7 @@ def compiles_slowly():
     try:
         loss = compile(step, backend="inductor")(model, optim, torch.ones(3, 4))
     finally:
-        meeting.PLAN_SECONDS, backends.lower = 300.0, lower
+        rank_agreement.PLAN_SECONDS, backends.lower = 300.0, lower
     return loss.shape
 
 

@@ -10,7 +10,7 @@ from torch import fx
 
 from torchspmd import _torch
 from torchspmd.comm import find_operator
-from torchspmd.step.graph.aliases import operator_of
+from torchspmd.step.graph.aliases import is_view, is_wait, operator_of
 from torchspmd.step.graph.metadata import output_values, readable_name, roles_of
 from torchspmd.step.legality.edit import Edit, Problem, output_name, show
 from torchspmd.step.legality.values import read_call
@@ -146,11 +146,11 @@ def _follow(start: fx.Node) -> Started:
         for user in node.users:
             if node is not start and not start < user:
                 continue  # uses of a buffer before the collective writes into it
-            if _is_wait(user):
+            if is_wait(user):
                 found.items.setdefault(item, []).append(user)
             elif user.target is operator.getitem:
                 waiting.append((user, user.args[1]))
-            elif _is_view(user):
+            elif is_view(user):
                 waiting.append((user, item))
             elif user is not start:
                 found.early.append(user)
@@ -164,18 +164,6 @@ def _written_buffers(start: fx.Node) -> list[tuple[fx.Node, object]]:
     given = [start.args[place] for place in places if place < len(start.args)]
     given += [start.kwargs[name] for name in start.kwargs if name == "out"]
     return [(node, None) for node in given if isinstance(node, fx.Node)]
-
-
-def _is_wait(node: fx.Node) -> bool:
-    target = operator_of(node)
-    return target is not None and _torch.packet_name(target).endswith("::wait_tensor")
-
-
-def _is_view(node: fx.Node) -> bool:
-    target = operator_of(node)
-    if target is None or _torch.written_arguments(target):
-        return False
-    return bool(_torch.shared_arguments(target))
 
 
 def check_waits(edit: Edit) -> list[Problem]:
@@ -211,7 +199,7 @@ def _check(started: Started, old: Started | None) -> Iterator[Problem]:
 def _check_strays(edit: Edit, waited: set[fx.Node]) -> Iterator[Problem]:
     """Waits for something that no collective gave."""
     for node in edit.after.nodes:
-        if not _is_wait(node) or node in waited:
+        if not is_wait(node) or node in waited:
             continue
         old, (source, *_) = edit.old.get(node), node.all_input_nodes
         old_source = edit.old.get(source)
