@@ -58,3 +58,10 @@ def ranks3() -> Iterator[Ranks]:
 def ranks4() -> Iterator[Ranks]:
     with Ranks(4) as ranks:
         yield ranks
+
+
+@pytest.fixture(params=(2, 3))
+def ranks(request: pytest.FixtureRequest) -> Ranks:
+    """What divides by two is uneven on three, and the third gets none of four rows."""
+    found: Ranks = request.getfixturevalue(f"ranks{request.param}")
+    return found
