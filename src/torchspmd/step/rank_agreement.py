@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchspmd import _torch
 from torchspmd.comm import Ledger
 from torchspmd.errors import AgreementError
+from torchspmd.layout.names import format_mesh
 from torchspmd.step.graph.collectives import communications, events_of, peers_of
 from torchspmd.step.graph.metadata import output_values, readable_name, written_state
 from torchspmd.step.progress import phase
@@ -327,7 +328,7 @@ class Meeting:
     def compare(self, plan: Plan, along: DeviceMesh | None = None) -> None:
         """Raise on every rank of the mesh, or of that one, unless all have this plan."""
         if (mesh := along or self._mesh) is not None:
-            self._agree(plan, mesh, f"plan/{describe(mesh)}", PLAN_SECONDS)
+            self._agree(plan, mesh, f"plan/{format_mesh(mesh)}", PLAN_SECONDS)
 
     def wait_until_ready(self, peers: Sequence[int]) -> None:
         """Wait until all ranks can run the program; raise where one cannot.
@@ -380,7 +381,7 @@ class Meeting:
             agree(
                 plan,
                 mesh,
-                f"{self._what}, mesh {describe(mesh)}",
+                f"{self._what}, mesh {format_mesh(mesh)}",
                 f"{self._key}/{stage}",
                 seconds=seconds,
                 failures=f"{self._key}/failed",
@@ -394,12 +395,6 @@ def share(text: str, stage: str) -> list[str]:
     """The texts of all ranks that make the program under way; outside of one, this."""
     meeting = _current.get()
     return [text] if meeting is None else meeting.share(text, stage)
-
-
-def describe(mesh: DeviceMesh) -> str:
-    """Its axes and their sizes."""
-    names = mesh.mesh_dim_names or tuple(f"axis{n}" for n in range(mesh.ndim))
-    return ", ".join(f"{n}={s}" for n, s in zip(names, mesh.shape, strict=True))
 
 
 # ----------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torchspmd.errors import LostStateError, UsageError
 from torchspmd.step import IterGraphModule, compile, find_node
 from torchspmd.step.graph.memory import predict_peak
 from torchspmd.step.graph.metadata import OutputKind, output_values, roles_of
-from torchspmd.step.lower.backends import write_in_place
+from torchspmd.step.lower.in_place import write_in_place
 from torchspmd.step.passes.defer import isolate_update
 
 pytestmark = [

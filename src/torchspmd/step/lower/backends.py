@@ -9,34 +9,23 @@ import torch
 from torch import fx
 
 from torchspmd.errors import CaptureError
-from torchspmd.step.deferral.module import IterGraphModule, Marks
-from torchspmd.step.graph.collectives import gather_into_memory, reduce_in_place
+from torchspmd.step.deferral.module import IterGraphModule
 from torchspmd.step.graph.inductor import check_compilable, lower
-from torchspmd.step.graph.memory import predict_peak
-from torchspmd.step.graph.metadata import (
-    OutputKind,
-    output_values,
-    roles_of,
-    written_state,
-)
+from torchspmd.step.graph.metadata import OutputKind, roles_of
 from torchspmd.step.graph.optimizer_lists import is_fused_update
 from torchspmd.step.lower.cuda_graph import CudaGraphRun
-from torchspmd.step.lower.deferred_in_place import (
-    PendingReport,
-    find_spare,
-    write_pending_in_place,
-)
+from torchspmd.step.lower.deferred_in_place import FormsInPlace
 from torchspmd.step.lower.in_place import (
     InPlaceReport,
     apply_in_place,
-    keep_apart,
     mark_handed_out,
     plan_in_place,
+    write_in_place,
+    written_tensors,
 )
 from torchspmd.step.lower.update_calls import (
     NOT_PENDING,
     make_one_call,
-    noting,
     targets_of,
 )
 from torchspmd.step.measure.cost import offering
@@ -171,88 +160,13 @@ def _prepare_iterated(run: IterGraphModule) -> Prepared:
     """Every form of an iterated graph writes in place what it may."""
     write = write_for_compiler if run.enable_inductor else write_in_place
     whole, report = write(run.main_gm)
-    forms = _FormsInPlace(run, whole)
+    forms = FormsInPlace(run, whole)
     run.finalize_setup(forms.make_ready)
     for line in forms.notes:
         note(line)
     is_plain = not run.is_deferring and not run.enable_inductor
     overlapped = forms.running if run.is_deferring and not run.enable_inductor else {}
     return Prepared(run, run.main_gm, whole, report, is_plain, dict(overlapped))
-
-
-class _FormsInPlace:
-    """Makes the forms of an iterated graph ready to run.
-
-    An iteration that leaves work and fails may be run again, so that its inputs must stay
-    as they were. Pending updates are an exception: which of them are done is written down.
-    """
-
-    def __init__(self, run: IterGraphModule, whole: fx.GraphModule) -> None:
-        self._run, self._whole = run, whole
-        self._pending = PendingReport()  # of the steady form
-        self._spare: frozenset[int] = frozenset()
-        self.notes: tuple[str, ...] = ()
-        self.running: dict[str, fx.Graph] = {}  # before a compiler gets them
-
-    def make_ready(self, name: str, form: fx.GraphModule) -> Callable[..., Any]:
-        is_compiled = self._run.enable_inductor
-        if name == "whole":
-            running = self._whole
-        elif name in ("steady", "flush"):
-            # A collective under way that reads a state shows in the steady form only.
-            if name == "steady":
-                self._spare = find_spare(form.graph)
-            running, report = write_pending_in_place(
-                form,
-                self._run.marks,
-                self._pending.left,
-                self._spare,
-                as_calls=is_compiled,
-            )
-            if name == "steady":
-                self._pending = report
-                peak = predict_peak(running.graph)
-                self.notes = (*report.lines(), f"memory of an overlapped step: {peak}")
-        elif is_compiled:
-            running = fx.GraphModule(form, copy.deepcopy(form.graph))
-            keep_apart(running.graph)
-        else:
-            running, _ = write_in_place(form, keep_inputs=True)
-        self.running[name] = running.graph
-        if not is_compiled:
-            return running
-        # Whoever asks for a flush waits for it: it is mostly updates, which are calls.
-        made = running.forward if name == "flush" else lower(running)
-        return _Noting(made, self._run.marks)
-
-
-class _Noting:
-    """Compiled code whose updates note that they begin and end."""
-
-    def __init__(self, run: Callable[..., Any], marks: Marks) -> None:
-        self._run, self._marks = run, marks
-        self._is_known = False  # whether the states themselves are written
-
-    def __call__(self, *flat: Any) -> Any:
-        with noting(self._marks, None if self._is_known else flat):
-            out = self._run(*flat)
-        self._is_known = True
-        return out
-
-
-def write_in_place(
-    graph: fx.GraphModule, *, keep_inputs: bool = False
-) -> tuple[fx.GraphModule, InPlaceReport]:
-    """A copy of a functional graph that writes new values where the old ones lie.
-
-    With ``keep_inputs`` it does so only for values that the graph itself made.
-    """
-    edited = copy.deepcopy(graph.graph)
-    written = {} if keep_inputs else _written_tensors(edited)
-    report = apply_in_place(edited, plan_in_place(edited, written))
-    reduce_in_place(edited)
-    gather_into_memory(edited)
-    return fx.GraphModule(graph, edited), report
 
 
 def write_for_compiler(graph: fx.GraphModule) -> tuple[fx.GraphModule, InPlaceReport]:
@@ -262,7 +176,7 @@ def write_for_compiler(graph: fx.GraphModule) -> tuple[fx.GraphModule, InPlaceRe
     """
     for may_write in (is_fused_update, _never):
         edited = copy.deepcopy(graph.graph)
-        plan = plan_in_place(edited, _written_tensors(edited), may_write=may_write)
+        plan = plan_in_place(edited, written_tensors(edited), may_write=may_write)
         report = apply_in_place(edited, plan)
         updates = [n for n in edited.nodes if is_fused_update(n) and targets_of(n)]
         problems = (make_one_call(edited, [node], NOT_PENDING) for node in updates)
@@ -275,19 +189,6 @@ def write_for_compiler(graph: fx.GraphModule) -> tuple[fx.GraphModule, InPlaceRe
 
 def _never(_: fx.Node) -> bool:
     return False
-
-
-def _written_tensors(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """The states that are tensors and get a new value, by the node of that value."""
-    values = output_values(graph)
-    written: dict[fx.Node, fx.Node] = {}
-    for index, place in written_state(graph).items():
-        value = values[index]
-        if isinstance(value, fx.Node) and isinstance(
-            place.meta.get("val"), torch.Tensor
-        ):
-            written.setdefault(value, place)
-    return written
 
 
 class _WithoutLastIteration:
