@@ -9,8 +9,9 @@ import pytest
 import torch
 from hypothesis import settings
 from processes import IMPORTS
+from torch.distributed.device_mesh import DeviceMesh
 
-from torchspmd.testing import Ranks
+from torchspmd.testing import Ranks, fake_mesh
 
 # The same examples in every run; `--hypothesis-profile explore` draws new ones.
 settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
@@ -65,3 +66,27 @@ def ranks(request: pytest.FixtureRequest) -> Ranks:
     """What divides by two is uneven on three, and the third gets none of four rows."""
     found: Ranks = request.getfixturevalue(f"ranks{request.param}")
     return found
+
+
+@pytest.fixture
+def tp2() -> Iterator[DeviceMesh]:
+    with fake_mesh(2, ("tp",)) as mesh:
+        yield mesh
+
+
+@pytest.fixture
+def tp4() -> Iterator[DeviceMesh]:
+    with fake_mesh(4, ("tp",)) as mesh:
+        yield mesh
+
+
+@pytest.fixture
+def dp2_tp2() -> Iterator[DeviceMesh]:
+    with fake_mesh((2, 2), ("dp", "tp")) as mesh:
+        yield mesh
+
+
+@pytest.fixture
+def dp2_tp4() -> Iterator[DeviceMesh]:
+    with fake_mesh((2, 4), ("dp", "tp")) as mesh:
+        yield mesh
