@@ -2,6 +2,7 @@
 
 import functools
 import multiprocessing
+import os
 from collections.abc import Iterator
 from multiprocessing import forkserver
 
@@ -12,6 +13,9 @@ from processes import IMPORTS
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchspmd.testing import Ranks, fake_mesh
+
+# Inductor compiles a few small kernels: its pool of processes would import torch for them.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 # The same examples in every run; `--hypothesis-profile explore` draws new ones.
 settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
