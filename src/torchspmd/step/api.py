@@ -100,6 +100,8 @@ def compile(
             f"compile(mesh={mesh!r}): pass a DeviceMesh, for instance of "
             "init_device_mesh(), or None for all ranks."
         )
+    if getattr(gm_transformation, "enable_inductor", False) and backend == "graph":
+        backend = "inductor"
     comparing = Verification() if verify is True else verify or None
 
     def wrap(function: Callable[..., Any]) -> CompiledStep:

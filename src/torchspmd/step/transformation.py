@@ -17,7 +17,6 @@ from torchspmd.step.deferral.module import IterGraphModule
 from torchspmd.step.graph.cost import CostModel, check_cost
 from torchspmd.step.graph.options import check_flags
 from torchspmd.step.graph.reports import PassReport
-from torchspmd.step.measure.cost import measure_graph
 from torchspmd.step.passes.memory_budget import check_bucket_size
 from torchspmd.step.passes.runner import observing_passes, pass_reports, run_any
 
@@ -88,6 +87,7 @@ class GraphModuleTransformation:
         folder: Where the dumps are; None before the first.
         reports: What each pass did to the latest graph.
         cost: What was given or measured; None for a guess.
+        measures_cost: Whether ``compile`` measures it.
 
     Example:
         >>> transformation = GraphModuleTransformation(dump_graphs=False)
@@ -137,7 +137,7 @@ class GraphModuleTransformation:
         self.dump_graphs = dump_graphs
         self.reports: tuple[PassReport, ...] = ()
         self.cost = None if isinstance(cost, str) else cost
-        self._measures = isinstance(cost, str)
+        self.measures_cost = isinstance(cost, str)
         self._bucket_size_mb = bucket_size_mb
         self._overlap_iterations = overlap_iterations
         self._gather_embeddings = gather_embeddings
@@ -150,15 +150,23 @@ class GraphModuleTransformation:
         """Where the dumps are; None before the first."""
         return None if self._dumps is None else self._dumps.folder
 
-    def __call__(self, gm: fx.GraphModule) -> IterGraphModule:
-        """Transform one graph."""
+    def __call__(
+        self, gm: fx.GraphModule, cost: CostModel | None = None
+    ) -> IterGraphModule:
+        """Transform one graph; ``compile`` hands in the cost that it measured for it."""
+        if self.measures_cost and cost is None:
+            raise UsageError(
+                f"{_WHAT}(cost='measure'): compile measures the step that it captures, and "
+                "does so for gm_transformation itself, not for one that another function "
+                "calls. Pass it as gm_transformation=, or give the cost that "
+                "measure_cost() found."
+            )
+        self.cost = cost or self.cost
         if self.dump_graphs is not False and self._dumps is None:
             asked = None if self.dump_graphs is True else Path(self.dump_graphs)
             self._dumps = Dumps(asked)
         self._dump("captured", gm)
         module = IterGraphModule(gm, enable_inductor=self.enable_inductor)
-        if self._measures:
-            self.cost = measure_graph(gm, self.cost, fuses=self.enable_inductor)
         if passes := self._choose_passes():
             self._run_passes(module, passes)
         return module

@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from torchspmd.errors import AgreementError
 from torchspmd.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torchspmd.step import DataParallel, backends, compile, meeting
+from torchspmd.step import DataParallel, compile, rank_agreement
+from torchspmd.step.lower import backends
 from torchspmd.testing import Ranks
 
 pytestmark = pytest.mark.ranks
@@ -86,7 +87,7 @@ def lonely_step(model, optim, batch):
 
 def late():
     """Rank 1 never calls the step."""
-    meeting.PLAN_SECONDS = 1.0
+    rank_agreement.PLAN_SECONDS = 1.0
     found = None
     if dist.get_rank() == 0:
         model = nn.Linear(4, 2)
@@ -95,14 +96,14 @@ def late():
             compile(lonely_step)(model, optim, torch.ones(3, 4))
         except AgreementError as error:
             found = str(error)
-    meeting.PLAN_SECONDS = 300.0
+    rank_agreement.PLAN_SECONDS = 300.0
     dist.barrier()
     return found
 
 
 def test_a_rank_that_does_not_come(ranks2):
     text, _ = ranks2.run(late)
-    assert "is captured here, but not on rank 1 after 1 s" in text
+    assert "is captured here: rank 1 did not come within 1 s. Every rank must" in text
     assert "with a batch of another shape" in text
 
 
@@ -132,7 +133,7 @@ def test_a_rank_that_fails_is_named_at_once(ranks2):
     (text, seconds, loss), (own, _, same) = ranks2.run(fails_on_one)
     assert loss == same  # they can try again
     assert own == "ValueError: no such bucket\nand more"
-    assert "program 0 of 'step', mesh data=2 could not be made on every rank" in text
+    assert "program 0 of 'step', mesh data=2 could not be built on every rank" in text
     assert "  * rank 1: ValueError: no such bucket\n\nNothing was run." in text
     assert seconds < 30
 
@@ -159,18 +160,18 @@ def check_told(found):
     assert loss == same
     assert own == "ValueError: no such bucket\nand more"
     assert "compile: program 0 of 'step'" in text
-    assert "could not be made on every rank\n\n  * rank 1: ValueError: no such" in text
-    assert seconds < 15  # not after the patience of a meeting, nor of a collective
+    assert "could not be built on every rank\n\n  * rank 1: ValueError: no such" in text
+    assert seconds < 15  # not after the time-out of an exchange, nor of a collective
 
 
 def compiles_slowly():
     """Compiling takes longer on one rank than ranks wait for a plan."""
-    meeting.PLAN_SECONDS, lower = 1.0, backends.lower
+    rank_agreement.PLAN_SECONDS, lower = 1.0, backends.lower
 
     def slow(graph):
         if dist.get_rank() == 1:
             time.sleep(2.0)
-        return graph
+        return graph, "not compiled"
 
     backends.lower = slow
     model = nn.Linear(4, 2)
@@ -178,7 +179,7 @@ def compiles_slowly():
     try:
         loss = compile(step, backend="inductor")(model, optim, torch.ones(3, 4))
     finally:
-        meeting.PLAN_SECONDS, backends.lower = 300.0, lower
+        rank_agreement.PLAN_SECONDS, backends.lower = 300.0, lower
     return loss.shape
 
 

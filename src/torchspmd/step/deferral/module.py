@@ -302,7 +302,7 @@ class IterGraphModule:
             return graph
         from torchspmd.step.graph.inductor import lower
 
-        return lower(graph)
+        return lower(graph)[0]
 
 
 def _hand_over(outputs: Any) -> Any:

@@ -16,7 +16,7 @@ from torchspmd.errors import CaptureError, UsageError, WorldError
 from torchspmd.step.capture.inventory import Inventory, Role, Slot
 from torchspmd.step.graph.metadata import OwnerLog
 from torchspmd.step.modes.shard_layout import sign_parameters
-from torchspmd.step.progress import phase, when_done
+from torchspmd.step.progress import phase
 
 if TYPE_CHECKING:
     from torchspmd.step.modes.shard_layout import Relayout
@@ -64,6 +64,12 @@ class DataParallel:
                 "DataParallel('replicate', sync_each_backward=False): this style reduces "
                 "micro-batches once by itself; leave the argument out."
             )
+        if self.parallel_style == "replicate" and not self.reshard_after_forward:
+            raise UsageError(
+                "DataParallel('replicate', reshard_after_forward=False) would have no "
+                "effect: this style keeps whole parameters at all times; leave the "
+                "argument out."
+            )
 
 
 class Spread(ABC):
@@ -89,12 +95,8 @@ class Spread(ABC):
             return tuple(fact.text for fact in relayout.facts)
         if self.mesh is None or not self.reduces or self.is_compared:
             return ()
-        when_done(self._note_compared)
         with phase("checksums"):
             return sign_parameters(inventory, self.mesh)
-
-    def _note_compared(self) -> None:
-        self.is_compared = True
 
     def installed(
         self, inventory: Inventory, shown: list[torch.Tensor], log: OwnerLog
