@@ -30,7 +30,6 @@ from torchspmd.step.deferred import (
 from torchspmd.step.flush_hooks import own_look
 from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.graph.memory import PeakMemory
-from torchspmd.step.lower.backends import BACKENDS
 from torchspmd.step.lower.in_place import InPlaceReport
 from torchspmd.step.measure.exposure import check_request, measure_program
 from torchspmd.step.measure.exposure_report import ExposureReport
@@ -196,10 +195,6 @@ class CompiledStep:
         module_override: Sequence[Override] = (),
         verify: Verification | None = None,
     ) -> None:
-        if backend not in BACKENDS:
-            raise UsageError(
-                f"compile(backend={backend!r}): choose among {', '.join(BACKENDS)}."
-            )
         functools.update_wrapper(self, function)
         self._name = getattr(function, "__qualname__", repr(function))
         self._options = StepOptions(

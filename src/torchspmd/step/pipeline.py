@@ -90,7 +90,7 @@ def build_program(
         laid_out = captured.relayout.inventory if captured.relayout else inventory
         graph = _override(captured.graph, laid_out, options.overrides)
         with _torch.without_autocast():  # its casts are nodes of the graph
-            cost, cost_notes = _measure(graph, laid_out, options.transformation, ranks)
+            cost, cost_notes = _measure(graph, laid_out, options, ranks)
             verifier = _make_verifier(title, graph, laid_out, options.verify)
             made = _run_passes(graph, options.transformation, cost, verifier)
             chosen = choose_backend(made, graph, options.backend)
@@ -104,7 +104,9 @@ def build_program(
         spread.is_compared = True
     released = find_released(captured.outputs, inventory, lowered)
     running = lowered.running
-    notes = (*progress.notes, *cost_notes, *lowered.notes)
+    notes = [*progress.notes, *cost_notes, *lowered.notes]
+    if isinstance(options.transformation, GraphModuleTransformation):
+        notes += options.transformation.notes
     return Program(
         number=number,
         graph=lowered.graph,
@@ -136,21 +138,15 @@ def _override(
 def _measure(
     graph: fx.GraphModule,
     inventory: Inventory,
-    transformation: object,
+    options: StepOptions,
     ranks: Agreement,
 ) -> tuple[CostModel | None, tuple[str, ...]]:
     """What passes choose by, where they ask for measured rates, and lines about it."""
-    if not isinstance(transformation, GraphModuleTransformation):
+    asked = options.transformation
+    if not isinstance(asked, GraphModuleTransformation) or not asked.measures_cost:
         return None, ()
-    if not transformation.measures_cost:
-        return None, ()
-    return measure_graph(
-        graph,
-        inventory.flat_inputs(),
-        ranks,
-        transformation.cost,
-        fuses=transformation.enable_inductor,
-    )
+    fuses = options.backend == "inductor"
+    return measure_graph(graph, inventory.flat_inputs(), ranks, asked.cost, fuses=fuses)
 
 
 def _make_verifier(

@@ -363,7 +363,7 @@ class Switches:
         what = f"compile on {self._name!r}"
         numbers = found.require_all(
             f"{what}, back to program {program.number}",
-            f"They may run another program. {_SAME_BATCHES}",
+            f"Ranks may run programs that do not send the same. {_SAME_BATCHES}",
         )
         if set(numbers.values()) == {str(program.number)}:
             return

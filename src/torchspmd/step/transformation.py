@@ -7,7 +7,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, Literal, Self, final
 
 import torch.distributed as dist
 from torch import fx
@@ -58,6 +58,7 @@ class Dumps:
 Pass = Callable[[IterGraphModule], Any]
 
 _WHAT = "GraphModuleTransformation"
+_LEAST_GAIN = 1.01  # below that, a gain is within what a simulation can tell
 
 
 @final
@@ -72,8 +73,9 @@ class GraphModuleTransformation:
         bucket_size_mb: How much one fused collective carries at most; chosen by the size
             of the gradients by default.
         overlap_iterations: Also leave updates for the next step, where they overlap with
-            its forward. End a run with ``last_train_step=True``, ``flush()``, or use the
-            compiled step as a context manager.
+            its forward; ``"auto"`` does so only where the simulation says that the step
+            is faster by 1 %. End a run with ``last_train_step=True``, ``flush()``, or use
+            the compiled step as a context manager.
         gather_embeddings: Also send embeddings' gradients as the rows that were looked
             up, where that is less. Sums are made in another order, and every rank must
             have a batch of the same shape.
@@ -86,6 +88,7 @@ class GraphModuleTransformation:
     Attributes:
         folder: Where the dumps are; None before the first.
         reports: What each pass did to the latest graph.
+        notes: What else there is to say about it, a line each.
         cost: What was given or measured; None for a guess.
         measures_cost: Whether ``compile`` measures it.
 
@@ -102,7 +105,7 @@ class GraphModuleTransformation:
         enable_inductor: bool = False,
         dump_graphs: bool | str | os.PathLike[str] = False,
         bucket_size_mb: float | None = None,
-        overlap_iterations: bool = False,
+        overlap_iterations: bool | Literal["auto"] = False,
         gather_embeddings: bool = False,
         cost: CostModel | Literal["measure"] | None = None,
         passes: Sequence[Pass] | None = None,
@@ -111,9 +114,10 @@ class GraphModuleTransformation:
             _WHAT,
             enable_graph_optimization=enable_graph_optimization,
             enable_inductor=enable_inductor,
-            overlap_iterations=overlap_iterations,
             gather_embeddings=gather_embeddings,
         )
+        if overlap_iterations != "auto":
+            check_flags(_WHAT, overlap_iterations=overlap_iterations)
         runs_default = enable_graph_optimization and passes is None
         unused = [
             name
@@ -142,8 +146,16 @@ class GraphModuleTransformation:
         self._overlap_iterations = overlap_iterations
         self._gather_embeddings = gather_embeddings
         self._passes = None if passes is None else tuple(passes)
-        self._has_warned = False
+        self._is_default = self._has_warned = False
+        self.notes: tuple[str, ...] = ()
         self._dumps: Dumps | None = None
+
+    @classmethod
+    def by_default(cls, overlap: bool | Literal["auto"]) -> Self:
+        """What ``compile(passes=True)`` runs; does not warn where nothing can be done."""
+        made = cls(enable_graph_optimization=True, overlap_iterations=overlap)
+        made._is_default = True
+        return made
 
     @property
     def folder(self) -> Path | None:
@@ -161,7 +173,7 @@ class GraphModuleTransformation:
                 "calls. Pass it as gm_transformation=, or give the cost that "
                 "measure_cost() found."
             )
-        self.cost = cost or self.cost
+        self.cost, self.notes = cost or self.cost, ()
         if self.dump_graphs is not False and self._dumps is None:
             asked = None if self.dump_graphs is True else Path(self.dump_graphs)
             self._dumps = Dumps(asked)
@@ -180,7 +192,7 @@ class GraphModuleTransformation:
 
         return default_passes(
             bucket_size_mb=self._bucket_size_mb,
-            overlap_iterations=self._overlap_iterations,
+            overlap_iterations=self._overlap_iterations is True,
             gather_embeddings=self._gather_embeddings,
             cost=self.cost,
         )
@@ -195,29 +207,47 @@ class GraphModuleTransformation:
                     each(module)
                 else:
                     run_any(module, each)
+            if self._overlap_iterations == "auto":
+                self._defer_if_faster(module)
         self.reports = reports = pass_reports(module)  # without what was undone
         if not any(report.outcome.changed for report in reports):
             names = ", ".join(report.name for report in reports)
-            warnings.warn(
+            self._tell(
                 f"GraphModuleTransformation: none of its passes changed anything ({names})"
                 ". Is there communication in this step?",
-                PassWarning,
-                stacklevel=2,
+                is_warning=not self._is_default,
             )
         elif self._overlap_iterations:
-            self._warn_if_nothing_overlaps(reports[-1])
+            self._tell_if_nothing_overlaps(reports[-1])
 
-    def _warn_if_nothing_overlaps(self, report: PassReport) -> None:
+    def _defer_if_faster(self, module: IterGraphModule) -> None:
+        from torchspmd.step.passes.defer import NoGainError, defer_updates
+
+        try:
+            defer_updates(module, cost=self.cost, least_gain=_LEAST_GAIN)
+        except NoGainError as error:
+            self._tell(
+                f"overlap='auto': nothing is deferred: {error}", is_warning=False
+            )
+
+    def _tell_if_nothing_overlaps(self, report: PassReport) -> None:
         outcome = report.outcome
         if outcome.changed or not outcome.refused or self._has_warned:
             return
-        self._has_warned = True
-        warnings.warn(
+        is_warning = self._has_warned = self._overlap_iterations is True
+        self._tell(
             "GraphModuleTransformation(overlap_iterations=True): no update can wait for "
-            f"the next step, so nothing overlaps with it. {outcome.refused[0]}",
-            PassWarning,
-            stacklevel=3,
+            f"the next step, so nothing overlaps with it. {outcome.refused[0]}"
+            if is_warning
+            else f"overlap='auto': nothing is deferred: {outcome.refused[0]}",
+            is_warning=is_warning,
         )
+
+    def _tell(self, text: str, *, is_warning: bool) -> None:
+        if is_warning:
+            warnings.warn(text, PassWarning, stacklevel=4)
+        else:
+            self.notes += (text,)
 
     def _dump(self, name: str, gm: fx.GraphModule) -> None:
         if self._dumps is not None:

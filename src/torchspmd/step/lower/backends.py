@@ -39,8 +39,6 @@ from torchspmd.step.lower.update_calls import (
     targets_of,
 )
 
-BACKENDS = ("graph", "inductor", "cudagraph")
-
 
 @dataclass(frozen=True, slots=True)
 class Transformed:

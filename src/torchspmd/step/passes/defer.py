@@ -139,6 +139,10 @@ _REDUCTIONS = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)
 _WORTH = 1.01  # below that, a gain is within what an estimate can tell
 
 
+class NoGainError(DeferralError):
+    """The simulated step would not be faster with deferred updates."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Job:
     """One reduction, or some that make one gradient, and the update that needs them."""
@@ -171,6 +175,7 @@ def defer_updates(
     cost: CostModel | None = None,
     delay_gradients: bool = True,
     memory_budget_mb: float = 0.0,
+    least_gain: float | None = None,
 ) -> Outcome:
     """Move every update to the place in the next iteration that first needs it.
 
@@ -184,6 +189,10 @@ def defer_updates(
             computed behind those that are needed first, where that is quicker on paper.
         memory_budget_mb: MiB by which that may raise the peak of the memory that the
             graph's values take.
+        least_gain: With ``"now"``, how many times as fast the simulated step must get.
+
+    Raises:
+        NoGainError: The simulated step gains less than ``least_gain``.
     """
     if not isinstance(gm, IterGraphModule):
         raise UsageError(
@@ -218,7 +227,13 @@ def defer_updates(
     if start == "now" and jobs:
         _sink(graph, jobs)
         pace, line = _order(gm, jobs, cost, delay_gradients, memory_budget_mb)
-        told, places = (line, _worth(at_once / pace.seconds)), pace.places
+        gain = at_once / pace.seconds
+        if least_gain is not None and gain < least_gain:
+            raise NoGainError(
+                f"the simulated step would be {gain:.2f} times as fast, and must be at "
+                f"least {least_gain:g} times"
+            )
+        told, places = (line, _worth(gain)), pace.places
     done = []
     for job, target in _targets(jobs, places, position):
         place = graph.move_to_next_iter_before(job.region, target, strict=True)
