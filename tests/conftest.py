@@ -8,6 +8,7 @@ from multiprocessing import forkserver
 import pytest
 import torch
 from hypothesis import settings
+from processes import IMPORTS
 
 from torchspmd.testing import Ranks
 
@@ -16,30 +17,21 @@ settings.register_profile("repeatable", derandomize=True, database=None, deadlin
 settings.register_profile("explore", max_examples=500, deadline=None)
 settings.load_profile("repeatable")
 
-# Ranks are forks of one process, which imports what most of their tests use.
-IMPORTS = [
-    "pytest",
-    "torch._dynamo",
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-    "torch.export._trace",
-    "torchspmd.local",
-    "torchspmd.parallel",
-    "torchspmd.step",
-    "torchspmd.testing",
-    "torchspmd.verify",
-]
-
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("ranks") is not None:
-        _import_once()
+        _start_fork_server()
+
+
+@pytest.fixture
+def fork_server() -> None:
+    """Forks of one process do not import torch anew."""
+    _start_fork_server()
 
 
 @functools.cache
-def _import_once() -> None:
-    """Start that process, before the package does so with fewer imports."""
+def _start_fork_server() -> None:
+    """Start it before the package does so with fewer imports."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTS)
     forkserver.ensure_running()
 

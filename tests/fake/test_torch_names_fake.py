@@ -88,7 +88,7 @@ def test_root_ranks(mesh, tp):
 
 
 def test_uses_gloo(tp, group):
-    assert not _torch.uses_gloo(group)
+    assert not _torch.uses_gloo(group, torch.device("cpu"))
 
 
 def test_default_store(mesh):

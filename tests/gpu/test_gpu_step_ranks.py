@@ -17,6 +17,7 @@ from torchspmd.step import DataParallel, GraphModuleTransformation, compile
 from torchspmd.testing import Ranks
 
 STEPS = 6
+RATE = 2**-7  # exact in single precision, in which a CUDA graph reads it
 
 
 class Model(nn.Module):
@@ -58,6 +59,7 @@ def train(step, model, optim, *, last=False):
     losses = []
     for number, batch in enumerate(batches()):
         ends = {"last_train_step": number == STEPS - 1} if last else {}
+        optim.param_groups[0]["lr"] = RATE * 2 ** (number % 3)
         losses.append(step(model, optim, batch, **ends))
     return torch.stack(losses)
 
@@ -69,7 +71,7 @@ def pair(dropout=0.0):
 
 
 def fused(model):
-    return torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    return torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
 
 
 def transformation(name):

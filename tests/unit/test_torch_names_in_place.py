@@ -38,11 +38,35 @@ def test_shared_arguments():
     wait = torch.ops._c10d_functional.wait_tensor.default
     assert _torch.shared_arguments(wait) == (0,)
     assert _torch.shared_arguments(aten.add.Tensor) == ()
+    values, indices = 4, 5
+    assert _torch.shared_arguments(aten.sort.values_stable) == (values, indices)
+    assert _torch.shared_arguments(aten.sort.values_stable, 1) == (indices,)
+    assert _torch.shared_arguments(aten.native_dropout.default, 0) == (0,)
+    assert _torch.shared_arguments(aten.native_dropout.default, 1) == ()
+    assert _torch.shared_arguments(aten.split.Tensor, 3) == (0,)
+
+
+def test_gives_one_tensor():
+    assert _torch.gives_one_tensor(aten.relu.default)
+    for several in (aten.split.Tensor, aten.native_dropout.default):
+        assert not _torch.gives_one_tensor(several)
+    assert not _torch.gives_one_tensor(aten._foreach_add_.List)  # gives nothing
+
+
+def test_tensor_methods():
+    assert _torch.tensor_methods("t") == [aten.t.default]
+    assert aten.view.default in _torch.tensor_methods("view")
+    for other in ("name", "no_such_method", "arange"):
+        assert _torch.tensor_methods(other) == []
 
 
 def test_silent_views_really_share_memory():
     x = torch.ones(4, 4)
     assert aten._unsafe_view(x, [16]).data_ptr() == x.data_ptr()
+    assert aten.unsafe_split(x, 2)[0].data_ptr() == x.data_ptr()
+    assert aten.unsafe_split_with_sizes(x, [2, 2])[0].data_ptr() == x.data_ptr()
+    assert aten.conj_physical(x).data_ptr() == x.data_ptr()
+    assert aten.lift(x).data_ptr() == x.data_ptr()
     assert aten.relu(x).data_ptr() != x.data_ptr()
 
 

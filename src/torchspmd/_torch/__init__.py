@@ -106,6 +106,7 @@ from torchspmd._torch.operators import Signature as Signature
 from torchspmd._torch.operators import argument_names as argument_names
 from torchspmd._torch.operators import call_below as call_below
 from torchspmd._torch.operators import draws_random_numbers as draws_random_numbers
+from torchspmd._torch.operators import gives_one_tensor as gives_one_tensor
 from torchspmd._torch.operators import in_place_form as in_place_form
 from torchspmd._torch.operators import observe as observe
 from torchspmd._torch.operators import only_has_effects as only_has_effects
@@ -117,6 +118,7 @@ from torchspmd._torch.operators import shared_arguments as shared_arguments
 from torchspmd._torch.operators import signature_of as signature_of
 from torchspmd._torch.operators import storage_bytes as storage_bytes
 from torchspmd._torch.operators import storage_key as storage_key
+from torchspmd._torch.operators import tensor_methods as tensor_methods
 from torchspmd._torch.operators import written_arguments as written_arguments
 from torchspmd._torch.profiling import profiled as profiled
 from torchspmd._torch.regions import LOCAL_NODE_TYPES as LOCAL_NODE_TYPES

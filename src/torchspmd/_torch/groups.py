@@ -29,10 +29,10 @@ def resolve_group(value: Any) -> dist.ProcessGroup | None:
     return None
 
 
-def uses_gloo(group_name: str) -> bool:
-    """Whether a group's collectives on CPU tensors are made by gloo."""
+def uses_gloo(group_name: str, device: torch.device) -> bool:
+    """Whether gloo makes a group's collectives of tensors on a device."""
     group: Any = _c10d._resolve_process_group(group_name)
-    return str(group._get_backend(torch.device("cpu")).name()) == "gloo"
+    return str(group._get_backend(device).name()) == "gloo"
 
 
 def find_group(tag: Any, ranks: Any) -> dist.ProcessGroup | None:

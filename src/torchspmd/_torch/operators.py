@@ -93,12 +93,31 @@ def only_has_effects(operator: Any) -> bool:
 # ----------------------------------------------------------------------------
 # Which operators write into their arguments, share their memory, or could.
 
-# They hand on the memory of their first argument, but their schemas do not say so.
-_SILENT_VIEWS = (
-    "aten::_unsafe_view",
-    "aten::native_dropout",  # outside of training
-    "_c10d_functional::wait_tensor",
-    "c10d_functional::wait_tensor",
+# They may hand on the memory of their first argument, but their schemas do not say so.
+_SILENT_VIEWS = frozenset(
+    {
+        "aten::_unsafe_view",
+        "aten::alpha_dropout",  # outside of training, like those below
+        "aten::atleast_1d",
+        "aten::atleast_2d",
+        "aten::atleast_3d",
+        "aten::broadcast_tensors",
+        "aten::cartesian_prod",
+        "aten::conj_physical",
+        "aten::dropout",
+        "aten::feature_alpha_dropout",
+        "aten::feature_dropout",
+        "aten::lift",
+        "aten::meshgrid",
+        "aten::native_dropout",
+        "aten::sum_to_size",
+        "aten::type_as",
+        "aten::unsafe_chunk",
+        "aten::unsafe_split",
+        "aten::unsafe_split_with_sizes",
+        "_c10d_functional::wait_tensor",
+        "c10d_functional::wait_tensor",
+    }
 )
 # Elementwise, though not tagged so.
 _WRITERS = ("aten::copy", "aten::fill", "aten::zero")
@@ -144,18 +163,48 @@ def _written(operator: OpOverload) -> tuple[int, ...]:
     )
 
 
-def shared_arguments(operator: OpOverload) -> tuple[int, ...]:
-    """The places of the arguments whose memory an operator's result may lie in."""
+def shared_arguments(operator: OpOverload, item: int | None = None) -> tuple[int, ...]:
+    """The places of the arguments whose memory an operator's result may lie in.
+
+    Args:
+        operator: The operator.
+        item: Which of several results; None for any of them.
+    """
     schema = operator._schema
+    results = schema.returns
+    if item is not None and len(results) > 1:
+        results = results[item : item + 1]
     if schema.name in _SILENT_VIEWS:
-        return (0,)
-    if all(result.alias_info is None for result in schema.returns):
-        return ()
+        return (0,) if item is None or results == schema.returns[:1] else ()
+    found = [each.alias_info for each in results if each.alias_info is not None]
+    names = {name for info in found for name in info.before_set}
     return tuple(
         place
         for place, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None
+        if found
+        and argument.alias_info is not None
+        and (not names or argument.alias_info.before_set & names)  # lists name none
     )
+
+
+def gives_one_tensor(operator: OpOverload) -> bool:
+    """Whether an operator's result is one tensor, not a list or a tuple of them."""
+    results = operator._schema.returns
+    return len(results) == 1 and isinstance(results[0].type, torch.TensorType)
+
+
+def tensor_methods(name: str) -> list[OpOverload]:
+    """The ATen operators that a method of tensors may call; empty where it is none."""
+    packet = getattr(torch.ops.aten, name, None)
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return []
+    found = [getattr(packet, overload) for overload in packet.overloads()]
+    return [each for each in found if _takes_tensor(each)]
+
+
+def _takes_tensor(operator: OpOverload) -> bool:
+    arguments = operator._schema.arguments
+    return bool(arguments) and isinstance(arguments[0].type, torch.TensorType)
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:

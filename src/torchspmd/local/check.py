@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torchspmd import _torch
 from torchspmd.comm import Kind, find_operator, marked_as_check
 from torchspmd.errors import CheckError
+from torchspmd.layout.shards import shard_size
 from torchspmd.local.evidence import group_axes
 from torchspmd.local.frame import Frame
 from torchspmd.local.gradient import Axis
 from torchspmd.local.layout import Layout, Problem, format_layout, refuse, shard_dim
-from torchspmd.local.shapes import chunk_size
 
 # ----------------------------------------------------------------------------
 # Compare a tensor across the ranks of one mesh axis.
@@ -247,7 +247,7 @@ class Checker:
         if any(len(shape) <= dim for shape in shapes):
             return []
         sizes = [shape[dim] for shape in shapes]
-        expected = [chunk_size(sum(sizes), axis.size, r) for r in range(axis.size)]
+        expected = [shard_size(sum(sizes), axis.size, r) for r in range(axis.size)]
         if sizes == expected:
             return []
         rank = next(r for r in range(axis.size) if sizes[r] != expected[r])

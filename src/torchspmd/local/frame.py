@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 
+from torchspmd.layout.names import axis_names
 from torchspmd.local.gradient import Axis
-from torchspmd.local.layout import Layout, axis_names, shard_dim
+from torchspmd.local.layout import Layout, shard_dim
 from torchspmd.local.shapes import Grid
 
 

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Shard
 
 from torchspmd.errors import LayoutError, SpmdError
+from torchspmd.layout.names import format_mesh
 
 Layout: TypeAlias = tuple[Placement, ...]
 # A tree of layouts; None stands for "as it is" or "not a tensor".
@@ -220,18 +221,6 @@ def format_count(number: int, one: str, many: str) -> str:
     ('1 axis', '2 axes')
     """
     return f"{number} {one if number == 1 else many}"
-
-
-def format_mesh(mesh: DeviceMesh) -> str:
-    """Axis names and sizes: ``dp=2, tp=4``."""
-    sizes = zip(axis_names(mesh), mesh.shape, strict=True)
-    return ", ".join(f"{name}={size}" for name, size in sizes)
-
-
-def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
-    """The names of a mesh's axes; numbers where it has none."""
-    names = mesh.mesh_dim_names
-    return names or tuple(str(index) for index in range(mesh.ndim))
 
 
 # ----------------------------------------------------------------------------

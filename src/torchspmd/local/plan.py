@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from torchspmd import _torch
+from torchspmd.layout.names import axis_names, format_mesh
 from torchspmd.local.arguments import (
     Argument,
     ArgumentSpec,
@@ -18,7 +19,7 @@ from torchspmd.local.arguments import (
     resolve_argument,
 )
 from torchspmd.local.frame import Frame, build_frame, unknown_axes
-from torchspmd.local.layout import Problem, Spec, axis_names, format_mesh, refuse
+from torchspmd.local.layout import Problem, Spec, refuse
 from torchspmd.local.outputs import Output, resolve_outputs, resolve_shape
 
 

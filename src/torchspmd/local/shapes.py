@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from torchspmd.layout.shards import shard_size
 from torchspmd.local.layout import Layout, shard_dim
 
 Axes: TypeAlias = tuple[int, ...]
@@ -34,20 +35,10 @@ class Source:
     axes: Axes
 
 
-def chunk_size(size: int, parts: int, index: int) -> int:
-    """How much of a dim rank ``index`` of ``parts`` holds, as DTensor splits it.
-
-    >>> [chunk_size(7, 3, rank) for rank in range(3)]
-    [3, 3, 1]
-    """
-    full = -(-size // parts)
-    return max(0, min(full, size - index * full))
-
-
 def size_here(size: int, axes: Axes, grid: Grid) -> int:
     """How much of a dim that these axes shard is here."""
     for axis in axes:
-        size = chunk_size(size, grid.sizes[axis], grid.coordinate[axis])
+        size = shard_size(size, grid.sizes[axis], grid.coordinate[axis])
     return size
 
 

@@ -4,6 +4,7 @@ from torchspmd.parallel.apply import parallelize_module
 from torchspmd.parallel.clip import clip_grad_norm_
 from torchspmd.parallel.experts import ExpertParallel, ReplicateParallel
 from torchspmd.parallel.fused import FusedColwiseParallel, KeyValueParallel
+from torchspmd.parallel.linear import ColwiseParallel, RowwiseParallel
 from torchspmd.parallel.loss import vocab_parallel_cross_entropy
 from torchspmd.parallel.plan.auto import auto_plan
 from torchspmd.parallel.plan.plan import Plan
@@ -13,7 +14,6 @@ from torchspmd.parallel.prepare import (
     PrepareModuleOutput,
 )
 from torchspmd.parallel.sequence import SequenceParallel
-from torchspmd.parallel.sharded import ColwiseParallel, RowwiseParallel
 from torchspmd.parallel.style import ParallelStyle
 
 __all__ = [

@@ -1,21 +1,31 @@
 """``parallelize_module``: check everything, then put the styles on the modules."""
 
 from collections.abc import Mapping
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from torchspmd import _torch
 from torchspmd.errors import LayoutError, UsageError
+from torchspmd.layout.retired import (
+    copy_attributes,
+    describe_losses,
+    refuse_training,
+    set_successor,
+    successor,
+)
 from torchspmd.parallel.axis import Axis, build_axis
 from torchspmd.parallel.plan.assignment import Assignment
 from torchspmd.parallel.plan.plan import Style
 from torchspmd.parallel.plan.resolve import resolve
-from torchspmd.parallel.replaced import plain_spots, retire_replaced
 from torchspmd.parallel.style import ParallelStyle, Place
 
 M = TypeVar("M", bound=nn.Module)
+
+_CHANGED = "The module was changed: build it anew."
 
 
 def parallelize_module(
@@ -64,10 +74,10 @@ def parallelize_module(
             "style, or a dict from module patterns to styles."
         )
     assignments = resolve(parallelize_plan, module, axis).assignments
-    spots = plain_spots(module)
+    slots = _plain_slots(module)
     for assignment in assignments:
         _place(assignment, axis, src_data_rank)
-    retire_replaced(spots)
+    _retire_replaced(slots)
     return module
 
 
@@ -93,3 +103,106 @@ def _find_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
             "inside `with mesh:`."
         )
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """Where a module held a plain parameter before the styles were applied."""
+
+    path: str
+    owner: nn.Module
+    kind: str  # the owner's class before a style gave it another
+    name: str
+    parameter: nn.Parameter
+
+    def now(self) -> nn.Parameter | None:
+        """What it holds there now; None where the parameter was split into parts."""
+        return dict(self.owner.named_parameters(recurse=False)).get(self.name)
+
+
+def _plain_slots(module: nn.Module) -> list[_Slot]:
+    """Every name of every parameter that is no DTensor yet."""
+    found = []
+    for path, parameter in module.named_parameters(remove_duplicate=False):
+        if not isinstance(parameter, DTensor):
+            prefix, _, name = path.rpartition(".")
+            owner = module.get_submodule(prefix)
+            found.append(_Slot(path, owner, type(owner).__name__, name, parameter))
+    return found
+
+
+def _retire_replaced(slots: list[_Slot]) -> None:
+    """Restore ties that styles have cut, and make use of replaced parameters an error."""
+    by_parameter: dict[int, list[_Slot]] = {}
+    for slot in slots:
+        by_parameter.setdefault(id(slot.parameter), []).append(slot)
+    replaced = [
+        shared
+        for shared in by_parameter.values()
+        if any(slot.now() is not slot.parameter for slot in shared)
+    ]
+    # Those of our own styles were checked before; other styles show theirs only now.
+    losses = describe_losses({slots[0].path: slots[0].parameter for slots in replaced})
+    if losses:
+        raise LayoutError(f"parallelize_module: {'; '.join(losses)}. {_CHANGED}")
+    for shared in replaced:
+        _tie_again(shared)
+        _retire(shared[0])
+
+
+def _tie_again(slots: list[_Slot]) -> None:
+    """One object for all names: styles of torch make another for each module."""
+    held = [slot.now() for slot in slots]
+    known = successor(slots[0].parameter)
+    first: Any = held[0] if known is None else known
+    if all(parameter is first for parameter in held):
+        return
+    if all(_same_layout(first, parameter) for parameter in held):
+        for slot in slots:
+            slot.owner.register_parameter(slot.name, first)
+        return
+    listed = ", ".join(
+        f"'{slot.path}' {_describe(parameter)}"
+        for slot, parameter in zip(slots, held, strict=True)
+    )
+    if known is not None:
+        listed += f", a module of an earlier call {_describe(known)[3:]}"
+    raise LayoutError(
+        f"parallelize_module: one parameter has become several: {listed}. Give the "
+        "modules that share it styles with the same layout, or untie them first. "
+        f"{_CHANGED}"
+    )
+
+
+def _same_layout(first: Any, other: Any) -> bool:
+    return (
+        isinstance(first, DTensor)
+        and isinstance(other, DTensor)
+        and other.device_mesh == first.device_mesh
+        and other.placements == first.placements
+    )
+
+
+def _describe(parameter: nn.Parameter | None) -> str:
+    if isinstance(parameter, DTensor):
+        return f"is laid out as {parameter.placements[0]!r}"
+    return "is as it was" if parameter is not None else "was split into parts"
+
+
+def _retire(slot: _Slot) -> None:
+    parameter, placed = slot.parameter, slot.now()
+    if isinstance(placed, DTensor):
+        copy_attributes(parameter, placed)
+        set_successor(parameter, placed)
+    name = f"'{slot.path}' ({slot.kind})"
+    try:
+        refuse_training(parameter, name)
+    except TypeError as error:
+        if not parameter.requires_grad:
+            return  # no optimizer trains it
+        raise LayoutError(
+            f"parallelize_module: {name} is a {type(parameter).__name__}, whose objects "
+            "cannot be marked as replaced, so an optimizer from before would train it in "
+            "vain. Make it an nn.Parameter before parallelize_module, or leave its module "
+            f"out of the plan. {_CHANGED}"
+        ) from error

@@ -1,8 +1,4 @@
-"""One mesh axis as one rank sees it, and how a dimension is cut along it.
-
-Sizes follow ``torch.chunk`` and DTensor: every shard has ``ceil(size / ranks)`` elements
-until they run out, so the last shards may be smaller or empty.
-"""
+"""One mesh axis as one rank sees it, and layouts of tensors on it."""
 
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -13,6 +9,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from torchspmd import _torch
 from torchspmd.errors import LayoutError, WorldError
+from torchspmd.layout.names import axis_names, format_mesh
 
 _MAX_SPECS = 256  # shapes of activations that one axis remembers
 
@@ -71,25 +68,17 @@ def build_axis(mesh: DeviceMesh, call: str = "parallelize_module") -> Axis:
     # Not from mesh.mesh: a captured step would meet a tensor that is no argument of it.
     if mesh.get_coordinate() is None:
         raise WorldError(
-            f"{call}: rank {mesh.get_rank()} is not in the {describe_mesh(mesh)}, "
+            f"{call}: rank {mesh.get_rank()} is not in the mesh {format_mesh(mesh)}, "
             f"which holds ranks {mesh.mesh.flatten().tolist()}. Build the mesh over all "
             "ranks of the job, or call this only on the ranks of the mesh."
         )
-    names = mesh.mesh_dim_names
     return Axis(
         mesh=mesh,
-        name=names[0] if names else "0",
+        name=axis_names(mesh)[0],
         size=mesh.size(),
         rank=mesh.get_local_rank(),
         group=mesh.get_group().group_name,
     )
-
-
-def describe_mesh(mesh: DeviceMesh) -> str:
-    """A mesh as text: ``mesh dp=2, tp=4``."""
-    names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
-    sizes = mesh.mesh.shape
-    return "mesh " + ", ".join(f"{n}={s}" for n, s in zip(names, sizes, strict=True))
 
 
 def _several_axes(mesh: DeviceMesh, call: str) -> str:
@@ -99,28 +88,9 @@ def _several_axes(mesh: DeviceMesh, call: str) -> str:
     if not names:
         fix += ', after giving its axes names with mesh_dim_names=("dp", "tp")'
     return (
-        f"{call}: the {describe_mesh(mesh)} has {mesh.ndim} axes; styles lay a module "
+        f"{call}: the mesh {format_mesh(mesh)} has {mesh.ndim} axes; styles lay a module "
         f"over one. {fix}."
     )
-
-
-def shard_size(size: int, num_ranks: int, rank: int) -> int:
-    """How many elements of a dimension one rank holds.
-
-    >>> [shard_size(5, 4, rank) for rank in range(4)]
-    [2, 2, 1, 0]
-    """
-    chunk = -(-size // num_ranks)
-    return max(0, min(chunk, size - chunk * rank))
-
-
-def shard_offset(size: int, num_ranks: int, rank: int) -> int:
-    """Where one rank's part of a dimension starts.
-
-    >>> [shard_offset(5, 4, rank) for rank in range(4)]
-    [0, 2, 4, 5]
-    """
-    return min(size, -(-size // num_ranks) * rank)
 
 
 def positive_dim(placement: Placement, ndim: int) -> Placement:
@@ -188,8 +158,8 @@ def layout_of(tensor: DTensor, axis: Axis, where: str) -> Placement:
     mesh = tensor.device_mesh
     if mesh is not axis.mesh and mesh != axis.mesh:
         raise LayoutError(
-            f"{where}: the input is a DTensor on the {describe_mesh(mesh)}, the module is "
-            f"laid over the {axis}. Redistribute it to that mesh, or pass its local "
+            f"{where}: the input is a DTensor on the mesh {format_mesh(mesh)}, the module "
+            f"is laid over the {axis}. Redistribute it to that mesh, or pass its local "
             "tensor."
         )
     placement: Placement = tensor.placements[0]

@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torchspmd import _torch
 from torchspmd.errors import LayoutCountError, LayoutError, UnsupportedModuleError
 from torchspmd.parallel.axis import (
-    Axis,
     describe_uneven,
     global_shape,
     is_uneven,
@@ -30,6 +29,7 @@ from torchspmd.parallel.redistribute import change_layout, settle, unwrap, wrap
 from torchspmd.parallel.style import (
     Place,
     PlacedStyle,
+    StyleLayouts,
     check_layout,
     describe_placed,
     describe_styled,
@@ -44,45 +44,19 @@ from torchspmd.parallel.style import (
 # that is right: stacked experts, adapters, routers.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalRule:
-    """The layouts between which a module computes on its shards.
+class LocalForward:
+    """Stands in for the ``forward`` of one module object.
 
-    Attributes:
-        axis: The mesh axis.
-        style: The style's name, for texts.
-        path: The module's name in the model, for texts.
-        given: Layout of each positional input that is a plain tensor; None leaves an
-            input alone.
-        needed: Layout that the computation reads, for each of them.
-        made: Layout that the computation writes. ``Partial()`` says that every rank
-            computes another term, ``Replicate()`` that every rank computes the same.
-        wanted: Layout of what is returned.
-        local_output: Return this rank's part, not a DTensor.
+    Where the style makes ``Partial()``, every rank computes another partial value; where
+    it makes ``Replicate()``, every rank computes the same.
     """
 
-    axis: Axis
-    style: str
-    path: str
-    given: tuple[Placement | None, ...]
-    needed: tuple[Placement | None, ...]
-    made: Placement
-    wanted: Placement
-    local_output: bool
-
-    @property
-    def where(self) -> str:
-        """How errors name the module: its path, its style and its mesh."""
-        name = f"'{self.path}'" if self.path else "the module"
-        return f"{name} with {self.style} on the {self.axis}"
-
-
-class LocalForward:
-    """Stands in for the ``forward`` of one module object."""
-
-    def __init__(self, module: nn.Module, rule: LocalRule) -> None:
+    def __init__(self, style: PlacedStyle, module: nn.Module, place: Place) -> None:
+        layouts = style.layouts(module)
+        assert layouts is not None
         self._shell = _Shell(module)
-        self._rule = rule
+        self._layouts = layouts
+        self._axis, self._where = place.axis, place.where(style)
         placed = {
             name: parameter
             for name, parameter in self._shell.named_parameters()
@@ -97,11 +71,11 @@ class LocalForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Prepare the inputs, run the module's own forward on shards, hand on."""
-        rule = self._rule
-        if len(args) != len(rule.given):
+        num_inputs = len(self._layouts.given)
+        if len(args) != num_inputs:
             raise LayoutError(
-                f"{rule.where}: module inputs and input_layouts should have same length! "
-                f"It got {len(args)} positional inputs for {len(rule.given)} layouts; "
+                f"{self._where}: module inputs and input_layouts should have same length! "
+                f"It got {len(args)} positional inputs for {num_inputs} layouts; "
                 "write None for an input to leave alone."
             )
         self._check_keywords(kwargs)
@@ -109,7 +83,7 @@ class LocalForward:
         output = torch.func.functional_call(self._shell, self._shards(), inputs, kwargs)
         if not isinstance(output, torch.Tensor) or isinstance(output, DTensor):
             raise LayoutError(
-                f"{rule.where}: the module returned a {type(output).__name__}; it must "
+                f"{self._where}: the module returned a {type(output).__name__}; it must "
                 "return one plain tensor."
             )
         return self._leave(output)
@@ -117,16 +91,16 @@ class LocalForward:
     def _shards(self) -> dict[str, torch.Tensor]:
         """This rank's shard of each parameter, by its name in the shell."""
         parameters = self._parameters()
-        # Where every rank computes a term, a whole parameter's gradient is in terms too.
+        # Where every rank computes a partial value, a whole parameter's gradient is one.
         summed = [
             name
             for name in parameters
-            if type(self._rule.made) is Partial and name in self._whole
+            if type(self._layouts.made) is Partial and name in self._whole
         ]
         others = [name for name in parameters if name not in summed]
         found: dict[str, torch.Tensor] = {}
         for names, total in (
-            (summed, GradientSum(self._rule.axis)),
+            (summed, GradientSum(self._axis)),
             (others, None),
         ):
             shards = local_shards([parameters[name] for name in names], total)
@@ -153,11 +127,10 @@ class LocalForward:
             expected = self._shapes.get(name)
             if expected is not None and shard.shape != expected:
                 inside = name.removeprefix("module.")
-                raise wrong_shard(self._rule.where, inside, shard, expected)
+                raise wrong_shard(self._where, inside, shard, expected)
 
     def _check_keywords(self, keywords: dict[str, Any]) -> None:
-        rule = self._rule
-        if type(rule.made) is not Partial or not torch.is_grad_enabled():
+        if type(self._layouts.made) is not Partial or not torch.is_grad_enabled():
             return
         names = [
             name
@@ -166,28 +139,28 @@ class LocalForward:
         ]
         if names:
             raise LayoutError(
-                f"{rule.where}: the keyword inputs {', '.join(names)} require a "
-                "gradient, which would be only this rank's term of it. Pass them by "
+                f"{self._where}: the keyword inputs {', '.join(names)} require a "
+                "gradient, which would be only this rank's part of the sum. Pass them by "
                 "position, with a layout for each in input_layouts."
             )
 
     def _enter(self, index: int, value: Any) -> Any:
-        rule = self._rule
-        given, needed = rule.given[index], rule.needed[index]
+        layouts, axis = self._layouts, self._axis
+        given, needed = layouts.given[index], layouts.needed[index]
         if given is None or needed is None:
             return value
         if not isinstance(value, torch.Tensor):
             raise LayoutError(
-                f"{rule.where}: input {index} is a {type(value).__name__}; write None as "
+                f"{self._where}: input {index} is a {type(value).__name__}; write None as "
                 "its layout to leave it alone."
             )
-        axis, target = rule.axis, positive_dim(needed, value.ndim)
-        # What every rank reads whole and uses for its own term has a gradient in terms.
-        terms = type(target) is Replicate and type(rule.made) is Partial
-        gradient = Partial() if terms and value.requires_grad else None
+        target = positive_dim(needed, value.ndim)
+        # What every rank reads whole for a partial value has a partial gradient.
+        is_partial = type(target) is Replicate and type(layouts.made) is Partial
+        gradient = Partial() if is_partial and value.requires_grad else None
         if isinstance(value, DTensor):
             value = settle(value)
-            source, shape = layout_of(value, axis, rule.where), tuple(value.shape)
+            source, shape = layout_of(value, axis, self._where), tuple(value.shape)
             value = unwrap(value, axis)
         else:
             source = positive_dim(given, value.ndim)
@@ -195,14 +168,14 @@ class LocalForward:
         return change_layout(value, source, target, axis, shape, gradient=gradient)
 
     def _leave(self, output: torch.Tensor) -> torch.Tensor:
-        rule = self._rule
-        made = positive_dim(rule.made, output.ndim)
-        wanted = positive_dim(rule.wanted, output.ndim)
-        shape = global_shape(tuple(output.shape), made, rule.axis.size)
-        if rule.local_output and is_uneven(shape, wanted, rule.axis):
-            raise LayoutError(describe_uneven(shape, wanted, rule.axis, rule.where))
-        output = change_layout(output, made, wanted, rule.axis, shape)
-        return output if rule.local_output else wrap(output, wanted, rule.axis, shape)
+        layouts, axis = self._layouts, self._axis
+        made = positive_dim(layouts.made, output.ndim)
+        wanted = positive_dim(layouts.wanted, output.ndim)
+        shape = global_shape(tuple(output.shape), made, axis.size)
+        if layouts.local_output and is_uneven(shape, wanted, axis):
+            raise LayoutError(describe_uneven(shape, wanted, axis, self._where))
+        output = change_layout(output, made, wanted, axis, shape)
+        return output if layouts.local_output else wrap(output, wanted, axis, shape)
 
 
 class _Shell(nn.Module):
@@ -214,11 +187,6 @@ class _Shell(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return type(self.module).forward(self.module, *args, **kwargs)
-
-
-def run_on_shards(module: nn.Module, rule: LocalRule) -> None:
-    """Make a module compute on the shards of its DTensor parameters."""
-    module.forward = LocalForward(module, rule)
 
 
 Layouts = Placement | tuple[Placement | None, ...]
@@ -296,6 +264,14 @@ class ExpertParallel(PlacedStyle):
         chosen = placements if isinstance(placements, Placement) else Shard(0)
         return dict.fromkeys(names, chosen)
 
+    def layouts(self, module: nn.Module) -> StyleLayouts:
+        """Every rank computes a partial value."""
+        given, needed = self.input_layouts, self.desired_input_layouts
+        assert isinstance(given, tuple) and isinstance(needed, tuple)
+        assert isinstance(self.output_layouts, tuple)
+        (wanted,) = self.output_layouts
+        return StyleLayouts(given, needed, Partial(), wanted, self.use_local_output)
+
     def find_problems(self, module: nn.Module) -> list[str]:
         """Every parameter needs a placement, and has one only once."""
         problems = describe_placed(module) or describe_styled(module, "forward")
@@ -317,24 +293,9 @@ class ExpertParallel(PlacedStyle):
             text = "; ".join(problems)
             raise UnsupportedModuleError(f"'{place.path}' on the {place.axis}: {text}.")
         _place_all(self.parameter_layouts(module), module, place)
-        run_on_shards(module, self._rule(place))
+        module.forward = LocalForward(self, module, place)
         mark_styled(module, "forward", type(self).__name__)
         return module
-
-    def _rule(self, place: Place) -> LocalRule:
-        assert isinstance(self.input_layouts, tuple)
-        assert isinstance(self.desired_input_layouts, tuple)
-        assert isinstance(self.output_layouts, tuple)
-        return LocalRule(
-            axis=place.axis,
-            style=type(self).__name__,
-            path=place.path,
-            given=self.input_layouts,
-            needed=self.desired_input_layouts,
-            made=Partial(),
-            wanted=self.output_layouts[0],
-            local_output=self.use_local_output,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -369,6 +330,11 @@ class ReplicateParallel(PlacedStyle):
         """Everything is replicated."""
         return {name: Replicate() for name, _ in module.named_parameters()}
 
+    def layouts(self, module: nn.Module) -> StyleLayouts:
+        """Every rank reads and computes the same."""
+        given, whole = (Replicate(),) * self.num_inputs, Replicate()
+        return StyleLayouts(given, given, whole, whole, self.use_local_output)
+
     def find_problems(self, module: nn.Module) -> list[str]:
         """Any module that has no layout yet will do."""
         placed = describe_placed(module) or describe_styled(module, "forward")
@@ -380,18 +346,7 @@ class ReplicateParallel(PlacedStyle):
         if problems:
             raise UnsupportedModuleError(f"'{place.path}': {problems[0]}.")
         _place_all(self.parameter_layouts(module), module, place)
-        layouts = (Replicate(),) * self.num_inputs
-        rule = LocalRule(
-            axis=place.axis,
-            style=type(self).__name__,
-            path=place.path,
-            given=layouts,
-            needed=layouts,
-            made=Replicate(),
-            wanted=Replicate(),
-            local_output=self.use_local_output,
-        )
-        run_on_shards(module, rule)
+        module.forward = LocalForward(self, module, place)
         mark_styled(module, "forward", type(self).__name__)
         return module
 

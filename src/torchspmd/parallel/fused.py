@@ -18,6 +18,7 @@ from torch.distributed.tensor import (
 )
 
 from torchspmd.errors import LayoutError, UnsupportedModuleError
+from torchspmd.layout.retired import copy_attributes
 from torchspmd.parallel.axis import Axis
 from torchspmd.parallel.parameters import (
     GradientSum,
@@ -27,9 +28,14 @@ from torchspmd.parallel.parameters import (
     remember_layout,
 )
 from torchspmd.parallel.redistribute import change_layout
-from torchspmd.parallel.replaced import carry_attributes
-from torchspmd.parallel.route import Route, check_tensor, enter_features
-from torchspmd.parallel.style import Place, PlacedStyle, describe_placed, one_layout
+from torchspmd.parallel.route import Route, build_route, check_tensor, enter_features
+from torchspmd.parallel.style import (
+    Place,
+    PlacedStyle,
+    StyleLayouts,
+    describe_placed,
+    one_layout,
+)
 
 # ----------------------------------------------------------------------------
 # The joined weight of a fused layer: a copy to read, which says so when it is written.
@@ -450,6 +456,12 @@ class FusedColwiseParallel(PlacedStyle):
         names = (name for name, _ in module.named_parameters(recurse=False))
         return dict.fromkeys(names, Shard(0))
 
+    def layouts(self, module: nn.Module) -> StyleLayouts:
+        """The input is needed whole; the output stays sharded."""
+        given, made = self.input_layouts, Shard(-1)
+        assert isinstance(given, tuple)
+        return StyleLayouts(given, (Replicate(),), made, made, local_output=True)
+
     def find_problems(self, module: nn.Module) -> list[str]:
         """Only a plain Linear with that many output features."""
         name = type(self).__name__
@@ -486,19 +498,9 @@ class FusedColwiseParallel(PlacedStyle):
         parts = self.split()
         for name in NAMES:
             _split_parameter(module, name, parts, place.axis, place.src_data_rank)
-        assert isinstance(self.input_layouts, tuple)
         module.__class__ = LocalFusedLinear
         module.parts = parts  # type: ignore[assignment]
-        module.route = Route(  # type: ignore[assignment]
-            axis=place.axis,
-            style=type(self).__name__,
-            path=place.path,
-            given=self.input_layouts[0],
-            needed=Replicate(),
-            made=Shard(-1),
-            wanted=Shard(-1),
-            local_output=True,
-        )
+        module.route = build_route(self, module, place)  # type: ignore[assignment]
         module.register_state_dict_post_hook(save_joined)
         module.register_load_state_dict_pre_hook(load_split)
         return module
@@ -537,7 +539,7 @@ class KeyValueParallel(PlacedStyle):
                 f"{module.out_features} output features do not divide into "
                 f"{self.num_heads} heads"
             ]
-        return self._fused(module).find_problems(module)
+        return self.fused(module).find_problems(module)
 
     def find_axis_problems(self, module: nn.Module, num_ranks: int) -> list[str]:
         """Heads that neither divide over the ranks nor are shared evenly by them."""
@@ -545,14 +547,18 @@ class KeyValueParallel(PlacedStyle):
 
     def parameter_layouts(self, module: nn.Module) -> dict[str, Placement]:
         """Rows sharded, where there are at least as many heads as ranks."""
-        names = (name for name, _ in module.named_parameters(recurse=False))
-        return dict.fromkeys(names, Shard(0))
+        return self.fused(module).parameter_layouts(module)
+
+    def layouts(self, module: nn.Module) -> StyleLayouts:
+        """Those of the fused style."""
+        return self.fused(module).layouts(module)
 
     def place(self, module: nn.Module, place: Place) -> nn.Module:
         """Shard or replicate the projection."""
-        return self._fused(module).place(module, place)
+        return self.fused(module).place(module, place)
 
-    def _fused(self, module: nn.Module) -> FusedColwiseParallel:
+    def fused(self, module: nn.Module) -> FusedColwiseParallel:
+        """The fused style of one part that this one is."""
         size = module.out_features if isinstance(module, nn.Linear) else self.num_heads
         return FusedColwiseParallel(
             parts=(size,), num_heads=(self.num_heads,), input_layouts=self.input_layouts
@@ -597,7 +603,7 @@ def _split_parameter(
     ]
     held = nn.ParameterList(placed)
     for i, part in enumerate(held):
-        carry_attributes(parameter, part)
+        copy_attributes(parameter, part)
         remember_layout(held, str(i), part)
     module.register_module(f"{name}_parts", held)
 

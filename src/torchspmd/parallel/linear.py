@@ -1,10 +1,11 @@
-"""``nn.Linear`` on this rank's shard of the weight, as one autograd function.
+"""Column-wise and row-wise: ``nn.Linear`` and ``nn.Embedding`` on shards.
 
-One function for the whole layer keeps host time low and lets the sum of the input's
-gradient travel while the weight's gradient is computed.
+One autograd function for the whole Linear keeps host time low and lets the sum of the
+input's gradient travel while the weight's gradient is computed.
 """
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -12,12 +13,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from torchspmd import _torch
-from torchspmd.parallel.axis import shard_offset, shard_size
+from torchspmd.errors import UnsupportedModuleError
+from torchspmd.layout.shards import shard_bounds, shard_size
+from torchspmd.parallel.dispatch import run_on_dtensors
 from torchspmd.parallel.parameters import (
     GradientSum,
     close_gradient,
+    describe_computed,
     local_shards,
     open_parameter,
+    place_parameter,
     wrong_shard,
 )
 from torchspmd.parallel.redistribute import (
@@ -32,10 +37,18 @@ from torchspmd.parallel.route import (
     Route,
     Steps,
     Value,
+    build_route,
     check_tensor,
     enter,
     enter_features,
     leave,
+)
+from torchspmd.parallel.style import (
+    Place,
+    PlacedStyle,
+    StyleLayouts,
+    describe_placed,
+    one_layout,
 )
 
 
@@ -65,7 +78,7 @@ class LocalLinear(nn.Linear):
         steps = route.steps(input.ndim, input.ndim)
         value = enter_features(input, route, steps, self.in_features)
         shape = (*value.shape[:-1], self.out_features)
-        call = Call(route, steps, value, shape)
+        call = LinearCall(route, steps, value, shape)
         if torch.compiler.is_compiling():
             output = _traceable(self, value, call)
         else:
@@ -79,8 +92,8 @@ class LocalLinear(nn.Linear):
         return f"{super().extra_repr()}, {self.route}"
 
 
-class Call:
-    """What the backward of one call needs to know besides tensors."""
+class LinearCall:
+    """What forward and backward of one call of a Linear need besides tensors."""
 
     __slots__ = (
         "axis",
@@ -134,7 +147,7 @@ class _LocalLinear(torch.autograd.Function):
         input: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        call: Call,
+        call: LinearCall,
     ) -> torch.Tensor:
         ctx.call = call
         ctx.dtypes = None
@@ -189,7 +202,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _start_input_gradient(
-    rows: torch.Tensor, shape: torch.Size, call: Call
+    rows: torch.Tensor, shape: torch.Size, call: LinearCall
 ) -> torch.Tensor:
     """Start the sum of the input's gradient, if it is one."""
     gradient = rows
@@ -200,7 +213,7 @@ def _start_input_gradient(
     return start_reduce(gradient, call.input_gradient, call.axis, owned=True)
 
 
-def _finish_input_gradient(started: torch.Tensor, call: Call) -> torch.Tensor:
+def _finish_input_gradient(started: torch.Tensor, call: LinearCall) -> torch.Tensor:
     target, made = call.input_gradient, call.steps.input_gradient
     if type(made) is Partial:
         return finish_reduce(started, target, call.axis, call.input_shape)
@@ -237,7 +250,7 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.to(dtype)
 
 
-def _traceable(module: LocalLinear, value: Value, call: Call) -> torch.Tensor:
+def _traceable(module: LocalLinear, value: Value, call: LinearCall) -> torch.Tensor:
     """The same layer in small differentiable parts, for torch.compile to trace."""
     axis, steps, shape = call.axis, call.steps, call.shape
     whole = change_layout(
@@ -329,8 +342,8 @@ def _look_up_rows(
 ) -> torch.Tensor:
     """This rank's rows, and zeros where another rank holds the row."""
     axis, num_rows = module.route.axis, module.num_embeddings
-    first = shard_offset(num_rows, axis.size, axis.rank)
-    length = shard_size(num_rows, axis.size, axis.rank)
+    first, last = shard_bounds(num_rows, axis.size, axis.rank)
+    length = last - first
     if length == 0:
         # An empty table has no row to look up; it still takes part in the sum.
         return table.new_zeros(*index.shape, module.embedding_dim) + table.sum()
@@ -343,3 +356,161 @@ def _look_up_rows(
     local = torch.where(elsewhere & (index >= 0) & (index < num_rows), 0, local)
     rows = F.embedding(local, table, padding)
     return rows.masked_fill(elsewhere.unsqueeze(-1), 0)
+
+
+def local_form(module: nn.Module) -> type[nn.Module] | None:
+    """The class that computes this module on shards; None where DTensor must.
+
+    A subclass or a replaced ``forward`` may do anything, so only the plain classes have
+    a local form.
+    """
+    if "forward" in vars(module):
+        return None
+    if type(module) is nn.Linear:
+        return LocalLinear
+    plain = isinstance(module, nn.Embedding) and not (
+        module.max_norm is not None or module.scale_grad_by_freq or module.sparse
+    )
+    return LocalEmbedding if plain and type(module) is nn.Embedding else None
+
+
+# ----------------------------------------------------------------------------
+# Column-wise and row-wise: Linears and Embeddings on shards of their parameters.
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedStyle(PlacedStyle):
+    """What Colwise and Rowwise have in common."""
+
+    input_layouts: Placement | tuple[Placement] | None = None
+    output_layouts: Placement | tuple[Placement] | None = None
+    use_local_output: bool = True
+
+    _default_input: ClassVar[Placement]
+    _default_output: ClassVar[Placement]
+
+    def __post_init__(self) -> None:
+        given, wanted = self.input_layouts, self.output_layouts
+        given = one_layout(self, "input_layouts", given, self._default_input)
+        wanted = one_layout(self, "output_layouts", wanted, self._default_output)
+        object.__setattr__(self, "input_layouts", given)
+        object.__setattr__(self, "output_layouts", wanted)
+
+    def _layouts(self, needed: Placement, made: Placement) -> StyleLayouts:
+        given, wanted = self.input_layouts, self.output_layouts
+        assert isinstance(given, tuple) and isinstance(wanted, tuple)
+        return StyleLayouts(given, (needed,), made, wanted[0], self.use_local_output)
+
+    def find_problems(self, module: nn.Module) -> list[str]:
+        """Only Linear and Embedding have rows and columns, and are cut only once."""
+        if not isinstance(module, (nn.Linear, nn.Embedding)):
+            return [
+                f"{type(self).__name__} currently only support nn.Linear and "
+                f"nn.Embedding! This is a {type(module).__name__}; write the pattern of "
+                "the layer inside of it"
+            ]
+        return describe_placed(module) + describe_computed(module)
+
+    def place(self, module: nn.Module, place: Place) -> nn.Module:
+        """Shard the parameters and let the module compute on its shard."""
+        problems = self.find_problems(module)
+        if problems:
+            where = f"'{place.path}': " if place.path else ""
+            raise UnsupportedModuleError(f"{where}{problems[0]}.")
+        for name, placement in self.parameter_layouts(module).items():
+            place_parameter(module, name, placement, place.axis, place.src_data_rank)
+        route = build_route(self, module, place)
+        local = local_form(module)
+        if local is None:
+            run_on_dtensors(module, route)
+        else:
+            # The object stays the one that the model holds; its forward is another.
+            module.__class__ = local
+            module.route = route  # type: ignore[assignment]
+        return module
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColwiseParallel(ShardedStyle):
+    """Shard a Linear or an Embedding over its output features.
+
+    The input is needed whole; each rank computes its part of the last dimension of the
+    output. Forward sends nothing when the input is replicated and the output stays
+    sharded; backward sums the input's gradient.
+
+    Args:
+        input_layouts: Layout of an input that is a plain tensor; default
+            ``Replicate()``.
+        output_layouts: Layout of the output; default ``Shard(-1)``.
+        use_local_output: Return this rank's tensor (the default), or a DTensor.
+
+    Example:
+        >>> import torch
+        >>> from torchspmd.testing import fake_mesh
+        >>> from torchspmd.parallel import parallelize_module
+        >>> with fake_mesh(4, ("tp",)) as mesh:
+        ...     linear = parallelize_module(nn.Linear(8, 16), mesh, ColwiseParallel())
+        ...     linear(torch.ones(2, 8)).shape
+        torch.Size([2, 4])
+    """
+
+    _default_input = Replicate()
+    _default_output = Shard(-1)
+
+    @property
+    def desired_input_layouts(self) -> tuple[Placement]:
+        """The layout that the computation reads."""
+        return (Replicate(),)
+
+    def parameter_layouts(self, module: nn.Module) -> dict[str, Placement]:
+        """Output features sharded: rows of a Linear's weight, columns of a table."""
+        dim = 1 if isinstance(module, nn.Embedding) else 0
+        names = (name for name, _ in module.named_parameters(recurse=False))
+        return dict.fromkeys(names, Shard(dim))
+
+    def layouts(self, module: nn.Module) -> StyleLayouts:
+        """The input is needed whole; each rank makes some of the output features."""
+        return self._layouts(Replicate(), Shard(-1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowwiseParallel(ShardedStyle):
+    """Shard a Linear over its input features, or an Embedding over its rows.
+
+    Each rank computes a partial value of the output; these are summed into the output's
+    layout, by one all-reduce (``Replicate()``) or reduce-scatter (``Shard(dim)``). A
+    bias is added once, after the sum.
+
+    Args:
+        input_layouts: Layout of an input that is a plain tensor; default ``Shard(-1)``.
+            The indices of an Embedding are usually ``Replicate()``.
+        output_layouts: Layout of the output; default ``Replicate()``.
+        use_local_output: Return this rank's tensor (the default), or a DTensor.
+
+    Example:
+        >>> import torch
+        >>> from torchspmd.testing import fake_mesh
+        >>> from torchspmd.parallel import parallelize_module
+        >>> with fake_mesh(4, ("tp",)) as mesh:
+        ...     linear = parallelize_module(nn.Linear(8, 16), mesh, RowwiseParallel())
+        ...     linear(torch.ones(2, 2)).shape
+        torch.Size([2, 16])
+    """
+
+    _default_input = Shard(-1)
+    _default_output = Replicate()
+
+    def desired_input_layouts(self, module: nn.Module) -> tuple[Placement]:
+        """The layout that the computation of this module reads."""
+        return (Replicate(),) if isinstance(module, nn.Embedding) else (Shard(-1),)
+
+    def parameter_layouts(self, module: nn.Module) -> dict[str, Placement]:
+        """Input features sharded: columns of a Linear's weight, rows of a table."""
+        if isinstance(module, nn.Embedding):
+            return {"weight": Shard(0)}
+        names = [name for name, _ in module.named_parameters(recurse=False)]
+        return {n: Replicate() if n == "bias" else Shard(1) for n in names}
+
+    def layouts(self, module: nn.Module) -> StyleLayouts:
+        """Each rank reads some of the input features and makes a partial value."""
+        return self._layouts(*self.desired_input_layouts(module), Partial())

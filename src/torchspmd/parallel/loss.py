@@ -14,12 +14,11 @@ from torch.distributed.tensor import DTensor, Shard
 
 from torchspmd import _torch
 from torchspmd.errors import LayoutError, UsageError
+from torchspmd.layout.names import format_mesh
+from torchspmd.layout.shards import shard_bounds, shard_size
 from torchspmd.parallel.axis import (
     Axis,
     build_axis,
-    describe_mesh,
-    shard_offset,
-    shard_size,
 )
 from torchspmd.parallel.redistribute import (
     all_reduce_max,
@@ -162,7 +161,7 @@ def _meet(
         logits.amax(-1) if size else logits.new_full(logits.shape[:-1], -torch.inf)
     )
     if rule.num_classes is not None:
-        first = shard_offset(rule.num_classes, axis.size, axis.rank)
+        first, _ = shard_bounds(rule.num_classes, axis.size, axis.rank)
         return all_reduce_max(largest, axis), first, rule.num_classes
     # Every rank writes into its own place, and reading it on the device waits for nobody.
     places = (axis.rank, axis.size - 1 - axis.rank)
@@ -209,7 +208,7 @@ def _weights(
         )
     whole = whole.detach().to(dtype)
     of_target = whole[torch.where(counts, target, 0)] * counts
-    first = shard_offset(rule.num_classes, rule.axis.size, rule.axis.rank)
+    first, _ = shard_bounds(rule.num_classes, rule.axis.size, rule.axis.rank)
     return whole.narrow(0, first, logits.size(-1)), of_target, whole.sum()
 
 
@@ -225,7 +224,7 @@ def _open_logits(
         ):
             raise LayoutError(
                 f"{_CALL}: the logits are {logits.placements} on the "
-                f"{describe_mesh(own)}; their last dimension, the classes, must be "
+                f"mesh {format_mesh(own)}; their last dimension, the classes, must be "
                 f"sharded over one axis: (Shard({logits.ndim - 1}),)."
             )
         axis = build_axis(own, _CALL)

@@ -22,9 +22,10 @@ from torch.nn.utils import parametrize
 
 from torchspmd import _torch
 from torchspmd.errors import LayoutError
-from torchspmd.parallel.axis import Axis, describe_mesh
+from torchspmd.layout.names import format_mesh
+from torchspmd.layout.retired import set_successor, successor
+from torchspmd.parallel.axis import Axis
 from torchspmd.parallel.redistribute import change_layout, refuse_double_backward
-from torchspmd.parallel.replaced import set_successor, successor
 
 # ----------------------------------------------------------------------------
 # State dicts of modules whose parameters DistributedDataParallel has opened.
@@ -186,7 +187,7 @@ def describe_broken_tie(
     asked = "a split into parts" if placement is None else repr(placement)
     return (
         f"one parameter would become several: an earlier call laid it out as "
-        f"{placed.placements[0]!r} on the {describe_mesh(placed.device_mesh)} for a "
+        f"{placed.placements[0]!r} on the mesh {format_mesh(placed.device_mesh)} for a "
         f"module that shares it, this call asks for {asked}; lay out both modules in one "
         "plan, with the same layout, or untie them first"
     )

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from torchspmd import _torch
 from torchspmd.errors import LayoutError, UsageError
-from torchspmd.parallel.axis import Axis, gradient_layout, shard_offset, shard_size
+from torchspmd.layout.shards import full_shard_size, shard_bounds, shard_size
+from torchspmd.parallel.axis import Axis, gradient_layout
 
 # ----------------------------------------------------------------------------
 # Move a plain local tensor from one layout to another on one axis.
@@ -97,7 +98,7 @@ def finish_reduce(
 
 def all_gather(tensor: torch.Tensor, dim: int, axis: Axis, size: int) -> torch.Tensor:
     """All shards of a dimension of ``size`` elements, in order."""
-    padded = _pad(tensor, dim, -(-size // axis.size)).contiguous()
+    padded = _pad(tensor, dim, full_shard_size(size, axis.size)).contiguous()
     rows = _torch.wait(_torch.start_all_gather(padded, axis.size, axis.group))
     whole = rows if dim == 0 else _join_shards(rows, dim, axis.size)
     # Padding is at the end only: all shards before a short one are full.
@@ -106,10 +107,8 @@ def all_gather(tensor: torch.Tensor, dim: int, axis: Axis, size: int) -> torch.T
 
 def take_shard(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
     """This rank's shard of a whole tensor, in its own memory."""
-    size = tensor.size(dim)
-    start = shard_offset(size, axis.size, axis.rank)
-    length = shard_size(size, axis.size, axis.rank)
-    return tensor.narrow(dim, start, length).contiguous()
+    start, end = shard_bounds(tensor.size(dim), axis.size, axis.rank)
+    return tensor.narrow(dim, start, end - start).contiguous()
 
 
 def all_reduce_max(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -121,7 +120,7 @@ def _reshard(
     tensor: torch.Tensor, source: int, target: int, axis: Axis, shape: tuple[int, ...]
 ) -> torch.Tensor:
     """Shards of one dimension into shards of another: every rank sends to every rank."""
-    chunk = -(-shape[source] // axis.size)
+    chunk = full_shard_size(shape[source], axis.size)
     rows = _stack_shards(_pad(tensor, source, chunk), target, axis.size).contiguous()
     count = [rows.size(0) // axis.size] * axis.size
     received = _torch.wait(_torch.start_all_to_all(rows, count, count, axis.group))
@@ -132,7 +131,7 @@ def _reshard(
 
 def _stack_shards(tensor: torch.Tensor, dim: int, num_ranks: int) -> torch.Tensor:
     """The shards of ``dim``, padded to one size, one below the other on dim 0."""
-    chunk = -(-tensor.size(dim) // num_ranks)
+    chunk = full_shard_size(tensor.size(dim), num_ranks)
     padded = _pad(tensor, dim, chunk * num_ranks)
     if dim == 0:
         return padded.contiguous()

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from torchspmd.errors import LayoutError
+from torchspmd.layout.shards import shard_size
 from torchspmd.parallel.axis import (
     Axis,
     describe_uneven,
@@ -18,9 +20,9 @@ from torchspmd.parallel.axis import (
     is_uneven,
     layout_of,
     positive_dim,
-    shard_size,
 )
 from torchspmd.parallel.redistribute import settle, unwrap, wrap
+from torchspmd.parallel.style import ParallelStyle, Place
 
 _MAX_CALLS = 256  # shapes of inputs that one layer remembers
 
@@ -58,8 +60,8 @@ class Route:
 
     Attributes:
         axis: The mesh axis it lies on.
+        where: How errors name the module: its path, its style and its mesh.
         style: The style's name, for texts.
-        path: The module's name in the model, for texts.
         given: Layout of an input that is a plain tensor.
         needed: Layout that the computation reads.
         made: Layout that the computation writes.
@@ -69,8 +71,8 @@ class Route:
     """
 
     axis: Axis
+    where: str
     style: str
-    path: str
     given: Placement
     needed: Placement
     made: Placement
@@ -94,14 +96,8 @@ class Route:
         self.calls[shape] = call
 
     def __reduce__(self) -> tuple[Any, ...]:
-        values = (self.axis, self.style, self.path, self.given, self.needed)
+        values = (self.axis, self.where, self.style, self.given, self.needed)
         return _rebuild, (*values, self.made, self.wanted, self.local_output)
-
-    @property
-    def where(self) -> str:
-        """How errors name the module: its path, its style and its mesh."""
-        name = f"'{self.path}'" if self.path else "the module"
-        return f"{name} with {self.style} on the {self.axis}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
@@ -111,8 +107,26 @@ class Route:
 
 
 def _rebuild(*values: Any) -> Route:
-    names = ("axis", "style", "path", "given", "needed", "made", "wanted")
+    names = ("axis", "where", "style", "given", "needed", "made", "wanted")
     return Route(**dict(zip((*names, "local_output"), values, strict=True)))
+
+
+def build_route(style: ParallelStyle, module: nn.Module, place: Place) -> Route:
+    """The route of a module with one input, from the layouts of its style."""
+    layouts = style.layouts(module)
+    assert layouts is not None
+    (given,), (needed,) = layouts.given, layouts.needed
+    assert given is not None and needed is not None
+    return Route(
+        axis=place.axis,
+        where=place.where(style),
+        style=type(style).__name__,
+        given=given,
+        needed=needed,
+        made=layouts.made,
+        wanted=layouts.wanted,
+        local_output=layouts.local_output,
+    )
 
 
 def _build_steps(route: Route, input_ndim: int, output_ndim: int) -> Steps:

@@ -31,6 +31,7 @@ from torchspmd.parallel.redistribute import (
 from torchspmd.parallel.route import (
     Route,
     Steps,
+    build_route,
     check_even,
     check_tensor,
     enter,
@@ -39,6 +40,7 @@ from torchspmd.parallel.route import (
 from torchspmd.parallel.style import (
     Place,
     PlacedStyle,
+    StyleLayouts,
     describe_placed,
     describe_styled,
     mark_styled,
@@ -239,6 +241,11 @@ class SequenceParallel(PlacedStyle):
         """Everything is replicated."""
         return {name: Replicate() for name, _ in module.named_parameters()}
 
+    def layouts(self, module: nn.Module) -> StyleLayouts:
+        """A part of the sequence, everywhere."""
+        (part,) = self.sequence_sharding
+        return StyleLayouts((part,), (part,), part, part, self.use_local_output)
+
     def find_problems(self, module: nn.Module) -> list[str]:
         """Any module that has no layout yet will do."""
         placed = describe_placed(module) or describe_styled(module, "forward")
@@ -255,22 +262,9 @@ class SequenceParallel(PlacedStyle):
                     part, name, Replicate(), place.axis, place.src_data_rank
                 )
             place_buffers(part, place.axis, place.src_data_rank)
-        _compute_on_part(module, self._route(place))
+        _compute_on_part(module, build_route(self, module, place))
         mark_styled(module, "forward", type(self).__name__)
         return module
-
-    def _route(self, place: Place) -> Route:
-        (layout,) = self.sequence_sharding
-        return Route(
-            axis=place.axis,
-            style=type(self).__name__,
-            path=place.path,
-            given=layout,
-            needed=layout,
-            made=layout,
-            wanted=layout,
-            local_output=self.use_local_output,
-        )
 
 
 def _compute_on_part(module: nn.Module, route: Route) -> None:

@@ -7,6 +7,7 @@
 import copy
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,7 +22,7 @@ _STYLED = "_torchspmd_styled"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a style is applied.
+    """Where a style is applied: the module's path and the mesh axis.
 
     Attributes:
         axis: The mesh axis.
@@ -33,6 +34,30 @@ class Place:
     axis: Axis
     path: str = ""
     src_data_rank: int | None = 0
+
+    def where(self, style: "ParallelStyle") -> str:
+        """How errors name the module: its path, its style and its mesh."""
+        name = f"'{self.path}'" if self.path else "the module"
+        return f"{name} with {type(style).__name__} on the {self.axis}"
+
+
+class StyleLayouts(NamedTuple):
+    """The layouts that a style gives the inputs and the output of a module.
+
+    Attributes:
+        given: Layout of each positional input that is a plain tensor; None leaves an
+            input alone.
+        needed: Layout that the computation reads, for each of them.
+        made: Layout that the computation writes.
+        wanted: Layout that the module returns.
+        local_output: Return this rank's part, not a DTensor.
+    """
+
+    given: tuple[Placement | None, ...]
+    needed: tuple[Placement | None, ...]
+    made: Placement
+    wanted: Placement
+    local_output: bool
 
 
 class ParallelStyle(ABC):
@@ -62,6 +87,10 @@ class ParallelStyle(ABC):
     def parameter_layouts(self, module: nn.Module) -> dict[str, Placement]:
         """The placement that each of the module's own parameters gets."""
         return {}
+
+    def layouts(self, module: nn.Module) -> StyleLayouts | None:
+        """The layouts of the module's inputs and output; None where it does not say."""
+        return None
 
     def find_problems(self, module: nn.Module) -> list[str]:
         """Why this style does not fit this module; empty when it does."""

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchspmd import _torch
 from torchspmd.comm import Ledger
 from torchspmd.errors import CaptureError, UsageError
+from torchspmd.layout.names import format_mesh
 from torchspmd.step.capture.guard_cache import KnownCalls
 from torchspmd.step.capture.guards import explain_difference, sign
 from torchspmd.step.capture.inventory import Inventory, take_inventory
@@ -37,7 +38,7 @@ from torchspmd.step.modes.data_parallel import DataParallel, Spread, resolve_spr
 from torchspmd.step.pipeline import StepOptions, build_program
 from torchspmd.step.program import Program
 from torchspmd.step.progress import logger, phase
-from torchspmd.step.rank_agreement import Agreement, Switches, describe
+from torchspmd.step.rank_agreement import Agreement, Switches
 from torchspmd.step.virtual.certificate import Certificate
 from torchspmd.step.virtual.verify import Verification
 
@@ -164,10 +165,10 @@ def check_usable(name: str, closed: str, spread: Spread | None) -> None:
         )
     if spread is not None and spread.mesh is not None and not dist.is_initialized():
         raise UsageError(
-            f"{name}: this step was captured for the mesh {describe(spread.mesh)}, whose "
-            "process groups were destroyed since, so that it cannot be called any more. "
-            "Call it before destroy_process_group(), or compile its function again behind "
-            "init_process_group()."
+            f"{name}: this step was captured for the mesh {format_mesh(spread.mesh)}, "
+            "whose process groups were destroyed since, so that it cannot be called any "
+            "more. Call it before destroy_process_group(), or compile its function again "
+            "behind init_process_group()."
         )
 
 

@@ -15,6 +15,7 @@ from torchspmd import _torch
 from torchspmd.comm import Ledger
 from torchspmd.comm.exchange import Exchanged, exchange, post_failure
 from torchspmd.errors import AgreementError
+from torchspmd.layout.names import format_mesh
 from torchspmd.step.graph.collectives import communications, events_of, peers_of
 from torchspmd.step.graph.metadata import output_values, readable_name, written_state
 from torchspmd.step.progress import phase
@@ -202,11 +203,11 @@ class Agreement:
         if self._mesh is None:
             return
         mesh = along or self._mesh
-        what = f"{self._what}, mesh {describe(mesh)}"
+        what = f"{self._what}, mesh {format_mesh(mesh)}"
         ranks = _ranks_of(mesh)
         if len(ranks) == 1:
             return
-        stage = f"plan/{describe(mesh)}"
+        stage = f"plan/{format_mesh(mesh)}"
         texts = self._gather(plan.to_json(), ranks, what, stage, PLAN_SECONDS)
         plans = {rank: CommPlan.from_json(text) for rank, text in texts.items()}
         if problems := differences(plans):
@@ -279,12 +280,6 @@ def _title_and_cure(plans: dict[int, CommPlan]) -> tuple[str, str]:
         "Give every rank batches of the same shape and the same step; with uneven "
         "batches, pad or drop the last one."
     )
-
-
-def describe(mesh: DeviceMesh) -> str:
-    """Its axes and their sizes."""
-    names = mesh.mesh_dim_names or tuple(f"axis{n}" for n in range(mesh.ndim))
-    return ", ".join(f"{n}={s}" for n, s in zip(names, mesh.shape, strict=True))
 
 
 # ----------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torchspmd import _torch
 from torchspmd.comm import GLOBAL, Phase, is_within
+from torchspmd.layout.names import inner_module, plain_name
 from torchspmd.trace.callsite import is_nested_backward
 
 # ----------------------------------------------------------------------------
@@ -125,9 +126,6 @@ def unfollow(follower: Follower) -> None:
         if not _followers:
             nn.Module.__call__ = _plain_call  # type: ignore[method-assign]
 
-
-# Wrappers of torch's own that a user did not write into the model's names.
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 # Backward of a forward that the boundaries have forgotten.
 LOST = "(forward too long ago)"
@@ -316,7 +314,7 @@ class ModuleTracker:
 
     def _free_root(self, module: nn.Module) -> str:
         """The class name; with a number when a living module has it already."""
-        base = type(_unwrapped(module)).__name__
+        base = type(inner_module(module)).__name__
         number, path = 1, base
         while (taken := self._roots.get(path)) is not None and taken() is not None:
             number += 1
@@ -396,12 +394,5 @@ def _name_inside(parent: nn.Module, module: nn.Module) -> str | None:
     return None
 
 
-def _unwrapped(module: nn.Module) -> nn.Module:
-    for wrapper in _WRAPPERS:
-        module = getattr(module, wrapper, module)
-    return module
-
-
 def _without_wrappers(parent_path: str, name: str) -> str:
-    kept = [part for part in name.split(".") if part and part not in _WRAPPERS]
-    return ".".join([parent_path, *kept])
+    return ".".join(filter(None, [parent_path, plain_name(name)]))

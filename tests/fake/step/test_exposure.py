@@ -1,16 +1,12 @@
 """Measured exposure over a wire that takes a known time, in one process."""
 
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import fx
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "unit" / "step"))
 from edit_graphs import GraphBuilder, aten, c10d
+from torch import fx
 
 from torchspmd import _torch
 from torchspmd.errors import UsageError

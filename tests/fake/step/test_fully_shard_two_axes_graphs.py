@@ -230,14 +230,14 @@ def test_rows_of_two_axes_as_torch_counts_them():
     from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    from torchspmd.step.modes.shard_layout import rows_of
+    from torchspmd.layout.shards import shard_bounds
 
     def is_right(rows, dp, tp):
         layout = (_StridedShard(0, split_factor=tp), Shard(0))
         for rank in range(dp * tp):
             place = divmod(rank, tp)
-            first, last = rows_of(rows, tp, place[1])
-            start, stop = rows_of(last - first, dp, place[0])
+            first, last = shard_bounds(rows, tp, place[1])
+            start, stop = shard_bounds(last - first, dp, place[0])
             found = _compute_local_shape_and_global_offset(
                 (rows,), (dp, tp), list(place), layout
             )

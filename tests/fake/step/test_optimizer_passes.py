@@ -1,14 +1,9 @@
 """Optimizers on several ranks: updates that wait or stay, and what shards forbid."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "ranks" / "step"))
 from step_models import build, difference
+from torch import nn
 
 from torchspmd.errors import CaptureError, PassWarning
 from torchspmd.step import DataParallel, IterGraphModule, compile

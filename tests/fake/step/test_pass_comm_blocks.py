@@ -1,12 +1,7 @@
 """Collectives of a graph as blocks, found by operator and by who reads what."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from comm_graphs import all_gather, all_reduce, captured, ops
 
 from torchspmd import _torch

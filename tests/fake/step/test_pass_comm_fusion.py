@@ -1,13 +1,7 @@
 """Buckets of collectives: what goes into one, what does not, and why."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent))
 from comm_graphs import (
     all_gather,
     all_reduce,
@@ -16,6 +10,7 @@ from comm_graphs import (
     ops,
     reduce_scatter,
 )
+from torch import nn
 
 from torchspmd.comm import Phase
 from torchspmd.errors import PassOrderError, PassWarning, UsageError

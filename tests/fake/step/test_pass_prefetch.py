@@ -1,14 +1,9 @@
 """Gathers of parameters that start before an earlier layer computes."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent))
 from comm_graphs import all_gather, captured, names, reduce_scatter
+from torch import nn
 
 from torchspmd.errors import PassWarning, UsageError
 from torchspmd.step import DataParallel, compile

@@ -1,16 +1,12 @@
 """Drawn graphs compute the same bits after the passes, on four virtual ranks."""
 
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
+from comm_graphs import all_gather, all_reduce, captured, copied, reduce_scatter
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent))
-from comm_graphs import all_gather, all_reduce, captured, copied, reduce_scatter
 
 from torchspmd.errors import PassWarning
 from torchspmd.step.graph.collectives import get_all_comm_blocks

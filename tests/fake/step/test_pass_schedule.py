@@ -1,12 +1,7 @@
 """Starts as early and waits as late as dependencies and memory allow."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from comm_graphs import (
     all_gather,
     all_reduce,

@@ -1,13 +1,8 @@
 """Compiled steps on real ranks against one device with the whole batch."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parent))
 from step_models import MODELS, build, difference
 
 from torchspmd.step import DataParallel, compile

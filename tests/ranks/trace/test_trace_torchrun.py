@@ -1,11 +1,16 @@
 """``torchspmd trace`` under torchrun: the real thing, one report for all ranks."""
 
+import signal
 import subprocess
 import sys
 
 import pytest
+from processes import run_forked
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher import LaunchConfig, elastic_launch
 
 from torchspmd import load_ledger
+from torchspmd._cli import main
 
 pytestmark = pytest.mark.ranks
 
@@ -50,6 +55,31 @@ def torchrun(script, *options):
     )
 
 
+def launch(words):
+    """What torchrun does, with forks of this process for workers."""
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        run_id="none",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        start_method="fork",
+    )
+    try:
+        elastic_launch(config, run_command)(words)
+    except ChildFailedError:
+        return 1
+    return 0
+
+
+def run_command(words):
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not the handler of the launcher
+    if main(["trace", *words]):
+        raise SystemExit(1)
+
+
 @pytest.fixture
 def script(tmp_path):
     path = tmp_path / "train.py"
@@ -68,7 +98,8 @@ def check_sum(done, out, num_steps):
 
 def test_one_report_with_the_sum_of_all_ranks(script, tmp_path):
     out = tmp_path / "report.json"
-    done = torchrun(script, "--steps", "0", "--out", str(out))
+    words = [str(script), "--steps", "0", "--out", str(out)]
+    done = run_forked(launch, words, folder=tmp_path)
     check_sum(done, out, 3)
     assert "differs" not in done.stdout
 
@@ -85,8 +116,8 @@ def test_a_rank_that_differs_is_a_line(script, tmp_path):
     ) in words
 
 
-def test_a_rank_that_fails_ends_the_run(script):
-    done = torchrun(script, "--", "fail")
+def test_a_rank_that_fails_ends_the_run(script, tmp_path):
+    done = run_forked(launch, [str(script), "--", "fail"], folder=tmp_path)
     assert done.returncode != 0
     assert "ValueError: rank 1 fails" in done.stderr
     assert "Communication by module" not in done.stdout

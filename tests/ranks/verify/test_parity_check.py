@@ -1,9 +1,9 @@
 """check_parity on real ranks: verdicts, compiled steps, local functions, own jobs."""
 
 import functools
-import sys
-from pathlib import Path
 
+import check_parity as example
+import parity_cases as cases
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,11 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
-import check_parity as example
-import parity_cases as cases
 
 from torchspmd import local_map
 from torchspmd._cli import main

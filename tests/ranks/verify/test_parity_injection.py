@@ -1,11 +1,6 @@
 """A part of the injection suite; all of it is benchmarks/bench_parity_injection.py."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 from _parity_bugs import BUGS
 from _parity_correct import CORRECT
 

@@ -1,16 +1,12 @@
 """Drawn models, plans and meshes agree with one device; drawn bugs are found."""
 
 import functools
-import sys
-from pathlib import Path
 
+import parity_cases as cases
 import pytest
 import torch
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent))
-import parity_cases as cases
 
 from torchspmd.verify import check_parity
 

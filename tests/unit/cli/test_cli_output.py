@@ -1,14 +1,19 @@
-"""Output that nobody reads any more is no error, for all subcommands."""
+"""How the command ends, and output that nobody reads any more: nothing is lost."""
 
-import os
-import subprocess
+import atexit
+import concurrent.futures
 import sys
+import threading
+import time
 
 import pytest
+from processes import run_forked
 
+from torchspmd._cli import command
+from torchspmd._cli.output import KEPT, leave
 from torchspmd.comm import CommEvent, Group, Kind, Ledger, save_ledger
 
-pytestmark = pytest.mark.unit
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("fork_server")]
 
 TRAIN = """\
 import torch
@@ -18,6 +23,43 @@ model(torch.ones(4)).sum().backward()
 optimizer.step()
 print("the script's own line", flush=True)
 """
+
+
+class Freed:
+    def __del__(self):
+        print("freed")
+
+
+def end_with_work_left():
+    def work():
+        time.sleep(0.2)
+        print("the thread ended")
+
+    KEPT.append(Freed())
+    executor = concurrent.futures.ThreadPoolExecutor(1)  # its worker waits for work
+    executor.submit(print, "the executor worked").result()
+    atexit.register(print, "the exit handler ran")
+    threading.Thread(target=work).start()
+    print("no newline", end="")
+    leave(7)
+
+
+def test_threads_handlers_and_text_come_first_and_what_is_kept_is_never_freed(tmp_path):
+    done = run_forked(end_with_work_left, folder=tmp_path)
+    assert done.returncode == 7, done.stderr
+    assert done.stdout == (
+        "the executor worked\nno newlinethe thread ended\nthe exit handler ran\n"
+    )
+
+
+def print_and_leave():
+    print("nobody reads this")
+    leave(3)
+
+
+def test_a_reader_that_went_away_is_no_error(tmp_path):
+    done = run_forked(print_and_leave, folder=tmp_path, unread=True)
+    assert done.returncode == 3, done.stderr
 
 
 @pytest.fixture
@@ -31,38 +73,28 @@ def folder(tmp_path):
     return tmp_path
 
 
-def run_unread(folder, *words, **environment):
-    """Its exit code and what it said on standard error; its output has no reader."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    done = subprocess.run(
-        [sys.executable, "-m", "torchspmd", *words],
-        stdout=writer,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONUNBUFFERED": "", **environment},
-        cwd=folder,
-        text=True,
-        check=False,
-    )
-    os.close(writer)
-    return done.returncode, done.stderr
+def run_command(words):
+    sys.argv = ["torchspmd", *words]
+    command()
 
 
 @pytest.mark.parametrize(
     ("words", "unbuffered", "code"),
     [
-        (["diff", "a.json", "a.json"], "", 0),
-        (["diff", "a.json", "b.json", "--json"], "1", 1),
-        (["plan", "--help"], "", 0),
+        (["diff", "a.json", "a.json"], False, 0),
+        (["diff", "a.json", "b.json", "--json"], True, 1),
+        (["plan", "--help"], False, 0),
     ],
 )
 def test_the_exit_code_is_that_of_a_run_with_a_reader(folder, words, unbuffered, code):
-    assert run_unread(folder, *words, PYTHONUNBUFFERED=unbuffered) == (code, "")
+    options = {"folder": folder, "unread": True, "unbuffered": unbuffered}
+    done = run_forked(run_command, words, **options)
+    assert (done.returncode, done.stderr) == (code, "")
 
 
 def test_the_script_goes_on_and_the_ledger_is_written(folder):
     words = ["trace", "train.py", "--world-size", "2", "--out", "out.json"]
-    code, error = run_unread(folder, *words)
-    assert code == 0, error
-    assert error == "tracing train.py as rank 0 of 2 (simulated) ...\n"
+    done = run_forked(run_command, words, folder=folder, unread=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "tracing train.py as rank 0 of 2 (simulated) ...\n"
     assert (folder / "out.json").exists()

@@ -10,7 +10,6 @@ from torchspmd.local.shapes import (
     Grid,
     Source,
     UnknownSizeError,
-    chunk_size,
     list_sources,
     shape_here,
     whole_shape,
@@ -21,13 +20,6 @@ from torchspmd.local.shapes import (
 pytestmark = pytest.mark.unit
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
-
-
-@given(st.integers(0, 50), st.integers(1, 8))
-def test_chunks_are_those_of_torch(size: int, parts: int) -> None:
-    chunks = [len(chunk) for chunk in torch.arange(size).chunk(parts)]
-    chunks += [0] * (parts - len(chunks))
-    assert [chunk_size(size, parts, i) for i in range(parts)] == chunks
 
 
 @given(

@@ -1,31 +1,16 @@
 """How dimensions are cut, as DTensor cuts them."""
 
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from torchspmd.parallel.axis import (
     global_shape,
     gradient_layout,
     positive_dim,
-    shard_offset,
-    shard_size,
 )
 from torchspmd.parallel.redistribute import is_same
 
 pytestmark = pytest.mark.unit
-
-
-@given(size=st.integers(1, 200), num_ranks=st.integers(1, 40))
-def test_shards_are_those_of_chunk(size: int, num_ranks: int) -> None:
-    chunks = [chunk.tolist() for chunk in torch.arange(size).chunk(num_ranks)]
-    chunks += [[]] * (num_ranks - len(chunks))
-    for rank, chunk in enumerate(chunks):
-        assert shard_size(size, num_ranks, rank) == len(chunk)
-        start = shard_offset(size, num_ranks, rank)
-        assert chunk == list(range(start, start + len(chunk)))
 
 
 LAYOUTS = (Replicate(), Partial(), Shard(0), Shard(1), Shard(-1))

@@ -4,21 +4,17 @@ import contextlib
 import copy
 import functools
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from torch import fx, nn
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 from _memory import MemoryCounter
+from torch import fx, nn
 
 from torchspmd.errors import LostStateError, UsageError
 from torchspmd.step import IterGraphModule, compile, find_node
 from torchspmd.step.graph.memory import predict_peak
 from torchspmd.step.graph.metadata import OutputKind, output_values, roles_of
-from torchspmd.step.lower.backends import write_in_place
+from torchspmd.step.lower.in_place import write_in_place
 from torchspmd.step.passes.defer import isolate_update
 
 pytestmark = [

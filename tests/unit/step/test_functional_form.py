@@ -1,12 +1,7 @@
 """Which part of a traced step is traced again to make it functional."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "ranks" / "step"))
 from step_models import MODELS, build
 
 from torchspmd.step import compile

@@ -1,14 +1,9 @@
 """No stale graph: what makes a compiled step capture again, and what it says."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "ranks" / "step"))
 from step_models import build, difference
+from torch import nn
 
 from torchspmd.errors import CaptureError, SpmdError, UsageError
 from torchspmd.step import CompiledStep, DataParallel, compile

@@ -3,18 +3,13 @@
 import copy
 import operator
 import random
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "ranks" / "step"))
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 from _memory import MemoryCounter
 from step_models import build, difference
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchspmd.step import compile
 from torchspmd.step.graph.memory import predict_peak

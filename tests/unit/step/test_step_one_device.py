@@ -1,17 +1,13 @@
 """Compiled steps without a process group: equal to eager, bit for bit."""
 
 import copy
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from step_models import MODELS, OPTIMIZERS, build, difference
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "ranks" / "step"))
-from step_models import MODELS, OPTIMIZERS, build, difference
 
 from torchspmd.step import compile
 

@@ -1,15 +1,11 @@
 """Optimizers that choose by their counters, and those that cannot be captured."""
 
 import copy
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "ranks" / "step"))
 from step_models import OPTIMIZERS, build, difference
+from torch import nn
 
 from torchspmd.errors import CaptureError
 from torchspmd.step import compile

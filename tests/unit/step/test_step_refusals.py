@@ -1,16 +1,12 @@
 """Steps that cannot be captured: the user's line, and the way out."""
 
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
+from step_models import build
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "ranks" / "step"))
-from step_models import build
 
 from torchspmd.errors import CaptureError
 from torchspmd.step import IterGraphModule, compile

@@ -1,17 +1,13 @@
 """Loss scaling and recomputed dropout inside a step: eager's bits, or a refusal by name."""
 
 import copy
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from step_models import build, difference
 from torch import nn
 from torch.amp import GradScaler
 from torch.utils.checkpoint import checkpoint
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "ranks" / "step"))
-from step_models import build, difference
 
 from torchspmd.errors import CaptureError
 from torchspmd.step import compile

@@ -2,16 +2,12 @@
 
 import gc
 import math
-import sys
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "ranks" / "step"))
 from step_models import build, difference
+from torch import nn
 
 from torchspmd.step import compile, compiled
 

@@ -3,18 +3,18 @@
 from dataclasses import dataclass
 
 from torch import nn
-from torch.distributed.tensor import Placement
+from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 from torch.distributed.tensor.parallel import SequenceParallel as TorchSequence
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
+from torchspmd.layout.retired import describe_losses
 from torchspmd.parallel.fused import FusedColwiseParallel, KeyValueParallel
+from torchspmd.parallel.linear import ColwiseParallel, RowwiseParallel, ShardedStyle
 from torchspmd.parallel.plan.plan import Style
-from torchspmd.parallel.replaced import describe_losses
 from torchspmd.parallel.sequence import SequenceParallel
-from torchspmd.parallel.sharded import ColwiseParallel, RowwiseParallel, ShardedStyle
 from torchspmd.parallel.style import ParallelStyle, PlacedStyle
 
 _OWN_ATTENTION = (
@@ -101,7 +101,14 @@ def _find_obstacles(style: ParallelStyle, module: nn.Module) -> list[str]:
             f"{', '.join(lazy)}: no shape yet, as in every lazy module before its first "
             "call; call the module once on a batch before parallelize_module"
         ]
-    return describe_losses(module, list(style.parameter_layouts(module)))
+    replaced = style.parameter_layouts(module)
+    return describe_losses(
+        {
+            name: parameter
+            for name, parameter in module.named_parameters()
+            if name in replaced and not isinstance(parameter, DTensor)
+        }
+    )
 
 
 def parameter_layouts(assignment: Assignment) -> dict[str, Placement] | None:

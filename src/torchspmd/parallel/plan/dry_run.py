@@ -17,7 +17,9 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from torchspmd.parallel.axis import positive_dim, shard_size
+from torchspmd.layout.shards import shard_size
+from torchspmd.parallel.axis import positive_dim
+from torchspmd.parallel.linear import ColwiseParallel, ShardedStyle
 from torchspmd.parallel.plan.assignment import (
     Assignment,
     own_twin,
@@ -29,7 +31,6 @@ from torchspmd.parallel.plan.calls import (
     call_on_meta,
     meta_state,
 )
-from torchspmd.parallel.sharded import ColwiseParallel, ShardedStyle
 
 _FEATURES = Shard(-1)
 

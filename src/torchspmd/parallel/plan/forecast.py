@@ -10,9 +10,11 @@ from torch import nn
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from torchspmd.comm import CommEvent, Group, Kind, Ledger, Phase, wire_bytes
+from torchspmd.layout.shards import full_shard_size
 from torchspmd.parallel.axis import gradient_layout, positive_dim
 from torchspmd.parallel.experts import ExpertParallel, ReplicateParallel
 from torchspmd.parallel.fused import FusedColwiseParallel
+from torchspmd.parallel.linear import RowwiseParallel, ShardedStyle
 from torchspmd.parallel.plan.assignment import Assignment, fused_form, own_twin
 from torchspmd.parallel.plan.calls import (
     Call,
@@ -33,7 +35,6 @@ from torchspmd.parallel.prepare import (
     PrepareModuleOutput,
 )
 from torchspmd.parallel.sequence import SequenceParallel
-from torchspmd.parallel.sharded import RowwiseParallel, ShardedStyle
 
 # ----------------------------------------------------------------------------
 # The layout changes that a style makes in one call, forward and backward.
@@ -380,7 +381,7 @@ def _buffer_shape(
     padded = list(shape)
     for placement in (source, target):
         if isinstance(placement, Shard):
-            padded[placement.dim] = -(-shape[placement.dim] // size) * size
+            padded[placement.dim] = full_shard_size(shape[placement.dim], size) * size
     if isinstance(source, Shard) and isinstance(target, Shard):
         padded[source.dim] //= size  # an all-to-all hands over one rank's shard
     return tuple(padded)

@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 
 from torchspmd.errors import PlanError
+from torchspmd.parallel.linear import ColwiseParallel, RowwiseParallel
 from torchspmd.parallel.plan.names import match, module_tree
 from torchspmd.parallel.plan.plan import Style
 from torchspmd.parallel.sequence import SequenceParallel
-from torchspmd.parallel.sharded import ColwiseParallel, RowwiseParallel
 
 # Names of transformers' styles for which there is the same one here.
 _WHOLE = Replicate()

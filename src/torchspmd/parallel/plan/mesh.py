@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchspmd.errors import UsageError
+from torchspmd.layout.names import axis_names
 from torchspmd.parallel.axis import Axis
 
 MeshLike = DeviceMesh | Axis | Mapping[str, int]
@@ -63,8 +64,7 @@ def describe_mesh_axis(mesh: MeshLike, axis: str | None = None) -> PlanMesh:
 
 def _axes(mesh: object) -> tuple[tuple[str, int], ...]:
     if isinstance(mesh, DeviceMesh):
-        names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
-        return tuple(zip(names, tuple(mesh.mesh.shape), strict=True))
+        return tuple(zip(axis_names(mesh), mesh.shape, strict=True))
     if not isinstance(mesh, Mapping) or not mesh:
         raise UsageError(
             f"the mesh is {mesh!r}. Pass a DeviceMesh, or sizes by name such as "

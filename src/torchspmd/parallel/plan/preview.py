@@ -11,7 +11,8 @@ from torch.distributed.tensor import Placement, Shard
 
 from torchspmd.comm import Ledger
 from torchspmd.errors import UsageError
-from torchspmd.parallel.axis import positive_dim, shard_size
+from torchspmd.layout.shards import shard_size
+from torchspmd.parallel.axis import positive_dim
 from torchspmd.parallel.plan.assignment import (
     Assignment,
     fused_form,

@@ -18,6 +18,7 @@ from torchspmd import _torch
 from torchspmd.errors import PlanError, UnsupportedModuleError, UsageError
 from torchspmd.parallel.experts import ExpertParallel, ReplicateParallel
 from torchspmd.parallel.fused import FusedColwiseParallel, KeyValueParallel
+from torchspmd.parallel.linear import ColwiseParallel, RowwiseParallel, ShardedStyle
 from torchspmd.parallel.parameters import describe_broken_tie
 from torchspmd.parallel.plan.assignment import (
     Assignment,
@@ -38,7 +39,6 @@ from torchspmd.parallel.plan.plan import Plan, Style, explain_no_style, is_style
 from torchspmd.parallel.plan.text_form import describe_placement, describe_style
 from torchspmd.parallel.prepare import PrepareModuleInput
 from torchspmd.parallel.sequence import SequenceParallel
-from torchspmd.parallel.sharded import ColwiseParallel, RowwiseParallel, ShardedStyle
 from torchspmd.parallel.style import ParallelStyle
 
 # ----------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from torch.distributed.tensor import Placement, Replicate
 from torch.overrides import TorchFunctionMode
 
 from torchspmd.errors import PlanError, PlanWarning
+from torchspmd.parallel.linear import ColwiseParallel
 from torchspmd.parallel.plan.assignment import Assignment
 from torchspmd.parallel.plan.calls import (
     Call,
@@ -35,7 +36,6 @@ from torchspmd.parallel.plan.names import (
 from torchspmd.parallel.plan.plan import Style
 from torchspmd.parallel.plan.resolve import resolve
 from torchspmd.parallel.prepare import PrepareModuleInput
-from torchspmd.parallel.sharded import ColwiseParallel
 
 _WHOLE = Replicate()
 _BATCH, _SEQ = 2, 8  # any sizes will do

@@ -24,13 +24,13 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torchspmd.errors import LayoutError, PlanError
 from torchspmd.parallel.experts import ExpertParallel, ReplicateParallel
 from torchspmd.parallel.fused import FusedColwiseParallel, KeyValueParallel
+from torchspmd.parallel.linear import ColwiseParallel, RowwiseParallel
 from torchspmd.parallel.prepare import (
     PrepareModuleInput,
     PrepareModuleInputOutput,
     PrepareModuleOutput,
 )
 from torchspmd.parallel.sequence import SequenceParallel
-from torchspmd.parallel.sharded import ColwiseParallel, RowwiseParallel
 
 # A style must be listed here to be written to or read from a file.
 STYLES: dict[str, Callable[..., Any]] = {

@@ -20,10 +20,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
+from torchspmd.layout.retired import is_retired
 from torchspmd.step.capture.guards import ambient_facts
 from torchspmd.step.capture.inventory import Inventory, Role
 from torchspmd.step.capture.refusals import line_of_caller
-from torchspmd.step.modes.shard_layout import is_retired
 from torchspmd.step.progress import note
 
 # ----------------------------------------------------------------------------

@@ -54,11 +54,13 @@ def find_aliases(
     pinned: set[fx.Node] = set()
     for node, place in position.items():
         sources = [same[node]] if node in same else node.all_input_nodes
-        sharing = sources if node in same else _shares_memory_with(node)
-        shared = {root[source] for source in sharing}
-        root[node] = next(iter(shared)) if shared else node
-        if len(shared) > 1 or _is_opaque(node):
-            pinned |= shared | {root[node]}
+        sharing = sources if node in same else memory_sources(node)
+        shared = list(dict.fromkeys(root[source] for source in sharing))
+        root[node] = shared[0] if shared else node
+        if len(shared) > 1:
+            pinned.update(shared)
+        if _is_opaque(node):
+            pinned |= {root[node], *(root[source] for source in sources)}
         for source in (*sources, *_read_until(node)):
             last_read[root[source]] = place
         if _is_unfinished(node):
@@ -74,29 +76,100 @@ def operator_of(node: fx.Node) -> _torch.OpOverload | None:
     )
 
 
-def _shares_memory_with(node: fx.Node) -> list[fx.Node]:
-    if node.op in ("call_method", "call_module"):
-        return list(node.all_input_nodes)  # of which nothing is known
-    if node.op != "call_function":
-        return []
+def memory_sources(node: fx.Node) -> list[fx.Node]:
+    """The nodes in whose memory a node's value may lie; none where it has its own.
+
+    Of methods, modules and Python functions that are not torch's nothing is known: what
+    they give may lie in anything that they take.
+
+    >>> graph = fx.Graph()
+    >>> x = graph.placeholder("x")
+    >>> view = graph.call_function(torch.ops.aten.t.default, (), {"self": x})
+    >>> memory_sources(view) == [x], memory_sources(x)
+    (True, [])
+    """
+    known = _known_sources(node)
+    return list(node.all_input_nodes) if known is None else known
+
+
+def view_source(node: fx.Node) -> fx.Node | None:
+    """The node in whose memory a node's value is known to lie, or may lie by its schema."""
+    return next(iter(_known_sources(node) or ()), None)
+
+
+def memory_root(node: fx.Node) -> fx.Node:
+    """The node that made the memory in which a node's value is known to lie.
+
+    >>> graph = fx.Graph()
+    >>> x = graph.placeholder("x")
+    >>> parts = graph.call_function(torch.ops.aten.split.Tensor, (x, 2))
+    >>> memory_root(graph.call_function(operator.getitem, (parts, 0))) is x
+    True
+    """
+    while (source := view_source(node)) is not None:
+        node = source
+    return node
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node only gives another view of a value: it computes and writes nothing."""
+    if view_source(node) is None or is_wait(node):
+        return False
     target = operator_of(node)
     if target is not None:
-        places = _torch.shared_arguments(target)
-        arguments = _arguments(node, target)
-        return [n for place in places for n in _nodes(arguments.get(place))]
+        return not _torch.written_arguments(target)
+    writes = any(0 in _torch.written_arguments(each) for each in _overloads(node))
+    return not writes and "out" not in node.kwargs
+
+
+def _known_sources(node: fx.Node) -> list[fx.Node] | None:
+    """What the schemas of operators tell; None where there are none that do."""
     if node.target is operator.getitem:
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        return [source] if _shares_memory_with(source) else []
-    return list(node.all_input_nodes) if _is_opaque(node) else []
+        return _item_sources(node)
+    target = operator_of(node)
+    if target is not None:
+        return _shared(node, target)
+    overloads = _overloads(node)
+    if not overloads:
+        return None if _is_opaque(node) else []
+    if "out" in node.kwargs:
+        return _nodes(node.kwargs["out"])
+    is_shared = any(0 in _torch.shared_arguments(each) for each in overloads)
+    return node.all_input_nodes[:1] if is_shared else []
 
 
-def _arguments(node: fx.Node, target: _torch.OpOverload) -> dict[int, Any]:
-    names = {name: place for place, name in enumerate(_torch.argument_names(target))}
-    return {
-        **dict(enumerate(node.args)),
-        **{names[name]: value for name, value in node.kwargs.items() if name in names},
-    }
+def _item_sources(node: fx.Node) -> list[fx.Node] | None:
+    """What an item of several results lies in, or a part of one tensor."""
+    source, item = node.args[0], node.args[1]
+    assert isinstance(source, fx.Node), type(source)
+    target = operator_of(source)
+    if target is None:
+        is_several = isinstance(source.meta.get("val"), (list, tuple))
+        return _known_sources(source) if is_several else [source]
+    if _torch.gives_one_tensor(target):
+        return [source]
+    shared = _shared(source, target, item if isinstance(item, int) else None)
+    return [source] if shared and shared == _shared(source, target) else shared
+
+
+def _shared(
+    node: fx.Node, target: _torch.OpOverload, item: int | None = None
+) -> list[fx.Node]:
+    names = _torch.argument_names(target)
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    values = [given.get(names[n]) for n in _torch.shared_arguments(target, item)]
+    if item is not None:  # of a list that was written into
+        values = [v[item] if isinstance(v, (list, tuple)) else v for v in values]
+    return [source for value in values for source in _nodes(value)]
+
+
+def _overloads(node: fx.Node) -> list[_torch.OpOverload]:
+    """The operators that a method, or a function of torch, may call."""
+    if node.op == "call_method":
+        return _torch.tensor_methods(str(node.target))
+    name = getattr(node.target, "__name__", "")
+    is_torch = node.op == "call_function" and getattr(torch, name, None) is node.target
+    return _torch.tensor_methods(name) if is_torch else []
 
 
 def _nodes(value: Any) -> list[fx.Node]:
@@ -123,7 +196,7 @@ _NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 def _read_until(node: fx.Node) -> list[fx.Node]:
     """What a wait ends the reading of: the payload of a collective under way."""
-    if not _is_wait(node):
+    if not is_wait(node):
         return []
     start = node.args[0]
     if isinstance(start, fx.Node) and start.target is operator.getitem:
@@ -131,7 +204,8 @@ def _read_until(node: fx.Node) -> list[fx.Node]:
     return list(start.all_input_nodes) if isinstance(start, fx.Node) else []
 
 
-def _is_wait(node: fx.Node) -> bool:
+def is_wait(node: fx.Node) -> bool:
+    """Whether a node waits for a collective."""
     target = operator_of(node)
     return target is not None and _torch.packet_name(target).endswith("::wait_tensor")
 
@@ -139,9 +213,9 @@ def _is_wait(node: fx.Node) -> bool:
 def _is_unfinished(node: fx.Node) -> bool:
     """Whether a node starts a collective that the graph does not wait for."""
     target = operator_of(node)
-    if target is None or _is_wait(node):
+    if target is None or is_wait(node):
         return False
     if find_operator(_torch.packet_name(target)) is None:
         return False
     waiting = [*node.users, *(user for item in node.users for user in item.users)]
-    return not any(_is_wait(user) for user in waiting)
+    return not any(is_wait(user) for user in waiting)

@@ -11,7 +11,8 @@ from typing import Any, final
 import torch
 from torch import fx
 
-from torchspmd.step.graph.collectives import events_of, is_wait
+from torchspmd.step.graph.aliases import is_wait
+from torchspmd.step.graph.collectives import events_of
 from torchspmd.step.graph.simulate import carried_values, started_by
 
 # No more than this is what a wait itself takes, not what is waited for.

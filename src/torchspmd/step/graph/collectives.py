@@ -23,7 +23,13 @@ from torchspmd.comm import (
     find_operator,
     measure,
 )
-from torchspmd.step.graph.aliases import Aliases, find_aliases, operator_of
+from torchspmd.step.graph.aliases import (
+    Aliases,
+    find_aliases,
+    is_view,
+    is_wait,
+    operator_of,
+)
 from torchspmd.step.graph.edit import HasGraph
 from torchspmd.step.graph.metadata import owner_of
 from torchspmd.step.graph.options import check_module
@@ -219,11 +225,6 @@ def node_arguments(node: fx.Node) -> dict[str, Any]:
     return {name: found[name] for name in names if name in found}
 
 
-def is_wait(node: fx.Node) -> bool:
-    """Whether a node waits for a collective."""
-    return node.op == "call_function" and node.target is _torch.WAIT
-
-
 def writes_in_place(graph: fx.Graph) -> fx.Node | None:
     """The first node that writes into memory, over which nothing may be moved."""
     return next(filter(_writes, graph.nodes), None)
@@ -328,8 +329,7 @@ def _is_cheap(node: fx.Node, more: frozenset[str] = frozenset()) -> bool:
         return _is_scaling(node)
     if name in _CHEAP:
         return True
-    is_view = bool(_torch.shared_arguments(target)) and name.startswith("aten::")
-    return is_view and not _torch.written_arguments(target)
+    return name.startswith("aten::") and is_view(node)
 
 
 def _is_scaling(node: fx.Node) -> bool:
@@ -443,7 +443,7 @@ def gather_into_memory(graph: fx.Graph) -> int:
     gathers = [
         node
         for node in graph.find_nodes(op="call_function", target=_torch.ALL_GATHER)
-        if _torch.uses_gloo(str(node.args[2]))
+        if _torch.uses_gloo(str(node.args[2]), node.meta["val"].device)
     ]
     for node in gathers:
         with graph.inserting_before(node):

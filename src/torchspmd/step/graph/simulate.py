@@ -9,7 +9,8 @@ from torch import fx
 
 from torchspmd.comm import CommEvent
 from torchspmd.errors import UsageError
-from torchspmd.step.graph.collectives import events_of, is_wait
+from torchspmd.step.graph.aliases import is_wait
+from torchspmd.step.graph.collectives import events_of
 from torchspmd.step.graph.cost import CostModel, check_cost
 from torchspmd.step.graph.metadata import output_values
 from torchspmd.step.graph.options import check_graph, check_integers

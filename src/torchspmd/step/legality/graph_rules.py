@@ -11,7 +11,12 @@ from torch import fx
 
 from torchspmd import _torch
 from torchspmd.comm import find_operator
-from torchspmd.step.graph.aliases import find_aliases, operator_of
+from torchspmd.step.graph.aliases import (
+    find_aliases,
+    is_view,
+    is_wait,
+    operator_of,
+)
 from torchspmd.step.graph.metadata import readable_name
 from torchspmd.step.legality.edit import Edit, Problem
 from torchspmd.step.legality.equivalence import random_nodes
@@ -66,11 +71,11 @@ def _follow(start: fx.Node) -> Started:
         for user in node.users:
             if node is not start and not is_behind(user, start):
                 continue  # uses of a buffer before the collective writes into it
-            if _is_wait(user):
+            if is_wait(user):
                 found.items.setdefault(item, []).append(user)
             elif user.target is operator.getitem:
                 waiting.append((user, user.args[1]))
-            elif _is_view(user):
+            elif is_view(user):
                 waiting.append((user, item))
             elif user is not start:
                 found.early.append(user)
@@ -89,18 +94,6 @@ def _written_buffers(start: fx.Node) -> list[tuple[fx.Node, object]]:
 def is_behind(node: fx.Node, other: fx.Node) -> bool:
     """Whether a node stands behind another one of its graph."""
     return bool(other < node)
-
-
-def _is_wait(node: fx.Node) -> bool:
-    target = operator_of(node)
-    return target is not None and _torch.packet_name(target).endswith("::wait_tensor")
-
-
-def _is_view(node: fx.Node) -> bool:
-    target = operator_of(node)
-    if target is None or _torch.written_arguments(target):
-        return False
-    return bool(_torch.shared_arguments(target))
 
 
 def check_waits(edit: Edit) -> list[Problem]:
@@ -136,7 +129,7 @@ def _check(started: Started, old: Started | None) -> Iterator[Problem]:
 def _check_strays(edit: Edit, waited: set[fx.Node]) -> Iterator[Problem]:
     """Waits for something that no collective gave."""
     for node in edit.after.nodes:
-        if not _is_wait(node) or node in waited:
+        if not is_wait(node) or node in waited:
             continue
         old, (source, *_) = edit.old.get(node), node.all_input_nodes
         old_source = edit.old.get(source)
@@ -262,10 +255,8 @@ class Accesses:
 
     def _used_by(self, node: fx.Node) -> set[fx.Node]:
         """The memory that a node reads or writes; making a view touches none."""
-        target = operator_of(node)
-        if target is not None and not _torch.written_arguments(target):
-            if _torch.shared_arguments(target):
-                return set()
+        if is_view(node) or is_wait(node):
+            return set()
         return {self.root[source] for source in node.all_input_nodes}
 
 

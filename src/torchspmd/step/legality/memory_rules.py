@@ -1,6 +1,5 @@
 """Outputs keep memory of their own: new states are written where the old ones lie."""
 
-import operator
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
@@ -8,7 +7,7 @@ import torch
 from torch import fx
 
 from torchspmd import _torch
-from torchspmd.step.graph.aliases import operator_of
+from torchspmd.step.graph.aliases import memory_root, operator_of, view_source
 from torchspmd.step.graph.memory import ROLE_KEY
 from torchspmd.step.graph.metadata import (
     OutputKind,
@@ -57,14 +56,14 @@ def _in_inputs(edit: Edit) -> Iterator[Problem]:
     for place, value in enumerate(output_values(edit.after)):
         if not isinstance(value, fx.Node):
             continue
-        memory = memory_of(value)
+        memory = memory_root(value)
         is_written = memory in states
         is_state = place in holders  # and is copied to where it belongs
         is_others = is_written or (not is_state and _is_callers(memory))
         if not is_others or memory is holders.get(place):
             continue
         was = old[place]
-        if isinstance(was, fx.Node) and memory_of(was) is edit.old.get(memory):
+        if isinstance(was, fx.Node) and memory_root(was) is edit.old.get(memory):
             continue
         what = "gets a new value" if is_written else "belongs to the caller"
         text = (
@@ -94,7 +93,7 @@ def _shared(edit: Edit, elements: Callable[[fx.Node], Hashable]) -> Iterator[Pro
     for place, value in enumerate(output_values(edit.after)):
         if not isinstance(value, fx.Node) or not _may_be_tensor(value):
             continue
-        memory = memory_of(value)
+        memory = memory_root(value)
         parts = found.setdefault(memory, {})
         part = None if value is memory else elements(value)  # None for all of it
         keys = list(parts) if part is None else [None, part]
@@ -115,36 +114,7 @@ def _is_new(edit: Edit, first: int, place: int) -> bool:
     one, two = old[first], old[place]
     if not isinstance(one, fx.Node) or not isinstance(two, fx.Node):
         return False
-    return memory_of(one) is not memory_of(two)
-
-
-def memory_of(node: fx.Node) -> fx.Node:
-    """The node that made the memory in which a node's value lies.
-
-    >>> import torch
-    >>> graph = fx.Graph()
-    >>> x = graph.placeholder("x")
-    >>> view = graph.call_function(torch.ops.aten.t.default, (x,))
-    >>> memory_of(view) is x
-    True
-    """
-    while True:
-        source = looked_at(node)
-        if source is None:
-            return node
-        node = source
-
-
-def looked_at(node: fx.Node) -> fx.Node | None:
-    """What a view was taken of; None for anything else."""
-    if node.target is operator.getitem:
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        return source if looked_at(source) is not None else None
-    target = operator_of(node)
-    places = () if target is None else _torch.shared_arguments(target)
-    found = node.args[places[0]] if places and places[0] < len(node.args) else None
-    return found if isinstance(found, fx.Node) else None
+    return memory_root(one) is not memory_root(two)
 
 
 # ----------------------------------------------------------------------------
@@ -218,7 +188,7 @@ def layout_read(reader: Reader, call: Call, layouts: Layouts) -> int:
     It has no parts: where two of them differ, nothing is certain about the results.
     """
     node, chain = call.first, []
-    while call.name in _BY_PLACE and (source := looked_at(node)) is not None:
+    while call.name in _BY_PLACE and (source := view_source(node)) is not None:
         view = read_call(node)
         if view.name not in _KEEPING:
             rest = dict(list(view.arguments.items())[1:])

@@ -5,37 +5,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx
 
 from torchspmd.errors import CaptureError
-from torchspmd.step.deferral.module import IterGraphModule, Marks
-from torchspmd.step.graph.collectives import gather_into_memory, reduce_in_place
+from torchspmd.step.deferral.module import IterGraphModule
 from torchspmd.step.graph.inductor import check_compilable, lower
-from torchspmd.step.graph.memory import predict_peak
-from torchspmd.step.graph.metadata import (
-    OutputKind,
-    output_values,
-    roles_of,
-    written_state,
-)
+from torchspmd.step.graph.metadata import OutputKind, roles_of
 from torchspmd.step.graph.optimizer_lists import is_fused_update
 from torchspmd.step.lower.cuda_graph import CudaGraphRun
-from torchspmd.step.lower.deferred_in_place import (
-    PendingReport,
-    find_spare,
-    write_pending_in_place,
-)
+from torchspmd.step.lower.deferred_in_place import FormsInPlace
 from torchspmd.step.lower.in_place import (
     InPlaceReport,
     apply_in_place,
-    keep_apart,
     plan_in_place,
+    write_in_place,
+    written_tensors,
 )
 from torchspmd.step.lower.update_calls import (
     NOT_PENDING,
     make_one_call,
-    noting,
     targets_of,
 )
 
@@ -154,7 +142,7 @@ def _lower_iterated(run: IterGraphModule, notes: tuple[str, ...]) -> Lowered:
         whole, report, more = write_for_compiler(run.main_gm)
     else:
         (whole, report), more = write_in_place(run.main_gm), ()
-    forms = _FormsInPlace(run, whole)
+    forms = FormsInPlace(run, whole)
     run.finalize_setup(forms.make_ready)
     is_plain = not run.is_deferring and not run.enable_inductor
     overlapped = forms.running if run.is_deferring and not run.enable_inductor else {}
@@ -169,87 +157,6 @@ def _lower_iterated(run: IterGraphModule, notes: tuple[str, ...]) -> Lowered:
     )
 
 
-class _FormsInPlace:
-    """Makes the forms of an iterated graph ready to run.
-
-    An iteration that leaves work and fails may be run again, so that its inputs must stay
-    as they were. Pending updates are an exception: which of them are done is written down.
-    """
-
-    def __init__(self, run: IterGraphModule, whole: fx.GraphModule) -> None:
-        self._run, self._whole = run, whole
-        self._pending = PendingReport()  # of the steady form
-        self._spare: frozenset[int] = frozenset()
-        self.notes: list[str] = []
-        self.running: dict[str, fx.Graph] = {}  # before a compiler gets them
-
-    def make_ready(self, name: str, form: fx.GraphModule) -> Callable[..., Any]:
-        is_compiled = self._run.enable_inductor
-        if name == "whole":
-            running = self._whole
-        elif name in ("steady", "flush"):
-            # A collective under way that reads a state shows in the steady form only.
-            if name == "steady":
-                self._spare = find_spare(form.graph)
-            running, report = write_pending_in_place(
-                form,
-                self._run.marks,
-                self._pending.left,
-                self._spare,
-                as_calls=is_compiled,
-            )
-            if name == "steady":
-                self._pending = report
-                peak = predict_peak(running.graph)
-                self.notes += [
-                    *report.lines(),
-                    f"memory of an overlapped step: {peak}",
-                ]
-        elif is_compiled:
-            running = fx.GraphModule(form, copy.deepcopy(form.graph))
-            keep_apart(running.graph)
-        else:
-            running, _ = write_in_place(form, keep_inputs=True)
-        self.running[name] = running.graph
-        if not is_compiled:
-            return running
-        # Whoever asks for a flush waits for it: it is mostly updates, which are calls.
-        if name == "flush":
-            return _Noting(running.forward, self._run.marks)
-        compiled, note = lower(running)
-        self.notes.append(note)
-        return _Noting(compiled, self._run.marks)
-
-
-class _Noting:
-    """Compiled code whose updates note that they begin and end."""
-
-    def __init__(self, run: Callable[..., Any], marks: Marks) -> None:
-        self._run, self._marks = run, marks
-        self._is_known = False  # whether the states themselves are written
-
-    def __call__(self, *flat: Any) -> Any:
-        with noting(self._marks, None if self._is_known else flat):
-            out = self._run(*flat)
-        self._is_known = True
-        return out
-
-
-def write_in_place(
-    graph: fx.GraphModule, *, keep_inputs: bool = False
-) -> tuple[fx.GraphModule, InPlaceReport]:
-    """A copy of a functional graph that writes new values where the old ones lie.
-
-    With ``keep_inputs`` it does so only for values that the graph itself made.
-    """
-    edited = copy.deepcopy(graph.graph)
-    written = {} if keep_inputs else _written_tensors(edited)
-    report = apply_in_place(edited, plan_in_place(edited, written))
-    reduce_in_place(edited)
-    gather_into_memory(edited)
-    return fx.GraphModule(graph, edited), report
-
-
 def write_for_compiler(
     graph: fx.GraphModule,
 ) -> tuple[fx.GraphModule, InPlaceReport, tuple[str, ...]]:
@@ -261,7 +168,7 @@ def write_for_compiler(
     notes: tuple[str, ...] = ()
     for may_write in (is_fused_update, _never):
         edited = copy.deepcopy(graph.graph)
-        plan = plan_in_place(edited, _written_tensors(edited), may_write=may_write)
+        plan = plan_in_place(edited, written_tensors(edited), may_write=may_write)
         report = apply_in_place(edited, plan)
         updates = [n for n in edited.nodes if is_fused_update(n) and targets_of(n)]
         problems = (make_one_call(edited, [node], NOT_PENDING) for node in updates)
@@ -274,19 +181,6 @@ def write_for_compiler(
 
 def _never(_: fx.Node) -> bool:
     return False
-
-
-def _written_tensors(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """The states that are tensors and get a new value, by the node of that value."""
-    values = output_values(graph)
-    written: dict[fx.Node, fx.Node] = {}
-    for index, place in written_state(graph).items():
-        value = values[index]
-        if isinstance(value, fx.Node) and isinstance(
-            place.meta.get("val"), torch.Tensor
-        ):
-            written.setdefault(value, place)
-    return written
 
 
 class _WithoutLastIteration:

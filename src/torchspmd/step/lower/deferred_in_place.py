@@ -7,30 +7,37 @@ all, so that after an exception each is done, not begun, or known to be lost.
 
 import copy
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
 
 from torchspmd import _torch
 from torchspmd.step.deferral.forms import CARRIED_KEY, PENDING_KEY
-from torchspmd.step.deferral.module import Marks
-from torchspmd.step.graph.aliases import find_aliases
+from torchspmd.step.deferral.module import IterGraphModule, Marks
+from torchspmd.step.graph.aliases import find_aliases, is_wait
 from torchspmd.step.graph.collectives import (
     gather_into_memory,
     is_communication,
-    is_wait,
     reduce_in_place,
 )
+from torchspmd.step.graph.inductor import lower
+from torchspmd.step.graph.memory import predict_peak
 from torchspmd.step.graph.metadata import (
     OutputKind,
     output_values,
     readable_name,
     roles_of,
 )
-from torchspmd.step.lower.in_place import apply_in_place, plan_in_place
-from torchspmd.step.lower.update_calls import make_one_call, targets_of
+from torchspmd.step.lower.in_place import (
+    apply_in_place,
+    keep_apart,
+    plan_in_place,
+    write_in_place,
+)
+from torchspmd.step.lower.update_calls import make_one_call, noting, targets_of
 
 # ----------------------------------------------------------------------------
 # Values left by the step before that one pending update alone needs: it may overwrite them.
@@ -299,3 +306,68 @@ def _mark(graph: fx.Graph, number: int, writes: list[fx.Node], marks: Marks) -> 
         graph.call_function(marks.begin, (number,))
     with graph.inserting_after(writes[-1]):
         graph.call_function(marks.end, (number,))
+
+
+class FormsInPlace:
+    """Makes the forms of an iterated graph ready to run.
+
+    An iteration that leaves work and fails may be run again, so that its inputs must stay
+    as they were. Pending updates are an exception: which of them are done is written down.
+    """
+
+    def __init__(self, run: IterGraphModule, whole: fx.GraphModule) -> None:
+        self._run, self._whole = run, whole
+        self._pending = PendingReport()  # of the steady form
+        self._spare: frozenset[int] = frozenset()
+        self.notes: list[str] = []
+        self.running: dict[str, fx.Graph] = {}  # before a compiler gets them
+
+    def make_ready(self, name: str, form: fx.GraphModule) -> Callable[..., Any]:
+        """What is called for a form."""
+        is_compiled = self._run.enable_inductor
+        if name == "whole":
+            running = self._whole
+        elif name in ("steady", "flush"):
+            # A collective under way that reads a state shows in the steady form only.
+            if name == "steady":
+                self._spare = find_spare(form.graph)
+            running, report = write_pending_in_place(
+                form,
+                self._run.marks,
+                self._pending.left,
+                self._spare,
+                as_calls=is_compiled,
+            )
+            if name == "steady":
+                self._pending = report
+                peak = predict_peak(running.graph)
+                self.notes += report.lines()
+                self.notes.append(f"memory of an overlapped step: {peak}")
+        elif is_compiled:
+            running = fx.GraphModule(form, copy.deepcopy(form.graph))
+            keep_apart(running.graph)
+        else:
+            running, _ = write_in_place(form, keep_inputs=True)
+        self.running[name] = running.graph
+        if not is_compiled:
+            return running
+        # Whoever asks for a flush waits for it: it is mostly updates, which are calls.
+        if name == "flush":
+            return _Noting(running.forward, self._run.marks)
+        compiled, note = lower(running)
+        self.notes.append(note)
+        return _Noting(compiled, self._run.marks)
+
+
+class _Noting:
+    """Compiled code whose updates note that they begin and end."""
+
+    def __init__(self, run: Callable[..., Any], marks: Marks) -> None:
+        self._run, self._marks = run, marks
+        self._is_known = False  # whether the states themselves are written
+
+    def __call__(self, *flat: Any) -> Any:
+        with noting(self._marks, None if self._is_known else flat):
+            out = self._run(*flat)
+        self._is_known = True
+        return out

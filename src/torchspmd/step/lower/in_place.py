@@ -6,6 +6,7 @@ reads the old one any more, an operator may write into it: ``add`` becomes ``add
 made, which is what eager optimizers do.
 """
 
+import copy
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch import fx
 
 from torchspmd import _torch
 from torchspmd.step.graph.aliases import Aliases, find_aliases, operator_of
+from torchspmd.step.graph.collectives import gather_into_memory, reduce_in_place
 from torchspmd.step.graph.metadata import (
     OutputKind,
     output_node,
@@ -352,9 +354,9 @@ def apply_in_place(graph: fx.Graph, plan: InPlacePlan) -> InPlaceReport:
     A result that would so become the memory of a state, and was not so when the step was
     captured, is copied last.
     """
-    for copy, source in plan.forwarded.items():
-        copy.replace_all_uses_with(source)
-        graph.erase_node(copy)
+    for copied, source in plan.forwarded.items():
+        copied.replace_all_uses_with(source)
+        graph.erase_node(copied)
     moved: dict[fx.Node, fx.Node] = {}  # a node that is gone -> the call in its place
     became: dict[fx.Node, fx.Node] = {}  # its value -> what was written
     for node in plan.calls:
@@ -469,3 +471,31 @@ def _why(value: fx.Node) -> str:
 
 def _name(place: fx.Node) -> str:
     return str(place.meta.get("torchspmd_name", place.name))
+
+
+def write_in_place(
+    graph: fx.GraphModule, *, keep_inputs: bool = False
+) -> tuple[fx.GraphModule, InPlaceReport]:
+    """A copy of a functional graph that writes new values where the old ones lie.
+
+    With ``keep_inputs`` it does so only for values that the graph itself made.
+    """
+    edited = copy.deepcopy(graph.graph)
+    written = {} if keep_inputs else written_tensors(edited)
+    report = apply_in_place(edited, plan_in_place(edited, written))
+    reduce_in_place(edited)
+    gather_into_memory(edited)
+    return fx.GraphModule(graph, edited), report
+
+
+def written_tensors(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """The states that are tensors and get a new value, by the node of that value."""
+    values = output_values(graph)
+    written: dict[fx.Node, fx.Node] = {}
+    for index, place in written_state(graph).items():
+        value = values[index]
+        if isinstance(value, fx.Node) and isinstance(
+            place.meta.get("val"), torch.Tensor
+        ):
+            written.setdefault(value, place)
+    return written

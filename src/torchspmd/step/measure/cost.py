@@ -23,8 +23,9 @@ from torch import fx
 from torchspmd import _torch
 from torchspmd.comm import Kind, Phase
 from torchspmd.errors import UsageError
+from torchspmd.step.graph.aliases import is_wait
 from torchspmd.step.graph.clock import Stopwatch
-from torchspmd.step.graph.collectives import events_of, is_wait
+from torchspmd.step.graph.collectives import events_of
 from torchspmd.step.graph.cost import (
     CostModel,
     computes,

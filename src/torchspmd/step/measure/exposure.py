@@ -26,8 +26,8 @@ from torchspmd.step.graph.cost import CostModel, check_cost
 from torchspmd.step.graph.metadata import OutputKind, roles_of, written_state
 from torchspmd.step.graph.options import check_integers
 from torchspmd.step.graph.simulate import Timeline, simulate, simulate_steady
-from torchspmd.step.lower.backends import write_in_place
 from torchspmd.step.lower.deferred_in_place import find_spare, write_pending_in_place
+from torchspmd.step.lower.in_place import write_in_place
 from torchspmd.step.measure.exposure_report import (
     ExposureReport,
     MeasuredExposure,

@@ -4,7 +4,6 @@ Everything is made beside the user's objects first; only when the step was captu
 all ranks agreed do the shards take the place of the plain tensors.
 """
 
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -17,7 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from torchspmd import _torch
-from torchspmd.errors import CaptureError, UsageError
+from torchspmd.errors import CaptureError
+from torchspmd.layout.retired import copy_attributes, free_retired
+from torchspmd.layout.shards import full_shard_size, shard_bounds, shard_size
 from torchspmd.step.capture.guards import name_of_hook
 from torchspmd.step.capture.inventory import Inventory, Role, Slot, is_counter
 
@@ -56,12 +57,12 @@ class Cut:
     @property
     def share(self) -> int:
         """The rows of the first ranks; the last ones may have fewer, or none."""
-        return -(-self.rows // self.mesh.size())
+        return full_shard_size(self.rows, self.mesh.size())
 
     @property
     def kept(self) -> tuple[int, int]:
         """First and last row (excluded) of the gathered tensor that this rank keeps."""
-        return rows_of(self.rows, self.mesh.size(), self.mesh.get_local_rank())
+        return shard_bounds(self.rows, self.mesh.size(), self.mesh.get_local_rank())
 
 
 def plan_cut(layout: Any, shape: tuple[int, ...], dtype: Any, mesh: DeviceMesh) -> Cut:
@@ -123,7 +124,7 @@ def _read_two_axes(layout: Any, mesh: DeviceMesh) -> Cut | None:
         assert coordinate is not None
         size = joined.size(1)
         is_even = rows % (mesh.size() * size) == 0
-        rows = _length(rows, size, coordinate[1])
+        rows = shard_size(rows, size, coordinate[1])
     return Cut(layout, whole, mesh, rows, not found.is_replicate(), is_even)
 
 
@@ -142,8 +143,7 @@ def _leaves_a_rank_empty(whole: Any, shape: tuple[int, ...]) -> bool:
     if whole is None or not whole.placements[0].is_shard():
         return False
     size = whole.mesh.size()
-    first, last = rows_of(shape[whole.placements[0].dim], size, size - 1)
-    return first == last
+    return not shard_size(shape[whole.placements[0].dim], size, size - 1)
 
 
 def _cuts_rows(whole: Any) -> bool:
@@ -189,28 +189,13 @@ def can_describe(rows: int, num_data: int, num_beside: int) -> bool:
     >>> can_describe(9, 2, 2), can_describe(7, 3, 2)
     (True, False)
     """
-    parts = [_length(rows, num_beside, rank) for rank in range(num_beside)]
+    parts = [shard_size(rows, num_beside, rank) for rank in range(num_beside)]
     for data_rank in range(num_data):
-        held = [_length(part, num_data, data_rank) for part in parts]
+        held = [shard_size(part, num_data, data_rank) for part in parts]
         block = sum(held)
-        if held != [_length(block, num_beside, rank) for rank in range(num_beside)]:
+        if held != [shard_size(block, num_beside, rank) for rank in range(num_beside)]:
             return False
     return True
-
-
-def _length(rows: int, num_ranks: int, rank: int) -> int:
-    first, last = rows_of(rows, num_ranks, rank)
-    return last - first
-
-
-def rows_of(rows: int, num_ranks: int, rank: int) -> tuple[int, int]:
-    """First and last row (excluded) of a rank: full shares first, as DTensor has it.
-
-    >>> [rows_of(5, 4, rank) for rank in range(4)]
-    [(0, 2), (2, 4), (4, 5), (5, 5)]
-    """
-    share = -(-rows // num_ranks)
-    return min(rank * share, rows), min((rank + 1) * share, rows)
 
 
 # ----------------------------------------------------------------------------
@@ -273,60 +258,6 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return whole.view(_INTEGERS[whole.element_size()])
 
 
-# ----------------------------------------------------------------------------
-# Parameters whose place was taken by a shard: whoever still uses one is told.
-
-
-class _Told:
-    """Every function of torch that gets the parameter raises."""
-
-    _name: str
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        leaves, _ = _torch.flatten_tree((args, kwargs))
-        name = next(leaf for leaf in leaves if isinstance(leaf, cls)).__dict__["_name"]
-        raise UsageError(
-            f"{name}: this is the whole parameter from before the first step; "
-            "DataParallel('fully_shard') put a shard in its place. Take it from the model "
-            "again (model.parameters()), and pass every optimizer and module that holds "
-            "it to the step, or make them after the first step."
-        )
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"<{self.__dict__['_name']}: replaced by its shard>"
-
-
-class _Retired(_Told, nn.Parameter):  # type: ignore[misc]  # torch's own __repr__ is untyped
-    """A plain parameter from before."""
-
-
-@functools.cache
-def _retired_dtensor() -> type:
-    from torch.distributed.tensor import DTensor
-
-    return type("_RetiredDTensor", (_Told, DTensor), {})
-
-
-def is_retired(value: Any) -> bool:
-    """Whether a value is a parameter from before."""
-    return isinstance(value, _Told)
-
-
-def retire(parameter: torch.Tensor, name: str) -> None:
-    """Free the whole tensor, and let no one use it by mistake."""
-    parameter.grad = None
-    parameter.__dict__["_name"] = name
-    if _torch.layout_of(parameter) is None:
-        parameter.data = parameter.data.new_empty(0)
-        parameter.__class__ = _Retired
-    else:
-        _torch.free_shard(parameter)
-        parameter.__class__ = _retired_dtensor()
-
-
 @dataclass(frozen=True, slots=True)
 class Fact:
     """Name, shape and checksum of a tensor that was cut, and how it lay before."""
@@ -383,7 +314,7 @@ class Relayout:
         before.by_id.clear()
         before.by_id.update({id(s.tensor): n for n, s in enumerate(before.slots)})
         for old, slot in replaced:
-            retire(old, slot.name)
+            free_retired(old, slot.name)
 
     def _commit_state(self, index: int) -> None:
         state, slots = self._before.saved_states[index], self.inventory.slots
@@ -479,7 +410,7 @@ def shard(slot: Slot, cut: Cut) -> torch.Tensor:
     if slot.role is not Role.PARAMETER:
         return sharded
     parameter = nn.Parameter(sharded, requires_grad=slot.tensor.requires_grad)
-    parameter.__dict__.update(vars(slot.tensor))  # marks that users put on parameters
+    copy_attributes(slot.tensor, parameter)
     return parameter
 
 

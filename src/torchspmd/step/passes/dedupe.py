@@ -5,11 +5,11 @@ from typing import Any
 from torch import fx
 
 from torchspmd.comm import Kind, format_bytes
+from torchspmd.step.graph.aliases import is_wait
 from torchspmd.step.graph.collectives import (
     CommBlock,
     get_all_comm_blocks,
     graph_size,
-    is_wait,
     writes_in_place,
 )
 from torchspmd.step.graph.edit import HasGraph

@@ -7,8 +7,7 @@ import torch
 from torch import fx
 
 from torchspmd.errors import UnsupportedPassError, UsageError
-from torchspmd.step.deferral.regions import is_view
-from torchspmd.step.graph.aliases import find_aliases
+from torchspmd.step.graph.aliases import find_aliases, is_view
 from torchspmd.step.graph.metadata import (
     OutputKind,
     output_values,

@@ -16,7 +16,8 @@ from torch import fx
 
 from torchspmd import _torch
 from torchspmd.comm import Phase
-from torchspmd.step.graph.collectives import is_communication, is_wait
+from torchspmd.step.graph.aliases import is_wait
+from torchspmd.step.graph.collectives import is_communication
 from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.graph.metadata import owner_of
 from torchspmd.step.graph.simulate import simulate

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from torchspmd.layout.shards import Cut, shard_positions
+
 Layout = tuple[str, ...]
 
 _SHARD = re.compile(r"_?S\((\d+)(?:, (\d+))?\)")
@@ -173,25 +175,14 @@ def positions(
     shape: tuple[int, ...], grid: Grid, layout: Layout, rank: int
 ) -> dict[int, torch.Tensor]:
     """For each sharded dimension, the places in the whole that the rank holds."""
-    found: dict[int, torch.Tensor] = {}
+    cuts: dict[int, list[Cut]] = {}
     coordinate = grid.coordinate(rank)
     for size, own, text in zip(grid.shape, coordinate, layout, strict=True):
-        match = _SHARD.fullmatch(text)
-        if match is None:
-            continue
-        dim = int(match[1])
-        places = found.get(dim)
-        if places is None:
-            places = torch.arange(shape[dim])
-        blocks = places.chunk(int(match[2])) if match[2] else (places,)
-        found[dim] = torch.cat([_chunk(block, size, own) for block in blocks])
-    return found
-
-
-def _chunk(places: torch.Tensor, size: int, own: int) -> torch.Tensor:
-    """As ``torch.chunk``, with empty chunks at the end where there are too few places."""
-    each = -(-len(places) // size)
-    return places[each * own : each * (own + 1)]
+        if match := _SHARD.fullmatch(text):
+            cuts.setdefault(int(match[1]), []).append(
+                Cut(size, own, int(match[2] or 1))
+            )
+    return {dim: shard_positions(shape[dim], by) for dim, by in cuts.items()}
 
 
 # ----------------------------------------------------------------------------

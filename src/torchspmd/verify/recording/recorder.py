@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from torchspmd import _torch
 from torchspmd.errors import RecordingError, UsageError
+from torchspmd.layout.names import axis_names, parameter_names, plain_name, unwrapped
 from torchspmd.verify.recording.files import (
     INITIAL,
     Header,
@@ -30,12 +31,7 @@ from torchspmd.verify.recording.files import (
     write_step,
 )
 from torchspmd.verify.recording.layouts import Grid, sketch
-from torchspmd.verify.recording.names import (
-    parameter_names,
-    plain_name,
-    unwrapped,
-    wrappers_of,
-)
+from torchspmd.verify.recording.names import wrappers_of
 
 # ----------------------------------------------------------------------------
 # Watch every module of a model: what it takes and gives, and their gradients.
@@ -178,8 +174,8 @@ MAX_BYTES = 16 << 20
 
 def grid_of(mesh: DeviceMesh) -> Grid:
     """A mesh as plain numbers."""
-    names = mesh.mesh_dim_names or tuple(f"axis{place}" for place in range(mesh.ndim))
-    return Grid(tuple(names), tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()))
+    ranks = tuple(mesh.mesh.flatten().tolist())
+    return Grid(axis_names(mesh), tuple(mesh.shape), ranks)
 
 
 def take(value: torch.Tensor, rank: int, max_bytes: int) -> Piece:

@@ -1,0 +1,1 @@
+"""What several packages need to know about layouts: shards, meshes, names, parameters."""

@@ -1,0 +1,77 @@
+"""Programs in processes that need not import torch anew: forks of one server."""
+
+import io
+import multiprocessing
+import os
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+# What the server imports before it forks: what most programs and ranks use.
+IMPORTS = [
+    "pytest",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.export._trace",
+    "torchspmd._cli",
+    "torchspmd.local",
+    "torchspmd.parallel",
+    "torchspmd.step",
+    "torchspmd.testing",
+    "torchspmd.verify",
+]
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a program ended, and what it wrote."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run_forked(function, *args, folder, unread=False, unbuffered=False):
+    """Run ``function(*args)`` as a program in this folder; its stdin is empty.
+
+    Args:
+        function: At module level; what it returns or exits with is the exit code.
+        *args: Passed to it; they must pickle.
+        folder: Where it runs.
+        unread: Its standard output is a pipe that nobody reads.
+        unbuffered: Its standard output is not held back, as with PYTHONUNBUFFERED.
+    """
+    context = multiprocessing.get_context("forkserver")
+    outputs = Path(folder) / ".stdout", Path(folder) / ".stderr"
+    process = context.Process(
+        target=_run, args=(function, args, folder, outputs, unread, unbuffered)
+    )
+    process.start()
+    process.join(120)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    texts = [path.read_text() if path.exists() else "" for path in outputs]
+    return Done(process.exitcode, *texts)
+
+
+def _run(function, args, folder, outputs, unread, unbuffered):
+    os.chdir(folder)
+    for number, path in enumerate(outputs, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    if unread:
+        reader, writer = os.pipe()
+        os.dup2(writer, 1)
+        os.close(reader)
+        os.close(writer)
+    raw = open(1, "wb", 0 if unbuffered else -1, closefd=False)
+    sys.stdout = io.TextIOWrapper(raw, write_through=unbuffered)
+    sys.stderr = io.TextIOWrapper(open(2, "wb", closefd=False))
+    code = function(*args)
+    with suppress(BrokenPipeError):
+        sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code or 0)
