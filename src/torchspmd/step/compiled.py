@@ -276,7 +276,7 @@ class CompiledStep:
     def exposure(
         self, *args: Any, runs: int = 5, cost: CostModel | None = None, **kwargs: Any
     ) -> ExposureReport:
-        """Measure how long computing stands still for each collective, and why.
+        """Measure how long computation waits for each collective, and why.
 
         Call it on every rank with the arguments of a step that was made. The step's graph
         is run on copies: no step is made, and what is pending stays pending.

@@ -84,7 +84,7 @@ def measure_cost(
     own = own_rates(place, dtype, group or dist.group.WORLD)
     slowest = torch.tensor(_as_seconds(own), dtype=torch.float64, device=place)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)  # also of the other groups
-    return _from_seconds(slowest.tolist())
+    return _slowest([slowest.tolist()])
 
 
 def _check(
@@ -118,24 +118,18 @@ def own_rates(
     return CostModel(flops, memory, network, launch, latency)
 
 
-def slowest_of(rates: Sequence[CostModel]) -> CostModel:
-    """The slowest rate of each kind.
-
-    >>> slowest_of([CostModel(flops=2.0), CostModel(flops=4.0)]).flops
-    2.0
-    """
-    return _from_seconds(
-        [max(row) for row in zip(*map(_as_seconds, rates), strict=True)]
-    )
-
-
 def _as_seconds(cost: CostModel) -> list[float]:
     rates = (cost.flops, cost.memory_bytes, cost.network_bytes)
     return [*(1 / rate for rate in rates), cost.launch_seconds, cost.latency_seconds]
 
 
-def _from_seconds(values: Sequence[float]) -> CostModel:
-    by_flop, by_byte, by_sent, launch, latency = values
+def _slowest(seconds: Sequence[Sequence[float]]) -> CostModel:
+    """The slowest rate of each kind, of ranks that measured ``_as_seconds``.
+
+    >>> _slowest([_as_seconds(CostModel(flops=each)) for each in (2.0, 4.0)]).flops
+    2.0
+    """
+    by_flop, by_byte, by_sent, launch, latency = map(max, zip(*seconds, strict=True))
     return CostModel(1 / by_flop, 1 / by_byte, 1 / by_sent, launch, latency)
 
 
@@ -217,7 +211,6 @@ _ENOUGH = 0.3  # seconds of running
 _MOST = 12  # runs, where they are short
 _LONG = 1.0  # seconds of one run: no more than one is counted then
 _FUSED = 0.6  # of the time of simple operators is left where a compiler fuses them
-_RATES = ("flops", "memory_bytes", "network_bytes", "launch_seconds", "latency_seconds")
 
 
 def measure_graph(
@@ -249,9 +242,9 @@ def measure_graph(
         ranks.share("", "measuring")  # ranks that share a device must do so meanwhile
         own = before or _rates(graph.graph)
         found, notes = time_operators(graph, inputs, ranks)
-        texts = ranks.share(json.dumps([_as_dict(own), found]), "measured")
+        texts = ranks.share(json.dumps([_as_seconds(own), found]), "measured")
         measured = [json.loads(text) for text in texts]
-        rates = before or slowest_of([CostModel(**each) for each, _ in measured])
+        rates = before or _slowest([each for each, _ in measured])
         times = _means([each for _, each in measured])
         if fuses:
             times = _fused(times, graph.graph)
@@ -401,10 +394,6 @@ def _rates(graph: fx.Graph) -> CostModel:
         return CostModel.for_device(device_of(graph))
     dtype, group, place = found
     return own_rates(place, dtype, group)
-
-
-def _as_dict(cost: CostModel) -> dict[str, float]:
-    return {name: getattr(cost, name) for name in _RATES}
 
 
 def _means(found: Sequence[Mapping[str, float]]) -> dict[str, float]:

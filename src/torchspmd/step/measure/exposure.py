@@ -1,4 +1,4 @@
-"""How long a step stands still for each collective: its graph run on copies, timed."""
+"""How long computation waits for each collective: a step's graph, timed on copies."""
 
 import json
 import statistics
