@@ -222,8 +222,8 @@ class CompiledStep:
 
     def __call__(self, *args: Any, last_train_step: bool = False, **kwargs: Any) -> Any:
         """Run one step; build a program for it first where none fits."""
-        self._check_open()
         with self._lock, _torch.profiled("torchspmd::step"):
+            self._check_open()
             with self._options.overrides.standing_in(args, kwargs) as (own, named):
                 program, inventory = self._find(own, named)
                 if program is None:
@@ -312,7 +312,7 @@ class CompiledStep:
         """
         with self._lock:
             if self._pending is not None:
-                with phase("flush"):
+                with phase("flush", self._name):
                     self._pending.flush()
                 self._pending = None
 

@@ -86,10 +86,15 @@ _current: ContextVar[Progress | None] = ContextVar("progress", default=None)
 
 
 @contextlib.contextmanager
-def phase(name: str) -> Iterator[None]:
-    """Show what runs inside as this phase: in a profile, the log and on a terminal."""
+def phase(name: str, what: str = "torchspmd") -> Iterator[None]:
+    """Show what runs inside as this phase: in a profile, the log and on a terminal.
+
+    Args:
+        name: The phase.
+        what: What it is a phase of in the log, where no capture is under way.
+    """
     progress = _current.get()
-    what = "torchspmd" if progress is None else progress.what
+    what = what if progress is None else progress.what
     logger.debug("%s: %s begins", what, name)
     if progress is not None:
         progress.begin(name)

@@ -1,5 +1,6 @@
 """``compile(parallel=..., passes=..., overlap=..., backend=...)``: what each turns on."""
 
+import logging
 import re
 
 import pytest
@@ -105,10 +106,12 @@ def test_fully_shard_gathers_and_never_defers():
     assert "overlap" not in compiled.explain()
 
 
-def test_overlap_defers_updates():
-    program, compiled = run(parallel="replicate", overlap=True)
+def test_overlap_defers_updates(caplog):
+    with caplog.at_level(logging.INFO, logger="torchspmd"):
+        program, compiled = run(parallel="replicate", overlap=True)
     assert program.is_deferring
     assert "made in the next step" in compiled.explain()
+    assert caplog.messages[-1].startswith("step: flush took ")
 
 
 def test_no_overlap():
