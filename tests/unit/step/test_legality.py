@@ -94,7 +94,7 @@ def test_a_dropped_output(edit):
     assert edit.problems() == [
         "output: the graph had 2 outputs and has 1; output 1 (wait_tensor_default_2) is "
         "missing. A pass keeps the outputs, all and in their order: the caller unpacks "
-            "them."
+        "them."
     ]
     edit.graph.output_node().args = ([edit.total, None],)
     (line,) = edit.problems()
