@@ -26,9 +26,9 @@ from torchspmd.step.deferred import (
     expected,
     flush_last,
     flush_others,
-    flush_watching,
+    flush_shared,
 )
-from torchspmd.step.flush_hooks import own_look
+from torchspmd.step.flush_hooks import without_flushing
 from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.graph.memory import PeakMemory
 from torchspmd.step.lower.in_place import InPlaceReport
@@ -348,7 +348,7 @@ class CompiledStep:
                 f"{self._name}: the pending update could not be made: {failure}"
             )
 
-    @own_look()
+    @without_flushing()
     def _look_up(self, args: Any, kwargs: Any) -> tuple[Program | None, Inventory]:
         """What a call works on, and the program that serves it if there is one."""
         known = self._known.find(args, kwargs)
@@ -371,7 +371,7 @@ class CompiledStep:
         number = len(self._programs)
         reason = _why(inventory, self._programs, self._by_signature)
         _check_capture(self._name, number, reason)
-        flush_watching(inventory)
+        flush_shared(inventory)
         spread = self._resolve_spread(inventory)
         self._num_tries += 1  # ranks that fail do so together, and may try again
         key = f"{self._serial}/{self._num_tries}"

@@ -15,7 +15,7 @@ from torch import fx
 from torchspmd.errors import PassWarning, UsageError
 from torchspmd.step.deferral.module import IterGraphModule
 from torchspmd.step.graph.cost import CostModel, check_cost
-from torchspmd.step.graph.options import check_flags
+from torchspmd.step.graph.options import check_flags, check_overlap
 from torchspmd.step.graph.reports import PassReport
 from torchspmd.step.passes.memory_budget import check_bucket_size
 from torchspmd.step.passes.runner import observing_passes, pass_reports, run_any
@@ -58,7 +58,6 @@ class Dumps:
 Pass = Callable[[IterGraphModule], Any]
 
 _WHAT = "GraphModuleTransformation"
-_LEAST_GAIN = 1.01  # below that, a gain is within what a simulation can tell
 
 
 @final
@@ -116,8 +115,7 @@ class GraphModuleTransformation:
             enable_inductor=enable_inductor,
             gather_embeddings=gather_embeddings,
         )
-        if overlap_iterations != "auto":
-            check_flags(_WHAT, overlap_iterations=overlap_iterations)
+        check_overlap(_WHAT, overlap_iterations)
         runs_default = enable_graph_optimization and passes is None
         unused = [
             name
@@ -192,7 +190,7 @@ class GraphModuleTransformation:
 
         return default_passes(
             bucket_size_mb=self._bucket_size_mb,
-            overlap_iterations=self._overlap_iterations is True,
+            overlap_iterations=self._overlap_iterations,
             gather_embeddings=self._gather_embeddings,
             cost=self.cost,
         )
@@ -207,8 +205,6 @@ class GraphModuleTransformation:
                     each(module)
                 else:
                     run_any(module, each)
-            if self._overlap_iterations == "auto":
-                self._defer_if_faster(module)
         self.reports = reports = pass_reports(module)  # without what was undone
         if not any(report.outcome.changed for report in reports):
             names = ", ".join(report.name for report in reports)
@@ -220,16 +216,6 @@ class GraphModuleTransformation:
         elif self._overlap_iterations:
             self._tell_if_nothing_overlaps(reports[-1])
 
-    def _defer_if_faster(self, module: IterGraphModule) -> None:
-        from torchspmd.step.passes.defer import NoGainError, defer_updates
-
-        try:
-            defer_updates(module, cost=self.cost, least_gain=_LEAST_GAIN)
-        except NoGainError as error:
-            self._tell(
-                f"overlap='auto': nothing is deferred: {error}", is_warning=False
-            )
-
     def _tell_if_nothing_overlaps(self, report: PassReport) -> None:
         outcome = report.outcome
         if outcome.changed or not outcome.refused or self._has_warned:
@@ -239,7 +225,7 @@ class GraphModuleTransformation:
             "GraphModuleTransformation(overlap_iterations=True): no update can wait for "
             f"the next step, so nothing overlaps with it. {outcome.refused[0]}"
             if is_warning
-            else f"overlap='auto': nothing is deferred: {outcome.refused[0]}",
+            else f"overlap='auto': nothing is deferred: {outcome.refused[-1]}",
             is_warning=is_warning,
         )
 
