@@ -67,17 +67,6 @@ def gather_ledgers(
     ]
 
 
-def sum_ledgers(ledgers: list[Ledger]) -> Ledger:
-    """One ledger with the totals and notes of all; single events are not kept."""
-    total = Ledger(max_events=0)
-    for ledger in ledgers:
-        for key, amount in ledger.rows.items():
-            total.add_total(key, amount)
-        for text, times in ledger.notes.items():
-            total.note(text, times)
-    return total
-
-
 def differing_ranks(ledgers: list[Ledger]) -> list[str]:
     """A sentence for each rank that did not communicate what rank 0 did."""
     first = ledgers[0].total_by(*_COMMON)

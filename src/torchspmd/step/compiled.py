@@ -17,10 +17,11 @@ from torchspmd import _torch
 from torchspmd.comm import Ledger
 from torchspmd.errors import CaptureError, UsageError
 from torchspmd.layout.names import format_mesh
-from torchspmd.step.capture.guard_cache import KnownCalls
+from torchspmd.step.capture.guard_cache import GuardCache
 from torchspmd.step.capture.guards import explain_difference, sign
 from torchspmd.step.capture.inventory import Inventory, take_inventory
 from torchspmd.step.capture.override import Override, Overrides
+from torchspmd.step.capture.spread import Spread
 from torchspmd.step.deferred import (
     Pending,
     expected,
@@ -34,7 +35,8 @@ from torchspmd.step.graph.memory import PeakMemory
 from torchspmd.step.lower.in_place import InPlaceReport
 from torchspmd.step.measure.exposure import check_request, measure_program
 from torchspmd.step.measure.exposure_report import ExposureReport
-from torchspmd.step.modes.data_parallel import DataParallel, Spread, resolve_spread
+from torchspmd.step.modes.data_parallel import DataParallel
+from torchspmd.step.modes.resolve import resolve_spread
 from torchspmd.step.pipeline import StepOptions, build_program
 from torchspmd.step.program import Program
 from torchspmd.step.progress import logger, phase
@@ -210,7 +212,7 @@ class CompiledStep:
         self._spread: Spread | None = None
         self._programs: list[Program] = []
         self._by_signature: dict[Any, list[Program]] = {}
-        self._known = KnownCalls()
+        self._known = GuardCache[Program]()
         self._closed, self._closed_by = tuple[ClosedProgram, ...](), ""
         self._pending: Pending | None = None
         # A thread that saves a checkpoint while another one trains waits for the step.
@@ -327,7 +329,7 @@ class CompiledStep:
             self._closed_by = by
         self._programs.clear()
         self._by_signature.clear()
-        self._known = KnownCalls()
+        self._known = GuardCache[Program]()
 
     def __enter__(self) -> Self:
         self._check_open()

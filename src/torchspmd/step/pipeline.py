@@ -14,6 +14,7 @@ from torchspmd.errors import CaptureError
 from torchspmd.step.capture.guards import TensorFact, sign
 from torchspmd.step.capture.inventory import Inventory
 from torchspmd.step.capture.override import Overrides
+from torchspmd.step.capture.spread import Spread
 from torchspmd.step.capture.trace import Captured, capture, without_collection
 from torchspmd.step.deferral.iter_graph import deferral_facts
 from torchspmd.step.deferral.module import IterGraphModule
@@ -24,7 +25,6 @@ from torchspmd.step.graph.reports import PassReport
 from torchspmd.step.lower.backends import Lowered, choose_backend, lower_graph
 from torchspmd.step.lower.in_place import mark_handed_out
 from torchspmd.step.measure.cost import measure_graph
-from torchspmd.step.modes.data_parallel import Spread
 from torchspmd.step.passes.runner import pass_reports, run_transformation
 from torchspmd.step.program import Program, find_loose, find_released
 from torchspmd.step.progress import Progress, phase
@@ -86,7 +86,13 @@ def build_program(
         without_collection(),
         ranks.reporting_failure(),
     ):
-        captured = capture(options.function, options.name, inventory, spread)
+        captured = capture(
+            options.function,
+            options.name,
+            inventory,
+            spread,
+            compare_values=number == 0,
+        )
         laid_out = captured.relayout.inventory if captured.relayout else inventory
         graph = _override(captured.graph, laid_out, options.overrides)
         with _torch.without_autocast():  # its casts are nodes of the graph
@@ -101,7 +107,6 @@ def build_program(
         ranks.wait_until_ready(peers_of(lowered.graph))
         if captured.relayout is not None:
             captured.relayout.commit()  # all ranks run this program now
-        spread.is_compared = True
     released = find_released(captured.outputs, inventory, lowered)
     running = lowered.running
     notes = [*progress.notes, *cost_notes, *lowered.notes]

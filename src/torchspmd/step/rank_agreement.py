@@ -16,7 +16,7 @@ from torchspmd.comm import Ledger
 from torchspmd.comm.exchange import Exchanged, exchange, post_failure
 from torchspmd.errors import AgreementError
 from torchspmd.layout.names import format_mesh
-from torchspmd.step.graph.collectives import communications, events_of, peers_of
+from torchspmd.step.graph.collectives import events_of, peers_of
 from torchspmd.step.graph.metadata import output_values, readable_name, written_state
 from torchspmd.step.progress import phase
 
@@ -85,7 +85,7 @@ def build_comm_plan(
             event.axis,
             event.group.ranks,
         )
-        for node, event in communications(graph)
+        for node, event in events_of(graph.graph)
     )
     return CommPlan(sent, tuple(inputs), tuple(values), tuple(deferred))
 

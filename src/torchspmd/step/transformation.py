@@ -15,9 +15,8 @@ from torch import fx
 from torchspmd.errors import PassWarning, UsageError
 from torchspmd.step.deferral.module import IterGraphModule
 from torchspmd.step.graph.cost import CostModel, check_cost
-from torchspmd.step.graph.options import check_flags, check_overlap
+from torchspmd.step.graph.options import check_bucket_size, check_flags, check_overlap
 from torchspmd.step.graph.reports import PassReport
-from torchspmd.step.passes.memory_budget import check_bucket_size
 from torchspmd.step.passes.runner import observing_passes, pass_reports, run_any
 
 # ----------------------------------------------------------------------------
