@@ -109,7 +109,7 @@ def build_program(
             captured.relayout.commit()  # all ranks run this program now
     released = find_released(captured.outputs, inventory, lowered)
     running = lowered.running
-    notes = [*progress.notes, *cost_notes, *lowered.notes]
+    notes = [*captured.notes, *cost_notes, *lowered.notes]
     if isinstance(options.transformation, GraphModuleTransformation):
         notes += options.transformation.notes
     return Program(

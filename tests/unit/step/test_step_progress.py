@@ -13,7 +13,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from torchspmd.step import compile, progress
-from torchspmd.step.progress import Progress, note, phase
+from torchspmd.step.progress import Progress, phase
 
 pytestmark = pytest.mark.unit
 
@@ -53,10 +53,8 @@ def test_phases_on_a_terminal(monkeypatch):
         with phase("tracing"):
             pass
         with phase("tracing"), phase("compiling"):
-            note("from the cache")
-            note("from the cache")
+            pass
     assert list(shown.seconds) == ["tracing", "compiling"]
-    assert shown.notes == ["from the cache"]
     text = file.getvalue()
     assert "compile step: compiling" in text
     assert "compile step: 0.00 s (tracing 0.00, compiling 0.00)" in text
@@ -64,10 +62,10 @@ def test_phases_on_a_terminal(monkeypatch):
 
 def test_outside_of_a_capture_nothing_is_kept():
     with phase("tracing"):
-        note("lost")
+        pass
     with Progress("compile step") as shown:
         pass
-    assert shown.seconds == {} and shown.notes == []
+    assert shown.seconds == {}
 
 
 def test_a_failed_capture_leaves_no_line():
