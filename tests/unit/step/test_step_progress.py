@@ -39,9 +39,9 @@ def test_nothing_is_written_where_there_is_no_terminal(capfd):
     step, _ = run(gm_transformation=lambda gm: gm)
     assert capfd.readouterr() == ("", "")
     (told,) = [line for line in step.programs[0].notes if line.startswith("phases: ")]
-    assert [name in told for name in ("tracing", "functional form", "passes")] == [
-        True
-    ] * 3
+    assert [
+        name in told for name in ("capture", "functionalize", "mode", "passes")
+    ] == [True] * 4
     assert told in step.explain()
 
 
@@ -76,7 +76,7 @@ def test_a_failed_capture_leaves_no_line():
     assert " s (" not in file.getvalue()
 
 
-PHASES = ("tracing", "functional form", "passes", "lowering")
+PHASES = ("capture", "functionalize", "mode", "passes", "lowering", "program")
 
 
 def test_phases_are_logged(caplog):
@@ -91,7 +91,7 @@ def test_phases_are_logged(caplog):
         run()
     details = [each for each in caplog.records if each.levelno == logging.DEBUG]
     lines = [record.getMessage() for record in details]
-    assert "compile train: tracing begins" in lines
+    assert "compile train: capture begins" in lines
     assert "train: step with program 0" in lines
 
 

@@ -122,8 +122,9 @@ def capture(
     graph = _make_functional(name, traced, inputs)
     outputs = drop_unchanged(graph, traced.outputs)
     clean(graph)
-    num_joined = spread.finish(graph) + join_reductions(graph.graph)
-    graph.recompile()
+    with phase("mode"):
+        num_joined = spread.finish(graph) + join_reductions(graph.graph)
+        graph.recompile()
     check_recomputation(name, graph)
     notes = (*describe_unguarded(inventory), *traced.notes)
     if num_joined:
@@ -215,7 +216,7 @@ def _trace(
 
     random_states = RandomStates()
     try:
-        with phase("tracing"), inputs.world.mode, torch.enable_grad():
+        with phase("capture"), inputs.world.mode, torch.enable_grad():
             graph = _torch.trace(run, inputs.flat)
     except Exception as error:
         if is_ours(error):
@@ -253,7 +254,7 @@ def _tracing(
 
 def _make_functional(name: str, traced: _Traced, inputs: _Inputs) -> fx.GraphModule:
     try:
-        with phase("functional form"):
+        with phase("functionalize"):
             return make_functional(traced.graph, inputs.flat, inputs.world)
     except Exception as error:
         raise refuse(name, error, traced.log.latest()) from error
