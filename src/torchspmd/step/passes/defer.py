@@ -225,7 +225,7 @@ def defer_updates(
         gain, places = at_once / pace.seconds, pace.places
         told = line, _worth(gain)
         if only_if_faster and gain < _WORTH:
-            refused.append(f"left as it was: {_worth(gain)}")
+            refused.append(f"left as it was: {_simulated(gain)}")
             raise LeaveUnchanged(Outcome(len(blocks), 0, tuple(refused), gain=gain))
     done = []
     for job, target in _targets(jobs, places, position):
@@ -424,9 +424,13 @@ def _order(
     return pace, _told(pace, found[-1])
 
 
+def _simulated(gain: float) -> str:
+    return f"simulated to be {gain:.2f} times as fast as without this pass"
+
+
 def _worth(gain: float) -> str:
     """What overlapping gains, as far as can be told before the step has run."""
-    line = f"simulated to be {gain:.2f} times as fast as without this pass"
+    line = _simulated(gain)
     if gain >= _WORTH:
         return line
     why = "hardly anything of the reductions was exposed"
