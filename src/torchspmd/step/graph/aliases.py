@@ -19,9 +19,10 @@ class Aliases:
     Attributes:
         position: Each node's place in the graph.
         root: For each node, the node that brought its memory into the graph: an input, or
-            the operator that made it. Views have the root of what they look at.
+            the operator that made it. Views have the root of what they view.
         last_read: For each root, the last place at which its memory is read.
-        pinned: Roots about which nothing certain is known.
+        pinned: Roots that unknown calls or unfinished collectives may read or write at
+            any time.
     """
 
     position: Mapping[fx.Node, int]

@@ -118,7 +118,7 @@ def _value(node: fx.Node) -> Any:
     return node.meta.get("val")
 
 
-# Besides views: what costs about a copy and may travel with a collective.
+# Besides views: what costs about a copy and may move with a collective.
 _CHEAP = frozenset(
     {"aten::_to_copy", "aten::clone", "aten::div", "aten::mul", "aten::neg"}
 )
@@ -127,7 +127,7 @@ _PACKING = frozenset({"aten::cat", "aten::constant_pad_nd"})
 
 @dataclass(frozen=True, slots=True)
 class CommBlock:
-    """One collective, from what prepares its input to what takes its result apart.
+    """One collective, from what prepares its input to what unpacks its result.
 
     Attributes:
         start: The node that starts it.
@@ -136,7 +136,7 @@ class CommBlock:
         outputs: The nodes whose values the rest of the graph reads.
         event: What it communicates.
         head: Cheap nodes that feed nothing else (views, concatenation, casts).
-        tail: Cheap nodes that only take the result apart, or scale it.
+        tail: Cheap nodes that only unpack the result, or scale it.
         problem: Why it must be left alone; empty where it is an ordinary pair.
     """
 
@@ -336,7 +336,7 @@ def _is_scaling(node: fx.Node) -> bool:
 
 
 def earliest_place(block: CommBlock, after: fx.Node | None = None) -> fx.Node:
-    """The node directly after which a block's head and start can stand.
+    """The node directly after which a block's head and start can be placed.
 
     Args:
         block: The block.
@@ -359,19 +359,19 @@ def hoist(block: CommBlock, place: fx.Node) -> None:
 
 
 def latest_place(block: CommBlock) -> fx.Node:
-    """The node directly before which a block's waits and tail can stand."""
+    """The node directly before which a block's waits and tail can be placed."""
     return min(block.readers(), default=_output(block.start.graph))
 
 
 def sink(block: CommBlock, place: fx.Node) -> None:
-    """Put what stands behind a block's start directly before a node, if it is earlier."""
+    """Put what follows a block's start directly before a node, if it is earlier."""
     for node in after_start(block):
         if node < place:
             place.prepend(node)
 
 
 def after_start(block: CommBlock) -> list[fx.Node]:
-    """What stands behind a block's start: items, waits and tail, in order."""
+    """What follows a block's start: items, waits and tail, in order."""
     items = [node for node in block.start.users if node not in block.waits]
     return [*items, *block.waits, *block.tail]
 

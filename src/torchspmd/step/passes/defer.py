@@ -34,7 +34,7 @@ from torchspmd.step.graph.options import check_budget, check_flags, check_names
 from torchspmd.step.graph.reports import ORDERS, Outcome
 from torchspmd.step.passes.optimizer import remove_copy_from_optimizer
 from torchspmd.step.passes.overlap import schedule_comm_wait
-from torchspmd.step.passes.pacing import Pace, Reduction, estimate, paces
+from torchspmd.step.passes.pacing import Ordering, Reduction, estimate, orderings
 from torchspmd.step.passes.runner import LeaveUnchanged, graph_optimization_pass
 
 _REDUCTIONS = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)
@@ -129,8 +129,8 @@ def defer_updates(
     position = {node: index for index, node in enumerate(graph.nodes)}
     if start == "now" and jobs:
         _sink(graph, jobs)
-        pace, line = _order(gm, jobs, cost, delay_gradients, memory_budget_mb)
-        gain, places = at_once / pace.seconds, pace.places
+        ordering, line = _order(gm, jobs, cost, delay_gradients, memory_budget_mb)
+        gain, places = at_once / ordering.seconds, ordering.places
         detail = [line, _worth(gain)]
         if only_if_faster and gain < _WORTH:
             refused.append(f"left as it was: {_worth(gain)}")
@@ -373,7 +373,7 @@ def _deferred(graph: IterGraph, jobs: Sequence[_Job]) -> set[fx.Node]:
 
 
 def _sink(graph: IterGraph, jobs: Sequence[_Job]) -> None:
-    """Put the deferred nodes last: they do not stand between a start and its place."""
+    """Put the deferred nodes last, behind everything that runs in this iteration."""
     deferred = _deferred(graph, jobs)
     for node in [node for node in graph.nodes if node in deferred]:
         output_node(graph).prepend(node)
@@ -385,7 +385,7 @@ def _order(
     cost: CostModel,
     may_delay: bool,
     rise_mb: float,
-) -> tuple[Pace, str]:
+) -> tuple[Ordering, str]:
     """Choose when gradients are computed and reductions start; with a line about it."""
     graph = gm.graph
     deferred = _deferred(graph, jobs)
@@ -393,15 +393,15 @@ def _order(
     nodes = list(takewhile(lambda node: node is not end, graph.nodes))
     body = [node for node in nodes if node.op not in ("placeholder", "get_attr")]
     reductions = [each for job in jobs for each in job.reductions]
-    found = paces(body, reductions, cost, may_delay=may_delay)
+    found = orderings(body, reductions, cost, may_delay=may_delay)
     memory = LiveBytes(graph)
     most = max(memory.now().values(), default=0) + int(rise_mb * 2**20)
-    for pace in found:
-        for node in pace.order:
+    for ordering in found:
+        for node in ordering.order:
             end.prepend(node)
-        if pace.is_usual or max(memory.now().values(), default=0) <= most:
+        if ordering.is_default or max(memory.now().values(), default=0) <= most:
             break
-    return pace, _told(pace, found[-1])
+    return ordering, _told(ordering, found[-1])
 
 
 def _worth(gain: float) -> str:
@@ -413,17 +413,19 @@ def _worth(gain: float) -> str:
     return f"{line}: {why}, and overlap_iterations=False leaves nothing pending"
 
 
-def _told(pace: Pace, usual: Pace) -> str:
-    if pace.is_usual:
+def _told(ordering: Ordering, default: Ordering) -> str:
+    if ordering.is_default:
         return "every gradient is computed as early as it can be"
     told = []
-    if pace.delayed:
-        count = len(pace.delayed)
+    if ordering.delayed:
+        count = len(ordering.delayed)
         what = "1 reduction" if count == 1 else f"{count} reductions"
         told.append(
             f"the gradients of {what} are computed last, beside more urgent reductions"
         )
-    if pace.num_sunk:
-        told.append(f"{pace.num_sunk} operators wait for the rest of their gradient")
-    gain = usual.seconds / pace.seconds
+    if ordering.num_sunk:
+        told.append(
+            f"{ordering.num_sunk} operators wait for the rest of their gradient"
+        )
+    gain = default.seconds / ordering.seconds
     return f"{', and '.join(told)}: {gain:.2f} times as fast as if they were not"
