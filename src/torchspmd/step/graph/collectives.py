@@ -20,12 +20,13 @@ from torchspmd.comm import (
     Ledger,
     Operator,
     Topology,
-    find_operator,
     measure,
 )
 from torchspmd.step.graph.aliases import (
     Aliases,
+    communication_of,
     find_aliases,
+    find_waits,
     is_view,
     is_wait,
     node_arguments,
@@ -53,7 +54,7 @@ def events_of(graph: fx.Graph) -> Iterator[tuple[fx.Node, CommEvent]]:
     """Each node that communicates, and its event."""
     topology = Topology()
     for node in graph.nodes:
-        operator = _operator(node)
+        operator = communication_of(node)
         if operator is not None:
             yield node, _event(node, operator, topology)
 
@@ -65,23 +66,7 @@ def peers_of(graph: fx.GraphModule) -> list[int]:
 
 def is_communication(node: fx.Node) -> bool:
     """Whether a node starts a communication."""
-    return _operator(node) is not None
-
-
-def kind_of(node: fx.Node) -> Kind | None:
-    """What a node communicates; None where it does not."""
-    found = _operator(node)
-    return None if found is None else found.kind
-
-
-def find_waits(start: fx.Node) -> tuple[fx.Node, ...]:
-    """The nodes that wait for a collective; one for each tensor of a coalesced one."""
-    users = [
-        each
-        for user in start.users
-        for each in (user.users if user.target is operator.getitem else (user,))
-    ]
-    return tuple(filter(is_wait, users))
+    return communication_of(node) is not None
 
 
 def graph_size(graph: fx.Graph) -> GraphSize:
@@ -89,11 +74,6 @@ def graph_size(graph: fx.Graph) -> GraphSize:
     found = list(events_of(graph))
     total = sum(event.payload_bytes for _, event in found)
     return GraphSize(len(graph.nodes), len(found), total)
-
-
-def _operator(node: fx.Node) -> Operator | None:
-    target = operator_of(node)
-    return None if target is None else find_operator(_torch.packet_name(target))
 
 
 def _event(node: fx.Node, operator: Operator, topology: Topology) -> CommEvent:
@@ -475,9 +455,4 @@ def _reads_until(reader: fx.Node, aliases: Aliases) -> float:
     """The last place at which a node reads: a collective does so until its waits."""
     if not is_communication(reader):
         return aliases.position[reader]
-    items = [user for user in reader.users if user.target is operator.getitem]
-    waits = [
-        [aliases.position[user] for user in item.users if is_wait(user)]
-        for item in items or [reader]
-    ]
-    return max(min(each, default=math.inf) for each in waits)
+    return max((aliases.position[n] for n in find_waits(reader)), default=math.inf)
