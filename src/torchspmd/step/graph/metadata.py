@@ -10,7 +10,7 @@ import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import fx, nn
 from torch.nn.modules.module import (
@@ -19,7 +19,7 @@ from torch.nn.modules.module import (
 )
 
 from torchspmd import _torch
-from torchspmd.comm import GLOBAL, Phase
+from torchspmd.comm import GLOBAL, OWNER_KEY, Owner, Phase
 
 _META_KEY = "torchspmd_roles"
 _GUARDED_KEY = "torchspmd_guarded"
@@ -127,14 +127,7 @@ def readable_name(node: fx.Node) -> str:
 # ----------------------------------------------------------------------------
 # Whose work a graph node is: the module and the phase that made it.
 
-META_KEY = "torchspmd_owner"
-
-
-class Owner(NamedTuple):
-    """The phase of the step and the module that a node belongs to."""
-
-    phase: Phase = Phase.FORWARD
-    module: str = GLOBAL
+META_KEY = OWNER_KEY
 
 
 class OwnerLog:

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from torchspmd import _torch
-from torchspmd.comm import Kind, Phase, format_bytes
+from torchspmd.comm import Kind, Owner, Phase, format_bytes
 from torchspmd.step.graph.aliases import node_arguments
 from torchspmd.step.graph.collectives import (
     CommBlock,
@@ -22,7 +22,7 @@ from torchspmd.step.graph.collectives import (
 )
 from torchspmd.step.graph.cost import CostModel, check_cost, device_of
 from torchspmd.step.graph.edit import HasGraph, NodeMaker, tensor_value
-from torchspmd.step.graph.metadata import META_KEY, Owner, owner_of
+from torchspmd.step.graph.metadata import META_KEY, owner_of
 from torchspmd.step.graph.reports import Outcome
 from torchspmd.step.passes.runner import graph_optimization_pass
 
