@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
 from torchspmd.step.capture.inventory import Inventory, Number, Role, is_liftable
-from torchspmd.step.flush_hooks import Refused, Watched
+from torchspmd.step.flush_hooks import WrappedMethod
 from torchspmd.step.progress import note
 
 # ----------------------------------------------------------------------------
@@ -776,14 +776,14 @@ def _attribute_facts(
 def _own_attributes(module: nn.Module) -> dict[str, Any]:
     """A module's attributes, without what stands there while an update is pending."""
     own = {key: _look_through(value) for key, value in vars(module).items()}
-    return {key: value for key, value in own.items() if value is not Watched}
+    return {key: value for key, value in own.items() if value is not WrappedMethod}
 
 
 def _look_through(value: Any) -> Any:
-    if not isinstance(value, (Watched, Refused)):
+    if not isinstance(value, WrappedMethod):
         return value
     # What the user put there; the class stands for nothing.
-    return Watched if value.own is None else _look_through(value.own)
+    return WrappedMethod if value.own is None else _look_through(value.own)
 
 
 class HookFact(tuple[Any, ...]):
