@@ -100,7 +100,7 @@ def check_edit(
         mapping: The node of ``before`` for each node of ``after`` that was there before.
         name: What the edit is called in an error.
         may_reorder: Whether collectives may change their order on a group, or on which
-            groups. Then each change is told in the text.
+            groups. Then the proof names each change.
         constants: What the edit did to tensors that the graph reads by name.
 
     Example:

@@ -34,7 +34,7 @@ from torchspmd.step.legality.values import (
 # Why two values are not the same, and whether that is certain.
 #
 # Values are compared from the outside in, down to where they part. It is certain that an
-# edit changed a result where something that was computed before stands in another place
+# edit changed a result where something that was computed before is in another place
 # than before: another input, other elements of the same value, another order, another
 # number. It is not certain where the edit computes something new, which may or may not be
 # the same by a law that is not known here.
@@ -160,7 +160,7 @@ class Comparer:
         return next(each for each in found if not each.is_certain)
 
     def _is_elsewhere(self, was: int, now: int) -> bool:
-        """Whether a value of the graph before stands where another one stood."""
+        """Whether a value of the graph before is where another one was."""
         one, two = self._table[was], self._table[now]
         heads = {each.head for each in (one, two) if isinstance(each, Term)}
         if len(heads) > 1 and heads <= COLLECTIVES and now not in self._known:

@@ -186,7 +186,7 @@ class Evaluation:
         return value if version == self._version[root] else self._reload(node, root)
 
     def _reload(self, node: fx.Node, root: fx.Node) -> int:
-        """A view's elements after a write to the memory that it looks at."""
+        """A view's elements after a write to its memory."""
         call = read_call(node)
         if call.signature is not None and call.signature.written:
             now = self.value(call.arguments[call.signature.written[0]])

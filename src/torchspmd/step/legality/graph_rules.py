@@ -224,7 +224,7 @@ def random_nodes(graph: fx.Graph) -> list[fx.Node]:
         node
         for node in graph.nodes
         if (target := operator_of(node)) is not None
-        and _torch.signature_of(target).draws
+        and _torch.signature_of(target).is_random
     ]
 
 
@@ -326,7 +326,7 @@ def _module(node: fx.Node) -> object:
 # All ranks run the same graph, so a changed order is the same on all of them; but a pass
 # that changes it by accident has usually moved more than it meant to, and two programs that
 # were split (setup and steady state) would no longer agree. So it is an error unless
-# declared, and then it is told.
+# declared, and then the proof names it.
 
 _RULE = (
     "Keep the order of collectives on one group, or declare the pass with "
