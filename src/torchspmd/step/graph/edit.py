@@ -5,12 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, Protocol
 
+import torch
 from torch import fx
 
 from torchspmd import _torch
-from torchspmd.comm import GLOBAL, find_operator
+from torchspmd.comm import GLOBAL, Owner, find_operator
 from torchspmd.errors import UsageError
-from torchspmd.step.graph.metadata import META_KEY, Owner, owner_of
+from torchspmd.step.graph.metadata import META_KEY, owner_of
 from torchspmd.step.graph.options import check_graph, check_module, check_nodes
 
 # Other functions of Python may do anything, and are not called to see what they give.
@@ -75,6 +76,13 @@ class NodeMaker:
         node.meta["val"] = fake_result(node, values)
         node.meta[META_KEY] = self._owner
         return node
+
+
+def tensor_value(node: fx.Node) -> torch.Tensor:
+    """The fake tensor of a node that gives one."""
+    value = node.meta["val"]
+    assert isinstance(value, torch.Tensor), f"{node.name}: {type(value).__name__}"
+    return value
 
 
 def common_owner(nodes: Sequence[fx.Node]) -> Owner:
@@ -144,11 +152,16 @@ def find_all_descendants(
     check_nodes("find_all_descendants", parent_nodes=parent_nodes)
     if not parent_nodes:
         raise UsageError("find_all_descendants: No parent nodes are given.")
-    found = set(parent_nodes)
-    waiting = list(parent_nodes)
+    return descendants(gm.graph, parent_nodes)
+
+
+def descendants(graph: fx.Graph, parents: Sequence[fx.Node]) -> list[fx.Node]:
+    """The same, of a graph."""
+    found = set(parents)
+    waiting = list(parents)
     while waiting:
         for user in waiting.pop().users:
             if user.op != "output" and user not in found:
                 found.add(user)
                 waiting.append(user)
-    return [node for node in gm.graph.nodes if node in found]
+    return [node for node in graph.nodes if node in found]

@@ -44,7 +44,7 @@ def communicate(
     """
     assert isinstance(node.target, _torch.OpOverload), node.target
     namespace, _, name = _torch.packet_name(node.target).partition("::")
-    run = _RUN.get(name.removesuffix("_"))
+    run = _RUN.get(name.removesuffix("_out").removesuffix("_"))
     if run is None or namespace not in _NAMESPACES:
         raise VirtualRanksError(
             f"virtual ranks: {node.name} ({node.target}) is a communication that they "
@@ -59,6 +59,8 @@ def communicate(
         found = run([by_name[rank] for rank in team], order)
         for rank, value in zip(team, found, strict=True):
             written = by_name[rank] if name.endswith("_") else None
+            if name.endswith("_out"):
+                written = {"input": by_name[rank]["out"]}
             is_whole = namespace == "_dtensor"  # waits by itself
             results[rank] = value if is_whole else _all_in_flight(value, written)
     return results

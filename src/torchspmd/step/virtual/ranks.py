@@ -17,8 +17,7 @@ from torch import fx
 from torchspmd import _torch
 from torchspmd.comm import Group, Kind, Operator, Topology, find_operator
 from torchspmd.errors import UsageError, VirtualRanksError
-from torchspmd.step.graph.aliases import is_wait, operator_of
-from torchspmd.step.graph.collectives import node_arguments
+from torchspmd.step.graph.aliases import is_wait, node_arguments, operator_of
 from torchspmd.step.graph.metadata import readable_name
 from torchspmd.step.graph.reports import ORDERS
 from torchspmd.step.virtual.collectives import InFlight, communicate, wait
