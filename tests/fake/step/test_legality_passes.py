@@ -97,11 +97,11 @@ def test_every_pass_is_proved(optimizer, mode, captured):
     assert sum(report.outcome.changed > 0 for report in reports) >= 2
     for report in reports:
         assert report.proof.startswith("proved equal"), str(report)
-    before, twins = copy_graph(gm.graph)
+    before, mapping = copy_graph(gm.graph)
     values = output_values(gm.graph)
     states = {values[i]: place for i, place in written_state(gm.graph).items()}
     apply_in_place(gm.graph, plan_in_place(gm.graph, states))
-    assert str(check_edit(before, gm.graph, twins)) == "proved equal"
+    assert str(check_edit(before, gm.graph, mapping)) == "proved equal"
 
 
 @pytest.mark.parametrize("mode", ["replicate", "fully_shard"])
