@@ -8,19 +8,12 @@ import torch
 import torch._inductor
 from rich.console import Console
 from torch import nn
+from training import train
 
 from torchspmd.step import compile, progress
 from torchspmd.step.progress import Progress, note, phase
 
 pytestmark = pytest.mark.unit
-
-
-def train(model, optim, batch):
-    loss = model(batch).square().mean()
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss
 
 
 def run(**options):
