@@ -53,7 +53,7 @@ def test_a_step_without_communication():
         step(*call)
     report = step.exposure(*call, runs=1)
     assert report.collectives == () and report.exposed_ms == 0.0 and report.step_ms > 0
-    assert "stand still for 0 of 0 collectives" in report.summary()
+    assert "wait for 0 of 0 collectives" in report.summary()
 
 
 def test_compiled_code_is_measured_operator_by_operator_and_that_is_said(monkeypatch):

@@ -28,6 +28,7 @@ from torchspmd.step.graph.aliases import (
     find_aliases,
     is_view,
     is_wait,
+    node_arguments,
     operator_of,
 )
 from torchspmd.step.graph.edit import HasGraph
@@ -43,14 +44,9 @@ def build_ledger(graph: fx.GraphModule) -> Ledger:
     """One event for each collective of a graph, in order."""
     check_module("build_ledger", graph=graph)
     ledger = Ledger()
-    for _, event in communications(graph):
+    for _, event in events_of(graph.graph):
         ledger.append(event)
     return ledger
-
-
-def communications(graph: fx.GraphModule) -> Iterator[tuple[fx.Node, CommEvent]]:
-    """Each node of a graph module that communicates, and its event."""
-    return events_of(graph.graph)
 
 
 def events_of(graph: fx.Graph) -> Iterator[tuple[fx.Node, CommEvent]]:
@@ -64,12 +60,28 @@ def events_of(graph: fx.Graph) -> Iterator[tuple[fx.Node, CommEvent]]:
 
 def peers_of(graph: fx.GraphModule) -> list[int]:
     """The ranks of all groups that a graph communicates over."""
-    return sorted({r for _, event in communications(graph) for r in event.group.ranks})
+    return sorted({r for _, event in events_of(graph.graph) for r in event.group.ranks})
 
 
 def is_communication(node: fx.Node) -> bool:
     """Whether a node starts a communication."""
     return _operator(node) is not None
+
+
+def kind_of(node: fx.Node) -> Kind | None:
+    """What a node communicates; None where it does not."""
+    found = _operator(node)
+    return None if found is None else found.kind
+
+
+def find_waits(start: fx.Node) -> tuple[fx.Node, ...]:
+    """The nodes that wait for a collective; one for each tensor of a coalesced one."""
+    users = [
+        each
+        for user in start.users
+        for each in (user.users if user.target is operator.getitem else (user,))
+    ]
+    return tuple(filter(is_wait, users))
 
 
 def graph_size(graph: fx.Graph) -> GraphSize:
@@ -80,16 +92,12 @@ def graph_size(graph: fx.Graph) -> GraphSize:
 
 
 def _operator(node: fx.Node) -> Operator | None:
-    if node.op != "call_function" or not isinstance(node.target, _torch.OpOverload):
-        return None
-    return find_operator(_torch.packet_name(node.target))
+    target = operator_of(node)
+    return None if target is None else find_operator(_torch.packet_name(target))
 
 
 def _event(node: fx.Node, operator: Operator, topology: Topology) -> CommEvent:
-    assert isinstance(node.target, _torch.OpOverload)
-    names = _torch.argument_names(node.target)
-    values: Any = fx.node.map_arg((node.args, node.kwargs), _value)
-    arguments = {**dict(zip(names, values[0], strict=False)), **values[1]}
+    arguments: Any = fx.node.map_arg(node_arguments(node), _value)
     group = topology.group_of(arguments)
     sizes = measure(operator, arguments, group.size)
     owner = owner_of(node)
@@ -206,7 +214,7 @@ def get_all_comm_blocks(
     """
     wanted = None if kinds is None else {Kind(kind) for kind in kinds}
     found = list(events_of(gm.graph))
-    waits = {start: tuple(_find_waits(start)) for start, _ in found}
+    waits = {start: find_waits(start) for start, _ in found}
     tails = _tails(gm.graph, waits)
     heads = _heads(gm.graph, set(waits), set(tails))
     by_start = _grouped(tails), _grouped(heads)
@@ -215,14 +223,6 @@ def get_all_comm_blocks(
         for start, event in found
         if wanted is None or event.kind in wanted
     ]
-
-
-def node_arguments(node: fx.Node) -> dict[str, Any]:
-    """A node's arguments by their names in its operator, in the operator's order."""
-    target = operator_of(node)
-    names = () if target is None else _torch.argument_names(target)
-    found = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    return {name: found[name] for name in names if name in found}
 
 
 def writes_in_place(graph: fx.Graph) -> fx.Node | None:
@@ -266,14 +266,6 @@ def _problem(start: fx.Node, event: CommEvent, waits: tuple[fx.Node, ...]) -> st
 def _items(node: fx.Node) -> bool:
     """Whether a node takes one tensor of a coalesced collective, to wait for it."""
     return node.target is operator.getitem and all(is_wait(n) for n in node.users)
-
-
-def _find_waits(start: fx.Node) -> Iterator[fx.Node]:
-    for user in start.users:
-        if is_wait(user):
-            yield user
-        elif user.target is operator.getitem:
-            yield from (each for each in user.users if is_wait(each))
 
 
 def _tails(
