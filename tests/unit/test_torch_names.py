@@ -178,6 +178,15 @@ def test_operator_generation():
     library._destroy()
 
 
+def test_profiled():
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU]
+    ) as seen:
+        with _torch.profiled("torchspmd::test"):
+            torch.ones(2)
+    assert "torchspmd::test" in [event.key for event in seen.key_averages()]
+
+
 def test_packet_name(twice):
     assert _torch.packet_name(twice) == "torchspmd_test::twice"
     assert _torch.packet_name(torch.ops.aten.add.Scalar) == "aten::add"

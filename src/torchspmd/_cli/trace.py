@@ -14,7 +14,7 @@ from rich.console import Console
 from torchspmd._cli.gather import (
     HeldStore,
     differing_ranks,
-    exchange,
+    gather_ledgers,
     hold_store,
 )
 from torchspmd._cli.output import NEVER_FREED, Progress
@@ -97,8 +97,8 @@ def run(options: argparse.Namespace) -> int:
     if world.simulated:
         _report(options, mode.ledger, [], window, world)
         return 0
-    ledgers = exchange(mode.ledger, held, world.rank, world.size)
-    if ledgers is not None:
+    ledgers = gather_ledgers(mode.ledger, held, world.rank, world.size)
+    if ledgers:
         _report(options, sum_ledgers(ledgers), differing_ranks(ledgers), window, world)
     return 0
 

@@ -1,6 +1,5 @@
 """What an operator's schema says about its arguments and its result."""
 
-import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ class Signature:
         arguments: The names of its arguments, in order; without those it only writes to.
         defaults: The values of arguments that a call may leave out.
         written: The names of the arguments that it writes into.
-        draws: Whether it takes random numbers.
+        is_random: Whether it takes random numbers.
         is_elementwise: Whether each element of the result depends on that element alone.
     """
 
@@ -31,7 +30,7 @@ class Signature:
     arguments: tuple[str, ...]
     defaults: dict[str, Any]
     written: tuple[str, ...]
-    draws: bool
+    is_random: bool
     is_elementwise: bool
 
 
@@ -282,6 +281,7 @@ def packet_name(op: torch._ops.OpOverload) -> str:
     return op._schema.name
 
 
+@cache
 def argument_names(op: torch._ops.OpOverload) -> tuple[str, ...]:
     """The names of an operator's arguments, in order."""
     return tuple(argument.name for argument in op._schema.arguments)
@@ -297,40 +297,3 @@ def storage_key(tensor: torch.Tensor) -> int:
     Another tensor may get the number once the memory is freed.
     """
     return int(tensor.untyped_storage()._cdata)
-
-
-# ----------------------------------------------------------------------------
-# The collectives' operators in a captured graph, and fake values of new nodes.
-
-_functional = torch.ops._c10d_functional
-ALL_REDUCE = _functional.all_reduce.default
-ALL_GATHER = _functional.all_gather_into_tensor.default
-ALL_GATHER_OUT = _functional.all_gather_into_tensor_out.default
-REDUCE_SCATTER = _functional.reduce_scatter_tensor.default
-WAIT = _functional.wait_tensor.default
-
-
-def fake_result(target: Callable[..., Any], args: Any, **options: Any) -> Any:
-    """What a function gives for fake or meta tensors, itself without values.
-
-    Collectives are not called: whoever records communication would count them.
-    """
-    with torch.no_grad(), _fake_mode_of(args):
-        if target is ALL_REDUCE:
-            return torch.empty_like(args[0], memory_format=torch.contiguous_format)
-        if target is ALL_GATHER:
-            shard, size = args[0], args[1]
-            return shard.new_empty((shard.shape[0] * size, *shard.shape[1:]))
-        if target is REDUCE_SCATTER:
-            whole, size = args[0], args[2]
-            return whole.new_empty((whole.shape[0] // size, *whole.shape[1:]))
-        return args[0] if target is WAIT else target(*args, **options)
-
-
-@contextlib.contextmanager
-def _fake_mode_of(args: Any) -> Iterator[None]:
-    from torch.utils._pytree import tree_leaves
-
-    modes = [leaf.fake_mode for leaf in tree_leaves(args) if hasattr(leaf, "fake_mode")]
-    with modes[0] if modes else contextlib.nullcontext():
-        yield
