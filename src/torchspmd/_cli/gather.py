@@ -30,7 +30,7 @@ class HeldStore:
 
 @contextlib.contextmanager
 def hold_store() -> Iterator[HeldStore]:
-    """Keep the store that the script's ranks meet in, for the time after the script."""
+    """Keep the script's store: ranks exchange their ledgers through it after the script."""
     held = HeldStore()
     plain_destroy = dist.destroy_process_group
 

@@ -60,7 +60,8 @@ def simulate(recipe: Recipe, folder: Path, command: str) -> Lock | None:
     _compare_axes(recipe.mesh, axes, made)
     for text in watch.notes:
         mode.ledger.note(text)
-    _tell(window, mode, command)
+    for remark in _remarks(window, mode):
+        print(f"torchspmd {command}: {remark}", file=sys.stderr)
     return lock_ledger(mode.ledger, recipe, memory=watch.memory(), setup=window.setup)
 
 
@@ -99,53 +100,44 @@ def _compare_axes(text: str, axes: dict[str, int], made: dict[str, set[int]]) ->
     """The script makes its own mesh: it must be the one that the lock speaks of."""
     if not made:  # DDP and plain groups: the table shows them by their ranks
         return
-    problems = []
+    wrong = []
     for axis, size in axes.items():
         if axis not in made:
-            problems.append(f"the script made no axis {axis}")
+            wrong.append(f"the script made no axis {axis}")
         elif size not in made[axis]:
             sizes = " and ".join(map(str, sorted(made[axis])))
-            problems.append(f"its axis {axis} has {sizes} ranks, not {size}")
-    problems += [f"it also made an axis {axis}" for axis in made if axis not in axes]
-    wrong = any(
-        axis not in made or size not in made[axis] for axis, size in axes.items()
-    )
+            wrong.append(f"its axis {axis} has {sizes} ranks, not {size}")
+    extra = [f"it also made an axis {axis}" for axis in made if axis not in axes]
     if wrong:
         used = ",".join(f"{axis}={max(sizes)}" for axis, sizes in made.items())
         raise UsageError(
-            f"--mesh {text} is not what the script used: {'; '.join(problems)}. Its "
+            f"--mesh {text} is not what the script used: {'; '.join(wrong + extra)}. Its "
             f"mesh was {used}."
         )
-    for problem in problems:
+    for problem in extra:
         print(f"Note: the script's mesh: {problem}.", file=sys.stderr)
 
 
-def _tell(window: StepWindow, mode: CommDebugMode, command: str) -> None:
+def _remarks(window: StepWindow, mode: CommDebugMode) -> Iterator[str]:
+    """What the lock has, where that is not all steps that were asked for."""
     if window.setup is None:
-        print(
-            f"torchspmd {command}: no module was called by itself; the lock has all that "
-            "the script sent, and memory only as far as autograd saw it.",
-            file=sys.stderr,
+        yield (
+            "no module was called by itself; the lock has all that the script sent, and "
+            "memory only as far as autograd saw it."
         )
     elif window.num_recorded == 0:
-        print(
-            f"torchspmd {command}: no optimizer step was seen; the lock has the whole "
-            "run from the first module call.",
-            file=sys.stderr,
+        yield (
+            "no optimizer step was seen; the lock has the whole run from the first module "
+            "call."
         )
     elif window.num_missing:
-        print(
-            f"torchspmd {command}: the script ended {window.num_missing} steps before all "
-            f"that --steps asks for were made; the lock has {window.num_recorded}.",
-            file=sys.stderr,
+        yield (
+            f"the script ended {window.num_missing} steps before all that --steps asks "
+            f"for were made; the lock has {window.num_recorded}."
         )
     checks = mode.ledger.total(check=True).count
     if checks:
-        print(
-            f"torchspmd {command}: {checks} communications of run-time checks were "
-            "left out.",
-            file=sys.stderr,
-        )
+        yield f"{checks} communications of run-time checks were left out."
 
 
 HELP = "write down what a training script communicates, for check"

@@ -90,7 +90,7 @@ def _share(plan: Plan, model: nn.Module) -> Plan:
 
 
 def _wrap(text: str) -> str:
-    """The text in lines of 80 columns; those of a bullet stand below its first word."""
+    """The text in lines of 80 columns; bullets have a hanging indent."""
     lines = []
     for line in text.split("\n"):
         indent = "    " if line.startswith("  * ") else ""

@@ -61,7 +61,7 @@ def run_script(
 
 
 def _own_frames(error: BaseException, script: Path) -> TracebackType | None:
-    """The script's part of a traceback: not the frames that brought it to run.
+    """The script's part of a traceback, without the frames that started it.
 
     All of it where it never came to run, but for a mistake in its syntax.
     """

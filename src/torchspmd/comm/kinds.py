@@ -37,7 +37,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """How to read one operator: its kind and where its payload stands.
+    """How to read one operator: its kind and which argument is the payload.
 
     Attributes:
         kind: What it does.

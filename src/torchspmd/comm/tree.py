@@ -92,7 +92,7 @@ def _node(
 
 
 def _ordered(paths: list[str]) -> list[str]:
-    """As they come, but those of one numbered container together and by number."""
+    """In the given order; modules of one numbered container together, by number."""
     places: dict[str, int] = {}
     for path in paths:
         name, _, number = path.rpartition(".")

@@ -63,9 +63,9 @@ def serve(
 
 
 def _unlink_locks() -> None:
-    """Take back the names of locks, which Python does only in a process that ends itself.
+    """Unlink named semaphores, which Python does only in a process that exits normally.
 
-    Libraries make some (tqdm does when it is imported), and they would count as leaked.
+    Libraries make some (tqdm does when it is imported), which would be reported as leaked.
     """
     module: Any = util
     run = threading.Thread(target=module._run_finalizers, args=(0,), daemon=True)

@@ -208,7 +208,7 @@ class _Worker:
         except (EOFError, OSError):
             self.process.join(5)
             text = f"rank {self.rank} died (exit code {self.process.exitcode})."
-            return _Failure(f"{text}\n{self._last_words()}".rstrip(), is_death=True)
+            return _Failure(f"{text}\n{self._crash_stack()}".rstrip(), is_death=True)
         try:
             status, payload = pickle.loads(message)
         except Exception as error:
@@ -220,7 +220,7 @@ class _Worker:
             return _Failure(f"rank {self.rank} failed:\n\n{payload}")
         return payload
 
-    def _last_words(self) -> str:
+    def _crash_stack(self) -> str:
         """Where the process crashed, if it could still write it."""
         with contextlib.suppress(OSError):
             return self.stack_file.read_text()

@@ -245,7 +245,7 @@ _ON_LOST = (
 
 
 def on_event(event: CommEvent) -> Sequence[str]:
-    """What to say about one communication; most often nothing."""
+    """Notes on one communication; most often none."""
     if not event.compiled and event.kind is not Kind.UNKNOWN and event.module != LOST:
         return ()
     said = []
@@ -262,7 +262,7 @@ def on_event(event: CommEvent) -> Sequence[str]:
 
 
 def on_compiled_modules(paths: Iterable[str]) -> str:
-    """What to say when operators were asked for and some ran compiled."""
+    """The note on operators that ran compiled where operators were asked for."""
     return (
         "operators inside regions compiled by torch.compile are not listed one by one: "
         + ", ".join(sorted(paths))

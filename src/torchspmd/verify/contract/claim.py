@@ -100,7 +100,7 @@ def whole(value: object, what: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a ledger: what lies in it is what fits every field that is not None."""
+    """A selection of a ledger's rows: those that fit every field that is not None."""
 
     kind: str | None = None
     axis: tuple[str, ...] | None = None
@@ -111,7 +111,7 @@ class Part:
     implicit: bool | None = None
 
     def holds(self, key: Key) -> bool:
-        """Whether a row of a ledger lies in it."""
+        """Whether a row of a ledger belongs to it."""
         return (
             (self.kind is None or key.kind == self.kind)
             and (self.axis is None or key.axis in self.axis)
@@ -154,7 +154,7 @@ class Claim:
         return self.part == Part() and self.bound.high == 0
 
     def read(self, rows: Iterable[tuple[Key, Total]]) -> int:
-        """The number that came."""
+        """The number that was recorded."""
         return sum(
             getattr(total, self.measure) for key, total in rows if self.part.holds(key)
         )

@@ -13,7 +13,7 @@ _PHASES = tuple(phase.value for phase in Phase)
 
 
 class _Change(NamedTuple):
-    """What there is more or less of than before, and why; in sentences, all of it."""
+    """A row with its amounts before and after, and the reason for the change."""
 
     row: Row
     was: Total
@@ -58,7 +58,7 @@ def _row_changes(locked: Lock, now: Lock) -> list[_Change]:
 def _changes_at(
     place: Row, rows: list[Row], locked: Lock, now: Lock
 ) -> Iterator[_Change]:
-    """Rows that differ in their causes only: if they even out, the cause changed."""
+    """The changes of rows that differ in their causes only; equal sums mean a new cause."""
     was = _total(locked.rows.get(row, NOTHING) for row in rows)
     is_now = _total(now.rows.get(row, NOTHING) for row in rows)
     if was == is_now:

@@ -1,4 +1,4 @@
-"""``check_parity``: the public way in."""
+"""``check_parity``: run a step on ranks and on one device, and compare them."""
 
 import contextlib
 import functools

@@ -78,7 +78,7 @@ def compare_recordings(
 
 
 class _Comparison:
-    """The state of one comparison: what earlier steps left to know."""
+    """Compares step by step, and keeps what later steps need to know."""
 
     def __init__(
         self,

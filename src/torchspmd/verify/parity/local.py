@@ -88,7 +88,7 @@ def check_local_parity(  # noqa: PLR0913 - the function, its arguments, how it i
 
 
 def _sendable(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What does the same on a rank.
+    """A function that pickles and does the same on a rank.
 
     ``mapped = local_map(reference, ...)`` has the name of ``reference``, and pickle sends
     functions by name: of such a one, the function and its layouts are sent.

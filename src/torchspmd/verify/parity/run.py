@@ -102,7 +102,7 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Everything a rank needs to know; travels to it by pickle."""
+    """Everything a rank needs to know; it is pickled."""
 
     build_model: Callable[[], nn.Module]
     step: Callable[..., Any]

@@ -450,7 +450,7 @@ _BACKWARD_STEP = (Kind.GRAD_INPUT, Kind.GRAD_OUTPUT)
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """The two recordings, how they are judged, and what earlier steps left to know."""
+    """The two recordings, the tolerance, and what earlier steps found."""
 
     reference: Recording
     parallel: Recording
