@@ -17,9 +17,8 @@ from torchspmd.step.lower.cuda_graph import CudaGraphRun
 from torchspmd.step.lower.deferred_in_place import FormsInPlace
 from torchspmd.step.lower.in_place import (
     InPlaceReport,
-    apply_in_place,
-    mark_handed_out,
-    plan_in_place,
+    compute_in_place,
+    mark_returned,
     write_in_place,
     written_tensors,
 )
@@ -89,7 +88,7 @@ def prepare(
     """
     run: Any = graph
     if transformation is not None:
-        mark_handed_out(graph.graph)  # as the step was captured, before any edit
+        mark_returned(graph.graph)  # as the step was captured, before any edit
         with phase("passes"), torch.no_grad(), offering(inputs):
             run = _transform(graph, transformation)
         if not callable(run):
@@ -176,8 +175,8 @@ def write_for_compiler(graph: fx.GraphModule) -> tuple[fx.GraphModule, InPlaceRe
     """
     for may_write in (is_fused_update, _never):
         edited = copy.deepcopy(graph.graph)
-        plan = plan_in_place(edited, written_tensors(edited), may_write=may_write)
-        report = apply_in_place(edited, plan)
+        written = written_tensors(edited)
+        report = compute_in_place(edited, written, may_write=may_write)
         updates = [n for n in edited.nodes if is_fused_update(n) and targets_of(n)]
         problems = (make_one_call(edited, [node], NOT_PENDING) for node in updates)
         problem = next(filter(None, problems), None)
