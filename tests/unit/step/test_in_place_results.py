@@ -119,7 +119,7 @@ def test_a_value_that_is_copied_into_its_state():
     assert result.tolist() == state.tolist() == [-1] * 4
 
 
-def test_an_pending_update_whose_new_value_is_handed_out():
+def test_a_pending_update_whose_new_value_is_returned():
     step = Step("new")
     mark_returned(step.graph)
     step.drop()
@@ -141,7 +141,7 @@ def test_an_pending_update_whose_new_value_is_handed_out():
 @pytest.mark.parametrize(
     "role", [RESULT, GRADIENT, CREATED], ids=lambda r: r.kind.value
 )
-def test_a_state_and_what_is_handed_out(role):
+def test_a_state_and_what_is_returned(role):
     with pytest.raises(LegalityError) as caught:
         Step("new", role).checked()
     kind = "" if role is RESULT else f"{role.kind.value} "
