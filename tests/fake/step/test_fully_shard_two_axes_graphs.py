@@ -12,7 +12,6 @@ from torch.distributed.tensor import (
     Shard,
     distribute_tensor,
 )
-from torch.distributed.tensor import parallel as torch_tp
 
 from torchspmd import _torch
 from torchspmd.comm import Phase
@@ -309,23 +308,6 @@ def test_a_gradient_in_another_layout():
         "Net.up.weight.grad is [Replicate()], its parameter [Shard(dim=0)] on" in text
     )
     assert "zero_grad()" in text
-
-
-def test_a_plain_norm_between_sharded_activations():
-    def build(mesh):
-        # torch's styles: the plan of ours is refused before anything is laid out.
-        plan = {
-            "up": torch_tp.ColwiseParallel(input_layouts=Shard(1)),
-            "down": torch_tp.RowwiseParallel(output_layouts=Shard(1)),
-        }
-        return sgd(torch_tp.parallelize_module(Net(), mesh["tp"], plan))
-
-    text = refusal(build, batch=(3, 4, 8))
-    assert "parameters that an axis replicates would get other gradients" in text
-    assert "Net.norm.weight: along tp every rank has a gradient of its own part" in text
-    assert "Net.norm.bias: along tp" in text
-    assert "SequenceParallel() for a norm" in text
-    assert "Net.down" not in text and "Net.up" not in text
 
 
 def test_a_norm_over_two_meshes():

@@ -99,7 +99,7 @@ def fails_before_measuring():
 def test_ranks_that_measure_do_not_wait_for_one_that_failed(ranks2):
     (text, seconds), (own, _) = ranks2.run(fails_before_measuring)
     assert "no luck" in own
-    assert "could not be made on every rank" in text
+    assert "could not be built on every rank" in text
     assert "* rank 1: CaptureError: compile on" in text
     assert seconds < 30
 

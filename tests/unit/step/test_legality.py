@@ -93,8 +93,8 @@ def test_a_dropped_output(edit):
     edit.graph.output_node().args = ([edit.total],)
     assert edit.problems() == [
         "output: the graph had 2 outputs and has 1; output 1 (wait_tensor_default_2) is "
-        "missing. A pass keeps the outputs, all and in their order: the caller takes them "
-        "apart."
+        "missing. A pass keeps the outputs, all and in their order: the caller unpacks "
+        "them."
     ]
     edit.graph.output_node().args = ([edit.total, None],)
     (line,) = edit.problems()
@@ -106,10 +106,10 @@ def test_a_dropped_output(edit):
 def test_swapped_outputs(edit):
     edit.graph.output_node().args = ([edit.third, edit.total],)
     assert [line[:90] for line in edit.problems()] == [
-        "value: output 0 (sub_tensor): another value: sub_tensor stood where "
-        "all_reduce_default_2 stands now"[:90],
+        "value: output 0 (sub_tensor): another value: sub_tensor was where "
+        "all_reduce_default_2 is now"[:90],
         "value: output 1 (wait_tensor_default_2): another value: all_reduce_default_2 "
-        "stood where sub_tensor stands now"[:90],
+        "was where sub_tensor is now"[:90],
     ]
 
 
@@ -313,7 +313,7 @@ def test_a_pass_that_goes_wrong_leaves_no_trace():
     assert str(caught.value).startswith(
         "forgetful would change what the graph computes"
     )
-    assert "another value: all_reduce_default_1 stood where all_reduce_default" in str(
+    assert "another value: all_reduce_default_1 was where all_reduce_default" in str(
         caught.value
     )
     total = next(n for n in module.graph.nodes if n.target is aten.sub.Tensor)

@@ -61,7 +61,7 @@ def test_another_dtype_of_a_filled_tensor(target, rest):
     graph, (filled, _) = built(make, (4,))
     assert check(graph, lambda: None) == PROVED
     text = refusal(graph, option(filled, dtype=torch.bfloat16))
-    assert f"another number or option: {filled.name} stood where {filled.name}" in text
+    assert f"another number or option: {filled.name} was where {filled.name}" in text
 
 
 def test_another_dtype_of_what_is_copied_into():
@@ -178,7 +178,7 @@ def test_operators_in_place_leave_what_is_written_of_their_operands():
         with graph.inserting_before(out):
             out.args = ([graph.call_function(aten.t_.default, (clone,))],)
 
-    assert "another shape: x stood where t__default stands now" in refusal(graph, edit)
+    assert "another shape: x was where t__default is now" in refusal(graph, edit)
     assert clone.meta["val"].shape == (2, 3)
 
 
@@ -261,7 +261,7 @@ def test_a_node_inside_of_a_slice():
     graph.output([graph.call_function(operator.getitem, (x, slice(None, more)))])
     assert check(graph, lambda: None) == PROVED
     text = refusal(graph, lambda: setattr(more, "args", (n, 2)))
-    assert "another number or option: add stood where add stands now" in text
+    assert "another number or option: add was where add is now" in text
 
 
 @pytest.mark.parametrize("wanted", [1, 0])

@@ -2,12 +2,15 @@
 
 import contextlib
 import io
+import logging
+import re
 
 import pytest
 import torch
 import torch._inductor
 from rich.console import Console
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from torchspmd.step import compile, progress
 from torchspmd.step.progress import Progress, note, phase
@@ -73,6 +76,39 @@ def test_a_failed_capture_leaves_no_line():
     with pytest.raises(ValueError, match="stop"), Progress("compile", console):
         raise ValueError("stop")
     assert " s (" not in file.getvalue()
+
+
+PHASES = ("tracing", "functional form", "passes", "lowering")
+
+
+def test_phases_are_logged(caplog):
+    with caplog.at_level(logging.INFO, logger="torchspmd"):
+        run(gm_transformation=lambda gm: gm)
+    lines = [record.getMessage() for record in caplog.records]
+    for name in PHASES:
+        (line,) = [line for line in lines if line.startswith(f"compile train: {name} ")]
+        assert re.fullmatch(r".* took \d+\.\d{3} s", line)
+    caplog.clear()
+    with caplog.at_level(logging.DEBUG, logger="torchspmd"):
+        run()
+    details = [each for each in caplog.records if each.levelno == logging.DEBUG]
+    lines = [record.getMessage() for record in details]
+    assert "compile train: tracing begins" in lines
+    assert "train: step with program 0" in lines
+
+
+def test_nothing_is_logged_by_default(caplog):
+    run()
+    assert [each for each in caplog.records if each.name == "torchspmd"] == []
+    assert not logging.getLogger("torchspmd").handlers
+
+
+def test_phases_are_spans_of_a_profile():
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        run(gm_transformation=lambda gm: gm)
+    names = {event.key for event in seen.key_averages()}
+    assert {f"torchspmd::{name}" for name in PHASES} <= names
+    assert {"torchspmd::step", "torchspmd::inventory"} <= names
 
 
 def test_the_compilers_cache_is_used_and_may_be_broken(monkeypatch):

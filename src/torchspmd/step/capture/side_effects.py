@@ -23,7 +23,8 @@ from torchspmd.errors import CaptureError
 from torchspmd.layout.retired import is_retired
 from torchspmd.step.capture.guards import ambient_facts
 from torchspmd.step.capture.inventory import Inventory, Role
-from torchspmd.step.capture.refusals import line_of_caller
+from torchspmd.step.capture.refusals import calling_line
+from torchspmd.step.capture.trace_modes import replaced
 from torchspmd.step.progress import note
 
 # ----------------------------------------------------------------------------
@@ -414,24 +415,15 @@ def refuse_changes(function: str, changes: list[Change]) -> None:
     )
 
 
-@contextlib.contextmanager
-def refusing_schedulers(function: str) -> Iterator[None]:
+def refusing_schedulers(function: str) -> contextlib.AbstractContextManager[None]:
     """Refuse ``scheduler.step()``, also of a scheduler that is in no argument."""
 
     def refuse(scheduler: Any, *args: Any, **kwargs: Any) -> None:
-        text = f"{type(scheduler).__name__}.step() at {line_of_caller()}"
+        text = f"{type(scheduler).__name__}.step() at {calling_line()}"
         refuse_changes(function, [Change(text, Cure.GROUP)])
 
-    with contextlib.ExitStack() as stack:
-        for kind in _family(LRScheduler):
-            if "step" in vars(kind):
-                stack.callback(_set_step, kind, vars(kind)["step"])
-                _set_step(kind, refuse)
-        yield
-
-
-def _set_step(kind: Any, step: Callable[..., Any]) -> None:
-    kind.step = step
+    kinds = [kind for kind in _family(LRScheduler) if "step" in vars(kind)]
+    return replaced(*((kind, "step", refuse) for kind in kinds))
 
 
 def _family(kind: type[Any]) -> Iterator[type[Any]]:

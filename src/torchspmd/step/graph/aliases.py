@@ -76,6 +76,14 @@ def operator_of(node: fx.Node) -> _torch.OpOverload | None:
     )
 
 
+def node_arguments(node: fx.Node) -> dict[str, Any]:
+    """A node's arguments by their names in its operator, in the operator's order."""
+    target = operator_of(node)
+    names = () if target is None else _torch.argument_names(target)
+    found = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return {name: found[name] for name in names if name in found}
+
+
 def memory_sources(node: fx.Node) -> list[fx.Node]:
     """The nodes in whose memory a node's value may lie; none where it has its own.
 
@@ -155,8 +163,7 @@ def _item_sources(node: fx.Node) -> list[fx.Node] | None:
 def _shared(
     node: fx.Node, target: _torch.OpOverload, item: int | None = None
 ) -> list[fx.Node]:
-    names = _torch.argument_names(target)
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    given, names = node_arguments(node), _torch.argument_names(target)
     values = [given.get(names[n]) for n in _torch.shared_arguments(target, item)]
     if item is not None:  # of a list that was written into
         values = [v[item] if isinstance(v, (list, tuple)) else v for v in values]

@@ -28,6 +28,7 @@ from torchspmd.step.graph.aliases import (
     find_aliases,
     is_view,
     is_wait,
+    node_arguments,
     operator_of,
 )
 from torchspmd.step.graph.edit import HasGraph
@@ -43,14 +44,9 @@ def build_ledger(graph: fx.GraphModule) -> Ledger:
     """One event for each collective of a graph, in order."""
     check_module("build_ledger", graph=graph)
     ledger = Ledger()
-    for _, event in communications(graph):
+    for _, event in events_of(graph.graph):
         ledger.append(event)
     return ledger
-
-
-def communications(graph: fx.GraphModule) -> Iterator[tuple[fx.Node, CommEvent]]:
-    """Each node of a graph module that communicates, and its event."""
-    return events_of(graph.graph)
 
 
 def events_of(graph: fx.Graph) -> Iterator[tuple[fx.Node, CommEvent]]:
@@ -64,7 +60,7 @@ def events_of(graph: fx.Graph) -> Iterator[tuple[fx.Node, CommEvent]]:
 
 def peers_of(graph: fx.GraphModule) -> list[int]:
     """The ranks of all groups that a graph communicates over."""
-    return sorted({r for _, event in communications(graph) for r in event.group.ranks})
+    return sorted({r for _, event in events_of(graph.graph) for r in event.group.ranks})
 
 
 def is_communication(node: fx.Node) -> bool:
@@ -101,10 +97,7 @@ def _operator(node: fx.Node) -> Operator | None:
 
 
 def _event(node: fx.Node, operator: Operator, topology: Topology) -> CommEvent:
-    assert isinstance(node.target, _torch.OpOverload)
-    names = _torch.argument_names(node.target)
-    values: Any = fx.node.map_arg((node.args, node.kwargs), _value)
-    arguments = {**dict(zip(names, values[0], strict=False)), **values[1]}
+    arguments: Any = fx.node.map_arg(node_arguments(node), _value)
     group = topology.group_of(arguments)
     sizes = measure(operator, arguments, group.size)
     owner = owner_of(node)
@@ -230,14 +223,6 @@ def get_all_comm_blocks(
         for start, event in found
         if wanted is None or event.kind in wanted
     ]
-
-
-def node_arguments(node: fx.Node) -> dict[str, Any]:
-    """A node's arguments by their names in its operator, in the operator's order."""
-    target = operator_of(node)
-    names = () if target is None else _torch.argument_names(target)
-    found = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    return {name: found[name] for name in names if name in found}
 
 
 def writes_in_place(graph: fx.Graph) -> fx.Node | None:

@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from torchspmd import _torch
 from torchspmd.errors import CaptureError, UsageError
+from torchspmd.step.graph.aliases import node_arguments
 from torchspmd.step.graph.edit import HasGraph, NodeMaker
 from torchspmd.step.graph.metadata import owner_of
 from torchspmd.step.graph.options import check_module
@@ -217,11 +217,7 @@ def _piece(graph: fx.Graph, node: fx.Node, indices: list[int]) -> fx.Node:
 
 def _packed_numbers(node: fx.Node) -> fx.Node | None:
     """The tensor in which a list operator takes a number for each item."""
-    if not isinstance(node.target, _torch.OpOverload):
-        return None
-    names = _torch.argument_names(node.target)
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    scalars = given.get("scalars")
+    scalars = node_arguments(node).get("scalars")
     return scalars if isinstance(scalars, fx.Node) else None
 
 

@@ -35,6 +35,38 @@ def is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+_MOST_MB = 2**40
+
+
+def is_size(value: object) -> bool:
+    """Whether a value is a finite number of MiB, not below 0.
+
+    >>> [is_size(value) for value in (25, 0, -1, float("inf"), "25", True)]
+    [True, True, False, False, False, False]
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return 0 <= value <= _MOST_MB
+
+
+def check_budget(rise_mb: object, what: str, otherwise: str) -> None:
+    """Refuse a memory budget that is no number of MiB."""
+    if not is_size(rise_mb):
+        raise UsageError(
+            f"{what}(memory_budget_mb={rise_mb!r}): use 0 or more, a finite number of MiB, "
+            f"{otherwise}."
+        )
+
+
+def check_bucket_size(size_mb: object, what: str) -> None:
+    """Refuse the size of a bucket that is neither chosen later nor a number of MiB."""
+    if size_mb is not None and (not is_size(size_mb) or size_mb == 0):
+        raise UsageError(
+            f"{what}(bucket_size_mb={size_mb!r}): use more than 0, a finite number of MiB, "
+            "or None to have it chosen."
+        )
+
+
 def check_flags(what: str, **flags: object) -> None:
     """Refuse what is neither True nor False: ``"no"`` would count as yes.
 

@@ -14,16 +14,17 @@ from torch import fx
 
 from torchspmd.errors import LegalityError
 from torchspmd.step.graph.metadata import output_values
-from torchspmd.step.legality.edit import (
-    Edit,
-    Problem,
+from torchspmd.step.legality.edit import Edit, Problem, find_fakes
+from torchspmd.step.legality.equivalence import Equivalence
+from torchspmd.step.legality.graph_rules import (
     check_definitions,
     check_interface,
+    check_order,
+    check_random_order,
+    check_unknown_calls,
+    check_waits,
 )
-from torchspmd.step.legality.equivalence import Equivalence
-from torchspmd.step.legality.fakes import find_fakes
-from torchspmd.step.legality.graph_rules import check_hazards, check_order, check_waits
-from torchspmd.step.legality.memory_rules import check_output_memory
+from torchspmd.step.legality.memory_rules import check_hazards, check_output_memory
 
 _SHOWN = 3  # names in one line
 _MOST = 20  # problems in one error
@@ -82,20 +83,20 @@ class Proof:
 def check_edit(
     before: fx.Graph,
     after: fx.Graph,
-    twins: Mapping[fx.Node, fx.Node],
+    mapping: Mapping[fx.Node, fx.Node],
     *,
     name: str = "the edit",
     may_reorder: bool | Collection[str] = False,
     constants: Sequence[str] = (),
 ) -> Proof:
-    """Raise ``LegalityError`` unless an edit is legal; what was shown.
+    """Raise ``LegalityError`` unless an edit is legal; return what was shown.
 
     A legal edit is left with a true ``meta["val"]`` at each node of which it is known.
 
     Args:
         before: A copy of the graph before the edit.
         after: The edited graph.
-        twins: The node of ``before`` for each node of ``after`` that was there before.
+        mapping: The node of ``before`` for each node of ``after`` that was there before.
         name: What the edit is called in an error.
         may_reorder: Whether collectives may change their order on a group, or on which
             groups. Then each change is told in the text.
@@ -104,36 +105,44 @@ def check_edit(
     Example:
         >>> from torchspmd.step.graph.snapshot import copy_graph
         >>> graph = fx.symbolic_trace(lambda x, y: (x + 1, y)).graph
-        >>> before, twins = copy_graph(graph)
-        >>> print(check_edit(before, graph, twins))
+        >>> before, mapping = copy_graph(graph)
+        >>> print(check_edit(before, graph, mapping))
         proved equal
         >>> graph.output_node().args = (graph.output_node().args[0][:1],)
-        >>> check_edit(before, graph, twins)
+        >>> check_edit(before, graph, mapping)
         Traceback (most recent call last):
         torchspmd.errors.LegalityError: the edit would change what the graph computes...
     """
-    edit = Edit.of(before, after, twins)
     problems = [Problem("constant", text, _CONSTANTS) for text in constants]
     undefined = check_definitions(after)
     if undefined:  # nothing else can be said of a graph that cannot run
         raise LegalityError(_text(name, [*problems, *undefined]))
+    edit = Edit.of(before, after, mapping)
     interface = check_interface(edit)
     fakes = find_fakes(edit)
     if edit.is_empty and not (problems or interface):
         fakes.write_down()
         return Proof(len(output_values(before)), ())
-    problems += [*interface, *check_waits(edit), *check_hazards(edit, fakes.values)]
+    problems += [
+        *interface,
+        *check_waits(edit),
+        *check_random_order(edit),
+        *check_unknown_calls(edit),
+        *check_hazards(edit, fakes.values),
+    ]
     values = Equivalence(edit, fakes.values)
     order = check_order(edit, values.before.made, values.after.made, may_reorder)
     problems += order.problems
-    if interface:
+    if interface:  # outputs cannot be compared one by one
         raise LegalityError(_text(name, problems))
     problems += check_output_memory(edit, values.elements)
     comparison = values.compare()
     problems += [*comparison.problems, *fakes.problems]
     if comparison.unproved and not comparison.problems:
         # A bucket in another dtype may still lose a gradient.
-        problems += Equivalence(edit, fakes.values, True).compare().problems
+        problems += (
+            Equivalence(edit, fakes.values, ignores_casts=True).compare().problems
+        )
     if problems:
         raise LegalityError(_text(name, problems))
     fakes.write_down()

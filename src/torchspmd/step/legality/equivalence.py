@@ -11,11 +11,10 @@ from functools import cached_property
 
 from torch import fx
 
-from torchspmd import _torch
-from torchspmd.step.graph.aliases import operator_of
 from torchspmd.step.graph.metadata import output_values, readable_name, written_state
 from torchspmd.step.legality.edit import Edit, Problem, output_name
 from torchspmd.step.legality.evaluate import Evaluation
+from torchspmd.step.legality.graph_rules import random_nodes
 from torchspmd.step.legality.shape_rules import VIEWS
 from torchspmd.step.legality.values import (
     COLLECTIVES,
@@ -246,7 +245,7 @@ def _closure(table: ValueTable, values: Collection[int]) -> Iterator[int]:
 
 _SHOWN = 3  # names in one line
 _SAME = "A pass may move and regroup work; each output must stay the same value."
-_SHAPES = "A bucket is taken apart as it was put together."
+_SHAPES = "A bucket is split as it was concatenated."
 _WRITES = "Only the next value of an input may be written into it."
 
 
@@ -279,23 +278,21 @@ class Equivalence:
 
     Args:
         edit: The edit.
-        fakes: What the nodes of the edited graph give, without values; by default as it
-            is written down.
+        fakes: What the nodes of the edited graph give, without values.
         ignores_casts: Take a collective in another dtype for the same.
     """
 
-    def __init__(
-        self, edit: Edit, fakes: Fakes | None = None, ignores_casts: bool = False
-    ) -> None:
+    def __init__(self, edit: Edit, fakes: Fakes, ignores_casts: bool = False) -> None:
         self._edit = edit
         self.table = ValueTable(ignores_casts)
-        draws = {node: ("draw", i) for i, node in enumerate(random_nodes(edit.before))}
-        again = {
-            node: draws.get(edit.old.get(node), ("new draw", i))  # type: ignore[arg-type]
+        old = {node: ("random", i) for i, node in enumerate(random_nodes(edit.before))}
+        new = {
+            node: old.get(edit.old.get(node), ("new random", i))  # type: ignore[arg-type]
             for i, node in enumerate(random_nodes(edit.after))
         }
-        self.before = Evaluation(self.table, edit.before, draws)
-        self.after = Evaluation(self.table, edit.after, again, fakes)
+        written_down = {node: node.meta.get("val") for node in edit.before.nodes}
+        self.before = Evaluation(self.table, edit.before, old, written_down)
+        self.after = Evaluation(self.table, edit.after, new, fakes)
 
     def elements(self, node: fx.Node) -> Hashable:
         """Which elements of which values a node of the edited graph holds."""
@@ -397,8 +394,8 @@ class Equivalence:
         names = [self._name(pair) for pair in pairs[:_SHOWN]]
         more = f" and {len(pairs) - _SHOWN} more" if len(pairs) > _SHOWN else ""
         text = (
-            f"{', '.join(names)}{more}: {found.what}: {readable_name(before)} stood "
-            f"where {readable_name(after)} stands now"
+            f"{', '.join(names)}{more}: {found.what}: {readable_name(before)} was "
+            f"where {readable_name(after)} is now"
         )
         return Problem("value", text, _SAME)
 
@@ -414,13 +411,3 @@ def _makers(graph: fx.Graph, values: Evaluation) -> dict[int, fx.Node]:
         for segment in found.segments if isinstance(found, Flat) else ():
             makers.setdefault(segment.atom, node)
     return makers
-
-
-def random_nodes(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes that take random numbers, in order."""
-    return [
-        node
-        for node in graph.nodes
-        if (target := operator_of(node)) is not None
-        and _torch.signature_of(target).draws
-    ]

@@ -56,7 +56,7 @@ class FormsInPlace:
             int, str
         ] = {}  # updates that are not made in place, and why
         self._spare: frozenset[int] = frozenset()
-        self.notes: tuple[str, ...] = ()
+        self.notes: list[str] = []
         self.running: dict[str, fx.Graph] = {}
 
     def make_ready(self, name: str, form: fx.GraphModule) -> Callable[..., Any]:
@@ -75,8 +75,11 @@ class FormsInPlace:
         if not is_compiled:
             return running
         # Whoever asks for a flush waits for it: it is mostly updates, which are calls.
-        made = running.forward if name == "flush" else lower(running)
-        return _Noting(made, self._run.marks)
+        if name == "flush":
+            return _Noting(running.forward, self._run.marks)
+        compiled, note = lower(running)
+        self.notes.append(note)
+        return _Noting(compiled, self._run.marks)
 
     def _write_pending(self, name: str, form: fx.GraphModule) -> fx.GraphModule:
         """The steady form comes first: it alone shows collectives that read a state."""
@@ -92,7 +95,7 @@ class FormsInPlace:
         if name == "steady":
             self._left = report.left
             peak = predict_peak(running.graph)
-            self.notes = (*report.lines(), f"memory of an overlapped step: {peak}")
+            self.notes += [*report.lines(), f"memory of an overlapped step: {peak}"]
         return running
 
 

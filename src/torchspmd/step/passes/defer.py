@@ -26,13 +26,12 @@ from torchspmd.step.deferral.regions import (
 )
 from torchspmd.step.graph.collectives import CommBlock, get_all_comm_blocks
 from torchspmd.step.graph.cost import CostModel, check_cost, device_of
-from torchspmd.step.graph.edit import find_all_descendants
+from torchspmd.step.graph.edit import descendants
 from torchspmd.step.graph.memory import LiveBytes
 from torchspmd.step.graph.metadata import output_node, owner_of
 from torchspmd.step.graph.optimizer_lists import Chains, first_items, split_by_group
-from torchspmd.step.graph.options import check_flags, check_names
+from torchspmd.step.graph.options import check_budget, check_flags, check_names
 from torchspmd.step.graph.reports import ORDERS, Outcome
-from torchspmd.step.passes.memory_budget import check_budget
 from torchspmd.step.passes.optimizer import remove_copy_from_optimizer
 from torchspmd.step.passes.overlap import schedule_comm_wait
 from torchspmd.step.passes.pacing import Pace, Reduction, estimate, paces
@@ -107,20 +106,13 @@ def isolate_updates(graph: fx.Graph, movings: Sequence[fx.Node]) -> None:
 
 def update_region(graph: fx.Graph, moving: Sequence[fx.Node]) -> list[fx.Node]:
     """All that needs the result of nodes; raises where that updates no state."""
-    region = complete_region(graph, find_all_descendants(_Holder(graph), moving))
+    region = complete_region(graph, descendants(graph, moving))
     if not written_by(graph, region):
         raise UsageError(
             f"{moving[0].name} is not used by any fused optimizer, nor by another update "
             "of a state: there is nothing to move to the next iteration with it."
         )
     return region
-
-
-class _Holder:
-    """A graph by itself, for queries that take a module."""
-
-    def __init__(self, graph: fx.Graph) -> None:
-        self.graph = graph
 
 
 def find_by_name(graph: fx.Graph, name: str) -> fx.Node:
@@ -377,7 +369,7 @@ def _check_only_updates(
     Its compute stays where it is, and what another move took is not split again.
     """
     own = set(block.nodes)
-    for node in find_all_descendants(gm, [moving]):
+    for node in descendants(gm.graph, [moving]):
         if node.name in taken:
             raise UsageError(f"{node.name} is moved already")
         owner = owner_of(node)

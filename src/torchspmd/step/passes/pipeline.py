@@ -8,13 +8,12 @@ from typing import Any, Literal
 from torchspmd.comm import Kind
 from torchspmd.step.graph.collectives import events_of
 from torchspmd.step.graph.cost import CostModel, check_cost, device_of
-from torchspmd.step.graph.options import check_flags, check_overlap
+from torchspmd.step.graph.options import check_bucket_size, check_flags, check_overlap
 from torchspmd.step.graph.reports import PassReport
 from torchspmd.step.passes.bucket import comm_fusion_with_concat
 from torchspmd.step.passes.dedupe import dedupe_collectives
 from torchspmd.step.passes.defer import defer_updates
 from torchspmd.step.passes.embedding_rows import gather_embedding_gradients
-from torchspmd.step.passes.memory_budget import check_bucket_size
 from torchspmd.step.passes.optimizer import remove_copy_from_optimizer
 from torchspmd.step.passes.overlap import prefetch_gathers, schedule_comm_wait
 

@@ -13,7 +13,7 @@ from torchspmd.step.graph.reduction_order import reduce_values
 Arguments = dict[str, Any]  # of one rank, by name
 
 
-class Started:
+class InFlight:
     """The result of a collective, which may be read after a wait only."""
 
     __slots__ = ("is_done", "value")
@@ -25,7 +25,7 @@ class Started:
 
 def wait(value: Any) -> Any:
     """What a wait gives: the result, which from now on may be read."""
-    if isinstance(value, Started):
+    if isinstance(value, InFlight):
         value.is_done = True
         return value.value
     return value
@@ -44,7 +44,7 @@ def communicate(
     """
     assert isinstance(node.target, _torch.OpOverload), node.target
     namespace, _, name = _torch.packet_name(node.target).partition("::")
-    run = _RUN.get(name.removesuffix("_"))
+    run = _RUN.get(name.removesuffix("_out").removesuffix("_"))
     if run is None or namespace not in _NAMESPACES:
         raise VirtualRanksError(
             f"virtual ranks: {node.name} ({node.target}) is a communication that they "
@@ -59,21 +59,23 @@ def communicate(
         found = run([by_name[rank] for rank in team], order)
         for rank, value in zip(team, found, strict=True):
             written = by_name[rank] if name.endswith("_") else None
+            if name.endswith("_out"):
+                written = {"input": by_name[rank]["out"]}
             is_whole = namespace == "_dtensor"  # waits by itself
-            results[rank] = value if is_whole else _start(value, written)
+            results[rank] = value if is_whole else _all_in_flight(value, written)
     return results
 
 
-def _start(value: Any, written: Arguments | None) -> Any:
+def _all_in_flight(value: Any, written: Arguments | None) -> Any:
     if isinstance(value, list):
         targets = [None] * len(value) if written is None else written["inputs"]
-        return [_start_one(v, t) for v, t in zip(value, targets, strict=True)]
-    return _start_one(value, None if written is None else written["input"])
+        return [_in_flight(v, t) for v, t in zip(value, targets, strict=True)]
+    return _in_flight(value, None if written is None else written["input"])
 
 
-def _start_one(value: torch.Tensor, target: torch.Tensor | None) -> Started:
+def _in_flight(value: torch.Tensor, target: torch.Tensor | None) -> InFlight:
     # An in-place form puts the result into its own argument.
-    return Started(value if target is None else target.copy_(value))
+    return InFlight(value if target is None else target.copy_(value))
 
 
 def _all_reduce(ranks: list[Arguments], order: str) -> list[Any]:
