@@ -78,9 +78,9 @@ class Pending:
         """Make the updates because state is read before the next call could make them."""
         self._flush_step()
         self._count_early(
-            "Again and again something looks at the model or the optimizer between two "
-            "steps (here, for one), so that the updates are made first. Look less often, "
-            "or leave out overlap_iterations."
+            "Again and again the model or the optimizer is read between two steps (here, "
+            "for one), so that the updates are made first. Read them less often, or leave "
+            "out overlap_iterations."
         )
 
     def _count_early(self, why: str) -> None:

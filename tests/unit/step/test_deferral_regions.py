@@ -124,7 +124,7 @@ EDITS = {
     return_moved: ("update is returned by the step (output 1), but is moved",) * 2,
     draw: ("step draws random numbers (",) * 2,
     guard: ("weight decides which graph the next step runs, so it cannot wait",) * 2,
-    pass_as_argument: ("weight is an argument of the step: the caller looks",) * 2,
+    pass_as_argument: ("weight is an argument of the step: the caller may",) * 2,
 }
 KEEPS_RESULTS = [move_read, early_read, move_place, use_moved]  # or no pass may do it
 

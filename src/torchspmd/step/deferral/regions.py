@@ -231,8 +231,8 @@ class _Validity:
                 )
             if state.meta.get(ROLE_KEY) == "input":
                 yield (
-                    f"{readable_name(state)} is an argument of the step: the caller looks "
-                    "at it, or passes another one next time"
+                    f"{readable_name(state)} is an argument of the step: the caller may "
+                    "read it, or pass another one next time"
                 )
 
     def _shared_states(self) -> Iterator[str]:
