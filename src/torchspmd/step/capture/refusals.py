@@ -41,25 +41,31 @@ def refuse(
         owner: Where in the step.
         closed: The arguments whose tensors are no inputs, and what they are.
     """
-    place = user_line(error)
-    where = f"  * {place}\n    in {_describe(owner)}"
-    if isinstance(error, RefusalError):
-        what, cure = error.what, error.cure
-    elif needs_values(error):
-        what, cure = _told_values(error, owner)
-    elif "sharding strategy" in str(error):
-        what = f"an operator has no sharding rule ({_first_line(error)})"
-        cure = _RULE_CURE
-    elif "Please convert all Tensors to FakeTensors first" in str(error):
-        what, cure = "the step uses a tensor that is in no argument", _TENSOR_CURE
-        if closed:
-            cure = f"{_CLOSED_CURE}\nHere {'; '.join(closed)}."
-    else:
-        what, cure = _told_by_text(error)
+    what, cure = _explain(error, owner, closed)
+    where = f"  * {user_line(error)}\n    in {owner.module} ({owner.phase.value})"
     return CaptureError(f"compile on {function!r}: {what}\n\n{where}\n\n{cure}")
 
 
-def _told_values(error: Exception, owner: Owner) -> tuple[str, str]:
+def _explain(error: Exception, owner: Owner, closed: Sequence[str]) -> tuple[str, str]:
+    """What went wrong, and the way out."""
+    if isinstance(error, RefusalError):
+        return error.what, error.cure
+    if needs_values(error):
+        return _explain_values(error, owner)
+    if closed and _NO_INPUT in str(error):
+        cure = f"{_CLOSED_CURE}\nHere {'; '.join(closed)}."
+        return "the step uses a tensor that is in no argument", cure
+    for words, what, cure in _BY_TEXT:
+        if words in str(error):
+            return what.format(error=_first_line(error)), cure
+    return (
+        f"the step failed while it was captured ({_first_line(error)})",
+        "Run the step without compile first; if it works there, the operator cannot run "
+        "on tensors without values.",
+    )
+
+
+def _explain_values(error: Exception, owner: Owner) -> tuple[str, str]:
     if torch.is_anomaly_enabled():
         return "anomaly detection reads every gradient's values", _ANOMALY_CURE
     optimizer = _running_optimizer(error)
@@ -67,17 +73,6 @@ def _told_values(error: Exception, owner: Owner) -> tuple[str, str]:
         what = f"{optimizer} chooses what to do by a value that is not known yet"
         return what, _OPTIMIZER_CURE
     return "the step needs a tensor's value while it is captured", _VALUE_CURE
-
-
-def _told_by_text(error: Exception) -> tuple[str, str]:
-    for words, what, cure in _BY_TEXT:
-        if words in str(error):
-            return what, cure
-    return (
-        f"the step failed while it was captured ({_first_line(error)})",
-        "Run the step without compile first; if it works there, the operator cannot run "
-        "on tensors without values.",
-    )
 
 
 def needs_values(error: BaseException | None) -> bool:
@@ -100,16 +95,6 @@ _OPTIMIZER_CURE = (
     "capturable=True to the optimizer where it has this option and the device allows it, "
     "or choose with torch.where in an optimizer of your own."
 )
-_RULE_CURE = (
-    "The default mode gives one device's result, so every operator must say how it works "
-    "on a sharded batch.\nGive the operator a rule with "
-    "torch.distributed.tensor.experimental.register_sharding, or compute on each rank's "
-    "own batch with parallel_mode=DataParallel('replicate', reduce='avg')."
-)
-_TENSOR_CURE = (
-    "Only tensors of the step's arguments and of their modules and optimizers are inputs "
-    "of the graph.\nPass it as an argument, or register it as a buffer of a module."
-)
 
 _CLOSED_CURE = (
     "Only tensors of the step's arguments and of their modules and optimizers are inputs "
@@ -126,45 +111,54 @@ _SPARSE_CURE = (
     "Make the embedding with sparse=False; gather_embeddings=True sends the rows of its "
     "gradient alone."
 )
-_MIXED_CURE = (
-    "A sharded parameter is whole inside of a module's forward. Elsewhere, without "
-    "gradients, it is its shard and works with other shards only.\nCall the module, or "
-    "lay the other tensor out with distribute_tensor()."
-)
-_MESHES_CURE = (
-    "Fully sharded parameters lie over the data axis, those with a style over two axes.\n"
-    "Use torchspmd.clip_grad_norm_ instead of torch.nn.utils.clip_grad_norm_; elsewhere, "
-    "work on the parameters of one mesh at a time."
-)
-_SCRIPT_CURE = (
-    "Such a function is compiled code, and does not run on tensors without values.\nSet "
-    "PYTORCH_JIT=0 in the environment, so that it stays Python, or call the function that "
-    "was scripted."
-)
-_NORM_CURE = (
-    "A parameter with few rows leaves some ranks without any, and torch has no such norm "
-    "of nothing.\nUse torchspmd.clip_grad_norm_ instead of torch.nn.utils.clip_grad_norm_."
-)
 
 
+_NO_INPUT = "Please convert all Tensors to FakeTensors first"
 # What torch says, what that means here, and the way out.
 _BY_TEXT = (
     (
+        "sharding strategy",
+        "an operator has no sharding rule ({error})",
+        "The default mode gives one device's result, so every operator must say how it "
+        "works on a sharded batch.\nGive the operator a rule with "
+        "torch.distributed.tensor.experimental.register_sharding, or compute on each "
+        "rank's own batch with parallel_mode=DataParallel('replicate', reduce='avg').",
+    ),
+    (
+        _NO_INPUT,
+        "the step uses a tensor that is in no argument",
+        "Only tensors of the step's arguments and of their modules and optimizers are "
+        "inputs of the graph.\nPass it as an argument, or register it as a buffer of a "
+        "module.",
+    ),
+    (
         "mixed torch.Tensor and DTensor",
         "the step mixes a DTensor with a plain tensor",
-        _MIXED_CURE,
+        "A sharded parameter is whole inside of a module's forward. Elsewhere, without "
+        "gradients, it is its shard and works with other shards only.\nCall the module, or "
+        "lay the other tensor out with distribute_tensor().",
     ),
     (
         "must have the same mesh",
         "an operator gets DTensors of several meshes",
-        _MESHES_CURE,
+        "Fully sharded parameters lie over the data axis, those with a style over two "
+        "axes.\nUse torchspmd.clip_grad_norm_ instead of torch.nn.utils.clip_grad_norm_; "
+        "elsewhere, work on the parameters of one mesh at a time.",
     ),
     (
         "TorchScript interpreter",
         "the step calls a function of torch.jit.script",
-        _SCRIPT_CURE,
+        "Such a function is compiled code, and does not run on tensors without values.\n"
+        "Set PYTORCH_JIT=0 in the environment, so that it stays Python, or call the "
+        "function that was scripted.",
     ),
-    ("norm on empty tensor", "the norm of a shard without elements", _NORM_CURE),
+    (
+        "norm on empty tensor",
+        "the norm of a shard without elements",
+        "A parameter with few rows leaves some ranks without any, and torch has no such "
+        "norm of nothing.\nUse torchspmd.clip_grad_norm_ instead of "
+        "torch.nn.utils.clip_grad_norm_.",
+    ),
     ("SparseTensorImpl", "an operator makes a sparse gradient", _SPARSE_CURE),
     ("by strided tensors", "an operator makes a sparse gradient", _SPARSE_CURE),
 )
@@ -309,10 +303,6 @@ def _running_optimizer(error: BaseException) -> str | None:
 def is_ours(error: BaseException) -> bool:
     """Whether an error already says what to change."""
     return isinstance(error, SpmdError)
-
-
-def _describe(owner: Owner) -> str:
-    return f"{owner.module} ({owner.phase.value})"
 
 
 def _first_line(error: Exception) -> str:

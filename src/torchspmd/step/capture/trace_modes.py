@@ -88,8 +88,7 @@ class CheckOperators(_torch.TorchDispatchMode):
         kwargs = kwargs or {}
         _check_operator(func)
         result = func(*args, **kwargs)
-        for place, name in _written(func):
-            value = args[place] if place < len(args) else kwargs.get(name)
+        for value in written_values(func, args, kwargs):
             if isinstance(value, (list, tuple)):
                 torch.autograd.graph.increment_version(list(_parts(value)))
         return result
@@ -117,6 +116,14 @@ def _check_operator(operator: Any) -> None:
 
 # Kept for each operator: asked at every call of a traced step.
 _only_has_effects = functools.cache(_torch.only_has_effects)
+
+
+def written_values(operator: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that an operator writes into."""
+    return [
+        args[place] if place < len(args) else kwargs.get(name)
+        for place, name in _written(operator)
+    ]
 
 
 @functools.cache
