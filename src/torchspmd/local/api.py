@@ -11,10 +11,18 @@ from torch.distributed.tensor import DTensor
 
 from torchspmd import _torch
 from torchspmd.errors import UsageError
-from torchspmd.local.arguments import parameter_names
-from torchspmd.local.call import Call, keep
-from torchspmd.local.layout import Spec
-from torchspmd.local.plan import OnMesh, Options, Plan, build_plan, find_on_mesh
+from torchspmd.local.arguments import (
+    CallPlan,
+    OnMesh,
+    Options,
+    build_plan,
+    find_on_mesh,
+    parameter_names,
+)
+from torchspmd.local.call import RegionCall, keep
+from torchspmd.local.specs import (
+    Spec,
+)
 from torchspmd.local.traced import call_traced
 
 # ----------------------------------------------------------------------------
@@ -29,7 +37,7 @@ class Region:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self._plans: dict[Any, Plan] = {}
+        self._plans: dict[Any, CallPlan] = {}
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the function once on local tensors."""
@@ -49,7 +57,7 @@ class Region:
         if not tensors:
             return self.options.function(*args, **kwargs)
         plan = self._plan(args, kwargs, leaves, structure, tensors)
-        call = Call(self.options, plan, tensors)
+        call = RegionCall(self.options, plan, tensors)
         values = call.enter(leaves)
         if isinstance(structure, int):
             args = tuple(values)
@@ -64,7 +72,7 @@ class Region:
         leaves: Sequence[Any],
         structure: Any,
         tensors: Sequence[OnMesh],
-    ) -> Plan:
+    ) -> CallPlan:
         on_mesh = [(t.leaf, t.slot and t.slot[0], *_place(t.tensor)) for t in tensors]
         key = (structure, tuple(on_mesh), tuple([type(leaf) for leaf in leaves]))
         plan = self._plans.get(key)

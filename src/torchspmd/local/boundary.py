@@ -6,19 +6,25 @@ crossing has a ``Port`` that is completed then.
 
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from torchspmd import _torch
 from torchspmd.errors import LayoutError
+from torchspmd.layout.placements import (
+    Layout,
+    format_layout,
+)
 from torchspmd.local.check import Checker
-from torchspmd.local.frame import Frame
+from torchspmd.local.frame import Frame, shape_here, whole_stride
 from torchspmd.local.gradient import count_shares
-from torchspmd.local.layout import Layout
-from torchspmd.local.shapes import shape_here, whole_stride
+from torchspmd.local.specs import (
+    Problem,
+    refuse,
+)
 
 
 @dataclass(slots=True)
@@ -68,15 +74,10 @@ def inside(local: torch.Tensor, frame: Frame, spec: Any) -> torch.Tensor:
         return local
     rest = frame.pick_rest(spec.placements)
     layout = frame.pick(spec.placements)
-    shape = seen_shape(tuple(spec.shape), layout, frame)
+    shape = shape_here(tuple(spec.shape), layout, frame.grid)
     stride = whole_stride(shape, local.stride())
     inner = cached_spec(frame.rest, rest, shape, stride, local.dtype)
     return _torch.wrap_local(local, inner)
-
-
-def seen_shape(shape: tuple[int, ...], layout: Layout, frame: Frame) -> tuple[int, ...]:
-    """The shape that a function sees of a tensor of this whole shape."""
-    return shape_here(shape, layout, frame.grid)
 
 
 class Enter(torch.autograd.Function):
@@ -171,7 +172,7 @@ def _to_inside(local: torch.Tensor, grad: DTensor, frame: Frame) -> torch.Tensor
     if frame.rest is None or not torch.is_grad_enabled():
         return inside(local, frame, _torch.spec(grad))
     layout = frame.pick(grad.placements)
-    shape = seen_shape(tuple(grad.shape), layout, frame)
+    shape = shape_here(tuple(grad.shape), layout, frame.grid)
     return DTensor.from_local(
         local,
         frame.rest,
@@ -187,3 +188,57 @@ def outside(value: torch.Tensor, frame: Frame, spec: Any) -> DTensor:
     fresh = local.view_as(local)
     # A collective that still runs keeps its flag, and DTensor wants the two to agree.
     return cast(DTensor, _torch.wrap_local(fresh, spec, fresh.requires_grad))
+
+
+# ----------------------------------------------------------------------------
+# Writes of a function into arguments that were redistributed for it.
+
+_COPY_RULE = "A redistributed argument is a copy: what is written into it is lost."
+
+
+class _Copy(NamedTuple):
+    name: str
+    placements: tuple[Placement, ...]
+    local: torch.Tensor
+    version: int
+
+
+class Copies:
+    """The redistributed arguments of one call."""
+
+    def __init__(self) -> None:
+        self._copies: list[_Copy] = []
+
+    def add(self, name: str, given: DTensor, seen: torch.Tensor) -> None:
+        """Note what the function sees of an argument's copy."""
+        local = _torch.local_tensor(seen) if isinstance(seen, DTensor) else seen
+        version = _torch.version_of(local)
+        self._copies.append(_Copy(name, given.placements, local, version))
+
+    def refuse_writes(self, function: str, frame: Frame) -> None:
+        """Raise if the function wrote into a copy."""
+        problems = [
+            Problem(
+                f"{copy.name}: has {format_layout(copy.placements)}, and the function "
+                "wrote into the copy that redistribute_inputs=True made of it",
+                f"Redistribute {copy.name} before the call and keep that DTensor; or "
+                "return the new value as an output.",
+            )
+            for copy in self._copies
+            if _torch.version_of(copy.local) != copy.version
+        ]
+        refuse(function, frame.mesh, "a write would be lost", problems, _COPY_RULE)
+
+
+def with_version(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor; for an inference tensor, another one on its memory that counts writes."""
+    if not tensor.is_inference():
+        return tensor
+    with torch.inference_mode(False):
+        counted = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return counted.set_(
+            tensor.untyped_storage(),
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+        )

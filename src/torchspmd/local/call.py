@@ -1,189 +1,43 @@
 """One call of a mapped function: tensors in, the function, tensors out."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
 from torchspmd import _torch
-from torchspmd.local.arguments import Argument
-from torchspmd.local.boundary import Enter, Leave, Port, cached_spec, inside, outside
+from torchspmd.layout.placements import (
+    Layout,
+)
+from torchspmd.local.arguments import Argument, CallPlan, OnMesh, Options
+from torchspmd.local.boundary import (
+    Copies,
+    Enter,
+    Leave,
+    Port,
+    cached_spec,
+    inside,
+    outside,
+    with_version,
+)
 from torchspmd.local.check import Checker, is_asked_for, observe_reductions
-from torchspmd.local.evidence import Evidence, Node, gather_evidence, group_axes
-from torchspmd.local.frame import Frame
-from torchspmd.local.gradient import Axis, Crossing, Gradients, derive, needs_evidence
-from torchspmd.local.layout import Layout, Problem, format_layout, refuse
-from torchspmd.local.outputs import Output
-from torchspmd.local.plan import OnMesh, Options, Plan, build_outputs, build_shape
-from torchspmd.local.shapes import whole_stride
-
-# ----------------------------------------------------------------------------
-# Writes of a function into arguments that were redistributed for it.
-
-_RULE = "A redistributed argument is a copy: what is written into it is lost."
-
-
-class _Copy(NamedTuple):
-    name: str
-    placements: tuple[Placement, ...]
-    local: torch.Tensor
-    version: int
-
-
-class Copies:
-    """The redistributed arguments of one call."""
-
-    def __init__(self) -> None:
-        self._copies: list[_Copy] = []
-
-    def add(self, name: str, given: DTensor, seen: torch.Tensor) -> None:
-        """Note what the function sees of an argument's copy."""
-        local = _torch.local_tensor(seen) if isinstance(seen, DTensor) else seen
-        version = _torch.version_of(local)
-        self._copies.append(_Copy(name, given.placements, local, version))
-
-    def refuse_writes(self, function: str, frame: Frame) -> None:
-        """Raise if the function wrote into a copy."""
-        problems = [
-            Problem(
-                f"{copy.name}: has {format_layout(copy.placements)}, and the function "
-                "wrote into the copy that redistribute_inputs=True made of it",
-                f"Redistribute {copy.name} before the call and keep that DTensor; or "
-                "return the new value as an output.",
-            )
-            for copy in self._copies
-            if _torch.version_of(copy.local) != copy.version
-        ]
-        refuse(function, frame.mesh, "a write would be lost", problems, _RULE)
-
-
-def with_version(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or for an inference tensor a twin on its memory that counts writes."""
-    if not tensor.is_inference():
-        return tensor
-    with torch.inference_mode(False):
-        twin = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return twin.set_(
-            tensor.untyped_storage(),
-            tensor.storage_offset(),
-            tensor.shape,
-            tensor.stride(),
-        )
-
-
-# ----------------------------------------------------------------------------
-# In-place collectives that autograd does not see.
-#
-# ``dist.all_reduce`` writes into its argument, and the recorded graph says nothing of it:
-# what depends on other ranks seems to depend on this one alone. Only watching calls tells.
-# That costs some microseconds for each operator, so the first call of each kind is watched,
-# and further ones only where the function has called in-place collectives at all.
-
-_IN_PLACE = "c10d::"
-_NOTHING_WRITTEN = ("c10d::send", "c10d::barrier", "c10d::monitored_barrier_")
-
-
-class Unseen(NamedTuple):
-    """An in-place collective over an axis (by number), on a tensor with a gradient."""
-
-    axis: int
-    operator: str
-
-
-class Watch:
-    """The in-place collectives of one call.
-
-    Attributes:
-        has_written: Some were called.
-        unseen: Those that wrote into memory that a tensor with a gradient reads.
-    """
-
-    def __init__(self, frame: Frame) -> None:
-        self.has_written = False
-        self.unseen: set[Unseen] = set()
-        self._axes = {axis.index for axis in frame.axes if axis.size > 1}
-        self._mesh = frame.mesh
-        self._caller: CodeType | None = None
-        # By memory; the tensor is held, so that the memory stays its own.
-        self._written: dict[int, tuple[torch.Tensor, frozenset[Unseen]]] = {}
-
-    @contextmanager
-    def watching(self, caller: CodeType) -> Iterator[None]:
-        """Watch what runs inside, called from this code."""
-        self._caller = caller
-        with _torch.observe_calls(self._note):
-            yield
-
-    def look_at(self, values: Any) -> None:
-        """Tell of tensors with a gradient that lie in memory written before."""
-        if not self._written:
-            return
-        for tensor in _tensors(values):
-            if not tensor.requires_grad or isinstance(tensor, DTensor):
-                continue
-            target, writes = self._written.get(
-                _torch.storage_key(tensor), (None, frozenset())
-            )
-            # A received tensor may become a leaf of the function's own.
-            if target is not None and not target.requires_grad:
-                self.unseen |= writes
-
-    def _note(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self.look_at((args, kwargs))
-        name = _torch.packet_name(op)
-        if not name.startswith(_IN_PLACE) or name in _NOTHING_WRITTEN:
-            return
-        self.has_written = True
-        given = dict(zip(_torch.argument_names(op), args, strict=False), **kwargs)
-        group = _torch.resolve_group(given.get("process_group"))
-        # A custom function has its own backward, and is opaque to the rules as a whole.
-        if group is None or _torch.is_in_custom_function(self._caller):
-            return
-        axes = group_axes(self._mesh, group) & self._axes
-        writes = frozenset(Unseen(axis, name) for axis in axes)
-        for tensor in _tensors(next(iter(given.values()))):
-            if tensor.requires_grad:
-                self.unseen |= writes
-            elif writes:
-                self._written[_torch.storage_key(tensor)] = tensor, writes
-
-
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, (tuple, list)):
-        for value in values:
-            yield from _tensors(value)
-    elif isinstance(values, Mapping):
-        yield from _tensors(list(values.values()))
-
-
-def describe_unseen(
-    unseen: Sequence[Unseen], axes: Sequence[Axis]
-) -> dict[int, list[Problem]]:
-    """The problem with each in-place collective, by axis number."""
-    names = {axis.index: axis.name for axis in axes}
-    problems: dict[int, list[Problem]] = {}
-    for index, operator in unseen:
-        name = names[index]
-        problem = Problem(
-            f"{operator} over {name!r}: was called in place on a tensor with a "
-            "gradient; autograd does not see it",
-            "Reduce by a collective with a backward (functional collectives, or "
-            f"torch.distributed.nn), or return the term as Partial() over {name!r} "
-            "and let DTensor reduce it. If no gradient is to pass, reduce a copy: "
-            "t.detach().clone(). If its backward passes the gradient on as it is, write "
-            "in_grad_placements=... for every argument, or out_grad_placements=... for "
-            "every output.",
-        )
-        problems.setdefault(index, []).append(problem)
-    return problems
-
+from torchspmd.local.evidence import (
+    Evidence,
+    Node,
+    Unseen,
+    Watch,
+    describe_unseen,
+    gather_evidence,
+)
+from torchspmd.local.frame import whole_stride
+from torchspmd.local.gradient import Crossing, Gradients, derive, needs_evidence
+from torchspmd.local.outputs import Output, build_outputs, build_shape
+from torchspmd.local.specs import (
+    refuse,
+)
 
 RULE = (
     "A gradient is derived only where layouts and the recorded graph leave one answer; "
@@ -210,10 +64,12 @@ class Outputs:
 _numbers = itertools.count()
 
 
-class Call:
+class RegionCall:
     """The state of one call, between the way in and the way out."""
 
-    def __init__(self, options: Options, plan: Plan, tensors: Sequence[OnMesh]) -> None:
+    def __init__(
+        self, options: Options, plan: CallPlan, tensors: Sequence[OnMesh]
+    ) -> None:
         self.options = options
         self.plan = plan
         self.tensors = tensors
@@ -279,7 +135,7 @@ class Call:
         self.watch = watch = Watch(self.plan.frame)
         with (
             observe_reductions(self.plan.frame, self.reduced, self.is_checked),
-            watch.watching(Call._run_watched.__code__),
+            watch.watching(RegionCall._run_watched.__code__),
         ):
             result = self.options.function(*args, **kwargs)
         keep(self.plan.memo, key, watch.has_written)

@@ -17,11 +17,18 @@ import torch.distributed as dist
 from torchspmd import _torch
 from torchspmd.comm import Kind, find_operator, marked_as_check
 from torchspmd.errors import CheckError
+from torchspmd.layout.placements import (
+    Layout,
+    format_layout,
+    shard_dim,
+)
 from torchspmd.layout.shards import shard_size
 from torchspmd.local.evidence import group_axes
-from torchspmd.local.frame import Frame
-from torchspmd.local.gradient import Axis
-from torchspmd.local.layout import Layout, Problem, format_layout, refuse, shard_dim
+from torchspmd.local.frame import Frame, LocalAxis
+from torchspmd.local.specs import (
+    Problem,
+    refuse,
+)
 
 # ----------------------------------------------------------------------------
 # Compare a tensor across the ranks of one mesh axis.
@@ -62,13 +69,13 @@ class Comparison:
         return self.scale > 0
 
 
-def can_compare(local: torch.Tensor, frame: Frame, axis: Axis) -> bool:
+def can_compare(local: torch.Tensor, frame: Frame, axis: LocalAxis) -> bool:
     """Whether there are values and ranks to compare: not under fake tensors or groups."""
     group = frame.mesh.get_group(axis.index)
     return not _torch.is_fake(local) and str(dist.get_backend(group)) != "fake"
 
 
-def compare(local: torch.Tensor, frame: Frame, axis: Axis) -> Comparison:
+def compare(local: torch.Tensor, frame: Frame, axis: LocalAxis) -> Comparison:
     """Compare every rank along an axis with its rank 0."""
     rows = _gather_meta(local, frame, axis)
     for rank, row in enumerate(rows):
@@ -92,7 +99,9 @@ def compare(local: torch.Tensor, frame: Frame, axis: Axis) -> Comparison:
     )
 
 
-def gather_shapes(local: torch.Tensor, frame: Frame, axis: Axis) -> list[list[int]]:
+def gather_shapes(
+    local: torch.Tensor, frame: Frame, axis: LocalAxis
+) -> list[list[int]]:
     """The shape on every rank along an axis."""
     return [row[2 : 2 + row[0]] for row in _gather_meta(local, frame, axis)]
 
@@ -118,7 +127,7 @@ def _distance(mine: torch.Tensor, first: torch.Tensor) -> float:
     return float(distance.nan_to_num(nan=math.inf, posinf=math.inf).max())
 
 
-def _gather_meta(local: torch.Tensor, frame: Frame, axis: Axis) -> list[list[int]]:
+def _gather_meta(local: torch.Tensor, frame: Frame, axis: LocalAxis) -> list[list[int]]:
     """Number of dims, dtype and shape of every rank along an axis."""
     dtype = sum(str(local.dtype).encode())
     row = [local.ndim, dtype, *local.shape] + [0] * _MAX_DIMS
@@ -126,7 +135,9 @@ def _gather_meta(local: torch.Tensor, frame: Frame, axis: Axis) -> list[list[int
     return [[int(n) for n in other] for other in _all_gather(numbers, frame, axis)]
 
 
-def _all_gather(numbers: torch.Tensor, frame: Frame, axis: Axis) -> list[list[float]]:
+def _all_gather(
+    numbers: torch.Tensor, frame: Frame, axis: LocalAxis
+) -> list[list[float]]:
     group = frame.mesh.get_group(axis.index)
     mine = numbers.to(frame.mesh.device_type)
     rows = [torch.empty_like(mine) for _ in range(axis.size)]
@@ -206,7 +217,9 @@ class Checker:
         rule = "Checked across ranks because check=True or TORCHSPMD_CHECK=1."
         refuse(self.function, self.frame.mesh, what, problems, rule, CheckError)
 
-    def _differs(self, local: torch.Tensor, axis: Axis, name: str) -> list[Problem]:
+    def _differs(
+        self, local: torch.Tensor, axis: LocalAxis, name: str
+    ) -> list[Problem]:
         found = compare(local, self.frame, axis)
         if found.is_same:
             return []
@@ -220,7 +233,7 @@ class Checker:
         ]
 
     def _is_doubled(
-        self, local: torch.Tensor, axis: Axis, name: str, has_graph: bool
+        self, local: torch.Tensor, axis: LocalAxis, name: str, has_graph: bool
     ) -> list[Problem]:
         found = compare(local, self.frame, axis)
         # Without a graph, equal constants may as well be equal terms of a sum.
@@ -237,7 +250,7 @@ class Checker:
         ]
 
     def _is_badly_cut(
-        self, local: torch.Tensor, axis: Axis, dim: int, layout: Layout, name: str
+        self, local: torch.Tensor, axis: LocalAxis, dim: int, layout: Layout, name: str
     ) -> list[Problem]:
         """Sizes along a sharded dim must be those of DTensor's own split."""
         axes_of_dim = [e for e in layout if shard_dim(e) == dim]
@@ -261,7 +274,7 @@ class Checker:
         ]
 
     def _gradient_differs(
-        self, local: torch.Tensor, axis: Axis, name: str
+        self, local: torch.Tensor, axis: LocalAxis, name: str
     ) -> list[Problem]:
         found = compare(local, self.frame, axis)
         if found.is_same:
@@ -277,7 +290,7 @@ class Checker:
         ]
 
     def _gradient_is_doubled(
-        self, local: torch.Tensor, axis: Axis, name: str
+        self, local: torch.Tensor, axis: LocalAxis, name: str
     ) -> list[Problem]:
         found = compare(local, self.frame, axis)
         if not (found.is_same and found.has_contrast):

@@ -1,15 +1,43 @@
-"""Where a region runs: a mesh, the axes it is local over, and this rank's place."""
+"""Where a region runs: a mesh, the axes it is local over, and sizes of tensors on them.
 
-from collections.abc import Sequence
+The size of a whole tensor is derived from what one rank sees, without communication. A dim
+that divides evenly is multiplied. An uneven one is recognised by an argument that is
+sharded over the same axes and has the same size here; anything else is refused, as each
+rank would guess another size.
+"""
+
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 
 from torchspmd.layout.names import axis_names
-from torchspmd.local.gradient import Axis
-from torchspmd.local.layout import Layout, shard_dim
-from torchspmd.local.shapes import Grid
+from torchspmd.layout.placements import (
+    Layout,
+    shard_dim,
+)
+from torchspmd.layout.shards import shard_size
+
+Axes: TypeAlias = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalAxis:
+    """One mesh axis that the region is local over."""
+
+    index: int
+    name: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The axes that a region is local over: how many ranks, and which one this is."""
+
+    sizes: tuple[int, ...]
+    coordinate: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +53,7 @@ class Frame:
     """
 
     mesh: DeviceMesh
-    axes: tuple[Axis, ...]
+    axes: tuple[LocalAxis, ...]
     others: tuple[int, ...]
     rest: DeviceMesh | None
     grid: Grid
@@ -83,8 +111,147 @@ def build_frame(mesh: DeviceMesh, axes: tuple[str, ...] | None) -> Frame:
     place = mesh.get_coordinate() or [0] * mesh.ndim
     return Frame(
         mesh,
-        tuple(Axis(i, names[i], mesh.size(i)) for i in chosen),
+        tuple(LocalAxis(i, names[i], mesh.size(i)) for i in chosen),
         others,
         mesh[tuple(names[i] for i in others)] if others else None,
         Grid(tuple(mesh.size(i) for i in chosen), tuple(place[i] for i in chosen)),
     )
+
+
+# ----------------------------------------------------------------------------
+# From the part of a tensor that is on this rank to the whole, and back.
+
+
+class UnknownSizeError(Exception):
+    """The size of the whole does not follow from the arguments; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A dim of an argument: its whole size and the axes that shard it (none: whole)."""
+
+    size: int
+    axes: Axes
+
+
+def size_here(size: int, axes: Axes, grid: Grid) -> int:
+    """How much of a dim that these axes shard is here."""
+    for axis in axes:
+        size = shard_size(size, grid.sizes[axis], grid.coordinate[axis])
+    return size
+
+
+def axes_of_dim(layout: Layout, dim: int) -> Axes:
+    """The axes that shard a dim."""
+    return tuple(axis for axis, entry in enumerate(layout) if shard_dim(entry) == dim)
+
+
+def list_sources(shape: Sequence[int], layout: Layout) -> list[Source]:
+    """Every dim of an argument."""
+    return [Source(size, axes_of_dim(layout, dim)) for dim, size in enumerate(shape)]
+
+
+def num_parts(axes: Axes, grid: Grid) -> int:
+    """Into how many parts these axes cut a dim."""
+    parts = 1
+    for axis in axes:
+        parts *= grid.sizes[axis]
+    return parts
+
+
+def is_even(source: Source, grid: Grid) -> bool:
+    """Whether every rank holds the same amount of a dim."""
+    return source.size % num_parts(source.axes, grid) == 0
+
+
+def whole_size(here: int, axes: Axes, sources: Iterable[Source], grid: Grid) -> int:
+    """The whole size of an output's dim of which ``here`` is on this rank.
+
+    >>> grid = Grid(sizes=(3,), coordinate=(0,))
+    >>> whole_size(3, (0,), [Source(7, (0,))], grid)
+    7
+    >>> whole_size(4, (0,), [Source(6, (0,))], grid)
+    12
+    """
+    sources = list(sources)
+    even = here * num_parts(axes, grid)
+    same = _distinct(
+        s.size for s in sources if s.axes == axes and _is_here(s, here, grid)
+    )
+    if len(same) == 1:
+        return same[0]
+    if same:
+        raise UnknownSizeError(f"it may be any of {_listed(same)}")
+    uneven = _distinct(s.size for s in sources if _may_be_uneven(s, here, axes, grid))
+    if uneven:
+        raise UnknownSizeError(
+            f"{here} here, while a dim of {_listed(uneven)} is split unevenly"
+        )
+    return even
+
+
+def _distinct(sizes: Iterable[int]) -> list[int]:
+    """Each size once; no set, as symbolic sizes have no hash."""
+    result: list[int] = []
+    for size in sizes:
+        if all(size != other for other in result):
+            result.append(size)
+    return result
+
+
+def _is_here(source: Source, here: int, grid: Grid) -> bool:
+    return size_here(source.size, source.axes, grid) == here
+
+
+def _may_be_uneven(source: Source, here: int, axes: Axes, grid: Grid) -> bool:
+    """Whether an output may have got its size from a dim that does not divide.
+
+    A dim that is sharded over one of the axes is a suspect whatever its size; a whole
+    one only if this rank's chunk of it is what the output has here.
+    """
+    if set(source.axes) & set(axes):
+        return not is_even(source, grid)
+    split = Source(source.size, axes)
+    return not is_even(split, grid) and _is_here(split, here, grid)
+
+
+def _listed(sizes: Iterable[int]) -> str:
+    return " or ".join(str(size) for size in sorted(sizes))
+
+
+def whole_shape(
+    here: Sequence[int], layout: Layout, sources: Sequence[Source], grid: Grid
+) -> tuple[int, ...]:
+    """The whole shape of an output of which ``here`` is on this rank."""
+    shape = list(here)
+    for dim, size in enumerate(here):
+        axes = axes_of_dim(layout, dim)
+        if axes and num_parts(axes, grid) > 1:
+            try:
+                shape[dim] = whole_size(size, axes, sources, grid)
+            except UnknownSizeError as error:
+                raise UnknownSizeError(f"dim {dim}: {error}") from None
+    return tuple(shape)
+
+
+def shape_here(shape: Sequence[int], layout: Layout, grid: Grid) -> tuple[int, ...]:
+    """The part of a whole shape that is on this rank."""
+    return tuple(
+        size_here(size, axes_of_dim(layout, dim), grid)
+        for dim, size in enumerate(shape)
+    )
+
+
+def whole_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """Dense strides of a whole tensor whose part has the given strides.
+
+    >>> whole_stride((8, 4), (1, 2))
+    (1, 8)
+    """
+    order = sorted(range(len(shape)), key=lambda dim: (stride[dim], -dim))
+    result = [1] * len(shape)
+    step = 1
+    for dim in order:
+        result[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(result)

@@ -17,8 +17,17 @@ from enum import Enum
 
 from torch.distributed.tensor import Partial, Placement, Replicate
 
+from torchspmd.layout.placements import (
+    Layout,
+    format_layout,
+    reduce_op,
+    shard_dim,
+)
 from torchspmd.local.evidence import Evidence
-from torchspmd.local.layout import Layout, Problem, format_layout, reduce_op, shard_dim
+from torchspmd.local.frame import LocalAxis
+from torchspmd.local.specs import (
+    Problem,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +75,10 @@ class Work(Enum):
 FindEvidence = Callable[[int, int], Evidence]  # (output, axis)
 
 
-@dataclass(frozen=True, slots=True)
-class Axis:
-    """One mesh axis that the region is local over."""
-
-    index: int
-    name: str
-    size: int
-
-
 def derive(
     arguments: Sequence[Crossing],
     outputs: Sequence[Crossing],
-    axes: Sequence[Axis],
+    axes: Sequence[LocalAxis],
     find_evidence: FindEvidence | None,
     unseen: Mapping[int, list[Problem]] | None = None,
 ) -> tuple[Gradients, list[Problem]]:
@@ -112,7 +112,7 @@ def derive(
 
 
 def leaving_layout(
-    argument: Crossing, works: Sequence[Work], axes: Sequence[Axis]
+    argument: Crossing, works: Sequence[Work], axes: Sequence[LocalAxis]
 ) -> Layout | None:
     """Layout of the gradient that leaves at an argument."""
     derived = tuple(map(_argument_entry, argument.layout, works, axes))
@@ -120,14 +120,14 @@ def leaving_layout(
 
 
 def entering_layout(
-    output: Crossing, works: Sequence[Work], axes: Sequence[Axis]
+    output: Crossing, works: Sequence[Work], axes: Sequence[LocalAxis]
 ) -> Layout | None:
     """Layout of the gradient that enters at an output."""
     derived = tuple(map(_output_entry, output.layout, works, axes))
     return _choose(output, derived)
 
 
-def count_shares(entering: Layout, axes: Sequence[Axis]) -> int:
+def count_shares(entering: Layout, axes: Sequence[LocalAxis]) -> int:
     """Into how many equal shares an entering gradient is divided."""
     num_shares = 1
     for axis, entry in zip(axes, entering, strict=True):
@@ -142,7 +142,7 @@ def _choose(tensor: Crossing, derived: Sequence[Placement]) -> Layout | None:
 
 
 def needs_evidence(
-    outputs: Sequence[Crossing], axes: Sequence[Axis]
+    outputs: Sequence[Crossing], axes: Sequence[LocalAxis]
 ) -> list[tuple[int, int]]:
     """The (output, axis position) pairs about which the recorded graph must be read."""
     return [
@@ -160,7 +160,7 @@ def _work(
     arguments: Sequence[Crossing],
     outputs: Sequence[Crossing],
     position: int,
-    axis: Axis,
+    axis: LocalAxis,
     find_evidence: FindEvidence | None,
 ) -> tuple[Work, list[Problem]]:
     if axis.size == 1:
@@ -210,7 +210,7 @@ def _judge(
     outputs: Sequence[Crossing],
     varying: Sequence[int],
     evidence: Mapping[int, Evidence],
-    axis: Axis,
+    axis: LocalAxis,
 ) -> tuple[Work, list[Problem]]:
     """Split work with a replicated output: is the reduction one that we understand?"""
     problems = [
@@ -228,7 +228,7 @@ def _without_evidence(
     arguments: Sequence[Crossing],
     outputs: Sequence[Crossing],
     whole: Sequence[int],
-    axis: Axis,
+    axis: LocalAxis,
 ) -> tuple[Work, list[Problem]]:
     """A replicated output may have been reduced inside, and nothing tells."""
     problems = [
@@ -259,7 +259,7 @@ def _all_written(tensors: Sequence[Crossing]) -> bool:
 
 
 def _unclear(
-    output: str, argument: str, layout: Layout, axis: Axis, via: str
+    output: str, argument: str, layout: Layout, axis: LocalAxis, via: str
 ) -> Problem:
     if via:
         how = f"the custom autograd function {via!r} is between them"
@@ -276,7 +276,7 @@ def _unclear(
 
 
 def _redundant(
-    arguments: Sequence[Crossing], position: int, axis: Axis
+    arguments: Sequence[Crossing], position: int, axis: LocalAxis
 ) -> list[Problem]:
     return [
         Problem(
@@ -301,7 +301,7 @@ def _divides(outputs: Sequence[Crossing], position: int) -> bool:
 
 
 def _averaged(
-    arguments: Sequence[Crossing], position: int, axis: Axis
+    arguments: Sequence[Crossing], position: int, axis: LocalAxis
 ) -> list[Problem]:
     """A mean of gradients that were divided by n already would divide twice."""
     return [
@@ -318,7 +318,7 @@ def _averaged(
     ]
 
 
-def _argument_entry(entry: Placement, work: Work, axis: Axis) -> Placement:
+def _argument_entry(entry: Placement, work: Work, axis: LocalAxis) -> Placement:
     if entry.is_partial():
         return Replicate()
     if entry.is_replicate() and work is not Work.SAME and axis.size > 1:
@@ -326,7 +326,7 @@ def _argument_entry(entry: Placement, work: Work, axis: Axis) -> Placement:
     return entry
 
 
-def _output_entry(entry: Placement, work: Work, axis: Axis) -> Placement:
+def _output_entry(entry: Placement, work: Work, axis: LocalAxis) -> Placement:
     if axis.size == 1:
         return Replicate() if entry.is_partial() else entry
     if entry.is_partial():
@@ -340,7 +340,7 @@ def _op_problems(
     arguments: Sequence[Crossing],
     outputs: Sequence[Crossing],
     position: int,
-    axis: Axis,
+    axis: LocalAxis,
 ) -> list[Problem]:
     """Partial tensors whose reduction is no sum have other gradients on each rank."""
     allowed = [(t, ("sum",)) for t in arguments] + [

@@ -7,29 +7,33 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from torchspmd.local.arguments import CROSSED
-from torchspmd.local.frame import Frame
-from torchspmd.local.layout import (
+from torchspmd import _torch
+from torchspmd.layout.placements import (
     Layout,
+    format_layout,
+    positive_dims,
+)
+from torchspmd.local.arguments import CROSSED, CallPlan, Options
+from torchspmd.local.frame import (
+    Frame,
+    Source,
+    UnknownSizeError,
+    list_sources,
+    shape_here,
+    whole_shape,
+)
+from torchspmd.local.specs import (
     Path,
     Problem,
     Spec,
     SpecMismatchError,
     find_entry,
     format_count,
-    format_layout,
     format_path,
     is_layout,
     layout_problem,
     leftover_entries,
-    normalize,
-)
-from torchspmd.local.shapes import (
-    Source,
-    UnknownSizeError,
-    list_sources,
-    shape_here,
-    whole_shape,
+    refuse,
 )
 
 
@@ -85,8 +89,8 @@ def resolve_outputs(
         outputs.append(
             Output(
                 name,
-                normalize(tuple(entry), value.ndim) if is_tensor else None,
-                normalize(tuple(grad[0]), value.ndim)
+                positive_dims(tuple(entry), value.ndim) if is_tensor else None,
+                positive_dims(tuple(grad[0]), value.ndim)
                 if is_tensor and grad[0]
                 else None,
                 tuple(shape[0]) if shape[0] is not None else None,
@@ -141,7 +145,7 @@ def _problems(
     if bad:
         change = f"Write {len(frame.axes)} placements for {name}, one for each axis."
         return [Problem(f"{name}: out_placements = {bad}", change)]
-    return _mesh_problems(value, name, normalize(tuple(spec), value.ndim), frame)
+    return _mesh_problems(value, name, positive_dims(tuple(spec), value.ndim), frame)
 
 
 def _mesh_problems(
@@ -239,3 +243,31 @@ def _wrong_shape(
         f"Write the whole shape of {output.name} in out_shapes, and return the piece that "
         "DTensor's split gives to this rank (equal pieces, the last ones smaller).",
     )
+
+
+def build_outputs(
+    options: Options, frame: Frame, values: Sequence[Any], result: Any
+) -> list[Output]:
+    """Resolve what was written for the outputs of a call, or raise once for all."""
+    specs = (options.out_placements, options.out_grad_placements, options.out_shapes)
+    paths = _torch.leaf_paths(result)
+    outputs, problems = resolve_outputs(values, paths, specs, frame)
+    rule = "Every tensor that comes out needs a layout, and only tensors have one."
+    refuse(options.name, frame.mesh, "outputs do not fit", problems, rule)
+    return outputs
+
+
+def build_shape(
+    options: Options,
+    plan: CallPlan,
+    output: Output,
+    here: Sequence[int],
+    shapes: Sequence[Sequence[int]],
+) -> tuple[int, ...]:
+    """The whole shape of an output, from the arguments' whole shapes, or raise."""
+    layouts = [argument.layout for argument in plan.arguments]
+    arguments = list(zip(shapes, layouts, strict=True))
+    whole, problems = resolve_shape(output, here, arguments, plan.frame)
+    rule = "Without communication a rank knows only its own part."
+    refuse(options.name, plan.frame.mesh, "an output's size", problems, rule)
+    return whole

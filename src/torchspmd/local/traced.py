@@ -12,6 +12,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from torchspmd import _torch
+from torchspmd.layout.placements import (
+    Layout,
+)
+from torchspmd.local.arguments import CallPlan, Options, build_plan, find_on_mesh
+from torchspmd.local.frame import whole_stride
 from torchspmd.local.gradient import (
     Crossing,
     Gradients,
@@ -19,8 +24,8 @@ from torchspmd.local.gradient import (
     derive,
     entering_layout,
 )
-from torchspmd.local.layout import (
-    Layout,
+from torchspmd.local.outputs import build_outputs, build_shape
+from torchspmd.local.specs import (
     Path,
     Problem,
     find_written,
@@ -29,15 +34,6 @@ from torchspmd.local.layout import (
     list_ends,
     refuse,
 )
-from torchspmd.local.plan import (
-    Options,
-    Plan,
-    build_outputs,
-    build_plan,
-    build_shape,
-    find_on_mesh,
-)
-from torchspmd.local.shapes import whole_stride
 
 _RULE = "While torch.compile traces, only layouts are known."
 
@@ -77,7 +73,9 @@ def call_traced(options: Options, args: tuple[Any, ...], kwargs: dict[str, Any])
     return _leave(options, plan, shapes, gradients, result)
 
 
-def _check_supported(options: Options, plan: Plan, in_modules: Sequence[bool]) -> None:
+def _check_supported(
+    options: Options, plan: CallPlan, in_modules: Sequence[bool]
+) -> None:
     problems = []
     eager = "Call it outside of the compiled function, or compile without fullgraph."
     if plan.frame.rest is not None:
@@ -89,7 +87,7 @@ def _check_supported(options: Options, plan: Plan, in_modules: Sequence[bool]) -
 
 
 def _derive(
-    options: Options, plan: Plan, tensors: Sequence[DTensor]
+    options: Options, plan: CallPlan, tensors: Sequence[DTensor]
 ) -> Gradients | None:
     has_grad = torch.is_grad_enabled()
     arguments = [
@@ -133,7 +131,7 @@ def _enter(tensor: DTensor, target: Layout | None, grad: Layout | None) -> torch
 
 def _leave(
     options: Options,
-    plan: Plan,
+    plan: CallPlan,
     shapes: Sequence[Any],
     gradients: Gradients | None,
     result: Any,

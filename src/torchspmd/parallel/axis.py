@@ -1,5 +1,7 @@
 """One mesh axis as one rank sees it, and layouts of tensors on it."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -8,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from torchspmd import _torch
-from torchspmd.errors import LayoutError, WorldError
+from torchspmd.errors import LayoutError, UsageError, WorldError
 from torchspmd.layout.names import axis_names, format_mesh
 
 _MAX_SPECS = 256  # shapes of activations that one axis remembers
@@ -93,17 +95,6 @@ def _several_axes(mesh: DeviceMesh, call: str) -> str:
     )
 
 
-def positive_dim(placement: Placement, ndim: int) -> Placement:
-    """The same placement with a shard dimension that counts from the front.
-
-    >>> positive_dim(Shard(-1), 3)
-    Shard(dim=2)
-    """
-    if type(placement) is Shard and placement.dim < 0:
-        return Shard(placement.dim + ndim)
-    return placement
-
-
 def gradient_layout(placement: Placement) -> Placement:
     """The layout of the gradient of a tensor with this layout, as DTensor has it.
 
@@ -164,3 +155,75 @@ def layout_of(tensor: DTensor, axis: Axis, where: str) -> Placement:
         )
     placement: Placement = tensor.placements[0]
     return placement
+
+
+# ----------------------------------------------------------------------------
+# The mesh of a plan as numbers: no process group, no devices, any size.
+
+MeshLike = DeviceMesh | Axis | Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanMesh:
+    """The axis that a plan lies on, and the whole mesh around it.
+
+    Attributes:
+        axis: Name of the axis that the plan shards over.
+        size: How many ranks that axis has.
+        axes: Every axis of the mesh with its size.
+    """
+
+    axis: str
+    size: int
+    axes: tuple[tuple[str, int], ...]
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks the whole mesh has."""
+        return math.prod(size for _, size in self.axes)
+
+    def __str__(self) -> str:
+        return "mesh " + ", ".join(f"{name}={size}" for name, size in self.axes)
+
+
+def describe_mesh_axis(mesh: MeshLike, axis: str | None = None) -> PlanMesh:
+    """A mesh, or a description of one, as the numbers that a plan needs.
+
+    Args:
+        mesh: A ``DeviceMesh``, or sizes by name such as ``{"dp": 128, "tp": 8}``.
+        axis: The axis to lay the plan on; default is the only one, else ``tp``.
+
+    Example:
+        >>> print(describe_mesh_axis({"dp": 128, "tp": 8}))
+        mesh dp=128, tp=8
+        >>> describe_mesh_axis({"dp": 128, "tp": 8}).size
+        8
+    """
+    if isinstance(mesh, Axis):
+        return PlanMesh(mesh.name, mesh.size, ((mesh.name, mesh.size),))
+    axes = _axes(mesh)
+    names = [name for name, _ in axes]
+    chosen = axis or (names[0] if len(names) == 1 else "tp")
+    if chosen not in names:
+        raise UsageError(
+            f"the mesh has the axes {', '.join(names)}; none is {chosen!r}. Pass axis= "
+            "the name of the axis to lay the plan on."
+        )
+    return PlanMesh(chosen, dict(axes)[chosen], axes)
+
+
+def _axes(mesh: object) -> tuple[tuple[str, int], ...]:
+    if isinstance(mesh, DeviceMesh):
+        return tuple(zip(axis_names(mesh), mesh.shape, strict=True))
+    if not isinstance(mesh, Mapping) or not mesh:
+        raise UsageError(
+            f"the mesh is {mesh!r}. Pass a DeviceMesh, or sizes by name such as "
+            '{"tp": 8}.'
+        )
+    for name, size in mesh.items():
+        if not isinstance(name, str) or type(size) is not int or size < 1:
+            raise UsageError(
+                f"the mesh is {dict(mesh)!r}. Every axis needs a name and a number of "
+                'ranks of at least 1, as in {"dp": 2, "tp": 8}.'
+            )
+    return tuple(mesh.items())

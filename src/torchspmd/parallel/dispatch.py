@@ -12,7 +12,9 @@ from torch.distributed.tensor import DTensor, Placement
 
 from torchspmd import _torch
 from torchspmd.errors import LayoutError
-from torchspmd.parallel.axis import layout_of
+from torchspmd.parallel.axis import (
+    layout_of,
+)
 from torchspmd.parallel.redistribute import hand_on, settle
 from torchspmd.parallel.route import Route, Steps, check_even, enter, enter_features
 

@@ -9,13 +9,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from torchspmd import _torch
-from torchspmd.errors import LayoutCountError, LayoutError, UnsupportedModuleError
+from torchspmd.errors import LayoutCountError, LayoutError
+from torchspmd.layout.placements import (
+    positive_dim,
+)
 from torchspmd.parallel.axis import (
     describe_uneven,
     global_shape,
     is_uneven,
     layout_of,
-    positive_dim,
 )
 from torchspmd.parallel.parameters import (
     GradientSum,
@@ -286,16 +288,11 @@ class ExpertParallel(PlacedStyle):
             ]
         return problems
 
-    def place(self, module: nn.Module, place: Place) -> nn.Module:
+    def place_fitting(self, module: nn.Module, place: Place) -> None:
         """Shard the parameters and let the module's own forward run on the shards."""
-        problems = self.find_problems(module)
-        if problems:
-            text = "; ".join(problems)
-            raise UnsupportedModuleError(f"'{place.path}' on the {place.axis}: {text}.")
         _place_all(self.parameter_layouts(module), module, place)
         module.forward = LocalForward(self, module, place)
         mark_styled(module, "forward", type(self).__name__)
-        return module
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,15 +337,11 @@ class ReplicateParallel(PlacedStyle):
         placed = describe_placed(module) or describe_styled(module, "forward")
         return placed + describe_hooked(module)
 
-    def place(self, module: nn.Module, place: Place) -> nn.Module:
+    def place_fitting(self, module: nn.Module, place: Place) -> None:
         """Replicate the parameters and let the module's own forward run on them."""
-        problems = self.find_problems(module)
-        if problems:
-            raise UnsupportedModuleError(f"'{place.path}': {problems[0]}.")
         _place_all(self.parameter_layouts(module), module, place)
         module.forward = LocalForward(self, module, place)
         mark_styled(module, "forward", type(self).__name__)
-        return module
 
 
 def _place_all(layouts: dict[str, Placement], module: nn.Module, place: Place) -> None:

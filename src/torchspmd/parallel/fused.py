@@ -17,9 +17,11 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 
-from torchspmd.errors import LayoutError, UnsupportedModuleError
+from torchspmd.errors import LayoutError
 from torchspmd.layout.retired import copy_attributes
-from torchspmd.parallel.axis import Axis
+from torchspmd.parallel.axis import (
+    Axis,
+)
 from torchspmd.parallel.parameters import (
     GradientSum,
     describe_computed,
@@ -453,14 +455,11 @@ class FusedColwiseParallel(PlacedStyle):
 
     def parameter_layouts(self, module: nn.Module) -> dict[str, Placement]:
         """Rows sharded, part by part, where a part has as many heads as ranks."""
-        names = (name for name, _ in module.named_parameters(recurse=False))
-        return dict.fromkeys(names, Shard(0))
+        return _row_layouts(module)
 
     def layouts(self, module: nn.Module) -> StyleLayouts:
         """The input is needed whole; the output stays sharded."""
-        given, made = self.input_layouts, Shard(-1)
-        assert isinstance(given, tuple)
-        return StyleLayouts(given, (Replicate(),), made, made, local_output=True)
+        return _fused_layouts(self.input_layouts)
 
     def find_problems(self, module: nn.Module) -> list[str]:
         """Only a plain Linear with that many output features."""
@@ -487,13 +486,8 @@ class FusedColwiseParallel(PlacedStyle):
             for text in _unshared_heads(i, part.num_heads, num_ranks)
         ]
 
-    def place(self, module: nn.Module, place: Place) -> nn.Module:
+    def place_fitting(self, module: nn.Module, place: Place) -> None:
         """Split the parameters into their parts and shard each."""
-        problems = self.find_problems(module)
-        problems += self.find_axis_problems(module, place.axis.size)
-        if problems:
-            text = "; ".join(problems)
-            raise UnsupportedModuleError(f"'{place.path}' on the {place.axis}: {text}.")
         assert isinstance(module, nn.Linear)
         parts = self.split()
         for name in NAMES:
@@ -503,7 +497,6 @@ class FusedColwiseParallel(PlacedStyle):
         module.route = build_route(self, module, place)  # type: ignore[assignment]
         module.register_state_dict_post_hook(save_joined)
         module.register_load_state_dict_pre_hook(load_split)
-        return module
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -547,15 +540,15 @@ class KeyValueParallel(PlacedStyle):
 
     def parameter_layouts(self, module: nn.Module) -> dict[str, Placement]:
         """Rows sharded, where there are at least as many heads as ranks."""
-        return self.fused(module).parameter_layouts(module)
+        return _row_layouts(module)
 
     def layouts(self, module: nn.Module) -> StyleLayouts:
-        """Those of the fused style."""
-        return self.fused(module).layouts(module)
+        """The input is needed whole; the output stays sharded."""
+        return _fused_layouts(self.input_layouts)
 
-    def place(self, module: nn.Module, place: Place) -> nn.Module:
+    def place_fitting(self, module: nn.Module, place: Place) -> None:
         """Shard or replicate the projection."""
-        return self.fused(module).place(module, place)
+        self.fused(module).place_fitting(module, place)
 
     def fused(self, module: nn.Module) -> FusedColwiseParallel:
         """The fused style of one part that this one is."""
@@ -563,6 +556,16 @@ class KeyValueParallel(PlacedStyle):
         return FusedColwiseParallel(
             parts=(size,), num_heads=(self.num_heads,), input_layouts=self.input_layouts
         )
+
+
+def _row_layouts(module: nn.Module) -> dict[str, Placement]:
+    names = (name for name, _ in module.named_parameters(recurse=False))
+    return dict.fromkeys(names, Shard(0))
+
+
+def _fused_layouts(given: object) -> StyleLayouts:
+    assert isinstance(given, tuple)
+    return StyleLayouts(given, (Replicate(),), Shard(-1), Shard(-1), local_output=True)
 
 
 def _unshared_heads(index: int, num_heads: int, num_ranks: int) -> list[str]:

@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from torchspmd import _torch
-from torchspmd.errors import UnsupportedModuleError
 from torchspmd.layout.shards import shard_bounds, shard_size
 from torchspmd.parallel.dispatch import run_on_dtensors
 from torchspmd.parallel.parameters import (
@@ -411,12 +410,8 @@ class ShardedStyle(PlacedStyle):
             ]
         return describe_placed(module) + describe_computed(module)
 
-    def place(self, module: nn.Module, place: Place) -> nn.Module:
+    def place_fitting(self, module: nn.Module, place: Place) -> None:
         """Shard the parameters and let the module compute on its shard."""
-        problems = self.find_problems(module)
-        if problems:
-            where = f"'{place.path}': " if place.path else ""
-            raise UnsupportedModuleError(f"{where}{problems[0]}.")
         for name, placement in self.parameter_layouts(module).items():
             place_parameter(module, name, placement, place.axis, place.src_data_rank)
         route = build_route(self, module, place)
@@ -427,7 +422,6 @@ class ShardedStyle(PlacedStyle):
             # The object stays the one that the model holds; its forward is another.
             module.__class__ = local
             module.route = route  # type: ignore[assignment]
-        return module
 
 
 @dataclass(frozen=True, kw_only=True)

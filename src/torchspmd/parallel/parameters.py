@@ -24,7 +24,9 @@ from torchspmd import _torch
 from torchspmd.errors import LayoutError
 from torchspmd.layout.names import format_mesh
 from torchspmd.layout.retired import set_successor, successor
-from torchspmd.parallel.axis import Axis
+from torchspmd.parallel.axis import (
+    Axis,
+)
 from torchspmd.parallel.redistribute import change_layout, refuse_double_backward
 
 # ----------------------------------------------------------------------------

@@ -9,14 +9,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement
 
-from torchspmd.errors import LayoutCountError, LayoutError, UnsupportedModuleError
+from torchspmd.errors import LayoutCountError, LayoutError
+from torchspmd.layout.placements import (
+    positive_dim,
+)
 from torchspmd.parallel.axis import (
     Axis,
     describe_uneven,
     global_shape,
     is_uneven,
     layout_of,
-    positive_dim,
 )
 from torchspmd.parallel.redistribute import hand_on, settle
 from torchspmd.parallel.style import (
@@ -26,153 +28,6 @@ from torchspmd.parallel.style import (
     describe_styled,
     mark_styled,
 )
-
-# ----------------------------------------------------------------------------
-# What the ``PrepareModule`` styles do at each call, as hooks that pickle.
-
-Many = tuple[Placement | None, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PrepareInputs:
-    """Forward pre-hook: positional and keyword inputs from one layout to another."""
-
-    given: Many | None
-    desired: Many | None
-    given_keywords: Mapping[str, Placement]
-    desired_keywords: Mapping[str, Placement]
-    positions: Mapping[str, int]
-    local_output: bool
-    axis: Axis
-    path: str
-
-    def __call__(
-        self, module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Inputs in the layouts that the module reads."""
-        given, desired = self.given, self.desired
-        if given is not None and desired is not None:
-            if len(inputs) != len(given):
-                raise LayoutError(_wrong_count(self, module, "input", inputs, given))
-            names = [f"input {i}" for i in range(len(given))]
-            inputs = tuple(map(self._prepare, names, inputs, given, desired))
-        if not self.given_keywords.keys() <= keywords.keys():
-            self._check_absent(len(inputs), keywords)
-        keywords = {
-            name: self._prepare(
-                f"input {name!r}",
-                value,
-                self.given_keywords.get(name),
-                self.desired_keywords.get(name),
-            )
-            for name, value in keywords.items()
-        }
-        return inputs, keywords
-
-    def _check_absent(self, num_inputs: int, keywords: dict[str, Any]) -> None:
-        """A keyword's layout may wait for another call, unless its input came here."""
-        by_position = [
-            name
-            for name in self.given_keywords
-            if name not in keywords
-            and self.positions.get(name, num_inputs) < num_inputs
-        ]
-        if by_position:
-            names = ", ".join(map(repr, by_position))
-            where = _where(self.path, "PrepareModuleInput", self.axis, f"input {names}")
-            raise LayoutError(
-                f"{where} was passed by position, but input_kwarg_layouts has its "
-                "layout. Pass it by name, or give its layout in input_layouts."
-            )
-
-    def _prepare(
-        self, name: str, value: Any, given: Placement | None, desired: Placement | None
-    ) -> Any:
-        if given is None:
-            return value
-        where = _where(self.path, "PrepareModuleInput", self.axis, name)
-        return _change(value, given, desired, self.axis, self.local_output, where)
-
-
-@dataclass(frozen=True, slots=True)
-class PrepareOutputs:
-    """Forward hook: outputs from one layout to another."""
-
-    given: Many
-    desired: Many
-    local_output: bool
-    axis: Axis
-    path: str
-
-    def __call__(self, module: nn.Module, inputs: Any, outputs: Any) -> Any:
-        """Outputs in the layouts that the caller wants."""
-        given, desired = self.given, self.desired
-        values = outputs if isinstance(outputs, tuple) else (outputs,)
-        if len(values) != len(given):
-            raise LayoutError(_wrong_count(self, module, "output", values, given))
-        prepared = tuple(
-            value if layout is None else self._prepare(i, value, layout, wanted)
-            for i, (value, layout, wanted) in enumerate(
-                zip(values, given, desired, strict=True)
-            )
-        )
-        return prepared if len(prepared) > 1 else prepared[0]
-
-    def _prepare(
-        self, index: int, value: Any, given: Placement, desired: Placement | None
-    ) -> Any:
-        where = _where(self.path, "PrepareModuleOutput", self.axis, f"output {index}")
-        return _change(value, given, desired, self.axis, self.local_output, where)
-
-
-def _change(
-    value: Any,
-    given: Placement,
-    desired: Placement | None,
-    axis: Axis,
-    local_output: bool,
-    where: str,
-) -> torch.Tensor:
-    """One tensor, taken in one layout and handed on in another."""
-    if not isinstance(value, torch.Tensor):
-        raise LayoutError(
-            f"{where} is a {type(value).__name__}; expecting input to be a "
-            "torch.Tensor! Write None as its layout to leave it alone."
-        )
-    if isinstance(value, DTensor):
-        settled: DTensor = value if desired is None else settle(value)
-        source, shape = layout_of(settled, axis, where), tuple(settled.shape)
-        if not local_output and desired in (None, source):
-            return settled
-        value = settled
-    else:
-        source = positive_dim(given, value.ndim)
-        shape = global_shape(tuple(value.shape), source, axis.size)
-    target = source if desired is None else positive_dim(desired, value.ndim)
-    if local_output and is_uneven(shape, target, axis):
-        raise LayoutError(describe_uneven(shape, target, axis, where))
-    return hand_on(value, source, target, axis, shape, as_dtensor=not local_output)
-
-
-def _where(path: str, style: str, axis: Axis, argument: str) -> str:
-    name = f"'{path}'" if path else "the module"
-    return f"{name} with {style} on the {axis}: {argument}"
-
-
-def _wrong_count(
-    hook: PrepareInputs | PrepareOutputs,
-    module: nn.Module,
-    kind: str,
-    values: tuple[Any, ...],
-    layouts: tuple[Any, ...],
-) -> str:
-    name = f"'{hook.path}'" if hook.path else f"the {type(module).__name__}"
-    return (
-        f"module {kind}s and {kind}_layouts should have same length! {name} on the "
-        f"{hook.axis} has {len(values)} positional {kind}s, {kind}_layouts has "
-        f"{len(layouts)}: {layouts}. Write None for one to leave alone."
-    )
-
 
 Layouts = Placement | tuple[Placement | None, ...]
 
@@ -245,22 +100,12 @@ class PrepareModuleInput(PlacedStyle):
         object.__setattr__(self, "input_kwarg_layouts", _FrozenDict(given))
         object.__setattr__(self, "desired_input_kwarg_layouts", _FrozenDict(desired))
 
-    def place(self, module: nn.Module, place: Place) -> nn.Module:
+    def place_fitting(self, module: nn.Module, place: Place) -> None:
         """Register the hook that prepares the inputs."""
-        _refuse(self.find_problems(module), place)
-        hook = PrepareInputs(
-            given=_many(self.input_layouts),
-            desired=_many(self.desired_input_layouts),
-            given_keywords=self.input_kwarg_layouts or {},
-            desired_keywords=self.desired_input_kwarg_layouts or {},
-            positions={n: i for i, n in enumerate(_positional_names(module))},
-            local_output=self.use_local_output,
-            axis=place.axis,
-            path=place.path,
-        )
+        positions = {n: i for i, n in enumerate(_positional_names(module))}
+        hook = PrepareInputs(self, place, positions)
         module.register_forward_pre_hook(hook, with_kwargs=True)
         mark_styled(module, "inputs", type(self).__name__)
-        return module
 
     def find_problems(self, module: nn.Module) -> list[str]:
         """A second style of this kind, and keywords that the module does not take."""
@@ -317,19 +162,10 @@ class PrepareModuleOutput(PlacedStyle):
         object.__setattr__(self, "output_layouts", given)
         object.__setattr__(self, "desired_output_layouts", desired)
 
-    def place(self, module: nn.Module, place: Place) -> nn.Module:
+    def place_fitting(self, module: nn.Module, place: Place) -> None:
         """Register the hook that prepares the outputs."""
-        _refuse(self.find_problems(module), place)
-        hook = PrepareOutputs(
-            given=_many(self.output_layouts) or (),
-            desired=_many(self.desired_output_layouts) or (),
-            local_output=self.use_local_output,
-            axis=place.axis,
-            path=place.path,
-        )
-        module.register_forward_hook(hook)
+        module.register_forward_hook(PrepareOutputs(self, place))
         mark_styled(module, "outputs", type(self).__name__)
-        return module
 
     def find_problems(self, module: nn.Module) -> list[str]:
         """A second style of this kind."""
@@ -389,11 +225,10 @@ class PrepareModuleInputOutput(PlacedStyle):
         problems = self.prepare_module_input.find_problems(module)
         return problems + self.prepare_module_output.find_problems(module)
 
-    def place(self, module: nn.Module, place: Place) -> nn.Module:
+    def place_fitting(self, module: nn.Module, place: Place) -> None:
         """Register both hooks."""
-        _refuse(self.find_problems(module), place)
-        self.prepare_module_input.place(module, place)
-        return self.prepare_module_output.place(module, place)
+        self.prepare_module_input.place_fitting(module, place)
+        self.prepare_module_output.place_fitting(module, place)
 
 
 def _many(layouts: Layouts | None) -> tuple[Placement | None, ...] | None:
@@ -431,12 +266,6 @@ def _positional_names(module: nn.Module) -> list[str]:
     return [p.name for p in _forward_parameters(module) if p.kind in kinds]
 
 
-def _refuse(problems: list[str], place: Place) -> None:
-    if problems:
-        text = "; ".join(problems)
-        raise UnsupportedModuleError(f"'{place.path}' on the {place.axis}: {text}.")
-
-
 def _check_all(
     style: object, argument: str, layouts: tuple[Placement | None, ...] | None
 ) -> None:
@@ -450,3 +279,139 @@ class _FrozenDict(dict[str, Placement]):
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self.items()))
+
+
+# ----------------------------------------------------------------------------
+# What the styles do at each call, as hooks that pickle.
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareInputs:
+    """Forward pre-hook: positional and keyword inputs from one layout to another."""
+
+    style: PrepareModuleInput
+    place: Place
+    positions: Mapping[str, int]  # of the inputs that may be passed by position
+
+    def __call__(
+        self, module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Inputs in the layouts that the module reads."""
+        given = _many(self.style.input_layouts)
+        desired = _many(self.style.desired_input_layouts)
+        if given is not None and desired is not None:
+            _check_count(self.place, module, "input", inputs, given)
+            names = [f"input {i}" for i in range(len(given))]
+            inputs = tuple(map(self._prepare, names, inputs, given, desired))
+        given_keywords = self.style.input_kwarg_layouts or {}
+        desired_keywords = self.style.desired_input_kwarg_layouts or {}
+        if not given_keywords.keys() <= keywords.keys():
+            self._check_absent(given_keywords, len(inputs), keywords)
+        keywords = {
+            name: self._prepare(
+                f"input {name!r}",
+                value,
+                given_keywords.get(name),
+                desired_keywords.get(name),
+            )
+            for name, value in keywords.items()
+        }
+        return inputs, keywords
+
+    def _check_absent(
+        self, given: Mapping[str, Placement], num_inputs: int, keywords: dict[str, Any]
+    ) -> None:
+        """A keyword's layout may wait for another call, unless its input came here."""
+        by_position = [
+            name
+            for name in given
+            if name not in keywords
+            and self.positions.get(name, num_inputs) < num_inputs
+        ]
+        if by_position:
+            names = ", ".join(map(repr, by_position))
+            raise LayoutError(
+                f"{self.place.where(self.style)}: input {names} was passed by position, "
+                "but input_kwarg_layouts has its layout. Pass it by name, or give its "
+                "layout in input_layouts."
+            )
+
+    def _prepare(
+        self, name: str, value: Any, given: Placement | None, desired: Placement | None
+    ) -> Any:
+        if given is None:
+            return value
+        where = f"{self.place.where(self.style)}: {name}"
+        local = self.style.use_local_output
+        return _change(value, given, desired, self.place.axis, local, where)
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareOutputs:
+    """Forward hook: outputs from one layout to another."""
+
+    style: PrepareModuleOutput
+    place: Place
+
+    def __call__(self, module: nn.Module, inputs: Any, outputs: Any) -> Any:
+        """Outputs in the layouts that the caller wants."""
+        given = _many(self.style.output_layouts) or ()
+        desired = _many(self.style.desired_output_layouts) or ()
+        values = outputs if isinstance(outputs, tuple) else (outputs,)
+        _check_count(self.place, module, "output", values, given)
+        where = f"{self.place.where(self.style)}: output"
+        local, axis = self.style.use_local_output, self.place.axis
+        prepared = tuple(
+            _change(value, layout, wanted, axis, local, f"{where} {i}")
+            for i, (value, layout, wanted) in enumerate(
+                zip(values, given, desired, strict=True)
+            )
+        )
+        return prepared if len(prepared) > 1 else prepared[0]
+
+
+def _change(
+    value: Any,
+    given: Placement | None,
+    desired: Placement | None,
+    axis: Axis,
+    local_output: bool,
+    where: str,
+) -> Any:
+    """One tensor from its layout into another; without a layout, as it is."""
+    if given is None:
+        return value
+    if not isinstance(value, torch.Tensor):
+        raise LayoutError(
+            f"{where} is a {type(value).__name__}; expecting input to be a "
+            "torch.Tensor! Write None as its layout to leave it alone."
+        )
+    if isinstance(value, DTensor):
+        settled: DTensor = value if desired is None else settle(value)
+        source, shape = layout_of(settled, axis, where), tuple(settled.shape)
+        if not local_output and desired in (None, source):
+            return settled
+        value = settled
+    else:
+        source = positive_dim(given, value.ndim)
+        shape = global_shape(tuple(value.shape), source, axis.size)
+    target = source if desired is None else positive_dim(desired, value.ndim)
+    if local_output and is_uneven(shape, target, axis):
+        raise LayoutError(describe_uneven(shape, target, axis, where))
+    return hand_on(value, source, target, axis, shape, as_dtensor=not local_output)
+
+
+def _check_count(
+    place: Place,
+    module: nn.Module,
+    kind: str,
+    values: tuple[Any, ...],
+    layouts: tuple[Any, ...],
+) -> None:
+    if len(values) != len(layouts):
+        name = f"'{place.path}'" if place.path else f"the {type(module).__name__}"
+        raise LayoutError(
+            f"module {kind}s and {kind}_layouts should have same length! {name} on the "
+            f"{place.axis} has {len(values)} positional {kind}s, {kind}_layouts has "
+            f"{len(layouts)}: {layouts}. Write None for one to leave alone."
+        )

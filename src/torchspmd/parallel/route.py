@@ -12,6 +12,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from torchspmd.errors import LayoutError
+from torchspmd.layout.placements import (
+    positive_dim,
+)
 from torchspmd.layout.shards import shard_size
 from torchspmd.parallel.axis import (
     Axis,
@@ -19,7 +22,6 @@ from torchspmd.parallel.axis import (
     gradient_layout,
     is_uneven,
     layout_of,
-    positive_dim,
 )
 from torchspmd.parallel.redistribute import settle, unwrap, wrap
 from torchspmd.parallel.style import ParallelStyle, Place

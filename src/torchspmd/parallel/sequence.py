@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from torchspmd import _torch
-from torchspmd.errors import LayoutError, UnsupportedModuleError
+from torchspmd.errors import LayoutError
 from torchspmd.parallel.dispatch import run_on_dtensors
 from torchspmd.parallel.parameters import (
     GradientSum,
@@ -251,11 +251,8 @@ class SequenceParallel(PlacedStyle):
         placed = describe_placed(module) or describe_styled(module, "forward")
         return placed + describe_computed(module)
 
-    def place(self, module: nn.Module, place: Place) -> nn.Module:
+    def place_fitting(self, module: nn.Module, place: Place) -> None:
         """Replicate the parameters and let the module compute on its part."""
-        problems = self.find_problems(module)
-        if problems:
-            raise UnsupportedModuleError(f"'{place.path}': {problems[0]}.")
         for part in module.modules():
             for name, _ in list(part.named_parameters(recurse=False)):
                 place_parameter(
@@ -264,7 +261,6 @@ class SequenceParallel(PlacedStyle):
             place_buffers(part, place.axis, place.src_data_rank)
         _compute_on_part(module, build_route(self, module, place))
         mark_styled(module, "forward", type(self).__name__)
-        return module
 
 
 def _compute_on_part(module: nn.Module, route: Route) -> None:

@@ -13,8 +13,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from torchspmd.errors import LayoutError
-from torchspmd.parallel.axis import Axis, build_axis
+from torchspmd.errors import LayoutError, UnsupportedModuleError
+from torchspmd.parallel.axis import (
+    Axis,
+    build_axis,
+)
 
 # Set on a module; parameters show their styles themselves, other modules show nothing.
 _STYLED = "_torchspmd_styled"
@@ -107,9 +110,23 @@ class PlacedStyle(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return self.place(module, Place(axis=build_axis(device_mesh)))
 
-    @abstractmethod
     def place(self, module: nn.Module, place: Place) -> nn.Module:
-        """Lay ``module`` over one axis and return it."""
+        """Lay ``module`` over one axis and return it.
+
+        Raises:
+            UnsupportedModuleError: The style does not fit the module.
+        """
+        problems = self.find_problems(module)
+        problems = problems or self.find_axis_problems(module, place.axis.size)
+        if problems:
+            text = "; ".join(problems)
+            raise UnsupportedModuleError(f"'{place.path}' on the {place.axis}: {text}.")
+        self.place_fitting(module, place)
+        return module
+
+    @abstractmethod
+    def place_fitting(self, module: nn.Module, place: Place) -> None:
+        """Lay a module that the style fits over one axis."""
 
 
 def one_layout(

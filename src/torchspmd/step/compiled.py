@@ -31,9 +31,9 @@ from torchspmd.step.deferred import (
     expected,
     flush_last,
     flush_others,
-    flush_watching,
+    flush_shared,
 )
-from torchspmd.step.flush_hooks import own_look
+from torchspmd.step.flush_hooks import without_flushing
 from torchspmd.step.graph.collectives import build_ledger, peers_of
 from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.graph.memory import PeakMemory, predict_peak
@@ -384,7 +384,7 @@ class CompiledStep:
                 f"{self._name}: the pending update could not be made: {failure}"
             )
 
-    @own_look()
+    @without_flushing()
     def _look_up(self, args: Any, kwargs: Any) -> tuple[Program | None, Inventory]:
         """What a call works on, and the program that serves it if there is one."""
         known = self._known.find(args, kwargs)
@@ -403,7 +403,7 @@ class CompiledStep:
     def _capture(self, inventory: Inventory) -> Program:
         reason = _why(inventory, self._programs, self._by_signature)
         _check_capture(self._name, len(self._programs), reason)
-        flush_watching(inventory)
+        flush_shared(inventory)
         mesh = self._resolve_spread(inventory).mesh
         self._num_tries += 1  # ranks that fail do so together, and may try again
         key = f"{self._serial}/{self._num_tries}"

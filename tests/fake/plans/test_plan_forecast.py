@@ -264,6 +264,53 @@ def test_experts(wanted):
     check(Mixture(), plan, (features(8, 12),))
 
 
+class WithShared(Experts):
+    """Experts with a parameter that every rank holds whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(12))
+
+    def forward(self, x, weights):
+        return super().forward(x * self.scale, weights)
+
+
+def test_the_gradients_of_parameters_that_experts_share_are_summed():
+    model = Mixture()
+    model.experts = WithShared()
+    experts = ExpertParallel(
+        parameter_placements={"up": Shard(0), "down": Shard(0), "scale": WHOLE},
+        input_layouts=(WHOLE, WHOLE),
+        desired_input_layouts=(WHOLE, Shard(-1)),
+    )
+    check(model, Plan({"experts": experts}), (features(8, 12),))
+
+
+@pytest.mark.parametrize("local_output", [False, True])
+def test_a_replicated_module_beside_sharded_ones(local_output):
+    model = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12), MLP())
+    plan = Plan(
+        {
+            "0": ColwiseParallel(output_layouts=WHOLE, use_local_output=False),
+            "1": ReplicateParallel(use_local_output=local_output),
+            "2.up": COLWISE,
+            "2.down": ROWWISE,
+        }
+    )
+    check(model, plan, (features(2, 8, 12),))
+
+
+def test_a_replicated_module_gathers_a_dtensor():
+    model = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12))
+    plan = Plan(
+        {
+            "0": ColwiseParallel(use_local_output=False),
+            "1": ReplicateParallel(),
+        }
+    )
+    check(model, plan, (features(2, 8, 12),))
+
+
 def test_a_module_that_is_called_twice_counts_twice():
     class Twice(MLP):
         def forward(self, x):

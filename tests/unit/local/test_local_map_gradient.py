@@ -6,8 +6,8 @@ import pytest
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from torchspmd.local.evidence import Evidence
+from torchspmd.local.frame import LocalAxis
 from torchspmd.local.gradient import (
-    Axis,
     Crossing,
     Work,
     count_shares,
@@ -19,8 +19,8 @@ from torchspmd.local.gradient import (
 pytestmark = pytest.mark.unit
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
-TP = Axis(0, "tp", 4)
-DP = Axis(0, "dp", 2)
+TP = LocalAxis(0, "tp", 4)
+DP = LocalAxis(0, "dp", 2)
 
 CLEAN = Evidence((), has_collective=False, has_opaque=False)
 REDUCED = Evidence((), has_collective=True, has_opaque=False)
@@ -30,7 +30,7 @@ def run(
     arguments: list[Placement],
     outputs: list[Placement],
     evidence: Evidence | None = CLEAN,
-    axis: Axis = TP,
+    axis: LocalAxis = TP,
     **written: Any,
 ) -> Any:
     ins = [
@@ -79,7 +79,7 @@ def test_rules(
 
 
 def test_an_axis_of_one_rank_changes_nothing() -> None:
-    one = Axis(0, "tp", 1)
+    one = LocalAxis(0, "tp", 1)
     assert run([R, S0, P], [R], CLEAN, one) == (Work.SAME, [R, S0, R], [R], [])
 
 

@@ -5,17 +5,19 @@ from typing import Any
 import pytest
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from torchspmd.layout.placements import (
+    format_layout,
+    positive_dims,
+    shard_dim,
+)
 from torchspmd.local.arguments import ArgumentSpec, Leaf, list_leaves, parameter_names
-from torchspmd.local.layout import (
+from torchspmd.local.specs import (
     SpecMismatchError,
     Written,
     find_written,
-    format_layout,
     is_layout,
     layout_problem,
     leftover_entries,
-    normalize,
-    shard_dim,
 )
 
 pytestmark = pytest.mark.unit
@@ -66,7 +68,7 @@ def test_layouts_that_cannot_be() -> None:
 
 
 def test_small_things() -> None:
-    assert normalize((Shard(-1), R), 3) == (Shard(2), R)
+    assert positive_dims((Shard(-1), R), 3) == (Shard(2), R)
     assert shard_dim(P) is None
     assert format_layout((P, Partial("max"))) == "[Partial(), Partial('max')]"
 

@@ -3,10 +3,12 @@
 import pytest
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from torchspmd.layout.placements import (
+    positive_dim,
+)
 from torchspmd.parallel.axis import (
     global_shape,
     gradient_layout,
-    positive_dim,
 )
 from torchspmd.parallel.redistribute import is_same
 

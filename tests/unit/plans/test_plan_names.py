@@ -3,7 +3,7 @@
 import pytest
 from plan_models import GPT
 
-from torchspmd.parallel.plan.mesh import describe_mesh_axis
+from torchspmd.parallel.axis import describe_mesh_axis
 from torchspmd.parallel.plan.names import fold, fold_texts, match, module_tree
 
 pytestmark = pytest.mark.unit

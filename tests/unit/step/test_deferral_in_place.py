@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from torchspmd.errors import LostStateError, UsageError
 from torchspmd.step import IterGraphModule, compile, find_node
+from torchspmd.step.deferral.state import State
 from torchspmd.step.graph.memory import predict_peak
 from torchspmd.step.graph.metadata import OutputKind, output_values, roles_of
 from torchspmd.step.lower.in_place import write_in_place
@@ -244,7 +245,7 @@ def test_states_are_not_kept_twice(training):
     peak = predict_peak(training.runs("steady").graph)
     fresh = predict_peak(write_in_place(form, keep_inputs=True)[0].graph)
     assert peak.total_bytes < fresh.total_bytes
-    carried = [each for each in training.run._pending.carried if is_tensor(each)]
+    carried = [each for each in training.run._progress.carried if is_tensor(each)]
     counter = MemoryCounter([*training.tensors(), *carried, second])
     with counter:
         training.step(second)
@@ -258,7 +259,7 @@ def test_the_last_step_needs_no_more_memory_than_others(training):
     first, second = batches(2)
     training.step(first)
     peak = predict_peak(training.runs("steady").graph)
-    carried = [each for each in training.run._pending.carried if is_tensor(each)]
+    carried = [each for each in training.run._progress.carried if is_tensor(each)]
     counter = MemoryCounter([*training.tensors(), *carried, second])
     with counter:
         training.step(second, last_train_step=True)
@@ -401,7 +402,9 @@ def test_half_way_is_refused_until_a_checkpoint_is_loaded(training):
         training.step(first)
         with training.break_at("steady", place):
             training.step(second)
-        assert training.run.half_way == {region}
+        assert (
+            training.run.state is State.UPDATING and region in training.run.unfinished
+        )
         looks = LOOKS if turn == 0 else [LOOKS[turn % len(LOOKS)]]
         for look in looks:
             with pytest.raises(LostStateError, match="states of an overlapped step"):
@@ -449,7 +452,7 @@ def test_the_module_itself_asks_for_a_flush():
     last = len(nodes_of(graph)) - 1
     with training.break_at("steady", last):
         training.step(second)
-    assert training.run.is_interrupted and not training.run.unfinished
+    assert training.run.state is State.PARTLY_DONE and not training.run.unfinished
     with pytest.raises(UsageError, match=r"Call flush\(\) to do the rest"):
         training.run()
     training.compiled.flush()

@@ -39,7 +39,7 @@ class Assignment:
         return f"{self.path}.{name}" if self.path else name
 
 
-def own_twin(style: Style) -> ParallelStyle | None:
+def own_style(style: Style) -> ParallelStyle | None:
     """The style as one of ours; None for one of torch's that we cannot read."""
     if isinstance(style, ParallelStyle):
         return style
@@ -62,23 +62,19 @@ def fused_form(assignment: Assignment) -> FusedColwiseParallel | None:
     """The style as the fused one that it stands for; None for other styles."""
     style, module = assignment.style, assignment.module
     if isinstance(style, KeyValueParallel) and isinstance(module, nn.Linear):
-        return FusedColwiseParallel(
-            parts=(module.out_features,),
-            num_heads=(style.num_heads,),
-            input_layouts=style.input_layouts,
-        )
+        return style.fused(module)
     return style if isinstance(style, FusedColwiseParallel) else None
 
 
 def find_problems(style: Style, module: nn.Module, num_ranks: int) -> list[str]:
     """Why a style does not fit a module; empty when it does, or cannot be known."""
-    twin = own_twin(style)
-    if twin is None:
+    own = own_style(style)
+    if own is None:
         return []
-    problems = twin.find_problems(module)
-    problems += _find_obstacles(twin, module)
+    problems = own.find_problems(module)
+    problems += _find_obstacles(own, module)
     # Sizes that do not fit the module need not be compared with the ranks.
-    return problems or twin.find_axis_problems(module, num_ranks)
+    return problems or own.find_axis_problems(module, num_ranks)
 
 
 def _find_obstacles(style: ParallelStyle, module: nn.Module) -> list[str]:
@@ -113,8 +109,8 @@ def _find_obstacles(style: ParallelStyle, module: nn.Module) -> list[str]:
 
 def parameter_layouts(assignment: Assignment) -> dict[str, Placement] | None:
     """The placement of each parameter by path; None when it cannot be known."""
-    twin = own_twin(assignment.style)
-    if twin is None:
+    own = own_style(assignment.style)
+    if own is None:
         return None
-    layouts = twin.parameter_layouts(assignment.module)
+    layouts = own.parameter_layouts(assignment.module)
     return {assignment.parameter_path(name): p for name, p in layouts.items()}

@@ -7,7 +7,6 @@ from torch.distributed.tensor import Replicate
 
 from torchspmd.errors import PlanError
 from torchspmd.parallel.linear import ColwiseParallel, RowwiseParallel
-from torchspmd.parallel.plan.calls import Inputs, NotRunnableError, guess_inputs
 from torchspmd.parallel.plan.flow import OUTPUT, Flow, follow
 from torchspmd.parallel.plan.names import (
     explain_no_match,
@@ -17,6 +16,7 @@ from torchspmd.parallel.plan.names import (
     shortest_patterns,
 )
 from torchspmd.parallel.plan.plan import Plan, Style
+from torchspmd.parallel.plan.run import Inputs, NotRunnableError, guess_inputs
 
 # Two different numbers above 1, so that shapes tell the dimensions apart.
 _BATCH, _SEQ = 2, 8

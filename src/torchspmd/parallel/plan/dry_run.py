@@ -1,36 +1,36 @@
 """Run a model on the shapes of one rank, to find forwards that have sizes written in.
 
 ``x.view(batch, tokens, self.num_heads, head_dim)`` is right on one device and fails when a
-rank has some of the heads. Only plans whose modules take and hand on whole tensors or
+rank has some of the heads. Only plans whose modules take and return whole tensors or
 shards of the features are run so: their collectives do not change other shapes.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
 
+from torchspmd.layout.placements import (
+    positive_dim,
+)
 from torchspmd.layout.shards import shard_size
-from torchspmd.parallel.axis import positive_dim
-from torchspmd.parallel.linear import ColwiseParallel, ShardedStyle
+from torchspmd.parallel.linear import ShardedStyle
 from torchspmd.parallel.plan.assignment import (
     Assignment,
-    own_twin,
+    own_style,
     parameter_layouts,
 )
-from torchspmd.parallel.plan.calls import (
+from torchspmd.parallel.plan.run import (
     Inputs,
     NotRunnableError,
     call_on_meta,
     meta_state,
+    module_hooks,
 )
+from torchspmd.parallel.style import StyleLayouts
 
 _FEATURES = Shard(-1)
 
@@ -42,34 +42,41 @@ def find_fixed_sizes(
 
     Call it for inputs on which the whole model runs.
     """
-    if num_ranks == 1 or not all(map(_is_plain, assignments)):
+    layouts = [_feature_layouts(assignment) for assignment in assignments]
+    if num_ranks == 1 or None in layouts:
         return None
     state = _local_state(model, assignments, num_ranks)
-    stack = _ModuleStack(model)
     with contextlib.ExitStack() as hooks:
-        hooks.enter_context(stack.watching())
-        for assignment in assignments:
-            hooks.enter_context(_collectives(assignment, num_ranks))
+        for assignment, known in zip(assignments, layouts, strict=True):
+            assert known is not None
+            collectives = _Collectives(assignment.module, known, num_ranks)
+            hooks.enter_context(
+                module_hooks(assignment.module, collectives.enter, collectives.leave)
+            )
         try:
             with torch.no_grad():
                 call_on_meta(model, state, inputs)
         except NotRunnableError as error:
-            return f"in '{stack.current}': {error}"
+            return f"in '{error.path}': {error}"
     return None
 
 
-def _is_plain(assignment: Assignment) -> bool:
-    style = own_twin(assignment.style)
+def _feature_layouts(assignment: Assignment) -> StyleLayouts | None:
+    """The layouts of a module, if they are whole tensors or shards of features."""
+    style = own_style(assignment.style)
     if not isinstance(style, ShardedStyle) or not style.use_local_output:
-        return False
-    layouts = (style.input_layouts, style.output_layouts)
-    return all(layout in ((Replicate(),), (_FEATURES,)) for layout in layouts)
+        return None
+    layouts = style.layouts(assignment.module)
+    assert layouts is not None
+    outside = (*layouts.given, layouts.wanted)
+    is_plain = all(layout in (Replicate(), _FEATURES) for layout in outside)
+    return layouts if is_plain else None
 
 
 def _local_state(
     model: nn.Module, assignments: Sequence[Assignment], num_ranks: int
 ) -> dict[str, torch.Tensor]:
-    """Stand-ins for the parameters as rank 0 holds them; ties are kept."""
+    """Tensors without values, as rank 0 holds the parameters; ties are kept."""
     state = meta_state(model)
     made: dict[int, torch.Tensor] = {}
     for assignment in assignments:
@@ -88,45 +95,41 @@ def _shard(tensor: torch.Tensor, layout: Placement, num_ranks: int) -> torch.Ten
     return tensor.detach().narrow(layout.dim, 0, size)
 
 
-@contextlib.contextmanager
-def _collectives(assignment: Assignment, num_ranks: int) -> Iterator[None]:
-    """Let a module take and hand on what its style says."""
-    style, module = own_twin(assignment.style), assignment.module
-    assert isinstance(style, ShardedStyle)
-    is_colwise = isinstance(style, ColwiseParallel)
-    needed = (
-        Replicate() if is_colwise or isinstance(module, nn.Embedding) else _FEATURES
-    )
-    made = _FEATURES if is_colwise else Replicate()
+class _Collectives:
+    """Hooks that change the shapes of a module's input and output as its style does."""
 
-    read, written = _feature_counts(module)
+    def __init__(
+        self, module: nn.Module, layouts: StyleLayouts, num_ranks: int
+    ) -> None:
+        self._layouts, self._num_ranks = layouts, num_ranks
+        self._read, self._written = _feature_counts(module)
 
-    def enter(module: nn.Module, args: Any) -> Any:
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not args:
             return None
-        given = _only(style.input_layouts)
-        return (_change(args[0], given, needed, read, num_ranks), *args[1:])
+        (given,), (needed,) = self._layouts.given, self._layouts.needed
+        return (self._change(args[0], given, needed, self._read), *args[1:]), kwargs
 
-    def leave(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        wanted = _only(style.output_layouts)
-        return _change(output, made, wanted, written, num_ranks)
+    def leave(
+        self, module: nn.Module, args: Any, kwargs: Any, output: torch.Tensor
+    ) -> torch.Tensor:
+        # What every rank sums is whole after the sum.
+        made = self._layouts.made if self._layouts.made == _FEATURES else Replicate()
+        return self._change(output, made, self._layouts.wanted, self._written)
 
-    handles = (
-        module.register_forward_pre_hook(enter),
-        module.register_forward_hook(leave),
-    )
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _only(layouts: object) -> Placement:
-    assert isinstance(layouts, tuple)
-    layout = layouts[0]
-    assert isinstance(layout, Placement)
-    return layout
+    def _change(
+        self,
+        tensor: torch.Tensor,
+        source: Placement | None,
+        target: Placement | None,
+        features: int,
+    ) -> torch.Tensor:
+        """A tensor of the shape that another layout gives."""
+        if source == target:
+            return tensor
+        num_ranks = 1 if source == _FEATURES else self._num_ranks
+        size = shard_size(features, num_ranks, 0)
+        return tensor.new_empty((*tensor.shape[:-1], size))
 
 
 def _feature_counts(module: nn.Module) -> tuple[int, int]:
@@ -135,49 +138,3 @@ def _feature_counts(module: nn.Module) -> tuple[int, int]:
         return 0, module.embedding_dim
     assert isinstance(module, nn.Linear), type(module)
     return module.in_features, module.out_features
-
-
-def _change(
-    tensor: torch.Tensor,
-    source: Placement,
-    target: Placement,
-    features: int,
-    num_ranks: int,
-) -> torch.Tensor:
-    """A stand-in for the tensor in another layout."""
-    if source == target:
-        return tensor
-    size = features if source == _FEATURES else shard_size(features, num_ranks, 0)
-    return tensor.new_empty((*tensor.shape[:-1], size))
-
-
-class _ModuleStack:
-    """Which module is running; after an error, which one was."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._paths = {id(module): path for path, module in model.named_modules()}
-        self._open: list[str] = []
-
-    @property
-    def current(self) -> str:
-        return self._open[-1] if self._open else ""
-
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        handles = (
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave),
-        )
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        if id(module) in self._paths:
-            self._open.append(self._paths[id(module)])
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if id(module) in self._paths:
-            self._open.pop()

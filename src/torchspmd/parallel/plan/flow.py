@@ -1,21 +1,20 @@
 """Which Linears feed which, from one run of a model on shapes.
 
 Every tensor carries which Linears' output features it holds, and in which dimension:
-its *trail*. Operators pass trails on by the rules in ``plan_flow_rules``; where an
-operator needs the features whole, the trail ends, with the reason.
+its *trail*. Each torch function passes trails on by a rule; where one needs the features
+whole, the trail ends, with the reason.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
-from torchspmd.parallel.plan.calls import Inputs, call_on_meta, meta_state
+from torchspmd.parallel.plan.run import FunctionCall, Inputs, record, tensors_in
 
 # ----------------------------------------------------------------------------
 # How torch functions pass on the features of Linears: one rule for a family.
@@ -36,20 +35,15 @@ class Ended(Exception):  # noqa: N818
 
 
 Trails = Mapping[int, Trail]
-Rule = Callable[
-    [Trails, tuple[Any, ...], dict[str, Any], Sequence[torch.Tensor]], list[Trail]
-]
+Rule = Callable[[Trails, FunctionCall], list[Trail]]
 
 
-def _elementwise(
-    trails: Trails,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    outputs: Sequence[torch.Tensor],
-) -> list[Trail]:
+def _elementwise(trails: Trails, call: FunctionCall) -> list[Trail]:
     """Dimensions line up from the back; others must be broadcast over the features."""
-    (output,) = outputs
-    given = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
+    (output,) = call.outputs
+    given = [
+        t for t in (*call.args, *call.kwargs.values()) if isinstance(t, torch.Tensor)
+    ]
     found = {trails[id(t)].dim + output.ndim - t.ndim for t in given if id(t) in trails}
     if len(found) != 1:
         raise Ended("tensors with features in different dimensions meet")
@@ -64,14 +58,9 @@ def _elementwise(
     return [Trail(sources, dim)]
 
 
-def _reshape(
-    trails: Trails,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    outputs: Sequence[torch.Tensor],
-) -> list[Trail]:
+def _reshape(trails: Trails, call: FunctionCall) -> list[Trail]:
     """The features must stay the outer part of one dimension, as shards are cut."""
-    (output,), tensor = outputs, args[0]
+    (output,), tensor = call.outputs, call.args[0]
     trail = trails[id(tensor)]
     before = math.prod(tensor.shape[: trail.dim])
     size = tensor.shape[trail.dim]
@@ -85,29 +74,21 @@ def _reshape(
     )
 
 
-def _transpose(
-    trails: Trails,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    outputs: Sequence[torch.Tensor],
-) -> list[Trail]:
-    tensor, trail = args[0], trails[id(args[0])]
+def _transpose(trails: Trails, call: FunctionCall) -> list[Trail]:
+    tensor, trail = call.args[0], trails[id(call.args[0])]
     first, second = (
-        (*args[1:], *kwargs.values()) if len(args) + len(kwargs) > 1 else (-2, -1)
+        (*call.args[1:], *call.kwargs.values())
+        if len(call.args) + len(call.kwargs) > 1
+        else (-2, -1)
     )
     order = list(range(tensor.ndim))
     order[first], order[second] = order[second], order[first]
     return [Trail(trail.sources, order.index(trail.dim))]
 
 
-def _permute(
-    trails: Trails,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    outputs: Sequence[torch.Tensor],
-) -> list[Trail]:
-    tensor, trail = args[0], trails[id(args[0])]
-    given = kwargs.get("dims", args[1:])
+def _permute(trails: Trails, call: FunctionCall) -> list[Trail]:
+    tensor, trail = call.args[0], trails[id(call.args[0])]
+    given = call.kwargs.get("dims", call.args[1:])
     dims = (
         given[0] if len(given) == 1 and isinstance(given[0], (list, tuple)) else given
     )
@@ -115,41 +96,26 @@ def _permute(
     return [Trail(trail.sources, order.index(trail.dim))]
 
 
-def _along(
-    trails: Trails,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    outputs: Sequence[torch.Tensor],
-) -> list[Trail]:
+def _along(trails: Trails, call: FunctionCall) -> list[Trail]:
     """Something done along one other dimension, which stays."""
-    tensor, trail = args[0], trails[id(args[0])]
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    tensor, trail = call.args[0], trails[id(call.args[0])]
+    dim = call.argument(1, "dim")
     if type(dim) is not int or dim % tensor.ndim == trail.dim:
         raise Ended("they are compared or summed up")
-    return [trail] * len(outputs)
+    return [trail] * len(call.outputs)
 
 
-def _split(
-    trails: Trails,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    outputs: Sequence[torch.Tensor],
-) -> list[Trail]:
-    tensor, trail = args[0], trails[id(args[0])]
-    dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
+def _split(trails: Trails, call: FunctionCall) -> list[Trail]:
+    tensor, trail = call.args[0], trails[id(call.args[0])]
+    dim = call.argument(2, "dim", 0)
     if dim % tensor.ndim == trail.dim:
         raise Ended("they are split into parts, as those of a fused projection are")
-    return [trail] * len(outputs)
+    return [trail] * len(call.outputs)
 
 
-def _index(
-    trails: Trails,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    outputs: Sequence[torch.Tensor],
-) -> list[Trail]:
+def _index(trails: Trails, call: FunctionCall) -> list[Trail]:
     """Whole slices keep a dimension, numbers drop one, None adds one."""
-    tensor, index = args
+    tensor, index = call.args
     if id(tensor) not in trails:
         raise Ended("they are used as an index")
     trail = trails[id(tensor)]
@@ -174,41 +140,26 @@ def _index(
     raise AssertionError((tensor.shape, index))
 
 
-def _expand(
-    trails: Trails,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    outputs: Sequence[torch.Tensor],
-) -> list[Trail]:
-    tensor, (output,), trail = args[0], outputs, trails[id(args[0])]
+def _expand(trails: Trails, call: FunctionCall) -> list[Trail]:
+    tensor, (output,), trail = call.args[0], call.outputs, trails[id(call.args[0])]
     dim = trail.dim + output.ndim - tensor.ndim
     if output.shape[dim] != tensor.shape[trail.dim]:
         raise Ended("they are repeated")
     return [Trail(trail.sources, dim)]
 
 
-def _repeat_interleave(
-    trails: Trails,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    outputs: Sequence[torch.Tensor],
-) -> list[Trail]:
+def _repeat_interleave(trails: Trails, call: FunctionCall) -> list[Trail]:
     """Each feature beside its copies: shards of the result are made from shards."""
-    if kwargs.get("dim", args[2] if len(args) > 2 else None) is None:
+    if call.argument(2, "dim") is None:
         raise Ended("they are flattened and repeated")
-    return [trails[id(args[0])]]
+    return [trails[id(call.args[0])]]
 
 
-def _concatenate(
-    trails: Trails,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    outputs: Sequence[torch.Tensor],
-) -> list[Trail]:
-    given = args[0] if args else kwargs["tensors"]
+def _concatenate(trails: Trails, call: FunctionCall) -> list[Trail]:
+    given = call.args[0] if call.args else call.kwargs["tensors"]
     # A cache that is still empty adds nothing.
     tensors = [t for t in given if t.numel() or id(t) in trails]
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    dim = call.argument(1, "dim", 0)
     found = {trails[id(t)].dim if id(t) in trails else -1 for t in tensors}
     if len(found) != 1 or dim % tensors[0].ndim in found:
         raise Ended("they are joined with other features")
@@ -216,14 +167,9 @@ def _concatenate(
     return [Trail(sources, found.pop())]
 
 
-def _matmul(
-    trails: Trails,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    outputs: Sequence[torch.Tensor],
-) -> list[Trail]:
+def _matmul(trails: Trails, call: FunctionCall) -> list[Trail]:
     """A product of one matrix for each head: both operands have the heads in front."""
-    left, right = args
+    left, right = call.args
     both = [trails.get(id(left)), trails.get(id(right))]
     if both[0] is None or both[1] is None or both[0].dim != both[1].dim:
         raise Ended("they are multiplied with a whole matrix")
@@ -232,65 +178,47 @@ def _matmul(
     return [Trail(both[0].sources | both[1].sources, both[0].dim)]
 
 
-def _attention(
-    trails: Trails,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    outputs: Sequence[torch.Tensor],
-) -> list[Trail]:
+def _attention(trails: Trails, call: FunctionCall) -> list[Trail]:
     """Heads of queries, keys and values are in one dimension, before tokens and size."""
-    named = [kwargs[name] for name in ("query", "key", "value") if name in kwargs]
-    parts = [*args[:3], *named][:3]
+    named = [
+        call.kwargs[name] for name in ("query", "key", "value") if name in call.kwargs
+    ]
+    parts = [*call.args[:3], *named][:3]
     found = [trails.get(id(part)) for part in parts]
     dims = {
         trail.dim - part.ndim for part, trail in zip(parts, found, strict=True) if trail
     }
     if None in found or dims != {-3}:
         raise Ended("attention needs the heads of queries, keys and values together")
-    mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
+    mask = call.argument(3, "attn_mask")
     if mask is not None and mask.ndim > 2 and mask.shape[-3] != 1:
         raise Ended("the attention mask is another for each head")
     sources = frozenset().union(*(trail.sources for trail in found if trail))
-    return [Trail(sources, outputs[0].ndim - 3)]
+    return [Trail(sources, call.outputs[0].ndim - 3)]
 
 
-def _reduce(
-    trails: Trails,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    outputs: Sequence[torch.Tensor],
-) -> list[Trail]:
-    tensor, trail = args[0], trails[id(args[0])]
-    given: Any = kwargs.get("dim", args[1] if len(args) > 1 else None)
+def _reduce(trails: Trails, call: FunctionCall) -> list[Trail]:
+    tensor, trail = call.args[0], trails[id(call.args[0])]
+    given: Any = call.argument(1, "dim")
     if type(given) not in (int, tuple, list) or given in ((), []):
         raise Ended("they are summed up")
     dims = [d % tensor.ndim for d in ([given] if isinstance(given, int) else given)]
     if trail.dim in dims:
         raise Ended("they are summed up")
-    is_kept = outputs[0].ndim == tensor.ndim
+    is_kept = call.outputs[0].ndim == tensor.ndim
     dropped = 0 if is_kept else sum(dim < trail.dim for dim in dims)
-    return [Trail(trail.sources, trail.dim - dropped)] * len(outputs)
+    return [Trail(trail.sources, trail.dim - dropped)] * len(call.outputs)
 
 
-def _same(
-    trails: Trails,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    outputs: Sequence[torch.Tensor],
-) -> list[Trail]:
+def _same(trails: Trails, call: FunctionCall) -> list[Trail]:
     """The features stay where they are."""
-    return [trails[id(args[0])]]
+    return [trails[id(call.args[0])]]
 
 
-def _complex(
-    trails: Trails,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    outputs: Sequence[torch.Tensor],
-) -> list[Trail]:
+def _complex(trails: Trails, call: FunctionCall) -> list[Trail]:
     """Only the last dimension changes."""
-    trail = trails[id(args[0])]
-    if trail.dim == args[0].ndim - 1:
+    trail = trails[id(call.args[0])]
+    if trail.dim == call.args[0].ndim - 1:
         raise Ended("they are turned into parts of complex numbers")
     return [trail]
 
@@ -358,13 +286,13 @@ def follow(model: nn.Module, inputs: Inputs) -> Flow:
     Raises:
         NotRunnableError: The model needs values to run.
     """
-    state = meta_state(model)
-    mode = _Follow(model, state)
-    with mode:
-        output = call_on_meta(model, state, inputs)
-    for tensor in tensors_in(output):
-        mode.end(mode.trails.get(id(tensor)), OUTPUT)
-    return mode.flow
+    recording = record(model, inputs)
+    follower = _Follower(model, recording.state)
+    for call in recording.function_calls:
+        follower.pass_on(call)
+    for tensor in tensors_in(recording.output):
+        follower.end(follower.trails.get(id(tensor)), OUTPUT)
+    return follower.flow
 
 
 def _owners(
@@ -378,11 +306,10 @@ def _owners(
     }
 
 
-class _Follow(TorchFunctionMode):
-    """Hands trails from the inputs of each torch function to its outputs."""
+class _Follower:
+    """Passes trails from the inputs of each torch function to its outputs."""
 
     def __init__(self, model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()
         self.flow = Flow()
         self.trails: dict[int, Trail] = {}
         self._linears = _owners(model, state, nn.Linear)
@@ -390,57 +317,37 @@ class _Follow(TorchFunctionMode):
         names = [path for path, _ in model.named_parameters()]
         self._parameters = {id(state[path]): path for path in names}
         self._known = {id(tensor) for tensor in state.values()}
-        self._alive: list[torch.Tensor] = []  # ids stay unique while tensors live
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        outputs = list(tensors_in(result))
-        name = getattr(func, "__name__", str(func))
-        self._look_for_gaps(name, args, kwargs)
-        if name == "__setitem__":
-            outputs = [args[0]]
-        if not outputs:
-            return result
-        self._alive += outputs
-        self._known |= set(map(id, outputs))
-        if func is F.linear:
-            self._linear(outputs[0], *args, **kwargs)
-        elif func is F.embedding:
-            self._embedding(*args, **kwargs)
-        else:
-            self._pass_on(name, args, kwargs, outputs)
-        return result
-
-    def _look_for_gaps(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Tensors with a history that no torch function has shown to us."""
-        for tensor in tensors_in([*args, *kwargs.values()]):
+    def pass_on(self, call: FunctionCall) -> None:
+        """Give the outputs of a call the trails that follow from its inputs."""
+        for tensor in call.inputs:
+            # A history that no torch function has shown.
             if tensor.requires_grad and id(tensor) not in self._known:
-                self._alive.append(tensor)
                 self._known.add(id(tensor))
-                self.flow.gaps.append(name)
+                self.flow.gaps.append(call.name)
+        if not call.outputs:
+            return
+        self._known |= set(map(id, call.outputs))
+        if call.func is F.linear:
+            self._linear(call.outputs[0], *call.args, **call.kwargs)
+        elif call.func is F.embedding:
+            self._embedding(*call.args, **call.kwargs)
+        else:
+            self._apply(call)
 
     def _linear(
         self,
         output: torch.Tensor,
-        x: torch.Tensor,
+        input: torch.Tensor,
         weight: torch.Tensor,
         bias: Any = None,
     ) -> None:
-        trail = self.trails.get(id(x))
+        trail = self.trails.get(id(input))
         path = self._linears.get(id(weight))
         if path is None:
             self.end(trail, f"they meet {self._name(weight)}, which no nn.Linear owns")
             return
-        if trail is not None and trail.dim != x.ndim - 1:
+        if trail is not None and trail.dim != input.ndim - 1:
             self.end(
                 trail, f"'{path}' reads them in dimension {trail.dim}, not the last"
             )
@@ -451,55 +358,43 @@ class _Follow(TorchFunctionMode):
         self.trails[id(output)] = Trail(frozenset({path}), output.ndim - 1)
 
     def _embedding(
-        self, index: torch.Tensor, weight: torch.Tensor, *_: Any, **__: Any
+        self, input: torch.Tensor, weight: torch.Tensor, *_: Any, **__: Any
     ) -> None:
         path = self._embeddings.get(id(weight))
         if path is not None:
             self.flow.embeddings[path] = None
 
-    def _pass_on(
-        self,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        outputs: list[torch.Tensor],
-    ) -> None:
-        given = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
-        trails = [self.trails[id(t)] for t in given if id(t) in self.trails]
+    def _apply(self, call: FunctionCall) -> None:
+        trails = [self.trails[id(t)] for t in call.inputs if id(t) in self.trails]
         if not trails:
             return
         try:
-            passed = self._apply_rule(name, args, kwargs, outputs)
+            passed = self._apply_rule(call)
         except Ended as end:
             for trail in trails:
                 self.end(trail, str(end))
-            for tensor in outputs:  # written in place: it had a trail before
+            for tensor in call.outputs:  # written in place: it had a trail before
                 self.trails.pop(id(tensor), None)
             return
-        self.trails |= {id(t): trail for t, trail in zip(outputs, passed, strict=True)}
+        pairs = zip(call.outputs, passed, strict=True)
+        self.trails |= {id(tensor): trail for tensor, trail in pairs}
 
-    def _apply_rule(
-        self,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        outputs: list[torch.Tensor],
-    ) -> list[Trail]:
-        given = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
-        owned = [self._parameters[id(t)] for t in given if id(t) in self._parameters]
-        if owned:
-            raise Ended(f"the parameter '{owned[0]}' is used on them")
-        rule = RULES.get(name)
+    def _apply_rule(self, call: FunctionCall) -> list[Trail]:
+        for tensor in call.inputs:
+            if id(tensor) in self._parameters:
+                path = self._parameters[id(tensor)]
+                raise Ended(f"the parameter '{path}' is used on them")
+        rule = RULES.get(call.name)
         if rule is None:
             raise Ended(
-                f"the torch function {name} is applied, for which no rule is known"
+                f"the torch function {call.name} is applied, for which no rule is known"
             )
         try:
-            return rule(self.trails, args, kwargs, outputs)
+            return rule(self.trails, call)
         except (IndexError, KeyError, TypeError, ValueError):
             # Torch functions have many signatures; a rule knows the usual ones.
             raise Ended(
-                f"{name} is applied in a way for which no rule is known"
+                f"{call.name} is applied in a way for which no rule is known"
             ) from None
 
     def end(self, trail: Trail | None, reason: str) -> None:
@@ -512,14 +407,3 @@ class _Follow(TorchFunctionMode):
     def _name(self, weight: torch.Tensor) -> str:
         path = self._parameters.get(id(weight))
         return "a computed weight" if path is None else f"'{path}'"
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested tuples, lists and dicts."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from tensors_in(list(value.values()))
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)

@@ -10,31 +10,35 @@ from torch import nn
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from torchspmd.comm import CommEvent, Group, Kind, Ledger, Phase, wire_bytes
-from torchspmd.layout.shards import full_shard_size
-from torchspmd.parallel.axis import gradient_layout, positive_dim
-from torchspmd.parallel.experts import ExpertParallel, ReplicateParallel
-from torchspmd.parallel.fused import FusedColwiseParallel
-from torchspmd.parallel.linear import RowwiseParallel, ShardedStyle
-from torchspmd.parallel.plan.assignment import Assignment, fused_form, own_twin
-from torchspmd.parallel.plan.calls import (
-    Call,
-    Facts,
-    Inputs,
-    NotRunnableError,
-    describe_inputs,
-    guess_inputs,
-    run_on_shapes,
+from torchspmd.layout.placements import (
+    positive_dim,
 )
+from torchspmd.layout.shards import full_shard_size
+from torchspmd.parallel.axis import (
+    PlanMesh,
+    gradient_layout,
+)
+from torchspmd.parallel.experts import ExpertParallel
+from torchspmd.parallel.plan.assignment import Assignment, fused_form, own_style
 from torchspmd.parallel.plan.dry_run import find_fixed_sizes
-from torchspmd.parallel.plan.mesh import PlanMesh
 from torchspmd.parallel.plan.names import fold
 from torchspmd.parallel.plan.resolve import Resolved
+from torchspmd.parallel.plan.run import (
+    Inputs,
+    ModuleCall,
+    NotRunnableError,
+    TensorInfo,
+    describe_inputs,
+    guess_inputs,
+    record,
+)
 from torchspmd.parallel.prepare import (
     PrepareModuleInput,
     PrepareModuleInputOutput,
     PrepareModuleOutput,
 )
 from torchspmd.parallel.sequence import SequenceParallel
+from torchspmd.parallel.style import ParallelStyle, StyleLayouts
 
 # ----------------------------------------------------------------------------
 # The layout changes that a style makes in one call, forward and backward.
@@ -51,236 +55,184 @@ class Move(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Handed:
-    """The DTensors that modules hand to each other, by identity.
+class DTensors:
+    """The DTensors that modules pass to each other, by identity.
 
     Attributes:
         layouts: Their layouts.
-        in_terms: Those whose gradient comes back as terms of a sum, because all that
-            read them leave the sum to whoever made the DTensor.
+        partial_gradients: Those whose gradient comes back as partial values, because
+            all that read them leave the sum to the module that made the DTensor.
     """
 
     layouts: dict[int, Placement] = field(default_factory=dict)
-    in_terms: set[int] = field(default_factory=set)
+    partial_gradients: set[int] = field(default_factory=set)
 
-    def gradient_of(self, facts: Facts, layout: Placement) -> Placement:
+    def gradient_of(self, info: TensorInfo, layout: Placement) -> Placement:
         """The layout in which the gradient of a tensor with this layout comes back."""
-        return Partial() if facts.identity in self.in_terms else gradient_layout(layout)
+        is_partial = info.identity in self.partial_gradients
+        return Partial() if is_partial else gradient_layout(layout)
+
+    def remember(self, info: TensorInfo, layout: Placement, *, local: bool) -> None:
+        """A DTensor tells the next module its layout; a plain tensor does not."""
+        if local:
+            self.layouts.pop(info.identity, None)
+        else:
+            self.layouts[info.identity] = layout
 
 
 def moves_of(
-    assignment: Assignment, call: Call, handed: Handed, num_ranks: int
+    assignment: Assignment, call: ModuleCall, dtensors: DTensors, num_ranks: int
 ) -> list[Move] | None:
     """The layout changes of one call; None where the style does not tell.
 
     Args:
         assignment: The module and its style.
         call: The module's tensors.
-        handed: The tensors that are DTensors by now; written to.
+        dtensors: The tensors that are DTensors by now; written to.
         num_ranks: How many ranks the axis has.
     """
-    style, module = own_twin(assignment.style), assignment.module
-    fused = fused_form(assignment)
-    if fused is not None:
-        return list(_fused_moves(fused, module, call, handed, num_ranks))
-    if isinstance(style, ExpertParallel):
-        return list(_expert_moves(style, call, handed))
-    if isinstance(style, ReplicateParallel):
-        return []
-    if isinstance(style, ShardedStyle):
-        return list(_sharded_moves(style, module, call, handed))
-    if isinstance(style, SequenceParallel):
-        return _sequence_moves(style, module, call, handed)
+    style, module = own_style(assignment.style), assignment.module
     if isinstance(style, PrepareModuleInput):
-        return list(_input_moves(style, call, handed))
+        return list(_input_moves(style, call, dtensors))
     if isinstance(style, PrepareModuleOutput):
-        return list(_output_moves(style, call, handed))
+        return list(_output_moves(style, call, dtensors))
     if isinstance(style, PrepareModuleInputOutput):
-        before = list(_input_moves(style.prepare_module_input, call, handed))
-        after = list(_output_moves(style.prepare_module_output, call, handed))
+        before = list(_input_moves(style.prepare_module_input, call, dtensors))
+        after = list(_output_moves(style.prepare_module_output, call, dtensors))
         return before + after
-    return None
+    layouts = None if style is None else style.layouts(module)
+    if style is None or layouts is None:
+        return None
+    moves = list(_layer_moves(style, layouts, call, dtensors))
+    trained = [p for p in module.parameters() if p.requires_grad]
+    if isinstance(style, SequenceParallel) and trained:
+        if type(module) not in (nn.LayerNorm, nn.RMSNorm):
+            return None  # DTensor decides when it sums the gradients
+    moves += _parameter_moves(assignment, num_ranks)
+    return sorted(moves, key=lambda move: move.phase is Phase.BACKWARD)
 
 
-def _sharded_moves(
-    style: ShardedStyle, module: nn.Module, call: Call, handed: Handed
+def _layer_moves(
+    style: ParallelStyle, layouts: StyleLayouts, call: ModuleCall, dtensors: DTensors
 ) -> Iterator[Move]:
-    given, output = call.inputs[0], call.outputs[0]
-    assert given is not None and output is not None, call
-    assert isinstance(style.input_layouts, tuple)
-    assert isinstance(style.output_layouts, tuple)
-    needed: Placement = Replicate()
-    made: Placement = Shard(-1)
-    if isinstance(style, RowwiseParallel):
-        (needed,), made = style.desired_input_layouts(module), Partial()
-    arriving = handed.layouts.get(given.identity, style.input_layouts[0])
-    wanted = style.output_layouts[0]
-    yield from _there(given, arriving, needed)
-    yield from _there(output, made, wanted)
-    if output.needs_grad:
-        yield from _returned(output, wanted, style.use_local_output, handed)
-        yield from _back(output, gradient_layout(wanted), gradient_layout(made))
-    if given.needs_grad:
-        made_gradient = Partial() if isinstance(needed, Replicate) else needed
-        yield from _input_gradient(given, made_gradient, arriving, handed)
-    _remember(output, wanted, style.use_local_output, handed)
-
-
-def _fused_moves(
-    style: FusedColwiseParallel,
-    module: nn.Module,
-    call: Call,
-    handed: Handed,
-    num_ranks: int,
-) -> Iterator[Move]:
-    given, output = call.inputs[0], call.outputs[0]
-    assert given is not None and output is not None, call
-    assert isinstance(style.input_layouts, tuple)
-    arriving = handed.layouts.get(given.identity, style.input_layouts[0])
-    yield from _there(given, arriving, Replicate())
-    if given.needs_grad:
-        yield from _input_gradient(given, Partial(), arriving, handed)
-    trained = [p for p in module.parameters(recurse=False) if p.requires_grad]
-    for parameter in trained:
-        for part in style.split():
-            if part.is_shared(num_ranks):
-                # Ranks that share a head have terms of its parameters' gradients.
-                shape = (part.size, *parameter.shape[1:])
-                yield Move(
-                    Phase.BACKWARD, Partial(), Replicate(), shape, parameter.dtype
-                )
-
-
-def _expert_moves(style: ExpertParallel, call: Call, handed: Handed) -> Iterator[Move]:
-    given, needed = style.input_layouts, style.desired_input_layouts
-    assert isinstance(given, tuple) and isinstance(needed, tuple)
-    assert isinstance(style.output_layouts, tuple)
-    for facts, source, target in zip(call.inputs, given, needed, strict=False):
-        if facts is None or source is None or target is None:
+    """Inputs into the layouts that a layer reads, its output into that it returns."""
+    made, wanted = layouts.made, layouts.wanted
+    for info, given, needed in zip(
+        call.inputs, layouts.given, layouts.needed, strict=False
+    ):
+        if info is None or given is None or needed is None:
             continue
-        arriving = handed.layouts.get(facts.identity, source)
-        yield from _there(facts, arriving, target)
-        if facts.needs_grad:
-            made = Partial() if isinstance(target, Replicate) else target
-            yield from _back(facts, made, gradient_layout(arriving))
+        arriving = dtensors.layouts.get(info.identity, given)
+        yield from _forward(info, arriving, needed)
+        if info.needs_grad:
+            # Ranks that compute different things from a whole input have partial
+            # values of its gradient.
+            is_partial = isinstance(needed, Replicate) and made != Replicate()
+            gradient = Partial() if is_partial else needed
+            shares_sum = not isinstance(style, ExpertParallel)
+            if shares_sum and _leaves_sum(info, gradient, arriving, dtensors):
+                dtensors.partial_gradients.add(info.identity)
+            else:
+                yield from _backward(info, gradient, gradient_layout(arriving))
     output = call.outputs[0]
     assert output is not None, call
-    wanted = style.output_layouts[0]
-    yield from _there(output, Partial(), wanted)
+    yield from _forward(output, made, wanted)
     if output.needs_grad:
-        yield from _returned(output, wanted, style.use_local_output, handed)
-        yield from _back(output, gradient_layout(wanted), Replicate())
-    _remember(output, wanted, style.use_local_output, handed)
+        if not layouts.local_output:
+            returned = dtensors.gradient_of(output, wanted)
+            yield from _backward(output, returned, gradient_layout(wanted))
+        yield from _backward(output, gradient_layout(wanted), gradient_layout(made))
+    dtensors.remember(output, wanted, local=layouts.local_output)
 
 
-def _sequence_moves(
-    style: SequenceParallel,
-    module: nn.Module,
-    call: Call,
-    handed: Handed,
-) -> list[Move] | None:
-    given, output = call.inputs[0], call.outputs[0]
-    assert given is not None and output is not None, call
-    (layout,) = style.sequence_sharding
-    _remember(output, layout, style.use_local_output, handed)
-    trained = [p for p in module.parameters() if p.requires_grad]
-    if trained and type(module) not in (nn.LayerNorm, nn.RMSNorm):
-        return None  # DTensor decides when it sums the gradients
-    arriving = handed.layouts.get(given.identity, layout)
-    moves = list(_there(given, arriving, layout))
-    if given.needs_grad:
-        moves += _back(given, layout, gradient_layout(arriving))
-    if trained:
-        shape = (sum(p.numel() for p in trained),)
-        dtype = trained[0].dtype
-        moves.append(Move(Phase.BACKWARD, Partial(), Replicate(), shape, dtype))
-    return moves
+def _leaves_sum(
+    info: TensorInfo, gradient: Placement, arriving: Placement, dtensors: DTensors
+) -> bool:
+    """Whether a layer leaves the sum of a DTensor's gradient to the one that made it."""
+    is_partial = isinstance(arriving, Replicate) and isinstance(gradient, Partial)
+    return is_partial and info.identity in dtensors.layouts
+
+
+def _parameter_moves(assignment: Assignment, num_ranks: int) -> Iterator[Move]:
+    """The sums of the gradients of replicated parameters."""
+    style, module = own_style(assignment.style), assignment.module
+    trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
+    fused = fused_form(assignment)
+    if fused is not None:
+        for parameter in trained.values():
+            for part in fused.split():
+                if part.is_shared(num_ranks):
+                    # Ranks that share a head have partial gradients of its parameters.
+                    shape = (part.size, *parameter.shape[1:])
+                    yield _gradient_sum(shape, parameter.dtype)
+    elif isinstance(style, (SequenceParallel, ExpertParallel)):
+        # All in one collective.
+        placed = style.parameter_layouts(module)
+        summed = [p for n, p in trained.items() if placed[n] == Replicate()]
+        if summed:
+            shape = (sum(parameter.numel() for parameter in summed),)
+            yield _gradient_sum(shape, summed[0].dtype)
+
+
+def _gradient_sum(shape: tuple[int, ...], dtype: torch.dtype) -> Move:
+    return Move(Phase.BACKWARD, Partial(), Replicate(), shape, dtype)
 
 
 def _input_moves(
-    style: PrepareModuleInput, call: Call, handed: Handed
+    style: PrepareModuleInput, call: ModuleCall, dtensors: DTensors
 ) -> Iterator[Move]:
     given = style.input_layouts if isinstance(style.input_layouts, tuple) else ()
     desired = style.desired_input_layouts
     desired = desired if isinstance(desired, tuple) else ()
-    for facts, source, target in zip(call.inputs, given, desired, strict=False):
-        yield from _prepared(facts, source, target, style.use_local_output, handed)
+    for info, source, target in zip(call.inputs, given, desired, strict=False):
+        yield from _prepared(info, source, target, style.use_local_output, dtensors)
     targets = style.desired_input_kwarg_layouts or {}
     for name, source in (style.input_kwarg_layouts or {}).items():
-        facts, target = call.keywords.get(name), targets.get(name)
-        yield from _prepared(facts, source, target, style.use_local_output, handed)
+        info, target = call.keywords.get(name), targets.get(name)
+        yield from _prepared(info, source, target, style.use_local_output, dtensors)
 
 
 def _output_moves(
-    style: PrepareModuleOutput, call: Call, handed: Handed
+    style: PrepareModuleOutput, call: ModuleCall, dtensors: DTensors
 ) -> Iterator[Move]:
     given, desired = style.output_layouts, style.desired_output_layouts
     assert isinstance(given, tuple) and isinstance(desired, tuple)
-    for facts, source, target in zip(call.outputs, given, desired, strict=False):
-        yield from _prepared(facts, source, target, style.use_local_output, handed)
+    for info, source, target in zip(call.outputs, given, desired, strict=False):
+        yield from _prepared(info, source, target, style.use_local_output, dtensors)
 
 
 def _prepared(
-    facts: Facts | None,
+    info: TensorInfo | None,
     source: Placement | None,
     target: Placement | None,
     local: bool,
-    handed: Handed,
+    dtensors: DTensors,
 ) -> Iterator[Move]:
-    if facts is None or source is None:
+    if info is None or source is None:
         return
-    arriving = handed.layouts.get(facts.identity, source)
+    arriving = dtensors.layouts.get(info.identity, source)
     target = target or arriving
-    yield from _there(facts, arriving, target)
-    if facts.needs_grad:
+    yield from _forward(info, arriving, target)
+    if info.needs_grad:
         returned = gradient_layout(target)
         if not local:
-            returned = handed.gradient_of(facts, target)
-        yield from _back(facts, returned, gradient_layout(arriving))
-    _remember(facts, target, local, handed)
+            returned = dtensors.gradient_of(info, target)
+        yield from _backward(info, returned, gradient_layout(arriving))
+    dtensors.remember(info, target, local=local)
 
 
-def _input_gradient(
-    facts: Facts, made: Placement, arriving: Placement, handed: Handed
-) -> Iterator[Move]:
-    """The way of an input's gradient out of a layer that made it in this layout."""
-    is_dtensor = facts.identity in handed.layouts
-    if is_dtensor and isinstance(arriving, Replicate) and isinstance(made, Partial):
-        # Layers that share a DTensor leave the sum to the one that made it.
-        handed.in_terms.add(facts.identity)
-        return
-    yield from _back(facts, made, gradient_layout(arriving))
+def _forward(info: TensorInfo, source: Placement, target: Placement) -> Iterator[Move]:
+    yield Move(Phase.FORWARD, source, target, info.shape, info.dtype)
 
 
-def _returned(
-    facts: Facts, layout: Placement, local: bool, handed: Handed
-) -> Iterator[Move]:
-    """What the gradient of an output goes through before the layer's own backward."""
-    if not local:
-        returned = handed.gradient_of(facts, layout)
-        yield from _back(facts, returned, gradient_layout(layout))
-
-
-def _remember(facts: Facts, layout: Placement, local: bool, handed: Handed) -> None:
-    """A DTensor tells the next module its layout; a plain tensor does not."""
-    if local:
-        handed.layouts.pop(facts.identity, None)
-    else:
-        handed.layouts[facts.identity] = layout
-
-
-def _there(facts: Facts, source: Placement, target: Placement) -> Iterator[Move]:
-    yield Move(Phase.FORWARD, source, target, facts.shape, facts.dtype)
-
-
-def _back(facts: Facts, source: Placement, target: Placement) -> Iterator[Move]:
-    yield Move(Phase.BACKWARD, source, target, facts.shape, facts.dtype)
+def _backward(info: TensorInfo, source: Placement, target: Placement) -> Iterator[Move]:
+    yield Move(Phase.BACKWARD, source, target, info.shape, info.dtype)
 
 
 # ----------------------------------------------------------------------------
 # The communication of a plan, from the layouts of its styles and the calls of a model.
 #
-# What ``exchange.move`` does with tensors, this does with shapes; both follow one table:
+# What ``redistribute.move`` does with tensors, this does with shapes, by one table:
 #
 # | from      | to          | sends                                      |
 # |-----------|-------------|--------------------------------------------|
@@ -307,19 +259,19 @@ class Prediction(NamedTuple):
 
 def predict_collectives(
     assignments: Sequence[Assignment],
-    calls: Sequence[Call],
+    calls: Sequence[ModuleCall],
     mesh: PlanMesh,
     model_name: str,
 ) -> Prediction:
     """Every collective of one forward and backward of the calls."""
     by_path = {assignment.path: assignment for assignment in assignments}
     group = Group(name="predicted", ranks=tuple(range(mesh.size)), axis=mesh.axis)
-    handed = _follow_dtensors(by_path, calls, mesh.size)
+    dtensors = _follow_dtensors(by_path, calls, mesh.size)
     prediction = Prediction([], [])
     for call in calls:
         assignment = by_path[call.path]
         module = f"{model_name}.{call.path}" if call.path else model_name
-        moves = moves_of(assignment, call, handed, mesh.size)
+        moves = moves_of(assignment, call, dtensors, mesh.size)
         if moves is None:
             prediction.unknown.append(call.path)
             continue
@@ -331,16 +283,16 @@ def predict_collectives(
 
 
 def _follow_dtensors(
-    by_path: Mapping[str, Assignment], calls: Sequence[Call], num_ranks: int
-) -> Handed:
+    by_path: Mapping[str, Assignment], calls: Sequence[ModuleCall], num_ranks: int
+) -> DTensors:
     """Which sums are left to the module that made a DTensor.
 
     It is read after it is made, so this takes a walk over the calls of its own.
     """
-    first = Handed()
+    first = DTensors()
     for call in calls:
         moves_of(by_path[call.path], call, first, num_ranks)
-    return Handed(in_terms=first.in_terms)
+    return DTensors(partial_gradients=first.partial_gradients)
 
 
 def _event(move: Move, group: Group, module: str) -> CommEvent | None:
@@ -383,7 +335,7 @@ def _buffer_shape(
         if isinstance(placement, Shard):
             padded[placement.dim] = full_shard_size(shape[placement.dim], size) * size
     if isinstance(source, Shard) and isinstance(target, Shard):
-        padded[source.dim] //= size  # an all-to-all hands over one rank's shard
+        padded[source.dim] //= size  # an all-to-all exchanges one rank's shard
     return tuple(padded)
 
 
@@ -405,7 +357,8 @@ def forecast(
     notes: list[str]
     try:
         inputs = example if example is not None else guess_inputs(model, *tokens)
-        calls = run_on_shapes(model, [a.path for a in assignments], inputs)
+        recording = record(model, inputs, [a.path for a in assignments])
+        calls = recording.module_calls
         notes = [f"Shapes are those of a run on {describe_inputs(inputs)}."]
         failure = find_fixed_sizes(model, assignments, inputs, resolved.mesh.size)
         if failure is not None:
@@ -442,7 +395,7 @@ def _each(paths: Iterable[str], what: str) -> list[str]:
 
 def _assumed_calls(
     assignments: Sequence[Assignment], batch: int, seq: int
-) -> Iterable[Call]:
+) -> Iterable[ModuleCall]:
     """One call of each layer whose shapes follow from the layer itself."""
     for number, assignment in enumerate(assignments):
         module = assignment.module
@@ -451,16 +404,16 @@ def _assumed_calls(
                 (module.in_features, module.out_features),
                 module.weight.dtype,
             )
-            given = Facts((batch, seq, sizes[0]), dtype, True, 2 * number)
+            given = TensorInfo((batch, seq, sizes[0]), dtype, True, 2 * number)
         elif isinstance(module, nn.Embedding):
             sizes, dtype = (1, module.embedding_dim), module.weight.dtype
-            given = Facts((batch, seq), torch.long, False, 2 * number)
+            given = TensorInfo((batch, seq), torch.long, False, 2 * number)
         elif (
             isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and module.weight is not None
         ):
             sizes, dtype = (1, module.normalized_shape[-1]), module.weight.dtype
-            given = Facts((batch, seq, sizes[1]), dtype, True, 2 * number)
+            given = TensorInfo((batch, seq, sizes[1]), dtype, True, 2 * number)
         else:
             continue
-        output = Facts((batch, seq, sizes[1]), dtype, True, 2 * number + 1)
-        yield Call(assignment.path, (given,), {}, (output,))
+        output = TensorInfo((batch, seq, sizes[1]), dtype, True, 2 * number + 1)
+        yield ModuleCall(assignment.path, (given,), {}, (output,))

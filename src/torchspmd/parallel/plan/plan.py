@@ -11,7 +11,7 @@ from torchspmd.errors import PlanError
 from torchspmd.parallel.style import ParallelStyle
 
 if TYPE_CHECKING:  # these build on plans, and are needed by some callers only
-    from torchspmd.parallel.plan.mesh import MeshLike
+    from torchspmd.parallel.axis import MeshLike
     from torchspmd.parallel.plan.preview import Preview
 
 Style = ParallelStyle | TorchStyle
@@ -137,7 +137,9 @@ class Plan(Mapping[str, Style]):
         [styles]
         "norm" = "SequenceParallel"
         """
-        from torchspmd.parallel.plan.text_form import write_toml
+        from torchspmd.parallel.plan.text_form import (
+            write_toml,
+        )
 
         return write_toml(self._styles, self._heads)
 
@@ -148,7 +150,9 @@ class Plan(Mapping[str, Style]):
         Raises:
             PlanError: It is not a plan; lists every problem with the nearest names.
         """
-        from torchspmd.parallel.plan.text_form import read_toml
+        from torchspmd.parallel.plan.text_form import (
+            read_toml,
+        )
 
         try:
             text = Path(path).read_text()
@@ -199,7 +203,9 @@ class Plan(Mapping[str, Style]):
         return hash((frozenset(self._styles.items()), frozenset(self._heads.items())))
 
     def __repr__(self) -> str:
-        from torchspmd.parallel.plan.text_form import describe_style
+        from torchspmd.parallel.plan.text_form import (
+            describe_style,
+        )
 
         entries = [f"{p!r}: {describe_style(s)}" for p, s in self._styles.items()]
         heads = f", heads={self._heads}" if self._heads else ""
@@ -213,7 +219,9 @@ def is_style(value: object) -> bool:
 
 def explain_no_style(pattern: str, value: object) -> str:
     """Why the value of a pattern is not a style, and what to write."""
-    from torchspmd.parallel.plan.text_form import STYLES
+    from torchspmd.parallel.plan.text_form import (
+        STYLES,
+    )
 
     if isinstance(value, str):
         name = value if value in STYLES else "ColwiseParallel"

@@ -2,31 +2,22 @@
 
 Each column-wise layer sums the gradient of its input over the ranks. The projections of
 attention, and gate and up of an MLP, read the same tensor: when the module around them
-gets it as a DTensor, its gradient stays in terms until all have added to it, and one sum
-serves them all.
+gets it as a DTensor, its gradient stays a partial value until all have added to it, and
+one sum serves them all.
 """
 
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate
-from torch.overrides import TorchFunctionMode
 
 from torchspmd.errors import PlanError, PlanWarning
 from torchspmd.parallel.linear import ColwiseParallel
 from torchspmd.parallel.plan.assignment import Assignment
-from torchspmd.parallel.plan.calls import (
-    Call,
-    Inputs,
-    NotRunnableError,
-    guess_inputs,
-    run_on_shapes,
-)
-from torchspmd.parallel.plan.flow import tensors_in
 from torchspmd.parallel.plan.names import (
     fold_texts,
     listed,
@@ -35,10 +26,25 @@ from torchspmd.parallel.plan.names import (
 )
 from torchspmd.parallel.plan.plan import Style
 from torchspmd.parallel.plan.resolve import resolve
+from torchspmd.parallel.plan.run import (
+    FunctionCall,
+    Inputs,
+    ModuleCall,
+    NotRunnableError,
+    guess_inputs,
+    record,
+)
 from torchspmd.parallel.prepare import PrepareModuleInput
 
 _WHOLE = Replicate()
 _BATCH, _SEQ = 2, 8  # any sizes will do
+
+
+class _Uses(NamedTuple):
+    """What reads each tensor, by the tensor's identity: Linears, and other functions."""
+
+    by_linear: Counter[int]
+    by_others: dict[int, dict[str, None]]
 
 
 def shared_inputs(
@@ -47,16 +53,15 @@ def shared_inputs(
     """The styles to add for modules whose column-wise layers share an input."""
     assignments = resolve(plan, model, {"tp": 1}, call="Plan.share_inputs").assignments
     families = dict(_families(model, assignments))
-    uses = _Uses()
     try:
         inputs = example if example is not None else guess_inputs(model, _BATCH, _SEQ)
-        with uses:
-            calls = run_on_shapes(model, _all_paths(families), inputs)
+        recording = record(model, inputs, _all_paths(families))
     except NotRunnableError as error:
         raise PlanError(
             f"Plan.share_inputs: {type(model).__name__} does not run on shapes alone "
             f"({error}). Pass example_inputs=, or leave the plan as it is."
         ) from error
+    calls, uses = recording.module_calls, _find_uses(recording.function_calls)
     found: dict[str, Style] = {}
     reasons = []
     for parent, children in families.items():
@@ -113,7 +118,7 @@ def _all_paths(families: Mapping[str, list[str]]) -> list[str]:
 
 
 def _find_style(
-    parent: str, children: list[str], calls: list[Call], uses: "_Uses"
+    parent: str, children: list[str], calls: list[ModuleCall], uses: _Uses
 ) -> Style | str:
     """The style that makes the shared input a DTensor, or why that is not safe."""
     styles = {
@@ -130,8 +135,8 @@ def _find_style(
     return styles.pop()
 
 
-def _style_for(call: Call, readers: list[Call], uses: "_Uses") -> Style | str:
-    read = [facts.identity for c in readers if (facts := c.inputs[0]) is not None]
+def _style_for(call: ModuleCall, readers: list[ModuleCall], uses: _Uses) -> Style | str:
+    read = [info.identity for c in readers if (info := c.inputs[0]) is not None]
     common = {identity for identity in read if read.count(identity) > 1}
     if not common:
         return "they do not read one tensor"
@@ -145,13 +150,13 @@ def _style_for(call: Call, readers: list[Call], uses: "_Uses") -> Style | str:
             "DTensor; hand them one of their own, such as the output of a norm"
         )
     by_place = tuple(
-        _WHOLE if facts is not None and facts.identity in shared else None
-        for facts in call.inputs
+        _WHOLE if info is not None and info.identity in shared else None
+        for info in call.inputs
     )
     by_name: dict[str, Placement] = {
         name: _WHOLE
-        for name, facts in call.keywords.items()
-        if facts is not None and facts.identity in shared
+        for name, info in call.keywords.items()
+        if info is not None and info.identity in shared
     }
     if not by_name and not any(by_place):
         return f"the tensor that they read is not an argument of '{call.path}'"
@@ -164,7 +169,7 @@ def _style_for(call: Call, readers: list[Call], uses: "_Uses") -> Style | str:
     )
 
 
-def _others(identity: int, read: list[int], uses: "_Uses") -> list[str]:
+def _others(identity: int, read: list[int], uses: _Uses) -> list[str]:
     """What reads a tensor besides the layers that share it."""
     names = list(uses.by_others.get(identity, ()))
     if uses.by_linear.get(identity) != read.count(identity):
@@ -172,31 +177,12 @@ def _others(identity: int, read: list[int], uses: "_Uses") -> list[str]:
     return names
 
 
-class _Uses(TorchFunctionMode):
-    """What torch functions make from each tensor, by the tensor's identity."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.by_linear: dict[int, int] = {}
-        self.by_others: dict[int, dict[str, None]] = {}
-        self._alive: list[torch.Tensor] = []  # ids stay unique while tensors live
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if any(True for _ in tensors_in(result)):  # not for a shape or a dtype
-            given = list(tensors_in([args, kwargs]))
-            self._alive += given
-            if func is F.linear:
-                first = id(given[0])
-                self.by_linear[first] = self.by_linear.get(first, 0) + 1
-            else:
-                name = getattr(func, "__name__", str(func))
-                for tensor in given:
-                    self.by_others.setdefault(id(tensor), {})[name] = None
-        return result
+def _find_uses(calls: Iterable[FunctionCall]) -> _Uses:
+    uses = _Uses(Counter(), {})
+    for call in calls:
+        if call.func is F.linear:
+            uses.by_linear[id(call.inputs[0])] += 1
+        elif call.outputs:  # not for a shape or a dtype
+            for tensor in call.inputs:
+                uses.by_others.setdefault(id(tensor), {})[call.name] = None
+    return uses

@@ -22,6 +22,9 @@ from typing import Any
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from torchspmd.errors import LayoutError, PlanError
+from torchspmd.layout.placements import (
+    format_placement,
+)
 from torchspmd.parallel.experts import ExpertParallel, ReplicateParallel
 from torchspmd.parallel.fused import FusedColwiseParallel, KeyValueParallel
 from torchspmd.parallel.linear import ColwiseParallel, RowwiseParallel
@@ -50,17 +53,6 @@ STYLES: dict[str, Callable[..., Any]] = {
 }
 _SHARD = re.compile(r"Shard\((?:dim=)?(-?\d+)\)")
 _TABLES = ("styles", "heads")
-
-
-def describe_placement(placement: Placement | None) -> str:
-    """A placement as it is written in code, without needless words.
-
-    >>> describe_placement(Shard(-1))
-    'Shard(-1)'
-    """
-    if isinstance(placement, Shard):
-        return f"Shard({placement.dim})"
-    return f"{type(placement).__name__}()" if placement is not None else "None"
 
 
 def describe_style(style: object) -> str:
@@ -109,7 +101,7 @@ def _describe(value: Any) -> str:
         return "{" + ", ".join(f"{k!r}: {_describe(v)}" for k, v in value.items()) + "}"
     if isinstance(value, tuple):
         return f"({', '.join(map(_describe, value))})"
-    return describe_placement(value) if isinstance(value, Placement) else repr(value)
+    return format_placement(value) if isinstance(value, Placement) else repr(value)
 
 
 def write_toml(styles: Mapping[str, object], heads: Mapping[str, int]) -> str:
@@ -152,7 +144,7 @@ def _value_toml(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, int):
         return str(value)
-    return _quote("None" if value is None else describe_placement(value))
+    return _quote("None" if value is None else format_placement(value))
 
 
 def _quote(text: str) -> str:

@@ -1,7 +1,6 @@
 """A graph that looks at the clock around its collectives while it runs."""
 
 import itertools
-import operator
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,7 +12,7 @@ from torch import fx
 
 from torchspmd.step.graph.aliases import is_wait
 from torchspmd.step.graph.collectives import events_of
-from torchspmd.step.graph.simulate import carried_values, started_by
+from torchspmd.step.graph.simulate import carried_values, started_by, without_item
 
 # No more than this is what a wait itself takes, not what is waited for.
 HIDDEN_SECONDS = 5e-5
@@ -151,7 +150,7 @@ def left_under_way(graph: fx.Graph, num_carried: int) -> list[int]:
     return [
         place
         for place, node in enumerate(inputs[len(inputs) - num_carried :])
-        if node in carried and _without_item(carried[node]) in starts
+        if node in carried and without_item(carried[node]) in starts
     ]
 
 
@@ -233,13 +232,7 @@ def _find_waits(
         if is_wait(node):
             source = started_by(node)
             is_carried = source in carried
-            start = _without_item(carried[source]) if is_carried else source
+            start = without_item(carried[source]) if is_carried else source
             if start in waits:
                 waits[start].append((node, is_carried))
     return waits
-
-
-def _without_item(node: fx.Node) -> fx.Node:
-    source = node.args[0] if node.target is operator.getitem else node
-    assert isinstance(source, fx.Node)
-    return source

@@ -72,6 +72,22 @@ def is_communication(node: fx.Node) -> bool:
     return _operator(node) is not None
 
 
+def kind_of(node: fx.Node) -> Kind | None:
+    """What a node communicates; None where it does not."""
+    found = _operator(node)
+    return None if found is None else found.kind
+
+
+def find_waits(start: fx.Node) -> tuple[fx.Node, ...]:
+    """The nodes that wait for a collective; one for each tensor of a coalesced one."""
+    users = [
+        each
+        for user in start.users
+        for each in (user.users if user.target is operator.getitem else (user,))
+    ]
+    return tuple(filter(is_wait, users))
+
+
 def graph_size(graph: fx.Graph) -> GraphSize:
     """Nodes, collectives and their payload, from the nodes' metadata."""
     found = list(events_of(graph))
@@ -80,9 +96,8 @@ def graph_size(graph: fx.Graph) -> GraphSize:
 
 
 def _operator(node: fx.Node) -> Operator | None:
-    if node.op != "call_function" or not isinstance(node.target, _torch.OpOverload):
-        return None
-    return find_operator(_torch.packet_name(node.target))
+    target = operator_of(node)
+    return None if target is None else find_operator(_torch.packet_name(target))
 
 
 def _event(node: fx.Node, operator: Operator, topology: Topology) -> CommEvent:
@@ -206,7 +221,7 @@ def get_all_comm_blocks(
     """
     wanted = None if kinds is None else {Kind(kind) for kind in kinds}
     found = list(events_of(gm.graph))
-    waits = {start: tuple(_find_waits(start)) for start, _ in found}
+    waits = {start: find_waits(start) for start, _ in found}
     tails = _tails(gm.graph, waits)
     heads = _heads(gm.graph, set(waits), set(tails))
     by_start = _grouped(tails), _grouped(heads)
@@ -266,14 +281,6 @@ def _problem(start: fx.Node, event: CommEvent, waits: tuple[fx.Node, ...]) -> st
 def _items(node: fx.Node) -> bool:
     """Whether a node takes one tensor of a coalesced collective, to wait for it."""
     return node.target is operator.getitem and all(is_wait(n) for n in node.users)
-
-
-def _find_waits(start: fx.Node) -> Iterator[fx.Node]:
-    for user in start.users:
-        if is_wait(user):
-            yield user
-        elif user.target is operator.getitem:
-            yield from (each for each in user.users if is_wait(each))
 
 
 def _tails(

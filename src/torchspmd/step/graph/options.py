@@ -50,6 +50,21 @@ def check_flags(what: str, **flags: object) -> None:
     )
 
 
+def check_overlap(what: str, overlap_iterations: object) -> None:
+    """Refuse what is no choice of overlapping iterations.
+
+    >>> check_overlap("run", "no")
+    Traceback (most recent call last):
+        ...
+    torchspmd.errors.UsageError: run(overlap_iterations='no'): pass True, False or 'auto'.
+    """
+    if overlap_iterations != "auto" and not isinstance(overlap_iterations, bool):
+        raise UsageError(
+            f"{what}(overlap_iterations={overlap_iterations!r}): pass True, False or "
+            "'auto'."
+        )
+
+
 def check_names(what: str, **names: object) -> None:
     """Refuse what is no name: nodes are given as text."""
     _raise(

@@ -21,6 +21,8 @@ class Outcome:
         detail: What it made, a line each.
         keeps_bits: Reduction orders under which every result keeps its bits; None where
             the pass makes no claim.
+        gain: How many times as fast the step is simulated to be with the pass as without
+            it; None where the pass does not simulate.
     """
 
     matched: int
@@ -28,6 +30,7 @@ class Outcome:
     refused: tuple[str, ...] = ()
     detail: tuple[str, ...] = ()
     keeps_bits: tuple[str, ...] | None = None
+    gain: float | None = None
 
     def __post_init__(self) -> None:
         problems = [*self._wrong_numbers(), *self._wrong_lines(), *self._wrong_claim()]

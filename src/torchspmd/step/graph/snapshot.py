@@ -261,7 +261,7 @@ class Snapshot:
 
     Attributes:
         graph: The copy; nodes keep their names and metadata.
-        twins: The node of the copy for each node of the original.
+        mapping: The node of the copy for each node of the original.
         holder: What an ``IterGraphModule`` keeps its graph in; else the module itself.
         deferred: The deferred regions of an ``IterGraphModule``, by node name.
         is_frozen: Whether no more regions could be moved.
@@ -270,7 +270,7 @@ class Snapshot:
     """
 
     graph: fx.Graph
-    twins: Mapping[fx.Node, fx.Node]
+    mapping: Mapping[fx.Node, fx.Node]
     holder: Any
     deferred: tuple[Any, ...]
     is_frozen: bool
@@ -280,15 +280,19 @@ class Snapshot:
     @classmethod
     def of(cls, gm: Any) -> Self:
         """Copy the graph of a graph module, or of an ``IterGraphModule``."""
-        copy, twins = copy_graph(gm.graph)
+        copy, mapping = copy_graph(gm.graph)
         deferred = tuple(getattr(gm.graph, "regions", ()))
         is_frozen = getattr(gm.graph, "is_frozen", False)
         holder = getattr(gm, "main_gm", gm)
         kept = Constants.of(gm), Attributes.of(holder)
-        return cls(copy, twins, holder, deferred, is_frozen, *kept)
+        return cls(copy, mapping, holder, deferred, is_frozen, *kept)
 
-    def restore(self, gm: Any) -> None:
-        """Give a module back the graph that it had, and what it held by name."""
+    def restore(self, gm: Any) -> dict[fx.Node, fx.Node]:
+        """Give a module back the graph that it had, and what it held by name.
+
+        Returns:
+            The node of the snapshot for each node that the module has now.
+        """
         if gm is not self.holder:
             gm.main_gm = self.holder
         self.attributes.put_back()
@@ -299,27 +303,28 @@ class Snapshot:
             gm.graph.regions[:] = self.deferred
             gm.graph.is_frozen = self.is_frozen
         gm.recompile()
+        return dict(zip(gm.graph.nodes, self.graph.nodes, strict=True))
 
-    def find_twins(self, graph: fx.Graph) -> tuple[fx.Graph, Mapping[fx.Node, fx.Node]]:
-        """A graph that was made of the one before, and the twin of each of its nodes.
+    def map_nodes(self, graph: fx.Graph) -> tuple[fx.Graph, Mapping[fx.Node, fx.Node]]:
+        """A graph that was made of the one before, and which of its nodes was which.
 
         It may be a copy: then nodes are known by their names, or by their places where
         they got other names. One that was traced again has lost what was written on its
         nodes: it comes back as a copy that has this again, as far as nodes are the same.
         """
-        twins = self._twins_in(graph)
+        mapping = self._find_nodes(graph)
         had, has = roles_of(self.graph), roles_of(graph)
-        is_without = had != has and len(had) == len(has) and _is_plain_snapshot(has)
-        if not is_without and not any(map(_has_lost, twins, twins.values())):
-            return graph, twins
-        copy, made_from = copy_graph(graph)
-        twins = {made_from[node]: twin for node, twin in twins.items()}
-        _fill_in(twins)
+        is_without = had != has and len(had) == len(has) and _are_results(has)
+        if not is_without and not any(map(_has_lost, mapping, mapping.values())):
+            return graph, mapping
+        copy, copies = copy_graph(graph)
+        mapping = {copies[node]: old for node, old in mapping.items()}
+        _fill_in(mapping)
         if is_without:
             set_roles(copy, had)
-        return copy, twins
+        return copy, mapping
 
-    def _twins_in(self, graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    def _find_nodes(self, graph: fx.Graph) -> dict[fx.Node, fx.Node]:
         nodes, before = list(graph.nodes), list(self.graph.nodes)
         if list(map(_kind, nodes)) == list(map(_kind, before)) and not (
             {node.name for node in nodes} >= {node.name for node in before}
@@ -327,14 +332,14 @@ class Snapshot:
             return dict(zip(nodes, before, strict=True))
         by_name = {(node.name, _kind(node)): node for node in before}
         found = {node: by_name.get((node.name, _kind(node))) for node in nodes}
-        found |= {node: self.twins[node] for node in nodes if node in self.twins}
-        known = {node: twin for node, twin in found.items() if twin is not None}
+        found |= {node: self.mapping[node] for node in nodes if node in self.mapping}
+        known = {node: old for node, old in found.items() if old is not None}
         taken = set(known.values())
-        old = _by_kind(node for node in before if node not in taken)
+        gone = _by_kind(node for node in before if node not in taken)
         new = _by_kind(node for node in nodes if node not in known)
-        for kind, alike in new.items():  # such as the draws of a graph traced again
-            if len(alike) == len(old.get(kind, ())):
-                known |= zip(alike, old[kind], strict=True)
+        for kind, alike in new.items():  # such as random ops of a graph traced again
+            if len(alike) == len(gone.get(kind, ())):
+                known |= zip(alike, gone[kind], strict=True)
         return {node: known[node] for node in nodes if node in known}
 
 
@@ -357,10 +362,10 @@ def num_changes(before: fx.Graph, after: fx.Graph) -> int:
 def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     """A copy with the same names and metadata, and its node for each original one."""
     copy = fx.Graph()
-    twins: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        twins[node] = copy.node_copy(node, lambda old: twins[old])
-    return copy, twins
+        copies[node] = copy.node_copy(node, lambda old: copies[old])
+    return copy, copies
 
 
 def _facts(node: fx.Node) -> tuple[str, str, str, str]:
@@ -378,21 +383,21 @@ def _by_kind(nodes: Iterable[fx.Node]) -> dict[Any, list[fx.Node]]:
     return found
 
 
-def _is_plain_snapshot(roles: tuple[OutputRole, ...]) -> bool:
+def _are_results(roles: tuple[OutputRole, ...]) -> bool:
     return all(role.kind is OutputKind.RESULT for role in roles)
 
 
-def _has_lost(node: fx.Node, twin: fx.Node) -> bool:
-    return "val" in twin.meta and "val" not in node.meta
+def _has_lost(node: fx.Node, old: fx.Node) -> bool:
+    return "val" in old.meta and "val" not in node.meta
 
 
-def _fill_in(twins: Mapping[fx.Node, fx.Node]) -> None:
+def _fill_in(mapping: Mapping[fx.Node, fx.Node]) -> None:
     """Write on nodes what they lost, where they and all that they take are as before."""
     same: set[fx.Node] = set()
-    for node, twin in twins.items():
-        taken = fx.node.map_arg((node.args, node.kwargs), twins.get)
+    for node, old in mapping.items():
+        taken = fx.node.map_arg((node.args, node.kwargs), mapping.get)
         is_same = same.issuperset(node.all_input_nodes)
-        if is_same and repr(taken) == repr((twin.args, twin.kwargs)):
+        if is_same and repr(taken) == repr((old.args, old.kwargs)):
             same.add(node)
-            if _has_lost(node, twin):
-                node.meta = {**twin.meta, **node.meta}
+            if _has_lost(node, old):
+                node.meta = {**old.meta, **node.meta}

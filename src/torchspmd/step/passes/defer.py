@@ -36,7 +36,7 @@ from torchspmd.step.passes.memory_budget import check_budget
 from torchspmd.step.passes.optimizer import remove_copy_from_optimizer
 from torchspmd.step.passes.overlap import schedule_comm_wait
 from torchspmd.step.passes.pacing import Pace, Reduction, estimate, paces
-from torchspmd.step.passes.runner import graph_optimization_pass
+from torchspmd.step.passes.runner import LeaveUnchanged, graph_optimization_pass
 
 # ----------------------------------------------------------------------------
 # A bucket's reduction and its update of the parameters run in the next iteration.
@@ -171,6 +171,7 @@ def defer_updates(
     cost: CostModel | None = None,
     delay_gradients: bool = True,
     memory_budget_mb: float = 0.0,
+    only_if_faster: bool = False,
 ) -> Outcome:
     """Move every update to the place in the next iteration that first needs it.
 
@@ -181,9 +182,12 @@ def defer_updates(
         cost: How long nodes and reductions take, to choose the order of the reductions;
             the same on all ranks. A guess for the device by default.
         delay_gradients: With ``"now"``, gradients of weights that are needed late may be
-            computed behind those that are needed first, where that is quicker on paper.
+            computed behind those that are needed first, where that is simulated to be
+            faster.
         memory_budget_mb: MiB by which that may raise the peak of the memory that the
             graph's values take.
+        only_if_faster: With ``"now"``, leave the graph as it was unless the steady step
+            is simulated to be at least 1 % faster (``Outcome.gain``).
     """
     if not isinstance(gm, IterGraphModule):
         raise UsageError(
@@ -194,7 +198,14 @@ def defer_updates(
         raise UsageError(f"defer_updates(start={start!r}): choose 'now' or 'next'.")
     check_budget(memory_budget_mb, "defer_updates", "such as 0 for no rise")
     check_cost(cost, "defer_updates")
-    check_flags("defer_updates", delay_gradients=delay_gradients)
+    check_flags(
+        "defer_updates", delay_gradients=delay_gradients, only_if_faster=only_if_faster
+    )
+    if only_if_faster and start == "next":
+        raise UsageError(
+            "defer_updates(start='next', only_if_faster=True): only start='now' is "
+            "simulated. Leave out one of them."
+        )
     graph = gm.graph
     cost = cost or CostModel.for_device(device_of(graph))
     blocks = _blocks(gm)
@@ -212,13 +223,18 @@ def defer_updates(
     position = {node: index for index, node in enumerate(graph.nodes)}
     jobs.sort(key=lambda job: position[job.place])
     told: tuple[str, ...] = ()
+    gain: float | None = None
     places: Mapping[Reduction, fx.Node] = {
         each: job.place for job in jobs for each in job.reductions
     }
     if start == "now" and jobs:
         _sink(graph, jobs)
         pace, line = _order(gm, jobs, cost, delay_gradients, memory_budget_mb)
-        told, places = (line, _worth(at_once / pace.seconds)), pace.places
+        gain, places = at_once / pace.seconds, pace.places
+        told = line, _worth(gain)
+        if only_if_faster and gain < _WORTH:
+            refused.append(f"left as it was: {_worth(gain)}")
+            raise LeaveUnchanged(Outcome(len(blocks), 0, tuple(refused), gain=gain))
     done = []
     for job, target in _targets(jobs, places, position):
         place = graph.move_to_next_iter_before(job.region, target, strict=True)
@@ -230,6 +246,7 @@ def defer_updates(
         tuple(refused),
         (*told, *outcome.detail),
         outcome.keeps_bits,
+        gain,
     )
 
 
@@ -405,7 +422,7 @@ def _order(
     body = [node for node in nodes if node.op not in ("placeholder", "get_attr")]
     reductions = [each for job in jobs for each in job.reductions]
     found = paces(body, reductions, cost, may_delay=may_delay)
-    memory = LiveBytes(gm)
+    memory = LiveBytes(graph)
     most = max(memory.now().values(), default=0) + int(rise_mb * 2**20)
     for pace in found:
         for node in pace.order:
@@ -417,7 +434,7 @@ def _order(
 
 def _worth(gain: float) -> str:
     """What overlapping gains, as far as can be told before the step has run."""
-    line = f"estimated to be {gain:.2f} times as fast as without this pass"
+    line = f"simulated to be {gain:.2f} times as fast as without this pass"
     if gain >= _WORTH:
         return line
     why = "hardly anything of the reductions was exposed"

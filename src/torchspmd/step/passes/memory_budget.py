@@ -61,7 +61,7 @@ class MemoryBudget:
         if rise_mb is None:
             return
         check_budget(rise_mb, what, "or None for no limit")
-        self._memory = LiveBytes(gm)
+        self._memory = LiveBytes(gm.graph)
         self._live = self._memory.now()
         self._most = max(self._live.values(), default=0) + int(rise_mb * 2**20)
 
@@ -104,7 +104,9 @@ class MemoryBudget:
 
     def latest(self, block: CommBlock, place: fx.Node) -> fx.Node:
         """The last node up to ``place`` before which a wait seems to be affordable."""
-        size = sum(value_bytes(node.meta.get("val")) for node in held_until_wait(block))
+        size = sum(
+            value_bytes(node.meta.get("val")) for node in held_until_wait(block.start)
+        )
         if self._most is None or not size:
             return place
         own = set(block.tail)

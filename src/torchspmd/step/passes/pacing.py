@@ -10,7 +10,7 @@ starts, is chosen by running the iteration on paper.
 
 import bisect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -20,7 +20,7 @@ from torchspmd.step.graph.aliases import is_wait
 from torchspmd.step.graph.collectives import is_communication
 from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.graph.metadata import owner_of
-from torchspmd.step.graph.simulate import simulate
+from torchspmd.step.graph.simulate import Do, Work, run_schedule, schedule_of
 
 # The part of an estimate after which the wire counts as free. Where estimates are too long,
 # less than all of it keeps the wire busy; where they are right, all of it leaves room for
@@ -28,7 +28,7 @@ from torchspmd.step.graph.simulate import simulate
 _HASTE = (0.8, 1.0)
 # How much longer than measured a reduction may take: not at all, or as beside work that
 # wants the same cores and memory. The order that is chosen must do well in both cases.
-_LONGER = (1.0, 1.3)
+_SLOWDOWNS = (1.0, 1.3)
 _APART = (1, 2, 3)
 _MOST_TRIES = 24
 _WORTH = 0.99  # of the time before: less than that is within what an estimate can tell
@@ -132,17 +132,13 @@ def _least_change(pace: Pace) -> tuple[float, int, int]:
 
 
 def estimate(graph: fx.Graph, cost: CostModel) -> float:
-    """How long a graph takes that leaves nothing for later, on the paper of ``Pace``."""
-    found = [simulate(graph, _slower(cost, longer)).step_seconds for longer in _LONGER]
+    """How long a graph takes that leaves nothing for later, as ``Pace.seconds``."""
+    return _mean_seconds(schedule_of(graph, cost))
+
+
+def _mean_seconds(work: Sequence[Work]) -> float:
+    found = [run_schedule(work, slowdown=each).seconds for each in _SLOWDOWNS]
     return sum(found) / len(found)
-
-
-def _slower(cost: CostModel, longer: float) -> CostModel:
-    return replace(
-        cost,
-        network_bytes=cost.network_bytes / longer,
-        latency_seconds=cost.latency_seconds * longer,
-    )
 
 
 def update_places(
@@ -203,6 +199,18 @@ class _Plan:
         self._nodes, self._reductions = nodes, reductions
         self._rank = {each.start: place for place, each in enumerate(reductions)}
         self._seconds = {node: cost.compute_seconds(node) for node in nodes}
+        self._work = {n: Work(Do.COMPUTE, s) for n, s in self._seconds.items()}
+        self._work |= {
+            each.start: Work(Do.START, each.seconds, each.start, each.group)
+            for each in reductions
+        }
+        self._updates = {
+            each: (
+                Work(Do.WAIT_CARRIED, start=each.start),
+                Work(Do.COMPUTE, each.update_seconds),
+            )
+            for each in reductions
+        }
 
     def pace(
         self,
@@ -286,35 +294,12 @@ class _Plan:
     def _estimate(
         self, order: Sequence[fx.Node], places: Mapping[Reduction, fx.Node]
     ) -> float:
-        found = [self._steady(order, places, longer) for longer in _LONGER]
-        return sum(found) / len(found)
-
-    def _steady(
-        self,
-        order: Sequence[fx.Node],
-        places: Mapping[Reduction, fx.Node],
-        longer: float,
-    ) -> float:
         """How long an iteration takes once the one before left it the same work."""
-        due: dict[fx.Node, list[Reduction]] = {}
+        due: dict[fx.Node, list[Work]] = {}
         for reduction, place in places.items():
-            due.setdefault(place, []).append(reduction)
-        free: dict[str, float] = {}
-        ends: dict[fx.Node, float] = {}
-        now = 0.0
-        for _ in range(3):  # the state at the seam settles after one round
-            now = 0.0
-            pending, ends = ends, {}
-            for node in order:
-                for each in due.get(node, ()):
-                    now = max(now, pending.get(each.start, 0.0)) + each.update_seconds
-                if node in self._rank:
-                    reduction = self._reductions[self._rank[node]]
-                    begin = max(now, free.get(reduction.group, 0.0))
-                    ends[node] = begin + reduction.seconds * longer
-                    free[reduction.group] = ends[node]
-                else:
-                    now += self._seconds[node]
-            ends = {start: end - now for start, end in ends.items()}
-            free = {group: end - now for group, end in free.items()}
-        return now
+            due.setdefault(place, []).extend(self._updates[reduction])
+        work: list[Work] = []
+        for node in order:
+            work += due.get(node, ())
+            work.append(self._work[node])
+        return _mean_seconds(work)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 from torchspmd import _torch
 from torchspmd.errors import UsageError
 from torchspmd.local.api import Region
-from torchspmd.local.plan import Options
+from torchspmd.local.arguments import Options
 from torchspmd.testing import Ranks
 from torchspmd.verify.parity.check import check_parity, travel_problems
 from torchspmd.verify.parity.compare import Asked

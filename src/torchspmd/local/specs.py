@@ -8,12 +8,17 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Placement, Shard
+from torch.distributed.tensor import Placement
 
 from torchspmd.errors import LayoutError, SpmdError
 from torchspmd.layout.names import format_mesh
+from torchspmd.layout.placements import (
+    Layout,
+    format_layout,
+    format_placement,
+    shard_dim,
+)
 
-Layout: TypeAlias = tuple[Placement, ...]
 # A tree of layouts; None stands for "as it is" or "not a tensor".
 Spec: TypeAlias = Any
 Path: TypeAlias = tuple[Any, ...]
@@ -41,6 +46,7 @@ class SpecMismatchError(Exception):
 def is_layout(spec: Spec) -> bool:
     """Whether a spec is one layout: a list or tuple of placements.
 
+    >>> from torch.distributed.tensor import Partial, Shard
     >>> is_layout([Shard(0), Partial()]), is_layout(([Shard(0)], None))
     (True, False)
     """
@@ -55,6 +61,7 @@ def is_layout(spec: Spec) -> bool:
 def find_written(spec: Spec, path: Path, name: str) -> Written:
     """What a spec says about the leaf at a path: the first layout or None on the way.
 
+    >>> from torch.distributed.tensor import Shard
     >>> spec = {"q": [Shard(1)], "kv": None}
     >>> find_written(spec, ("kv", 0), "in_placements").layout is None
     True
@@ -126,20 +133,6 @@ def list_ends(spec: Spec, path: Path = ()) -> Iterator[tuple[Path, Spec]]:
         yield from list_ends(child, (*path, step))
 
 
-def normalize(layout: Layout, ndim: int) -> Layout:
-    """The same layout with tensor dims counted from the front.
-
-    >>> normalize((Shard(-1), Shard(0)), 3)
-    (Shard(dim=2), Shard(dim=0))
-    """
-    if not any(type(entry) is Shard and entry.dim < 0 for entry in layout):
-        return layout
-    return tuple(
-        Shard(entry.dim + ndim) if type(entry) is Shard and entry.dim < 0 else entry
-        for entry in layout
-    )
-
-
 def layout_problem(layout: Layout, num_axes: int, ndim: int | None) -> str | None:
     """Why a layout cannot stand for a tensor of ``ndim`` dims; None where it can."""
     if len(layout) != num_axes:
@@ -153,42 +146,6 @@ def layout_problem(layout: Layout, num_axes: int, ndim: int | None) -> str | Non
                 f"{format_layout(layout)} shards dim {dim} of a tensor of {ndim} dims"
             )
     return None
-
-
-def shard_dim(placement: Placement) -> int | None:
-    """The tensor dim that a placement shards, of a plain or a strided shard."""
-    if placement.is_replicate() or placement.is_partial():
-        return None
-    dim: int = getattr(placement, "dim")  # noqa: B009  (not on the base class)
-    return dim
-
-
-def reduce_op(placement: Placement) -> str | None:
-    """``sum``, ``avg`` and so on of a partial placement; None for others."""
-    return str(placement.reduce_op) if isinstance(placement, Partial) else None
-
-
-def format_placement(placement: Placement) -> str:
-    """A placement as it is written in code.
-
-    >>> format_placement(Shard(1)), format_placement(Partial("avg"))
-    ('Shard(1)', "Partial('avg')")
-    """
-    if isinstance(placement, Partial):
-        op = str(placement.reduce_op)
-        return "Partial()" if op == "sum" else f"Partial({op!r})"
-    if type(placement) is Shard:
-        return f"Shard({placement.dim})"
-    return "Replicate()" if placement.is_replicate() else repr(placement)
-
-
-def format_layout(layout: Sequence[Placement]) -> str:
-    """A layout as it is written in code.
-
-    >>> format_layout((Partial(), Shard(1)))
-    '[Partial(), Shard(1)]'
-    """
-    return f"[{', '.join(format_placement(entry) for entry in layout)}]"
 
 
 def format_spec(spec: Spec) -> str:

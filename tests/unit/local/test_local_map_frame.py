@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from torchspmd.local.shapes import (
+from torchspmd.local.frame import (
     Grid,
     Source,
     UnknownSizeError,

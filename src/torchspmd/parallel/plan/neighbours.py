@@ -1,0 +1,349 @@
+"""Neighbours whose layouts do not match, where the module tree shows it for certain.
+
+The forward of each module around a styled one is traced with its children as single
+nodes. What cannot be traced (control flow, shapes in the code) is not judged here: a wrong
+shape is then an error at the first call.
+"""
+
+import copy
+import dataclasses
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from torchspmd import _torch
+from torchspmd.layout.placements import (
+    format_placement,
+)
+from torchspmd.parallel.linear import ColwiseParallel
+from torchspmd.parallel.plan.assignment import Assignment, own_style
+from torchspmd.parallel.plan.run import random_numbers_kept
+from torchspmd.parallel.plan.text_form import (
+    describe_style,
+)
+from torchspmd.parallel.prepare import PrepareModuleInput
+from torchspmd.parallel.style import ParallelStyle
+
+# ----------------------------------------------------------------------------
+# One forward as a graph: which module's output goes where.
+
+# What works element by element, so that a tensor keeps its layout through it.
+_FUNCTIONS = frozenset(
+    [
+        F.dropout,
+        F.elu,
+        F.gelu,
+        F.leaky_relu,
+        F.mish,
+        F.relu,
+        F.silu,
+        F.softplus,
+        operator.mul,
+        operator.neg,
+        torch.clone,
+        torch.exp,
+        torch.mul,
+        torch.relu,
+        torch.sigmoid,
+        torch.square,
+        torch.tanh,
+    ]
+)
+_METHODS = frozenset(
+    ["clone", "contiguous", "exp", "mul", "neg", "relu", "sigmoid", "square", "tanh"]
+)
+_MODULES = (
+    nn.Dropout,
+    nn.ELU,
+    nn.GELU,
+    nn.Hardswish,
+    nn.Identity,
+    nn.LeakyReLU,
+    nn.Mish,
+    nn.ReLU,
+    nn.ReLU6,
+    nn.SiLU,
+    nn.Sigmoid,
+    nn.Softplus,
+    nn.Tanh,
+)
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+_SPLITS = ("chunk", "split", "tensor_split")
+# The last dimension of what a Linear gets in a transformer: (batch, sequence, features).
+_LAST_DIMS = (-1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Where the output of one call of a module goes, element by element.
+
+    Attributes:
+        source: Name of the module inside its parent.
+        targets: Modules that get it as their first input.
+        split: The function that takes its last dimension apart, if one does.
+    """
+
+    source: str
+    targets: tuple[str, ...]
+    split: str | None
+
+
+def follow_outputs(parent: nn.Module) -> list[Reach]:
+    """Where the output of each module inside ``parent`` goes; empty if not traceable."""
+    graph = _trace(parent)
+    nodes = [] if graph is None else [n for n in graph.nodes if n.op == "call_module"]
+    return [_reach(node, parent) for node in nodes]
+
+
+class _LeafChildren(fx.Tracer):
+    """Traces one forward; every module inside it is one node."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return True
+
+
+def _trace(module: nn.Module) -> fx.Graph | None:
+    if isinstance(module, _CONTAINERS):
+        return None
+    # A forward may write to its module; a copy of the module's own namespace keeps
+    # traces of this tracing out of the user's.
+    try:
+        traced = copy.copy(module)
+        for name in ("_modules", "_buffers", "_parameters"):
+            setattr(traced, name, dict(getattr(module, name)))
+        with random_numbers_kept():
+            return _LeafChildren().trace(traced)
+    except Exception:  # the user's code on fx proxies can raise anything
+        return None
+
+
+def _reach(node: fx.Node, parent: nn.Module) -> Reach:
+    users = list(_users(node, parent))
+    targets = [str(u.target) for u, _ in users if u.op == "call_module"]
+    splits = (_split_name(user) for user, _ in users)
+    return Reach(
+        source=str(node.target),
+        targets=tuple(dict.fromkeys(targets)),
+        split=next((name for name in splits if name is not None), None),
+    )
+
+
+def _users(node: fx.Node, parent: nn.Module) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Nodes that take a node's output as first input, and what they take it from."""
+    waiting, seen = [node], {node}
+    while waiting:
+        current = waiting.pop()
+        for user in current.users:
+            if user in seen:
+                continue
+            if _keeps_layout(user, parent):
+                seen.add(user)
+                waiting.append(user)
+            elif user.args and user.args[0] is current:
+                yield user, current
+
+
+def _keeps_layout(node: fx.Node, parent: nn.Module) -> bool:
+    if node.op == "call_function":
+        return node.target in _FUNCTIONS
+    if node.op == "call_method":
+        return node.target in _METHODS
+    if node.op != "call_module":
+        return False
+    module = parent.get_submodule(str(node.target))
+    return isinstance(module, _MODULES)
+
+
+def _split_name(node: fx.Node) -> str | None:
+    if node.op not in ("call_method", "call_function"):
+        return None
+    target: str | Callable[..., object] = node.target
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    dim = node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else 0)
+    return name if name in _SPLITS and dim in _LAST_DIMS else None
+
+
+# ----------------------------------------------------------------------------
+# Whether what a module returns is what the next one takes.
+
+
+class _End(NamedTuple):
+    """One of two neighbours, and the layout that it returns or takes."""
+
+    path: str
+    module: nn.Module
+    style: ParallelStyle | None
+    layout: Placement
+
+
+def find_mismatched_neighbours(
+    tree: Mapping[str, nn.Module], assignments: Sequence[Assignment]
+) -> list[str]:
+    """Pairs of modules of which one certainly returns what the next cannot take."""
+    styles = {id(a.module): own_style(a.style) for a in assignments}
+    parents = dict.fromkeys(a.path.rpartition(".")[0] for a in assignments if a.path)
+    problems: list[str] = []
+    for parent in parents:
+        for reach in follow_outputs(tree[parent]):
+            problems += _judge(reach, parent, tree, styles)
+    return list(dict.fromkeys(problems))
+
+
+def _judge(
+    reach: Reach,
+    parent: str,
+    tree: Mapping[str, nn.Module],
+    styles: Mapping[int, ParallelStyle | None],
+) -> Iterator[str]:
+    path = _join(parent, reach.source)
+    giver = _giver(path, tree[path], styles)
+    # A hook may hand on something else than the module does.
+    if giver is None or _torch.has_forward_hooks(giver.module):
+        return
+    if reach.split is not None and isinstance(giver.style, ColwiseParallel):
+        if giver.layout == Shard(-1):
+            yield _split_text(giver, reach.split)
+    for target in reach.targets:
+        taker = _taker(_join(parent, target), tree, styles, giver)
+        if taker is None or _torch.has_forward_hooks(taker.module):
+            continue
+        if _certainly_differ(giver.layout, taker.layout):
+            yield _text(giver, taker)
+
+
+def _giver(
+    path: str, module: nn.Module, styles: Mapping[int, ParallelStyle | None]
+) -> _End | None:
+    """What a module returns, as a plain tensor; None where that is not certain."""
+    if id(module) not in styles:
+        is_whole = type(module) is nn.Linear
+        return _End(path, module, None, Replicate()) if is_whole else None
+    style = styles[id(module)]
+    layouts = style.layouts(module) if style is not None else None
+    if layouts is None or not layouts.local_output:
+        return (
+            None  # a DTensor, which knows its layout itself, or a style of the user's
+        )
+    return _End(path, module, style, layouts.wanted)
+
+
+def _taker(
+    path: str,
+    tree: Mapping[str, nn.Module],
+    styles: Mapping[int, ParallelStyle | None],
+    giver: _End,
+) -> _End | None:
+    """What a module takes a plain tensor as; None where that is not certain."""
+    module = tree[path]
+    if id(module) not in styles:
+        return _plain_taker(path, module, giver)
+    style = styles[id(module)]
+    layout = _taken(style, module)
+    if layout is None:
+        return None
+    if giver.style is None:
+        # A Linear without a style is whole in its features; its tokens may not be. It
+        # may also have been built with the features of one rank.
+        fits = isinstance(module, nn.Linear) and _features(giver) == module.in_features
+        if layout != Shard(-1) or not fits:
+            return None
+    return _End(path, module, style, layout)
+
+
+def _taken(style: ParallelStyle | None, module: nn.Module) -> Placement | None:
+    """The layout that a style takes a first input as, if that is a plain tensor."""
+    if isinstance(style, PrepareModuleInput):
+        given = style.input_layouts
+        return given[0] if isinstance(given, tuple) else None
+    layouts = style.layouts(module) if style is not None else None
+    return None if layouts is None else layouts.given[0]
+
+
+def _plain_taker(path: str, module: nn.Module, giver: _End) -> _End | None:
+    """A layer without a style needs its input whole, or its gradients are one rank's."""
+    trained = any(p.requires_grad for p in module.parameters(recurse=False))
+    if giver.style is None or isinstance(giver.layout, Replicate) or not trained:
+        return None
+    # A layer that was built with the features of one rank is right as it is.
+    if giver.layout == Shard(-1) and _features(giver) != _read_features(module):
+        return None
+    return _End(path, module, None, Replicate())
+
+
+def _features(giver: _End) -> int | None:
+    module = giver.module
+    if isinstance(module, nn.Linear):
+        return module.out_features
+    return module.embedding_dim if isinstance(module, nn.Embedding) else None
+
+
+def _read_features(module: nn.Module) -> int | None:
+    if isinstance(module, nn.Linear):
+        return module.in_features
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        return module.normalized_shape[-1]
+    return None
+
+
+def _certainly_differ(first: Placement, second: Placement) -> bool:
+    if isinstance(first, Shard) and isinstance(second, Shard):
+        # From the front and from the back may mean one dimension.
+        return first.dim != second.dim and (first.dim < 0) == (second.dim < 0)
+    return type(first) is not type(second)
+
+
+def _text(giver: _End, taker: _End) -> str:
+    gives, takes = map(format_placement, (giver.layout, taker.layout))
+    if giver.style is None:
+        return (
+            f"'{taker.path}' ({describe_style(taker.style)}) takes {takes}, but "
+            f"'{giver.path}' before it has no style and hands on all its features; give "
+            f"'{giver.path}' ColwiseParallel(), or '{taker.path}' "
+            "input_layouts=Replicate()"
+        )
+    source = f"'{giver.path}' ({describe_style(giver.style)}) hands on {gives}"
+    fix = f"give {', or '.join(_fixes(giver, taker))}"
+    if taker.style is not None:
+        taking = f"'{taker.path}' ({describe_style(taker.style)}) takes {takes}"
+        return f"{source}, but {taking}; {fix}"
+    return (
+        f"{source}, but '{taker.path}' has no style and needs the whole tensor, or its "
+        f"parameters get the gradients of one rank's part; {fix}"
+    )
+
+
+def _split_text(giver: _End, function: str) -> str:
+    return (
+        f"'{giver.path}' ({describe_style(giver.style)}) hands on a shard of its "
+        f"features, which {function} then takes apart: a rank's parts would not be its "
+        f"share of each part; give '{giver.path}' FusedColwiseParallel(parts=...)"
+    )
+
+
+def _fixes(giver: _End, taker: _End) -> list[str]:
+    """The arguments that would make the two agree, where their styles have them."""
+    gives, takes = map(format_placement, (giver.layout, taker.layout))
+    fixes = []
+    if giver.layout == Shard(-1) and isinstance(taker.module, nn.Linear):
+        fixes.append(f"'{taker.path}' RowwiseParallel()")
+    elif _has_argument(taker.style, "input_layouts"):
+        fixes.append(f"'{taker.path}' input_layouts={gives}")
+    if _has_argument(giver.style, "output_layouts"):
+        fixes.append(f"'{giver.path}' output_layouts={takes}")
+    return fixes or [f"'{taker.path}' a style that takes {gives}"]
+
+
+def _has_argument(style: ParallelStyle | None, name: str) -> bool:
+    return dataclasses.is_dataclass(style) and any(
+        field.name == name for field in dataclasses.fields(style)
+    )
+
+
+def _join(parent: str, name: str) -> str:
+    return f"{parent}.{name}" if parent else name

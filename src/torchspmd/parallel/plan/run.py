@@ -1,0 +1,276 @@
+"""One run of a model on shapes, recorded: the calls of modules and of torch functions.
+
+The model runs once on the meta device: no weights are read, no memory is used, any size
+will do. What needs values (``.item()``, ``nonzero``) cannot run so, and is reported.
+"""
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.overrides import TorchFunctionMode
+
+Inputs = Mapping[str, Any] | tuple[Any, ...]
+
+
+class TensorInfo(NamedTuple):
+    """One tensor of one call.
+
+    Attributes:
+        shape: Its whole shape.
+        dtype: Its element type.
+        needs_grad: A gradient is computed for it.
+        identity: The same number for the same tensor in other calls.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    needs_grad: bool
+    identity: int
+
+
+class ModuleCall(NamedTuple):
+    """One call of one module: its tensors by position and by name."""
+
+    path: str
+    inputs: tuple[TensorInfo | None, ...]
+    keywords: dict[str, TensorInfo | None]
+    outputs: tuple[TensorInfo | None, ...]
+
+
+class FunctionCall(NamedTuple):
+    """One call of a torch function; ``outputs`` are what it made or wrote."""
+
+    func: Any
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: list[torch.Tensor]
+
+    @property
+    def inputs(self) -> list[torch.Tensor]:
+        """Its tensor arguments."""
+        return list(tensors_in([self.args, self.kwargs]))
+
+    def argument(self, place: int, name: str, default: Any = None) -> Any:
+        """An argument that may be passed by position or by name."""
+        if name in self.kwargs:
+            return self.kwargs[name]
+        return self.args[place] if len(self.args) > place else default
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What one run of a model has shown.
+
+    Attributes:
+        state: The tensors that the parameters and buffers were, by path.
+        module_calls: Calls of the modules that were asked for, in order of their start.
+        function_calls: Calls of torch functions. They keep their tensors alive, so that
+            an ``id`` means one tensor throughout.
+        output: What the model returned.
+    """
+
+    state: dict[str, torch.Tensor]
+    module_calls: list[ModuleCall]
+    function_calls: list[FunctionCall]
+    output: Any
+
+
+class NotRunnableError(Exception):
+    """The model cannot run on shapes alone; the text says why.
+
+    Attributes:
+        path: The module whose forward failed.
+    """
+
+    def __init__(self, text: str, path: str = "") -> None:
+        super().__init__(text)
+        self.path = path
+
+
+def record(model: nn.Module, inputs: Inputs, paths: Collection[str] = ()) -> Recording:
+    """Run the model on shapes; ``paths`` are the modules whose calls are of interest.
+
+    Raises:
+        NotRunnableError: The model needs values to run.
+    """
+    state = meta_state(model)
+    module_calls: list[ModuleCall] = []
+    function_calls: list[FunctionCall] = []
+    with contextlib.ExitStack() as stack:
+        for path in paths:
+            watcher = _ModuleWatcher(path, module_calls)
+            module = model.get_submodule(path)
+            stack.enter_context(module_hooks(module, watcher.enter, watcher.leave))
+        stack.enter_context(_FunctionRecorder(function_calls))
+        output = call_on_meta(model, state, inputs)
+    return Recording(state, module_calls, function_calls, output)
+
+
+def call_on_meta(
+    model: nn.Module, state: dict[str, torch.Tensor], inputs: Inputs
+) -> Any:
+    """The model's output on the meta device, with these tensors as its state."""
+    positional: tuple[Any, ...] = ()
+    named: dict[str, Any] = {}
+    if isinstance(inputs, Mapping):
+        named = {name: to_meta(value) for name, value in inputs.items()}
+    else:
+        positional = tuple(map(to_meta, inputs))
+    running: list[str] = []
+    try:
+        with torch.device("meta"), random_numbers_kept(), _noting(model, running):
+            return functional_call(model, state, positional, named)
+    except Exception as error:  # the user's forward can raise anything
+        first_line = str(error).strip().partition("\n")[0]
+        text = f"{type(error).__name__}: {first_line}"
+        raise NotRunnableError(text, running[-1] if running else "") from error
+
+
+@contextlib.contextmanager
+def _noting(model: nn.Module, running: list[str]) -> Iterator[None]:
+    """Note the paths of the modules that are running; after an error, that were."""
+    paths = {id(module): path for path, module in model.named_modules()}
+
+    def enter(module: nn.Module, args: Any) -> None:
+        if id(module) in paths:
+            running.append(paths[id(module)])
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        if id(module) in paths:
+            running.pop()
+
+    with (
+        register_module_forward_pre_hook(enter),
+        register_module_forward_hook(leave),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def module_hooks(module: nn.Module, enter: Any, leave: Any) -> Iterator[None]:
+    """Hooks around the forward of a module, for a while; both get keyword arguments."""
+    with (
+        module.register_forward_pre_hook(enter, with_kwargs=True),
+        module.register_forward_hook(leave, with_kwargs=True),
+    ):
+        yield
+
+
+def random_numbers_kept() -> contextlib.AbstractContextManager[None]:
+    """A context after which the user's generators are as before."""
+    is_used = torch.cuda.is_available() and torch.cuda.is_initialized()
+    devices = range(torch.cuda.device_count()) if is_used else ()
+    return torch.random.fork_rng(devices=list(devices))
+
+
+def guess_inputs(model: nn.Module, batch: int, seq: int) -> Inputs:
+    """Token ids for a model with an embedding, else features for its first Linear."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            return (torch.empty(batch, seq, dtype=torch.long, device="meta"),)
+        if isinstance(module, nn.Linear):
+            shape = (batch, seq, module.in_features)
+            return (torch.empty(shape, dtype=module.weight.dtype, device="meta"),)
+    raise NotRunnableError("it has no Embedding and no Linear")
+
+
+def describe_inputs(inputs: Inputs) -> str:
+    """The shapes of the model's inputs, for a sentence."""
+    if isinstance(inputs, Mapping):
+        labelled = [(f"{name}=", value) for name, value in inputs.items()]
+    else:
+        labelled = [("", value) for value in inputs]
+    return ", ".join(
+        f"{label}{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        for label, value in labelled
+        if isinstance(value, torch.Tensor)
+    )
+
+
+def to_meta(value: Any) -> Any:
+    """A tensor without values; anything else as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_like(value, device="meta", requires_grad=value.requires_grad)
+
+
+def meta_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """A tensor without values for each parameter and buffer, ties kept."""
+    made: dict[int, torch.Tensor] = {}
+    state = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    for _, tensor in state:
+        made.setdefault(id(tensor), to_meta(tensor))
+    return {path: made[id(tensor)] for path, tensor in state}
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested tuples, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from tensors_in(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+
+
+class _FunctionRecorder(TorchFunctionMode):
+    def __init__(self, calls: list[FunctionCall]) -> None:
+        super().__init__()
+        self._calls = calls
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = getattr(func, "__name__", str(func))
+        outputs = [args[0]] if name == "__setitem__" else list(tensors_in(result))
+        self._calls.append(FunctionCall(func, name, args, kwargs, outputs))
+        return result
+
+
+class _ModuleWatcher:
+    """Records the calls of one module, which may call itself."""
+
+    def __init__(self, path: str, calls: list[ModuleCall]) -> None:
+        self._path, self._calls = path, calls
+        self._open: list[int] = []
+        self._alive: list[torch.Tensor] = []  # ids stay unique while tensors live
+
+    def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        self._open.append(len(self._calls))
+        keywords = {name: self._info(value) for name, value in kwargs.items()}
+        inputs = tuple(map(self._info, args))
+        self._calls.append(ModuleCall(self._path, inputs, keywords, ()))
+
+    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        place = self._open.pop()
+        outputs = output if isinstance(output, tuple) else (output,)
+        infos = tuple(map(self._info, outputs))
+        self._calls[place] = self._calls[place]._replace(outputs=infos)
+
+    def _info(self, value: Any) -> TensorInfo | None:
+        if not isinstance(value, torch.Tensor):
+            return None
+        self._alive.append(value)
+        return TensorInfo(
+            tuple(value.shape), value.dtype, value.requires_grad, id(value)
+        )
