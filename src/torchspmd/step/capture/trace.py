@@ -34,7 +34,11 @@ from torchspmd.step.capture.refusals import (
     needs_values,
     refuse,
 )
-from torchspmd.step.capture.rng import KnownComparisons, RandomTape, check_recomputation
+from torchspmd.step.capture.rng import (
+    KnownComparisons,
+    RandomReplay,
+    check_recomputation,
+)
 from torchspmd.step.capture.side_effects import (
     Change,
     PythonState,
@@ -213,9 +217,9 @@ def _trace(
     except Exception as error:
         if is_ours(error):
             raise
-        is_told = isinstance(error, RefusalError) or needs_values(error)
+        is_explained = isinstance(error, RefusalError) or needs_values(error)
         closed = closed_arguments(inventory)
-        cause = None if is_told else error
+        cause = None if is_explained else error
         raise refuse(name, error, log.latest(), closed) from cause
     refuse_changes(name, [*changes, *random_states.changes()])
     check_leaks(inventory, function)
@@ -229,7 +233,7 @@ def _tracing(
     """Everything that is active while a step is traced, outermost first."""
     refuse_functions = RefuseFunctions()
     with (
-        RandomTape().recording(),  # sees what the next one makes of random operators
+        RandomReplay().recording(),  # sees what the next one makes of random operators
         spread.tracing(),
         log.recording(),
         KnownComparisons(),

@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.overrides import TorchFunctionMode
 
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
 from torchspmd.step.capture.inventory import Role, Slot
 from torchspmd.step.capture.spread import Spread
+from torchspmd.step.capture.trace_modes import FunctionMode
 from torchspmd.step.modes.global_batch_ops import (
     GlobalBatchOperators,
     as_replicated,
@@ -60,7 +60,7 @@ class GlobalBatch(Spread):
     def _batch_spec(self, local: torch.Tensor) -> Any:
         size, rows = self.mesh.size(), local.stride(0)
         shape = (local.shape[0] * size, *local.shape[1:])
-        # A dim that lies outside of the rows in memory is wider in the whole batch.
+        # A dim that lies outside of the rows in memory is wider in the global batch.
         stride = tuple(step * size if step > rows else step for step in local.stride())
         return _torch.strided_spec(self.mesh, (Shard(0),), shape, stride, local.dtype)
 
@@ -95,20 +95,15 @@ class GlobalBatch(Spread):
             yield
 
 
-class _GlobalBatchFunctions(TorchFunctionMode):
+class _GlobalBatchFunctions(FunctionMode):
     """Batch norm and dropout over the global batch, not over this rank's part."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a function, or its form for the global batch."""
         own = _OWN.get(func)
         if own is not None and args and isinstance(args[0], DTensor):
-            return own(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+            return own(*args, **kwargs)
+        return func(*args, **kwargs)
 
 
 def batch_norm(  # noqa: PLR0913, PLR0917  # the arguments of torch's own function
@@ -149,7 +144,7 @@ def _blend(running: torch.Tensor, new: torch.Tensor, momentum: float) -> None:
 def dropout(
     x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> torch.Tensor:
-    """``F.dropout`` with the mask that one device would draw for the whole batch.
+    """``F.dropout`` with the mask that one device would draw for the global batch.
 
     Every rank draws the whole mask and keeps its part, so ranks with one seed drop what
     one device with that seed would drop.

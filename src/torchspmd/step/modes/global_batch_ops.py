@@ -18,21 +18,19 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
 from torchspmd.step.capture.refusals import RefusalError, calling_line, is_spread
-from torchspmd.step.capture.trace_modes import written_values
+from torchspmd.step.capture.trace_modes import OperatorMode, map_tree, written_values
 
 
 @final
-class GlobalBatchOperators(_torch.TorchDispatchMode):
-    """Computes on DTensors what one device would compute on the whole batch."""
+class GlobalBatchOperators(OperatorMode):
+    """Computes on DTensors what one device would compute on the global batch."""
 
     def __init__(self) -> None:
         super().__init__()
         self._views = CopiedViews()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator by its rule, or by the ways for those without one."""
         self._views.check(func, args, kwargs)
         made = self._computed(func, args, kwargs)
         if args and isinstance(args[0], DTensor):
@@ -226,12 +224,6 @@ def _refuse_partial_write(func: Any) -> RefusalError:
     )
 
 
-def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
-    """A tree with a function applied to every leaf."""
-    leaves, structure = _torch.flatten_tree(tree)
-    return _torch.unflatten_tree(list(map(function, leaves)), structure)
-
-
 # ----------------------------------------------------------------------------
 # Attention on the CPU in the default mode: DTensor has no rule for its kernel.
 #
@@ -376,7 +368,7 @@ def _dtensors(tree: Any) -> Iterator[DTensor]:
     return (leaf for leaf in _torch.flatten_tree(tree)[0] if isinstance(leaf, DTensor))
 
 
-_CURE = (
+_FIX = (
     "Choose with torch.where and a mask over the rows, or put the parts together with "
     "torch.cat. A write along another dim, h[:, 0] = 0, works."
 )
@@ -387,7 +379,7 @@ def _lost(operator: Any, copy: _Copy) -> CaptureError:
         f"compile: {_torch.packet_name(operator)} writes into a view along the batch\n\n"
         f"  * {calling_line()}\n    the view ({copy.operator}) is made at {copy.line}"
         "\n\nThe batch lies over ranks, so that such a view is a copy and the write would "
-        f"not reach the tensor that it was taken from. {_CURE}\nWhere the part alone is "
+        f"not reach the tensor that it was taken from. {_FIX}\nWhere the part alone is "
         "meant, write into its clone()."
     )
 
@@ -446,7 +438,7 @@ def _dropout(func: Any, x: DTensor, p: float, train: bool | None) -> Any:
 
 
 def empty_full(value: DTensor) -> torch.Tensor:
-    """A tensor of the whole batch: numbers are drawn in the order of memory."""
+    """A tensor of the global batch: numbers are drawn in the order of memory."""
     device = _torch.local_tensor(value).device
     return torch.empty_strided(
         value.shape, value.stride(), dtype=value.dtype, device=device
@@ -583,12 +575,12 @@ def _copy_into(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
 
 
 def _embedding(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Rows of an embedding, unless its gradient needs the counts of the whole batch."""
+    """Rows of an embedding, unless its gradient needs the counts of the global batch."""
     by_freq = args[3] if len(args) > 3 else kwargs.get("scale_grad_by_freq", False)
     if by_freq and is_spread(args[1]):
         raise RefusalError(
             "an embedding with scale_grad_by_freq=True",
-            "Its gradient is divided by how often a row is used in the whole batch, and "
+            "Its gradient is divided by how often a row is used in the global batch, and "
             "each rank counts its own part. Pass scale_grad_by_freq=False.",
         )
     return func(*args, **kwargs)
