@@ -401,9 +401,8 @@ _CHEAP = (
 _LATER = (Phase.BACKWARD, Phase.RECOMPUTE)
 
 
-def drop_unused_gathers(graph: fx.Graph) -> int:
-    """Remove gathers whose result nobody reads; return how many."""
-    dropped = 0
+def drop_unused_gathers(graph: fx.Graph) -> None:
+    """Remove gathers whose result nobody reads."""
     for wait in reversed(graph.find_nodes(op="call_function", target=_WAIT)):
         start = wait.args[0]
         if start.target is not _GATHER:
@@ -414,31 +413,25 @@ def drop_unused_gathers(graph: fx.Graph) -> int:
         if not wait.users:
             graph.erase_node(wait)
             graph.erase_node(start)
-            dropped += 1
-    return dropped
 
 
-def gather_again_in_backward(graph: fx.Graph, group: str) -> int:
-    """Give backward gathers of its own; return how many were added.
+def gather_again_in_backward(graph: fx.Graph, group: str) -> None:
+    """Give backward gathers of its own, so that forward need not keep its own for it.
 
     The graph is functional, and its nodes have owners. ``group`` is that of the data axis:
     other axes gather activations.
     """
-    added = 0
     for wait in graph.find_nodes(op="call_function", target=_WAIT):
-        start = wait.args[0]
-        if _is_parameter_gather(start, group) and _phase(wait) not in _LATER:
-            added += _split(graph, wait)
-    return added
+        if _is_parameter_gather(wait.args[0], group) and _phase(wait) not in _LATER:
+            _split(graph, wait)
 
 
-def gather_once(graph: fx.Graph, group: str) -> int:
-    """Let every use of a parameter read its first gather; return how many went.
+def gather_once(graph: fx.Graph, group: str) -> None:
+    """Let every use of a parameter read its first gather.
 
     Where the step changed the parameter in between, that is another value.
     """
     first: dict[object, fx.Node] = {}
-    dropped = 0
     for wait in graph.find_nodes(op="call_function", target=_WAIT):
         start = wait.args[0]
         if not _is_parameter_gather(start, group):
@@ -448,9 +441,7 @@ def gather_once(graph: fx.Graph, group: str) -> int:
             wait.replace_all_uses_with(kept)
             graph.erase_node(wait)
             graph.erase_node(start)
-            dropped += 1
     graph.eliminate_dead_code()
-    return dropped
 
 
 def _is_parameter_gather(start: fx.Node, group: str) -> bool:
@@ -470,7 +461,8 @@ def _source(start: fx.Node) -> fx.Node:
     return source
 
 
-def _split(graph: fx.Graph, wait: fx.Node) -> int:
+def _split(graph: fx.Graph, wait: fx.Node) -> None:
+    """Copy a gather, and what follows from it cheaply, for those who read it later."""
     derived = _derived(wait)
     readers = {
         user
@@ -478,18 +470,27 @@ def _split(graph: fx.Graph, wait: fx.Node) -> int:
         for user in node.users
         if user not in derived and _phase(user) in _LATER
     }
-    if not readers:
-        return 0
+    start = wait.args[0]
+    assert isinstance(start, fx.Node)
+    copied = {*derived, start, *(n for n in start.all_input_nodes if n.target is _PAD)}
+    owner = Owner(Phase.BACKWARD, owner_of(wait).module)
     copies: dict[fx.Node, fx.Node] = {}
+
+    def copy(node: fx.Node) -> fx.Node:
+        if node not in copied:
+            return node
+        if node not in copies:
+            copies[node] = graph.node_copy(node, copy)  # its arguments first
+            copies[node].meta[META_KEY] = owner
+        return copies[node]
+
     for reader in [node for node in graph.nodes if node in readers]:
         with graph.inserting_before(reader):
-            copy = _copier(graph, derived, copies, owner_of(wait).module)
             reader.args = fx.node.map_arg(reader.args, copy)
             reader.kwargs = fx.node.map_arg(reader.kwargs, copy)
     for node in reversed(list(derived)):
         if not node.users and node is not wait:
             graph.erase_node(node)
-    return 1
 
 
 def _derived(wait: fx.Node) -> dict[fx.Node, None]:
@@ -503,37 +504,6 @@ def _derived(wait: fx.Node) -> dict[fx.Node, None]:
                     found[user] = None
                     queue.append(user)
     return found
-
-
-def _copier(
-    graph: fx.Graph,
-    derived: dict[fx.Node, None],
-    copies: dict[fx.Node, fx.Node],
-    module: str,
-) -> Callable[[fx.Node], fx.Node]:
-    """Copies a gathered value, with what leads to it, at the graph's insertion point."""
-
-    def copy(node: fx.Node) -> fx.Node:
-        is_lead = node.target is _GATHER or node.target is _PAD
-        if node not in derived and not (is_lead and node in leads):
-            return node
-        if node not in copies:
-            # The arguments first: they must stand before their reader.
-            args = fx.node.map_arg((node.args, node.kwargs), copy)
-            made = graph.create_node(node.op, node.target, *args)
-            made.meta.update(node.meta)
-            made.meta[META_KEY] = Owner(Phase.BACKWARD, module)
-            copies[node] = made
-        return copies[node]
-
-    leads = _leads(next(iter(derived)))
-    return copy
-
-
-def _leads(wait: fx.Node) -> set[fx.Node]:
-    start = wait.args[0]
-    assert isinstance(start, fx.Node)
-    return {start, *start.all_input_nodes}
 
 
 def _is_cheap(node: fx.Node) -> bool:
