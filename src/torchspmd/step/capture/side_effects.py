@@ -118,11 +118,8 @@ def check_leaks(inventory: Inventory, function: Callable[..., Any]) -> None:
 
 
 def _attributes(inventory: Inventory) -> Iterator[tuple[str, Any, str]]:
-    for root, module in inventory.modules:
-        for prefix, child in module.named_modules():
-            for key in vars(child):
-                path = f"{root}.{prefix}" if prefix else root
-                yield f"{path}.{key}", vars(child), key
+    for path, child in inventory.named_modules():
+        yield from ((f"{path}.{key}", vars(child), key) for key in vars(child))
     for name, optimizer in inventory.optimizers:
         yield from ((f"{name}.{key}", vars(optimizer), key) for key in vars(optimizer))
 
@@ -197,8 +194,8 @@ _MUTABLE = (list, dict, set, deque)
 _MISSING = object()
 
 
-class Table:
-    """A dict of some object, and what was in it.
+class _Snapshot:
+    """What was in a dict of some object.
 
     A plain attribute that is there for the first time, of a class that has none of its
     name, is what a module notes about itself in its first call: it may stay.
@@ -312,7 +309,7 @@ class PythonState:
             if slot.role is Role.PARAMETER
         ]
         self._groups = [
-            Table(f"{name}.group{number}", group, Fix.GROUP)
+            _Snapshot(f"{name}.group{number}", group, Fix.GROUP)
             for name, optimizer in inventory.optimizers
             for number, group in enumerate(optimizer.param_groups)
         ]
@@ -358,34 +355,27 @@ def _named(arguments: Any) -> list[tuple[str, Any]]:
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 
-def _objects(inventory: Inventory) -> Iterator[Table]:
-    for root, module in inventory.modules:
-        for prefix, child in module.named_modules():
-            path = f"{root}.{prefix}" if prefix else root
-            yield Table(path, vars(child), Fix.ATTRIBUTE, _TABLES, type(child))
+def _objects(inventory: Inventory) -> Iterator[_Snapshot]:
+    for path, child in inventory.named_modules():
+        yield _Snapshot(path, vars(child), Fix.ATTRIBUTE, _TABLES, type(child))
     for name, optimizer in inventory.optimizers:
         ignored = {"state", *_torch.OPTIMIZER_BOOKKEEPING}
-        yield Table(name, vars(optimizer), Fix.ATTRIBUTE, ignored)
+        yield _Snapshot(name, vars(optimizer), Fix.ATTRIBUTE, ignored)
     own = (nn.Module, Optimizer, GradScaler, torch.Tensor, type)
     for name, leaf in zip(inventory.names, inventory.leaves, strict=True):
         if hasattr(leaf, "__dict__") and not isinstance(leaf, own):
-            yield Table(name, vars(leaf), Fix.ATTRIBUTE)
+            yield _Snapshot(name, vars(leaf), Fix.ATTRIBUTE)
 
 
-class RandomStates:
+def random_changes(before: dict[str, Any]) -> Iterator[Change]:
+    """Which random generators have another state now than before."""
+    for name, state in random_states().items():
+        if name in before and state != before[name]:
+            yield Change(f"the state of {name}", Fix.RANDOM)
+
+
+def random_states() -> dict[str, Any]:
     """States of random generators that a graph knows nothing of."""
-
-    def __init__(self) -> None:
-        self._before = _random_states()
-
-    def changes(self) -> Iterator[Change]:
-        """Which generators have another state now."""
-        for name, state in _random_states().items():
-            if name in self._before and state != self._before[name]:
-                yield Change(f"the state of {name}", Fix.RANDOM)
-
-
-def _random_states() -> dict[str, Any]:
     states: dict[str, Any] = {"Python's random": random.getstate()}
     state = torch.default_generator.get_state()
     states["torch's generator"] = state.numpy().tobytes()

@@ -111,7 +111,7 @@ def check_layouts(spread: Spread, slots: list[Slot]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Fact:
+class Checksum:
     """Name, shape and checksum of a tensor that was sharded, and its layout before."""
 
     text: str
@@ -136,7 +136,7 @@ class Relayout:
     """
 
     inventory: Inventory
-    facts: tuple[Fact, ...]
+    facts: tuple[Checksum, ...]
     beside: tuple[DeviceMesh, ...]
     _before: Inventory
 

@@ -42,9 +42,10 @@ from torchspmd.step.capture.rng import (
 from torchspmd.step.capture.side_effects import (
     Change,
     PythonState,
-    RandomStates,
     check_leaks,
     closed_arguments,
+    random_changes,
+    random_states,
     refuse_changes,
     refusing_schedulers,
 )
@@ -210,7 +211,7 @@ def _trace(
         found.append((outputs, values.reads()))
         return flat_out
 
-    random_states = RandomStates()
+    random_before = random_states()
     try:
         with phase("tracing"), inputs.world.mode, torch.enable_grad():
             graph = _torch.trace(run, inputs.flat)
@@ -221,7 +222,7 @@ def _trace(
         closed = closed_arguments(inventory)
         cause = None if is_explained else error
         raise refuse(name, error, log.latest(), closed) from cause
-    refuse_changes(name, [*changes, *random_states.changes()])
+    refuse_changes(name, [*changes, *random_changes(random_before)])
     check_leaks(inventory, function)
     return _Traced(graph, *found[-1], log)
 

@@ -185,8 +185,7 @@ def fake_for_transformers() -> contextlib.AbstractContextManager[None]:
     module, name = _ASKS
     library = sys.modules.get(module)
     asks: Callable[[Any], bool] | None = getattr(library, name, None)
-    if (
-        asks is None
-    ):  # another version: what looks into a tensor is refused, by its line
+    if asks is None:
+        # Another version: what looks into a tensor is refused, by its line.
         return contextlib.nullcontext()
     return replaced((library, name, lambda value: asks(_torch.plain_tensor(value))))

@@ -20,7 +20,7 @@ from torchspmd.layout.retired import copy_attributes
 from torchspmd.layout.shards import full_shard_size, shard_bounds, shard_size
 from torchspmd.step.capture.guards import name_of_hook
 from torchspmd.step.capture.inventory import Inventory, Role, Slot, is_counter
-from torchspmd.step.capture.spread import Fact, Relayout, checksums
+from torchspmd.step.capture.spread import Checksum, Relayout, checksums
 
 # ----------------------------------------------------------------------------
 # How a tensor is sharded over the data axis: what a rank keeps, and of which whole.
@@ -235,7 +235,7 @@ def plan_layout(
     beside = tuple(
         {sharding.whole.mesh: None for sharding in shardings.values() if sharding.whole}
     )
-    return Relayout(after, _facts(inventory.slots, slots), beside, inventory)
+    return Relayout(after, _checksums(inventory.slots, slots), beside, inventory)
 
 
 def _sharding(tensor: torch.Tensor, mesh: DeviceMesh) -> Sharding:
@@ -289,11 +289,11 @@ def shard(slot: Slot, sharding: Sharding) -> torch.Tensor:
     return parameter
 
 
-def _facts(before: list[Slot], after: list[Slot]) -> tuple[Fact, ...]:
+def _checksums(before: list[Slot], after: list[Slot]) -> tuple[Checksum, ...]:
     """A checksum of each new shard's tensor: ranks with other values would mix them."""
     sharded = [old for old, new in zip(before, after, strict=True) if old is not new]
     return tuple(
-        Fact(text, _torch.layout_of(slot.tensor))
+        Checksum(text, _torch.layout_of(slot.tensor))
         for slot, text in zip(sharded, checksums(sharded), strict=True)
     )
 
@@ -302,20 +302,18 @@ def _module_problems(inventory: Inventory, mesh: DeviceMesh) -> Iterator[str]:
     # Not at the top: importing it registers operators.
     from torch.distributed.fsdp import FSDPModule
 
-    for root, module in inventory.modules:
-        for prefix, child in module.named_modules():
-            path = f"{root}.{prefix}" if prefix else root
-            if isinstance(child, (FSDPModule, DistributedDataParallel)):
-                yield (
-                    f"{path} is wrapped already ({type(child).__name__}) and would "
-                    "gather and reduce a second time: build the model without "
-                    "fully_shard() and DistributedDataParallel"
-                )
-            if _computes_on_shards(child, mesh):
-                yield (
-                    f"{path} has a style that computes on shards over this very axis, "
-                    "which the mode would gather: pass the data axis, mesh=mesh['dp']"
-                )
+    for path, child in inventory.named_modules():
+        if isinstance(child, (FSDPModule, DistributedDataParallel)):
+            yield (
+                f"{path} is wrapped already ({type(child).__name__}) and would "
+                "gather and reduce a second time: build the model without "
+                "fully_shard() and DistributedDataParallel"
+            )
+        if _computes_on_shards(child, mesh):
+            yield (
+                f"{path} has a style that computes on shards over this very axis, "
+                "which the mode would gather: pass the data axis, mesh=mesh['dp']"
+            )
 
 
 def _computes_on_shards(module: nn.Module, mesh: DeviceMesh) -> bool:
