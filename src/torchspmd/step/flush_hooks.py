@@ -112,7 +112,7 @@ class WrappedMethod:
         own: What the object itself had in this place, if anything.
     """
 
-    belongs_to_compiled_step = True  # guards look at what it wraps
+    belongs_to_compiled_step = True  # guards see what the user had in its place
 
     def __init__(self, owner: Owner, name: str, before: Callable[[], None]) -> None:
         method: Any = getattr(owner, name, None)

@@ -25,7 +25,7 @@ from torchspmd.step.deferral.module import IterGraphModule
 from torchspmd.step.deferral.state import State
 from torchspmd.step.graph.memory import PeakMemory
 from torchspmd.step.graph.metadata import output_values
-from torchspmd.step.lower.backends import Prepared
+from torchspmd.step.lower.backends import Lowered
 from torchspmd.step.lower.in_place import InPlaceReport
 from torchspmd.step.virtual.certificate import Certificate
 
@@ -200,17 +200,17 @@ class Program:
 
 
 def find_released(
-    outputs: Outputs, inventory: Inventory, prepared: Prepared
+    outputs: Outputs, inventory: Inventory, lowered: Lowered
 ) -> frozenset[int]:
     """Gradients that a step replaces or clears without reading them, as in eager."""
-    if prepared.running is None or not prepared.can_release:
+    if lowered.running is None or not lowered.can_release:
         return frozenset()
     replaced = {
         where.parameter
         for where in outputs.destinations
         if isinstance(where, NewGradient)
     }
-    inputs = prepared.running.graph.find_nodes(op="placeholder")
+    inputs = lowered.running.graph.find_nodes(op="placeholder")
     return frozenset(
         gradient
         for parameter, gradient in inventory.gradients.items()
@@ -218,12 +218,12 @@ def find_released(
     )
 
 
-def find_loose(outputs: Outputs, prepared: Prepared) -> tuple[int, ...] | None:
+def find_loose(outputs: Outputs, lowered: Lowered) -> tuple[int, ...] | None:
     """The outputs that a run does not leave in the tensors where they belong."""
-    if prepared.running is None or not prepared.can_release:
+    if lowered.running is None or not lowered.can_release:
         return None
-    inputs = prepared.running.graph.find_nodes(op="placeholder")
-    values = output_values(prepared.running.graph)
+    inputs = lowered.running.graph.find_nodes(op="placeholder")
+    values = output_values(lowered.running.graph)
     return tuple(
         place
         for place, where in enumerate(outputs.destinations)

@@ -12,9 +12,8 @@ import torch
 from torch.optim import Optimizer
 
 from torchspmd import _torch
-from torchspmd.comm import Phase
+from torchspmd.comm import Owner, Phase
 from torchspmd.errors import CaptureError, SpmdError
-from torchspmd.step.graph.metadata import Owner
 
 _OWN_FOLDERS = (
     str(Path(torch.__file__).parent),

@@ -25,7 +25,6 @@ from torchspmd.step.capture.guards import ambient_facts
 from torchspmd.step.capture.inventory import Inventory, Role
 from torchspmd.step.capture.refusals import calling_line
 from torchspmd.step.capture.trace_modes import replaced
-from torchspmd.step.progress import note
 
 # ----------------------------------------------------------------------------
 # Traced tensors in places where a captured step cannot put their values.
@@ -186,7 +185,7 @@ class Change:
     """One thing that is not as it was before the step."""
 
     text: str
-    fix: Fix
+    fix: Fix | None  # None for what may stay
 
 
 _SIMPLE = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
@@ -231,7 +230,8 @@ class _Snapshot:
             elif not _is_same(before, now):
                 is_plain = _is_plain(before) and _is_plain(now)
                 if is_plain and before is _MISSING and self._may_begin(key):
-                    note(f"{self._name}.{key} was set in this capture, and not again")
+                    text = f"{self._name}.{key} was set in this capture, and not again"
+                    yield Change(text, None)
                 elif is_plain or all_values:
                     yield Change(
                         f"{self._name}.{key}{_describe_values(before, now)}", self._fix
@@ -393,11 +393,12 @@ _HOOKS_FIX = (
 
 
 def refuse_changes(function: str, changes: list[Change]) -> None:
-    """Raise where there are any: they would be made at capture, and never again."""
-    if not changes:
+    """Raise where any may not stay: it would be made at capture, and never again."""
+    fixes = "\n".join(dict.fromkeys(each.fix for each in changes if each.fix))
+    if not fixes:
         return
+    changes = [change for change in changes if change.fix]
     lines = "\n".join(f"  * {change.text}" for change in changes)
-    fixes = "\n".join(dict.fromkeys(change.fix for change in changes))
     if any("_hooks: " in change.text for change in changes):
         fixes += f"\n{_HOOKS_FIX}"
     raise CaptureError(

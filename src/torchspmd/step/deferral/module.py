@@ -267,7 +267,7 @@ class IterGraphModule:
             return graph
         from torchspmd.step.graph.inductor import lower
 
-        return lower(graph)
+        return lower(graph)[0]
 
 
 class _Forms:

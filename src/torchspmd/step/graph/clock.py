@@ -1,4 +1,4 @@
-"""A graph that looks at the clock around its collectives while it runs."""
+"""A graph that reads the clock around its collectives while it runs."""
 
 import itertools
 import statistics
@@ -10,9 +10,9 @@ from typing import Any, final
 import torch
 from torch import fx
 
-from torchspmd.step.graph.aliases import is_wait
+from torchspmd.step.graph.aliases import is_wait, started_by, without_item
 from torchspmd.step.graph.collectives import events_of
-from torchspmd.step.graph.simulate import carried_values, started_by, without_item
+from torchspmd.step.graph.simulate import carried_values
 
 # No more than this is what a wait itself takes, not what is waited for.
 HIDDEN_SECONDS = 5e-5
@@ -21,7 +21,7 @@ _HIDDEN_PART = 0.01  # of the time since its start: the rest was computed in
 
 @dataclass(frozen=True, slots=True)
 class Clocked:
-    """Where a graph looks at the clock for one collective.
+    """Where a graph reads the clock for one collective.
 
     Attributes:
         start: The node that starts it.
@@ -43,7 +43,7 @@ class Reading:
     """What the clock said about one collective; in seconds, medians of all runs.
 
     Attributes:
-        exposed: How long computation stood still for it.
+        exposed: How long computation waited for it.
         distance: From its start to its first wait.
         queued: How long after its start an earlier one of its group was still waited for.
     """
@@ -160,7 +160,7 @@ def read_runs(
     """What each collective that is waited for took, by its start.
 
     Args:
-        collectives: Where the clock was looked at.
+        collectives: Where the clock was read.
         runs: What it said, run after run.
         warm: How many of the first runs do not count.
     """

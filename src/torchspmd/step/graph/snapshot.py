@@ -24,38 +24,6 @@ _CONTAINERS = (dict, OrderedDict, set, list)
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    """What one module holds, and what its own containers hold.
-
-    Parameters, buffers and submodules lie in such containers, by name.
-    """
-
-    module: nn.Module
-    values: Mapping[str, Any]
-    contents: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, module: nn.Module) -> Self:
-        values = dict(vars(module))
-        contents = {
-            name: each.copy()
-            for name, each in values.items()
-            if type(each) in _CONTAINERS
-        }
-        return cls(module, values, contents)
-
-    def put_back(self) -> None:
-        own = vars(self.module)
-        own.clear()
-        own.update(self.values)
-        for name, content in self.contents.items():
-            container = self.values[name]
-            container.clear()
-            add = container.extend if isinstance(container, list) else container.update
-            add(content)
-
-
-@dataclass(frozen=True, slots=True)
 class Attributes:
     """What a module and its submodules hold: objects, not what is in their tensors.
 
@@ -67,17 +35,30 @@ class Attributes:
     (False, False)
     """
 
-    modules: tuple[_Held, ...]
+    held: tuple[tuple[nn.Module, dict[str, Any]], ...]
+    contents: tuple[tuple[Any, Any], ...]  # of containers, such as that of parameters
 
     @classmethod
     def of(cls, root: nn.Module) -> Self:
         """Note what there is."""
-        return cls(tuple(map(_Held.of, root.modules())))
+        held = tuple((module, dict(vars(module))) for module in root.modules())
+        containers = [
+            value
+            for _, values in held
+            for value in values.values()
+            if type(value) in _CONTAINERS
+        ]
+        return cls(held, tuple((each, each.copy()) for each in containers))
 
     def put_back(self) -> None:
         """Remove what was added since, and give back what was replaced or removed."""
-        for each in self.modules:
-            each.put_back()
+        for module, values in self.held:
+            vars(module).clear()
+            vars(module).update(values)
+        for container, content in self.contents:
+            container.clear()
+            add = container.extend if isinstance(container, list) else container.update
+            add(content)
 
 
 # ----------------------------------------------------------------------------
@@ -93,20 +74,16 @@ _GONE = object()
 
 @dataclass(frozen=True, slots=True)
 class _Constant:
-    """One attribute: where it is kept, what it was, and how to know it again."""
+    """One attribute as it was, and how to tell whether it is the same."""
 
-    holder: Any
-    leaf: str
     value: object
     mark: object  # of a tensor: what changes when it is written
     copy: torch.Tensor | None
 
     @classmethod
-    def of(cls, holder: Any, leaf: str) -> Self:
-        value = getattr(holder, leaf, _GONE)
-        if not isinstance(value, torch.Tensor):
-            return cls(holder, leaf, value, None, None)
-        return cls(holder, leaf, value, _mark(value), _copy(value))
+    def of(cls, value: object) -> Self:
+        copy = _copy(value) if isinstance(value, torch.Tensor) else None
+        return cls(value, _mark(value), copy)
 
     def change(self, now: object) -> str:
         """What became of it, in a few words; empty where it is as it was."""
@@ -119,16 +96,6 @@ class _Constant:
             return "is gone"
         return "was written into" if now is self.value else "was replaced"
 
-    def put_back(self) -> None:
-        """Undo a replacement, and a write where a copy was kept."""
-        holder, leaf, old, copy = self.holder, self.leaf, self.value, self.copy
-        if old is _GONE:
-            return
-        if copy is not None and isinstance(old, torch.Tensor):
-            old = _rewritten(old, copy)
-        if getattr(holder, leaf, _GONE) is not old:
-            _put(holder, leaf, old)
-
 
 @dataclass(frozen=True, slots=True)
 class Constants:
@@ -139,16 +106,8 @@ class Constants:
     @classmethod
     def of(cls, gm: Any) -> Self:
         """Note what the graph of a module, or of an ``IterGraphModule``, reads."""
-        kept: dict[str, _Constant] = {}
-        for node in _readers(gm.graph):
-            holder: Any = _owner(gm)
-            path = str(node.target).split(".")
-            for depth, leaf in enumerate(path, start=1):
-                name = ".".join(path[:depth])
-                if name not in kept:
-                    kept[name] = _Constant.of(holder, leaf)
-                holder = kept[name].value
-        return cls(kept)
+        names = {str(node.target) for node in _readers(gm.graph)}
+        return cls({name: _Constant.of(_find(_owner(gm), name)) for name in names})
 
     def changes(self, gm: Any) -> list[str]:
         """What the module's graph still reads and is not what it was, a text each.
@@ -180,9 +139,17 @@ class Constants:
         return list(found.values())
 
     def put_back(self) -> None:
-        """Give back what was replaced, and what small tensors held."""
+        """Write back what small tensors held."""
         for each in self.kept.values():
-            each.put_back()
+            value, copy = each.value, each.copy
+            if copy is None or not isinstance(value, torch.Tensor):
+                continue
+            if _has_same_bits(copy, value):
+                continue
+            if (value.shape, value.stride()) == (copy.shape, copy.stride()):
+                value.detach().copy_(copy)  # where others may share the memory
+            else:
+                value.data = copy.clone()
 
 
 def _readers(graph: fx.Graph) -> Iterator[fx.Node]:
@@ -227,32 +194,9 @@ def _has_same_bits(copy: torch.Tensor, now: torch.Tensor) -> bool:
     return torch.equal(_bytes(copy), _bytes(now))
 
 
-def _rewritten(tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
-    """A tensor with the values of a copy: the same object where it can hold them."""
-    if _has_same_bits(copy, tensor):
-        return tensor
-    if (tensor.shape, tensor.stride()) != (copy.shape, copy.stride()):
-        return copy.clone()
-    with torch.no_grad():
-        tensor.copy_(copy)
-    return tensor
-
-
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.detach().resolve_conj().resolve_neg()
     return plain.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _put(holder: Any, leaf: str, old: object) -> None:
-    if isinstance(old, nn.Parameter) or not isinstance(old, torch.Tensor):
-        setattr(holder, leaf, old)
-        return
-    if isinstance(getattr(holder, leaf, None), nn.Parameter):
-        delattr(holder, leaf)  # a module takes no plain tensor in its place
-    if hasattr(holder, leaf):
-        setattr(holder, leaf, old)
-    else:
-        holder.register_buffer(leaf, old)
 
 
 @dataclass(frozen=True, slots=True)

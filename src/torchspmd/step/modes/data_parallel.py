@@ -53,6 +53,12 @@ class DataParallel:
                 "DataParallel('replicate', sync_each_backward=False): this style reduces "
                 "micro-batches once by itself; leave the argument out."
             )
+        if self.parallel_style == "replicate" and not self.reshard_after_forward:
+            raise UsageError(
+                "DataParallel('replicate', reshard_after_forward=False) would have no "
+                "effect: this style keeps whole parameters at all times; leave the "
+                "argument out."
+            )
 
 
 @final

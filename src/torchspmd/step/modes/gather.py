@@ -25,13 +25,13 @@ from torch import fx, nn
 from torch.autograd.function import once_differentiable
 
 from torchspmd import _torch
-from torchspmd.comm import Phase
+from torchspmd.comm import Owner, Phase
 from torchspmd.errors import CaptureError
 from torchspmd.step.capture.inventory import Inventory
 from torchspmd.step.capture.refusals import calling_line
 from torchspmd.step.capture.trace_modes import FunctionMode
 from torchspmd.step.graph.aliases import find_aliases
-from torchspmd.step.graph.metadata import META_KEY, Owner, OwnerLog, last_node, owner_of
+from torchspmd.step.graph.metadata import META_KEY, OwnerLog, last_node, owner_of
 from torchspmd.step.modes.shard_layout import Sharding
 
 # ----------------------------------------------------------------------------

@@ -8,13 +8,12 @@ from typing import Any, Literal
 from torchspmd.comm import Kind
 from torchspmd.step.graph.collectives import events_of
 from torchspmd.step.graph.cost import CostModel, check_cost, device_of
-from torchspmd.step.graph.options import check_flags, check_overlap
+from torchspmd.step.graph.options import check_bucket_size, check_flags, check_overlap
 from torchspmd.step.graph.reports import PassReport
 from torchspmd.step.passes.bucket import comm_fusion_with_concat
 from torchspmd.step.passes.dedupe import dedupe_collectives
 from torchspmd.step.passes.defer import defer_updates
 from torchspmd.step.passes.embedding_rows import gather_embedding_gradients
-from torchspmd.step.passes.memory_budget import check_bucket_size
 from torchspmd.step.passes.optimizer import remove_copy_from_optimizer
 from torchspmd.step.passes.overlap import prefetch_gathers, schedule_comm_wait
 
@@ -68,11 +67,11 @@ def choose_bucket_size(gm: Any, cost: CostModel | None = None) -> float:
     """Megabytes for a bucket, between 1 and 64.
 
     What the next forward needs first is ready last: the smaller its bucket, the less of it
-    stands in the open. But each bucket costs the latency of a collective. With n buckets
-    that take w seconds on the wire and l seconds each to begin, w / n + n * l is least
-    where n is the root of w / l; where computing takes longer, most of n * l is hidden, so
-    there are twice as many. Where the wire is the limit it is idle until the first bucket
-    is computed: there computing counts instead of w.
+    is exposed. But each bucket costs the latency of a collective. With n buckets that take
+    w seconds on the network and l seconds each to begin, w / n + n * l is least where n is
+    the root of w / l; where computing takes longer, most of n * l is hidden, so there are
+    twice as many. Where the network is the limit it is idle until the first bucket is
+    computed: there computing counts instead of w.
     """
     check_cost(cost, "choose_bucket_size")
     cost = cost or CostModel.for_device(device_of(gm.graph))

@@ -22,7 +22,7 @@ from torchspmd.step.graph.options import check_module
 from torchspmd.step.graph.reports import GraphSize, Outcome, PassReport
 from torchspmd.step.graph.snapshot import Snapshot, copy_graph, num_changes
 from torchspmd.step.legality.check import Proof, check_edit
-from torchspmd.step.legality.edit import check_definitions
+from torchspmd.step.legality.graph_rules import check_definitions
 
 Pass = Callable[..., Any]
 # Gets each report with the graphs before and after the pass. May give the names of outputs
@@ -393,7 +393,7 @@ _GRAPH = (
 )
 _OUTPUT = (
     "output: the graph does not end with an output node. A pass keeps the outputs, all and "
-    "in their order: the caller takes them apart"
+    "in their order: the caller unpacks them"
 )
 
 
