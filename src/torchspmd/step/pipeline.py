@@ -107,30 +107,31 @@ def build_program(
         ranks.wait_until_ready(peers_of(lowered.graph))
         if captured.relayout is not None:
             captured.relayout.commit()  # all ranks run this program now
-    released = find_released(captured.outputs, inventory, lowered)
-    running = lowered.running
-    notes = [*progress.notes, *cost_notes, *lowered.notes]
+    notes = [*captured.notes, *cost_notes, *lowered.notes]
     if isinstance(options.transformation, GraphModuleTransformation):
         notes += options.transformation.notes
-    return Program(
-        number=number,
-        graph=lowered.graph,
-        signature=sign(inventory),
-        outputs=captured.outputs,
-        symbols=captured.symbols,
-        assumptions=captured.assumptions,
-        reads=captured.reads,
-        run=lowered.run,
-        released=released,
-        loose=find_loose(captured.outputs, lowered),
-        in_place=lowered.in_place,
-        notes=(f"phases: {progress.describe()}", *notes),
-        peak_memory=predict_peak(running.graph, released) if running else None,
-        reason=reason,
-        certificate=certificate,
-        ledger=build_ledger(lowered.graph),
-        capture_seconds=time.perf_counter() - start,
-    )
+    with phase("program", progress.what):
+        running = lowered.running
+        released = find_released(captured.outputs, inventory, lowered)
+        return Program(
+            number=number,
+            graph=lowered.graph,
+            signature=sign(inventory),
+            outputs=captured.outputs,
+            symbols=captured.symbols,
+            assumptions=captured.assumptions,
+            reads=captured.reads,
+            run=lowered.run,
+            released=released,
+            loose=find_loose(captured.outputs, lowered),
+            in_place=lowered.in_place,
+            notes=(f"phases: {progress.describe()}", *notes),
+            peak_memory=predict_peak(running.graph, released) if running else None,
+            reason=reason,
+            certificate=certificate,
+            ledger=build_ledger(lowered.graph),
+            capture_seconds=time.perf_counter() - start,
+        )
 
 
 def _override(

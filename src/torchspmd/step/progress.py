@@ -27,7 +27,6 @@ class Progress:
     Attributes:
         what: What is captured.
         seconds: How long each phase took, in order.
-        notes: What there is to say about it afterwards, a line each.
     """
 
     def __init__(self, what: str, console: Console | None = None) -> None:
@@ -37,7 +36,6 @@ class Progress:
         self._status = self._console.status(what)
         self.seconds: dict[str, float] = {}
         self._inside = [0.0]  # of each open phase: the seconds of phases within it
-        self.notes: list[str] = []
 
     def __enter__(self) -> Self:
         self._token = _current.set(self)
@@ -107,10 +105,3 @@ def phase(name: str, what: str = "torchspmd") -> Iterator[None]:
         if progress is not None:
             progress.end(name, took)
         logger.info("%s: %s took %.3f s", what, name, took)
-
-
-def note(line: str) -> None:
-    """Remember a line about the capture under way, once."""
-    progress = _current.get()
-    if progress is not None and line not in progress.notes:
-        progress.notes.append(line)

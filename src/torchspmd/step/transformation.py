@@ -15,7 +15,7 @@ from torch import fx
 from torchspmd.errors import PassWarning, UsageError
 from torchspmd.step.deferral.module import IterGraphModule
 from torchspmd.step.graph.cost import CostModel, check_cost
-from torchspmd.step.graph.options import check_bucket_size, check_flags
+from torchspmd.step.graph.options import check_bucket_size, check_flags, check_overlap
 from torchspmd.step.graph.reports import PassReport
 from torchspmd.step.passes.runner import observing_passes, pass_reports, run_any
 
@@ -114,8 +114,7 @@ class GraphModuleTransformation:
             enable_inductor=enable_inductor,
             gather_embeddings=gather_embeddings,
         )
-        if overlap_iterations != "auto":
-            check_flags(_WHAT, overlap_iterations=overlap_iterations)
+        check_overlap(_WHAT, overlap_iterations)
         runs_default = enable_graph_optimization and passes is None
         unused = [
             name
@@ -225,7 +224,7 @@ class GraphModuleTransformation:
             "GraphModuleTransformation(overlap_iterations=True): no update can wait for "
             f"the next step, so nothing overlaps with it. {outcome.refused[0]}"
             if is_warning
-            else f"overlap='auto': nothing is deferred: {outcome.refused[0]}",
+            else f"overlap='auto': nothing is deferred: {outcome.refused[-1]}",
             is_warning=is_warning,
         )
 

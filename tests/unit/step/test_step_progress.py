@@ -11,19 +11,12 @@ import torch._inductor
 from rich.console import Console
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
+from training import train
 
 from torchspmd.step import compile, progress
-from torchspmd.step.progress import Progress, note, phase
+from torchspmd.step.progress import Progress, phase
 
 pytestmark = pytest.mark.unit
-
-
-def train(model, optim, batch):
-    loss = model(batch).square().mean()
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss
 
 
 def run(**options):
@@ -39,9 +32,9 @@ def test_nothing_is_written_where_there_is_no_terminal(capfd):
     step, _ = run(gm_transformation=lambda gm: gm)
     assert capfd.readouterr() == ("", "")
     (told,) = [line for line in step.programs[0].notes if line.startswith("phases: ")]
-    assert [name in told for name in ("tracing", "functional form", "passes")] == [
-        True
-    ] * 3
+    assert [
+        name in told for name in ("capture", "functionalize", "mode", "passes")
+    ] == [True] * 4
     assert told in step.explain()
 
 
@@ -53,10 +46,8 @@ def test_phases_on_a_terminal(monkeypatch):
         with phase("tracing"):
             pass
         with phase("tracing"), phase("compiling"):
-            note("from the cache")
-            note("from the cache")
+            pass
     assert list(shown.seconds) == ["tracing", "compiling"]
-    assert shown.notes == ["from the cache"]
     text = file.getvalue()
     assert "compile step: compiling" in text
     assert "compile step: 0.00 s (tracing 0.00, compiling 0.00)" in text
@@ -64,10 +55,10 @@ def test_phases_on_a_terminal(monkeypatch):
 
 def test_outside_of_a_capture_nothing_is_kept():
     with phase("tracing"):
-        note("lost")
+        pass
     with Progress("compile step") as shown:
         pass
-    assert shown.seconds == {} and shown.notes == []
+    assert shown.seconds == {}
 
 
 def test_a_failed_capture_leaves_no_line():
@@ -78,7 +69,7 @@ def test_a_failed_capture_leaves_no_line():
     assert " s (" not in file.getvalue()
 
 
-PHASES = ("tracing", "functional form", "passes", "lowering")
+PHASES = ("capture", "functionalize", "mode", "passes", "lowering", "program")
 
 
 def test_phases_are_logged(caplog):
@@ -93,7 +84,7 @@ def test_phases_are_logged(caplog):
         run()
     details = [each for each in caplog.records if each.levelno == logging.DEBUG]
     lines = [record.getMessage() for record in details]
-    assert "compile train: tracing begins" in lines
+    assert "compile train: capture begins" in lines
     assert "train: step with program 0" in lines
 
 

@@ -17,7 +17,6 @@ from torchspmd.step.capture.facts import (
     simple_fact,
 )
 from torchspmd.step.capture.inventory import Inventory, Role
-from torchspmd.step.progress import note
 
 # Each guarded fact by its name. Two calls may share a program when all facts are equal.
 Signature: TypeAlias = tuple[tuple[str, Any], ...]
@@ -25,19 +24,15 @@ Signature: TypeAlias = tuple[tuple[str, Any], ...]
 
 def sign(inventory: Inventory) -> Signature:
     """Everything about a call that a program depends on, except tensor values."""
-    walk = _begin_walk(inventory)
-    facts = (
+    return (
         *ambient_facts(),
         ("structure of the arguments", inventory.structure),
         *_tensor_facts(inventory),
         *_wiring_facts(inventory),
-        *_data_facts(inventory, walk),
+        *_data_facts(inventory, _begin_walk(inventory)),
         *_gradient_hook_facts(inventory),
         *_optimizer_facts(inventory),
     )
-    if walk.beyond:
-        note(_describe_beyond(walk.beyond))
-    return facts
 
 
 def watch_data(inventory: Inventory) -> list[Callable[[], bool]]:
@@ -54,11 +49,17 @@ def _begin_walk(inventory: Inventory) -> Walk:
     return Walk(known | {id(child): path for path, child in _named_modules(inventory)})
 
 
-def _describe_beyond(names: list[str], limit: int = 8) -> str:
+def describe_unguarded(inventory: Inventory, limit: int = 8) -> tuple[str, ...]:
+    """A line about values that are too many or too deep to be compared, if any."""
+    walk = _begin_walk(inventory)
+    for _ in _data_facts(inventory, walk):
+        pass
+    if not (names := walk.beyond):
+        return ()
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return (
         f"not guarded, beyond {MAX_LEAVES} values or {MAX_DEPTH} levels: "
-        f"{', '.join(names[:limit])}{more}; if one changes, call close() and compile again"
+        f"{', '.join(names[:limit])}{more}; if one changes, call close() and compile again",
     )
 
 

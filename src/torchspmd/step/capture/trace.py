@@ -12,6 +12,7 @@ from torch import fx
 from torchspmd import _torch
 from torchspmd.comm import Phase
 from torchspmd.step.capture.functionalize import clean, make_functional
+from torchspmd.step.capture.guards import describe_unguarded
 from torchspmd.step.capture.host_values import HostValues, Reads
 from torchspmd.step.capture.inventory import Inventory, Number, check_memory
 from torchspmd.step.capture.micro_batches import join_reductions
@@ -58,7 +59,7 @@ from torchspmd.step.capture.trace_modes import (
 )
 from torchspmd.step.graph.memory import ROLE_KEY
 from torchspmd.step.graph.metadata import OwnerLog, mark_guarded, set_roles
-from torchspmd.step.progress import note, phase
+from torchspmd.step.progress import phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ class Captured:
         reads: What optimizers read from their states.
         relayout: Shards that are to take the place of the step's tensors.
         values: A checksum of each tensor that must be equal along the data axis.
+        notes: What else there is to say about it, a line each.
     """
 
     graph: fx.GraphModule
@@ -82,6 +84,7 @@ class Captured:
     reads: Reads
     relayout: Relayout | None
     values: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
 def capture(
@@ -119,12 +122,14 @@ def capture(
     graph = _make_functional(name, traced, inputs)
     outputs = drop_unchanged(graph, traced.outputs)
     clean(graph)
-    num_joined = spread.finish(graph) + join_reductions(graph.graph)
-    graph.recompile()
+    with phase("mode"):
+        num_joined = spread.finish(graph) + join_reductions(graph.graph)
+        graph.recompile()
     check_recomputation(name, graph)
+    notes = (*describe_unguarded(inventory), *traced.notes)
     if num_joined:
-        note(
-            f"{num_joined} reductions of micro-batches joined with those of later ones"
+        notes += (
+            f"{num_joined} reductions of micro-batches joined with those of later ones",
         )
 
     assumptions = inputs.world.assumptions()
@@ -136,7 +141,9 @@ def capture(
     elif compare_values:
         values = checksum_parameters(inventory, spread)
     symbols = tuple(map(_torch.symbol_of, inputs.numbers))
-    return Captured(graph, outputs, symbols, assumptions, reads, relayout, values)
+    return Captured(
+        graph, outputs, symbols, assumptions, reads, relayout, values, notes
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +180,7 @@ class _Traced:
     outputs: Outputs
     reads: Reads
     log: OwnerLog
+    notes: tuple[str, ...]
 
 
 def _trace(
@@ -208,7 +216,7 @@ def _trace(
 
     random_states = RandomStates()
     try:
-        with phase("tracing"), inputs.world.mode, torch.enable_grad():
+        with phase("capture"), inputs.world.mode, torch.enable_grad():
             graph = _torch.trace(run, inputs.flat)
     except Exception as error:
         if is_ours(error):
@@ -219,7 +227,8 @@ def _trace(
         raise refuse(name, error, log.latest(), closed) from cause
     refuse_changes(name, [*changes, *random_states.changes()])
     check_leaks(inventory, function)
-    return _Traced(graph, *found[-1], log)
+    notes = tuple(change.text for change in changes if change.cure is None)
+    return _Traced(graph, *found[-1], log, notes)
 
 
 @contextlib.contextmanager
@@ -245,7 +254,7 @@ def _tracing(
 
 def _make_functional(name: str, traced: _Traced, inputs: _Inputs) -> fx.GraphModule:
     try:
-        with phase("functional form"):
+        with phase("functionalize"):
             return make_functional(traced.graph, inputs.flat, inputs.world)
     except Exception as error:
         raise refuse(name, error, traced.log.latest()) from error

@@ -133,7 +133,7 @@ def defer_updates(
         gain, places = at_once / ordering.seconds, ordering.places
         detail = [line, _worth(gain)]
         if only_if_faster and gain < _WORTH:
-            refused.append(f"left as it was: {_worth(gain)}")
+            refused.append(f"left as it was: {_simulated(gain)}")
             raise LeaveUnchanged(Outcome(len(blocks), 0, tuple(refused), gain=gain))
     for job, target in _targets(jobs, places, position):
         detail.append(_move(graph, job.name, job.region, target))
@@ -404,9 +404,13 @@ def _order(
     return ordering, _told(ordering, found[-1])
 
 
+def _simulated(gain: float) -> str:
+    return f"simulated to be {gain:.2f} times as fast as without this pass"
+
+
 def _worth(gain: float) -> str:
     """What overlapping gains, as far as can be told before the step has run."""
-    line = f"simulated to be {gain:.2f} times as fast as without this pass"
+    line = _simulated(gain)
     if gain >= _WORTH:
         return line
     why = "hardly anything of the reductions was exposed"
