@@ -15,7 +15,7 @@ from torchspmd.errors import LayoutError
 from torchspmd.parallel.axis import (
     layout_of,
 )
-from torchspmd.parallel.redistribute import hand_on, settle
+from torchspmd.parallel.redistribute import redistribute, reduce_other_partials
 from torchspmd.parallel.route import Route, Steps, check_even, enter, enter_features
 
 
@@ -66,7 +66,7 @@ class _Enter:
     ) -> torch.Tensor:
         route, needed = self.route, steps.needed
         if isinstance(tensor, DTensor):
-            tensor = settle(tensor)
+            tensor = reduce_other_partials(tensor)
             source, shape = layout_of(tensor, route.axis, route.where), tensor.shape
             if source == needed:
                 return tensor
@@ -77,7 +77,7 @@ class _Enter:
                 else enter(tensor, route, steps)
             )
             source, shape = value.layout, torch.Size(value.shape)
-        return hand_on(
+        return redistribute(
             tensor, source, needed, route.axis, tuple(shape), as_dtensor=True
         )
 

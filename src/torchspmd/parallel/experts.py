@@ -27,7 +27,12 @@ from torchspmd.parallel.parameters import (
     place_parameter,
     wrong_shard,
 )
-from torchspmd.parallel.redistribute import change_layout, settle, unwrap, wrap
+from torchspmd.parallel.redistribute import (
+    change_layout,
+    reduce_other_partials,
+    unwrap,
+    wrap,
+)
 from torchspmd.parallel.style import (
     Place,
     PlacedStyle,
@@ -161,7 +166,7 @@ class LocalForward:
         is_partial = type(target) is Replicate and type(layouts.made) is Partial
         gradient = Partial() if is_partial and value.requires_grad else None
         if isinstance(value, DTensor):
-            value = settle(value)
+            value = reduce_other_partials(value)
             source, shape = layout_of(value, axis, self._where), tuple(value.shape)
             value = unwrap(value, axis)
         else:

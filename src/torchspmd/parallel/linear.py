@@ -34,6 +34,7 @@ from torchspmd.parallel.redistribute import (
 )
 from torchspmd.parallel.route import (
     Route,
+    RoutedModule,
     Steps,
     Value,
     build_route,
@@ -51,13 +52,11 @@ from torchspmd.parallel.style import (
 )
 
 
-class LocalLinear(nn.Linear):
+class LocalLinear(RoutedModule, nn.Linear):
     """A Linear whose parameters are DTensors and whose forward runs on shards.
 
     ``parallelize_module`` turns an ``nn.Linear`` into one; it is not built by hand.
     """
-
-    route: Route
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The layer's output in the layout that its style asks for."""
@@ -85,10 +84,6 @@ class LocalLinear(nn.Linear):
                 route.remember(input.shape, call)
             output = _LocalLinear.apply(value.tensor, self.weight, self.bias, call)
         return leave(output, route, steps, shape)
-
-    def extra_repr(self) -> str:
-        """The layer's sizes and its style."""
-        return f"{super().extra_repr()}, {self.route}"
 
 
 class LinearCall:
@@ -293,13 +288,11 @@ def _traceable_bias(module: LocalLinear, wanted: Placement, ndim: int) -> torch.
 # ``nn.Embedding`` on this rank's columns or rows of the table.
 
 
-class LocalEmbedding(nn.Embedding):
+class LocalEmbedding(RoutedModule, nn.Embedding):
     """An Embedding whose table is a DTensor and whose forward runs on its shard.
 
     ``parallelize_module`` turns an ``nn.Embedding`` into one; it is not built by hand.
     """
-
-    route: Route
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The rows of the table at these indices, in the layout of the style."""
@@ -323,10 +316,6 @@ class LocalEmbedding(nn.Embedding):
         shape = (*value.shape, self.embedding_dim)
         output = change_layout(output, steps.made, steps.wanted, route.axis, shape)
         return leave(output, route, steps, shape)
-
-    def extra_repr(self) -> str:
-        """The layer's sizes and its style."""
-        return f"{super().extra_repr()}, {self.route}"
 
 
 def _shard_shape(module: LocalEmbedding) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from torchspmd.parallel.axis import (
     is_uneven,
     layout_of,
 )
-from torchspmd.parallel.redistribute import hand_on, settle
+from torchspmd.parallel.redistribute import redistribute, reduce_other_partials
 from torchspmd.parallel.style import (
     Place,
     PlacedStyle,
@@ -387,7 +387,7 @@ def _change(
             "torch.Tensor! Write None as its layout to leave it alone."
         )
     if isinstance(value, DTensor):
-        settled: DTensor = value if desired is None else settle(value)
+        settled: DTensor = value if desired is None else reduce_other_partials(value)
         source, shape = layout_of(settled, axis, where), tuple(settled.shape)
         if not local_output and desired in (None, source):
             return settled
@@ -398,7 +398,7 @@ def _change(
     target = source if desired is None else positive_dim(desired, value.ndim)
     if local_output and is_uneven(shape, target, axis):
         raise LayoutError(describe_uneven(shape, target, axis, where))
-    return hand_on(value, source, target, axis, shape, as_dtensor=not local_output)
+    return redistribute(value, source, target, axis, shape, as_dtensor=not local_output)
 
 
 def _check_count(

@@ -23,7 +23,7 @@ from torchspmd.parallel.axis import (
     is_uneven,
     layout_of,
 )
-from torchspmd.parallel.redistribute import settle, unwrap, wrap
+from torchspmd.parallel.redistribute import reduce_other_partials, unwrap, wrap
 from torchspmd.parallel.style import ParallelStyle, Place
 
 _MAX_CALLS = 256  # shapes of inputs that one layer remembers
@@ -108,6 +108,16 @@ class Route:
         return f"{self.style} on {self.axis.name}={self.axis.size}"
 
 
+class RoutedModule(nn.Module):
+    """Base of the modules that compute on shards."""
+
+    route: Route
+
+    def extra_repr(self) -> str:
+        """The layer's settings and its style."""
+        return f"{super().extra_repr()}, {self.route}"
+
+
 def _rebuild(*values: Any) -> Route:
     names = ("axis", "where", "style", "given", "needed", "made", "wanted")
     return Route(**dict(zip((*names, "local_output"), values, strict=True)))
@@ -173,7 +183,7 @@ def enter(tensor: torch.Tensor, route: Route, steps: Steps) -> Value:
     The shards of a plain tensor are taken as even; only a DTensor says otherwise.
     """
     if isinstance(tensor, DTensor):
-        settled = settle(tensor)
+        settled = reduce_other_partials(tensor)
         # Through a settled mean DTensor takes no gradient in terms of a sum.
         is_settled, tensor = settled is not tensor, settled
         layout = layout_of(tensor, route.axis, route.where)

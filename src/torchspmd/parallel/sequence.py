@@ -30,6 +30,7 @@ from torchspmd.parallel.redistribute import (
 )
 from torchspmd.parallel.route import (
     Route,
+    RoutedModule,
     Steps,
     build_route,
     check_even,
@@ -50,10 +51,8 @@ from torchspmd.parallel.style import (
 # Norms and dropout on this rank's part of the sequence, with replicated parameters.
 
 
-class LocalLayerNorm(nn.LayerNorm):
+class LocalLayerNorm(RoutedModule, nn.LayerNorm):
     """A LayerNorm whose forward runs on this rank's part of the sequence."""
-
-    route: Route
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The normalised input; the parameters' gradients are summed over the ranks."""
@@ -69,15 +68,9 @@ class LocalLayerNorm(nn.LayerNorm):
         output = F.layer_norm(local, self.normalized_shape, weight, bias, self.eps)
         return leave(output, route, steps, shape)
 
-    def extra_repr(self) -> str:
-        """The layer's sizes and its style."""
-        return f"{super().extra_repr()}, {self.route}"
 
-
-class LocalRMSNorm(nn.RMSNorm):
+class LocalRMSNorm(RoutedModule, nn.RMSNorm):
     """An RMSNorm whose forward runs on this rank's part of the sequence."""
-
-    route: Route
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The normalised input; the weight's gradient is summed over the ranks."""
@@ -87,15 +80,9 @@ class LocalRMSNorm(nn.RMSNorm):
         output = F.rms_norm(local, self.normalized_shape, weight, self.eps)
         return leave(output, route, steps, shape)
 
-    def extra_repr(self) -> str:
-        """The layer's sizes and its style."""
-        return f"{super().extra_repr()}, {self.route}"
 
-
-class LocalDropout(nn.Dropout):
+class LocalDropout(RoutedModule, nn.Dropout):
     """A Dropout whose forward runs on this rank's part of the sequence."""
-
-    route: Route
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The input with the elements dropped that one device would drop.
@@ -110,10 +97,6 @@ class LocalDropout(nn.Dropout):
             assert type(steps.needed) is Shard
             local = local * take_shard(whole, steps.needed.dim, route.axis)
         return leave(local, route, steps, shape)
-
-    def extra_repr(self) -> str:
-        """The layer's settings and its style."""
-        return f"{super().extra_repr()}, {self.route}"
 
 
 class NormCall(NamedTuple):
