@@ -28,7 +28,7 @@ from torchspmd.local.traced import call_traced
 # ----------------------------------------------------------------------------
 # A function with its layouts, and the plans of the kinds of calls that it has seen.
 
-# Leaves that need no tree to be taken apart; most calls have only these.
+# Types that need no tree to be flattened; most calls have only these.
 _PLAIN = frozenset({DTensor, torch.Tensor, int, float, bool, str, type(None)})
 
 

@@ -1,4 +1,4 @@
-"""Run-time proof of what layouts promise, for tests: it costs collectives.
+"""Check across ranks that values are what their layouts say; it costs collectives.
 
 They are marked as checks, so that a ledger can leave them out of counts. Every rank of
 an axis comes to the same verdict, so that all of them raise and none waits.
@@ -186,8 +186,8 @@ class Checker:
             layout: What was declared.
             name: For messages.
             is_summed: For each axis, whether the function has reduced this output over
-                it already, as far as can be told without looking at values.
-            has_graph: Whether that was told from the recorded graph.
+                it already, as far as is known without looking at values.
+            has_graph: Whether that follows from the recorded graph.
         """
         problems = []
         for axis, entry, summed in zip(self.frame.axes, layout, is_summed, strict=True):
@@ -227,8 +227,8 @@ class Checker:
             Problem(
                 f"{name}: declared Replicate() over {axis.name!r}, but rank {found.rank} "
                 f"of {axis.name!r} differs from rank 0 by {_size(found)}",
-                f"Declare {name} as Partial() over {axis.name!r} if it is one term of a "
-                f"sum, as Shard(...) if it is a piece; or reduce it in the function.",
+                f"Declare {name} as Partial() over {axis.name!r} if it is a partial "
+                f"value, as Shard(...) if it is a piece; or reduce it in the function.",
             )
         ]
 
@@ -236,7 +236,7 @@ class Checker:
         self, local: torch.Tensor, axis: LocalAxis, name: str, has_graph: bool
     ) -> list[Problem]:
         found = compare(local, self.frame, axis)
-        # Without a graph, equal constants may as well be equal terms of a sum.
+        # Without a graph, equal constants may as well be equal partial values.
         is_telling = found.is_nonzero if has_graph else found.has_contrast
         if not (found.is_same and is_telling):
             return []
@@ -285,7 +285,7 @@ class Checker:
                 f"rank {found.rank} of {axis.name!r} differs from rank 0 by "
                 f"{_size(found)}",
                 f"Write Partial() for {axis.name!r} in in_grad_placements: each rank "
-                "holds one term of the gradient.",
+                "holds a partial value of the gradient.",
             )
         ]
 

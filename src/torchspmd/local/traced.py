@@ -18,7 +18,7 @@ from torchspmd.layout.placements import (
 from torchspmd.local.arguments import CallPlan, Options, build_plan, find_on_mesh
 from torchspmd.local.frame import whole_stride
 from torchspmd.local.gradient import (
-    Crossing,
+    BoundaryTensor,
     Gradients,
     count_shares,
     derive,
@@ -91,13 +91,13 @@ def _derive(
 ) -> Gradients | None:
     has_grad = torch.is_grad_enabled()
     arguments = [
-        Crossing(a.name, a.layout, has_grad and t.requires_grad, a.written_grad)
+        BoundaryTensor(a.name, a.layout, has_grad and t.requires_grad, a.written_grad)
         for a, t in zip(plan.arguments, tensors, strict=True)
     ]
     if not any(argument.needs_grad for argument in arguments):
         return None
     outputs = [
-        Crossing(_name(path), tuple(layout), True, _written(options, path))
+        BoundaryTensor(_name(path), tuple(layout), True, _written(options, path))
         for path, layout in list_ends(options.out_placements)
         if is_layout(layout)
     ]
@@ -144,7 +144,7 @@ def _leave(
         value = values[index]
         shape = build_shape(options, plan, output, value.shape, shapes)
         if gradients is not None and value.requires_grad:
-            tensor = Crossing(output.name, output.layout, True, output.grad)
+            tensor = BoundaryTensor(output.name, output.layout, True, output.grad)
             entering = entering_layout(tensor, gradients.works, plan.frame.axes)
             num_shares = count_shares(entering or (), plan.frame.axes)
             value = Share.apply(value, num_shares) if num_shares > 1 else value

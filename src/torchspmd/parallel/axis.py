@@ -67,7 +67,7 @@ def build_axis(mesh: DeviceMesh, call: str = "parallelize_module") -> Axis:
         )
     if mesh.ndim != 1:
         raise LayoutError(_several_axes(mesh, call))
-    # Not from mesh.mesh: a captured step would meet a tensor that is no argument of it.
+    # Not from mesh.mesh: that is a tensor which is no argument of a captured step.
     if mesh.get_coordinate() is None:
         raise WorldError(
             f"{call}: rank {mesh.get_rank()} is not in the mesh {format_mesh(mesh)}, "
@@ -98,7 +98,7 @@ def _several_axes(mesh: DeviceMesh, call: str) -> str:
 def gradient_layout(placement: Placement) -> Placement:
     """The layout of the gradient of a tensor with this layout, as DTensor has it.
 
-    A term of a sum gets the gradient of the sum: whole on every rank.
+    A partial value gets the gradient of the sum: whole on every rank.
     """
     return Replicate() if type(placement) is Partial else placement
 
@@ -139,7 +139,7 @@ def describe_uneven(
         f"{where}: the whole has shape {tuple(shape)}; the {shape[dim]} elements of "
         f"dimension {dim} do not divide over {axis.size} ranks. A plain tensor is taken "
         "as one of even parts, so the next layer would mistake the size of the whole. "
-        "Hand on a DTensor, with use_local_output=False, or pad the dimension to a "
+        "Return a DTensor, with use_local_output=False, or pad the dimension to a "
         f"multiple of {axis.size}."
     )
 

@@ -52,7 +52,7 @@ from torchspmd.parallel.style import (
 
 
 class LocalForward:
-    """Stands in for the ``forward`` of one module object.
+    """Replaces the ``forward`` of one module object.
 
     Where the style makes ``Partial()``, every rank computes another partial value; where
     it makes ``Replicate()``, every rank computes the same.
@@ -77,7 +77,7 @@ class LocalForward:
         }
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Prepare the inputs, run the module's own forward on shards, hand on."""
+        """Prepare the inputs, run the module's forward on shards, lay out the output."""
         num_inputs = len(self._layouts.given)
         if len(args) != num_inputs:
             raise LayoutError(
@@ -119,7 +119,7 @@ class LocalForward:
     def _parameters(self) -> dict[str, torch.Tensor]:
         """The parameters, also those that DistributedDataParallel keeps for itself.
 
-        While it has the module, DTensors stand in their places as plain attributes.
+        While it has the module, its DTensors are plain attributes.
         """
         found: dict[str, torch.Tensor] = dict(self._shell.named_parameters())
         for name in [name for name in self._shapes if name not in found]:
@@ -201,13 +201,13 @@ Layouts = Placement | tuple[Placement | None, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertParallel(PlacedStyle):
-    """Shard stacked expert weights; every rank adds the terms of its own experts.
+    """Shard stacked expert weights; every rank computes those of its own experts.
 
     The module's own forward runs on plain tensors: its parameters are this rank's
-    shards, its inputs are in ``desired_input_layouts``, and what it returns is a term of
-    the sum over the ranks. That is right for experts whose outputs are added: a dense
-    router's weights ``(tokens, experts)`` are cut to this rank's experts with
-    ``Shard(-1)``. Sharding a hidden dimension of the experts (``{"up": Shard(2),
+    shards, its inputs are in ``desired_input_layouts``, and what it returns is a
+    partial value, summed over the ranks. That is right for experts whose outputs are
+    added: a dense router's weights ``(tokens, experts)`` are cut to this rank's experts
+    with ``Shard(-1)``. Sharding a hidden dimension of the experts (``{"up": Shard(2),
     "down": Shard(1)}``) is right as well. The gradients of replicated parameters are
     summed over the ranks, in one all-reduce.
 

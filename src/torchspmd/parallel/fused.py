@@ -26,8 +26,8 @@ from torchspmd.parallel.parameters import (
     GradientSum,
     describe_computed,
     local_shards,
-    opened_parameters,
     remember_layout,
+    unwrapped_parameters,
 )
 from torchspmd.parallel.redistribute import change_layout
 from torchspmd.parallel.route import Route, build_route, check_tensor, enter_features
@@ -58,7 +58,7 @@ _WRITES = {
     _Tensor.register_post_accumulate_grad_hook: "register_post_accumulate_grad_hook",
 }
 # What looks at one tensor's memory in another shape: whoever writes there means the layer
-# as well. DTensor may have copied, so the memory does not tell.
+# as well. DTensor may have copied, so the memory is no criterion.
 _VIEW_NAMES = frozenset(
     "chunk detach flatten narrow permute reshape select split squeeze t tensor_split "
     "transpose unbind unflatten unsqueeze view view_as __getitem__".split()
@@ -162,7 +162,7 @@ def mark_copy(joined: Any, layer: str, name: str) -> torch.Tensor:
 # A Linear whose output features are several parts side by side, each sharded by itself.
 #
 # The parts are DTensor parameters of their own, so that optimizers, checkpoints and other
-# mesh sizes see honest layouts; the state dict joins them under the layer's own key.
+# mesh sizes see true layouts; the state dict joins them under the layer's own key.
 
 NAMES = ("weight", "bias")
 
@@ -279,7 +279,7 @@ class LocalFusedLinear(nn.Linear):
         held: Any = getattr(self, f"{name}_parts")
         if held is None:
             return None
-        opened = dict(opened_parameters(held))
+        opened = dict(unwrapped_parameters(held))
         given = [opened.get(str(i), part) for i, part in enumerate(held)]
         if torch.is_grad_enabled() and any(part.requires_grad for part in given):
             joined = _join_with_gradient(given, self.route.axis)

@@ -17,11 +17,11 @@ from torchspmd.layout.shards import shard_bounds, shard_size
 from torchspmd.parallel.dispatch import run_on_dtensors
 from torchspmd.parallel.parameters import (
     GradientSum,
-    close_gradient,
     describe_computed,
     local_shards,
-    open_parameter,
     place_parameter,
+    unwrap_parameter,
+    wrap_gradient,
     wrong_shard,
 )
 from torchspmd.parallel.redistribute import (
@@ -145,9 +145,9 @@ class _LocalLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.call = call
         ctx.dtypes = None
-        local_weight, ctx.weight_spec = open_parameter(weight)
+        local_weight, ctx.weight_spec = unwrap_parameter(weight)
         assert local_weight is not None
-        local_bias, ctx.bias_spec = open_parameter(bias)
+        local_bias, ctx.bias_spec = unwrap_parameter(bias)
         call.check(local_weight, local_bias)
         if _torch.is_autocast_enabled():
             ctx.dtypes = (input.dtype, local_weight.dtype)
@@ -185,8 +185,8 @@ class _LocalLinear(torch.autograd.Function):
             of_input, of_weight, of_bias = _cast_back(
                 of_input, of_weight, of_bias, ctx.dtypes
             )
-        of_weight = close_gradient(of_weight, ctx.weight_spec)
-        return of_input, of_weight, close_gradient(of_bias, ctx.bias_spec), None
+        of_weight = wrap_gradient(of_weight, ctx.weight_spec)
+        return of_input, of_weight, wrap_gradient(of_bias, ctx.bias_spec), None
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:

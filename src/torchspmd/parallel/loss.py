@@ -117,9 +117,9 @@ class _RowLosses(torch.autograd.Function):
         index, is_mine = _local_target(target, first, rule, wide.size(-1))
         of_target = _pick(shifted, index, is_mine)
         smooth = shifted if weight is None else shifted * weight
-        terms = torch.stack((exponents.sum(-1), of_target, smooth.sum(-1)))
-        terms = _torch.wait(_torch.start_all_reduce(terms, "sum", rule.axis.group))
-        sum_of_exponents, of_target, of_all = terms.unbind()
+        sums = torch.stack((exponents.sum(-1), of_target, smooth.sum(-1)))
+        sums = _torch.wait(_torch.start_all_reduce(sums, "sum", rule.axis.group))
+        sum_of_exponents, of_target, of_all = sums.unbind()
         log_sum = sum_of_exponents.log()
         losses = (1 - rule.smoothing) * weight_of_target * (log_sum - of_target)
         all_weights = num_classes if weight_sum is None else weight_sum
@@ -244,7 +244,7 @@ def _known_classes(
     num_classes: int | None,
     weight: torch.Tensor | None,
 ) -> int | None:
-    """The number of all classes that the caller has said; None if the ranks must tell.
+    """The number of all classes, if the caller has said it; else the ranks exchange it.
 
     The size that a DTensor claims is not enough: ``from_local`` without ``shape=`` takes
     all parts for equal, on each rank by its own.
@@ -254,7 +254,7 @@ def _known_classes(
         if size > _MOST_CLASSES:
             raise LayoutError(
                 f"{_CALL}: the logits have {size} classes on this rank, too many to be "
-                "told to the others as a float32. Pass num_classes=."
+                "sent to the others as a float32. Pass num_classes=."
             )
         return None
     claimed = logits.size(-1) if isinstance(logits, DTensor) else num_classes

@@ -1,7 +1,7 @@
 """From DTensor parameters to the shards that a layer computes with, and back.
 
 Parameters stay DTensors for state dicts, optimizers and checkpoints; ``local_shards``
-hands out this rank's part and turns the gradients back into DTensors.
+returns this rank's part and turns the gradients back into DTensors.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ from torchspmd.parallel.axis import (
 from torchspmd.parallel.redistribute import change_layout, refuse_double_backward
 
 # ----------------------------------------------------------------------------
-# State dicts of modules whose parameters DistributedDataParallel has opened.
+# State dicts of modules whose parameters DistributedDataParallel has unwrapped.
 #
 # It registers this rank's shards as plain parameters and, from the first forward on, puts
 # DTensors around them where no state dict looks: into plain attributes. Saving would drop
@@ -68,8 +68,8 @@ def remember_layout(module: nn.Module, name: str, placed: DTensor) -> None:
     """Let the module save and load a parameter as it was placed."""
     known = getattr(module, _LAYOUTS, None)
     if known is None:
-        module.register_state_dict_post_hook(save_opened)
-        module.register_load_state_dict_pre_hook(load_opened)
+        module.register_state_dict_post_hook(save_unwrapped)
+        module.register_load_state_dict_pre_hook(load_unwrapped)
     layout = Layout(
         placed.device_mesh,
         placed.placements,
@@ -80,7 +80,7 @@ def remember_layout(module: nn.Module, name: str, placed: DTensor) -> None:
     setattr(module, _LAYOUTS, {**(known or {}), name: layout})
 
 
-def opened_parameters(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def unwrapped_parameters(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """The DTensor of each parameter that is a plain shard now, or an attribute.
 
     What is computed with it trains the shard. A weight that a parametrization computes
@@ -100,15 +100,15 @@ def opened_parameters(module: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield name, layout.wrap(value)
 
 
-def save_opened(
+def save_unwrapped(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
 ) -> None:
-    """State-dict hook: opened parameters are saved as the DTensors that they were."""
-    for name, parameter in opened_parameters(module):
+    """State-dict hook: unwrapped parameters are saved as the DTensors that they were."""
+    for name, parameter in unwrapped_parameters(module):
         state[f"{prefix}{name}"] = parameter.detach()
 
 
-def load_opened(
+def load_unwrapped(
     module: nn.Module,
     state: dict[str, Any],
     prefix: str,
@@ -117,10 +117,10 @@ def load_opened(
     missing: list[str],
     *rest: Any,
 ) -> None:
-    """Load hook: whole tensors and DTensors go into the shards of opened parameters."""
+    """Load hook: whole tensors and DTensors go into the shards of unwrapped parameters."""
     registered = dict(module.named_parameters(recurse=False))
-    for name, opened in opened_parameters(module):
-        parameter = opened.detach()
+    for name, unwrapped in unwrapped_parameters(module):
+        parameter = unwrapped.detach()
         key = f"{prefix}{name}"
         value = state.get(key)
         if value is None and name not in registered:
@@ -207,7 +207,7 @@ def place_buffers(module: nn.Module, axis: Axis, src_data_rank: int | None) -> N
 
 @dataclass(frozen=True, slots=True)
 class GradientSum:
-    """Which gradients are terms of a sum over the ranks, and the axis to sum them on."""
+    """Gradients are partial values; the axis to sum them over."""
 
     axis: Axis
 
@@ -218,7 +218,7 @@ def local_shards(
     """This rank's shard of each parameter; gradients arrive as DTensors.
 
     Args:
-        parameters: DTensors; None is handed through, a plain tensor stands for its own
+        parameters: DTensors; None is passed through, a plain tensor is its own
             shard.
         gradient_sum: Sum the gradients over this axis first, all in one collective:
             for replicated parameters of which every rank sees another part of the
@@ -272,7 +272,7 @@ class _LocalShards(torch.autograd.Function):
         refuse_double_backward("a parallel layer")
         if ctx.gradient_sum is not None:
             gradients = sum_over_axis(gradients, ctx.gradient_sum.axis)
-            return None, *map(close_gradient, gradients, ctx.specs)
+            return None, *map(wrap_gradient, gradients, ctx.specs)
         return None, *(
             None if gradient is None else _torch.wrap_local(gradient, spec)
             for gradient, spec in zip(gradients, ctx.specs, strict=True)
@@ -306,10 +306,10 @@ def wrong_shard(
     )
 
 
-def open_parameter(parameter: torch.Tensor | None) -> tuple[torch.Tensor | None, Any]:
+def unwrap_parameter(parameter: torch.Tensor | None) -> tuple[torch.Tensor | None, Any]:
     """A parameter's shard, and what makes a DTensor of its gradient.
 
-    For autograd functions that take parameters as they are. A plain tensor stands for
+    For autograd functions that take parameters as they are. A plain tensor is
     its own shard: DistributedDataParallel and ``functional_call`` put such tensors in
     the place of parameters.
     """
@@ -320,8 +320,8 @@ def open_parameter(parameter: torch.Tensor | None) -> tuple[torch.Tensor | None,
     return parameter, None
 
 
-def close_gradient(gradient: torch.Tensor | None, spec: Any) -> torch.Tensor | None:
-    """The gradient of a shard as that of the parameter it was opened from."""
+def wrap_gradient(gradient: torch.Tensor | None, spec: Any) -> torch.Tensor | None:
+    """The gradient of a shard as that of the parameter it was unwrapped from."""
     if spec is None or gradient is None:
         return gradient
     if type(gradient) is torch.Tensor and gradient.storage_offset():

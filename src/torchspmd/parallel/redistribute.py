@@ -275,7 +275,7 @@ def unwrap(
     return local
 
 
-# Where a DTensor keeps the shard that was handed out.
+# Where a DTensor keeps the shard that layers share.
 _SHARED = "_torchspmd_shard"
 
 
@@ -336,14 +336,14 @@ class _Redistribute(torch.autograd.Function):
         refuse_double_backward("a parallel layer")
         arriving, leaving, axis, shape, from_dtensor = ctx.call
         if isinstance(gradient, DTensor):
-            gradient, arriving = open_gradient(gradient, arriving)
+            gradient, arriving = unwrap_gradient(gradient, arriving)
         moved = move(gradient, arriving, leaving, axis, shape)
         if from_dtensor:
             moved = _torch.wrap_local(moved, axis.spec(leaving, shape, moved.dtype))
         return moved, None, None, None, None, None
 
 
-def open_gradient(
+def unwrap_gradient(
     gradient: torch.Tensor, layout: Placement
 ) -> tuple[torch.Tensor, Placement]:
     """A gradient's shard and the layout in which it arrived.

@@ -183,14 +183,14 @@ def enter(tensor: torch.Tensor, route: Route, steps: Steps) -> Value:
     The shards of a plain tensor are taken as even; only a DTensor says otherwise.
     """
     if isinstance(tensor, DTensor):
-        settled = reduce_other_partials(tensor)
-        # Through a settled mean DTensor takes no gradient in terms of a sum.
-        is_settled, tensor = settled is not tensor, settled
+        reduced = reduce_other_partials(tensor)
+        # Through a computed mean DTensor takes no partial gradient.
+        is_reduced, tensor = reduced is not tensor, reduced
         layout = layout_of(tensor, route.axis, route.where)
         gradient = gradient_layout(layout)
-        terms = type(layout) is Replicate and type(steps.input_gradient) is Partial
-        if terms and not is_settled:
-            # Left as terms of a sum: layers that share a DTensor, such as the three
+        is_partial = type(layout) is Replicate and type(steps.input_gradient) is Partial
+        if is_partial and not is_reduced:
+            # Left as partial values: layers that share a DTensor, such as the three
             # projections of attention, then sum once and not once each.
             gradient = steps.input_gradient
             return Value(

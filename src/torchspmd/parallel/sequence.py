@@ -13,20 +13,20 @@ from torchspmd.errors import LayoutError
 from torchspmd.parallel.dispatch import run_on_dtensors
 from torchspmd.parallel.parameters import (
     GradientSum,
-    close_gradient,
     describe_computed,
     local_shards,
-    open_parameter,
     place_buffers,
     place_parameter,
     sum_over_axis,
+    unwrap_parameter,
+    wrap_gradient,
 )
 from torchspmd.parallel.redistribute import (
     change_layout,
     move,
-    open_gradient,
     refuse_double_backward,
     take_shard,
+    unwrap_gradient,
 )
 from torchspmd.parallel.route import (
     Route,
@@ -121,7 +121,7 @@ class _LocalNorm(torch.autograd.Function):
         call: NormCall,
     ) -> torch.Tensor:
         (local_weight, weight_spec), (local_bias, bias_spec) = map(
-            open_parameter, (weight, bias)
+            unwrap_parameter, (weight, bias)
         )
         output, mean, scale = torch.native_layer_norm(
             input, call.normalized, local_weight, local_bias, call.eps
@@ -138,7 +138,7 @@ class _LocalNorm(torch.autograd.Function):
         refuse_double_backward(LocalLayerNorm.__name__)
         call = ctx.call
         axis, layout = call.route.axis, call.layout
-        local, arriving = open_gradient(gradient, layout)
+        local, arriving = unwrap_gradient(gradient, layout)
         local = move(local, arriving, layout, axis, call.shape)
         input, mean, scale, weight, bias = ctx.saved_tensors
         needs = list(ctx.needs_input_grad[:3])
@@ -148,8 +148,8 @@ class _LocalNorm(torch.autograd.Function):
         of_weight, of_bias = sum_over_axis((of_weight, of_bias), axis)
         weight_spec, bias_spec = ctx.specs
         parameters = (
-            close_gradient(of_weight, weight_spec),
-            close_gradient(of_bias, bias_spec),
+            wrap_gradient(of_weight, weight_spec),
+            wrap_gradient(of_bias, bias_spec),
         )
         return of_input, *parameters, None
 

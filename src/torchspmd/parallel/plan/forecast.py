@@ -83,7 +83,7 @@ class DTensors:
 def moves_of(
     assignment: Assignment, call: ModuleCall, dtensors: DTensors, num_ranks: int
 ) -> list[Move] | None:
-    """The layout changes of one call; None where the style does not tell.
+    """The layout changes of one call; None where it is not known.
 
     Args:
         assignment: The module and its style.
@@ -251,7 +251,7 @@ _OPS = {
 
 
 class Prediction(NamedTuple):
-    """What a plan will send, and what could not be told."""
+    """What a plan will send, and the modules for which that is not known."""
 
     events: list[CommEvent]
     unknown: list[str]
