@@ -64,7 +64,7 @@ class _Enter:
     def _prepare(
         self, module: nn.Module, tensor: torch.Tensor, steps: Steps
     ) -> torch.Tensor:
-        route, needed = self.route, steps.needed
+        route, needed = self.route, steps.desired_input
         if isinstance(tensor, DTensor):
             tensor = reduce_other_partials(tensor)
             source, shape = layout_of(tensor, route.axis, route.where), tensor.shape
@@ -96,7 +96,7 @@ class _Leave:
                 f"{type(output).__name__}, not a DTensor, so its layout is unknown. "
                 "Return one tensor that is computed from the input."
             )
-        wanted = route.steps(output.ndim, output.ndim).wanted
+        wanted = route.steps(output.ndim, output.ndim).output
         if output.placements != (wanted,):
             output = output.redistribute(placements=(wanted,))
         if route.local_output:

@@ -78,7 +78,7 @@ class LocalForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Prepare the inputs, run the module's forward on shards, lay out the output."""
-        num_inputs = len(self._layouts.given)
+        num_inputs = len(self._layouts.inputs)
         if len(args) != num_inputs:
             raise LayoutError(
                 f"{self._where}: module inputs and input_layouts should have same length! "
@@ -102,7 +102,7 @@ class LocalForward:
         summed = [
             name
             for name in parameters
-            if type(self._layouts.made) is Partial and name in self._whole
+            if type(self._layouts.computed) is Partial and name in self._whole
         ]
         others = [name for name in parameters if name not in summed]
         found: dict[str, torch.Tensor] = {}
@@ -137,7 +137,7 @@ class LocalForward:
                 raise wrong_shard(self._where, inside, shard, expected)
 
     def _check_keywords(self, keywords: dict[str, Any]) -> None:
-        if type(self._layouts.made) is not Partial or not torch.is_grad_enabled():
+        if type(self._layouts.computed) is not Partial or not torch.is_grad_enabled():
             return
         names = [
             name
@@ -153,7 +153,7 @@ class LocalForward:
 
     def _enter(self, index: int, value: Any) -> Any:
         layouts, axis = self._layouts, self._axis
-        given, needed = layouts.given[index], layouts.needed[index]
+        given, needed = layouts.inputs[index], layouts.desired_inputs[index]
         if given is None or needed is None:
             return value
         if not isinstance(value, torch.Tensor):
@@ -163,7 +163,7 @@ class LocalForward:
             )
         target = positive_dim(needed, value.ndim)
         # What every rank reads whole for a partial value has a partial gradient.
-        is_partial = type(target) is Replicate and type(layouts.made) is Partial
+        is_partial = type(target) is Replicate and type(layouts.computed) is Partial
         gradient = Partial() if is_partial and value.requires_grad else None
         if isinstance(value, DTensor):
             value = reduce_other_partials(value)
@@ -176,8 +176,8 @@ class LocalForward:
 
     def _leave(self, output: torch.Tensor) -> torch.Tensor:
         layouts, axis = self._layouts, self._axis
-        made = positive_dim(layouts.made, output.ndim)
-        wanted = positive_dim(layouts.wanted, output.ndim)
+        made = positive_dim(layouts.computed, output.ndim)
+        wanted = positive_dim(layouts.output, output.ndim)
         shape = global_shape(tuple(output.shape), made, axis.size)
         if layouts.local_output and is_uneven(shape, wanted, axis):
             raise LayoutError(describe_uneven(shape, wanted, axis, self._where))

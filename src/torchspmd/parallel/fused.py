@@ -213,7 +213,7 @@ class LocalFusedLinear(nn.Linear):
         whole = change_layout(
             value.tensor,
             value.layout,
-            steps.needed,
+            steps.desired_input,
             route.axis,
             value.shape,
             gradient=Partial(),

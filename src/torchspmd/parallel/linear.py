@@ -128,7 +128,7 @@ def _shard_shapes(
 ) -> tuple[tuple[int, int], tuple[int]]:
     """What this rank holds of the weight and of the bias."""
     axis = route.axis
-    if type(route.made) is Shard:
+    if type(route.computed) is Shard:
         rows = shard_size(outside, axis.size, axis.rank)
         return (rows, inside), (rows,)
     return (outside, shard_size(inside, axis.size, axis.rank)), (outside,)
@@ -153,12 +153,14 @@ class _LocalLinear(torch.autograd.Function):
             ctx.dtypes = (input.dtype, local_weight.dtype)
             input, local_weight, local_bias = _autocast(input, local_weight, local_bias)
         steps, axis = call.steps, call.axis
-        whole = move(input, call.input_layout, steps.needed, axis, call.input_shape)
+        whole = move(
+            input, call.input_layout, steps.desired_input, axis, call.input_shape
+        )
         ctx.save_for_backward(whole, local_weight)
-        if type(steps.made) is Partial and axis.rank != 0:
+        if type(steps.computed) is Partial and axis.rank != 0:
             local_bias = None  # a replicated bias enters the sum once
         output = F.linear(whole, local_weight, local_bias)
-        return move(output, steps.made, steps.wanted, axis, call.shape, owned=True)
+        return move(output, steps.computed, steps.output, axis, call.shape, owned=True)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
@@ -168,7 +170,7 @@ class _LocalLinear(torch.autograd.Function):
         whole, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
         gradient = move(
-            gradient, steps.wanted_gradient, steps.made_gradient, axis, call.shape
+            gradient, steps.output_gradient, steps.computed_gradient, axis, call.shape
         )
         rows = _rows(gradient)
         started = of_weight = of_bias = None
@@ -202,13 +204,13 @@ def _start_input_gradient(
     gradient = rows
     if len(shape) != 2:
         gradient = rows.view(*shape[:-1], rows.size(-1))
-    if type(call.steps.input_gradient) is not Partial:
+    if type(call.steps.desired_input_gradient) is not Partial:
         return gradient
     return start_reduce(gradient, call.input_gradient, call.axis, owned=True)
 
 
 def _finish_input_gradient(started: torch.Tensor, call: LinearCall) -> torch.Tensor:
-    target, made = call.input_gradient, call.steps.input_gradient
+    target, made = call.input_gradient, call.steps.desired_input_gradient
     if type(made) is Partial:
         return finish_reduce(started, target, call.axis, call.input_shape)
     return move(started, made, target, call.axis, call.input_shape)
@@ -250,24 +252,24 @@ def _traceable(module: LocalLinear, value: Value, call: LinearCall) -> torch.Ten
     whole = change_layout(
         value.tensor,
         value.layout,
-        steps.needed,
+        steps.desired_input,
         axis,
         value.shape,
-        gradient=steps.input_gradient,
+        gradient=steps.desired_input_gradient,
         leaving=value.gradient,
     )
     (weight,) = local_shards([module.weight])
     assert weight is not None
     call.check(weight, None)
-    if type(steps.made) is Shard:
+    if type(steps.computed) is Shard:
         (bias,) = local_shards([module.bias])
         output = F.linear(whole, weight, bias)
-        return change_layout(output, steps.made, steps.wanted, axis, shape)
+        return change_layout(output, steps.computed, steps.output, axis, shape)
     output = F.linear(whole, weight)
-    output = change_layout(output, steps.made, steps.wanted, axis, shape)
+    output = change_layout(output, steps.computed, steps.output, axis, shape)
     if module.bias is None:
         return output
-    return output + _traceable_bias(module, steps.wanted, output.ndim)
+    return output + _traceable_bias(module, steps.output, output.ndim)
 
 
 def _traceable_bias(module: LocalLinear, wanted: Placement, ndim: int) -> torch.Tensor:
@@ -302,25 +304,25 @@ class LocalEmbedding(RoutedModule, nn.Embedding):
         value = enter(input, route, steps)
         # Indices have no gradient, so their layout changes in one direction only.
         index = change_layout(
-            value.tensor, value.layout, steps.needed, route.axis, value.shape
+            value.tensor, value.layout, steps.desired_input, route.axis, value.shape
         )
         (table,) = local_shards([self.weight])
         assert table is not None
         expected = _shard_shape(self)
         if table.shape != expected:
             raise wrong_shard(route.where, "weight", table, expected)
-        if type(route.made) is Shard:
+        if type(route.computed) is Shard:
             output = F.embedding(index, table, self.padding_idx)
         else:
             output = _look_up_rows(self, index, table)
         shape = (*value.shape, self.embedding_dim)
-        output = change_layout(output, steps.made, steps.wanted, route.axis, shape)
+        output = change_layout(output, steps.computed, steps.output, route.axis, shape)
         return leave(output, route, steps, shape)
 
 
 def _shard_shape(module: LocalEmbedding) -> tuple[int, int]:
     axis, rows, columns = module.route.axis, module.num_embeddings, module.embedding_dim
-    if type(module.route.made) is Shard:
+    if type(module.route.computed) is Shard:
         return rows, shard_size(columns, axis.size, axis.rank)
     return shard_size(rows, axis.size, axis.rank), columns
 

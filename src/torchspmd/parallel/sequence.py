@@ -60,8 +60,8 @@ class LocalLayerNorm(RoutedModule, nn.LayerNorm):
         local, steps, shape = _enter_shard(input, route, len(self.normalized_shape))
         if not torch.compiler.is_compiling() and not _torch.is_autocast_enabled():
             if route.local_output:
-                check_even(route, steps.wanted, shape)
-            call = NormCall(route, steps.wanted, shape, self.normalized_shape, self.eps)
+                check_even(route, steps.output, shape)
+            call = NormCall(route, steps.output, shape, self.normalized_shape, self.eps)
             output: torch.Tensor = _LocalNorm.apply(local, self.weight, self.bias, call)
             return output
         weight, bias = local_shards([self.weight, self.bias], GradientSum(route.axis))
@@ -94,8 +94,8 @@ class LocalDropout(RoutedModule, nn.Dropout):
         local, steps, shape = _enter_shard(input, route, 0)
         if self.training and self.p > 0:
             whole = F.dropout(local.new_ones(shape), self.p)
-            assert type(steps.needed) is Shard
-            local = local * take_shard(whole, steps.needed.dim, route.axis)
+            assert type(steps.desired_input) is Shard
+            local = local * take_shard(whole, steps.desired_input.dim, route.axis)
         return leave(local, route, steps, shape)
 
 
@@ -161,7 +161,7 @@ def _enter_shard(
     check_tensor(tensor, route)
     steps = route.steps(tensor.ndim, tensor.ndim)
     value = enter(tensor, route, steps)
-    needed = steps.needed
+    needed = steps.desired_input
     assert type(needed) is Shard, needed
     if needed.dim >= tensor.ndim - num_normalized:
         raise LayoutError(

@@ -48,18 +48,18 @@ class StyleLayouts(NamedTuple):
     """The layouts that a style gives the inputs and the output of a module.
 
     Attributes:
-        given: Layout of each positional input that is a plain tensor; None leaves an
+        inputs: Layout of each positional input that is a plain tensor; None leaves an
             input alone.
-        needed: Layout that the computation reads, for each of them.
-        made: Layout that the computation writes.
-        wanted: Layout that the module returns.
+        desired_inputs: Layout that the computation reads, for each of them.
+        computed: Layout that the computation writes.
+        output: Layout that the module returns.
         local_output: Return this rank's part, not a DTensor.
     """
 
-    given: tuple[Placement | None, ...]
-    needed: tuple[Placement | None, ...]
-    made: Placement
-    wanted: Placement
+    inputs: tuple[Placement | None, ...]
+    desired_inputs: tuple[Placement | None, ...]
+    computed: Placement
+    output: Placement
     local_output: bool
 
 

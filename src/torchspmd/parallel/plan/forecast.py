@@ -116,9 +116,9 @@ def _layer_moves(
     style: ParallelStyle, layouts: StyleLayouts, call: ModuleCall, dtensors: DTensors
 ) -> Iterator[Move]:
     """Inputs into the layouts that a layer reads, its output into that it returns."""
-    made, wanted = layouts.made, layouts.wanted
+    made, wanted = layouts.computed, layouts.output
     for info, given, needed in zip(
-        call.inputs, layouts.given, layouts.needed, strict=False
+        call.inputs, layouts.inputs, layouts.desired_inputs, strict=False
     ):
         if info is None or given is None or needed is None:
             continue

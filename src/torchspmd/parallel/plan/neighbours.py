@@ -230,7 +230,7 @@ def _producer(
         return (
             None  # a DTensor, which knows its layout itself, or a style of the user's
         )
-    return _Neighbour(path, module, style, layouts.wanted)
+    return _Neighbour(path, module, style, layouts.output)
 
 
 def _consumer(
@@ -264,7 +264,7 @@ def _taken(style: ParallelStyle | None, module: nn.Module) -> Placement | None:
         given = style.input_layouts
         return given[0] if isinstance(given, tuple) else None
     layouts = style.layouts(module) if style is not None else None
-    return None if layouts is None else layouts.given[0]
+    return None if layouts is None else layouts.inputs[0]
 
 
 def _plain_consumer(
