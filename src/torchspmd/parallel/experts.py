@@ -20,7 +20,6 @@ from torchspmd.parallel.axis import (
     layout_of,
 )
 from torchspmd.parallel.parameters import (
-    GradientSum,
     describe_computed,
     describe_hooked,
     local_shards,
@@ -107,7 +106,7 @@ class LocalForward:
         others = [name for name in parameters if name not in summed]
         found: dict[str, torch.Tensor] = {}
         for names, total in (
-            (summed, GradientSum(self._axis)),
+            (summed, self._axis),
             (others, None),
         ):
             shards = local_shards([parameters[name] for name in names], total)

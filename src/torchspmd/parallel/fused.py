@@ -23,9 +23,8 @@ from torchspmd.parallel.axis import (
     Axis,
 )
 from torchspmd.parallel.parameters import (
-    GradientSum,
     describe_computed,
-    local_shards,
+    local_shard,
     remember_layout,
     unwrapped_parameters,
 )
@@ -232,13 +231,10 @@ class LocalFusedLinear(nn.Linear):
         rows = []
         for part, parameter in zip(self.parts, given, strict=True):
             if part.is_shared(axis.size):
-                (shard,) = local_shards([parameter], GradientSum(axis))
-                assert shard is not None
-                shard = shard.narrow(0, *part.shared_head(axis))
+                shard = local_shard(parameter, sum_over=axis)
+                rows.append(shard.narrow(0, *part.shared_head(axis)))
             else:
-                (shard,) = local_shards([parameter])
-                assert shard is not None
-            rows.append(shard)
+                rows.append(local_shard(parameter))
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def reset_parameters(self) -> None:

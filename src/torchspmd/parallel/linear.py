@@ -16,8 +16,8 @@ from torchspmd import _torch
 from torchspmd.layout.shards import shard_bounds, shard_size
 from torchspmd.parallel.dispatch import run_on_dtensors
 from torchspmd.parallel.parameters import (
-    GradientSum,
     describe_computed,
+    local_shard,
     local_shards,
     place_parameter,
     unwrap_parameter,
@@ -258,8 +258,7 @@ def _traceable(module: LocalLinear, value: Value, call: LinearCall) -> torch.Ten
         gradient=steps.desired_input_gradient,
         leaving=value.gradient,
     )
-    (weight,) = local_shards([module.weight])
-    assert weight is not None
+    weight = local_shard(module.weight)
     call.check(weight, None)
     if type(steps.computed) is Shard:
         (bias,) = local_shards([module.bias])
@@ -275,11 +274,8 @@ def _traceable(module: LocalLinear, value: Value, call: LinearCall) -> torch.Ten
 def _traceable_bias(module: LocalLinear, wanted: Placement, ndim: int) -> torch.Tensor:
     axis = module.route.axis
     if type(wanted) is Replicate:
-        (bias,) = local_shards([module.bias])
-        assert bias is not None
-        return bias
-    (bias,) = local_shards([module.bias], GradientSum(axis))
-    assert bias is not None
+        return local_shard(module.bias)
+    bias = local_shard(module.bias, sum_over=axis)
     if type(wanted) is Partial:
         return bias if axis.rank == 0 else bias * 0
     is_last = type(wanted) is Shard and wanted.dim == ndim - 1
@@ -306,8 +302,7 @@ class LocalEmbedding(RoutedModule, nn.Embedding):
         index = change_layout(
             value.tensor, value.layout, steps.desired_input, route.axis, value.shape
         )
-        (table,) = local_shards([self.weight])
-        assert table is not None
+        table = local_shard(self.weight)
         expected = _shard_shape(self)
         if table.shape != expected:
             raise wrong_shard(route.where, "weight", table, expected)

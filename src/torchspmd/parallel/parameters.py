@@ -205,53 +205,44 @@ def place_buffers(module: nn.Module, axis: Axis, src_data_rank: int | None) -> N
             setattr(module, name, placed)
 
 
-@dataclass(frozen=True, slots=True)
-class GradientSum:
-    """Gradients are partial values; the axis to sum them over."""
-
-    axis: Axis
+def local_shard(parameter: torch.Tensor, sum_over: Axis | None = None) -> torch.Tensor:
+    """This rank's shard of one parameter; see ``local_shards``."""
+    (shard,) = local_shards([parameter], sum_over)
+    assert shard is not None
+    return shard
 
 
 def local_shards(
-    parameters: Sequence[torch.Tensor | None], gradient_sum: GradientSum | None = None
+    parameters: Sequence[torch.Tensor | None], sum_over: Axis | None = None
 ) -> list[torch.Tensor | None]:
     """This rank's shard of each parameter; gradients arrive as DTensors.
 
     Args:
         parameters: DTensors; None is passed through, a plain tensor is its own
             shard.
-        gradient_sum: Sum the gradients over this axis first, all in one collective:
-            for replicated parameters of which every rank sees another part of the
-            data.
+        sum_over: Sum the gradients over this axis first, all in one collective: for
+            replicated parameters of which every rank sees another part of the data.
     """
     given = [p for p in parameters if isinstance(p, DTensor)]
-    if gradient_sum is not None and len(given) < len(parameters):
-        parameters = [_summed(p, gradient_sum) for p in parameters]
     if torch.compiler.is_compiling():
-        shards = iter([_traceable_shard(p, gradient_sum) for p in given])
+        shards = iter([_sum_gradient(p.to_local(), sum_over) for p in given])
     elif torch.is_grad_enabled() and any(p.requires_grad for p in given):
-        shards = iter(_LocalShards.apply(gradient_sum, *given))
+        shards = iter(_LocalShards.apply(sum_over, *given))
     else:
         shards = iter([_torch.local_tensor(p) for p in given])
-    return [next(shards) if isinstance(p, DTensor) else p for p in parameters]
+    return [
+        next(shards)
+        if isinstance(p, DTensor)
+        else p
+        if p is None
+        else _sum_gradient(p, sum_over)
+        for p in parameters
+    ]
 
 
-def _traceable_shard(
-    parameter: DTensor, gradient_sum: GradientSum | None
-) -> torch.Tensor:
-    shard: torch.Tensor = parameter.to_local()
-    if gradient_sum is None:
+def _sum_gradient(shard: torch.Tensor, axis: Axis | None) -> torch.Tensor:
+    if axis is None:
         return shard
-    return _sum_gradient(shard, gradient_sum.axis)
-
-
-def _summed(parameter: torch.Tensor | None, total: GradientSum) -> torch.Tensor | None:
-    if parameter is None or isinstance(parameter, DTensor):
-        return parameter
-    return _sum_gradient(parameter, total.axis)
-
-
-def _sum_gradient(shard: torch.Tensor, axis: Axis) -> torch.Tensor:
     layout, shape = Replicate(), tuple(shard.shape)
     return change_layout(shard, layout, layout, axis, shape, gradient=Partial())
 
@@ -259,9 +250,9 @@ def _sum_gradient(shard: torch.Tensor, axis: Axis) -> torch.Tensor:
 class _LocalShards(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, gradient_sum: GradientSum | None, *parameters: DTensor
+        ctx: Any, sum_over: Axis | None, *parameters: DTensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.gradient_sum = gradient_sum
+        ctx.sum_over = sum_over
         ctx.specs = [_torch.spec(p) for p in parameters]
         ctx.set_materialize_grads(False)
         locals_ = [_torch.local_tensor(p) for p in parameters]
@@ -270,8 +261,8 @@ class _LocalShards(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         refuse_double_backward("a parallel layer")
-        if ctx.gradient_sum is not None:
-            gradients = sum_over_axis(gradients, ctx.gradient_sum.axis)
+        if ctx.sum_over is not None:
+            gradients = sum_over_axis(gradients, ctx.sum_over)
             return None, *map(wrap_gradient, gradients, ctx.specs)
         return None, *(
             None if gradient is None else _torch.wrap_local(gradient, spec)

@@ -12,7 +12,6 @@ from torchspmd import _torch
 from torchspmd.errors import LayoutError
 from torchspmd.parallel.dispatch import run_on_dtensors
 from torchspmd.parallel.parameters import (
-    GradientSum,
     describe_computed,
     local_shards,
     place_buffers,
@@ -64,7 +63,7 @@ class LocalLayerNorm(RoutedModule, nn.LayerNorm):
             call = NormCall(route, steps.output, shape, self.normalized_shape, self.eps)
             output: torch.Tensor = _LocalNorm.apply(local, self.weight, self.bias, call)
             return output
-        weight, bias = local_shards([self.weight, self.bias], GradientSum(route.axis))
+        weight, bias = local_shards([self.weight, self.bias], route.axis)
         output = F.layer_norm(local, self.normalized_shape, weight, bias, self.eps)
         return leave(output, route, steps, shape)
 
@@ -76,7 +75,7 @@ class LocalRMSNorm(RoutedModule, nn.RMSNorm):
         """The normalised input; the weight's gradient is summed over the ranks."""
         route = self.route
         local, steps, shape = _enter_shard(x, route, len(self.normalized_shape))
-        (weight,) = local_shards([self.weight], GradientSum(route.axis))
+        (weight,) = local_shards([self.weight], route.axis)
         output = F.rms_norm(local, self.normalized_shape, weight, self.eps)
         return leave(output, route, steps, shape)
 
