@@ -25,6 +25,7 @@ from torchspmd.parallel import (
     parallelize_module,
     vocab_parallel_cross_entropy,
 )
+from torchspmd.verify import RunOptions
 
 TP, DP = {"tp": 4}, {"dp": 4}
 SMOOTHING = 0.1
@@ -410,7 +411,7 @@ BUGS: tuple[Bug, ...] = (
         net(parallelize=ddp_ignoring), ("missing-average",)),
     Bug("fully_shard ignores one parameter", ("layers.0.norm2",),
         gpt(mesh=DP, parallelize=fsdp_ignoring), ("missing-average",)),
-    Bug("every rank has the same rows", ("(batch)",), net(split=same_rows)),
+    Bug("every rank has the same rows", ("(batch)",), net(run=RunOptions(split=same_rows))),
     Bug("batch norm over local rows", ("bn",), net(build_model=net_with_norm)),
     Bug("a buffer that one rank changes", ("(model)",),
         gpt(build_model=gpt_with_buffer,

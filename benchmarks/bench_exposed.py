@@ -129,7 +129,7 @@ def row(stages: list[Stage]) -> dict[str, Any]:
         "collectives": len(report.collectives),
         "exposed ms": max(each.exposed_ms for _, _, each in stages),
         "on every rank": report.everywhere_ms,
-        "on paper ms": report.simulated_ms,
+        "simulated ms": report.simulated_ms,
         "step ms": max(each.step_ms for _, _, each in stages),
     }
 

@@ -2,6 +2,7 @@
 
 import functools
 import multiprocessing
+import os
 from collections.abc import Iterator
 from multiprocessing import forkserver
 
@@ -9,8 +10,12 @@ import pytest
 import torch
 from hypothesis import settings
 from processes import IMPORTS
+from torch.distributed.device_mesh import DeviceMesh
 
-from torchspmd.testing import Ranks
+from torchspmd.testing import Ranks, fake_mesh
+
+# Inductor compiles a few small kernels: its pool of processes would import torch for them.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 # The same examples in every run; `--hypothesis-profile explore` draws new ones.
 settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
@@ -58,3 +63,34 @@ def ranks3() -> Iterator[Ranks]:
 def ranks4() -> Iterator[Ranks]:
     with Ranks(4) as ranks:
         yield ranks
+
+
+@pytest.fixture(params=(2, 3))
+def ranks(request: pytest.FixtureRequest) -> Ranks:
+    """What divides by two is uneven on three, and the third gets none of four rows."""
+    found: Ranks = request.getfixturevalue(f"ranks{request.param}")
+    return found
+
+
+@pytest.fixture
+def tp2() -> Iterator[DeviceMesh]:
+    with fake_mesh(2, ("tp",)) as mesh:
+        yield mesh
+
+
+@pytest.fixture
+def tp4() -> Iterator[DeviceMesh]:
+    with fake_mesh(4, ("tp",)) as mesh:
+        yield mesh
+
+
+@pytest.fixture
+def dp2_tp2() -> Iterator[DeviceMesh]:
+    with fake_mesh((2, 2), ("dp", "tp")) as mesh:
+        yield mesh
+
+
+@pytest.fixture
+def dp2_tp4() -> Iterator[DeviceMesh]:
+    with fake_mesh((2, 4), ("dp", "tp")) as mesh:
+        yield mesh

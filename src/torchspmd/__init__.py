@@ -11,7 +11,24 @@ from torchspmd.comm import (
 )
 from torchspmd.errors import SpmdError
 from torchspmd.local import local_map
-from torchspmd.parallel import Plan, auto_plan, clip_grad_norm_, parallelize_module
+from torchspmd.parallel import (
+    ColwiseParallel,
+    ExpertParallel,
+    FusedColwiseParallel,
+    KeyValueParallel,
+    ParallelStyle,
+    Plan,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    ReplicateParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    auto_plan,
+    clip_grad_norm_,
+    parallelize_module,
+    vocab_parallel_cross_entropy,
+)
 from torchspmd.step import (
     DataParallel,
     GraphModuleTransformation,
@@ -23,15 +40,26 @@ from torchspmd.trace import CommDebugMode
 from torchspmd.verify import check_parity, expect
 
 __all__ = [
+    "ColwiseParallel",
     "CommDebugMode",
     "CommEvent",
     "DataParallel",
+    "ExpertParallel",
+    "FusedColwiseParallel",
     "GraphModuleTransformation",
     "IterGraphModule",
+    "KeyValueParallel",
     "Kind",
     "Ledger",
+    "ParallelStyle",
     "Phase",
     "Plan",
+    "PrepareModuleInput",
+    "PrepareModuleInputOutput",
+    "PrepareModuleOutput",
+    "ReplicateParallel",
+    "RowwiseParallel",
+    "SequenceParallel",
     "SpmdError",
     "auto_plan",
     "check_parity",
@@ -44,6 +72,7 @@ __all__ = [
     "parallelize_module",
     "run_virtual",
     "save_ledger",
+    "vocab_parallel_cross_entropy",
 ]
 
 __version__ = "0.1.0"

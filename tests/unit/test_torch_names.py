@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchspmd import _torch
 from torchspmd._torch import LANDMARKS, Landmark
+from torchspmd.testing import fake_world
 
 pytestmark = pytest.mark.unit
 
@@ -58,7 +59,7 @@ def test_landmark_is_in_the_installed_torch(path, function):
 
 def test_every_landmark_means_something():
     meanings = {v for n, v in vars(Landmark).items() if not n.startswith("_")}
-    assert set(LANDMARKS.values()) == meanings
+    assert {*LANDMARKS.values(), Landmark.GRAPH} == meanings
 
 
 # Autograd.
@@ -177,6 +178,15 @@ def test_operator_generation():
     library._destroy()
 
 
+def test_profiled():
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU]
+    ) as seen:
+        with _torch.profiled("torchspmd::test"):
+            torch.ones(2)
+    assert "torchspmd::test" in [event.key for event in seen.key_averages()]
+
+
 def test_packet_name(twice):
     assert _torch.packet_name(twice) == "torchspmd_test::twice"
     assert _torch.packet_name(torch.ops.aten.add.Scalar) == "aten::add"
@@ -215,6 +225,38 @@ def test_call_below(twice):
 
 
 # Landmarks.
+
+
+def test_landmark_of_generated_code():
+    graph = torch.fx.symbolic_trace(nn.Linear(2, 2))
+    assert _torch.landmark(graph.forward.__code__) == Landmark.GRAPH
+    assert _torch.landmark(eval("lambda: 0").__code__) is None
+
+
+@pytest.mark.parametrize("num_lines", [1, 3])
+def test_running_node(num_lines):
+    seen = []
+
+    def look():
+        frame = sys._getframe(1)
+        seen.append(_torch.running_node(frame))
+
+    graph = torch.fx.Graph()
+    nodes = [graph.call_function(look) for _ in range(num_lines)]
+    graph.output(None)
+    torch.fx.GraphModule({}, graph)()
+    assert seen == nodes
+    look()
+    assert seen[-1] is None
+
+
+def test_is_first_ddp_step():
+    with fake_world(2):
+        model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+        assert _torch.is_first_ddp_step(model)
+        model(torch.ones(1, 2)).sum().backward()
+        assert not _torch.is_first_ddp_step(model)
+    assert not _torch.is_first_ddp_step(nn.Linear(2, 2))
 
 
 def test_landmark():

@@ -1,7 +1,6 @@
 """One report for all ranks of a real run: their sum, and which of them differ."""
 
 import contextlib
-import datetime
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import torch.distributed as dist
 
 from torchspmd import _torch
 from torchspmd.comm import Ledger, Total, ledger_from_dict, ledger_to_dict
+from torchspmd.comm.exchange import exchange
 from torchspmd.errors import WorldError
 
 _WAIT_SECONDS = 60.0
@@ -45,42 +45,26 @@ def hold_store() -> Iterator[HeldStore]:
         held.store = _torch.default_store()
 
 
-def exchange(
+def gather_ledgers(
     ledger: Ledger, held: HeldStore, rank: int, world_size: int
-) -> list[Ledger] | None:
-    """Every rank hands in its ledger; rank 0 gets them all, the others None."""
+) -> list[Ledger]:
+    """Every rank hands in its ledger; rank 0 gets them all, the others none."""
     if held.store is None:
         raise WorldError(
             "the script never started a process group, so the ranks cannot be summed. "
             "Run it with --world-size N, without torchrun, for a single process."
         )
-    held.store.set(f"torchspmd/{rank}", json.dumps(ledger_to_dict(ledger)))
-    if rank != 0:
-        return None
-    late = datetime.timedelta(seconds=_WAIT_SECONDS)
-    ledgers = []
-    for other in range(world_size):
-        key = f"torchspmd/{other}"
-        try:
-            held.store.wait([key], late)
-        except dist.DistStoreError:
-            raise WorldError(
-                f"rank {other} handed in no ledger within {_WAIT_SECONDS:g} s: did it "
-                "fail, or do fewer steps than rank 0?"
-            ) from None
-        ledgers.append(ledger_from_dict(json.loads(held.store.get(key)), key))
-    return ledgers
-
-
-def sum_ledgers(ledgers: list[Ledger]) -> Ledger:
-    """One ledger with the totals and notes of all; single events are not kept."""
-    total = Ledger(max_events=0)
-    for ledger in ledgers:
-        for key, amount in ledger.rows.items():
-            total.add_total(key, amount)
-        for text, times in ledger.notes.items():
-            total.note(text, times)
-    return total
+    text = json.dumps(ledger_to_dict(ledger))
+    ranks = range(world_size) if rank == 0 else ()
+    found = exchange(held.store, rank, text, ranks, "torchspmd/trace", _WAIT_SECONDS)
+    texts = found.require_all(
+        "torchspmd trace, the ledgers of all ranks",
+        "Did they fail, or do fewer steps than rank 0?",
+    )
+    return [
+        ledger_from_dict(json.loads(texts[other]), f"the ledger of rank {other}")
+        for other in ranks
+    ]
 
 
 def differing_ranks(ledgers: list[Ledger]) -> list[str]:

@@ -16,7 +16,7 @@ examples:
   torchspmd parity a b --without-grad 'vision.*' --json > verdict.json
 
 Recordings are made by torchspmd.verify.record in a training script, on one device or under
-torchrun, and by check_parity(save=...). The first is taken as right.
+torchrun, and by check_parity with RunOptions(save=...). The first is taken as right.
 
 exit code: 0 when they agree, 1 when they differ or their agreement means nothing,
 2 when a recording cannot be read

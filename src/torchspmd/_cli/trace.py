@@ -15,15 +15,15 @@ from rich.console import Console
 from torchspmd._cli.gather import (
     HeldStore,
     differing_ranks,
-    exchange,
+    gather_ledgers,
     hold_store,
-    sum_ledgers,
 )
 from torchspmd._cli.output import KEPT, Progress
 from torchspmd._cli.script import output_problems, run_script, script_problems
 from torchspmd._cli.simulate import cuda_as_cpu, simulated_world
 from torchspmd._cli.window import StepWindow
 from torchspmd.comm import Ledger, save_ledger
+from torchspmd.comm.tree import sum_ledgers
 from torchspmd.errors import UsageError
 from torchspmd.report import format_bytes, print_ledger
 from torchspmd.trace import CommDebugMode
@@ -106,8 +106,8 @@ def run(options: argparse.Namespace) -> int:
     if world.simulated:
         _report(options, mode.ledger, [], window, world)
         return 0
-    ledgers = exchange(mode.ledger, held, world.rank, world.size)
-    if ledgers is not None:
+    ledgers = gather_ledgers(mode.ledger, held, world.rank, world.size)
+    if ledgers:
         _report(options, sum_ledgers(ledgers), differing_ranks(ledgers), window, world)
     return 0
 
@@ -164,7 +164,7 @@ def _report(
     # The path has a line to itself: it is copied whole, however long it is.
     console.print(str(options.script), highlight=False, markup=False, soft_wrap=True)
     console.print(f"{ranks}, {_steps_text(window)}\n", highlight=False, markup=False)
-    print_ledger(ledger, console)
+    print_ledger(ledger, console, num_ranks=1 if world.simulated else world.size)
     for line in [*differences, *_setup_lines(window)]:
         console.print(line, highlight=False, markup=False)
     if options.out is not None:

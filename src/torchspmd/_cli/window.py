@@ -1,14 +1,20 @@
 """Which part of a script's life is recorded: whole optimizer steps."""
 
+import contextlib
+import weakref
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
+from unittest import mock
 
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from torchspmd import _torch
 from torchspmd._cli.output import Progress
 from torchspmd.comm import Ledger
 from torchspmd.errors import UsageError
+from torchspmd.step.compiled import CompiledStep
 from torchspmd.trace import CommDebugMode
 from torchspmd.trace.modules import follow, unfollow
 
@@ -23,8 +29,9 @@ class EndOfWindow(BaseException):
 class StepWindow:
     """Keeps in the mode's ledger the steps that were asked for, and ends after them.
 
-    A step ends when the first module is called after ``optimizer.step()``. What happens
-    before the first module call is set-up and goes to a ledger of its own.
+    A step ends when the first module is called after ``optimizer.step()``; a call of a
+    compiled step that updates parameters is one step, whatever it does inside. What happens
+    before the first of these calls is set-up and goes to a ledger of its own.
     """
 
     def __init__(
@@ -37,7 +44,10 @@ class StepWindow:
         self._steps = steps
         self._progress = progress
         self._at_boundary = True
-        self._hook: Any = None
+        self._in_compiled_step = self._captured_update = False
+        # Compiled steps that update parameters: seen while one is captured, not later.
+        self._updating: weakref.WeakSet[CompiledStep] = weakref.WeakSet()
+        self._exits = contextlib.ExitStack()
 
     @property
     def num_recorded(self) -> int:
@@ -69,8 +79,16 @@ class StepWindow:
         )
 
     def __enter__(self) -> Self:
-        self._hook = register_optimizer_step_post_hook(self._after_step)
+        plain_call = CompiledStep.__call__
+
+        def call(step: CompiledStep, *args: Any, **kwargs: Any) -> Any:
+            return self._call_compiled(plain_call, step, args, kwargs)
+
+        hook = register_optimizer_step_post_hook(self._after_step)
+        self._exits.callback(hook.remove)
+        self._exits.enter_context(mock.patch.object(CompiledStep, "__call__", call))
         follow(self)
+        self._exits.callback(unfollow, self)
         return self
 
     def __exit__(
@@ -79,13 +97,14 @@ class StepWindow:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        unfollow(self)
-        self._hook.remove()
+        self._exits.close()
 
     def enter(self, module: nn.Module) -> None:
         """A module is called: the first one since a step begins the next."""
-        if not self._at_boundary:
-            return
+        if self._at_boundary and not self._in_compiled_step:
+            self._begin_step()
+
+    def _begin_step(self) -> None:
         self._at_boundary = False
         done = self.num_optimizer_steps
         if self._steps and done >= self._skip + self._steps:
@@ -100,5 +119,31 @@ class StepWindow:
         """A module's call ends: nothing to do."""
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if not self._in_compiled_step:
+            self._end_step()
+        elif _torch.is_tracing_for_compile():
+            self._captured_update = True
+
+    def _end_step(self) -> None:
         self.num_optimizer_steps += 1
         self._at_boundary = True
+
+    def _call_compiled(
+        self,
+        call: Callable[..., Any],
+        step: CompiledStep,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        if self._at_boundary:
+            self._begin_step()
+        self._in_compiled_step, self._captured_update = True, False
+        try:
+            result = call(step, *args, **kwargs)
+        finally:
+            self._in_compiled_step = False
+        if self._captured_update:
+            self._updating.add(step)
+        if step in self._updating:
+            self._end_step()
+        return result

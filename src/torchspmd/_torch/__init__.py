@@ -85,6 +85,7 @@ from torchspmd._torch.groups import default_store as default_store
 from torchspmd._torch.groups import fake_store as fake_store
 from torchspmd._torch.groups import file_store as file_store
 from torchspmd._torch.groups import find_group as find_group
+from torchspmd._torch.groups import is_first_ddp_step as is_first_ddp_step
 from torchspmd._torch.groups import live_meshes as live_meshes
 from torchspmd._torch.groups import num_unwaited as num_unwaited
 from torchspmd._torch.groups import owned_axis as owned_axis
@@ -101,6 +102,7 @@ from torchspmd._torch.landmarks import (
 from torchspmd._torch.landmarks import is_torch_code as is_torch_code
 from torchspmd._torch.landmarks import landmark as landmark
 from torchspmd._torch.landmarks import redistribution as redistribution
+from torchspmd._torch.landmarks import running_node as running_node
 from torchspmd._torch.operators import Kernel as Kernel
 from torchspmd._torch.operators import Signature as Signature
 from torchspmd._torch.operators import argument_names as argument_names
@@ -120,6 +122,7 @@ from torchspmd._torch.operators import storage_bytes as storage_bytes
 from torchspmd._torch.operators import storage_key as storage_key
 from torchspmd._torch.operators import tensor_methods as tensor_methods
 from torchspmd._torch.operators import written_arguments as written_arguments
+from torchspmd._torch.profiling import profiled as profiled
 from torchspmd._torch.regions import LOCAL_NODE_TYPES as LOCAL_NODE_TYPES
 from torchspmd._torch.regions import NodeKind as NodeKind
 from torchspmd._torch.regions import Record as Record

@@ -11,6 +11,8 @@ import torch
 from torch import fx, nn
 from torch.amp.grad_scaler import GradScaler, _refresh_per_optimizer_state
 
+from torchspmd._torch.compilation import capturing
+
 # ----------------------------------------------------------------------------
 # Recurrent layers: their CPU kernel in a graph, and what they hold of their weights.
 
@@ -160,6 +162,7 @@ def trace(function: Callable[..., Any], inputs: list[Any]) -> fx.GraphModule:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     with (
+        capturing(),
         _without_constant_values(),
         _quick_powers(),
         _missing_kernels(),

@@ -1,16 +1,31 @@
 """torch.compile and CUDA graphs: what runs without calling operators."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch._guards import TracingContext
 
+# How many captures of whole steps are under way. Not by thread: autograd traces the
+# backward of tensors on a GPU in a thread of its own.
+_captures: list[None] = []
+
+
+@contextlib.contextmanager
+def capturing() -> Iterator[None]:
+    """A step is captured inside: what it calls is written into a graph and does not run."""
+    _captures.append(None)
+    try:
+        yield
+    finally:
+        _captures.pop()
+
 
 def is_tracing_for_compile() -> bool:
-    """Whether torch.compile is tracing in this thread, so that nothing really runs."""
-    return TracingContext.try_get() is not None
+    """Whether a compiler is tracing, so that nothing really runs."""
+    return bool(_captures) or TracingContext.try_get() is not None
 
 
 def load_compiler() -> None:

@@ -101,6 +101,11 @@ def ddp_on_fake_groups() -> Iterator[None]:
         ddp.forward = plain_forward
 
 
+def is_first_ddp_step(module: torch.nn.Module) -> bool:
+    """Whether a module is DistributedDataParallel and its first forward is about to run."""
+    return isinstance(module, DistributedDataParallel) and not module._lazy_init_ran
+
+
 # DDP insists on its own class as the bucket's annotation, or on none.
 def _reduce_bucket(group, bucket):  # type: ignore[no-untyped-def]
     dist.all_reduce(bucket.buffer(), group=group)

@@ -1,7 +1,8 @@
 """Landmarks: functions of torch that tell what a call stack is doing."""
 
+import weakref
 from functools import lru_cache
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ class Landmark:
     DISPATCH = "dtensor dispatch"
     REDISTRIBUTE = "dtensor redistribute"
     COMPILED = "compiled region"
+    GRAPH = "generated code of a graph"
 
 
 # (end of the file's path, function name or None for all of the file) -> meaning
@@ -50,6 +52,8 @@ _TORCH_FOLDER = torch.__file__.removesuffix("__init__.py")
 def landmark(code: CodeType) -> str | None:
     """What a function of torch means to the frames inside it; None for most."""
     path = code.co_filename.replace("\\", "/")
+    if path.startswith("<eval_with_key>") and code.co_name == "forward":
+        return Landmark.GRAPH
     if not code.co_filename.startswith(_TORCH_FOLDER):
         return None
     inside = "torch/" + path[len(_TORCH_FOLDER) :]
@@ -72,6 +76,25 @@ def fsdp_module(local_names: dict[str, Any]) -> torch.nn.Module | None:
 def hooked_module(local_names: dict[str, Any]) -> torch.nn.Module | None:
     """The module whose full backward hook runs, from the frame that calls the hook."""
     return getattr(local_names.get("self"), "module", None)
+
+
+def running_node(frame: FrameType) -> torch.fx.Node | None:
+    """The node that runs now, from the frame of a graph module's generated code."""
+    module = frame.f_locals.get("self")
+    lines = getattr(module, "_lineno_map", None)
+    if not isinstance(module, torch.fx.GraphModule) or lines is None:
+        return None
+    known = _nodes_by_place.get(module)
+    if known is None or known[0] is not frame.f_code:
+        known = _nodes_by_place[module] = (frame.f_code, list(module.graph.nodes))
+    place = lines.get(frame.f_lineno - module._prologue_start)
+    return known[1][place] if place is not None and place < len(known[1]) else None
+
+
+# The nodes of a graph module in order, for the code that was generated from them.
+_nodes_by_place: weakref.WeakKeyDictionary[
+    torch.fx.GraphModule, tuple[CodeType, list[torch.fx.Node]]
+] = weakref.WeakKeyDictionary()
 
 
 def redistribution(local_names: dict[str, Any]) -> str | None:

@@ -3,8 +3,10 @@
 from torchspmd.comm.diff import Change as Change
 from torchspmd.comm.diff import diff_ledgers as diff_ledgers
 from torchspmd.comm.event import GLOBAL as GLOBAL
+from torchspmd.comm.event import OWNER_KEY as OWNER_KEY
 from torchspmd.comm.event import CommEvent as CommEvent
 from torchspmd.comm.event import Group as Group
+from torchspmd.comm.event import Owner as Owner
 from torchspmd.comm.event import Phase as Phase
 from torchspmd.comm.event import is_check as is_check
 from torchspmd.comm.event import marked_as_check as marked_as_check

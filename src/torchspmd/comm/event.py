@@ -22,6 +22,17 @@ class Phase(StrEnum):
     OPTIMIZER = "optimizer"
 
 
+# Under this key, a node of a captured graph has its Owner in its metadata.
+OWNER_KEY = "torchspmd_owner"
+
+
+class Owner(NamedTuple):
+    """The phase of the step and the module that a node of a captured graph is from."""
+
+    phase: Phase = Phase.FORWARD
+    module: str = GLOBAL
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """The ranks that take part in one communication.

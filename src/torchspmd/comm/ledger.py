@@ -149,6 +149,19 @@ class Ledger:
         """What a reader must know, and how often it happened."""
         return dict(self._notes)
 
+    def note_lines(self) -> list[str]:
+        """Sentences on what a reader of the numbers must know."""
+        lines = [
+            f"Note: {text}" + (f" ({times} times)." if times > 1 else ".")
+            for text, times in self._notes.items()
+        ]
+        if self._dropped:
+            lines.append(
+                f"Note: {self._dropped} single events were dropped (the limit is "
+                f"{self.max_events}); counts and bytes include them."
+            )
+        return lines
+
     @property
     def rows(self) -> dict[Key, Total]:
         """Exact totals of everything, by key."""

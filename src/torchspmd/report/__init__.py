@@ -3,11 +3,8 @@
 from torchspmd.comm import format_bytes
 from torchspmd.report.exposure import print_exposure
 from torchspmd.report.text import print_changes, print_ledger
-from torchspmd.report.tree import ModuleNode, build_tree
 
 __all__ = [
-    "ModuleNode",
-    "build_tree",
     "format_bytes",
     "print_changes",
     "print_exposure",

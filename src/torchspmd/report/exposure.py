@@ -42,17 +42,17 @@ def exposure_table(
     table = plain_table("Exposed communication, ms", is_terminal)
     table.add_column("collective", overflow="fold", ratio=1)
     table.add_column("axis", no_wrap=True)
-    for name in ("payload", "to use", "exposed", "on paper"):
+    for name in ("payload", "to use", "exposed", "simulated"):
         table.add_column(name, justify="right", no_wrap=True)
     for each in chosen:
-        paper = each.simulated_ms
+        simulated = each.simulated_ms
         table.add_row(
             _name_and_reason(each),
             Text(each.event.axis),
             format_bytes(each.event.payload_bytes),
             f"{each.distance_ms:.2f}",
             f"{each.exposed_ms:.2f}",
-            "?" if paper is None else f"{paper:.2f}",
+            "?" if simulated is None else f"{simulated:.2f}",
         )
     return table
 

@@ -9,9 +9,9 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from torchspmd.comm import Change, Ledger, Phase, Total, format_bytes
+from torchspmd.comm import Change, Ledger, Phase, format_bytes
 from torchspmd.comm.folding import fold, unfold
-from torchspmd.report.tree import ModuleNode, build_tree
+from torchspmd.comm.tree import build_tree, fold_alike
 
 # ----------------------------------------------------------------------------
 # The path of a module in a narrow column: it breaks after dots, not inside of names.
@@ -52,10 +52,16 @@ def break_path(path: str, width: int) -> list[str]:
     return lines
 
 
-def print_ledger(ledger: Ledger, console: Console) -> None:
-    """The module tree, the sums by kind, and what a reader must know."""
-    _print(console, module_table(ledger, console.is_terminal))
-    _print(console, kind_table(ledger, console.is_terminal))
+def print_ledger(ledger: Ledger, console: Console, *, num_ranks: int = 1) -> None:
+    """The module tree, the sums by kind, and what a reader must know.
+
+    Args:
+        ledger: What one rank communicated, or the sum of several.
+        console: Where to print.
+        num_ranks: How many ranks the ledger is the sum of.
+    """
+    _print(console, module_table(ledger, console.is_terminal, num_ranks))
+    _print(console, kind_table(ledger, console.is_terminal, num_ranks))
     for line in note_lines(ledger):
         console.print(Text(line))
 
@@ -74,10 +80,12 @@ def print_changes(changes: Sequence[Change], console: Console) -> None:
     )
 
 
-def module_table(ledger: Ledger, is_terminal: bool = False) -> Table:
+def module_table(
+    ledger: Ledger, is_terminal: bool = False, num_ranks: int = 1
+) -> Table:
     """Modules with their counts by phase, own and total, and their bytes."""
-    root = build_tree(ledger)
-    phases = [phase for phase in Phase if root.total.get(phase.value)]
+    root = fold_alike(build_tree(ledger))
+    phases = [phase for phase in Phase if ledger.total(phase=phase).count]
     names = {Phase.FORWARD: "fwd", Phase.BACKWARD: "bwd", Phase.RECOMPUTE: "recomp"}
     table = plain_table("Communication by module", is_terminal)
     table.add_column("module", overflow="fold", ratio=1)
@@ -85,22 +93,22 @@ def module_table(ledger: Ledger, is_terminal: bool = False) -> Table:
         table.add_column(names.get(phase, "optim"), justify="right", no_wrap=True)
     for name in ("own", "total", "payload", "wire/rank"):
         table.add_column(name, justify="right", no_wrap=True)
-    for depth, node in _walk(root, 0):
-        total = node.sum()
-        counts = (node.total.get(phase.value, Total()).count for phase in phases)
-        label = node.label + (f" x{node.times}" if node.label.endswith("]") else "")
+    for depth, node in root.walk():
+        total = node.total.total()
+        counts = (node.total.total(phase=phase).count for phase in phases)
+        times = len(unfold(node.label))
         table.add_row(
-            Text("  " * depth + label),
+            Text("  " * depth + node.label + (f" x{times}" if times > 1 else "")),
             *(str(count) if count else "." for count in counts),
-            str(node.own_count()),
+            str(len(node.own)),
             str(total.count),
             format_bytes(total.payload_bytes),
-            format_bytes(total.wire_bytes),
+            format_bytes(round(total.wire_bytes / num_ranks)),
         )
     return table
 
 
-def kind_table(ledger: Ledger, is_terminal: bool = False) -> Table:
+def kind_table(ledger: Ledger, is_terminal: bool = False, num_ranks: int = 1) -> Table:
     """Sums by kind, axis, dtype and phase."""
     table = plain_table("Communication by kind", is_terminal)
     for name in ("kind", "axis", "dtype", "phase"):
@@ -113,7 +121,7 @@ def kind_table(ledger: Ledger, is_terminal: bool = False) -> Table:
             *(Text(str(part)) for part in key),
             str(total.count),
             format_bytes(total.payload_bytes),
-            format_bytes(total.wire_bytes),
+            format_bytes(round(total.wire_bytes / num_ranks)),
         )
     return table
 
@@ -169,15 +177,7 @@ def note_lines(ledger: Ledger) -> list[str]:
         lines.append(
             f"{checks.count} of {total.count} belong to checks, not to training."
         )
-    if ledger.dropped:
-        lines.append(
-            f"{ledger.dropped} single events were dropped (the limit is "
-            f"{ledger.max_events}); counts and bytes include them."
-        )
-    return lines + [
-        f"Note: {text}" + (f" ({times} times)." if times > 1 else ".")
-        for text, times in ledger.notes.items()
-    ]
+    return lines + ledger.note_lines()
 
 
 def _causes(ledger: Ledger) -> dict[str, int]:
@@ -188,12 +188,6 @@ def _causes(ledger: Ledger) -> dict[str, int]:
             causes[text] = causes.get(text, 0) + 1
     most = sorted(causes.items(), key=lambda item: -item[1])
     return dict(most[:5])
-
-
-def _walk(node: ModuleNode, depth: int) -> Iterator[tuple[int, ModuleNode]]:
-    yield depth, node
-    for child in node.children:
-        yield from _walk(child, depth + 1)
 
 
 def plain_table(title: str, is_terminal: bool) -> Table:

@@ -1,8 +1,9 @@
 """``compile``: the public way in."""
 
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, overload
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, overload
 
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
@@ -11,14 +12,15 @@ from torchspmd.errors import UsageError
 from torchspmd.step.capture.override import Override
 from torchspmd.step.compiled import CompiledStep
 from torchspmd.step.modes.data_parallel import DataParallel
+from torchspmd.step.transformation import GraphModuleTransformation, Pass
 from torchspmd.step.virtual.verify import Verification
 
 Transformation = Callable[[fx.GraphModule], Any]
 Backend = Literal["graph", "inductor", "cudagraph"]
+Parallel = Literal["replicate", "fully_shard"]
+Overlap = bool | Literal["auto"]
 
-
-@overload
-def compile(func: Callable[..., Any], /) -> CompiledStep: ...
+_GLOBAL_BATCH = "None for the result of one device on the batches of all ranks together"
 
 
 @overload
@@ -26,25 +28,48 @@ def compile(
     func: None = None,
     /,
     *,
-    module_override: Sequence[Override] = (),
-    gm_transformation: Transformation | None = None,
-    parallel_mode: DataParallel | None = None,
+    parallel: Parallel | DataParallel | None = None,
+    passes: bool | Sequence[Pass] | None = None,
+    overlap: Overlap | None = None,
+    backend: Backend | None = None,
     mesh: DeviceMesh | None = None,
     verify: bool | Verification = False,
-    backend: Backend = "graph",
+    module_override: Sequence[Override] = (),
+    parallel_mode: DataParallel | None = None,
+    gm_transformation: Transformation | None = None,
 ) -> Callable[[Callable[..., Any]], CompiledStep]: ...
 
 
+@overload
 def compile(
+    func: Callable[..., Any],
+    /,
+    *,
+    parallel: Parallel | DataParallel | None = None,
+    passes: bool | Sequence[Pass] | None = None,
+    overlap: Overlap | None = None,
+    backend: Backend | None = None,
+    mesh: DeviceMesh | None = None,
+    verify: bool | Verification = False,
+    module_override: Sequence[Override] = (),
+    parallel_mode: DataParallel | None = None,
+    gm_transformation: Transformation | None = None,
+) -> CompiledStep: ...
+
+
+def compile(  # noqa: PLR0913 - one for each choice
     func: Callable[..., Any] | None = None,
     /,
     *,
-    module_override: Sequence[Override] = (),
-    gm_transformation: Transformation | None = None,
-    parallel_mode: DataParallel | None = None,
+    parallel: Parallel | DataParallel | None = None,
+    passes: bool | Sequence[Pass] | None = None,
+    overlap: Overlap | None = None,
+    backend: Backend | None = None,
     mesh: DeviceMesh | None = None,
     verify: bool | Verification = False,
-    backend: Backend = "graph",
+    module_override: Sequence[Override] = (),
+    parallel_mode: DataParallel | None = None,
+    gm_transformation: Transformation | None = None,
 ) -> CompiledStep | Callable[[Callable[..., Any]], CompiledStep]:
     """Capture a whole training step as one graph, and run that.
 
@@ -54,17 +79,28 @@ def compile(
 
     Args:
         func: The step: takes modules, optimizers and tensors anywhere in its arguments.
-        module_override: Stand-ins for modules while the step is captured; see
-            ``Override``. Each module is offered once, the model itself too.
-        gm_transformation: Called with the captured ``fx.GraphModule``; what it returns is
-            run instead. See ``GraphModuleTransformation``.
-        parallel_mode: None for the result of one device with all ranks' batches
-            together; ``DataParallel`` to reduce each rank's own gradients.
+        parallel: ``"replicate"``: each rank has its own batch and gradients are averaged,
+            as DistributedDataParallel does. ``"fully_shard"``: the same, with parameters
+            and optimizer state in shards. A ``DataParallel`` says more about either. None
+            for the result of one device on the batches of all ranks together.
+        passes: Whether to fuse and schedule the communication, or a list of passes, each
+            called with the ``IterGraphModule``. On by default where ``parallel`` is given.
+        overlap: Whether updates may wait for the next step, so that reductions overlap
+            with its forward. ``"auto"``, the default with passes: where the simulation
+            says that the step is faster by 1 %. True: wherever that is legal. End a run
+            with ``last_train_step=True``, ``flush()``, or use the step as a context
+            manager.
+        backend: ``"graph"``, the default, runs generated Python, ``"inductor"`` compiled
+            code, ``"cudagraph"`` replays what was launched once.
         mesh: The data axis, a mesh of one axis; all ranks when there is a process group.
         verify: Run the graphs before and after each pass on virtual ranks and compare them
             bit for bit; a ``Verification`` says on how many and how long.
-        backend: ``graph`` runs generated Python, ``inductor`` compiled code,
-            ``cudagraph`` replays what was launched once.
+        module_override: Stand-ins for modules while the step is captured; see
+            ``Override``. Each module is offered once, the model itself too.
+        parallel_mode: The same as ``parallel``, as a ``DataParallel``, without passes.
+        gm_transformation: Called with the captured ``fx.GraphModule``; what it returns is
+            run instead. In the place of ``passes`` and ``overlap``; see
+            ``GraphModuleTransformation``.
 
     Returns:
         The compiled step, or a decorator when ``func`` is not given.
@@ -86,20 +122,10 @@ def compile(
         >>> len(train_step.programs)
         1
     """
-    if not isinstance(verify, (bool, Verification)):
-        raise UsageError(
-            f"compile(verify={verify!r}): pass True, False or a Verification."
-        )
-    if gm_transformation is not None and not callable(gm_transformation):
-        raise UsageError(
-            f"compile(gm_transformation={gm_transformation!r}): pass a function of the "
-            "captured graph module, or a GraphModuleTransformation."
-        )
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise UsageError(
-            f"compile(mesh={mesh!r}): pass a DeviceMesh, for instance of "
-            "init_device_mesh(), or None for all ranks."
-        )
+    asked = _Asked(parallel, parallel_mode, passes, overlap, backend, gm_transformation)
+    problems = [*asked.wrong_values(), *_wrong_values(mesh, verify)]
+    if problems := problems or [*asked.contradictions()]:
+        raise UsageError("\n".join(problems))
     comparing = Verification() if verify is True else verify or None
 
     def wrap(function: Callable[..., Any]) -> CompiledStep:
@@ -111,15 +137,165 @@ def compile(
         _check_own_keyword(function)
         return CompiledStep(
             function,
-            gm_transformation=gm_transformation,
-            parallel_mode=parallel_mode,
+            gm_transformation=asked.make_transformation(),
+            parallel_mode=asked.mode,
             mesh=mesh,
-            backend=backend,
+            backend=asked.resolved_backend,
             module_override=module_override,
             verify=comparing,
         )
 
     return wrap if func is None else wrap(func)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """The options of ``compile`` that depend on each other."""
+
+    parallel: Any
+    parallel_mode: Any
+    passes: Any
+    overlap: Any
+    backend: Any
+    transformation: Any
+
+    @property
+    def mode(self) -> DataParallel | None:
+        """How the step is spread over ranks."""
+        found: DataParallel | None = self.parallel_mode
+        if isinstance(self.parallel, str):
+            found = DataParallel(self.parallel)
+        elif self.parallel is not None:
+            found = self.parallel
+        return found
+
+    @property
+    def resolved_backend(self) -> str:
+        """What runs the graph."""
+        return self.backend or ("inductor" if self._wants_inductor else "graph")
+
+    @property
+    def _wants_inductor(self) -> bool:
+        given = self.transformation
+        return isinstance(given, GraphModuleTransformation) and given.enable_inductor
+
+    @property
+    def _runs_passes(self) -> bool:
+        if self.passes is not None:
+            return self.passes is not False
+        return self.parallel is not None and self.transformation is None
+
+    @property
+    def _cannot_overlap(self) -> str:
+        """Why updates cannot wait for the next step; empty where they can."""
+        if self.mode is not None and self.mode.parallel_style == "fully_shard":
+            return (
+                "with 'fully_shard' the next step gathers what an update has written "
+                "before its forward can begin"
+            )
+        if self.resolved_backend == "cudagraph":
+            return (
+                "backend='cudagraph' replays one graph in which every collective ends"
+            )
+        return ""
+
+    def wrong_values(self) -> Iterator[str]:
+        """Options that have no such value."""
+        if self.parallel not in (None, *get_args(Parallel)) and not isinstance(
+            self.parallel, DataParallel
+        ):
+            yield (
+                f"compile(parallel={self.parallel!r}): pass 'replicate', 'fully_shard', a "
+                f"DataParallel, or {_GLOBAL_BATCH}."
+            )
+        if self.parallel_mode is not None and not isinstance(
+            self.parallel_mode, DataParallel
+        ):
+            yield (
+                f"compile(parallel_mode={self.parallel_mode!r}): pass a DataParallel, or "
+                f"{_GLOBAL_BATCH}."
+            )
+        is_list = isinstance(self.passes, Sequence) and all(map(callable, self.passes))
+        if not (self.passes is None or isinstance(self.passes, bool) or is_list):
+            yield (
+                f"compile(passes={self.passes!r}): pass True, False or a list of "
+                "functions, each called with the IterGraphModule."
+            )
+        if not (self.overlap in (None, "auto") or isinstance(self.overlap, bool)):
+            yield f"compile(overlap={self.overlap!r}): pass True, False or 'auto'."
+        if self.backend not in (None, *get_args(Backend)):
+            yield (
+                f"compile(backend={self.backend!r}): choose among "
+                f"{', '.join(get_args(Backend))}."
+            )
+        if self.transformation is not None and not callable(self.transformation):
+            yield (
+                f"compile(gm_transformation={self.transformation!r}): pass a function of "
+                "the captured graph module, or a GraphModuleTransformation."
+            )
+
+    def contradictions(self) -> Iterator[str]:
+        """Options that do not go together, or would have no effect."""
+        if self.parallel is not None and self.parallel_mode is not None:
+            yield (
+                "compile(parallel=..., parallel_mode=...): both say how the step is spread "
+                "over ranks. Pass parallel alone."
+            )
+        chosen = [
+            name for name in ("passes", "overlap") if getattr(self, name) is not None
+        ]
+        if chosen and self.transformation is not None:
+            yield (
+                f"compile({', '.join(chosen)}=..., gm_transformation=...): the "
+                "transformation says which passes run. Leave it out, or set the options "
+                "of GraphModuleTransformation instead."
+            )
+            return
+        if self._wants_inductor and self.backend not in (None, "inductor"):
+            yield (
+                f"compile(backend={self.backend!r}, gm_transformation="
+                "GraphModuleTransformation(enable_inductor=True)): these are two backends. "
+                "Leave out enable_inductor, or pass backend='inductor'."
+            )
+        yield from self._overlap_problems()
+
+    def _overlap_problems(self) -> Iterator[str]:
+        if not self.overlap:
+            return
+        if not self._runs_passes:
+            yield (
+                f"compile(overlap={self.overlap!r}) would have no effect without passes. "
+                "Set parallel='replicate', or passes=True."
+            )
+        elif not isinstance(self.passes, bool | None):
+            yield (
+                f"compile(overlap={self.overlap!r}, passes=[...]) would have no effect: it "
+                "is for the default passes alone. Add defer_updates to the list."
+            )
+        elif self.overlap is True and self._cannot_overlap:
+            yield f"compile(overlap=True) is not available: {self._cannot_overlap}."
+
+    def make_transformation(self) -> Transformation | None:
+        """What is done to each captured graph."""
+        if not self._runs_passes:
+            given: Transformation | None = self.transformation
+            return given
+        if not isinstance(self.passes, bool | None):
+            return GraphModuleTransformation(passes=self.passes)
+        overlap: Overlap = "auto" if self.overlap is None else self.overlap
+        if self._cannot_overlap:
+            overlap = False
+        return GraphModuleTransformation.by_default(overlap)
+
+
+def _wrong_values(mesh: object, verify: object) -> Iterator[str]:
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        yield (
+            f"compile(mesh={mesh!r}): pass a DeviceMesh, for instance of "
+            "init_device_mesh(), or None for all ranks."
+        )
+    if not isinstance(verify, (bool, Verification)):
+        yield f"compile(verify={verify!r}): pass True, False or a Verification."
 
 
 def _check_own_keyword(function: Callable[..., Any]) -> None:

@@ -3,11 +3,10 @@
 import functools
 import statistics
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from types import TracebackType
-from typing import Any, NoReturn, ParamSpec, Protocol, Self, TypeVar, cast, final
+from typing import Any, NoReturn, Self, final
 
 import torch
 import torch.distributed as dist
@@ -18,65 +17,32 @@ from torchspmd import _torch
 from torchspmd.comm import Ledger
 from torchspmd.errors import CaptureError, UsageError
 from torchspmd.layout.names import format_mesh
-from torchspmd.step.capture.guard_cache import KnownCalls
-from torchspmd.step.capture.guards import TensorFact, explain_difference, sign
+from torchspmd.step.capture.guard_cache import GuardCache
+from torchspmd.step.capture.guards import explain_difference, sign
 from torchspmd.step.capture.inventory import Inventory, take_inventory
 from torchspmd.step.capture.override import Override, Overrides
-from torchspmd.step.capture.trace import Captured, capture, without_collection
-from torchspmd.step.certify import prepare_certified
-from torchspmd.step.deferral.iter_graph import deferral_facts
+from torchspmd.step.capture.spread import Spread
 from torchspmd.step.deferred import (
     Pending,
     expected,
     flush_last,
     flush_others,
-    flush_watching,
+    flush_shared,
 )
-from torchspmd.step.flush_hooks import own_look
-from torchspmd.step.graph.collectives import build_ledger, peers_of
+from torchspmd.step.flush_hooks import without_flushing
 from torchspmd.step.graph.cost import CostModel
-from torchspmd.step.graph.memory import PeakMemory, predict_peak
-from torchspmd.step.lower.backends import (
-    BACKENDS,
-    Prepared,
-    needs_fixed_numbers,
-    prepare,
-)
+from torchspmd.step.graph.memory import PeakMemory
 from torchspmd.step.lower.in_place import InPlaceReport
 from torchspmd.step.measure.exposure import check_request, measure_program
 from torchspmd.step.measure.exposure_report import ExposureReport
-from torchspmd.step.modes.data_parallel import DataParallel, Spread, resolve_spread
-from torchspmd.step.program import Program, find_loose, find_released
-from torchspmd.step.progress import Progress
-from torchspmd.step.rank_agreement import Meeting, Plan, Switches, build_plan
+from torchspmd.step.modes.data_parallel import DataParallel
+from torchspmd.step.modes.resolve import resolve_spread
+from torchspmd.step.pipeline import StepOptions, build_program
+from torchspmd.step.program import Program
+from torchspmd.step.progress import logger, phase
+from torchspmd.step.rank_agreement import Agreement, Switches
 from torchspmd.step.virtual.certificate import Certificate
 from torchspmd.step.virtual.verify import Verification
-
-# ----------------------------------------------------------------------------
-# Methods of one object that threads call one after another.
-
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
-
-
-class _Locked(Protocol):
-    lock: threading.RLock
-
-
-def one_at_a_time(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Run a method of an object only while it holds the object's ``lock``.
-
-    A thread that saves a checkpoint looks at the model while another one trains: it waits
-    for the end of the step.
-    """
-
-    @functools.wraps(method)
-    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        with cast(_Locked, args[0]).lock:
-            return method(*args, **kwargs)
-
-    return run
-
 
 # ----------------------------------------------------------------------------
 # What a program is and costs, in lines for people.
@@ -149,20 +115,13 @@ class ClosedProgram:
     @classmethod
     def of(cls, program: Program) -> "ClosedProgram":
         """What to keep of a program."""
-        return cls(
-            number=program.number,
-            num_nodes=len(program.graph.graph.nodes),
-            reason=program.reason,
-            ledger=program.ledger,
-            certificate=program.certificate,
-            in_place=program.in_place,
-            peak_memory=program.peak_memory,
-            notes=program.notes,
-            capture_seconds=program.capture_seconds,
-            first_run_seconds=program.first_run_seconds,
-            step_seconds=tuple(program.step_seconds),
-            explanation=tuple(explain_program(program)),
-        )
+        new: dict[str, Any] = {
+            "num_nodes": len(program.graph.graph.nodes),
+            "step_seconds": tuple(program.step_seconds),
+            "explanation": tuple(explain_program(program)),
+        }
+        names = [each.name for each in fields(cls) if each.name not in new]
+        return cls(**new, **{name: getattr(program, name) for name in names})
 
     def __repr__(self) -> str:
         """One line, as of a program."""
@@ -239,54 +198,62 @@ class CompiledStep:
         module_override: Sequence[Override] = (),
         verify: Verification | None = None,
     ) -> None:
-        if backend not in BACKENDS:
-            raise UsageError(
-                f"compile(backend={backend!r}): choose among {', '.join(BACKENDS)}."
-            )
         functools.update_wrapper(self, function)
-        self._function = function
         self._name = getattr(function, "__qualname__", repr(function))
-        self._transformation = gm_transformation
-        self._parallel_mode = parallel_mode
-        self._asked_mesh = mesh
-        self._backend = backend
-        self._verify = verify
-        self._fixed_numbers = needs_fixed_numbers(backend, gm_transformation)
+        self._options = StepOptions(
+            function,
+            self._name,
+            gm_transformation,
+            backend,
+            Overrides(module_override),
+            verify,
+        )
+        self._parallel_mode, self._asked_mesh = parallel_mode, mesh
         self._spread: Spread | None = None
         self._programs: list[Program] = []
         self._by_signature: dict[Any, list[Program]] = {}
-        self._overrides = Overrides(module_override)
-        self._known = KnownCalls()
+        self._known = GuardCache[Program]()
         self._closed, self._closed_by = tuple[ClosedProgram, ...](), ""
         self._pending: Pending | None = None
-        self.lock = threading.RLock()
+        # A thread that saves a checkpoint while another one trains waits for the step.
+        self._lock = threading.RLock()
         self._num_measured = self._num_tries = 0
         # The same on every rank when ranks compile the same steps in the same order.
         self._serial = _made[self._name] = _made.get(self._name, -1) + 1
         self._switches = Switches(self._name, str(self._serial))
 
-    @one_at_a_time
     def __call__(self, *args: Any, last_train_step: bool = False, **kwargs: Any) -> Any:
-        """Run one step; capture it first where no program fits."""
-        self._check_open()
-        with self._overrides.standing_in(args, kwargs) as (positional, named):
-            program, inventory = self._look_up(positional, named)
-            if flush_others(inventory, self._pending):
-                program, inventory = self._look_up(positional, named)
-            if self._pending is not None:
-                if program and self._pending.belongs_to(program, inventory):
-                    program.num_early -= program.num_early > 0
-                else:  # another program, or other tensors: what is pending comes first
-                    self._pending.note_other_tensors(program, inventory)
-                    self.flush()
-                    program, inventory = self._look_up(positional, named)
-            if program is None:
-                program = self._capture(inventory)
-                self._switches.to_new(program)
-            else:
-                self._switches.to_known(program)
+        """Run one step; build a program for it first where none fits."""
+        with self._lock, _torch.profiled("torchspmd::step"):
+            self._check_open()
+            with self._options.overrides.standing_in(args, kwargs) as (own, named):
+                program, inventory = self._find(own, named)
+                if program is None:
+                    program = self._build(inventory)
+                    self._switches.to_new(program)
+                else:
+                    self._switches.to_known(program)
+            return self._run(program, inventory, last_train_step)
+
+    def _find(self, args: Any, kwargs: Any) -> tuple[Program | None, Inventory]:
+        """What a call works on and its program, once updates that come first are made."""
+        program, inventory = self._look_up(args, kwargs)
+        if flush_others(inventory, self._pending):
+            program, inventory = self._look_up(args, kwargs)
+        if self._pending is None:
+            return program, inventory
+        if program and self._pending.belongs_to(program, inventory):
+            program.num_early -= program.num_early > 0
+            return program, inventory
+        # Another program, or other tensors: what is pending comes first.
+        self._pending.note_other_tensors(program, inventory)
+        self.flush()
+        return self._look_up(args, kwargs)
+
+    def _run(self, program: Program, inventory: Inventory, last: bool) -> Any:
+        logger.debug("%s: step with program %d", self._name, program.number)
         # After one that leaves work it is a step like others, and a flush: all in place.
-        is_alone = last_train_step and self._pending is None
+        is_alone = last and self._pending is None
         self._pending = expected(
             self._pending, self._name, program, inventory, self.flush, last=is_alone
         )
@@ -295,7 +262,7 @@ class CompiledStep:
         finally:
             if self._pending is not None:
                 self._pending = self._pending.settle()
-        if last_train_step:
+        if last:
             flush_last(self._name, self.flush)
         return result
 
@@ -311,7 +278,7 @@ class CompiledStep:
     def exposure(
         self, *args: Any, runs: int = 5, cost: CostModel | None = None, **kwargs: Any
     ) -> ExposureReport:
-        """Measure how long computing stands still for each collective, and why.
+        """Measure how long computation waits for each collective, and why.
 
         Call it on every rank with the arguments of a step that was made. The step's graph
         is run on copies: no step is made, and what is pending stays pending.
@@ -325,7 +292,7 @@ class CompiledStep:
         self._check_open()
         self._num_measured += 1  # before anything can fail: ranks must count alike
         check_request("exposure", runs, cost)
-        with self._overrides.standing_in(args, kwargs) as (positional, named):
+        with self._options.overrides.standing_in(args, kwargs) as (positional, named):
             program, inventory = self._look_up(positional, named)
         key = f"torchspmd/exposure/{self._name}/{self._serial}/{self._num_measured}"
         return measure_program(
@@ -334,11 +301,10 @@ class CompiledStep:
             inventory,
             key,
             runs=runs,
-            cost=cost or _cost_of(self._transformation),
-            is_compiled=self._fixed_numbers,
+            cost=cost or _cost_of(self._options.transformation),
+            is_compiled=self._options.backend != "graph",
         )
 
-    @one_at_a_time
     def flush(self) -> None:
         """Make the updates that a pass moved to the next call.
 
@@ -346,9 +312,11 @@ class CompiledStep:
         by itself before a ``state_dict``, ``eval``, eager call or other look at the module
         or optimizer, when another program is needed, and in ``close``.
         """
-        if self._pending is not None:
-            self._pending.flush()
-            self._pending = None
+        with self._lock:
+            if self._pending is not None:
+                with phase("flush", self._name):
+                    self._pending.flush()
+                self._pending = None
 
     def close(self) -> None:
         """Flush, and let go of every graph; the step cannot be called any more."""
@@ -361,7 +329,7 @@ class CompiledStep:
             self._closed_by = by
         self._programs.clear()
         self._by_signature.clear()
-        self._known = KnownCalls()
+        self._known = GuardCache[Program]()
 
     def __enter__(self) -> Self:
         self._check_open()
@@ -382,13 +350,16 @@ class CompiledStep:
                 f"{self._name}: the pending update could not be made: {failure}"
             )
 
-    @own_look()
+    @without_flushing()
     def _look_up(self, args: Any, kwargs: Any) -> tuple[Program | None, Inventory]:
         """What a call works on, and the program that serves it if there is one."""
         known = self._known.find(args, kwargs)
         if known is not None:
             return known
-        inventory = take_inventory(args, kwargs, lift_numbers=not self._fixed_numbers)
+        with _torch.profiled("torchspmd::inventory"):
+            # Compiled code takes tensors only: hyper-parameters become constants.
+            lift_numbers = self._options.backend == "graph"
+            inventory = take_inventory(args, kwargs, lift_numbers=lift_numbers)
         programs = self._by_signature.get(sign(inventory), ())
         program = next((each for each in programs if each.accepts(inventory)), None)
         if program is not None:
@@ -398,71 +369,19 @@ class CompiledStep:
     def _check_open(self) -> None:
         check_usable(self._name, self._closed_by, self._spread)
 
-    def _capture(self, inventory: Inventory) -> Program:
+    def _build(self, inventory: Inventory) -> Program:
+        number = len(self._programs)
         reason = _why(inventory, self._programs, self._by_signature)
-        _check_capture(self._name, len(self._programs), reason)
-        flush_watching(inventory)
-        mesh = self._resolve_spread(inventory).mesh
+        _check_capture(self._name, number, reason)
+        flush_shared(inventory)
+        spread = self._resolve_spread(inventory)
         self._num_tries += 1  # ranks that fail do so together, and may try again
         key = f"{self._serial}/{self._num_tries}"
-        meeting = Meeting(self._name, key, len(self._programs), mesh)
-        with (
-            Progress(f"compile {self._name}") as progress,
-            without_collection(),
-            meeting.held(),
-        ):
-            program = self._make_program(inventory, reason, progress, meeting)
+        ranks = Agreement(self._name, key, number, spread.mesh)
+        program = build_program(self._options, inventory, spread, ranks, number, reason)
         self._programs.append(program)
         self._by_signature.setdefault(program.signature, []).append(program)
         return program
-
-    def _make_program(
-        self, inventory: Inventory, reason: str, progress: Progress, meeting: Meeting
-    ) -> Program:
-        spread = self._resolve_spread(inventory)
-        start = time.perf_counter()
-        captured = capture(self._function, self._name, inventory, spread)
-        captured = _override(captured, inventory, self._overrides)
-        laid_out = captured.relayout.inventory if captured.relayout else inventory
-        with _torch.without_autocast():  # what it did is in the graph
-            prepared, certificate = prepare_certified(
-                f"{self._name}, program {len(self._programs)}",
-                captured.graph,
-                laid_out,
-                lambda: prepare(
-                    captured.graph,
-                    self._backend,
-                    self._transformation,
-                    inputs=laid_out.flat_inputs,
-                    before_compiling=_comparing(meeting, captured, inventory),
-                ),
-                self._verify,
-                is_compiled=self._fixed_numbers,
-            )
-        meeting.wait_until_ready(peers_of(prepared.graph))
-        if captured.relayout is not None:
-            captured.relayout.commit()  # all ranks run this program now
-        graph = prepared.graph
-        released = find_released(captured.outputs, inventory, prepared)
-        return Program(
-            number=len(self._programs),
-            graph=graph,
-            signature=sign(inventory),
-            outputs=captured.outputs,
-            symbols=captured.symbols,
-            assumptions=captured.assumptions,
-            reads=captured.reads,
-            run=prepared.run,
-            released=released,
-            loose=find_loose(captured.outputs, prepared),
-            in_place=prepared.in_place,
-            notes=(f"phases: {progress.describe()}", *progress.notes),
-            peak_memory=_peak(prepared, released),
-            reason=reason,
-            certificate=certificate,
-            ledger=build_ledger(graph),
-            capture_seconds=time.perf_counter() - start,
-        )
 
     def _resolve_spread(self, inventory: Inventory) -> Spread:
         if self._spread is None:
@@ -512,46 +431,6 @@ def _why(
     latest = programs[-1]
     lines = explain_difference(latest.signature, signature)
     return f"differs from program {latest.number}:\n" + "\n".join(lines)
-
-
-def _comparing(
-    meeting: Meeting, captured: Captured, inventory: Inventory
-) -> Callable[[fx.GraphModule], None]:
-    """Compares the graph that is to be run with those of the other ranks."""
-
-    def compare(graph: fx.GraphModule) -> None:
-        meeting.compare(_plan(graph, inventory, captured.values))
-        if (relayout := captured.relayout) is not None:
-            for axis in relayout.beside:
-                meeting.compare(Plan(values=relayout.facts_along(axis)), axis)
-
-    return compare
-
-
-def _plan(graph: fx.GraphModule, inventory: Inventory, values: tuple[str, ...]) -> Plan:
-    facts = dict(sign(inventory))
-    inputs = [
-        f"{name} {fact}"
-        for slot in inventory.inputs.values()
-        if isinstance(fact := facts[name := inventory.slots[slot].name], TensorFact)
-    ]
-    return build_plan(graph, inputs, values, deferral_facts(graph.graph))
-
-
-def _peak(prepared: Prepared, released: frozenset[int]) -> PeakMemory | None:
-    if prepared.running is None:
-        return None
-    return predict_peak(prepared.running.graph, released)
-
-
-def _override(
-    captured: Captured, inventory: Inventory, overrides: Overrides
-) -> Captured:
-    if captured.relayout is not None:
-        inventory = captured.relayout.inventory
-    with torch.no_grad():
-        graph = overrides.transform(captured.graph, inventory.flat_state())
-    return replace(captured, graph=graph)
 
 
 def _indented(text: str) -> str:

@@ -1,64 +1,62 @@
-"""Updates that a step left for the next one, and everything that must not miss them."""
+"""The pending updates of compiled steps, and everything that must not miss them."""
 
+import contextlib
 import sys
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
 from torchspmd import _torch
-from torchspmd.errors import PassWarning, UsageError
-from torchspmd.step.capture.inventory import Inventory, Role
-from torchspmd.step.flush_hooks import Hook, Refused, Watched, modules_of, watch
-from torchspmd.step.program import LostStates, Program
+from torchspmd.errors import LostStateError, PassWarning, UsageError
+from torchspmd.step.capture.inventory import Inventory, Role, Slot
+from torchspmd.step.deferral.module import IterGraphModule
+from torchspmd.step.deferral.state import State
+from torchspmd.step.flush_hooks import flush_on_access, modules_of
+from torchspmd.step.program import Program
 
 # Of a score: a call with other tensors adds two, one that overlaps takes one away.
 _TOO_OFTEN = 6
 
 
 class Pending:
-    """The pending updates of one program, until it is flushed."""
+    """The pending updates of one program, from the call that leaves them to their flush.
+
+    Args:
+        name: The step.
+        program: What leaves them.
+        flush: Flushes the step; a method of it, so that it holds the step's lock.
+    """
 
     def __init__(self, name: str, program: Program, flush: Callable[[], None]) -> None:
-        self._name, self._program = name, program
-        self._flush = flush
+        assert isinstance(program.run, IterGraphModule), type(program.run)
+        self._name, self._program, self._run = name, program, program.run
+        self._flush_step = flush
         self._inventory: Inventory | None = None
-        self._watched: list[Watched | Hook | Refused] = []
-        self._pending: list[tuple[str, torch.Tensor]] = []  # what it will write
+        self._hooks = contextlib.ExitStack()
+        self._written: list[tuple[str, torch.Tensor]] = []  # what the updates write
         self._versions: list[int] = []
         self._lost: LostStates | None = None
         self._at_exit = weakref.finalize(self, _report_unflushed, name)
 
     def belongs_to(self, program: Program | None, inventory: Inventory) -> bool:
-        """Whether a call can do what is pending: the same program on the same tensors.
+        """Whether a call can make the updates: the same program on the same tensors.
 
-        Not after an exception that came when some of it was done: the rest goes first.
+        Not after an exception that came when some were made: the others go first.
         """
-        if program is not self._program or self._inventory is None:
+        if program is not self._program or self._run.state is not State.PENDING:
             return False
-        if program.is_interrupted:
-            return False
-        pairs = zip(self._inventory.slots, inventory.slots, strict=True)
-        return all(
-            old.tensor is new.tensor or old.role is Role.INPUT for old, new in pairs
-        )
+        return not self._replaced(inventory)
 
     def note_other_tensors(self, program: Program | None, inventory: Inventory) -> None:
         """Warn where call after call finds other gradients: little overlaps."""
-        if program is not self._program or self._inventory is None:
+        if program is not self._program:
             return
-        pairs = zip(self._inventory.slots, inventory.slots, strict=True)
-        changed = [
-            new
-            for old, new in pairs
-            if old.tensor is not new.tensor and old.role is not Role.INPUT
-        ]
-        if not changed:
-            return  # an exception ended the call before
-        if not all(slot.role is Role.GRADIENT for slot in changed):
-            return  # a checkpoint was loaded, say
-        names = [slot.name for slot in changed]
+        replaced = self._replaced(inventory)
+        if not replaced or any(slot.role is not Role.GRADIENT for slot in replaced):
+            return  # an exception ended the call before, or a checkpoint was loaded
+        names = [slot.name for slot in replaced]
         self._count_early(
             "Call after call has other gradients than the call before "
             f"({', '.join(names[:2])}; {len(names)} in all), so that the updates it left "
@@ -66,9 +64,19 @@ class Pending:
             "overlap_iterations."
         )
 
+    def _replaced(self, inventory: Inventory) -> list[Slot]:
+        """The tensors of a call, other than its arguments, that the call before had not."""
+        assert self._inventory is not None
+        pairs = zip(self._inventory.slots, inventory.slots, strict=True)
+        return [
+            new
+            for old, new in pairs
+            if old.tensor is not new.tensor and old.role is not Role.INPUT
+        ]
+
     def _flush_early(self) -> None:
-        """Make the updates because somebody looks, before the next call could."""
-        self._flush()
+        """Make the updates because state is read before the next call could make them."""
+        self._flush_step()
         self._count_early(
             "Again and again something looks at the model or the optimizer between two "
             "steps (here, for one), so that the updates are made first. Look less often, "
@@ -85,19 +93,24 @@ class Pending:
     def update(self, inventory: Inventory) -> None:
         """Note the call after which updates will be pending."""
         if self._inventory is None:
-            self._watched = watch(
+            self._hooks = flush_on_access(
                 inventory,
                 self._flush_early,
-                self.before_load,
-                pending_gradients=self._program.leaves_gradients,
+                self._flush_before_load,
+                leaves_gradients=self._program.leaves_gradients,
             )
             _with_pending.add(self)
         else:
             self._check_unwritten()
         if inventory is not self._inventory:
-            self._pending = self._program.pending_states(inventory)
+            self._written = self._find_written(inventory)
             self._versions = self._read_versions()
         self._inventory = inventory
+
+    def _find_written(self, inventory: Inventory) -> list[tuple[str, torch.Tensor]]:
+        places = self._run.states_of(range(len(self._run.graph.regions)))
+        slots = [inventory.slots[n] for n in places if n < len(inventory.slots)]
+        return [(slot.name, _torch.plain_tensor(slot.tensor)) for slot in slots]
 
     def flush(self) -> None:
         """Make the updates; once a lost one has been loaded again, forget them."""
@@ -112,69 +125,69 @@ class Pending:
                 raise
         else:
             lost.check()
-            self._program.drop_pending()
+            self._run.drop_pending()
         self.release()
 
-    def before_load(self) -> None:
+    def demand(self) -> None:
+        """Have the step that left the updates make them."""
+        self._flush_step()
+
+    def _flush_before_load(self) -> None:
         """Make the updates, unless one is lost: loading is what helps then."""
         if self._find_lost() is None:
-            self._flush()
+            self._flush_step()
 
-    def _find_lost(self) -> LostStates | None:
-        if self._lost is None:
+    def _find_lost(self) -> "LostStates | None":
+        if self._lost is None and self._run.state.is_lost:
             assert self._inventory is not None
-            self._lost = self._program.find_lost(self._inventory)
+            self._lost = LostStates(self._inventory, self._run.lost)
         return self._lost
 
     def settle(self) -> "Pending | None":
         """After a call: itself while anything is pending or lost, else None."""
-        if self._program.is_pending:
+        if self._run.is_pending:
             self._versions = self._read_versions()
             return self
         self.release()
         return None
 
-    def is_about(self, inventory: Inventory) -> bool:
-        """Whether it will write into a tensor of a call."""
+    def writes_to(self, inventory: Inventory) -> bool:
+        """Whether the updates write into a tensor of a call."""
         used = {_torch.storage_key(slot.tensor) for slot in inventory.slots}
-        return any(_torch.storage_key(tensor) in used for _, tensor in self._pending)
+        return any(_torch.storage_key(tensor) in used for _, tensor in self._written)
 
-    def watches(self, inventory: Inventory) -> bool:
-        """Whether a module of a call would have it flush."""
+    def shares_modules(self, inventory: Inventory) -> bool:
+        """Whether a module of a call would flush the updates."""
         assert self._inventory is not None
         return not modules_of(self._inventory).keys().isdisjoint(modules_of(inventory))
 
-    def demand(self) -> None:
-        """Have the step that left it make it."""
-        self._flush()
-
     def release(self) -> None:
-        """Nothing is pending any more: stop watching."""
-        for watched in self._watched:
-            watched.remove()
-        self._watched.clear()
+        """Nothing is pending any more: remove the hooks."""
+        self._hooks.close()
         _with_pending.discard(self)
         self._at_exit.detach()
 
     def _check_unwritten(self) -> None:
         """Raise, once, where the user wrote into what a pending update writes."""
-        versions = self._read_versions()
-        written = [
-            name
-            for (name, _), before, now in zip(
-                self._pending, self._versions, versions, strict=True
+        before, self._versions = self._versions, self._read_versions()
+        changes = zip(self._written, before, self._versions, strict=True)
+        names = [name for (name, _), old, new in changes if old != new]
+        if names:
+            more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+            raise UsageError(
+                f"{self._name}: {', '.join(names[:2])}{more} changed since the last step, "
+                "which still has a pending update of them. It would be made on top of the "
+                "new values, not before them.\n\nCall flush() of the step before you write "
+                "to weights or optimizer states between steps (model.parameters() and "
+                "state_dict() call it themselves), or leave out overlap_iterations. To go "
+                "on with the update on top, call flush() now."
             )
-            if before != now
-        ]
-        self._versions = versions
-        if written:
-            raise UsageError(_written(self._name, written))
 
     def _read_versions(self) -> list[int]:
-        return [_torch.version_of(tensor) for _, tensor in self._pending]
+        return [_torch.version_of(tensor) for _, tensor in self._written]
 
 
-# What is pending in this process: another step may be about the same tensors.
+# What is pending in this process: another step may use the same tensors.
 _with_pending: weakref.WeakSet[Pending] = weakref.WeakSet()
 
 
@@ -187,7 +200,7 @@ def expected(
     *,
     last: bool,
 ) -> Pending | None:
-    """What a call may leave, by an exception too; it is watched from now on."""
+    """What a call may leave, also by an exception; reading state flushes it from now on."""
     if pending is None and program.is_deferring and not last:
         pending = Pending(name, program, flush)
     if pending is not None:
@@ -208,32 +221,18 @@ def flush_last(name: str, flush: Callable[[], None]) -> None:
 
 
 def flush_others(inventory: Inventory, own: Pending | None) -> bool:
-    """Make what other steps owe to the tensors of a call; whether there was anything."""
+    """Flush other steps that write to the tensors of a call; whether there were any."""
     others = [each for each in _with_pending if each is not own]
-    if not others:
-        return False
-    found = [each for each in others if each.is_about(inventory)]
+    found = [each for each in others if each.writes_to(inventory)]
     for each in found:
         each.demand()
     return bool(found)
 
 
-def flush_watching(inventory: Inventory) -> None:
-    """Make what would be made within a capture, by a module that steps share."""
-    for each in [each for each in _with_pending if each.watches(inventory)]:
+def flush_shared(inventory: Inventory) -> None:
+    """Flush the steps that a module of this call would flush within its capture."""
+    for each in [each for each in _with_pending if each.shares_modules(inventory)]:
         each.demand()
-
-
-def _written(name: str, written: list[str]) -> str:
-    more = f" and {len(written) - 2} more" if len(written) > 2 else ""
-    return (
-        f"{name}: {', '.join(written[:2])}{more} changed since the last step, which still "
-        "has a pending update of them. It would be made on top of the new values, not "
-        "before them.\n\nCall flush() of the step before you write to weights or optimizer "
-        "states between steps (model.parameters() and state_dict() call it themselves), "
-        "or leave out overlap_iterations. To go on with the update on top, call flush() "
-        "now."
-    )
 
 
 def _report_unflushed(name: str) -> None:
@@ -243,3 +242,58 @@ def _report_unflushed(name: str) -> None:
         "context manager.",
         file=sys.stderr,
     )
+
+
+class LostStates:
+    """States that an exception left half written, until they have other values.
+
+    A tensor has another value once it was written, as by ``nn.Module.load_state_dict``,
+    or once another tensor is in its place, as after ``Optimizer.load_state_dict``. A
+    counter that is a Python number has one once the optimizer keeps it somewhere else.
+
+    Args:
+        inventory: Where the tensors and numbers are.
+        states: Their places among the graph's inputs: tensors, then numbers.
+    """
+
+    def __init__(self, inventory: Inventory, states: Iterable[int]) -> None:
+        self._inventory = inventory
+        places, count = list(states), len(inventory.slots)
+        self._versions = {n: self._version(n) for n in places if n < count}
+        self._numbers = [inventory.numbers[n - count] for n in places if n >= count]
+
+    def check(self) -> None:
+        """Raise unless all of them have got other values."""
+        replaced = self._find_replaced()
+        lost = [
+            self._inventory.slots[slot].name
+            for slot, version in self._versions.items()
+            if slot not in replaced and self._version(slot) == version
+        ]
+        holders = {
+            id(entries)
+            for _, optimizer in self._inventory.optimizers
+            for entries in optimizer.state.values()
+        }
+        lost += [each.name for each in self._numbers if id(each.holder) in holders]
+        if lost:
+            raise LostStateError.of(lost)
+
+    def _version(self, slot: int) -> int:
+        tensor = self._inventory.slots[slot].tensor
+        return _torch.version_of(_torch.plain_tensor(tensor))
+
+    def _find_replaced(self) -> set[int]:
+        """The slots whose tensor is in none of its places any more."""
+        inventory = self._inventory
+        found: list[tuple[int, torch.Tensor | None]] = [
+            (place.slot, place.table.get(place.key)) for place in inventory.places
+        ]
+        for state in inventory.states:
+            _, optimizer = inventory.optimizers[state.optimizer]
+            owner = inventory.slots[state.parameter].tensor
+            found.append((state.slot, optimizer.state.get(owner, {}).get(state.key)))
+        for parameter, slot in inventory.gradients.items():
+            found.append((slot, inventory.slots[parameter].tensor.grad))
+        held = {slot for slot, now in found if now is inventory.slots[slot].tensor}
+        return {slot for slot, _ in found} - held

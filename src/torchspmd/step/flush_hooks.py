@@ -1,9 +1,16 @@
-"""Everything that shows or changes a model from outside a step, made to flush first."""
+"""Reading state flushes pending updates: methods of the user's objects flush first.
+
+While an update is pending, methods of the modules, optimizers and scalers of a step are
+wrapped. Hooks of torch would not do, except for forward pre-hooks: a flush removes what
+caused it, and torch iterates over its tables of ``state_dict``, ``load_state_dict`` and
+``step`` hooks themselves, so that an entry that removes itself ends the call with
+"OrderedDict mutated during iteration" where the user has hooks too.
+"""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -15,11 +22,9 @@ from torchspmd.step.capture.inventory import Inventory
 
 Owner = nn.Module | Optimizer | GradScaler
 
-# What shows or changes parameters and states from outside the step.
+# What reads or changes parameters and states from outside the step.
 _OF_MODULES = (
     "state_dict",
-    "load_state_dict",
-    "_load_from_state_dict",  # what a parent's load_state_dict() calls
     "train",  # also what eval() calls
     "named_modules",  # what a parent's parameters() calls
     "named_parameters",
@@ -30,114 +35,107 @@ _OF_MODULES = (
     "_apply",  # what to(), double() and the like call
     "forward",  # called without the module's hooks
 )
-_OF_OPTIMIZERS = ("state_dict", "load_state_dict", "add_param_group", "step")
-_OF_GRADIENTS = ("zero_grad",)  # one that comes later would come back
-_OF_SCALERS = (
-    *("get_scale", "state_dict", "load_state_dict"),
-    *("scale", "unscale_", "step", "update"),
-)
+_OF_OPTIMIZERS = ("state_dict", "add_param_group", "step")
+_OF_GRADIENTS = ("zero_grad",)  # a pending update would bring them back
+_OF_SCALERS = ("get_scale", "state_dict", "scale", "unscale_", "step", "update")
+_LOADS = ("load_state_dict",)
+_LOADS_OF_MODULES = ("load_state_dict", "_load_from_state_dict")  # called by a parent's
 # A copy would miss the update, and a shallow one would have the methods of the original.
-_REFUSED_OF_MODULES = ("__getstate__",)
-_REFUSED_OF_OPTIMIZERS = ("__deepcopy__", "__reduce_ex__", "__getstate__")
+_COPIES_OF_MODULES = ("__getstate__",)
+_COPIES_OF_OPTIMIZERS = ("__deepcopy__", "__reduce_ex__", "__getstate__")
 
-
-_is_own = ContextVar("whether a compiled step itself looks", default=False)
+_is_paused = ContextVar("whether a compiled step itself reads state", default=False)
 
 
 @contextlib.contextmanager
-def own_look() -> Iterator[None]:
-    """Inside, nothing flushes: a step looks at the objects of a call."""
-    token = _is_own.set(True)
+def without_flushing() -> Iterator[None]:
+    """Inside, nothing flushes: a compiled step itself reads the objects of a call."""
+    token = _is_paused.set(True)
     try:
         yield
     finally:
-        _is_own.reset(token)
+        _is_paused.reset(token)
 
 
 def modules_of(inventory: Inventory) -> dict[nn.Module, None]:
     """All modules of a call, in order."""
-    with own_look():
+    with without_flushing():
         roots = [root for _, root in inventory.modules]
         return {each: None for root in roots for each in root.modules()}
 
 
-def watch(
+def flush_on_access(
     inventory: Inventory,
     flush: Callable[[], None],
-    before_load: Callable[[], None],
+    flush_before_load: Callable[[], None],
     *,
-    pending_gradients: bool,
-) -> "list[Watched | Hook | Refused]":
-    """Have the modules and optimizers of a call flush before anything looks at them."""
+    leaves_gradients: bool,
+) -> contextlib.ExitStack:
+    """Have the objects of a call flush before anything reads or changes their state.
+
+    Returns:
+        What puts everything back when it is closed.
+    """
     # A model that runs under torch.compile flushes too; it must not be traced.
-    flush, before_load = (
-        torch.compiler.disable(flush),
-        torch.compiler.disable(before_load),
-    )
+    flush = torch.compiler.disable(flush)
+    flush_before_load = torch.compiler.disable(flush_before_load)
+    hooks = contextlib.ExitStack()
 
-    def watch_methods(owner: Owner, names: Iterable[str]) -> list[Watched]:
-        loads = {
-            "load_state_dict": before_load,
-            "_load_from_state_dict": before_load,
-        }
-        return [Watched(owner, name, loads.get(name, flush)) for name in names]
+    def wrap(owner: Owner, names: tuple[str, ...], before: Callable[[], None]) -> None:
+        for name in names:
+            hooks.callback(WrappedMethod(owner, name, before).remove)
 
-    watched: list[Watched | Hook | Refused] = []
+    def refuse_copies(owner: Owner, names: tuple[str, ...]) -> None:
+        wrap(owner, names, lambda: _refuse_copy(type(owner).__name__))
+
     for module in modules_of(inventory):
-        watched += watch_methods(module, _OF_MODULES)
+        wrap(module, _OF_MODULES, flush)
+        wrap(module, _LOADS_OF_MODULES, flush_before_load)
+        refuse_copies(module, _COPIES_OF_MODULES)
         hook = module.register_forward_pre_hook(_FlushHook(flush), prepend=True)
-        watched.append(Hook(hook))
-        watched += [Refused(module, name) for name in _REFUSED_OF_MODULES]
+        hooks.callback(hook.remove)
     for _, optimizer in inventory.optimizers:
-        watched += watch_methods(optimizer, _OF_OPTIMIZERS)
-        watched += watch_methods(optimizer, _OF_GRADIENTS if pending_gradients else ())
-        watched += [Refused(optimizer, name) for name in _REFUSED_OF_OPTIMIZERS]
+        wrap(optimizer, _OF_OPTIMIZERS, flush)
+        wrap(optimizer, _OF_GRADIENTS if leaves_gradients else (), flush)
+        wrap(optimizer, _LOADS, flush_before_load)
+        refuse_copies(optimizer, _COPIES_OF_OPTIMIZERS)
     for _, scaler in inventory.scalers:
-        watched += watch_methods(scaler, _OF_SCALERS)
-    return watched
+        wrap(scaler, _OF_SCALERS, flush)
+        wrap(scaler, _LOADS, flush_before_load)
+    return hooks
 
 
-class _StandIn:
-    """Something of ours in the place of a user's method; several steps may stack up."""
+class WrappedMethod:
+    """A method of a user's object that calls something first; several may stack up.
 
-    def __init__(self, owner: Owner, name: str) -> None:
-        self._owner, self._name = owner, name
-        self.own = vars(owner).get(
-            name
-        )  # what stood there before, of the object itself
+    Attributes:
+        own: What the object itself had in this place, if anything.
+    """
+
+    belongs_to_compiled_step = True  # guards see what the user had in its place
+
+    def __init__(self, owner: Owner, name: str, before: Callable[[], None]) -> None:
+        method: Any = getattr(owner, name, None)
+        is_ours = isinstance(method, WrappedMethod)
+        self._method: Any = method._method if is_ours else method
+        self._owner, self._name, self._before = owner, name, before
+        self.own = vars(owner).get(name)
         vars(owner)[name] = self
 
     def remove(self) -> None:
-        """Put back what was there, also from below what others put on top since."""
-        top = vars(self._owner).get(self._name)
+        """Put back what was there, also from below what others put on top since.
+
+        Below a wrapper of the user's it stays, and does nothing any more.
+        """
+        top: Any = vars(self._owner).get(self._name)
         if top is self and self.own is None:
             del vars(self._owner)[self._name]
         elif top is self:
             vars(self._owner)[self._name] = self.own
-        else:
-            _take_out(top, self)
-
-
-def _take_out(top: object, gone: _StandIn) -> None:
-    """Let the stand-in above another one stand where that stood.
-
-    Below a wrapper of the user's it stays, and does nothing any more.
-    """
-    while isinstance(top, _StandIn):
-        if top.own is gone:
-            top.own = gone.own
-            return
-        top = top.own
-
-
-class Watched(_StandIn):
-    """A method of a user's object that flushes before it runs."""
-
-    def __init__(self, owner: Owner, name: str, flush: Callable[[], None]) -> None:
-        method: Any = getattr(owner, name)
-        self._method: Any = method._method if isinstance(method, Watched) else method
-        self._flush = flush
-        super().__init__(owner, name)
+        while isinstance(top, WrappedMethod):
+            if top.own is self:
+                top.own = self.own
+            top = top.own
 
     @property
     def __wrapped__(self) -> Any:
@@ -145,8 +143,8 @@ class Watched(_StandIn):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Flush, then run the method."""
-        if not (_is_own.get() or self._changes_nothing(*args, **kwargs)):
-            self._flush()
+        if not (_is_paused.get() or self._changes_nothing(*args, **kwargs)):
+            self._before()
         return self.__wrapped__(*args, **kwargs)
 
     def _changes_nothing(self, *args: Any, **kwargs: Any) -> bool:
@@ -154,22 +152,22 @@ class Watched(_StandIn):
         if self._name != "train" or not isinstance(self._owner, nn.Module):
             return False
         mode = kwargs.get("mode", args[0] if args else True)
-        with own_look():
+        with without_flushing():
             return all(module.training is mode for module in self._owner.modules())
 
     def __getattr__(self, name: str) -> Any:
         # Marks on the method, such as the one that a learning-rate scheduler looks for.
         return getattr(self.__wrapped__, name)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise _copied(type(self._owner).__name__)
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        _refuse_copy(type(self._owner).__name__)
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise _copied(type(self._owner).__name__)
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        _refuse_copy(type(self._owner).__name__)
 
 
 class _FlushHook:
-    """Flushes before an eager call of the module."""
+    """Flushes before an eager call of the module, and before the user's own pre-hooks."""
 
     belongs_to_compiled_step = True  # no guard of a program
 
@@ -179,34 +177,12 @@ class _FlushHook:
     def __call__(self, module: nn.Module, args: Any) -> None:
         self._flush()
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise _copied("module")
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise _copied("module")
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        _refuse_copy("module")
 
 
-class Refused(_StandIn):
-    """A way to copy a module or an optimizer, closed."""
-
-    def __call__(self, *args: Any) -> Any:
-        """Say so."""
-        raise _copied(type(self._owner).__name__)
-
-
-class Hook:
-    """A hook among the watched methods."""
-
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle
-
-    def remove(self) -> None:
-        """Take it away."""
-        self._handle.remove()
-
-
-def _copied(owner: str) -> UsageError:
-    return UsageError(
+def _refuse_copy(owner: str) -> NoReturn:
+    raise UsageError(
         f"The {owner} cannot be copied or pickled while a compiled step has a pending "
         "update: call flush() of the step first, or pass last_train_step=True."
     )

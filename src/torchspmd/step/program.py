@@ -1,7 +1,7 @@
 """A captured step: one functional graph, its guards, and how it is run."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,7 +10,6 @@ from torch import fx
 
 from torchspmd import _torch
 from torchspmd.comm import Ledger
-from torchspmd.errors import LostStateError
 from torchspmd.step.capture.guards import Signature
 from torchspmd.step.capture.host_values import Reads
 from torchspmd.step.capture.inventory import Inventory, is_counter
@@ -23,74 +22,12 @@ from torchspmd.step.capture.outputs import (
     Result,
 )
 from torchspmd.step.deferral.module import IterGraphModule
+from torchspmd.step.deferral.state import State
 from torchspmd.step.graph.memory import PeakMemory
 from torchspmd.step.graph.metadata import output_values
-from torchspmd.step.lower.backends import Prepared
+from torchspmd.step.lower.backends import Lowered
 from torchspmd.step.lower.in_place import InPlaceReport
 from torchspmd.step.virtual.certificate import Certificate
-
-# ----------------------------------------------------------------------------
-# States that a failed update left undefined, until a checkpoint has replaced them.
-
-
-class LostStates:
-    """What must get other values before training goes on.
-
-    A tensor has another value once it was written, as by ``nn.Module.load_state_dict``,
-    or once another tensor stands in its place, as after ``Optimizer.load_state_dict``. A
-    counter that is a Python number has one once the optimizer keeps it somewhere else.
-
-    Args:
-        inventory: Where the tensors and numbers are.
-        states: Their places among the graph's inputs: tensors, then numbers.
-    """
-
-    def __init__(self, inventory: Inventory, states: Iterable[int]) -> None:
-        self._inventory = inventory
-        places, count = list(states), len(inventory.slots)
-        self._versions = {n: self._version(n) for n in places if n < count}
-        self._numbers = [inventory.numbers[n - count] for n in places if n >= count]
-
-    def check(self) -> None:
-        """Raise unless all of them have got other values."""
-        held = self._held()
-        lost = [
-            self._inventory.slots[slot].name
-            for slot, version in self._versions.items()
-            if slot in held and self._version(slot) == version
-        ]
-        holders = {
-            id(entries)
-            for _, optimizer in self._inventory.optimizers
-            for entries in optimizer.state.values()
-        }
-        lost += [each.name for each in self._numbers if id(each.holder) in holders]
-        if lost:
-            raise LostStateError.of(lost)
-
-    def _version(self, slot: int) -> int:
-        tensor = self._inventory.slots[slot].tensor
-        return _torch.version_of(_torch.plain_tensor(tensor))
-
-    def _held(self) -> set[int]:
-        """Tensors that still stand where they stood, or stand in no known place."""
-        inventory = self._inventory
-        places = [
-            (place.slot, place.table.get(place.key)) for place in inventory.places
-        ]
-        for state in inventory.states:
-            _, optimizer = inventory.optimizers[state.optimizer]
-            owner = inventory.slots[state.parameter].tensor
-            now = optimizer.state.get(owner, {}).get(state.key)
-            places.append((state.slot, now))
-        for parameter, slot in inventory.gradients.items():
-            places.append((slot, inventory.slots[parameter].tensor.grad))
-        gone = {slot for slot, now in places if not self._is(slot, now)}
-        kept = {slot for slot, now in places if self._is(slot, now)}
-        return set(self._versions) - (gone - kept)
-
-    def _is(self, slot: int, now: torch.Tensor | None) -> bool:
-        return now is self._inventory.slots[slot].tensor
 
 
 @dataclass(slots=True, repr=False)
@@ -216,34 +153,14 @@ class Program:
         return isinstance(self.run, IterGraphModule) and self.run.is_deferring
 
     @property
-    def is_pending(self) -> bool:
-        """Whether an update of an earlier step is still to be made."""
-        return bool(getattr(self.run, "is_pending", False))
+    def state(self) -> State:
+        """How far the updates are that an earlier step left."""
+        return self.run.state if isinstance(self.run, IterGraphModule) else State.IDLE
 
     @property
-    def is_interrupted(self) -> bool:
-        """Whether an exception came after some of the pending updates were made."""
-        return bool(getattr(self.run, "is_interrupted", False))
-
-    def find_lost(self, inventory: Inventory) -> LostStates | None:
-        """All that must be loaded again if states were left half written."""
-        if not isinstance(self.run, IterGraphModule) or not self.run.is_lost:
-            return None
-        return LostStates(inventory, self.run.lost)
-
-    def pending_states(self, inventory: Inventory) -> list[tuple[str, torch.Tensor]]:
-        """The tensors that updates of the next step write, by name."""
-        assert isinstance(self.run, IterGraphModule), type(self.run)
-        places = self.run.states_of(range(len(self.run.graph.regions)))
-        slots = [
-            inventory.slots[place] for place in places if place < len(inventory.slots)
-        ]
-        return [(slot.name, _torch.plain_tensor(slot.tensor)) for slot in slots]
-
-    def drop_pending(self) -> None:
-        """Forget updates that are pending: their states have been loaded again."""
-        assert isinstance(self.run, IterGraphModule), type(self.run)
-        self.run.drop_pending()
+    def is_pending(self) -> bool:
+        """Whether an update of an earlier step is still to be made, or is lost."""
+        return self.state is not State.IDLE
 
     def describe_deferral(self) -> list[str]:
         """What is left for the next step, in one line; nothing where nothing is."""
@@ -283,17 +200,17 @@ class Program:
 
 
 def find_released(
-    outputs: Outputs, inventory: Inventory, prepared: Prepared
+    outputs: Outputs, inventory: Inventory, lowered: Lowered
 ) -> frozenset[int]:
     """Gradients that a step replaces or clears without reading them, as in eager."""
-    if prepared.running is None or not prepared.can_release:
+    if lowered.running is None or not lowered.can_release:
         return frozenset()
     replaced = {
         where.parameter
         for where in outputs.destinations
         if isinstance(where, NewGradient)
     }
-    inputs = prepared.running.graph.find_nodes(op="placeholder")
+    inputs = lowered.running.graph.find_nodes(op="placeholder")
     return frozenset(
         gradient
         for parameter, gradient in inventory.gradients.items()
@@ -301,12 +218,12 @@ def find_released(
     )
 
 
-def find_loose(outputs: Outputs, prepared: Prepared) -> tuple[int, ...] | None:
+def find_loose(outputs: Outputs, lowered: Lowered) -> tuple[int, ...] | None:
     """The outputs that a run does not leave in the tensors where they belong."""
-    if prepared.running is None or not prepared.can_release:
+    if lowered.running is None or not lowered.can_release:
         return None
-    inputs = prepared.running.graph.find_nodes(op="placeholder")
-    values = output_values(prepared.running.graph)
+    inputs = lowered.running.graph.find_nodes(op="placeholder")
+    values = output_values(lowered.running.graph)
     return tuple(
         place
         for place, where in enumerate(outputs.destinations)

@@ -1,14 +1,18 @@
-"""What a capture is doing: times of its phases, and a moving line on a terminal."""
+"""What a compiled step is doing: in a log, in a profile, and in a line on a terminal."""
 
 import contextlib
+import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Self, final
 
 import torch.distributed as dist
 from rich.console import Console
+from torch.profiler import record_function
+
+logger = logging.getLogger("torchspmd")
 
 _TOLD_AFTER = 2.0  # seconds: a quicker capture leaves no line behind
 
@@ -21,20 +25,17 @@ class Progress:
     times stays behind when the capture was long; elsewhere nothing is written.
 
     Attributes:
+        what: What is captured.
         seconds: How long each phase took, in order.
-        notes: What there is to say about it afterwards, a line each.
-        when_done: Called at the end, if nothing failed.
     """
 
     def __init__(self, what: str, console: Console | None = None) -> None:
         is_first = not dist.is_initialized() or dist.get_rank() == 0
         self._console = console or Console(stderr=True, quiet=not is_first)
-        self._what = what
+        self.what = what
         self._status = self._console.status(what)
         self.seconds: dict[str, float] = {}
         self._inside = [0.0]  # of each open phase: the seconds of phases within it
-        self.notes: list[str] = []
-        self.when_done: list[Callable[[], None]] = []
 
     def __enter__(self) -> Self:
         self._token = _current.set(self)
@@ -50,11 +51,9 @@ class Progress:
     ) -> None:
         self._status.stop()
         _current.reset(self._token)
-        for call in self.when_done if error is None else ():
-            call()
         is_long = sum(self.seconds.values()) > _TOLD_AFTER
         if error is None and is_long and self._console.is_terminal:
-            text = f"{self._what}: {self.describe()}"
+            text = f"{self.what}: {self.describe()}"
             self._console.print(text, highlight=False, markup=False)
 
     def describe(self) -> str:
@@ -72,7 +71,7 @@ class Progress:
         """Show what is being done now."""
         self._inside.append(0.0)
         if self._console.is_terminal:
-            self._status.update(f"{self._what}: {name}")
+            self._status.update(f"{self.what}: {name}")
 
     def end(self, name: str, took: float) -> None:
         """Note how long a phase took; what lies within it is a phase of its own."""
@@ -85,29 +84,24 @@ _current: ContextVar[Progress | None] = ContextVar("progress", default=None)
 
 
 @contextlib.contextmanager
-def phase(name: str) -> Iterator[None]:
-    """What runs inside is this phase of the capture under way."""
+def phase(name: str, what: str = "torchspmd") -> Iterator[None]:
+    """Show what runs inside as this phase: in a profile, the log and on a terminal.
+
+    Args:
+        name: The phase.
+        what: What it is a phase of in the log, where no capture is under way.
+    """
     progress = _current.get()
-    if progress is None:
-        yield
-        return
-    progress.begin(name)
+    what = what if progress is None else progress.what
+    logger.debug("%s: %s begins", what, name)
+    if progress is not None:
+        progress.begin(name)
     start = time.perf_counter()
     try:
-        yield
+        with record_function(f"torchspmd::{name}"):
+            yield
     finally:
-        progress.end(name, time.perf_counter() - start)
-
-
-def note(line: str) -> None:
-    """Remember a line about the capture under way, once."""
-    progress = _current.get()
-    if progress is not None and line not in progress.notes:
-        progress.notes.append(line)
-
-
-def when_done(call: Callable[[], None]) -> None:
-    """Have something called once the capture under way has made its program."""
-    progress = _current.get()
-    if progress is not None:
-        progress.when_done.append(call)
+        took = time.perf_counter() - start
+        if progress is not None:
+            progress.end(name, took)
+        logger.info("%s: %s took %.3f s", what, name, took)

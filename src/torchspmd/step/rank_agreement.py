@@ -1,15 +1,8 @@
-"""Where ranks meet while they make a program: none runs what another could not make.
-
-They compare plans before anything is compiled, which takes minutes and not equally many on
-all ranks, and wait for each other when it is. A rank that fails says so: the others are
-told at once instead of waiting for it.
-"""
+"""Ranks agree on each program before they run it."""
 
 import contextlib
 import json
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import astuple, dataclass, replace
 from itertools import zip_longest
 from typing import Protocol, final
@@ -20,9 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchspmd import _torch
 from torchspmd.comm import Ledger
+from torchspmd.comm.exchange import Exchanged, exchange, post_failure
 from torchspmd.errors import AgreementError
 from torchspmd.layout.names import format_mesh
-from torchspmd.step.graph.collectives import communications, events_of, peers_of
+from torchspmd.step.graph.collectives import events_of, peers_of
 from torchspmd.step.graph.metadata import output_values, readable_name, written_state
 from torchspmd.step.progress import phase
 
@@ -51,7 +45,7 @@ class Collective:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CommPlan:
     """What one rank is about to run.
 
     Attributes:
@@ -71,43 +65,43 @@ class Plan:
         return json.dumps(astuple(self))
 
     @classmethod
-    def from_json(cls, text: str) -> "Plan":
+    def from_json(cls, text: str) -> "CommPlan":
         """The plan that ``to_json`` made a text of."""
         collectives, *others = json.loads(text)
         sent = tuple(Collective(a, b, tuple(ranks)) for a, b, ranks in collectives)
         return cls(sent, *map(tuple, others))
 
 
-def build_plan(
+def build_comm_plan(
     graph: fx.GraphModule,
     inputs: Sequence[str],
     values: Sequence[str] = (),
     deferred: Sequence[str] = (),
-) -> Plan:
-    """The plan of a graph; see ``Plan`` for the other arguments."""
+) -> CommPlan:
+    """The plan of a graph; see ``CommPlan`` for the other arguments."""
     sent = tuple(
         Collective(
             f"{event.kind.value} {event.dtype}{list(event.shape)}" + _reduction(node),
             event.axis,
             event.group.ranks,
         )
-        for node, event in communications(graph)
+        for node, event in events_of(graph.graph)
     )
-    return Plan(sent, tuple(inputs), tuple(values), tuple(deferred))
+    return CommPlan(sent, tuple(inputs), tuple(values), tuple(deferred))
 
 
 def _reduction(node: fx.Node) -> str:
     return f" ({node.args[1]})" if isinstance(node.args[1], str) else ""
 
 
-def differences(plans: Mapping[int, Plan]) -> list[str]:
+def differences(plans: Mapping[int, CommPlan]) -> list[str]:
     """One line for each rank and place where a plan does not go with the others.
 
     >>> four = Collective("all_reduce float32[4]", "dp", (0, 1))
     >>> five = Collective("all_reduce float32[5]", "dp", (0, 1))
-    >>> differences({0: Plan((four,)), 1: Plan((five,))})[0][:65]
+    >>> differences({0: CommPlan((four,)), 1: CommPlan((five,))})[0][:65]
     'collective 0: rank 0 has all_reduce float32[4] over dp (2 ranks),'
-    >>> differences({0: Plan((four,)), 1: Plan((replace(four, axis="data"),))})
+    >>> differences({0: CommPlan((four,)), 1: CommPlan((replace(four, axis="data"),))})
     []
     """
     lines = [line for rank in plans for line in _compare(plans, rank)]
@@ -116,12 +110,12 @@ def differences(plans: Mapping[int, Plan]) -> list[str]:
     return lines if rest <= 0 else [*lines[:_SHOWN], f"and {rest} more differences"]
 
 
-def differ_in_values_only(plans: Mapping[int, Plan]) -> bool:
+def differ_in_values_only(plans: Mapping[int, CommPlan]) -> bool:
     """Whether ranks run the same, on tensors that should be equal and are not."""
     return not differences({r: replace(plan, values=()) for r, plan in plans.items()})
 
 
-def _compare(plans: Mapping[int, Plan], rank: int) -> Iterator[str]:
+def _compare(plans: Mapping[int, CommPlan], rank: int) -> Iterator[str]:
     """How a rank's plan differs from that of the first rank."""
     first, reference = next(iter(plans.items()))
     plan = plans[rank]
@@ -144,7 +138,7 @@ def _essence(item: object) -> object:
     return (item.text, len(item.ranks)) if isinstance(item, Collective) else item
 
 
-def _compare_groups(plans: Mapping[int, Plan]) -> Iterator[str]:
+def _compare_groups(plans: Mapping[int, CommPlan]) -> Iterator[str]:
     """Where a rank counts on another one that sends to other ranks at that place."""
     for place in range(min(len(plan.collectives) for plan in plans.values())):
         sends = {rank: plan.collectives[place] for rank, plan in plans.items()}
@@ -163,132 +157,117 @@ def _compare_groups(plans: Mapping[int, Plan]) -> Iterator[str]:
 
 # ----------------------------------------------------------------------------
 # Ranks agree on what they will send before they send it.
-#
-# Each rank posts its collective sequence in the store of the process group and reads the
-# others'. No collective is used for this: ranks that disagree could not complete one.
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.2  # seconds between two looks at the store
+PLAN_SECONDS = 300.0  # between the first rank that has captured a step and the last
+READY_SECONDS = 1800.0  # the same for compiling it
 
-
-def agree(
-    plan: Plan,
-    mesh: DeviceMesh,
-    what: str,
-    key: str,
-    *,
-    seconds: float,
-    failures: str | None = None,
-) -> None:
-    """Compare a plan with those of all ranks of a mesh; raise on every rank if they differ.
-
-    Args:
-        plan: This rank's plan.
-        mesh: The ranks that take part.
-        what: Names the program in messages.
-        key: Names the program in the store; the same on every rank, used once.
-        seconds: How long to wait for the other ranks.
-        failures: Where ranks post why they cannot come; see ``post_failure``.
-    """
-    ranks = [int(rank) for rank in mesh.mesh.flatten().tolist()]
-    if len(ranks) == 1 or dist.get_backend() == "fake":
-        return
-    texts = gather(plan.to_json(), ranks, what, key, seconds=seconds, failures=failures)
-    plans = {rank: Plan.from_json(text) for rank, text in texts.items()}
-    problems = differences(plans)
-    if problems:
-        title, cure = _title_and_cure(plans)
-        lines = "\n".join(f"  * {line}" for line in problems)
-        raise AgreementError(f"compile: {title} ({what})\n\n{lines}\n\n{cure}")
+_SAME_CALLS = (
+    "Every rank must call the step with the same shapes, in the same order: another rank "
+    "may be running a program that it has already, with a batch of another shape."
+)
 
 
-def gather(
-    text: str,
-    ranks: Sequence[int],
-    what: str,
-    key: str,
-    *,
-    seconds: float,
-    failures: str | None = None,
-) -> dict[int, str]:
-    """The texts of all ranks; raise where one does not come. Arguments as in ``agree``."""
-    texts, missing = exchange(text, ranks, key, seconds=seconds, failures=failures)
-    if missing:
-        raise AgreementError(_why_missing(missing, what, seconds, failures))
-    return texts
+def exchange_texts(
+    text: str, ranks: Sequence[int], key: str, seconds: float, failures: str = ""
+) -> Exchanged:
+    """``comm.exchange`` in the store of the process group."""
+    store, rank = _torch.default_store(), dist.get_rank()
+    return exchange(store, rank, text, ranks, key, seconds, failures)
 
 
-def post_failure(failures: str, error: BaseException) -> None:
-    """Tell ranks that wait for this one under ``failures`` that it does not come."""
-    text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-    _torch.default_store().set(f"{failures}/{dist.get_rank()}", text)
+@final
+class Agreement:
+    """The ranks that build one program together.
 
-
-def exchange(
-    text: str,
-    ranks: Sequence[int],
-    key: str,
-    *,
-    seconds: float,
-    failures: str | None = None,
-) -> tuple[dict[int, str], list[int]]:
-    """Post a text in the store and read those of other ranks.
+    They compare what they will send before anything is compiled, which takes minutes and
+    not equally many on all ranks, and wait for each other when it is. A rank that fails
+    says so: the others are told at once instead of waiting for it.
 
     Args:
-        text: What this rank posts.
-        ranks: Whose texts to read.
-        key: The same on every rank, used once.
-        seconds: How long to wait for all of them.
-        failures: Once a rank has posted there why it does not come, none is waited for.
-
-    Returns:
-        The texts by rank, and the ranks from which none came.
+        name: The step's name.
+        key: Which step of that name it is, and how often it has tried.
+        number: Which program of the step it is.
+        mesh: The ranks that run it; None for a step of this rank alone.
     """
-    store = _torch.default_store()
-    store.set(f"{key}/{dist.get_rank()}", text)
-    end, pause = time.monotonic() + seconds, _FIRST_PAUSE
-    while missing := [rank for rank in ranks if not store.check([f"{key}/{rank}"])]:
-        if failures and _read_failures(store, missing, failures):
-            break
-        if time.monotonic() > end:
-            break
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
-    there = [rank for rank in ranks if rank not in missing]
-    return {rank: store.get(f"{key}/{rank}").decode() for rank in there}, missing
+
+    def __init__(
+        self, name: str, key: str, number: int, mesh: DeviceMesh | None
+    ) -> None:
+        self._what = f"program {number} of {name!r}"
+        self._key = f"torchspmd/step/{name}/{key}/{number}"
+        is_alone = mesh is None or dist.get_backend() == "fake"
+        self._mesh = None if is_alone else mesh
+
+    def compare(self, plan: CommPlan, along: DeviceMesh | None = None) -> None:
+        """Raise on every rank of the mesh, or of that one, unless all have this plan."""
+        if self._mesh is None:
+            return
+        mesh = along or self._mesh
+        what = f"{self._what}, mesh {format_mesh(mesh)}"
+        ranks = _ranks_of(mesh)
+        if len(ranks) == 1:
+            return
+        stage = f"plan/{format_mesh(mesh)}"
+        texts = self._gather(plan.to_json(), ranks, what, stage, PLAN_SECONDS)
+        plans = {rank: CommPlan.from_json(text) for rank, text in texts.items()}
+        if problems := differences(plans):
+            title, cure = _title_and_cure(plans)
+            lines = "\n".join(f"  * {line}" for line in problems)
+            raise AgreementError(f"compile: {title} ({what})\n\n{lines}\n\n{cure}")
+
+    def wait_until_ready(self, peers: Sequence[int]) -> None:
+        """Wait until all ranks can run the program; raise where one cannot.
+
+        Args:
+            peers: The ranks that the program communicates with, also along other axes
+                than that of the mesh: it would hang without any of them.
+        """
+        if self._mesh is not None:
+            ranks = sorted({*_ranks_of(self._mesh), *peers})
+            self._gather("", ranks, self._what, "ready", READY_SECONDS)
+
+    def share(self, text: str, stage: str) -> list[str]:
+        """This text of every rank of the mesh and of those that the mesh is a part of."""
+        if self._mesh is None:
+            return [text]
+        ranks = _torch.root_ranks(self._mesh)
+        texts = self._gather(text, ranks, self._what, stage, PLAN_SECONDS)
+        return list(texts.values())
+
+    @contextlib.contextmanager
+    def reporting_failure(self) -> Iterator[None]:
+        """Tell ranks that wait for this one when building the program fails inside."""
+        try:
+            yield
+        except BaseException as error:
+            if self._mesh is not None:
+                with contextlib.suppress(RuntimeError):  # a store that is gone
+                    store, rank = _torch.default_store(), dist.get_rank()
+                    post_failure(store, rank, f"{self._key}/failed", error)
+            raise
+
+    def _gather(
+        self, text: str, ranks: Sequence[int], what: str, stage: str, seconds: float
+    ) -> Mapping[int, str]:
+        with phase("waiting for all ranks"):
+            found = exchange_texts(
+                text, ranks, f"{self._key}/{stage}", seconds, f"{self._key}/failed"
+            )
+        if found.failures:
+            failed = found.failures.items()
+            lines = "\n".join(f"  * rank {rank}: {text}" for rank, text in failed)
+            raise AgreementError(
+                f"compile: {what} could not be built on every rank\n\n{lines}\n\n"
+                "Nothing was run. Fix what failed there, and call the step on all ranks."
+            )
+        return found.require_all(f"compile: {what} is captured here", _SAME_CALLS)
 
 
-def _read_failures(
-    store: _torch.Store, ranks: Sequence[int], failures: str
-) -> dict[int, str]:
-    keys = {rank: f"{failures}/{rank}" for rank in ranks}
-    return {
-        rank: store.get(key).decode()
-        for rank, key in keys.items()
-        if store.check([key])
-    }
+def _ranks_of(mesh: DeviceMesh) -> list[int]:
+    return [int(rank) for rank in mesh.mesh.flatten().tolist()]
 
 
-def _why_missing(
-    missing: Sequence[int], what: str, seconds: float, failures: str | None
-) -> str:
-    found = (
-        _read_failures(_torch.default_store(), missing, failures) if failures else {}
-    )
-    if found:
-        lines = "\n".join(f"  * rank {rank}: {text}" for rank, text in found.items())
-        return (
-            f"compile: {what} could not be made on every rank\n\n{lines}\n\n"
-            "Nothing was run. Mend what failed there, and call the step on all ranks."
-        )
-    return (
-        f"compile: {what} is captured here, but not on rank "
-        f"{', '.join(map(str, missing))} after {seconds:g} s. Every rank must call the "
-        "step with the same shapes, in the same order: another rank may be running a "
-        "program that it has already, with a batch of another shape."
-    )
-
-
-def _title_and_cure(plans: dict[int, Plan]) -> tuple[str, str]:
+def _title_and_cure(plans: dict[int, CommPlan]) -> tuple[str, str]:
     if differ_in_values_only(plans):
         return "ranks hold other values of the same tensors", (
             "Ranks train one model, each with all of these tensors or its rows of them: "
@@ -303,100 +282,6 @@ def _title_and_cure(plans: dict[int, Plan]) -> tuple[str, str]:
     )
 
 
-PLAN_SECONDS = 300.0  # between the first rank that has captured a step and the last
-READY_SECONDS = 1800.0  # the same for compiling it
-
-
-@final
-class Meeting:
-    """The making of one program.
-
-    Args:
-        name: The step's name.
-        key: Which step of that name it is, and how often it has tried.
-        number: Which program of the step it is.
-        mesh: The ranks that run it; None for a step of this rank alone.
-    """
-
-    def __init__(
-        self, name: str, key: str, number: int, mesh: DeviceMesh | None
-    ) -> None:
-        self._what = f"program {number} of {name!r}"
-        self._key = f"torchspmd/step/{name}/{key}/{number}"
-        self._mesh = mesh
-
-    def compare(self, plan: Plan, along: DeviceMesh | None = None) -> None:
-        """Raise on every rank of the mesh, or of that one, unless all have this plan."""
-        if (mesh := along or self._mesh) is not None:
-            self._agree(plan, mesh, f"plan/{format_mesh(mesh)}", PLAN_SECONDS)
-
-    def wait_until_ready(self, peers: Sequence[int]) -> None:
-        """Wait until all ranks can run the program; raise where one cannot.
-
-        Args:
-            peers: The ranks that the program communicates with, also along other axes
-                than that of the mesh: it would hang without any of them.
-        """
-        if self._mesh is None or dist.get_backend() == "fake":
-            return
-        ranks = sorted({*map(int, self._mesh.mesh.flatten().tolist()), *peers})
-        self._gather("", ranks, "ready", READY_SECONDS)
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """What runs inside makes the program; when it fails, ranks that wait are told."""
-        token = _current.set(self)
-        try:
-            yield
-        except BaseException as error:
-            if self._mesh is not None and dist.get_backend() != "fake":
-                with contextlib.suppress(RuntimeError):  # a store that is gone
-                    post_failure(f"{self._key}/failed", error)
-            raise
-        finally:
-            _current.reset(token)
-
-    def share(self, text: str, stage: str) -> list[str]:
-        """This text of every rank of the mesh and of those that the mesh is a part of."""
-        if self._mesh is None or dist.get_backend() == "fake":
-            return [text]
-        ranks = _torch.root_ranks(self._mesh)
-        return list(self._gather(text, ranks, stage, PLAN_SECONDS).values())
-
-    def _gather(
-        self, text: str, ranks: Sequence[int], stage: str, seconds: float
-    ) -> dict[int, str]:
-        with phase("waiting for all ranks"):
-            return gather(
-                text,
-                ranks,
-                self._what,
-                f"{self._key}/{stage}",
-                seconds=seconds,
-                failures=f"{self._key}/failed",
-            )
-
-    def _agree(self, plan: Plan, mesh: DeviceMesh, stage: str, seconds: float) -> None:
-        with phase("waiting for all ranks"):
-            agree(
-                plan,
-                mesh,
-                f"{self._what}, mesh {format_mesh(mesh)}",
-                f"{self._key}/{stage}",
-                seconds=seconds,
-                failures=f"{self._key}/failed",
-            )
-
-
-_current: ContextVar[Meeting | None] = ContextVar("meeting", default=None)
-
-
-def share(text: str, stage: str) -> list[str]:
-    """The texts of all ranks that make the program under way; outside of one, this."""
-    meeting = _current.get()
-    return [text] if meeting is None else meeting.share(text, stage)
-
-
 # ----------------------------------------------------------------------------
 # Ranks that go back to another program do so together.
 #
@@ -405,7 +290,11 @@ def share(text: str, stage: str) -> list[str]:
 # as for batches of other shapes whose gradients are reduced. Otherwise ranks would take
 # each other's bytes for something else, or wait for what never comes.
 
-SECONDS = 600.0  # between the first rank that takes up a program and the last
+SWITCH_SECONDS = 600.0  # between the first rank that takes up a program and the last
+_SAME_BATCHES = (
+    "Give every rank batches of the same shape, and the same other arguments, in every "
+    "step; with uneven batches, pad or drop the last one."
+)
 
 _Facts = tuple[object, ...]
 
@@ -420,7 +309,7 @@ class _Program(Protocol):
 class Switches:
     """Which of the programs that communicate a step ran last.
 
-    What is decided here depends on programs that all ranks have made together, so that
+    What is decided here depends on programs that all ranks have built together, so that
     ranks which call the same steps exchange numbers at the same calls.
 
     Args:
@@ -435,7 +324,7 @@ class Switches:
         self._count = 0
 
     def to_new(self, program: _Program) -> None:
-        """Ranks have just made this program, and met for it."""
+        """Ranks have just built this program together."""
         if len(program.ledger):
             self._facts[program.number] = _facts(program)
             self._latest = program.number
@@ -447,31 +336,37 @@ class Switches:
         """
         if program.number == self._latest or not len(program.ledger):
             return
-        latest, self._latest = self._latest, None  # after a failure ranks meet again
+        latest, self._latest = (
+            self._latest,
+            None,
+        )  # after a failure ranks synchronise again
         if latest is None or self._facts[latest] != self._facts[program.number]:
-            self._meet(program)
+            self._synchronise(program)
         self._latest = program.number
 
-    def _meet(self, program: _Program) -> None:
+    def _synchronise(self, program: _Program) -> None:
         self._count += 1
         if not dist.is_initialized() or dist.get_backend() == "fake":
             return
         ranks = sorted({dist.get_rank(), *peers_of(program.graph)})
         key = f"torchspmd/step/{self._name}/{self._key}/switch"
-        numbers, missing = exchange(
-            str(program.number), ranks, f"{key}/{self._count}", seconds=SECONDS
+        found = exchange_texts(
+            str(program.number), ranks, f"{key}/{self._count}", SWITCH_SECONDS
         )
         # Whoever came to this switch has read all that was posted for the last but one.
         _torch.default_store().delete_key(f"{key}/{self._count - 2}/{dist.get_rank()}")
-        if not missing and set(numbers.values()) == {str(program.number)}:
+        what = f"compile on {self._name!r}"
+        numbers = found.require_all(
+            f"{what}, back to program {program.number}",
+            f"Ranks may run programs that do not send the same. {_SAME_BATCHES}",
+        )
+        if set(numbers.values()) == {str(program.number)}:
             return
         told = [f"rank {rank} runs program {n}" for rank, n in sorted(numbers.items())]
-        told += [f"rank {n} runs another after {SECONDS:g} s" for n in missing]
         lines = "\n".join(f"  * {line}" for line in told)
         raise AgreementError(
-            f"compile on {self._name!r}: ranks would run programs that do not send the "
-            f"same.\n\n{lines}\n\nGive every rank batches of the same shape, and the same "
-            "other arguments, in every step; with uneven batches, pad or drop the last one."
+            f"{what}: ranks would run programs that do not send the same.\n\n{lines}\n\n"
+            f"{_SAME_BATCHES}"
         )
 
 

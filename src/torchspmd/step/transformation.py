@@ -7,7 +7,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, Literal, Self, final
 
 import torch.distributed as dist
 from torch import fx
@@ -15,10 +15,8 @@ from torch import fx
 from torchspmd.errors import PassWarning, UsageError
 from torchspmd.step.deferral.module import IterGraphModule
 from torchspmd.step.graph.cost import CostModel, check_cost
-from torchspmd.step.graph.options import check_flags
+from torchspmd.step.graph.options import check_bucket_size, check_flags, check_overlap
 from torchspmd.step.graph.reports import PassReport
-from torchspmd.step.measure.cost import measure_graph
-from torchspmd.step.passes.memory_budget import check_bucket_size
 from torchspmd.step.passes.runner import observing_passes, pass_reports, run_any
 
 # ----------------------------------------------------------------------------
@@ -73,8 +71,9 @@ class GraphModuleTransformation:
         bucket_size_mb: How much one fused collective carries at most; chosen by the size
             of the gradients by default.
         overlap_iterations: Also leave updates for the next step, where they overlap with
-            its forward. End a run with ``last_train_step=True``, ``flush()``, or use the
-            compiled step as a context manager.
+            its forward; ``"auto"`` does so only where the simulation says that the step
+            is faster by 1 %. End a run with ``last_train_step=True``, ``flush()``, or use
+            the compiled step as a context manager.
         gather_embeddings: Also send embeddings' gradients as the rows that were looked
             up, where that is less. Sums are made in another order, and every rank must
             have a batch of the same shape.
@@ -87,7 +86,9 @@ class GraphModuleTransformation:
     Attributes:
         folder: Where the dumps are; None before the first.
         reports: What each pass did to the latest graph.
+        notes: What else there is to say about it, a line each.
         cost: What was given or measured; None for a guess.
+        measures_cost: Whether ``compile`` measures it.
 
     Example:
         >>> transformation = GraphModuleTransformation(dump_graphs=False)
@@ -102,7 +103,7 @@ class GraphModuleTransformation:
         enable_inductor: bool = False,
         dump_graphs: bool | str | os.PathLike[str] = False,
         bucket_size_mb: float | None = None,
-        overlap_iterations: bool = False,
+        overlap_iterations: bool | Literal["auto"] = False,
         gather_embeddings: bool = False,
         cost: CostModel | Literal["measure"] | None = None,
         passes: Sequence[Pass] | None = None,
@@ -111,9 +112,9 @@ class GraphModuleTransformation:
             _WHAT,
             enable_graph_optimization=enable_graph_optimization,
             enable_inductor=enable_inductor,
-            overlap_iterations=overlap_iterations,
             gather_embeddings=gather_embeddings,
         )
+        check_overlap(_WHAT, overlap_iterations)
         runs_default = enable_graph_optimization and passes is None
         unused = [
             name
@@ -137,28 +138,44 @@ class GraphModuleTransformation:
         self.dump_graphs = dump_graphs
         self.reports: tuple[PassReport, ...] = ()
         self.cost = None if isinstance(cost, str) else cost
-        self._measures = isinstance(cost, str)
+        self.measures_cost = isinstance(cost, str)
         self._bucket_size_mb = bucket_size_mb
         self._overlap_iterations = overlap_iterations
         self._gather_embeddings = gather_embeddings
         self._passes = None if passes is None else tuple(passes)
-        self._has_warned = False
+        self._is_default = self._has_warned = False
+        self.notes: tuple[str, ...] = ()
         self._dumps: Dumps | None = None
+
+    @classmethod
+    def by_default(cls, overlap: bool | Literal["auto"]) -> Self:
+        """What ``compile(passes=True)`` runs; does not warn where nothing can be done."""
+        made = cls(enable_graph_optimization=True, overlap_iterations=overlap)
+        made._is_default = True
+        return made
 
     @property
     def folder(self) -> Path | None:
         """Where the dumps are; None before the first."""
         return None if self._dumps is None else self._dumps.folder
 
-    def __call__(self, gm: fx.GraphModule) -> IterGraphModule:
-        """Transform one graph."""
+    def __call__(
+        self, gm: fx.GraphModule, cost: CostModel | None = None
+    ) -> IterGraphModule:
+        """Transform one graph; ``compile`` hands in the cost that it measured for it."""
+        if self.measures_cost and cost is None:
+            raise UsageError(
+                f"{_WHAT}(cost='measure'): compile measures the step that it captures, and "
+                "does so for gm_transformation itself, not for one that another function "
+                "calls. Pass it as gm_transformation=, or give the cost that "
+                "measure_cost() found."
+            )
+        self.cost, self.notes = cost or self.cost, ()
         if self.dump_graphs is not False and self._dumps is None:
             asked = None if self.dump_graphs is True else Path(self.dump_graphs)
             self._dumps = Dumps(asked)
         self._dump("captured", gm)
         module = IterGraphModule(gm, enable_inductor=self.enable_inductor)
-        if self._measures:
-            self.cost = measure_graph(gm, self.cost, fuses=self.enable_inductor)
         if passes := self._choose_passes():
             self._run_passes(module, passes)
         return module
@@ -190,26 +207,32 @@ class GraphModuleTransformation:
         self.reports = reports = pass_reports(module)  # without what was undone
         if not any(report.outcome.changed for report in reports):
             names = ", ".join(report.name for report in reports)
-            warnings.warn(
+            self._tell(
                 f"GraphModuleTransformation: none of its passes changed anything ({names})"
                 ". Is there communication in this step?",
-                PassWarning,
-                stacklevel=2,
+                is_warning=not self._is_default,
             )
         elif self._overlap_iterations:
-            self._warn_if_nothing_overlaps(reports[-1])
+            self._tell_if_nothing_overlaps(reports[-1])
 
-    def _warn_if_nothing_overlaps(self, report: PassReport) -> None:
+    def _tell_if_nothing_overlaps(self, report: PassReport) -> None:
         outcome = report.outcome
         if outcome.changed or not outcome.refused or self._has_warned:
             return
-        self._has_warned = True
-        warnings.warn(
+        is_warning = self._has_warned = self._overlap_iterations is True
+        self._tell(
             "GraphModuleTransformation(overlap_iterations=True): no update can wait for "
-            f"the next step, so nothing overlaps with it. {outcome.refused[0]}",
-            PassWarning,
-            stacklevel=3,
+            f"the next step, so nothing overlaps with it. {outcome.refused[0]}"
+            if is_warning
+            else f"overlap='auto': nothing is deferred: {outcome.refused[-1]}",
+            is_warning=is_warning,
         )
+
+    def _tell(self, text: str, *, is_warning: bool) -> None:
+        if is_warning:
+            warnings.warn(text, PassWarning, stacklevel=4)
+        else:
+            self.notes += (text,)
 
     def _dump(self, name: str, gm: fx.GraphModule) -> None:
         if self._dumps is not None:

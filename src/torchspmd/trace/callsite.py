@@ -13,9 +13,13 @@ from torch import nn
 
 from torchspmd import _torch
 from torchspmd._torch import Landmark
-from torchspmd.comm import Phase
+from torchspmd.comm import OWNER_KEY, Owner, Phase
 
 _PACKAGE_FOLDER = str(Path(__file__).parent.parent)
+# Functions of torchspmd itself that decide the phase, as torch's own do.
+_OWN_LANDMARKS = {
+    str(Path(_PACKAGE_FOLDER, "parallel", "clip.py")): Landmark.OPTIMIZER,
+}
 
 # Functions seen so far, by identity (a code object's own hash reads all its bytecode).
 # Held, so that no other function can take their place; there are few.
@@ -34,6 +38,7 @@ class CallSite:
 
     phase: Phase = Phase.FORWARD
     owner: nn.Module | None = None
+    module: str | None = None
     redistribution: str | None = None
     operator: str | None = None
     source: str | None = None
@@ -98,7 +103,8 @@ def _is_inside(landmark: str) -> bool:
 
 
 def _remember(code: CodeType) -> tuple[CodeType, str | None]:
-    seen = _meanings[id(code)] = (code, _torch.landmark(code))
+    meaning = _OWN_LANDMARKS.get(code.co_filename) or _torch.landmark(code)
+    seen = _meanings[id(code)] = (code, meaning)
     return seen
 
 
@@ -125,6 +131,17 @@ def _learn(
         )
     elif meaning is Landmark.COMPILED:
         site.compiled = True
+    elif meaning is Landmark.GRAPH:
+        _learn_from_node(site, frame)
+
+
+def _learn_from_node(site: CallSite, frame: FrameType) -> None:
+    """In the graph of a compiled step, each node says whose communication it is."""
+    node = _torch.running_node(frame)
+    owner = None if node is None else node.meta.get(OWNER_KEY)
+    if isinstance(owner, Owner):
+        site.phase, site.module = owner
+        site.decided = True
 
 
 def _is_users(code: CodeType) -> bool:

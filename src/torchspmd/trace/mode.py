@@ -118,7 +118,7 @@ class CommDebugMode:
             size.wire_bytes,
             group,
             site.phase,
-            self._tracker.path(site.phase, site.owner),
+            site.module or self._tracker.path(site.phase, site.owner),
             implicit=site.operator is not None,
             cause=site.cause,
             source=site.source,
@@ -128,6 +128,11 @@ class CommDebugMode:
         self.ledger.append(event)
         for text in tables.on_event(event):
             self.ledger.note(text)
+        if (
+            self._tracker.in_first_ddp_step
+            and tables.ON_FIRST_DDP_STEP not in self.ledger.notes
+        ):
+            self.ledger.note(tables.ON_FIRST_DDP_STEP)
 
     def _note_replay(self) -> None:
         self.ledger.note(tables.ON_REPLAY)
@@ -221,9 +226,10 @@ class CommDebugMode:
 
         Levels: 0, counts only; 1, also module types, parameters and operators on
         DTensors; 2, also other operators; 3, also trivial ones such as views. Operators
-        are listed only if the mode was made with ``operations=True``; the table says so.
+        are recorded only if the mode was made with ``operations=True``: without it, level
+        1 says so, and 2 and 3 are refused.
         """
-        return tables.tracing_table(self._report(), tables.Detail.of(noise_level))
+        return tables.tracing_table(self._traced(), self._detail(noise_level))
 
     def log_comm_debug_tracing_table_to_file(
         self,
@@ -241,10 +247,13 @@ class CommDebugMode:
         noise_level: int = 3,
     ) -> None:
         """Write the module tree with its communication and operators as JSON."""
-        text = tables.tracing_json(self._report(), tables.Detail.of(noise_level))
+        text = tables.tracing_json(self._traced(), self._detail(noise_level))
         write_whole(Path(file_name), text)
 
-    def _report(self) -> tables.Traced:
+    def _detail(self, noise_level: int) -> tables.Detail:
+        return tables.Detail.of(noise_level, are_recorded=self._lists_operations)
+
+    def _traced(self) -> tables.Traced:
         operations = self.operations if self._lists_operations else None
         return tables.Traced(self.ledger, dict(self._tracker.modules), operations)
 

@@ -204,6 +204,7 @@ class ModuleTracker:
         self._roots: dict[str, weakref.ref[nn.Module]] = {}
         self._places: dict[int, _Place] = {}  # by the id of a parameter
         self.compiled: set[str] = set()  # paths of modules that torch.compile wraps
+        self.in_first_ddp_step = False
 
     def start(self) -> None:
         """Begin to follow module calls."""
@@ -240,6 +241,8 @@ class ModuleTracker:
     def enter(self, module: nn.Module) -> None:
         """A module's call begins."""
         stack = self._thread.stack
+        if not stack:
+            self.in_first_ddp_step = _torch.is_first_ddp_step(module)
         if stack:
             path = self._child_path(stack[-1][0], stack[-1][1], module)
         elif _torch.graph_task() != -1:

@@ -10,13 +10,10 @@ from typing import Any
 import torch
 
 from torchspmd.comm import GLOBAL, CommEvent, Kind, Ledger, Phase, Total, is_within
+from torchspmd.comm.tree import ModuleNode, build_tree
 from torchspmd.errors import UsageError
 from torchspmd.trace.modules import LOST, ModuleInfo
 from torchspmd.trace.operations import TRIVIAL, Operation, OperationLog
-
-_NOT_LISTED = (
-    "Operators were not recorded: make the mode with CommDebugMode(operations=True)."
-)
 
 
 class Detail(IntEnum):
@@ -28,12 +25,18 @@ class Detail(IntEnum):
     EVERYTHING = 3
 
     @classmethod
-    def of(cls, noise_level: int) -> "Detail":
-        """The level for a number; any other value is refused."""
+    def of(cls, noise_level: int, *, are_recorded: bool) -> "Detail":
+        """The level for a number; refused where it asks for what was not recorded."""
         if isinstance(noise_level, bool) or noise_level not in list(cls):
             raise UsageError(
                 f"noise_level={noise_level!r}: choose 0 (counts), 1 (module types, "
                 "parameters, operators on DTensors), 2 (other operators) or 3 (all)."
+            )
+        if noise_level >= cls.OPERATIONS and not are_recorded:
+            raise UsageError(
+                f"noise_level={noise_level} lists operators, and they were not recorded. "
+                "Make the mode with CommDebugMode(operations=True), or ask for "
+                "noise_level=0 (counts) or 1 (also module types and parameters)."
             )
         return cls(noise_level)
 
@@ -46,17 +49,46 @@ class Traced:
     modules: Mapping[str, ModuleInfo]
     operations: OperationLog | None
 
+    def tree(self) -> ModuleNode:
+        """A row for every module that ran or communicated."""
+        return build_tree(self.ledger, self.modules)
+
+    def operations_of(self, path: str, phase: Phase, detail: Detail) -> list[Operation]:
+        """The operators of a module in a phase, as far as a table of that detail goes."""
+        if self.operations is None or detail is Detail.COUNTS:
+            return []
+        return [
+            operation
+            for operation in self.operations.of(path, phase)
+            if (detail >= Detail.OPERATIONS or operation.on_dtensors)
+            and (detail >= Detail.EVERYTHING or operation.name not in TRIVIAL)
+        ]
+
+    def note_lines(self, detail: Detail) -> list[str]:
+        """What a reader of the table must know."""
+        lines = self.ledger.note_lines()
+        if detail > Detail.COUNTS and self.operations is None:
+            lines.append(
+                "Note: Operators were not recorded: make the mode with "
+                "CommDebugMode(operations=True)."
+            )
+        if self.operations is not None and self.operations.dropped:
+            lines.append(f"Note: {self.operations.dropped} operators were not listed.")
+        return lines
+
 
 def tracing_table(traced: Traced, detail: Detail) -> str:
-    """Modules in order of their first call, indented by depth."""
-    lines = [GLOBAL, *_phase_lines(traced, GLOBAL, "  ", detail)]
-    for path, module in traced.modules.items():
-        indent = "  " * module.depth
-        lines.append(f"{indent}{path}")
-        if detail > Detail.COUNTS:
+    """Every module with its communication by phase and operator, indented by depth."""
+    lines = []
+    for depth, node in traced.tree().walk():
+        indent = "  " * depth
+        lines.append(f"{indent}{node.path}")
+        module = traced.modules.get(node.path)
+        if module is not None and detail > Detail.COUNTS:
             lines += _module_lines(module, indent)
-        lines += _phase_lines(traced, path, f"{indent}  ", detail)
-    return "\n".join([*lines, *_note_lines(traced, detail)]) + "\n"
+        for phase in Phase:
+            lines += _phase_lines(traced, node, phase, f"{indent}  ", detail)
+    return "\n".join([*lines, *traced.note_lines(detail)]) + "\n"
 
 
 def _module_lines(module: ModuleInfo, indent: str) -> list[str]:
@@ -71,41 +103,20 @@ def _module_lines(module: ModuleInfo, indent: str) -> list[str]:
     return lines
 
 
-def _phase_lines(traced: Traced, path: str, indent: str, detail: Detail) -> list[str]:
-    lines = []
-    for phase in Phase:
-        counts = _count_lines(traced.ledger, path, phase, indent)
-        operations = [
-            f"{indent}  **{_operation_text(operation)}"
-            for operation in _operations(traced, path, phase, detail)
-        ]
-        if counts or operations:
-            lines += [f"{indent}{phase.value.upper()} PASS", *counts, *operations]
-    return lines
-
-
-def _count_lines(ledger: Ledger, path: str, phase: Phase, indent: str) -> list[str]:
-    inside = {} if path == GLOBAL else {"module": path}
-    totals = ledger.total_by("op", phase=phase, **inside)
-    own = ledger.total_by("op", phase=phase, module=path, within=False)
-    return [
+def _phase_lines(
+    traced: Traced, node: ModuleNode, phase: Phase, indent: str, detail: Detail
+) -> list[str]:
+    own = node.own.total_by("op", phase=phase)
+    lines = [
         f"{indent}*{op[0]}: {total.count} (own {own.get(op, Total()).count}), "
         f"{total.payload_bytes} bytes"
-        for op, total in totals.items()
+        for op, total in node.total.total_by("op", phase=phase).items()
     ]
-
-
-def _operations(
-    traced: Traced, path: str, phase: Phase, detail: Detail
-) -> list[Operation]:
-    if traced.operations is None or detail is Detail.COUNTS:
-        return []
-    return [
-        operation
-        for operation in traced.operations.of(path, phase)
-        if (detail >= Detail.OPERATIONS or operation.on_dtensors)
-        and (detail >= Detail.EVERYTHING or operation.name not in TRIVIAL)
+    lines += [
+        f"{indent}  **{_operation_text(operation)}"
+        for operation in traced.operations_of(node.path, phase, detail)
     ]
+    return [f"{indent}{phase.value.upper()} PASS", *lines] if lines else []
 
 
 def _operation_text(operation: Operation) -> str:
@@ -115,64 +126,37 @@ def _operation_text(operation: Operation) -> str:
     return f"{operation.name} shapes: {shapes} layouts: {', '.join(operation.layouts)}"
 
 
-def _note_lines(traced: Traced, detail: Detail) -> list[str]:
-    notes = [f"Note: {text} ({n} times)." for text, n in traced.ledger.notes.items()]
-    if traced.ledger.dropped:
-        notes.append(
-            f"Note: {traced.ledger.dropped} single events were dropped; counts and bytes "
-            "include them."
-        )
-    if detail > Detail.COUNTS and traced.operations is None:
-        notes.append(f"Note: {_NOT_LISTED}")
-    if traced.operations is not None and traced.operations.dropped:
-        notes.append(f"Note: {traced.operations.dropped} operators were not listed.")
-    return notes
-
-
 def tracing_json(traced: Traced, detail: Detail) -> str:
     """The module tree with counts and operators, and the notes, as JSON text."""
-    nodes = {GLOBAL: _json_node(traced, GLOBAL, None, detail)}
-    for path, module in traced.modules.items():
-        nodes[path] = _json_node(traced, path, module, detail)
-        nodes[_parent(path, nodes)]["children"].append(nodes[path])
-    return json.dumps({**nodes[GLOBAL], "notes": _note_lines(traced, detail)}, indent=1)
+    root = _json_node(traced, traced.tree(), detail)
+    return json.dumps({**root, "notes": traced.note_lines(detail)}, indent=1)
 
 
-def _parent(path: str, nodes: Mapping[str, Any]) -> str:
-    while "." in path:
-        path = path.rpartition(".")[0]
-        if path in nodes:
-            return path
-    return GLOBAL
-
-
-def _json_node(
-    traced: Traced, path: str, module: ModuleInfo | None, detail: Detail
-) -> dict[str, Any]:
-    node: dict[str, Any] = {"fqn": path, "module_type": "", "parameters": []}
+def _json_node(traced: Traced, node: ModuleNode, detail: Detail) -> dict[str, Any]:
+    data: dict[str, Any] = {"fqn": node.path, "module_type": "", "parameters": []}
+    module = traced.modules.get(node.path)
     if module is not None and detail > Detail.COUNTS:
-        node["module_type"] = module.type_name
-        node["parameters"] = [
+        data["module_type"] = module.type_name
+        data["parameters"] = [
             (name, str(module.placements.get(name, ""))) for name in module.parameters
         ]
-    node["children"] = []
-    inside = {} if path == GLOBAL else {"module": path}
+    data["children"] = [_json_node(traced, child, detail) for child in node.children]
     for phase in Phase:
-        totals = traced.ledger.total_by("op", phase=phase, **inside)
         suffix = "checkpointing" if phase is Phase.RECOMPUTE else phase.value
-        node[f"collectives_{suffix}"] = [
-            (op[0], total.count) for op, total in totals.items()
+        data[f"collectives_{suffix}"] = [
+            (op[0], total.count)
+            for op, total in node.total.total_by("op", phase=phase).items()
         ]
-        node[f"operations_{suffix}"] = [
+        data[f"operations_{suffix}"] = [
             {
                 "name": operation.name,
                 "input_shape": [str(list(shape)) for shape in operation.shapes],
                 "input_sharding": list(operation.layouts),
                 "device_mesh": operation.mesh,
             }
-            for operation in _operations(traced, path, phase, detail)
+            for operation in traced.operations_of(node.path, phase, detail)
         ]
-    return node
+    return data
 
 
 def parameter_table(modules: Mapping[str, ModuleInfo]) -> str:
@@ -245,6 +229,10 @@ def count_modules(
 ON_REPLAY = (
     "a CUDA graph was replayed: what it communicates cannot be seen; record the run that "
     "captures it"
+)
+ON_FIRST_DDP_STEP = (
+    "this is the first step of DistributedDataParallel, which groups gradients into other "
+    "buckets from the second step on: record a later step for what training repeats"
 )
 _ON_COMPILED = (
     "communication inside a region compiled by torch.compile is attributed to the module "

@@ -5,11 +5,13 @@ from torchspmd.verify.contract.expect import Contract, expect
 from torchspmd.verify.parity.check import check_parity
 from torchspmd.verify.parity.compare import compare_recordings
 from torchspmd.verify.parity.local import check_local_parity
+from torchspmd.verify.parity.run import RunOptions
 from torchspmd.verify.parity.verdict import Verdict
 from torchspmd.verify.recording.recorder import record
 
 __all__ = [
     "Contract",
+    "RunOptions",
     "Verdict",
     "at_least",
     "at_most",

@@ -87,6 +87,40 @@ def test_steps_skip_and_script_arguments(script, tmp_path, capsys):
     assert "finished after 3" in captured and "3 optimizer steps" in captured
 
 
+COMPILED = """\
+import torch, torch.distributed as dist
+from torch import nn
+from torchspmd import DataParallel, compile
+
+@compile(parallel_mode=DataParallel("replicate"))
+def step(model, optim, batch):
+    loss = model(batch).square().mean()
+    loss.backward()
+    optim.step()
+    optim.zero_grad()
+
+dist.init_process_group("gloo")
+model = nn.Linear(4, 4)
+optim = torch.optim.AdamW(model.parameters())
+for _ in range(6):
+    step(model, optim, torch.ones(2, 4))
+"""
+
+
+@pytest.mark.parametrize(("skip", "steps"), [(0, 1), (1, 1), (3, 2), (1, 0)])
+def test_each_call_of_a_compiled_step_is_one_step(tmp_path, capsys, skip, steps):
+    script, out = tmp_path / "train.py", tmp_path / "report.json"
+    script.write_text(COMPILED)
+    words = ["--skip", str(skip), "--steps", str(steps), "--out", str(out)]
+    assert main(["trace", str(script), "--world-size", "8", *words]) == 0
+    recorded = steps or 6 - skip
+    assert f"{recorded} optimizer step" in capsys.readouterr().out
+    by_module = load_ledger(out).total_by("module", "phase")
+    assert {key: total.count for key, total in by_module.items()} == {
+        ("Linear", "backward"): 2 * recorded
+    }
+
+
 @pytest.mark.parametrize(
     ("steps", "skip", "sentence"),
     [

@@ -22,11 +22,10 @@ def _axes(mesh):
     return [describe_group(group).axis for group in mesh.get_all_groups()]
 
 
-def test_one_axis_is_the_world():
-    with fake_mesh(4, ("tp",)) as mesh:
-        group = describe_group(mesh.get_group())
-        assert (group.ranks, group.axis) == ((0, 1, 2, 3), "tp")
-        assert describe_group(dist.group.WORLD) == group
+def test_one_axis_is_the_world(tp4):
+    group = describe_group(tp4.get_group())
+    assert (group.ranks, group.axis) == ((0, 1, 2, 3), "tp")
+    assert describe_group(dist.group.WORLD) == group
 
 
 @pytest.mark.parametrize(
@@ -40,10 +39,9 @@ def test_two_axes(rank, dp, tp):
         assert describe_group(dist.group.WORLD).label == "ranks 0-7"
 
 
-def test_a_sliced_mesh_has_the_axes_of_its_parent():
-    with fake_mesh((2, 4), ("dp", "tp")) as mesh:
-        assert _axes(mesh["tp"]) == ["tp"]
-        assert _axes(mesh["dp", "tp"]) == ["dp", "tp"]
+def test_a_sliced_mesh_has_the_axes_of_its_parent(dp2_tp4):
+    assert _axes(dp2_tp4["tp"]) == ["tp"]
+    assert _axes(dp2_tp4["dp", "tp"]) == ["dp", "tp"]
 
 
 def test_a_flattened_axis_has_its_own_name():
@@ -61,11 +59,10 @@ def test_an_unnamed_mesh_shows_ranks():
         assert [g.label for g in groups] == ["ranks 0,4", "ranks 0-3"]
 
 
-def test_a_group_without_a_mesh_shows_ranks():
-    with fake_mesh((2, 4), ("dp", "tp")) as mesh:
-        group = describe_group(dist.new_group([0, 2, 4, 6]))
-        assert (group.axis, group.label) == (None, "ranks 0-6 step 2")
-        assert _axes(mesh) == ["dp", "tp"]
+def test_a_group_without_a_mesh_shows_ranks(dp2_tp4):
+    group = describe_group(dist.new_group([0, 2, 4, 6]))
+    assert (group.axis, group.label) == (None, "ranks 0-6 step 2")
+    assert _axes(dp2_tp4) == ["dp", "tp"]
 
 
 def test_a_mesh_made_from_groups_names_them():
@@ -116,23 +113,21 @@ def test_an_old_mesh_does_not_name_a_new_world_without_meshes():
     assert old.size() == 4
 
 
-def test_topology_reads_names_boxes_and_groups():
-    with fake_mesh((2, 4), ("dp", "tp")) as mesh:
-        group = mesh.get_group("tp")
-        expected = Group(group.group_name, (0, 1, 2, 3), "tp")
-        topology = Topology()
-        assert topology.group_of({"group_name": group.group_name}) == expected
-        assert topology.group_of({"group_name": group}) == expected
-        assert topology.group_of({"process_group": group.boxed()}) == expected
+def test_topology_reads_names_boxes_and_groups(dp2_tp4):
+    group = dp2_tp4.get_group("tp")
+    expected = Group(group.group_name, (0, 1, 2, 3), "tp")
+    topology = Topology()
+    assert topology.group_of({"group_name": group.group_name}) == expected
+    assert topology.group_of({"group_name": group}) == expected
+    assert topology.group_of({"process_group": group.boxed()}) == expected
 
 
-def test_topology_resolves_each_group_once():
-    with fake_mesh((2, 4), ("dp", "tp")) as mesh:
-        group = mesh.get_group("dp")
-        topology = Topology()
-        first = topology.group_of({"group_name": group.group_name})
-        assert topology.group_of({"group_name": group.group_name}) is first
-        assert topology.group_of({"process_group": group.boxed()}) is first
+def test_topology_resolves_each_group_once(dp2_tp4):
+    group = dp2_tp4.get_group("dp")
+    topology = Topology()
+    first = topology.group_of({"group_name": group.group_name})
+    assert topology.group_of({"group_name": group.group_name}) is first
+    assert topology.group_of({"process_group": group.boxed()}) is first
 
 
 @pytest.mark.parametrize("arguments", [{}, {"tensor": 3}, {"process_group": None}])
@@ -141,7 +136,6 @@ def test_no_group_is_nobody(arguments):
     assert group == Group(name="", ranks=())
 
 
-def test_a_legacy_operator_names_its_group_by_tag_and_ranks():
-    with fake_mesh((2, 4), ("dp", "tp")):
-        arguments = {"tag": "", "ranks": [0, 1, 2, 3], "group_size": 4}
-        assert Topology().group_of(arguments).axis == "tp"
+def test_a_legacy_operator_names_its_group_by_tag_and_ranks(dp2_tp4):
+    arguments = {"tag": "", "ranks": [0, 1, 2, 3], "group_size": 4}
+    assert Topology().group_of(arguments).axis == "tp"

@@ -42,35 +42,32 @@ def refusal(mapped: Any, *args: Any, **kwargs: Any) -> str:
     return text
 
 
-def test_the_shape_of_a_message() -> None:
-    with fake_mesh((2, 4), ("dp", "tp")) as mesh:
-        q = put(torch.ones(8, 8), mesh, R, S1)
-        k = put(torch.ones(8, 8), mesh, R, S1)
-        mapped = local_map(attend, [R, P], ([R, S0], [R, S0]))
-        assert refusal(mapped, q, k) == (
-            "local_map on 'attend': layouts do not match (mesh dp=2, tp=4)\n"
-            "\n"
-            "  * args[0] 'q': has [Replicate(), Shard(1)]; in_placements[0] asks "
-            "[Replicate(), Shard(0)]\n"
-            "  * args[1] 'k': has [Replicate(), Shard(1)]; in_placements[1] asks "
-            "[Replicate(), Shard(0)]\n"
-            "\n"
-            "Each argument must have the layout of its entry in in_placements.\n"
-            "If the arguments are to be redistributed, set redistribute_inputs=True; or "
-            "write in_placements[0] = [Replicate(), Shard(1)].\n"
-            "If the arguments are to be redistributed, set redistribute_inputs=True; or "
-            "write in_placements[1] = [Replicate(), Shard(1)]."
-        )
+def test_the_shape_of_a_message(dp2_tp4: Any) -> None:
+    q = put(torch.ones(8, 8), dp2_tp4, R, S1)
+    k = put(torch.ones(8, 8), dp2_tp4, R, S1)
+    mapped = local_map(attend, [R, P], ([R, S0], [R, S0]))
+    assert refusal(mapped, q, k) == (
+        "local_map on 'attend': layouts do not match (mesh dp=2, tp=4)\n"
+        "\n"
+        "  * args[0] 'q': has [Replicate(), Shard(1)]; in_placements[0] asks "
+        "[Replicate(), Shard(0)]\n"
+        "  * args[1] 'k': has [Replicate(), Shard(1)]; in_placements[1] asks "
+        "[Replicate(), Shard(0)]\n"
+        "\n"
+        "Each argument must have the layout of its entry in in_placements.\n"
+        "If the arguments are to be redistributed, set redistribute_inputs=True; or "
+        "write in_placements[0] = [Replicate(), Shard(1)].\n"
+        "If the arguments are to be redistributed, set redistribute_inputs=True; or "
+        "write in_placements[1] = [Replicate(), Shard(1)]."
+    )
 
 
-def test_redistribution_to_partial() -> None:
-    with fake_mesh(2, ("tp",)) as mesh:
-        q = put(torch.ones(4, 4), mesh, R)
-        mapped = local_map(attend, [P], ([P], None), redistribute_inputs=True)
-        assert (
-            "Nothing can be redistributed to Partial(): write in_placements[0] = "
-            in (refusal(mapped, q, q))
-        )
+def test_redistribution_to_partial(tp2: Any) -> None:
+    q = put(torch.ones(4, 4), tp2, R)
+    mapped = local_map(attend, [P], ([P], None), redistribute_inputs=True)
+    assert "Nothing can be redistributed to Partial(): write in_placements[0] = " in (
+        refusal(mapped, q, q)
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,44 +95,35 @@ def test_redistribution_to_partial() -> None:
         ("tp", "in_placements is a str, not a tuple or dict of layouts"),
     ],
 )
-def test_specs_that_do_not_fit(spec: Any, text: str) -> None:
-    with fake_mesh(2, ("tp",)) as mesh:
-        q = put(torch.ones(4, 4), mesh, R)
-        assert text in refusal(local_map(attend, [R], spec), q, q)
+def test_specs_that_do_not_fit(tp2: Any, spec: Any, text: str) -> None:
+    q = put(torch.ones(4, 4), tp2, R)
+    assert text in refusal(local_map(attend, [R], spec), q, q)
 
 
-def test_trees_that_do_not_fit() -> None:
-    with fake_mesh(2, ("tp",)) as mesh:
-        q = put(torch.ones(4, 4), mesh, R)
-        mapped = local_map(attend, [R], ({"a": [R]}, None))
-        assert "in_placements[0] has no entry for 'b'" in refusal(mapped, {"b": q}, q)
-        mapped = local_map(attend, [R], ([[R], [R]], None))
-        text = refusal(mapped, [q], q)
-        assert (
-            "in_placements[0][1] = [Replicate()]: there is nothing at that place"
-            in text
-        )
+def test_trees_that_do_not_fit(tp2: Any) -> None:
+    q = put(torch.ones(4, 4), tp2, R)
+    mapped = local_map(attend, [R], ({"a": [R]}, None))
+    assert "in_placements[0] has no entry for 'b'" in refusal(mapped, {"b": q}, q)
+    mapped = local_map(attend, [R], ([[R], [R]], None))
+    text = refusal(mapped, [q], q)
+    assert "in_placements[0][1] = [Replicate()]: there is nothing at that place" in text
 
 
-def test_a_layout_for_something_that_is_no_tensor() -> None:
-    with fake_mesh(2, ("tp",)) as mesh:
-        q = put(torch.ones(4, 4), mesh, R)
-        text = refusal(local_map(attend, [R], ([R], [R])), q, 3)
-        assert (
-            "args[1] 'k': is of type int; in_placements[1] asks [Replicate()]" in text
-        )
-        assert "Write in_placements[1] = None: only tensors have a layout." in text
+def test_a_layout_for_something_that_is_no_tensor(tp2: Any) -> None:
+    q = put(torch.ones(4, 4), tp2, R)
+    text = refusal(local_map(attend, [R], ([R], [R])), q, 3)
+    assert "args[1] 'k': is of type int; in_placements[1] asks [Replicate()]" in text
+    assert "Write in_placements[1] = None: only tensors have a layout." in text
 
 
-def test_two_meshes() -> None:
-    with fake_mesh(4, ("tp",)) as mesh:
-        other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        q, k = put(torch.ones(4, 4), mesh, R), put(torch.ones(4, 4), other, R, R)
-        text = refusal(local_map(attend, [R]), q, k)
-        assert "arguments are on two meshes (mesh tp=4)" in text
-        assert "args[1] 'k': is on mesh (dp=2, tp=2)" in text
-        text = refusal(local_map(attend, [R], device_mesh=other), q, k)
-        assert "args[0] 'q': is on mesh (tp=4)" in text
+def test_two_meshes(tp4: Any) -> None:
+    other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    q, k = put(torch.ones(4, 4), tp4, R), put(torch.ones(4, 4), other, R, R)
+    text = refusal(local_map(attend, [R]), q, k)
+    assert "arguments are on two meshes (mesh tp=4)" in text
+    assert "args[1] 'k': is on mesh (dp=2, tp=2)" in text
+    text = refusal(local_map(attend, [R], device_mesh=other), q, k)
+    assert "args[0] 'q': is on mesh (tp=4)" in text
 
 
 def test_axes() -> None:
@@ -154,19 +142,16 @@ def test_axes() -> None:
             mapped(q, q)
 
 
-def test_pieces_of_pieces() -> None:
-    with fake_mesh((2, 2), ("dp", "tp")) as mesh:
-        q = put(torch.ones(4, 4), mesh, S0, S0)
-        k = put(torch.ones(4, 4), mesh, R, R)
-        text = refusal(local_map(attend, [S0], ([S0], [R]), axes=("tp",)), q, k)
-        crossed = (
-            "dim 0 is cut over 'dp', which is left alone, and its pieces again over"
-        )
-        assert f"args[0] 'q': {crossed} 'tp'" in text
-        assert "Cut that dim over one of the two axes only" in text
-        q = put(torch.ones(4, 4), mesh, S0, R)
-        text = refusal(local_map(attend, [S0], axes=("tp",)), q, k)
-        assert f"output: {crossed} 'tp'" in text
+def test_pieces_of_pieces(dp2_tp2: Any) -> None:
+    q = put(torch.ones(4, 4), dp2_tp2, S0, S0)
+    k = put(torch.ones(4, 4), dp2_tp2, R, R)
+    text = refusal(local_map(attend, [S0], ([S0], [R]), axes=("tp",)), q, k)
+    crossed = "dim 0 is cut over 'dp', which is left alone, and its pieces again over"
+    assert f"args[0] 'q': {crossed} 'tp'" in text
+    assert "Cut that dim over one of the two axes only" in text
+    q = put(torch.ones(4, 4), dp2_tp2, S0, R)
+    text = refusal(local_map(attend, [S0], axes=("tp",)), q, k)
+    assert f"output: {crossed} 'tp'" in text
 
 
 def test_not_a_function() -> None:
@@ -190,10 +175,9 @@ def test_not_a_function() -> None:
         (R, "out_placements is Replicate(), but one tensor is there"),
     ],
 )
-def test_outputs_that_do_not_fit(out: Any, text: str) -> None:
-    with fake_mesh(2, ("tp",)) as mesh:
-        q = put(torch.ones(4, 4), mesh, R)
-        assert text in refusal(local_map(attend, out), q, q)
+def test_outputs_that_do_not_fit(tp2: Any, out: Any, text: str) -> None:
+    q = put(torch.ones(4, 4), tp2, R)
+    assert text in refusal(local_map(attend, out), q, q)
 
 
 def outputs_refusal(body: Any, out: Any, **options: Any) -> str:
@@ -214,11 +198,10 @@ def test_several_outputs() -> None:
     assert "out_placements[1] = [Shard(0)]: there is nothing at that place" in text
 
 
-def test_a_dtensor_comes_out() -> None:
-    with fake_mesh(2, ("tp",)) as mesh:
-        x = put(torch.ones(4, 4), mesh, R)
-        with pytest.raises(LayoutError, match="output: is a DTensor, not this rank's"):
-            local_map(lambda a: x, [R])(x)
+def test_a_dtensor_comes_out(tp2: Any) -> None:
+    x = put(torch.ones(4, 4), tp2, R)
+    with pytest.raises(LayoutError, match="output: is a DTensor, not this rank's"):
+        local_map(lambda a: x, [R])(x)
 
 
 def test_sizes_that_do_not_follow() -> None:
@@ -246,19 +229,15 @@ def test_sizes_that_do_not_follow() -> None:
             local_map(lambda x, y: x, [S0])(x, y)
 
 
-def test_gradient_layouts_of_another_shape() -> None:
-    with fake_mesh(2, ("tp",)) as mesh:
-        q = put(torch.ones(4, 4), mesh, S0).requires_grad_()
-        k = put(torch.ones(4, 4), mesh, R)
-        text = refusal(local_map(attend, [S0], None, ([R], None)), q, k)
-        assert (
-            "is sharded as [Shard(0)], and so is its gradient; [Replicate()] has"
-            in text
-        )
-        mapped = local_map(attend, [S0], out_grad_placements=[R])
-        text = refusal(mapped, q, k)
-        assert "output: out_grad_placements = [Replicate()] for [Shard(0)]" in text
-        assert "Keep Shard entries as in out_placements" in text
+def test_gradient_layouts_of_another_shape(tp2: Any) -> None:
+    q = put(torch.ones(4, 4), tp2, S0).requires_grad_()
+    k = put(torch.ones(4, 4), tp2, R)
+    text = refusal(local_map(attend, [S0], None, ([R], None)), q, k)
+    assert "is sharded as [Shard(0)], and so is its gradient; [Replicate()] has" in text
+    mapped = local_map(attend, [S0], out_grad_placements=[R])
+    text = refusal(mapped, q, k)
+    assert "output: out_grad_placements = [Replicate()] for [Shard(0)]" in text
+    assert "Keep Shard entries as in out_placements" in text
 
 
 def test_a_gradient_past_the_outputs() -> None:

@@ -66,39 +66,39 @@ def scale_by_total(x: Any, w: Any) -> Any:
         (scale_by_total, [S0]),
     ],
 )
-def test_in_place_collectives(body: Any, out: Any, check: bool | None) -> None:
+def test_in_place_collectives(
+    tp2: Any, body: Any, out: Any, check: bool | None
+) -> None:
     """Data without a gradient, so that it is not in the recorded graph."""
-    with fake_mesh(2, ("tp",)) as mesh:
-        x = put(torch.ones(4, 3), mesh, S0)
-        w = put(torch.ones(3), mesh, R).requires_grad_()
-        mapped = local_map(body, out, ([S0], [R]), check=check)
-        for _ in range(2):  # a region that was refused stays watched
-            with pytest.raises(LayoutError) as caught:
-                mapped(x, w)
-        text = str(caught.value)
-        assert "a gradient's layout cannot be derived (mesh tp=2)" in text
-        assert (
-            "c10d::allreduce_ over 'tp': was called in place on a tensor with a "
-            "gradient; autograd does not see it"
-        ) in text
-        assert "return the partial value as Partial() over 'tp'" in text
-        assert "t.detach().clone()" in text
-        mapped(x, w.detach())  # no gradient, no question
+    x = put(torch.ones(4, 3), tp2, S0)
+    w = put(torch.ones(3), tp2, R).requires_grad_()
+    mapped = local_map(body, out, ([S0], [R]), check=check)
+    for _ in range(2):  # a region that was refused stays watched
+        with pytest.raises(LayoutError) as caught:
+            mapped(x, w)
+    text = str(caught.value)
+    assert "a gradient's layout cannot be derived (mesh tp=2)" in text
+    assert (
+        "c10d::allreduce_ over 'tp': was called in place on a tensor with a "
+        "gradient; autograd does not see it"
+    ) in text
+    assert "return the partial value as Partial() over 'tp'" in text
+    assert "t.detach().clone()" in text
+    mapped(x, w.detach())  # no gradient, no question
 
 
-def test_in_place_collectives_that_somebody_answers_for() -> None:
-    with fake_mesh(2, ("tp",)) as mesh:
-        x = put(torch.ones(4, 3), mesh, S0)
-        w = put(torch.ones(3), mesh, R).requires_grad_()
-        for options in (
-            {"out_grad_placements": [R]},
-            {"in_grad_placements": (None, [P])},
-        ):
-            local_map(reduce_in_place, [R], ([S0], [R]), **options)(x, w).backward()
-            assert w.grad is not None
-            # The whole gradient enters; fake reductions leave each rank's own term.
-            assert w.grad.to_local().tolist() == [4.0] * 3
-            w.grad = None
+def test_in_place_collectives_that_somebody_answers_for(tp2: Any) -> None:
+    x = put(torch.ones(4, 3), tp2, S0)
+    w = put(torch.ones(3), tp2, R).requires_grad_()
+    for options in (
+        {"out_grad_placements": [R]},
+        {"in_grad_placements": (None, [P])},
+    ):
+        local_map(reduce_in_place, [R], ([S0], [R]), **options)(x, w).backward()
+        assert w.grad is not None
+        # The whole gradient enters; fake reductions leave each rank's own term.
+        assert w.grad.to_local().tolist() == [4.0] * 3
+        w.grad = None
 
 
 class Reduce(torch.autograd.Function):
@@ -137,12 +137,11 @@ def total_of(x: Any) -> Any:
         (lambda x, w: x * w * total_of(x).requires_grad_(), [S0]),
     ],
 )
-def test_collectives_that_stay_allowed(body: Any, out: Any) -> None:
-    with fake_mesh(2, ("tp",)) as mesh:
-        x = put(torch.ones(4, 3), mesh, S0)
-        w = put(torch.ones(3), mesh, R).requires_grad_()
-        local_map(body, out, ([S0], [R]))(x, w).sum().backward()
-        assert w.grad is not None
+def test_collectives_that_stay_allowed(tp2: Any, body: Any, out: Any) -> None:
+    x = put(torch.ones(4, 3), tp2, S0)
+    w = put(torch.ones(3), tp2, R).requires_grad_()
+    local_map(body, out, ([S0], [R]))(x, w).sum().backward()
+    assert w.grad is not None
 
 
 def test_only_regions_with_in_place_collectives_stay_watched() -> None:

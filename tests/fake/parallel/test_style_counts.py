@@ -58,21 +58,19 @@ def measure(module: nn.Module, value: torch.Tensor) -> tuple[dict[str, int], ...
 
 @pytest.mark.parametrize(("style", "forward", "backward"), LINEAR, ids=str)
 def test_linear(
-    style: object, forward: dict[str, int], backward: dict[str, int]
+    tp4: object, style: object, forward: dict[str, int], backward: dict[str, int]
 ) -> None:
-    with fake_mesh(4, ("tp",)) as mesh:
-        linear = parallelize_module(nn.Linear(16, 16), mesh, style)
-        width = 4 if style.input_layouts == (Shard(-1),) else 16
-        value = torch.randn(4, 8, width, requires_grad=True)
-        assert measure(linear, value) == (forward, backward)
-        assert linear.weight.grad.placements == linear.weight.placements
-        assert linear.bias.grad.placements == linear.bias.placements
+    linear = parallelize_module(nn.Linear(16, 16), tp4, style)
+    width = 4 if style.input_layouts == (Shard(-1),) else 16
+    value = torch.randn(4, 8, width, requires_grad=True)
+    assert measure(linear, value) == (forward, backward)
+    assert linear.weight.grad.placements == linear.weight.placements
+    assert linear.bias.grad.placements == linear.bias.placements
 
 
-def test_a_linear_without_input_gradient_sends_nothing_back() -> None:
-    with fake_mesh(4, ("tp",)) as mesh:
-        linear = parallelize_module(nn.Linear(16, 16), mesh, ColwiseParallel())
-        assert measure(linear, torch.randn(4, 16)) == ({}, {})
+def test_a_linear_without_input_gradient_sends_nothing_back(tp4: object) -> None:
+    linear = parallelize_module(nn.Linear(16, 16), tp4, ColwiseParallel())
+    assert measure(linear, torch.randn(4, 16)) == ({}, {})
 
 
 @pytest.mark.parametrize(
@@ -86,13 +84,12 @@ def test_a_linear_without_input_gradient_sends_nothing_back() -> None:
     ids=str,
 )
 def test_embedding(
-    style: object, forward: dict[str, int], backward: dict[str, int]
+    tp4: object, style: object, forward: dict[str, int], backward: dict[str, int]
 ) -> None:
-    with fake_mesh(4, ("tp",)) as mesh:
-        table = parallelize_module(nn.Embedding(16, 16), mesh, style)
-        index = torch.arange(8).reshape(2, 4)
-        assert measure(table, index) == (forward, backward)
-        assert table.weight.grad.placements == table.weight.placements
+    table = parallelize_module(nn.Embedding(16, 16), tp4, style)
+    index = torch.arange(8).reshape(2, 4)
+    assert measure(table, index) == (forward, backward)
+    assert table.weight.grad.placements == table.weight.placements
 
 
 @pytest.mark.parametrize(
@@ -105,29 +102,29 @@ def test_embedding(
     ],
     ids=str,
 )
-def test_sequence_parallel(layer: nn.Module, backward: dict[str, int]) -> None:
-    with fake_mesh(4, ("tp",)) as mesh:
-        module = parallelize_module(layer, mesh, SequenceParallel())
-        value = torch.randn(4, 2, 16, requires_grad=True)
-        assert measure(module, value) == ({}, backward)
-        output = module(value)
-        assert isinstance(output, DTensor)
-        assert output.placements == (Shard(1),)
-        assert output.shape == (4, 8, 16)
+def test_sequence_parallel(
+    tp4: object, layer: nn.Module, backward: dict[str, int]
+) -> None:
+    module = parallelize_module(layer, tp4, SequenceParallel())
+    value = torch.randn(4, 2, 16, requires_grad=True)
+    assert measure(module, value) == ({}, backward)
+    output = module(value)
+    assert isinstance(output, DTensor)
+    assert output.placements == (Shard(1),)
+    assert output.shape == (4, 8, 16)
 
 
-def test_prepare_moves_once_each_way() -> None:
-    with fake_mesh(4, ("tp",)) as mesh:
-        style = PrepareModuleInput(
-            input_layouts=Shard(0), desired_input_layouts=R, use_local_output=True
-        )
-        module = parallelize_module(nn.Identity(), mesh, style)
-        value = torch.randn(2, 16, requires_grad=True)
-        assert measure(module, value) == ({AG: 1}, {})
-        style = PrepareModuleOutput(output_layouts=P, desired_output_layouts=Shard(0))
-        module = parallelize_module(nn.Identity(), mesh, style)
-        value = torch.randn(8, 16, requires_grad=True)
-        assert measure(module, value) == ({RS: 1}, {AG: 1})
+def test_prepare_moves_once_each_way(tp4: object) -> None:
+    style = PrepareModuleInput(
+        input_layouts=Shard(0), desired_input_layouts=R, use_local_output=True
+    )
+    module = parallelize_module(nn.Identity(), tp4, style)
+    value = torch.randn(2, 16, requires_grad=True)
+    assert measure(module, value) == ({AG: 1}, {})
+    style = PrepareModuleOutput(output_layouts=P, desired_output_layouts=Shard(0))
+    module = parallelize_module(nn.Identity(), tp4, style)
+    value = torch.randn(8, 16, requires_grad=True)
+    assert measure(module, value) == ({RS: 1}, {AG: 1})
 
 
 def test_prepare_keywords_and_untouched_arguments() -> None:
@@ -154,23 +151,21 @@ def test_prepare_keywords_and_untouched_arguments() -> None:
         assert y.shape == (2, 12)
 
 
-def test_a_dtensor_input_is_used_as_it_is() -> None:
-    with fake_mesh(4, ("tp",)) as mesh:
-        linear = parallelize_module(nn.Linear(16, 16), mesh, ColwiseParallel())
-        local = torch.randn(4, 2, 16, requires_grad=True)
-        value = DTensor.from_local(local, mesh, (Shard(1),))
-        assert measure(linear, value) == ({AG: 1}, {RS: 1})
-        assert local.grad.shape == local.shape
+def test_a_dtensor_input_is_used_as_it_is(tp4: object) -> None:
+    linear = parallelize_module(nn.Linear(16, 16), tp4, ColwiseParallel())
+    local = torch.randn(4, 2, 16, requires_grad=True)
+    value = DTensor.from_local(local, tp4, (Shard(1),))
+    assert measure(linear, value) == ({AG: 1}, {RS: 1})
+    assert local.grad.shape == local.shape
 
 
-def test_local_output_false_returns_a_dtensor() -> None:
-    with fake_mesh(4, ("tp",)) as mesh:
-        style = ColwiseParallel(use_local_output=False)
-        output = parallelize_module(nn.Linear(16, 10), mesh, style)(torch.randn(4, 16))
-        assert isinstance(output, DTensor)
-        assert output.shape == (4, 10)
-        assert output.placements == (Shard(1),)
-        assert output.to_local().shape == (4, 3)
+def test_local_output_false_returns_a_dtensor(tp4: object) -> None:
+    style = ColwiseParallel(use_local_output=False)
+    output = parallelize_module(nn.Linear(16, 10), tp4, style)(torch.randn(4, 16))
+    assert isinstance(output, DTensor)
+    assert output.shape == (4, 10)
+    assert output.placements == (Shard(1),)
+    assert output.to_local().shape == (4, 3)
 
 
 class Attention(nn.Module):
@@ -208,19 +203,18 @@ def test_projections_of_a_plain_tensor_sum_each() -> None:
         assert measure(model, value) == ({AR: 1}, {AR: 3})
 
 
-def test_a_dtensor_may_be_read_again_and_again() -> None:
-    with fake_mesh(4, ("tp",)) as mesh:
-        layer = parallelize_module(nn.Linear(16, 16), mesh, ColwiseParallel())
-        with torch.no_grad():
-            layer.weight.fill_(1)
-        leaf = DTensor.from_local(torch.ones(2, 16), mesh, (R,)).requires_grad_()
-        for times in (1, 2, 3):  # gradients of several steps add up
-            layer(leaf).sum().backward()
-            local = leaf.grad.to_local()
-            torch.testing.assert_close(local, torch.full((2, 16), 4.0 * times))
-        with torch.no_grad():
-            assert not layer(leaf).requires_grad
-        assert layer(leaf).requires_grad
-        leaf.grad = None
-        leaf.data = DTensor.from_local(torch.zeros(2, 16), mesh, (R,))
-        torch.testing.assert_close(layer(leaf), layer(leaf.detach()))
+def test_a_dtensor_may_be_read_again_and_again(tp4: object) -> None:
+    layer = parallelize_module(nn.Linear(16, 16), tp4, ColwiseParallel())
+    with torch.no_grad():
+        layer.weight.fill_(1)
+    leaf = DTensor.from_local(torch.ones(2, 16), tp4, (R,)).requires_grad_()
+    for times in (1, 2, 3):  # gradients of several steps add up
+        layer(leaf).sum().backward()
+        local = leaf.grad.to_local()
+        torch.testing.assert_close(local, torch.full((2, 16), 4.0 * times))
+    with torch.no_grad():
+        assert not layer(leaf).requires_grad
+    assert layer(leaf).requires_grad
+    leaf.grad = None
+    leaf.data = DTensor.from_local(torch.zeros(2, 16), tp4, (R,))
+    torch.testing.assert_close(layer(leaf), layer(leaf.detach()))

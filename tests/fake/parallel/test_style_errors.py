@@ -38,13 +38,10 @@ class Model(nn.Module):
 # --- the mesh -------------------------------------------------------------------------
 
 
-def test_a_mesh_with_two_named_axes() -> None:
-    with fake_mesh((2, 4), ("dp", "tp")) as mesh:
-        text = (
-            r'mesh dp=2, tp=4 has 2 axes.*Pass one axis of it, such as mesh\["tp"\]\.'
-        )
-        with pytest.raises(LayoutError, match=text):
-            parallelize_module(nn.Linear(8, 8), mesh, ColwiseParallel())
+def test_a_mesh_with_two_named_axes(dp2_tp4: DeviceMesh) -> None:
+    text = r'mesh dp=2, tp=4 has 2 axes.*Pass one axis of it, such as mesh\["tp"\]\.'
+    with pytest.raises(LayoutError, match=text):
+        parallelize_module(nn.Linear(8, 8), dp2_tp4, ColwiseParallel())
 
 
 def test_a_mesh_with_two_axes_without_names() -> None:
@@ -111,27 +108,24 @@ def test_a_tie_that_would_be_broken() -> None:
     refuse(plan, "head.weight", "attention.query.weight", "Shard(dim=1)", model=model)
 
 
-def test_no_plan() -> None:
-    with fake_mesh(4, ("tp",)) as mesh:
-        with pytest.raises(UsageError, match=r"no parallelize_plan"):
-            parallelize_module(nn.Linear(8, 8), mesh)
+def test_no_plan(tp4: DeviceMesh) -> None:
+    with pytest.raises(UsageError, match=r"no parallelize_plan"):
+        parallelize_module(nn.Linear(8, 8), tp4)
 
 
-def test_a_style_for_a_module_of_another_type() -> None:
-    with fake_mesh(4, ("tp",)) as mesh:
-        for style in (ColwiseParallel(), RowwiseParallel()):
-            text = f"{type(style).__name__} currently only support nn.Linear and nn.Emb"
-            with pytest.raises(NotImplementedError, match=text) as error:
-                parallelize_module(nn.Conv1d(4, 4, 3), mesh, style)
-            assert isinstance(error.value, SpmdError)
-            assert "Conv1d" in str(error.value)
+def test_a_style_for_a_module_of_another_type(tp4: DeviceMesh) -> None:
+    for style in (ColwiseParallel(), RowwiseParallel()):
+        text = f"{type(style).__name__} currently only support nn.Linear and nn.Emb"
+        with pytest.raises(NotImplementedError, match=text) as error:
+            parallelize_module(nn.Conv1d(4, 4, 3), tp4, style)
+        assert isinstance(error.value, SpmdError)
+        assert "Conv1d" in str(error.value)
 
 
-def test_a_module_with_two_styles() -> None:
-    with fake_mesh(4, ("tp",)) as mesh:
-        layer = parallelize_module(nn.Linear(8, 8), mesh, ColwiseParallel())
-        with pytest.raises(LayoutError, match=r"weight, bias: already a DTensor"):
-            parallelize_module(layer, mesh, RowwiseParallel())
+def test_a_module_with_two_styles(tp4: DeviceMesh) -> None:
+    layer = parallelize_module(nn.Linear(8, 8), tp4, ColwiseParallel())
+    with pytest.raises(LayoutError, match=r"weight, bias: already a DTensor"):
+        parallelize_module(layer, tp4, RowwiseParallel())
 
 
 def test_a_style_that_returns_another_module() -> None:
@@ -225,13 +219,12 @@ def test_lists_of_different_lengths(build: Any, text: str) -> None:
             build()
 
 
-def test_a_dimension_that_the_tensor_does_not_have() -> None:
-    with fake_mesh(4, ("tp",)) as mesh:
-        style = ColwiseParallel(output_layouts=Shard(3))
-        layer = parallelize_module(nn.Linear(8, 8), mesh, style)
-        text = r"output_layouts is Shard\(dim=3\), the tensor has 2 dim.*from -2 to 1"
-        with pytest.raises(LayoutError, match=text):
-            layer(torch.ones(2, 8))
+def test_a_dimension_that_the_tensor_does_not_have(tp4: DeviceMesh) -> None:
+    style = ColwiseParallel(output_layouts=Shard(3))
+    layer = parallelize_module(nn.Linear(8, 8), tp4, style)
+    text = r"output_layouts is Shard\(dim=3\), the tensor has 2 dim.*from -2 to 1"
+    with pytest.raises(LayoutError, match=text):
+        layer(torch.ones(2, 8))
 
 
 # --- the inputs of a call -------------------------------------------------------------
@@ -241,31 +234,25 @@ def model_on(mesh: DeviceMesh, style: ParallelStyle) -> nn.Module:
     return parallelize_module(Model(), mesh, {"attention.query": style})
 
 
-def test_a_sharded_input_for_a_layer_that_takes_it_whole() -> None:
-    with fake_mesh(4, ("tp",)) as mesh:
-        model = model_on(mesh, ColwiseParallel())
-        with pytest.raises(LayoutError) as error:
-            model.attention["query"](torch.ones(3, 2))
-        assert str(error.value) == (
-            "'attention.query' with ColwiseParallel on the mesh tp=4: the input is a "
-            "tensor of shape (3, 2) and is taken as Replicate(); its last dimension must "
-            "then be 8 on this rank (of 8 in all), not 2. It looks sharded: use "
-            "input_layouts=Shard(-1)."
-        )
+def test_a_sharded_input_for_a_layer_that_takes_it_whole(tp4: DeviceMesh) -> None:
+    model = model_on(tp4, ColwiseParallel())
+    with pytest.raises(LayoutError) as error:
+        model.attention["query"](torch.ones(3, 2))
+    assert str(error.value) == (
+        "'attention.query' with ColwiseParallel on the mesh tp=4: the input is a "
+        "tensor of shape (3, 2) and is taken as Replicate(); its last dimension must "
+        "then be 8 on this rank (of 8 in all), not 2. It looks sharded: use "
+        "input_layouts=Shard(-1)."
+    )
 
 
-def test_a_whole_input_for_a_layer_that_takes_a_shard() -> None:
-    with fake_mesh(4, ("tp",)) as mesh:
-        model = model_on(mesh, RowwiseParallel())
-        text = (
-            r"'attention.query' with RowwiseParallel on the mesh tp=4.*It looks whole"
-        )
-        with pytest.raises(LayoutError, match=text):
-            model.attention["query"](torch.ones(3, 8))
-        with pytest.raises(
-            LayoutError, match=r"Pass the output of the layer before it"
-        ):
-            model.attention["query"](torch.ones(3, 5))
+def test_a_whole_input_for_a_layer_that_takes_a_shard(tp4: DeviceMesh) -> None:
+    model = model_on(tp4, RowwiseParallel())
+    text = r"'attention.query' with RowwiseParallel on the mesh tp=4.*It looks whole"
+    with pytest.raises(LayoutError, match=text):
+        model.attention["query"](torch.ones(3, 8))
+    with pytest.raises(LayoutError, match=r"Pass the output of the layer before it"):
+        model.attention["query"](torch.ones(3, 5))
 
 
 @pytest.mark.parametrize(
@@ -279,74 +266,62 @@ def test_a_whole_input_for_a_layer_that_takes_a_shard() -> None:
     ],
     ids=str,
 )
-def test_an_input_that_is_no_tensor(layer: nn.Module, style: ParallelStyle) -> None:
-    with fake_mesh(4, ("tp",)) as mesh:
-        parallel = parallelize_module(copy.deepcopy(layer), mesh, style)
-        with pytest.raises(
-            LayoutError, match=r"to be a torch.Tensor or DTensor, but got a"
-        ):
-            parallel([1, 2])
+def test_an_input_that_is_no_tensor(
+    tp4: DeviceMesh, layer: nn.Module, style: ParallelStyle
+) -> None:
+    parallel = parallelize_module(copy.deepcopy(layer), tp4, style)
+    with pytest.raises(
+        LayoutError, match=r"to be a torch.Tensor or DTensor, but got a"
+    ):
+        parallel([1, 2])
 
 
-def test_a_dtensor_of_another_mesh() -> None:
-    with fake_mesh((2, 4), ("dp", "tp")) as mesh:
-        layer = parallelize_module(nn.Linear(8, 8), mesh["tp"], ColwiseParallel())
-        value = DTensor.from_local(torch.ones(2, 8), mesh["dp"], (Replicate(),))
-        with pytest.raises(
-            LayoutError, match=r"DTensor on the mesh dp=2.*the mesh tp=4"
-        ):
-            layer(value)
+def test_a_dtensor_of_another_mesh(dp2_tp4: DeviceMesh) -> None:
+    layer = parallelize_module(nn.Linear(8, 8), dp2_tp4["tp"], ColwiseParallel())
+    value = DTensor.from_local(torch.ones(2, 8), dp2_tp4["dp"], (Replicate(),))
+    with pytest.raises(LayoutError, match=r"DTensor on the mesh dp=2.*the mesh tp=4"):
+        layer(value)
 
 
-def test_a_sequence_dimension_that_the_norm_reduces() -> None:
-    with fake_mesh(4, ("tp",)) as mesh:
-        norm = parallelize_module(nn.LayerNorm(8), mesh, SequenceParallel())
-        with pytest.raises(LayoutError, match=r"sequence dimension 1 .* sequence_dim="):
-            norm(torch.ones(3, 8))
+def test_a_sequence_dimension_that_the_norm_reduces(tp4: DeviceMesh) -> None:
+    norm = parallelize_module(nn.LayerNorm(8), tp4, SequenceParallel())
+    with pytest.raises(LayoutError, match=r"sequence dimension 1 .* sequence_dim="):
+        norm(torch.ones(3, 8))
 
 
-def test_inputs_and_outputs_of_another_number() -> None:
-    with fake_mesh(4, ("tp",)) as mesh:
-        style = PrepareModuleInput(
-            input_layouts=Shard(0), desired_input_layouts=Replicate()
-        )
-        layer = parallelize_module(nn.Bilinear(2, 2, 2), mesh, style)
-        text = (
-            "module inputs and input_layouts should have same length! the Bilinear on"
-        )
-        with pytest.raises(ValueError, match=text):
-            layer(torch.ones(2, 2), torch.ones(2, 2))
-        out = PrepareModuleOutput(
-            output_layouts=(Shard(0), None), desired_output_layouts=(Replicate(), None)
-        )
-        model = nn.ModuleDict({"last": nn.Identity()})
-        parallelize_module(model, mesh, {"last": out})
-        text = (
-            "module outputs and output_layouts should have same length! 'last' on the"
-        )
-        with pytest.raises(ValueError, match=text):
-            model["last"](torch.ones(2))
+def test_inputs_and_outputs_of_another_number(tp4: DeviceMesh) -> None:
+    style = PrepareModuleInput(
+        input_layouts=Shard(0), desired_input_layouts=Replicate()
+    )
+    layer = parallelize_module(nn.Bilinear(2, 2, 2), tp4, style)
+    text = "module inputs and input_layouts should have same length! the Bilinear on"
+    with pytest.raises(ValueError, match=text):
+        layer(torch.ones(2, 2), torch.ones(2, 2))
+    out = PrepareModuleOutput(
+        output_layouts=(Shard(0), None), desired_output_layouts=(Replicate(), None)
+    )
+    model = nn.ModuleDict({"last": nn.Identity()})
+    parallelize_module(model, tp4, {"last": out})
+    text = "module outputs and output_layouts should have same length! 'last' on the"
+    with pytest.raises(ValueError, match=text):
+        model["last"](torch.ones(2))
 
 
-def test_an_argument_of_prepare_that_is_no_tensor() -> None:
-    with fake_mesh(4, ("tp",)) as mesh:
-        style = PrepareModuleInput(
-            input_layouts=Shard(0), desired_input_layouts=Replicate()
-        )
-        layer = parallelize_module(nn.Identity(), mesh, style)
-        text = "input 0 is a int; expecting input to be a torch.Tensor! Write None"
-        with pytest.raises(LayoutError, match=text):
-            layer(3)
+def test_an_argument_of_prepare_that_is_no_tensor(tp4: DeviceMesh) -> None:
+    style = PrepareModuleInput(
+        input_layouts=Shard(0), desired_input_layouts=Replicate()
+    )
+    layer = parallelize_module(nn.Identity(), tp4, style)
+    text = "input 0 is a int; expecting input to be a torch.Tensor! Write None"
+    with pytest.raises(LayoutError, match=text):
+        layer(3)
 
 
-def test_a_second_derivative() -> None:
-    with fake_mesh(4, ("tp",)) as mesh:
-        layer = parallelize_module(nn.Linear(8, 8), mesh, ColwiseParallel())
-        value = torch.ones(2, 8, requires_grad=True)
-        with pytest.raises(
-            UsageError, match=r"create_graph=True.*differentiated again"
-        ):
-            torch.autograd.grad(layer(value).sum(), value, create_graph=True)
+def test_a_second_derivative(tp4: DeviceMesh) -> None:
+    layer = parallelize_module(nn.Linear(8, 8), tp4, ColwiseParallel())
+    value = torch.ones(2, 8, requires_grad=True)
+    with pytest.raises(UsageError, match=r"create_graph=True.*differentiated again"):
+        torch.autograd.grad(layer(value).sum(), value, create_graph=True)
 
 
 def test_a_module_that_hides_its_layout() -> None:
@@ -388,14 +363,11 @@ def test_heads_that_the_ranks_cannot_share() -> None:
             parallelize_module(nn.LayerNorm(8), mesh, style)
 
 
-def test_a_saved_parameter_of_another_size() -> None:
-    with fake_mesh(4, ("tp",)) as mesh:
-        style = FusedColwiseParallel(parts=(8, 8))
-        layer = parallelize_module(nn.Linear(8, 16), mesh, style)
-        with pytest.raises(
-            LayoutError, match=r"saved weight has 4 rows, the layer has 16"
-        ):
-            layer.load_state_dict({"weight": torch.ones(4, 8), "bias": torch.ones(16)})
+def test_a_saved_parameter_of_another_size(tp4: DeviceMesh) -> None:
+    style = FusedColwiseParallel(parts=(8, 8))
+    layer = parallelize_module(nn.Linear(8, 16), tp4, style)
+    with pytest.raises(LayoutError, match=r"saved weight has 4 rows, the layer has 16"):
+        layer.load_state_dict({"weight": torch.ones(4, 8), "bias": torch.ones(16)})
 
 
 class Stack(nn.Module):
@@ -407,15 +379,14 @@ class Stack(nn.Module):
         return x if x.ndim == 1 else (x,)
 
 
-def test_experts_with_other_parameters_or_results() -> None:
-    with fake_mesh(4, ("tp",)) as mesh:
-        style = ExpertParallel(parameter_placements={"down": Shard(0)})
-        with pytest.raises(LayoutError, match=r"no parameter 'down'"):
-            parallelize_module(Stack(), mesh, style)
-        stack = parallelize_module(Stack(), mesh, ExpertParallel())
-        with pytest.raises(LayoutError, match=r"returned a tuple; it must return one"):
-            stack(torch.ones(2, 8))
-        with pytest.raises(ValueError, match=r"2 positional inputs for 1 layouts"):
-            stack(torch.ones(2, 8), 3)
-        with pytest.raises(LayoutError, match=r"input 0 is a int; write None"):
-            stack(3)
+def test_experts_with_other_parameters_or_results(tp4: DeviceMesh) -> None:
+    style = ExpertParallel(parameter_placements={"down": Shard(0)})
+    with pytest.raises(LayoutError, match=r"no parameter 'down'"):
+        parallelize_module(Stack(), tp4, style)
+    stack = parallelize_module(Stack(), tp4, ExpertParallel())
+    with pytest.raises(LayoutError, match=r"returned a tuple; it must return one"):
+        stack(torch.ones(2, 8))
+    with pytest.raises(ValueError, match=r"2 positional inputs for 1 layouts"):
+        stack(torch.ones(2, 8), 3)
+    with pytest.raises(LayoutError, match=r"input 0 is a int; write None"):
+        stack(3)

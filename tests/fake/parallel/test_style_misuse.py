@@ -75,19 +75,18 @@ def keyword_style(name: str) -> PrepareModuleInput:
     )
 
 
-def test_a_keyword_that_the_module_does_not_take() -> None:
-    with fake_mesh(2, ("tp",)) as mesh:
-        text = r"names bb, which Two\.forward does not take; it takes a, b"
-        with pytest.raises(LayoutError, match=text):
-            parallelize_module(Two(), mesh, keyword_style("bb"))
-        both = PrepareModuleInputOutput(
-            input_kwarg_layouts={"bb": S},
-            desired_input_kwarg_layouts={"bb": R},
-            output_layouts=S,
-            desired_output_layouts=R,
-        )
-        with pytest.raises(PlanError, match="names bb"):
-            parallelize_module(nn.Sequential(Two()), mesh, {"0": both})
+def test_a_keyword_that_the_module_does_not_take(tp2: Any) -> None:
+    text = r"names bb, which Two\.forward does not take; it takes a, b"
+    with pytest.raises(LayoutError, match=text):
+        parallelize_module(Two(), tp2, keyword_style("bb"))
+    both = PrepareModuleInputOutput(
+        input_kwarg_layouts={"bb": S},
+        desired_input_kwarg_layouts={"bb": R},
+        output_layouts=S,
+        desired_output_layouts=R,
+    )
+    with pytest.raises(PlanError, match="names bb"):
+        parallelize_module(nn.Sequential(Two()), tp2, {"0": both})
 
 
 def test_a_keyword_layout_for_an_input_that_comes_by_position() -> None:
@@ -138,20 +137,18 @@ BOTH = PrepareModuleInputOutput(
 )
 @pytest.mark.parametrize("build", [lambda: nn.Dropout(0.5), nn.Identity])
 def test_a_second_style_on_a_module_without_parameters(
-    build: Any, first: ParallelStyle, second: ParallelStyle, text: str
+    tp2: Any, build: Any, first: ParallelStyle, second: ParallelStyle, text: str
 ) -> None:
-    with fake_mesh(2, ("tp",)) as mesh:
-        module = copy.deepcopy(parallelize_module(build(), mesh, first))
-        with pytest.raises(LayoutError, match=f"{text}.*give a module one style"):
-            parallelize_module(module, mesh, second)
+    module = copy.deepcopy(parallelize_module(build(), tp2, first))
+    with pytest.raises(LayoutError, match=f"{text}.*give a module one style"):
+        parallelize_module(module, tp2, second)
 
 
-def test_styles_for_different_parts_of_a_module() -> None:
-    with fake_mesh(2, ("tp",)) as mesh:
-        module = nn.Identity()
-        for style in (INPUT, OUTPUT):
-            parallelize_module(module, mesh, style)
-        assert module(torch.ones(2, 2)).shape == (4, 2)
+def test_styles_for_different_parts_of_a_module(tp2: Any) -> None:
+    module = nn.Identity()
+    for style in (INPUT, OUTPUT):
+        parallelize_module(module, tp2, style)
+    assert module(torch.ones(2, 2)).shape == (4, 2)
 
 
 # --- ties over several calls ----------------------------------------------------------
@@ -164,19 +161,20 @@ def test_styles_for_different_parts_of_a_module() -> None:
         (FusedColwiseParallel(parts=(8, 8)), "a split into parts"),
     ],
 )
-def test_a_tie_that_a_second_call_would_break(style: ParallelStyle, asked: str) -> None:
-    with fake_mesh(2, ("tp",)) as mesh:
-        embed, head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
-        head.weight = embed.weight
-        parallelize_module(embed, mesh, ColwiseParallel())
-        text = (
-            rf"'weight': one parameter.*laid it out as Shard\(dim=1\) on the mesh tp=2.*"
-            rf"asks for {asked}; lay out both modules in one plan"
-        )
-        with pytest.raises(PlanError, match=text):
-            parallelize_module(head, mesh, style)
-        assert head.weight is not embed.weight
-        assert type(head) is nn.Linear
+def test_a_tie_that_a_second_call_would_break(
+    tp2: Any, style: ParallelStyle, asked: str
+) -> None:
+    embed, head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
+    head.weight = embed.weight
+    parallelize_module(embed, tp2, ColwiseParallel())
+    text = (
+        rf"'weight': one parameter.*laid it out as Shard\(dim=1\) on the mesh tp=2.*"
+        rf"asks for {asked}; lay out both modules in one plan"
+    )
+    with pytest.raises(PlanError, match=text):
+        parallelize_module(head, tp2, style)
+    assert head.weight is not embed.weight
+    assert type(head) is nn.Linear
 
 
 def test_a_tie_over_two_meshes() -> None:
@@ -201,24 +199,23 @@ def fused_on(mesh: Any) -> tuple[nn.Module, Any, ParallelStyle]:
 
 @pytest.mark.parametrize("source", [0, None])
 def test_a_fused_layer_with_replicated_parts_copies_and_pickles(
+    tp2: Any,
     source: int | None,
 ) -> None:
-    with fake_mesh(2, ("tp",)) as mesh:
-        model = parallelize_module(*fused_on(mesh), src_data_rank=source)
-        for _ in range(2):
-            for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-                for mine, theirs in zip(
-                    model.parameters(), other.parameters(), strict=True
-                ):
-                    assert torch.equal(mine.to_local(), theirs.to_local())
-            model.load_state_dict(model.state_dict(), assign=True)
+    model = parallelize_module(*fused_on(tp2), src_data_rank=source)
+    for _ in range(2):
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            for mine, theirs in zip(
+                model.parameters(), other.parameters(), strict=True
+            ):
+                assert torch.equal(mine.to_local(), theirs.to_local())
+        model.load_state_dict(model.state_dict(), assign=True)
 
 
-def test_a_fused_layer_resets_its_parts() -> None:
-    with fake_mesh(2, ("tp",)) as mesh:
-        model = parallelize_module(*fused_on(mesh))
-        before = [p.to_local().clone() for p in model.parameters()]
-        model.reset_parameters()
-        for old, parameter in zip(before, model.parameters(), strict=True):
-            assert not torch.equal(old, parameter.to_local())
-            assert parameter.requires_grad
+def test_a_fused_layer_resets_its_parts(tp2: Any) -> None:
+    model = parallelize_module(*fused_on(tp2))
+    before = [p.to_local().clone() for p in model.parameters()]
+    model.reset_parameters()
+    for old, parameter in zip(before, model.parameters(), strict=True):
+        assert not torch.equal(old, parameter.to_local())
+        assert parameter.requires_grad

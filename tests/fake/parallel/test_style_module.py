@@ -33,42 +33,39 @@ def build() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.LayerNorm(8))
 
 
-def test_state_dict_keys_shapes_and_types_stay() -> None:
-    with fake_mesh(4, ("tp",)) as mesh:
-        model = build()
-        before = {name: value.shape for name, value in model.state_dict().items()}
-        parallelize_module(model, mesh, PLAN)
-        after = model.state_dict()
-        assert {name: value.shape for name, value in after.items()} == before
-        assert all(isinstance(value, DTensor) for value in after.values())
-        assert isinstance(model[0], nn.Linear)
-        assert isinstance(model[3], nn.LayerNorm)
+def test_state_dict_keys_shapes_and_types_stay(tp4: object) -> None:
+    model = build()
+    before = {name: value.shape for name, value in model.state_dict().items()}
+    parallelize_module(model, tp4, PLAN)
+    after = model.state_dict()
+    assert {name: value.shape for name, value in after.items()} == before
+    assert all(isinstance(value, DTensor) for value in after.values())
+    assert isinstance(model[0], nn.Linear)
+    assert isinstance(model[3], nn.LayerNorm)
 
 
-def test_a_deep_copy_is_independent_and_talks_to_the_same_ranks() -> None:
-    with fake_mesh(4, ("tp",)) as mesh:
-        model = parallelize_module(build(), mesh, PLAN, src_data_rank=None)
-        other = copy.deepcopy(model)
-        assert other[0].route.axis is model[0].route.axis
-        assert other[0].weight is not model[0].weight
-        with torch.no_grad():
-            other[0].weight.zero_()
-        assert model[0].weight.to_local().abs().sum() > 0
-        assert other(torch.ones(2, 4, 8)).shape == (2, 4, 8)
+def test_a_deep_copy_is_independent_and_talks_to_the_same_ranks(tp4: object) -> None:
+    model = parallelize_module(build(), tp4, PLAN, src_data_rank=None)
+    other = copy.deepcopy(model)
+    assert other[0].route.axis is model[0].route.axis
+    assert other[0].weight is not model[0].weight
+    with torch.no_grad():
+        other[0].weight.zero_()
+    assert model[0].weight.to_local().abs().sum() > 0
+    assert other(torch.ones(2, 4, 8)).shape == (2, 4, 8)
 
 
-def test_a_parallel_model_pickles() -> None:
-    with fake_mesh(4, ("tp",)) as mesh:
-        # A fake group moves no values: without a source rank they are this rank's own.
-        model = parallelize_module(build(), mesh, PLAN, src_data_rank=None)
-        other = pickle.loads(pickle.dumps(model))
-        for name, parameter in other.named_parameters():
-            expected = model.get_parameter(name)
-            assert parameter.placements == expected.placements
-            assert torch.equal(parameter.to_local(), expected.to_local())
-        assert other(torch.randn(2, 4, 8)).shape == (2, 4, 8)
-        buffer = io.BytesIO()
-        torch.save(model.state_dict(), buffer)
+def test_a_parallel_model_pickles(tp4: object) -> None:
+    # A fake group moves no values: without a source rank they are this rank's own.
+    model = parallelize_module(build(), tp4, PLAN, src_data_rank=None)
+    other = pickle.loads(pickle.dumps(model))
+    for name, parameter in other.named_parameters():
+        expected = model.get_parameter(name)
+        assert parameter.placements == expected.placements
+        assert torch.equal(parameter.to_local(), expected.to_local())
+    assert other(torch.randn(2, 4, 8)).shape == (2, 4, 8)
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
 
 
 def test_a_style_is_a_frozen_value() -> None:
@@ -100,22 +97,20 @@ def test_representations_are_those_of_torch() -> None:
         assert repr(ours) == repr(theirs)
 
 
-def test_a_layer_shows_its_style() -> None:
-    with fake_mesh(4, ("tp",)) as mesh:
-        layer = parallelize_module(nn.Linear(8, 16), mesh, ColwiseParallel())
-        assert "ColwiseParallel on tp=4" in repr(layer)
+def test_a_layer_shows_its_style(tp4: object) -> None:
+    layer = parallelize_module(nn.Linear(8, 16), tp4, ColwiseParallel())
+    assert "ColwiseParallel on tp=4" in repr(layer)
 
 
-def test_patterns_match_part_by_part() -> None:
-    with fake_mesh(4, ("tp",)) as mesh:
-        model = nn.ModuleDict({"layers": nn.ModuleList([build(), build()])})
-        parallelize_module(
-            model, mesh, {"layers.*.[02]": RowwiseParallel(input_layouts=Replicate())}
-        )
-        for block in model["layers"]:
-            assert block[0].weight.placements == (Shard(1),)
-            assert block[2].weight.placements == (Shard(1),)
-            assert not isinstance(block[3].weight, DTensor)
+def test_patterns_match_part_by_part(tp4: object) -> None:
+    model = nn.ModuleDict({"layers": nn.ModuleList([build(), build()])})
+    parallelize_module(
+        model, tp4, {"layers.*.[02]": RowwiseParallel(input_layouts=Replicate())}
+    )
+    for block in model["layers"]:
+        assert block[0].weight.placements == (Shard(1),)
+        assert block[2].weight.placements == (Shard(1),)
+        assert not isinstance(block[3].weight, DTensor)
 
 
 def test_tied_parameters_stay_one() -> None:
@@ -153,14 +148,13 @@ def test_your_own_style_and_torchs_styles_apply() -> None:
         assert model[0].weight.placements == (Shard(0),)
 
 
-def test_a_frozen_parameter_stays_frozen() -> None:
-    with fake_mesh(4, ("tp",)) as mesh:
-        layer = nn.Linear(8, 16)
-        layer.weight.requires_grad_(False)
-        parallelize_module(layer, mesh, ColwiseParallel())
-        layer(torch.ones(2, 8, requires_grad=True)).sum().backward()
-        assert layer.weight.grad is None
-        assert layer.bias.grad is not None
+def test_a_frozen_parameter_stays_frozen(tp4: object) -> None:
+    layer = nn.Linear(8, 16)
+    layer.weight.requires_grad_(False)
+    parallelize_module(layer, tp4, ColwiseParallel())
+    layer(torch.ones(2, 8, requires_grad=True)).sum().backward()
+    assert layer.weight.grad is None
+    assert layer.bias.grad is not None
 
 
 def test_meta_modules_are_placed_without_memory() -> None:

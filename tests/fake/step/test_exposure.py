@@ -19,7 +19,7 @@ from torchspmd.testing import fake_world
 pytestmark = pytest.mark.fake
 
 MILLISECONDS = 30  # of any collective, one after the other
-# All collectives take a second on paper, and computing nothing.
+# All collectives take a second in the simulation, and computing nothing.
 SLOW_PAPER = CostModel(1e30, 1e30, 1e30, launch_seconds=0.0, latency_seconds=1.0)
 
 
@@ -185,8 +185,10 @@ def test_where_the_simulation_says_otherwise(wire):
     module = b.module(b.wait(hidden), b.wait(b.start(work)))
     report, found = measured(module, numbers(), cost=SLOW_PAPER)
     right = "its result is needed right after it starts"
-    assert found["all_reduce_default"].reason == f"hidden; on paper 1000.00 ms: {right}"
-    assert found["all_reduce_default_1"].reason == f"{right}; on paper 1000.00 ms"
+    assert (
+        found["all_reduce_default"].reason == f"hidden; simulated 1000.00 ms: {right}"
+    )
+    assert found["all_reduce_default_1"].reason == f"{right}; simulated 1000.00 ms"
     far = "2 of 2 differ from the simulation by more than half"
     assert report.notes == (far,)
     assert measured(module, numbers())[0].notes == (

@@ -1,10 +1,12 @@
 """Gradients that a step leaves in ``.grad`` are there when the next one adds to them."""
 
+import functools
 import warnings
 
 import pytest
 import torch
 from torch import nn
+from training import train_silently
 
 from torchspmd.errors import PassWarning
 from torchspmd.step import DataParallel, GraphModuleTransformation, compile
@@ -25,12 +27,6 @@ def cleared_first_by_the_model(model, optim, batch):
     optim.step()
 
 
-def cleared_last(model, optim, batch):
-    model(batch).square().mean().backward()
-    optim.step()
-    optim.zero_grad()
-
-
 def kept(model, optim, batch):
     model(batch).square().mean().backward()
     optim.step()
@@ -49,7 +45,12 @@ def cleared_between(model, optim, batch):
     model(batch).sum().backward()
 
 
-def train(function, overlap, *, between=lambda optim, number: None):
+def nothing(optim, number):
+    pass
+
+
+@functools.cache
+def train(function, overlap, between):
     """Weights and gradients after some calls, and the transformation.
 
     One call is eager, and another has a smaller batch: it needs a program of its own.
@@ -92,41 +93,38 @@ def forget(optim, number):
         parameter.grad = None
 
 
-NOTHING = train.__kwdefaults__["between"]
-
-
 @pytest.mark.parametrize(
     ("function", "between"),
     [
-        (cleared_first, NOTHING),
+        (cleared_first, nothing),
         (cleared_first, clear),
-        (cleared_last, NOTHING),
+        (train_silently, nothing),
         (kept, clear_sometimes),
         (kept, forget),
-        (kept_in_part, NOTHING),
-        (cleared_between, NOTHING),
+        (kept_in_part, nothing),
+        (cleared_between, nothing),
     ],
 )
 def test_overlapped_steps_leave_the_gradients_of_others(function, between):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PassWarning)
-        plain, _ = train(function, False, between=between)
-        overlapped, _ = train(function, True, between=between)
+        plain, _ = train(function, False, between)
+        overlapped, _ = train(function, True, between)
     assert same(plain, overlapped)
 
 
 @pytest.mark.parametrize(
-    "function", [cleared_first, cleared_first_by_the_model, cleared_last]
+    "function", [cleared_first, cleared_first_by_the_model, train_silently]
 )
 def test_steps_that_clear_gradients_overlap(function):
-    _, transformation = train(function, True)
+    _, transformation = train(function, True, nothing)
     outcome = transformation.reports[-1].outcome
     assert outcome.changed == outcome.matched > 1 and not outcome.refused
 
 
 def test_steps_that_keep_gradients_say_why_they_do_not_overlap():
     with pytest.warns(PassWarning) as caught:
-        train(kept, True, between=clear)
+        train(kept, True, clear)
     texts = [str(each.message) for each in caught]
     assert any(
         "no update can wait for the next step" in text
@@ -163,6 +161,6 @@ def test_gradients_for_an_optimizer_outside_of_the_step():
 
 
 def test_what_is_cleared_in_part_overlaps_in_part():
-    _, transformation = train(kept_in_part, True)
+    _, transformation = train(kept_in_part, True, nothing)
     outcome = transformation.reports[-1].outcome
     assert 0 < outcome.changed < outcome.matched

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch._C import _distributed_c10d as _c10d
+from training import train as step
 
 from torchspmd.errors import LostStateError, PassWarning, UsageError
 from torchspmd.step import DataParallel, GraphModuleTransformation, compile
@@ -44,14 +45,6 @@ def build():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     return model, torch.optim.Adam(model.parameters(), lr=0.05)
-
-
-def step(model, optim, batch):
-    loss = model(batch).square().mean()
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss
 
 
 def batches(count=5):
@@ -175,6 +168,23 @@ def test_methods_keep_their_signature(owing):
     for name in ("forward", "state_dict"):
         ours, theirs = (inspect.signature(getattr(m, name)) for m in (model, plain))
         assert ours == theirs
+
+
+HOOKED = [(0, "state_dict"), (0, "load_state_dict")]
+HOOKED += [(1, "state_dict"), (1, "load_state_dict"), (1, "step")]
+
+
+@pytest.mark.parametrize(("owner", "method"), HOOKED)
+def test_hooks_of_the_user_run_and_see_the_updates(owing, owner, method):
+    """A flush removes what caused it; torch's tables of hooks must not notice."""
+    _, ours, theirs = owing
+    register, seen = getattr(ours[owner], f"register_{method}_pre_hook"), []
+    for _ in range(2):
+        register(lambda *_: seen.append(ours[0]._modules["0"].weight.detach().clone()))
+    saved = [theirs[owner].state_dict()] if "load" in method else []
+    expected = theirs[0][0].weight.detach().clone()
+    getattr(ours[owner], method)(*saved)
+    assert len(seen) == 2 and all(torch.equal(each, expected) for each in seen)
 
 
 def test_a_write_between_steps_is_told_once(owing):

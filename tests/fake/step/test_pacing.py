@@ -8,13 +8,15 @@ import torch
 from comm_graphs import all_reduce, captured
 from torch import fx, nn
 
+from torchspmd.errors import UsageError
 from torchspmd.step import DataParallel, IterGraphModule, compile
 from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.graph.memory import live_bytes
-from torchspmd.step.graph.simulate import simulate_steady
+from torchspmd.step.graph.simulate import simulate, simulate_steady
 from torchspmd.step.passes import defer_updates, pacing, schedule_comm_wait
 from torchspmd.step.passes.pacing import Reduction, update_places
 from torchspmd.step.passes.pipeline import choose_bucket_size
+from torchspmd.step.passes.runner import observing_passes
 from torchspmd.testing import fake_world
 
 pytestmark = pytest.mark.fake
@@ -37,7 +39,8 @@ class Found:
 
     text: str
     worth: str
-    seconds: float  # of a steady iteration, on paper
+    gain: float
+    seconds: float  # of a steady iteration, simulated
     peak: int  # bytes
     order: list[int]  # the layers whose gradients are reduced
     updates: list[tuple[int, str]]  # the layers that are updated, and where
@@ -52,6 +55,7 @@ def deferred(gm, costs, options):
     return gm, Found(
         report.outcome.detail[0],
         report.outcome.detail[1],
+        report.outcome.gain,
         steady.step_seconds,
         max(live_bytes(gm).values()),
         [_layer(node.name) for node in gm.graph.nodes if "all_reduce" in node.name],
@@ -109,7 +113,66 @@ def run(ratio, *, tied=False, launch=0.0, **options):
 EARLY = "every gradient is computed as early as it can be"
 
 
-def test_balanced_steps_are_quicker_on_paper_and_equal_in_bits():
+def captured_stack():
+    """The scheduled graph of a step of the same stack, in a world of four ranks."""
+    kept = []
+
+    def keep(gm):
+        kept.append(IterGraphModule(gm))
+        return gm
+
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    optim = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    @compile(gm_transformation=keep, parallel_mode=DataParallel("replicate"))
+    def step(model, optim, batch):
+        model(batch).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+
+    step(model, optim, torch.randn(BATCH, WIDTH))
+    schedule_comm_wait(kept[0])
+    return kept[0]
+
+
+@pytest.mark.parametrize("ratio", [0.01, 1.0])
+def test_updates_are_deferred_only_if_that_is_simulated_to_be_faster(ratio):
+    with fake_world(4), observing_passes(lambda *_: None):
+        gm, always = captured_stack(), captured_stack()
+        before = str(gm.graph)
+        report = defer_updates(gm, cost=cost(ratio), only_if_faster=True)
+        expected = defer_updates(always, cost=cost(ratio))
+    assert report.outcome.gain == pytest.approx(expected.outcome.gain)
+    if ratio == 1.0:
+        assert report.outcome.gain > 1.01
+        assert gm.graph.regions == always.graph.regions
+        assert str(gm.graph) == str(always.graph)
+        return
+    assert 0.9 < report.outcome.gain < 1.01
+    assert str(gm.graph) == before and not gm.graph.regions
+    assert report.outcome.changed == 0 and report.proof == "proved equal"
+    assert "left as it was: simulated to be 1.00 times" in str(report)
+
+
+@pytest.mark.parametrize("ratio", [0.3, 1.0, 3.0])
+def test_the_gain_is_that_of_the_graph_that_runs(ratio, monkeypatch):
+    monkeypatch.setattr(pacing, "_SLOWDOWNS", (1.0,))
+    with fake_world(4), observing_passes(lambda *_: None):
+        gm = captured_stack()
+        before = simulate(gm.graph, cost(ratio)).step_seconds
+        outcome = defer_updates(gm, cost=cost(ratio)).outcome
+        steady = gm.forms["steady"].graph
+        after = simulate_steady(steady, cost(ratio), gm.num_carried).step_seconds
+    assert outcome.gain == pytest.approx(before / after)
+
+
+def test_only_a_simulated_gain_is_compared():
+    what = "only start='now' is simulated"
+    with fake_world(4), pytest.raises(UsageError, match=what):
+        defer_updates(captured_stack(), start="next", only_if_faster=True)
+
+
+def test_balanced_steps_are_simulated_to_be_faster_and_equal_in_bits():
     usual = run(1.0, delay_gradients=False)
     assert usual.text == EARLY
     delayed = run(1.0, memory_budget_mb=1.0)
@@ -121,9 +184,9 @@ def test_balanced_steps_are_quicker_on_paper_and_equal_in_bits():
 
 def test_what_overlapping_gains_is_told():
     plain = "times as fast as without this pass"
-    assert run(1.0, memory_budget_mb=1.0).worth == f"estimated to be 1.16 {plain}"
+    assert run(1.0, memory_budget_mb=1.0).worth == f"simulated to be 1.16 {plain}"
     assert run(0.01).worth == (
-        f"estimated to be 1.00 {plain}: hardly anything of the reductions was exposed, and "
+        f"simulated to be 1.00 {plain}: hardly anything of the reductions was exposed, and "
         "overlap_iterations=False leaves nothing pending"
     )
 
@@ -158,7 +221,7 @@ def test_some_that_are_needed_earlier_keep_the_wire_busy():
 def test_a_network_that_is_slower_beside_computation_is_reckoned_with(monkeypatch):
     """One gradient is enough for the network as measured; a slower one needs two."""
     chosen = run(0.35)
-    monkeypatch.setattr(pacing, "_LONGER", (1.0,))
+    monkeypatch.setattr(pacing, "_SLOWDOWNS", (1.0,))
     hasty = run.__wrapped__(0.35)
     assert "the gradients of 1 reduction are" in hasty.text
     assert "the gradients of 2 reductions are" in chosen.text

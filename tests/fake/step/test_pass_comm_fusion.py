@@ -105,7 +105,7 @@ def test_a_tensor_above_the_cap_travels_alone():
     gm = captured(reduced, *ones(8, 300, 8))
     outcome = fuse(gm, KIB)
     assert outcome.refused == (
-        "all_reduce_1: 1.17 KiB are more than a bucket of 1.00 KiB; it travels alone",
+        "all_reduce_1: 1.17 KiB are more than a bucket of 1.00 KiB; it is sent alone",
     )
     assert names(gm, "all_reduce") == ["all_reduce_1", "all_reduce_default"]
 

@@ -124,10 +124,23 @@ def test_bad_noise_level(traced, level, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_table_without_operations_says_so(parallel):
+def test_operators_that_were_not_recorded_are_refused(parallel, tmp_path):
     with CommDebugMode() as mode:
         step(parallel)
-    table = mode.generate_comm_debug_tracing_table()
+    message = (
+        r"noise_level=3 lists operators, and they were not recorded\. Make the mode with "
+        r"CommDebugMode\(operations=True\), or ask for noise_level=0 \(counts\) or 1"
+    )
+    for call in (
+        mode.generate_comm_debug_tracing_table,
+        lambda: mode.generate_json_dump(tmp_path / "dump.json"),
+        lambda: mode.log_comm_debug_tracing_table_to_file(tmp_path / "log"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            call()
+    assert not list(tmp_path.iterdir())
+    table = mode.generate_comm_debug_tracing_table(noise_level=1)
+    assert "*module type: torch.nn.modules.linear.Linear" in table
     assert table.endswith(
         "Note: Operators were not recorded: make the mode with "
         "CommDebugMode(operations=True).\n"
@@ -183,9 +196,10 @@ def test_dropped_events_are_counted_and_said(parallel):
         for _ in range(3):
             step(parallel)
     assert (len(mode.ledger.events), mode.ledger.dropped, len(mode.ledger)) == (3, 3, 6)
-    assert "Note: 3 single events were dropped; counts and bytes include them." in (
-        mode.generate_module_tracing_table()
-    )
+    assert (
+        "Note: 3 single events were dropped (the limit is 3); counts and bytes include "
+        "them."
+    ) in mode.generate_module_tracing_table()
 
 
 def test_take_ledger_goes_on_with_an_empty_one(parallel):

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._dynamo.utils import counters
 
-from torchspmd import CommDebugMode
+from torchspmd import CommDebugMode, DataParallel, compile
 from torchspmd.testing import fake_mesh
 
 pytestmark = pytest.mark.fake
@@ -147,3 +147,28 @@ def test_plain_calls_after_recording_are_left_alone():
         table = torch._C._dispatch_dump_table(name)
         (line,) = [row for row in table.splitlines() if row.startswith("BackendSelect")]
         assert "fallthrough" in line
+
+
+@compile(parallel_mode=DataParallel("replicate"))
+def compiled_step(model, optim, batch):
+    loss = model(batch).square().mean()
+    loss.backward()
+    optim.step()
+    optim.zero_grad()
+    return loss
+
+
+def test_compiled_steps_are_counted_once_with_module_and_phase():
+    """Neither a capture nor the run after it counts twice; nodes know whose they are."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optim = torch.optim.AdamW(model.parameters())
+    for _ in range(3):  # two captures: optimizer states appear in the first step
+        with CommDebugMode() as mode:
+            compiled_step(model, optim, torch.ones(2, 4))
+        by_module = mode.ledger.total_by("module", "phase")
+        assert mode.ledger.rows == compiled_step.programs[-1].ledger.rows
+        assert {key: total.count for key, total in by_module.items()} == {
+            ("Sequential.0", "backward"): 2,
+            ("Sequential.1", "backward"): 2,
+        }
+        assert not mode.ledger.notes

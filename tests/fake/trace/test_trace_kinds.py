@@ -12,7 +12,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from torchspmd import CommDebugMode, Kind, Phase
 from torchspmd.comm import marked_as_check
+from torchspmd.parallel.clip import clip_grad_norm_
 from torchspmd.testing import fake_mesh
+from torchspmd.trace.tables import ON_FIRST_DDP_STEP
 
 pytestmark = pytest.mark.fake
 
@@ -314,3 +316,25 @@ def test_nothing_is_recorded_outside(mesh):
     with mode:
         pass
     assert (len(before), len(mode.ledger)) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    "clip", [clip_grad_norm_, nn.utils.clip_grad_norm_], ids=["own", "torch"]
+)
+def test_clipping_is_part_of_the_optimizer(mesh, clip):
+    weight = nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh["tp"], [Shard(0)]))
+    weight.grad = torch.ones_like(weight)
+    with CommDebugMode() as mode:
+        clip([weight], 1.0)
+    assert {event.phase for event in mode.ledger.events} == {Phase.OPTIMIZER}
+
+
+def test_the_first_step_of_ddp_is_a_line_in_the_ledger():
+    with fake_mesh(2, ("dp",)):
+        model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+        notes = []
+        for _ in range(2):
+            with CommDebugMode() as mode:
+                model(x(2, 4)).sum().backward()
+            notes.append(list(mode.ledger.notes))
+    assert notes == [[ON_FIRST_DDP_STEP], []]

@@ -16,10 +16,8 @@ def run_compare(path: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("name", ["ring_attention.py", "vocab_lookup.py"])
-@pytest.mark.parametrize("ranks", ["ranks2", "ranks3", "ranks4"])
-def test_example(name: str, ranks: str, request: pytest.FixtureRequest) -> None:
-    started: Any = request.getfixturevalue(ranks)
-    for forward, backward in started.run(run_compare, str(EXAMPLES / name)):
+def test_example(name: str, ranks: Any) -> None:
+    for forward, backward in ranks.run(run_compare, str(EXAMPLES / name)):
         assert forward < 1e-12
         assert backward < 1e-11
 

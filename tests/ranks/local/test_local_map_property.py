@@ -182,7 +182,7 @@ def run_cases(batch):
             raise AssertionError(f"{case}") from error
 
 
-@pytest.mark.parametrize("mesh", [(2,), (3,), (4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("mesh", [(2,), (3,), (2, 2)], ids=str)
 def test_drawn_calls(mesh: tuple[int, ...], request: pytest.FixtureRequest) -> None:
     world = mesh[0] if len(mesh) == 1 else 4
     ranks = request.getfixturevalue(f"ranks{world}")

@@ -22,12 +22,6 @@ pytestmark = pytest.mark.ranks
 NORMS = (1.0, 2.0, 3.5, float("inf"))
 
 
-@pytest.fixture(params=(2, 3, 4))
-def ranks(request: pytest.FixtureRequest) -> Ranks:
-    found: Ranks = request.getfixturevalue(f"ranks{request.param}")
-    return found
-
-
 def placed(mesh: object, placements: tuple, shape: tuple[int, ...]) -> tuple:
     """A parameter with a gradient in a layout, and the same on one device."""
     gradient = torch.randn(shape, dtype=torch.float64)

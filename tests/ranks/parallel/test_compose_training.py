@@ -1,6 +1,5 @@
 """Styles together with FSDP2, DDP, activation checkpointing and torch.compile."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from tp_parity import CLOSE, assert_same_gradients, assert_same_state, full, tp_mesh
@@ -161,29 +160,26 @@ def sequence_parallel() -> None:
     assert_same_state(model, reference)
 
 
-@pytest.mark.parametrize("size", (2, 3, 4))
-def test_sequence_parallel_training(size: int, request: pytest.FixtureRequest) -> None:
-    request.getfixturevalue(f"ranks{size}").run(sequence_parallel)
+def test_sequence_parallel_training(ranks: Ranks) -> None:
+    ranks.run(sequence_parallel)
 
 
 def compiled() -> None:
+    """On a part of the sequence; test_compose_compile.py has whole inputs."""
     torch._dynamo.reset()
     mesh = tp_mesh()
     reference = build()
     value = batch(1)
     expected = reference(value)
     expected.square().mean().backward()
-    for plan, layout in ((PLAN, Replicate()), (SEQUENCE_PLAN, Shard(1))):
-        model = parallelize_module(copy.deepcopy(build()), mesh, plan)
-        run = torch.compile(model, backend="aot_eager", fullgraph=True)
-        is_part = isinstance(layout, Shard)
-        local = value.chunk(mesh.size(), 1)[mesh.get_local_rank()] if is_part else value
-        output = run(local)
-        loss = output.square().sum() / value.numel()
-        loss.backward()
-        found = DTensor.from_local(output, mesh, (layout,)).full_tensor()
-        torch.testing.assert_close(found, expected, **CLOSE)
-        assert_same_gradients(model, reference)
+    model = parallelize_module(build(), mesh, SEQUENCE_PLAN)
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    output = run(value.chunk(mesh.size(), 1)[mesh.get_local_rank()])
+    loss = output.square().sum() / value.numel()
+    loss.backward()
+    found = DTensor.from_local(output, mesh, (Shard(1),)).full_tensor()
+    torch.testing.assert_close(found, expected, **CLOSE)
+    assert_same_gradients(model, reference)
 
 
 def test_compile_in_one_graph(ranks2: Ranks) -> None:

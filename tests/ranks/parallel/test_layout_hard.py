@@ -31,12 +31,6 @@ from torchspmd.testing import Ranks
 pytestmark = pytest.mark.ranks
 
 
-@pytest.fixture(params=(2, 3, 4))
-def ranks(request: pytest.FixtureRequest) -> Ranks:
-    found: Ranks = request.getfixturevalue(f"ranks{request.param}")
-    return found
-
-
 def train(model: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
     """Two steps; what the model returns after them."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-3, foreach=False)
@@ -113,6 +107,7 @@ def fused_qkv() -> None:
             check_training(model, plan, value)
 
 
+@pytest.mark.parametrize("ranks", (2, 3, 4), indirect=True)
 def test_fused_qkv_with_many_and_few_key_value_heads(ranks: Ranks) -> None:
     ranks.run(fused_qkv)
 
@@ -130,7 +125,7 @@ class GatedMLP(nn.Module):
 
 def gate_up() -> None:
     value = torch.randn(4, 8, dtype=torch.float64)
-    for hidden in (12, 7, 3):
+    for hidden in (12, 7, 4):
         style = FusedColwiseParallel(parts=(hidden, hidden))
         plan = {"gate_up": style, "down": RowwiseParallel()}
         check_training(GatedMLP(hidden), plan, value)
@@ -163,6 +158,7 @@ def grouped_query() -> None:
         check_training(GroupedAttention(kv_heads), plan, value)
 
 
+@pytest.mark.parametrize("ranks", (2, 3, 4), indirect=True)
 def test_fewer_key_value_heads_than_ranks(ranks: Ranks) -> None:
     ranks.run(grouped_query)
 
@@ -181,7 +177,7 @@ class TiedModel(nn.Module):
 
 def tied_embeddings() -> None:
     mesh = tp_mesh()
-    for vocabulary in (12, 13, 3):
+    for vocabulary in (12, 13, 4):
         tokens = torch.randint(0, vocabulary, (4, 5))
         reference = TiedModel(vocabulary).double()
         plan = {
@@ -286,7 +282,7 @@ def experts() -> None:
     by_width = ExpertParallel(
         parameter_placements={"up": Shard(2), "down": Shard(1)}, input_layouts=whole
     )
-    for count in (12, 5, 3):
+    for count in (12, 5, 4):
         for style in (by_expert, by_width):
             plan = {"router": ReplicateParallel(), "experts": style}
             check_training(Mixture(count), plan, value)

@@ -24,12 +24,6 @@ from torchspmd.testing import Ranks, run_ranks
 pytestmark = pytest.mark.ranks
 
 
-@pytest.fixture(params=(2, 3, 4))
-def ranks(request: pytest.FixtureRequest) -> Ranks:
-    found: Ranks = request.getfixturevalue(f"ranks{request.param}")
-    return found
-
-
 def compare(
     logits: torch.Tensor, target: torch.Tensor, options: dict, said: int | None
 ) -> None:
@@ -53,7 +47,7 @@ def compare(
 
 def every_option() -> None:
     cases = itertools.product(
-        ("mean", "sum", "none"), (0.0, 0.3), (False, True), (-100, 2), (12, 7, 3)
+        ("mean", "sum", "none"), (0.0, 0.3), (False, True), (-100, 2), (12, 7, 4)
     )
     for reduction, smoothing, weighted, ignored, classes in cases:
         logits = 30 * torch.randn(4, 5, classes, dtype=torch.float64)

@@ -94,6 +94,10 @@ def check_sum(done, out, num_steps):
     assert f"the sum of 2 ranks, {num_steps} optimizer steps" in done.stdout
     total = load_ledger(out).total(kind="all_reduce", phase="backward")
     assert (total.count, total.payload_bytes) == (2 * num_steps, 2 * num_steps * 80)
+    # Of an all_reduce over two ranks each sends its whole payload: 80 bytes a step.
+    rows = [line.split() for line in done.stdout.splitlines()]
+    (row,) = [row for row in rows if row[:1] == ["all_reduce"] and "backward" in row]
+    assert row[-4:] == [str(160 * num_steps), "B", str(80 * num_steps), "B"]
 
 
 def test_one_report_with_the_sum_of_all_ranks(script, tmp_path):

@@ -153,6 +153,20 @@ def test_compiled_steps(ranks2):
     assert verdict.first.cause.code == "update-factor"
 
 
+def test_compiled_fully_sharded_steps(ranks2):
+    """Shards take the place of the parameters in the first step; these are compared."""
+    verdict = check_parity(
+        cases.build,
+        compiled_step,
+        cases.batch(),
+        mesh={"dp": 2},
+        compile={"parallel_mode": DataParallel("fully_shard"), "mesh": "dp"},
+        steps=2,
+        ranks=ranks2,
+    )
+    assert verdict.compared["parameter"] == 3 * 16
+
+
 # Local functions.
 
 

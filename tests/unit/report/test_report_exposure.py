@@ -14,7 +14,7 @@ pytestmark = pytest.mark.unit
 DATA = Group("0", (0, 1), "data")
 
 
-def exposure(start, what, exposed, paper, reason=""):
+def exposure(start, what, exposed, simulated, reason=""):
     event = CommEvent(
         Kind.ALL_REDUCE,
         "c10d_functional.all_reduce",
@@ -34,7 +34,7 @@ def exposure(start, what, exposed, paper, reason=""):
         exposed_ms=exposed,
         is_hidden=not reason,
         distance_ms=12.5,
-        simulated_ms=paper,
+        simulated_ms=simulated,
         reason=reason,
     )
 
@@ -55,7 +55,7 @@ REPORT = ExposureReport(
             "Net.up",
             9.25,
             3.0,
-            "only 2.00 ms of computation stand between start and use; on paper 3.00 ms: "
+            "only 2.00 ms of computation stand between start and use; simulated 3.00 ms: "
             "its result is needed right after it starts",
         ),
         exposure("all_reduce_default_1", "bucket of 2 gradients", 0.02, None),
@@ -64,17 +64,17 @@ REPORT = ExposureReport(
 )
 
 TABLE = """\
-train, program 1, rank 0, cpu, steady: 9.50 ms of 100.00 ms stand still for 1 of
-3 collectives (on paper 3.00 ms of 90.00 ms), median of 5 runs
+train, program 1, rank 0, cpu, steady: 9.50 ms of 100.00 ms wait for 1 of 3
+collectives (simulated 3.00 ms of 90.00 ms), median of 5 runs
 
 Exposed communication, ms
-collective                              axis  payload  to use  exposed  on paper
-all_reduce_7, Net.up                    data  256 KiB   12.50     9.25      3.00
+collective                             axis  payload  to use  exposed  simulated
+all_reduce_7, Net.up                   data  256 KiB   12.50     9.25       3.00
   only 2.00 ms of computation stand
   between start and use
-  on paper 3.00 ms: its result is
+  simulated 3.00 ms: its result is
   needed right after it starts
-all_reduce_default_1, bucket of 2       data  256 KiB   12.50     0.02         ?
+all_reduce_default_1, bucket of 2      data  256 KiB   12.50     0.02          ?
 gradients
 and 1 more, exposed no longer than these
 
@@ -82,14 +82,14 @@ Note: 1 of 3 differ from the simulation.
 """
 
 TEXT = """\
-train, program 1, rank 0, cpu, steady: 9.50 ms of 100.00 ms stand still for 1 of
-  3 collectives (on paper 3.00 ms of 90.00 ms), median of 5 runs
-  all_reduce_7: 9.25 ms exposed (3.00 on paper), Net.up, 256 KiB over data
-    only 2.00 ms of computation stand between start and use; on paper 3.00 ms:
+train, program 1, rank 0, cpu, steady: 9.50 ms of 100.00 ms wait for 1 of 3
+  collectives (simulated 3.00 ms of 90.00 ms), median of 5 runs
+  all_reduce_7: 9.25 ms exposed (3.00 simulated), Net.up, 256 KiB over data
+    only 2.00 ms of computation stand between start and use; simulated 3.00 ms:
       its result is needed right after it starts
   all_reduce_default_1: 0.02 ms exposed, bucket of 2 gradients, 256 KiB over
     data
-  all_reduce_default: 0.01 ms exposed (0.00 on paper), bucket of 6 gradients,
+  all_reduce_default: 0.01 ms exposed (0.00 simulated), bucket of 6 gradients,
     256 KiB over data
   * 1 of 3 differ from the simulation"""
 

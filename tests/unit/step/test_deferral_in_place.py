@@ -9,9 +9,11 @@ import pytest
 import torch
 from _memory import MemoryCounter
 from torch import fx, nn
+from training import train, train_keeping_gradients
 
 from torchspmd.errors import LostStateError, UsageError
 from torchspmd.step import IterGraphModule, compile, find_node
+from torchspmd.step.deferral.state import State
 from torchspmd.step.graph.memory import predict_peak
 from torchspmd.step.graph.metadata import OutputKind, output_values, roles_of
 from torchspmd.step.lower.in_place import write_in_place
@@ -30,22 +32,6 @@ OPTIMIZERS = {
     ),
     "momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
 }
-
-
-def plain_step(model, optim, batch):
-    loss = model(batch).square().mean()
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss
-
-
-def keep_gradients(model, optim, batch):
-    optim.zero_grad()
-    loss = model(batch).square().mean()
-    loss.backward()
-    optim.step()
-    return loss
 
 
 def defer_two_regions(gm):
@@ -69,7 +55,7 @@ def batches(count):
 class Training:
     """A model with buffers, its optimizer, and a step that can be made to fail."""
 
-    def __init__(self, name, function=plain_step):
+    def __init__(self, name, function=train):
         torch.manual_seed(0)
         linear = functools.partial(nn.Linear, 4, 4, bias=False)
         norm = nn.BatchNorm1d(4, affine=False)
@@ -244,7 +230,7 @@ def test_states_are_not_kept_twice(training):
     peak = predict_peak(training.runs("steady").graph)
     fresh = predict_peak(write_in_place(form, keep_inputs=True)[0].graph)
     assert peak.total_bytes < fresh.total_bytes
-    carried = [each for each in training.run._pending.carried if is_tensor(each)]
+    carried = [each for each in training.run._progress.carried if is_tensor(each)]
     counter = MemoryCounter([*training.tensors(), *carried, second])
     with counter:
         training.step(second)
@@ -258,7 +244,7 @@ def test_the_last_step_needs_no_more_memory_than_others(training):
     first, second = batches(2)
     training.step(first)
     peak = predict_peak(training.runs("steady").graph)
-    carried = [each for each in training.run._pending.carried if is_tensor(each)]
+    carried = [each for each in training.run._progress.carried if is_tensor(each)]
     counter = MemoryCounter([*training.tensors(), *carried, second])
     with counter:
         training.step(second, last_train_step=True)
@@ -274,7 +260,7 @@ def test_a_last_step_whose_updates_fail_is_not_to_be_repeated(training):
     with training.break_at("flush", 0) as caught:
         training.step(second, last_train_step=True)
     assert caught.value.__notes__ == [
-        "plain_step: the last step was made, but not all of its updates. Call flush() for "
+        "train: the last step was made, but not all of its updates. Call flush() for "
         "the rest; do not run the step again."
     ]
     training.compiled.flush()
@@ -401,7 +387,9 @@ def test_half_way_is_refused_until_a_checkpoint_is_loaded(training):
         training.step(first)
         with training.break_at("steady", place):
             training.step(second)
-        assert training.run.half_way == {region}
+        assert (
+            training.run.state is State.UPDATING and region in training.run.unfinished
+        )
         looks = LOOKS if turn == 0 else [LOOKS[turn % len(LOOKS)]]
         for look in looks:
             with pytest.raises(LostStateError, match="states of an overlapped step"):
@@ -449,7 +437,7 @@ def test_the_module_itself_asks_for_a_flush():
     last = len(nodes_of(graph)) - 1
     with training.break_at("steady", last):
         training.step(second)
-    assert training.run.is_interrupted and not training.run.unfinished
+    assert training.run.state is State.PARTLY_DONE and not training.run.unfinished
     with pytest.raises(UsageError, match=r"Call flush\(\) to do the rest"):
         training.run()
     training.compiled.flush()
@@ -459,7 +447,7 @@ def test_the_module_itself_asks_for_a_flush():
 
 
 def test_an_update_that_leaves_a_gradient_is_not_made_in_place():
-    training = Training("fused adam", keep_gradients)
+    training = Training("fused adam", train_keeping_gradients)
     expected = training.expected(3)
     first, second, third = batches(3)
     training.step(first)  # another program: it finds no gradients

@@ -1,9 +1,12 @@
 """Operators that are timed as the step runs them, and what their times are used for."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from training import train as step
 
 from torchspmd.comm import Phase
 from torchspmd.errors import PassWarning, UsageError
@@ -12,18 +15,21 @@ from torchspmd.step import (
     GraphModuleTransformation,
     compile,
 )
+from torchspmd.step.capture.inventory import take_inventory
 from torchspmd.step.graph.cost import CostModel, computes, operator_key
 from torchspmd.step.graph.metadata import owner_of
 from torchspmd.step.measure import cost as measured_operators
 from torchspmd.step.measure.cost import (
     _by_key,
     measure_graph,
-    offering,
     time_operators,
 )
+from torchspmd.step.rank_agreement import Agreement
 from torchspmd.testing import fake_world
 
 pytestmark = pytest.mark.unit
+
+ALONE = Agreement("step", "0", 0, None)  # nobody to agree with
 
 
 class Net(nn.Module):
@@ -36,25 +42,19 @@ class Net(nn.Module):
         return F.dropout(self.layers(self.embed(tokens)), 0.5)
 
 
-def step(model, optim, batch):
-    loss = model(batch).square().mean()
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss
-
-
 def made(model, step=step):
     """A captured step and its inputs."""
     seen = []
 
     def keep(graph):
-        seen.append((graph, list(measured_operators._inputs.get()())))
+        seen.append(graph)
         return graph
 
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    compile(step, gm_transformation=keep)(model, optim, torch.arange(6).view(2, 3))
-    return seen[0]
+    call = model, optim, torch.arange(6).view(2, 3)
+    inputs = take_inventory(call, {}, lift_numbers=True).flat_inputs()
+    compile(step, gm_transformation=keep)(*call)
+    return seen[0], inputs
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def nodes_of(graph, name):
 
 def test_forward_and_backward_are_timed(program):
     graph, inputs = program
-    found = time_operators(graph, inputs)
+    found, _ = time_operators(graph, inputs, ALONE)
     expected = {
         operator_key(node)
         for node in graph.graph.nodes
@@ -89,26 +89,31 @@ def test_nothing_of_the_user_changes(program):
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)
-    time_operators(graph, inputs)
+    time_operators(graph, inputs, ALONE)
     assert torch.equal(torch.rand(2), expected)
     assert str(graph.graph) == text
     after = [each for each in inputs if isinstance(each, torch.Tensor)]
     assert all(map(torch.equal, before, after))
 
 
-def test_collectives_are_made_up_for():
+def test_collectives_are_made_up_for(monkeypatch):
     """Of a step that gathers and scatters, with a world that sends nothing."""
     seen = []
 
-    def keep(graph):
-        inputs = list(measured_operators._inputs.get()())
-        seen.append((graph, time_operators(graph, inputs)))
-        return graph
+    def keep(graph, *args):
+        found = time_operators(graph, *args)
+        seen.append((fx.GraphModule(graph, copy.deepcopy(graph.graph)), found[0]))
+        return found
 
+    monkeypatch.setattr(measured_operators, "time_operators", keep)
     with fake_world(4):
         model = Net()
         compiled = compile(
-            step, gm_transformation=keep, parallel_mode=DataParallel("fully_shard")
+            step,
+            gm_transformation=GraphModuleTransformation(
+                enable_graph_optimization=True, cost="measure"
+            ),
+            parallel_mode=DataParallel("fully_shard"),
         )
         optim = torch.optim.SGD(model.parameters(), lr=0.1)
         compiled(model, optim, torch.arange(6).view(2, 3))
@@ -126,14 +131,14 @@ def test_a_measured_time_counts_and_others_follow(program, monkeypatch):
     node = nodes_of(graph, "addmm")[0]
     slow = 4 * guess.compute_seconds(node)
     monkeypatch.setattr(
-        measured_operators, "time_operators", lambda *_: {product: slow}
+        measured_operators, "time_operators", lambda *_: ({product: slow}, ())
     )
-    with offering(lambda: inputs):
-        cost = measure_graph(graph)
-        assert cost.compute_seconds(node) == slow
-        assert cost.memory_bytes == pytest.approx(guess.memory_bytes / 4)
-        assert cost.flops == pytest.approx(guess.flops / 4)
-        assert measure_graph(graph, cost) == cost  # rates of another program are kept
+    cost, _ = measure_graph(graph, inputs, ALONE)
+    assert cost.compute_seconds(node) == slow
+    assert cost.memory_bytes == pytest.approx(guess.memory_bytes / 4)
+    assert cost.flops == pytest.approx(guess.flops / 4)
+    again, _ = measure_graph(graph, inputs, ALONE, cost)
+    assert again == cost  # rates of another program are kept
 
 
 def test_simple_operators_count_less_where_a_compiler_fuses_them(program, monkeypatch):
@@ -141,9 +146,8 @@ def test_simple_operators_count_less_where_a_compiler_fuses_them(program, monkey
     kinds = {
         operator_key(nodes_of(graph, name)[0]): 1.0 for name in ("addmm", "embedding")
     }
-    monkeypatch.setattr(measured_operators, "time_operators", lambda *_: kinds)
-    with offering(lambda: inputs):
-        cost = measure_graph(graph, fuses=True)
+    monkeypatch.setattr(measured_operators, "time_operators", lambda *_: (kinds, ()))
+    cost, _ = measure_graph(graph, inputs, ALONE, fuses=True)
     assert cost.compute_seconds(nodes_of(graph, "addmm")[0]) == 1.0
     assert cost.compute_seconds(nodes_of(graph, "embedding")[0]) == 0.6
 
@@ -163,14 +167,16 @@ def test_a_long_run_is_counted_once(program, monkeypatch):
     monkeypatch.setattr(
         fx.GraphModule, "__call__", lambda *args: runs.append(0) or real(*args)
     )
-    assert time_operators(graph, inputs)
+    assert time_operators(graph, inputs, ALONE)[0]
     assert len(runs) == 2  # the first does not count
 
 
 def test_what_cannot_be_run_keeps_its_estimate(program):
     graph, inputs = program
     wrong = [each[:1] if i == 1 else each for i, each in enumerate(inputs)]
-    assert time_operators(graph, wrong) == {}
+    found, (why,) = time_operators(graph, wrong, ALONE)
+    assert found == {}
+    assert why.startswith("not measured: ")
 
 
 def test_strides_tell_products_apart():
@@ -202,7 +208,7 @@ def test_the_step_says_what_was_measured():
 
 
 def test_that_nothing_could_be_measured_is_said(monkeypatch):
-    monkeypatch.setattr(measured_operators, "time_operators", lambda *_: {})
+    monkeypatch.setattr(measured_operators, "time_operators", lambda *_: ({}, ()))
     transformation = GraphModuleTransformation(
         enable_graph_optimization=True, cost="measure"
     )
@@ -223,7 +229,7 @@ def test_a_graph_alone_has_no_inputs_to_be_measured_on(program):
         enable_graph_optimization=True, cost="measure"
     )
     with pytest.raises(
-        UsageError, match=r"while compile captures it.*measure_cost\(\) found"
+        UsageError, match=r"Pass it as gm_transformation=.*measure_cost\(\) found"
     ):
         transformation(program[0])
 
@@ -231,4 +237,5 @@ def test_a_graph_alone_has_no_inputs_to_be_measured_on(program):
 def test_nothing_to_time():
     graph = fx.Graph()
     graph.output([graph.placeholder("x")])
-    assert time_operators(fx.GraphModule({}, graph), [torch.ones(2)]) == {}
+    found = time_operators(fx.GraphModule({}, graph), [torch.ones(2)], ALONE)
+    assert found == ({}, ())

@@ -173,7 +173,7 @@ REFUSED = [
     ),
     (
         lambda: default_passes(overlap_iterations="no"),
-        "default_passes(overlap_iterations='no'): pass True or False.",
+        "default_passes(overlap_iterations='no'): pass True, False or 'auto'.",
     ),
     (
         moved_by_numbers,

@@ -6,7 +6,7 @@ import pytest
 
 from torchspmd.step.rank_agreement import (
     Collective,
-    Plan,
+    CommPlan,
     differ_in_values_only,
     differences,
 )
@@ -20,12 +20,14 @@ def sum_over(*ranks, axis="dp", text="all_reduce float32[4] (sum)"):
 
 def test_a_group_may_have_another_name_on_another_rank():
     one, other = sum_over(0, 1, axis="dp"), sum_over(0, 1, axis="world")
-    assert differences({0: Plan((one,)), 1: Plan((other,))}) == []
+    assert differences({0: CommPlan((one,)), 1: CommPlan((other,))}) == []
 
 
 def test_groups_side_by_side_go_together():
     plans = {
-        rank: Plan((sum_over(*ranks),)) for ranks in ((0, 1), (2, 3)) for rank in ranks
+        rank: CommPlan((sum_over(*ranks),))
+        for ranks in ((0, 1), (2, 3))
+        for rank in ranks
     }
     assert differences(plans) == []
 
@@ -33,10 +35,10 @@ def test_groups_side_by_side_go_together():
 def test_a_rank_that_sends_to_others_than_those_who_count_on_it():
     """One rank sums over its row of a 2 by 2 mesh, the others over their columns."""
     plans = {
-        0: Plan((sum_over(0, 1, axis="tp"),)),
-        1: Plan((sum_over(1, 3),)),
-        2: Plan((sum_over(0, 2),)),
-        3: Plan((sum_over(1, 3),)),
+        0: CommPlan((sum_over(0, 1, axis="tp"),)),
+        1: CommPlan((sum_over(1, 3),)),
+        2: CommPlan((sum_over(0, 2),)),
+        3: CommPlan((sum_over(1, 3),)),
     }
     assert differences(plans) == [
         "collective 0: rank 0 has all_reduce float32[4] (sum) over tp (2 ranks), "
@@ -49,7 +51,9 @@ def test_a_rank_that_sends_to_others_than_those_who_count_on_it():
 
 def test_ranks_outside_a_comparison_are_not_missed():
     assert (
-        differences({0: Plan((sum_over(0, 1, 2),)), 1: Plan((sum_over(0, 1, 2),))})
+        differences(
+            {0: CommPlan((sum_over(0, 1, 2),)), 1: CommPlan((sum_over(0, 1, 2),))}
+        )
         == []
     )
 
@@ -74,12 +78,12 @@ def test_ranks_outside_a_comparison_are_not_missed():
     ],
 )
 def test_other_collectives(other, line):
-    plans = {0: Plan((sum_over(0, 1),)), 1: Plan(other)}
+    plans = {0: CommPlan((sum_over(0, 1),)), 1: CommPlan(other)}
     assert differences(plans) == [f"collective 0: {line}"]
 
 
 def test_values():
-    one = Plan((sum_over(0, 1),), ("batch",), ("weight 1",), ("update",))
+    one = CommPlan((sum_over(0, 1),), ("batch",), ("weight 1",), ("update",))
     plans = {0: one, 1: replace(one, values=("weight 2",))}
     assert differences(plans) == ["values 0: rank 0 has weight 1, rank 1 has weight 2"]
     assert differ_in_values_only(plans)
@@ -88,8 +92,8 @@ def test_values():
 
 def test_long_differences_are_cut():
     plans = {
-        0: Plan(inputs=tuple("abcdefghijklmnop")),
-        1: Plan(inputs=tuple("ABCDEFGHIJKLMNOP")),
+        0: CommPlan(inputs=tuple("abcdefghijklmnop")),
+        1: CommPlan(inputs=tuple("ABCDEFGHIJKLMNOP")),
     }
     lines = differences(plans)
     assert len(lines) == 13
@@ -97,5 +101,5 @@ def test_long_differences_are_cut():
 
 
 def test_a_plan_travels():
-    plan = Plan((sum_over(0, 1),), ("batch",), ("weight 1",), ("update",))
-    assert Plan.from_json(plan.to_json()) == plan
+    plan = CommPlan((sum_over(0, 1),), ("batch",), ("weight 1",), ("update",))
+    assert CommPlan.from_json(plan.to_json()) == plan

@@ -2,25 +2,21 @@
 
 import contextlib
 import io
+import logging
+import re
 
 import pytest
 import torch
 import torch._inductor
 from rich.console import Console
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from training import train
 
 from torchspmd.step import compile, progress
-from torchspmd.step.progress import Progress, note, phase
+from torchspmd.step.progress import Progress, phase
 
 pytestmark = pytest.mark.unit
-
-
-def train(model, optim, batch):
-    loss = model(batch).square().mean()
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss
 
 
 def run(**options):
@@ -36,9 +32,9 @@ def test_nothing_is_written_where_there_is_no_terminal(capfd):
     step, _ = run(gm_transformation=lambda gm: gm)
     assert capfd.readouterr() == ("", "")
     (told,) = [line for line in step.programs[0].notes if line.startswith("phases: ")]
-    assert [name in told for name in ("tracing", "functional form", "passes")] == [
-        True
-    ] * 3
+    assert [
+        name in told for name in ("capture", "functionalize", "mode", "passes")
+    ] == [True] * 4
     assert told in step.explain()
 
 
@@ -50,10 +46,8 @@ def test_phases_on_a_terminal(monkeypatch):
         with phase("tracing"):
             pass
         with phase("tracing"), phase("compiling"):
-            note("from the cache")
-            note("from the cache")
+            pass
     assert list(shown.seconds) == ["tracing", "compiling"]
-    assert shown.notes == ["from the cache"]
     text = file.getvalue()
     assert "compile step: compiling" in text
     assert "compile step: 0.00 s (tracing 0.00, compiling 0.00)" in text
@@ -61,10 +55,10 @@ def test_phases_on_a_terminal(monkeypatch):
 
 def test_outside_of_a_capture_nothing_is_kept():
     with phase("tracing"):
-        note("lost")
+        pass
     with Progress("compile step") as shown:
         pass
-    assert shown.seconds == {} and shown.notes == []
+    assert shown.seconds == {}
 
 
 def test_a_failed_capture_leaves_no_line():
@@ -73,6 +67,39 @@ def test_a_failed_capture_leaves_no_line():
     with pytest.raises(ValueError, match="stop"), Progress("compile", console):
         raise ValueError("stop")
     assert " s (" not in file.getvalue()
+
+
+PHASES = ("capture", "functionalize", "mode", "passes", "lowering", "program")
+
+
+def test_phases_are_logged(caplog):
+    with caplog.at_level(logging.INFO, logger="torchspmd"):
+        run(gm_transformation=lambda gm: gm)
+    lines = [record.getMessage() for record in caplog.records]
+    for name in PHASES:
+        (line,) = [line for line in lines if line.startswith(f"compile train: {name} ")]
+        assert re.fullmatch(r".* took \d+\.\d{3} s", line)
+    caplog.clear()
+    with caplog.at_level(logging.DEBUG, logger="torchspmd"):
+        run()
+    details = [each for each in caplog.records if each.levelno == logging.DEBUG]
+    lines = [record.getMessage() for record in details]
+    assert "compile train: capture begins" in lines
+    assert "train: step with program 0" in lines
+
+
+def test_nothing_is_logged_by_default(caplog):
+    run()
+    assert [each for each in caplog.records if each.name == "torchspmd"] == []
+    assert not logging.getLogger("torchspmd").handlers
+
+
+def test_phases_are_spans_of_a_profile():
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        run(gm_transformation=lambda gm: gm)
+    names = {event.key for event in seen.key_averages()}
+    assert {f"torchspmd::{name}" for name in PHASES} <= names
+    assert {"torchspmd::step", "torchspmd::inventory"} <= names
 
 
 def test_the_compilers_cache_is_used_and_may_be_broken(monkeypatch):

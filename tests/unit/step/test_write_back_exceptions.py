@@ -16,7 +16,8 @@ from torchspmd import _torch
 from torchspmd.errors import LostStateError
 from torchspmd.step import IterGraphModule, program
 from torchspmd.step.capture.inventory import take_inventory
-from torchspmd.step.program import LostStates
+from torchspmd.step.deferral.state import State
+from torchspmd.step.deferred import LostStates
 
 pytestmark = [
     pytest.mark.unit,
@@ -164,7 +165,7 @@ def test_a_module_that_is_called_by_hand_hands_over_its_outputs():
     """Without anybody who writes there is nothing that can be half written."""
     module = IterGraphModule(torch.fx.symbolic_trace(lambda x: x + x))
     assert module(torch.ones(2)).tolist() == [2.0, 2.0]
-    assert not module.is_lost and module.lost == ()
+    assert module.state is State.IDLE and module.lost == ()
 
 
 # What must be loaded.

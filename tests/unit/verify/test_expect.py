@@ -1,6 +1,7 @@
 """Contracts: what they accept, and the text of what they refuse."""
 
 import pytest
+import torch
 
 from torchspmd import CommEvent, Kind, Ledger, Phase
 from torchspmd.comm import Group
@@ -242,3 +243,46 @@ def test_not_a_ledger(ledger):
         UsageError, match=r"a Ledger, such as comm_mode\.ledger; it was"
     ):
         expect(mode)
+
+
+# Claims that would hold whatever the program does.
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "float33", ("float32", "half32"), "nn"])
+def test_a_dtype_that_torch_does_not_have_is_refused(ledger, dtype):
+    with pytest.raises(UsageError, match=r"is no dtype of torch; give one such as"):
+        expect(ledger).count(0, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, "float32", "torch.float32", (torch.float32, "bfloat16")],
+)
+def test_a_dtype_may_stand_for_its_name(ledger, dtype):
+    expect(ledger).count(18, dtype=dtype)
+    assert "expected 0, got 18" in text_of(lambda: expect(ledger).count(0, dtype=dtype))
+
+
+def test_an_empty_ledger_keeps_no_contract():
+    for claim in (
+        lambda claims: claims.count(all_reduce=0),
+        lambda claims: claims.count(at_most(8)),
+        lambda claims: claims.count(0, phase="optimizer"),
+        lambda claims: claims.payload_bytes(all_gather=at_most(1e6)),
+        lambda claims: claims.forbid_implicit(),
+    ):
+        text = text_of(lambda claim=claim: claim(expect(Ledger())))
+        assert "the ledger is empty: no communication was recorded" in text
+    assert "expected 4, got 0" in text_of(lambda: expect(Ledger()).count(all_reduce=4))
+
+
+def test_nothing_at_all_is_a_claim_of_its_own():
+    expect(Ledger()).count(0).forbid_implicit().count(all_reduce=at_most(1))
+    expect(Ledger()).payload_bytes(0).nothing_else()
+    expect(Ledger()).nothing_else()
+
+
+def test_an_empty_ledger_is_said_once_in_a_block():
+    with pytest.raises(ContractError) as caught, expect(Ledger()) as claims:
+        claims.count(all_reduce=0).forbid_implicit().nothing_else()
+    assert str(caught.value).count("the ledger is empty") == 1

@@ -36,8 +36,8 @@ def test_missing_sum():
     found = cause(TERMS, TOTAL)
     assert found.code == "missing-reduction"
     assert found.text == (
-        "each rank holds one term, and their sum over 'tp' is right: a reduction (sum) "
-        "over 'tp' is missing"
+        "each rank holds a partial value, and their sum over 'tp' is right: a reduction "
+        "(sum) over 'tp' is missing"
     )
 
 

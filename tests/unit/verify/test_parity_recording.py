@@ -1,5 +1,6 @@
 """Recordings: what is written, what is refused, and that a part is never taken for all."""
 
+import functools
 import json
 
 import pytest
@@ -13,12 +14,13 @@ from torchspmd.verify.recording.files import INITIAL, Key, Kind, load_recording
 pytestmark = pytest.mark.unit
 
 
-def train(folder, *, steps=2, lr=0.1, spoil=None, width=4, **options):
+def train(folder, *, steps=2, lr=0.1, spoil=None, width=4, optimizer=None, **options):
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(4, width), nn.ReLU(inplace=True), nn.Linear(width, 2)
     )
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    make = optimizer or functools.partial(torch.optim.SGD, lr=lr, momentum=0.9)
+    optimizer = make(model.parameters())
     if spoil is not None:
         spoil(model)
     with record(folder, model, optimizer, **options) as recorder:
@@ -129,6 +131,24 @@ def test_another_learning_rate_is_named(tmp_path):
     assert verdict.first.place == "(optimizer)"
     assert verdict.first.cause.code == "update-factor"
     assert "2 times as large" in str(verdict)
+
+
+ADAM = functools.partial(torch.optim.Adam, lr=0.01)
+
+
+@pytest.mark.parametrize("is_on_ranks", [True, False])
+def test_amsgrad_on_one_side_only(tmp_path, is_on_ranks):
+    """In the first steps the updates are the same; the states are not."""
+    plain = train(tmp_path / "a", optimizer=ADAM, steps=1)
+    amsgrad = functools.partial(ADAM, amsgrad=True)
+    other = train(tmp_path / "b", optimizer=amsgrad, steps=1)
+    sides = (plain, other) if is_on_ranks else (other, plain)
+    verdict = compare_recordings(*sides)
+    assert not verdict
+    assert verdict.first.kind is Kind.STATE
+    assert verdict.first.name.endswith(".max_exp_avg_sq")
+    assert verdict.first.cause.code == ("extra" if is_on_ranks else "missing")
+    assert len(verdict.differences) == 4
 
 
 def test_a_recording_that_did_not_finish(tmp_path):

@@ -219,3 +219,29 @@ def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
 def _computes_number(node: fx.Node) -> bool:
     is_call = node.op == "call_function" and operator_of(node) is None
     return is_call and isinstance(node.meta.get("val"), _torch.numbers.SYMBOLIC)
+
+
+_TRANSPARENT = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
+def clean(graph: fx.GraphModule) -> None:
+    """Remove what does nothing in a functional graph: detach, equal views, dead code."""
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and node.target in _TRANSPARENT:
+            node.replace_all_uses_with(node.args[0])
+        elif _is_same_view(node):
+            node.replace_all_uses_with(node.args[0])
+    graph.graph.eliminate_dead_code()
+    graph.graph.lint()
+    graph.recompile()
+
+
+def _is_same_view(node: fx.Node) -> bool:
+    if node.op != "call_function" or node.target is not torch.ops.aten.view.default:
+        return False
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    before, after = source.meta.get("val"), node.meta.get("val")
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        return False
+    return before.shape == after.shape and before.stride() == after.stride()

@@ -1,59 +1,71 @@
-"""A quick, exact look whether a call works on the very same objects as an earlier one.
+"""The guard fast path: whether a call works on the very same objects as an earlier one.
 
-Taking an inventory and comparing every guarded fact costs microseconds for each tensor.
-In a training loop nothing changes from step to step but values, so what an earlier call
-found is kept and only compared: the identity of every module, tensor, container and
-attribute, and the form of every tensor. Whatever differs, even by an equal value in another
-object, goes the long way; nothing is decided here but "all is as it was".
+Taking an inventory and comparing the whole signature costs microseconds for each tensor. In
+a training loop nothing changes from step to step but values, so what an earlier call found
+is kept and compared by identity: every module, tensor, container and attribute, and the
+form of every tensor. Whatever differs, even by an equal value in another object, is left to
+the signature; the fast path decides nothing but "all is as it was".
 """
 
 import weakref
 from dataclasses import replace
-from operator import attrgetter
-from typing import Any, final
+from operator import attrgetter, is_
+from typing import Any, Generic, Protocol, TypeVar, final
 
 import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
 
 from torchspmd import _torch
-from torchspmd.step.capture.guards import (
+from torchspmd.step.capture.facts import (
     Fact,
-    ModuleFacts,
-    OptimizerFacts,
-    ScalerFacts,
-    ambient_facts,
+    is_same_items,
+    is_same_table,
     simple_fact,
-    watch_data,
 )
+from torchspmd.step.capture.guards import ambient_facts, watch_data
 from torchspmd.step.capture.inventory import Inventory, Number, Role, Slot, is_liftable
-from torchspmd.step.program import Program
 
 _form = attrgetter("shape", "dtype", "device", "requires_grad")
 _gradient = attrgetter("grad")
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
+class Guarded(Protocol):
+    """What is kept for a call: a program."""
+
+    number: int
+
+    def accepts(self, inventory: Inventory) -> bool:
+        """Whether the numbers of a call fit what was assumed about them."""
+
+
+Kept = TypeVar("Kept", bound=Guarded)
+
+
 @final
-class KnownCalls:
+class GuardCache(Generic[Kept]):
     """The latest call of each program, as far as its objects still exist."""
 
     def __init__(self) -> None:
-        self._calls: dict[int, Unchanged] = {}
+        self._calls: dict[int, tuple[Unchanged, Kept]] = {}
 
-    def add(self, inventory: Inventory, program: Program) -> None:
+    def add(self, inventory: Inventory, program: Kept) -> None:
         """Remember a call before it is run."""
-        self._calls[program.number] = Unchanged(inventory, program)
+        self._calls[program.number] = Unchanged(inventory), program
 
     def find(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Program, Inventory] | None:
+    ) -> tuple[Kept, Inventory] | None:
         """The program of a known call that this one equals, and its inventory."""
         if not self._calls:
             return None
         leaves, structure = _torch.flatten_tree((args, kwargs))
-        for call in self._calls.values():
+        for call, program in self._calls.values():
             inventory = call.renew(leaves, structure)
-            if inventory is not None and call.program.accepts(inventory):
-                return call.program, inventory
+            if inventory is not None and program.accepts(inventory):
+                return program, inventory
         return None
 
 
@@ -62,13 +74,9 @@ class Unchanged:
     """What one call found, kept without its arguments, inputs and gradients.
 
     Modules and optimizers are held weakly: when one of them goes, all of this goes.
-
-    Attributes:
-        program: The program that served the call.
     """
 
-    def __init__(self, inventory: Inventory, program: Program) -> None:
-        self.program = program
+    def __init__(self, inventory: Inventory) -> None:
         self._is_usable = _has_simple_inputs(inventory)
         self._ambient = tuple(ambient_facts())
         self._keep_arguments(inventory)
@@ -241,3 +249,159 @@ def _reread(number: Number, leaves: list[Any]) -> Number:
         for place in number.path:
             value = value[place]
     return number if value is number.value else replace(number, value=value)
+
+
+# ----------------------------------------------------------------------------
+# Modules, optimizers and scalers as an earlier call found them.
+
+
+class ModuleFacts:
+    """A module's class, tables and attributes, as they were."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self._type = type(module)
+        values = vars(module)
+        self._keys, self._values = list(values), list(values.values())
+        containers = (module._modules, module._parameters, module._buffers)
+        self._tables = [(t, list(t), list(t.values())) for t in containers if t]
+        hooks = {name: values[name] for name in _torch.HOOK_TABLES}
+        # By key: what a hook holds is not held here, and no key is given twice.
+        self._hooks = [(name, list(table)) for name, table in hooks.items() if table]
+        self._empty = [t for t in (*containers, *hooks.values()) if not t]
+
+    def hold(self) -> bool:
+        """Whether all of it is still the same."""
+        module = self._module()
+        if module is None or type(module) is not self._type:
+            return False
+        values = vars(module)
+        if len(values) != len(self._keys):
+            return False
+        if not all(map(is_, values.values(), self._values)):
+            return False
+        return (
+            list(values) == self._keys
+            and not any(self._empty)
+            and all(is_same_table(*table) for table in self._tables)
+            and all(list(values[name]) == keys for name, keys in self._hooks)
+        )
+
+
+class OptimizerFacts:
+    """An optimizer's groups and states, as they were; numbers of the graph may change."""
+
+    def __init__(self, optimizer: Optimizer, numbers: list[Number]) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._type = type(optimizer)
+        self._hooks = _hook_keys(optimizer)
+        self._groups = optimizer.param_groups
+        self._params = [(g, g["params"], list(g["params"])) for g in self._groups]
+        lifted = {(id(n.holder), n.key, n.path) for n in numbers}
+        self._facts = [
+            (group, [_Hyper(group, key, lifted) for key in group if key != "params"])
+            for group in self._groups
+        ]
+        self._state = optimizer.state
+        self._entries = [
+            (p, e, list(e), list(e.values())) for p, e in self._state.items()
+        ]
+
+    def hold(self) -> bool:
+        """Whether all of it is still the same."""
+        optimizer = self._optimizer()
+        if optimizer is None or type(optimizer) is not self._type:
+            return False
+        if _hook_keys(optimizer) != self._hooks:
+            return False
+        groups = optimizer.param_groups
+        if groups is not self._groups or len(groups) != len(self._params):
+            return False
+        for group, (old, params, items) in zip(groups, self._params, strict=True):
+            if group is not old or group["params"] is not params:
+                return False
+            if not is_same_items(params, items):
+                return False
+        if not all(
+            len(group) == len(facts) + 1 and all(fact.holds() for fact in facts)
+            for group, facts in self._facts
+        ):
+            return False
+        return self._has_same_state(optimizer.state)
+
+    def _has_same_state(self, state: Any) -> bool:
+        if state is not self._state or len(state) != len(self._entries):
+            return False
+        for (parameter, entries), (owner, old, keys, values) in zip(
+            state.items(), self._entries, strict=True
+        ):
+            if parameter is not owner or entries is not old or list(entries) != keys:
+                return False
+            if not all(map(is_, entries.values(), values)) and not all(
+                now is before
+                or (type(now) is type(before) and type(now) in (int, float))
+                for now, before in zip(entries.values(), values, strict=True)
+            ):
+                return False
+        return True
+
+
+class ScalerFacts:
+    """A gradient scaler's numbers and tensors, as they were."""
+
+    def __init__(self, scaler: GradScaler) -> None:
+        self._scaler = weakref.ref(scaler)
+        self._facts = _torch.scaler_facts(scaler)
+        self._tensors = self._tensors_of(scaler)
+
+    def hold(self) -> bool:
+        """Whether all of it is still the same."""
+        scaler = self._scaler()
+        if scaler is None or _torch.scaler_facts(scaler) != self._facts:
+            return False
+        return is_same_items(self._tensors_of(scaler), self._tensors)
+
+    @staticmethod
+    def _tensors_of(scaler: GradScaler) -> list[torch.Tensor]:
+        # It has them already: an earlier call was made with it.
+        return list(_torch.scaler_tensors(scaler, torch.device("cpu")).values())
+
+
+class _Hyper:
+    """One entry of a parameter group; items that are inputs of the graph may change."""
+
+    def __init__(
+        self, group: dict[str, Any], key: str, lifted: set[tuple[Any, ...]]
+    ) -> None:
+        self._group, self._key = group, key
+        value = group[key]
+        items = list(value) if isinstance(value, (tuple, list)) else [value]
+        is_flat = not isinstance(value, (tuple, list))
+        self._type = type(value)
+        self._items = [
+            (item, (id(group), key, () if is_flat else (place,)) in lifted)
+            for place, item in enumerate(items)
+        ]
+
+    def holds(self) -> bool:
+        """Whether it is the same, as far as no input of the graph."""
+        if self._key not in self._group:
+            return False
+        value = self._group[self._key]
+        if type(value) is not self._type:
+            return False
+        items = value if isinstance(value, (tuple, list)) else (value,)
+        if len(items) != len(self._items):
+            return False
+        for item, (before, is_lifted) in zip(items, self._items, strict=True):
+            if item is before:
+                continue
+            if type(item) is not type(before) or isinstance(item, torch.Tensor):
+                return False
+            if not (is_liftable(item) if is_lifted else item == before):
+                return False
+        return True
+
+
+def _hook_keys(optimizer: Optimizer) -> list[list[int]]:
+    return [list(vars(optimizer)[name]) for name in _torch.OPTIMIZER_HOOK_TABLES]

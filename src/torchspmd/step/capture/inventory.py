@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -105,7 +106,7 @@ class Inventory:
     gradients: dict[int, int] = field(default_factory=dict)
     inputs: dict[int, int] = field(default_factory=dict)
     by_id: dict[int, int] = field(default_factory=dict)
-    # Each optimizer's state as it was: a stage puts another in its place.
+    # Each optimizer's state as it was: a substitution puts another in its place.
     saved_states: list[Any] = field(default_factory=list)
 
     def add(self, name: str, role: Role, tensor: torch.Tensor) -> int:
@@ -323,6 +324,30 @@ def is_liftable(value: Any) -> bool:
     """Whether a number can be an input of the graph."""
     # Infinity and NaN have no symbol; they stay constants.
     return type(value) is float and math.isfinite(value)
+
+
+def check_memory(inventory: Inventory) -> None:
+    """Refuse tensors that share memory: a functional graph would pull them apart."""
+    spans: list[tuple[int, int, int, str]] = []
+    for slot in inventory.slots:
+        tensor = _torch.plain_tensor(slot.tensor)
+        if slot.role is Role.INPUT or tensor.numel() == 0 or tensor.is_meta:
+            continue
+        extent = 1 + sum(
+            (size - 1) * step
+            for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+        )
+        start = tensor.data_ptr()
+        end = start + extent * tensor.element_size()
+        spans.append((tensor.untyped_storage().data_ptr(), start, end, slot.name))
+    spans.sort()
+    for (storage, _, end, name), (other, start, _, second) in pairwise(spans):
+        if storage == other and start < end:
+            raise CaptureError(
+                f"compile: {name} and {second} are two tensors on the same memory, and a "
+                "graph that writes one would not change the other. Tie weights by "
+                "assigning the parameter itself, not its data."
+            )
 
 
 # ----------------------------------------------------------------------------

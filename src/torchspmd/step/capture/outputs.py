@@ -1,15 +1,17 @@
 """What a captured step gives back, and where each value goes."""
 
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
+from torch import fx
 
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
-from torchspmd.step.capture.inventory import Inventory, Role
+from torchspmd.step.capture.inventory import Inventory, Role, Slot
 from torchspmd.step.capture.side_effects import find_traced
-from torchspmd.step.capture.substitute import Stage
+from torchspmd.step.capture.substitute import Substitution
+from torchspmd.step.graph.metadata import OutputKind, OutputRole
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,23 +80,23 @@ class Outputs:
     cleared: tuple[int, ...]
 
 
-def collect(stage: Stage, returned: Any) -> tuple[list[Any], Outputs]:
+def collect(substitution: Substitution, returned: Any) -> tuple[list[Any], Outputs]:
     """After the step has been traced: its values, and where each goes."""
     found: list[tuple[Destination, Any]] = []
-    found += _module_values(stage)
-    constant_states, new_states = _state_values(stage, found)
-    cleared = _gradient_values(stage, found)
+    found += _module_values(substitution)
+    constant_states, new_states = _state_values(substitution, found)
+    cleared = _gradient_values(substitution, found)
     written = {d.slot for d, _ in found if isinstance(d, NewValue)}
     found += [
         (NewValue(slot), local)
-        for slot, local in enumerate(stage.locals)
+        for slot, local in enumerate(substitution.locals)
         if slot not in written
     ]
-    known = frozenset(map(id, stage.inventory.leaves))
+    known = frozenset(map(id, substitution.inventory.leaves))
     leaves, structure = _torch.flatten_tree(_opened(returned))
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
-            found.append((Result(place), stage.spread.result(leaf.detach())))
+            found.append((Result(place), substitution.spread.result(leaf.detach())))
             leaves[place] = None
         elif isinstance(leaf, (torch.SymFloat, torch.SymInt, torch.SymBool)):
             found.append((Result(place), leaf))
@@ -135,16 +137,16 @@ def _check_result(leaf: Any) -> None:
         )
 
 
-def _module_values(stage: Stage) -> list[tuple[Destination, Any]]:
+def _module_values(substitution: Substitution) -> list[tuple[Destination, Any]]:
     """Buffers that the step replaced by another tensor instead of writing into them."""
     replaced: list[tuple[Destination, Any]] = []
-    for place in stage.inventory.places:
-        slot = stage.inventory.slots[place.slot]
+    for place in substitution.inventory.places:
+        slot = substitution.inventory.slots[place.slot]
         now = place.table.get(place.key)
-        if slot.role is Role.HYPER or now is stage.shown[place.slot]:
+        if slot.role is Role.HYPER or now is substitution.shown[place.slot]:
             continue
-        local = stage.locals[place.slot]
-        value = now if now is None else stage.spread.result(now.detach())
+        local = substitution.locals[place.slot]
+        value = now if now is None else substitution.spread.result(now.detach())
         if value is None or value.shape != local.shape or value.dtype != local.dtype:
             raise CaptureError(
                 f"compile: the step replaces {slot.name} by a tensor of another shape or "
@@ -155,23 +157,25 @@ def _module_values(stage: Stage) -> list[tuple[Destination, Any]]:
 
 
 def _state_values(
-    stage: Stage, found: list[tuple[Destination, Any]]
+    substitution: Substitution, found: list[tuple[Destination, Any]]
 ) -> tuple[list[tuple[NewState, Any]], list[NewState]]:
     """What each optimizer holds now that it did not hold before."""
     constants: list[tuple[NewState, Any]] = []
     created: list[NewState] = []
-    inventory = stage.inventory
+    inventory = substitution.inventory
     known = {(s.optimizer, s.parameter, s.key): s.slot for s in inventory.states}
     counters = _counters(inventory)
     for index, (_, optimizer) in enumerate(inventory.optimizers):
-        by_tensor = {id(stage.steps_on(slot)): slot for slot in _parameters(inventory)}
+        by_tensor = {
+            id(substitution.steps_on(slot)): slot for slot in _parameters(inventory)
+        }
         for parameter, entries in optimizer.state.items():
             slot = by_tensor[id(parameter)]
             for key, value in entries.items():
                 address = NewState(index, slot, key)
                 before = known.get((index, slot, key))
                 if before is not None:
-                    if value is not stage.steps_on(before):
+                    if value is not substitution.steps_on(before):
                         found.append((NewValue(before), _torch.plain_tensor(value)))
                 elif (index, slot, key) in counters:
                     found.append((NewNumber(counters[index, slot, key]), value))
@@ -201,20 +205,77 @@ def _counters(inventory: Inventory) -> dict[tuple[int, int, str], int]:
     }
 
 
-def _gradient_values(stage: Stage, found: list[tuple[Destination, Any]]) -> list[int]:
+def _gradient_values(
+    substitution: Substitution, found: list[tuple[Destination, Any]]
+) -> list[int]:
     """Gradients that the step leaves behind, and parameters without one."""
     cleared = []
-    for place, slot in enumerate(stage.inventory.slots):
+    for place, slot in enumerate(substitution.inventory.slots):
         if slot.role is not Role.PARAMETER:
             continue
-        gradient = stage.shown[place].grad
-        before = stage.inventory.gradients.get(place)
+        gradient = substitution.shown[place].grad
+        before = substitution.inventory.gradients.get(place)
         if gradient is None:
             if before is not None:
                 cleared.append(place)
-        elif before is None or gradient is not stage.shown[before]:
-            local = stage.spread.for_optimizer(stage.shown[place])
-            is_fresh = before is not None or place in stage.fresh
-            is_used = place in stage.stepped  # not by an optimizer outside of the step
+        elif before is None or gradient is not substitution.shown[before]:
+            local = substitution.spread.for_optimizer(substitution.shown[place])
+            is_fresh = before is not None or place in substitution.fresh
+            is_used = (
+                place in substitution.stepped
+            )  # not by an optimizer outside of the step
             found.append((NewGradient(place, is_fresh and is_used), local))
     return cleared
+
+
+def drop_unchanged(graph: fx.GraphModule, outputs: Outputs) -> Outputs:
+    """Leave out the state that the step does not change."""
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    place = {node: index for index, node in enumerate(placeholders)}
+    output = next(iter(graph.graph.find_nodes(op="output")))
+    (values,) = output.args
+    kept = [
+        (value, destination)
+        for value, destination in zip(values, outputs.destinations, strict=True)
+        if not (
+            isinstance(destination, NewValue) and place.get(value) == destination.slot
+        )
+    ]
+    output.args = ([value for value, _ in kept],)
+    return replace(outputs, destinations=tuple(where for _, where in kept))
+
+
+def find_roles(
+    outputs: Outputs, inventory: Inventory, graph: fx.Graph
+) -> list[OutputRole]:
+    """What each output is for, as the graph's passes see it."""
+    roles = []
+    num_slots = len(inventory.slots)
+    inputs = graph.find_nodes(op="placeholder")
+    read = {p for p, slot in inventory.gradients.items() if inputs[slot].users}
+    for destination in outputs.destinations:
+        match destination:
+            case NewValue(slot):
+                roles.append(OutputRole(OutputKind.STATE, slot))
+            case NewNumber(number):
+                roles.append(OutputRole(OutputKind.STATE, num_slots + number))
+            case NewGradient(parameter, is_fresh):
+                may_wait = is_fresh and parameter not in read
+                roles.append(OutputRole(OutputKind.GRADIENT, may_wait=may_wait))
+            case NewState():
+                roles.append(OutputRole(OutputKind.CREATED))
+            case Result():
+                roles.append(OutputRole(OutputKind.RESULT))
+    return roles
+
+
+def trained_outputs(outputs: Outputs, slots: list[Slot]) -> dict[int, str]:
+    """The names of new parameters and gradients, by their place among the outputs."""
+    names = {}
+    for place, destination in enumerate(outputs.destinations):
+        if isinstance(destination, NewGradient):
+            names[place] = f"{slots[destination.parameter].name}.grad"
+        elif isinstance(destination, NewValue):
+            if slots[destination.slot].role in (Role.PARAMETER, Role.GRADIENT):
+                names[place] = slots[destination.slot].name
+    return names

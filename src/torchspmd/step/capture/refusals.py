@@ -1,20 +1,19 @@
 """Why a step cannot be captured, told with the user's own line and the way out."""
 
+import linecache
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 
 from torchspmd import _torch
-from torchspmd.comm import Phase
+from torchspmd.comm import Owner, Phase
 from torchspmd.errors import CaptureError, SpmdError
-from torchspmd.step.graph.metadata import Owner
 
 _OWN_FOLDERS = (
     str(Path(torch.__file__).parent),
@@ -244,68 +243,57 @@ def check_first_step(optimizer: Optimizer) -> None:
         )
 
 
-_SHOWING = (torch.Tensor.__repr__, torch.Tensor.__format__)  # print, str; f"{loss}"
-_WAYS = ("__repr__", "__format__", "__torch_function__", "handle_torch_function")
+# ----------------------------------------------------------------------------
+# Lines of the user's code.
 
-
-def _is_way_of_showing(code: CodeType) -> bool:
-    """Whether a frame only passes on that a tensor is shown: a DTensor's, a mode's."""
-    return code.co_name in _WAYS and code.co_filename.startswith(_OWN_FOLDERS)
-
-
-class NoPrinting(TorchFunctionMode):
-    """Refuses a print of a tensor in the user's code: there is no value to show."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func in _SHOWING:
-            frame: Any = sys._getframe(1)
-            while frame and _is_way_of_showing(frame.f_code):
-                frame = frame.f_back
-            if frame and not frame.f_code.co_filename.startswith(_OWN_FOLDERS):
-                raise CaptureError(
-                    "compile: the step prints a tensor, which has no value while the "
-                    f"step is captured\n\n  * {frame.f_code.co_filename}:"
-                    f"{frame.f_lineno} {frame.f_code.co_name}\n\nReturn the tensor "
-                    "and print it after the step."
-                )
-        return func(*args, **(kwargs or {}))
+# Frames that only pass on that a tensor is printed: a DTensor's, a mode's.
+_PRINTING = (
+    *("__repr__", "__format__", "__torch_function__", "handle_torch_function"),
+    "_refuse_printing",
+)
 
 
 def user_line(error: BaseException) -> str:
-    """``file:line function`` of the innermost frame that is not torch's or ours."""
-    return _innermost(traceback.extract_tb(error.__traceback__))
+    """``file:line function: source`` of the user's innermost frame behind an error."""
+    return _innermost(reversed(list(traceback.walk_tb(error.__traceback__))))
 
 
 def calling_line() -> str:
-    """``file:line function`` of the user's code that is running now."""
-    return _innermost(traceback.extract_stack())
+    """``file:line function: source`` of the user's code that is running now."""
+    return _innermost(traceback.walk_stack(sys._getframe(1)))
 
 
-def _innermost(frames: traceback.StackSummary) -> str:
-    theirs = [f for f in frames if not f.filename.startswith(_OWN_FOLDERS)]
-    if not theirs:
-        return "(no line of yours: the call came from torch)"
-    # Code without a file may have been made by torch.
-    in_files = [frame for frame in theirs if frame.filename != "<string>"]
-    frame = (in_files or theirs)[-1]
-    line = f": {frame.line}" if frame.line else ""
-    return f"{frame.filename}:{frame.lineno} {frame.name}{line}"
-
-
-def line_of_caller() -> str:
-    """``file:line function`` of the innermost running frame that is not torch's or ours."""
+def printing_line() -> str | None:
+    """The user's line that prints a tensor; None where torch or this package prints it."""
     frame: Any = sys._getframe(1)
-    while frame and frame.f_code.co_filename.startswith(_OWN_FOLDERS):
+    while frame and _is_own(frame.f_code) and frame.f_code.co_name in _PRINTING:
         frame = frame.f_back
-    if frame is None:
-        return "(the line is not known: backward runs in a thread of its own)"
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
+    if frame is None or _is_own(frame.f_code):
+        return None
+    return _told_line(frame.f_code, frame.f_lineno)
+
+
+def _is_own(code: CodeType) -> bool:
+    """Whether code is torch's or this package's."""
+    return code.co_filename.startswith(_OWN_FOLDERS)
+
+
+def _innermost(frames: Iterable[tuple[FrameType, int]]) -> str:
+    made = None
+    for frame, line in frames:
+        if _is_own(frame.f_code):
+            continue
+        if frame.f_code.co_filename != "<string>":
+            return _told_line(frame.f_code, line)
+        # Code without a file may have been made by torch: named if there is no other.
+        made = made or _told_line(frame.f_code, line)
+    return made or "(no line of yours: the call came from torch)"
+
+
+def _told_line(code: CodeType, line: int) -> str:
+    source = linecache.getline(code.co_filename, line).strip()
+    place = f"{code.co_filename}:{line} {code.co_name}"
+    return f"{place}: {source}" if source else place
 
 
 def _running_optimizer(error: BaseException) -> str | None:

@@ -12,11 +12,15 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import torch
+from torch import fx
 from torch.overrides import TorchFunctionMode
 
 from torchspmd import _torch
+from torchspmd.comm import Phase
 from torchspmd.errors import CaptureError
-from torchspmd.step.capture.refusals import RefusalError, line_of_caller
+from torchspmd.step.capture.refusals import RefusalError, calling_line
+from torchspmd.step.capture.trace_modes import replaced
+from torchspmd.step.graph.metadata import owner_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,9 @@ class _Draw:
     is_single: bool
 
 
+_SEEDING = ("manual_seed", "manual_seed_all", "seed", "seed_all")
+
+
 @final
 class RandomTape(_torch.TorchDispatchMode):
     """Remembers the draws of a traced step and repeats them where a state is set back."""
@@ -52,19 +59,18 @@ class RandomTape(_torch.TorchDispatchMode):
         owners: list[Any] = [torch, torch.random]
         if torch.cuda.is_available():
             owners.append(torch.cuda)
-        with contextlib.ExitStack() as stack:
-            for owner in owners:
-                for name, ours in (
-                    ("get_rng_state", self._get_state),
-                    ("set_rng_state", self._set_state),
-                ):
-                    stack.callback(setattr, owner, name, getattr(owner, name))
-                    setattr(owner, name, ours)
-                for name in ("manual_seed", "manual_seed_all", "seed", "seed_all"):
-                    if hasattr(owner, name):
-                        stack.callback(setattr, owner, name, getattr(owner, name))
-                        setattr(owner, name, _refuse_seed)
-            stack.enter_context(self)
+        functions = {
+            "get_rng_state": self._get_state,
+            "set_rng_state": self._set_state,
+            **dict.fromkeys(_SEEDING, _refuse_seed),
+        }
+        attributes = [
+            (owner, name, function)
+            for owner in owners
+            for name, function in functions.items()
+            if hasattr(owner, name)
+        ]
+        with replaced(*attributes), self:
             yield
             self._check_end()
 
@@ -150,7 +156,7 @@ def _check_memory(func: Any, args: tuple[Any, ...]) -> None:
 def _refuse_seed(*_: Any) -> None:
     raise CaptureError(
         "compile: the step seeds a random generator, which would happen once, while the "
-        f"step is captured\n\n  * {line_of_caller()}\n\nSeed before the step, or draw "
+        f"step is captured\n\n  * {calling_line()}\n\nSeed before the step, or draw "
         "outside and pass what was drawn as an argument."
     )
 
@@ -168,6 +174,21 @@ def _form(args: tuple[Any, ...]) -> tuple[Any, ...]:
     )
 
 
+def check_recomputation(name: str, graph: fx.GraphModule) -> None:
+    """Refuse random numbers that would be drawn twice: eager restores the generator."""
+    for node in graph.graph.nodes:
+        draws = _torch.draws_random_numbers(node.target, node.args, node.kwargs)
+        owner = owner_of(node)
+        in_backward = owner.phase in (Phase.RECOMPUTE, Phase.BACKWARD)
+        if in_backward and draws:
+            raise CaptureError(
+                f"compile on {name!r}: {owner.module} draws random numbers in backward "
+                f"({node.target}). A region that is recomputed there must draw those of "
+                "its forward: leave preserve_rng_state=True, use F.dropout for random "
+                "numbers on a sharded batch, or take them out of the checkpointed region."
+            )
+
+
 # ----------------------------------------------------------------------------
 # A question about a random number that has one answer, whatever is drawn.
 #
@@ -179,7 +200,7 @@ _ASKS = (torch.Tensor.__lt__, torch.Tensor.lt, torch.lt)
 
 
 @final
-class CertainDraws(TorchFunctionMode):
+class KnownComparisons(TorchFunctionMode):
     """Answers this question while a step is traced; others are left to be refused."""
 
     def __init__(self) -> None:

@@ -23,8 +23,8 @@ from torchspmd.errors import CaptureError
 from torchspmd.layout.retired import is_retired
 from torchspmd.step.capture.guards import ambient_facts
 from torchspmd.step.capture.inventory import Inventory, Role
-from torchspmd.step.capture.refusals import line_of_caller
-from torchspmd.step.progress import note
+from torchspmd.step.capture.refusals import calling_line
+from torchspmd.step.capture.trace_modes import replaced
 
 # ----------------------------------------------------------------------------
 # Traced tensors in places where a captured step cannot put their values.
@@ -188,7 +188,7 @@ class Change:
     """One thing that is not as it was before the step."""
 
     text: str
-    cure: Cure
+    cure: Cure | None  # None for what may stay
 
 
 _SIMPLE = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
@@ -233,7 +233,8 @@ class Table:
             elif not _is_same(before, now):
                 is_plain = _is_plain(before) and _is_plain(now)
                 if is_plain and before is _MISSING and self._may_begin(key):
-                    note(f"{self._name}.{key} was set in this capture, and not again")
+                    text = f"{self._name}.{key} was set in this capture, and not again"
+                    yield Change(text, None)
                 elif is_plain or all_values:
                     yield Change(f"{self._name}.{key}{_told(before, now)}", self._cure)
                     self._put_back(key)
@@ -400,11 +401,12 @@ _HOOKS_CURE = (
 
 
 def refuse_changes(function: str, changes: list[Change]) -> None:
-    """Raise where there are any: they would be made at capture, and never again."""
-    if not changes:
+    """Raise where any may not stay: it would be made at capture, and never again."""
+    cures = "\n".join(dict.fromkeys(each.cure for each in changes if each.cure))
+    if not cures:
         return
+    changes = [change for change in changes if change.cure]
     lines = "\n".join(f"  * {change.text}" for change in changes)
-    cures = "\n".join(dict.fromkeys(change.cure for change in changes))
     if any("_hooks: " in change.text for change in changes):
         cures += f"\n{_HOOKS_CURE}"
     raise CaptureError(
@@ -414,24 +416,15 @@ def refuse_changes(function: str, changes: list[Change]) -> None:
     )
 
 
-@contextlib.contextmanager
-def refusing_schedulers(function: str) -> Iterator[None]:
+def refusing_schedulers(function: str) -> contextlib.AbstractContextManager[None]:
     """Refuse ``scheduler.step()``, also of a scheduler that is in no argument."""
 
     def refuse(scheduler: Any, *args: Any, **kwargs: Any) -> None:
-        text = f"{type(scheduler).__name__}.step() at {line_of_caller()}"
+        text = f"{type(scheduler).__name__}.step() at {calling_line()}"
         refuse_changes(function, [Change(text, Cure.GROUP)])
 
-    with contextlib.ExitStack() as stack:
-        for kind in _family(LRScheduler):
-            if "step" in vars(kind):
-                stack.callback(_set_step, kind, vars(kind)["step"])
-                _set_step(kind, refuse)
-        yield
-
-
-def _set_step(kind: Any, step: Callable[..., Any]) -> None:
-    kind.step = step
+    kinds = [kind for kind in _family(LRScheduler) if "step" in vars(kind)]
+    return replaced(*((kind, "step", refuse) for kind in kinds))
 
 
 def _family(kind: type[Any]) -> Iterator[type[Any]]:

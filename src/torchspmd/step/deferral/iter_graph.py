@@ -7,7 +7,7 @@ from typing import Any, Self
 from torch import fx
 
 from torchspmd.errors import DeferralError, PassWarning, UsageError
-from torchspmd.step.deferral.regions import DeferredRegion, check_region, latest_place
+from torchspmd.step.deferral.regions import DeferredRegion, check_region
 from torchspmd.step.graph.metadata import readable_name
 from torchspmd.step.graph.options import check_node, check_nodes
 
@@ -33,9 +33,9 @@ class IterGraph(fx.Graph):
     def copy_of(cls, graph: fx.Graph, regions: Sequence[DeferredRegion] = ()) -> Self:
         """A copy of a graph, with the same names and metadata."""
         copy = cls()
-        twins: dict[fx.Node, fx.Node] = {}
+        copies: dict[fx.Node, fx.Node] = {}
         for node in graph.nodes:
-            twins[node] = copy.node_copy(node, lambda old: twins[old])
+            copies[node] = copy.node_copy(node, copies.__getitem__)
         copy.regions = list(regions)
         return copy
 
@@ -64,16 +64,14 @@ class IterGraph(fx.Graph):
                 "The cross-iteration movement has been frozen for the given IterGraph. "
                 "Move nodes before finalize_setup()."
             )
-        check_region(self, subgraph, target_node, self.regions)
-        place = latest_place(self, subgraph, target_node)
+        region = check_region(self, subgraph, target_node, self.regions)
+        place: fx.Node = next(n for n in self.nodes if n.name == region.before)
         if place is not target_node:
             text = _stale(subgraph, target_node, place)
             if strict:
                 raise DeferralError(text)
             warnings.warn(f"{text} They are moved there.", PassWarning, stacklevel=2)
-        names = {node.name for node in subgraph}
-        ordered = tuple(node.name for node in self.nodes if node.name in names)
-        self.regions.append(DeferredRegion(ordered, place.name))
+        self.regions.append(region)
         return place
 
     def freeze_cross_iter_movement(self) -> None:

@@ -1,43 +1,21 @@
 """A step's graph as it is iterated: the object that passes edit and a program runs."""
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, final
 
 from torch import fx
 
+from torchspmd import _torch
 from torchspmd.errors import LostStateError, UsageError
-from torchspmd.step.deferral.forms import Forms, Runnable
+from torchspmd.step.deferral.forms import Stage, creates_state, derive, derive_flush
 from torchspmd.step.deferral.iter_graph import IterGraph
 from torchspmd.step.deferral.regions import written_by
+from torchspmd.step.deferral.state import Event, Progress, State
+from torchspmd.step.graph.clock import left_under_way
 from torchspmd.step.graph.metadata import readable_name, written_state
 
-# ----------------------------------------------------------------------------
-# What an iteration left for the next one, and how much of it is done.
-
-
-@dataclass(slots=True)
-class PendingUpdates:
-    """Work of an iteration that is over; its regions are known by number.
-
-    Attributes:
-        carried: The values that the work needs.
-        begun: Regions that have begun to write into their states.
-        done: Regions that have written all of their states.
-    """
-
-    carried: tuple[Any, ...]
-    begun: set[int] = field(default_factory=set)
-    done: set[int] = field(default_factory=set)
-
-    @property
-    def half_way(self) -> frozenset[int]:
-        """Regions whose states are neither the old nor the new ones.
-
-        >>> PendingUpdates((), begun={0, 1}, done={0}).half_way
-        frozenset({1})
-        """
-        return frozenset(self.begun - self.done)
+Runnable = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +56,8 @@ class IterGraphModule:
             )
         self.main_gm = fx.GraphModule(main_gm, IterGraph.copy_of(main_gm.graph))
         self.enable_inductor = enable_inductor
-        self._forms: Forms | None = None
-        self._pending: PendingUpdates | None = None
-        self._is_writing = False  # what an iteration gave; stays so after an exception
-        self._left: tuple[Any, ...] = ()  # for the next iteration, meanwhile
+        self._forms: _Forms | None = None
+        self._progress = Progress()
         self._make_ready: Callable[[str, fx.GraphModule], Runnable] = self._prepare
 
     @property
@@ -123,53 +99,37 @@ class IterGraphModule:
         self.recompile()
         self.freeze_cross_iter_movement()
         self._make_ready = prepare or self._make_ready
-        self._forms = Forms(self.main_gm, self._make_ready)
+        self._forms = _Forms(self.main_gm, self._make_ready)
+
+    @property
+    def state(self) -> State:
+        """How far the updates are that an earlier iteration left."""
+        return self._progress.state
 
     @property
     def is_pending(self) -> bool:
         """Whether work of an earlier iteration is still to be done, or is lost."""
-        return self._pending is not None or self._is_writing
-
-    @property
-    def is_interrupted(self) -> bool:
-        """Whether an exception came after some of what is pending was written.
-
-        Unless states are lost, the rest is made by ``flush``; then the iteration that
-        failed can be run again.
-        """
-        return self._is_writing or (
-            self._pending is not None and bool(self._pending.begun)
-        )
-
-    @property
-    def half_way(self) -> frozenset[int]:
-        """Regions that an exception left half written, by number: nothing mends them."""
-        return frozenset() if self._pending is None else self._pending.half_way
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether an exception came while states were written: nothing mends them."""
-        return self._is_writing or bool(self.half_way)
-
-    @property
-    def lost(self) -> tuple[int, ...]:
-        """The inputs that must then be loaded again, by place."""
-        if not self._is_writing:
-            return self.states_of(self.unfinished) if self.half_way else ()
-        written = set(written_state(self.graph).values())
-        placeholders = self.graph.find_nodes(op="placeholder")
-        return tuple(n for n, node in enumerate(placeholders) if node in written)
+        return self.state is not State.IDLE
 
     @property
     def unfinished(self) -> frozenset[int]:
-        """Regions that are still to be done, by number."""
-        if self._pending is None:
+        """Regions whose pending updates are still to be done, by number."""
+        if self.state is State.IDLE:
             return frozenset()
-        return frozenset(range(len(self.graph.regions))) - self._pending.done
+        return frozenset(range(len(self.graph.regions))) - self._progress.done
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """The inputs that must be loaded again after an exception, by place."""
+        if self.state is State.WRITING:
+            return self._places(written_state(self.graph).values())
+        if self.state is State.UPDATING:  # the updates that have not begun are dropped
+            return self.states_of(self.unfinished)
+        return ()
 
     @property
     def marks(self) -> Marks:
-        """What a graph that writes its states in place calls around each region."""
+        """What a graph that updates in place calls around the writes of each region."""
         return Marks(self._begin, self._end)
 
     def states_of(self, regions: Collection[int]) -> tuple[int, ...]:
@@ -179,8 +139,11 @@ class IterGraphModule:
         written = written_by(
             graph, [node for node in graph.nodes if node.name in names]
         )
-        placeholders = graph.find_nodes(op="placeholder")
-        return tuple(n for n, node in enumerate(placeholders) if node in written)
+        return self._places(written)
+
+    def _places(self, inputs: Collection[fx.Node]) -> tuple[int, ...]:
+        placeholders = self.graph.find_nodes(op="placeholder")
+        return tuple(n for n, node in enumerate(placeholders) if node in inputs)
 
     @property
     def is_deferring(self) -> bool:
@@ -221,18 +184,18 @@ class IterGraphModule:
             last_iter: Leave no work for a next iteration.
         """
         forms = self._finished()
-        self._check_not_interrupted()
-        pending = self._pending
-        if not forms.is_deferring or (pending is None and last_iter):
+        self._check_can_run()
+        is_first = self.state is State.IDLE
+        if not forms.is_deferring or (is_first and last_iter):
             return write(forms.whole(*args))
-        name = ("last" if last_iter else "steady") if pending is not None else "first"
-        outputs, left = forms.run(
-            name, args, () if pending is None else pending.carried
-        )
-        self._is_writing, self._left = True, left
+        name = "first" if is_first else "last" if last_iter else "steady"
+        outputs, left = forms.run(name, args, self._progress.carried)
+        self._advance(Event.BEGIN_WRITE, left=left)
         result = write(outputs)
-        self._pending, self._left = None if last_iter else PendingUpdates(left), ()
-        self._is_writing = False  # at last: an interrupt in between must not be silent
+        if last_iter:
+            self._advance(Event.FINISH)
+        else:
+            self._advance(Event.LEAVE, carried=left, left=(), done=frozenset())
         return result
 
     def flush(
@@ -248,33 +211,35 @@ class IterGraphModule:
                 was not made in place is lost.
         """
         self._check_not_lost()
-        if self._pending is None:
+        if self.state is State.IDLE:
             return None
-        outputs = self._finished().flush(args, self._pending.carried, self.unfinished)
-        self._pending.begun |= self.unfinished  # whatever was not made in place
+        carried = self._progress.carried
+        outputs = self._finished().flush(args, carried, self.unfinished)
+        if self.unfinished:  # not done in place, but by `write`
+            self._advance(Event.BEGIN_UPDATE)
         if write is not None:
             write(outputs)
-        self._pending = None
+        self._advance(Event.FINISH)
         return outputs
 
     def drop_pending(self) -> None:
         """Forget what is pending: its states have got other values, from a checkpoint."""
-        for values in (self._left, self._pending.carried if self._pending else ()):
+        for values in (self._progress.left, self._progress.carried):
             self._finished().wait_for(values)
-        self._pending, self._left = None, ()
-        self._is_writing = False
+        self._advance(Event.DROP)
+
+    def _advance(self, event: Event, **changes: Any) -> None:
+        self._progress = self._progress.after(event, **changes)
 
     def _begin(self, region: int) -> None:
-        assert self._pending is not None
-        self._pending.begun.add(region)
+        self._advance(Event.BEGIN_UPDATE)
 
     def _end(self, region: int) -> None:
-        assert self._pending is not None
-        self._pending.done.add(region)
+        self._advance(Event.END_UPDATE, done=self._progress.done | {region})
 
-    def _check_not_interrupted(self) -> None:
+    def _check_can_run(self) -> None:
         self._check_not_lost()
-        if self.is_interrupted:
+        if self.state is State.PARTLY_DONE:
             raise UsageError(
                 "IterGraphModule: an exception ended the iteration before after some of "
                 "its pending work was done. Call flush() to do the rest, then run "
@@ -282,7 +247,7 @@ class IterGraphModule:
             )
 
     def _check_not_lost(self) -> None:
-        if self.is_lost:
+        if self.state.is_lost:
             places = self.graph.find_nodes(op="placeholder")
             raise LostStateError.of([readable_name(places[n]) for n in self.lost])
 
@@ -291,7 +256,7 @@ class IterGraphModule:
         text: str = self.main_gm.print_readable(print_output=print_output)
         return text
 
-    def _finished(self) -> Forms:
+    def _finished(self) -> "_Forms":
         if self._forms is None:
             self.finalize_setup()
         assert self._forms is not None
@@ -302,7 +267,84 @@ class IterGraphModule:
             return graph
         from torchspmd.step.graph.inductor import lower
 
-        return lower(graph)
+        return lower(graph)[0]
+
+
+class _Forms:
+    """The derived graphs of a finished module, ready to run."""
+
+    def __init__(
+        self, main: fx.GraphModule, prepare: Callable[[str, fx.GraphModule], Runnable]
+    ) -> None:
+        graph = main.graph
+        assert isinstance(graph, IterGraph)
+        self._main, self._graph = main, graph
+        self.is_deferring = bool(graph.regions) and not creates_state(graph)
+        self.graphs = {"whole": main}
+        self.num_carried = 0
+        self._stages: dict[str, Stage] = {}
+        if self.is_deferring:
+            pipeline = derive(graph, graph.regions)
+            self.num_carried = pipeline.num_carried
+            self._num_outputs = pipeline.num_outputs
+            for name in ("first", "steady", "last", "flush"):
+                stage: Stage = getattr(pipeline, name)
+                self._stages[name] = stage
+                self.graphs[name] = fx.GraphModule(main, stage.graph)
+        self._prepare = prepare
+        needed = ("first", "steady") if self.is_deferring else ("whole",)
+        self._runs = {name: prepare(name, self.graphs[name]) for name in needed}
+
+    def whole(self, *args: Any) -> Any:
+        """One iteration with nothing pending and nothing left."""
+        return self._run_of("whole")(*args)
+
+    def run(
+        self, name: str, args: Sequence[Any], carried: tuple[Any, ...]
+    ) -> tuple[list[Any], tuple[Any, ...]]:
+        """The step's outputs, None where this form has none, and what is left."""
+        return self._call(self._stages[name], self._run_of(name), [*args, *carried])
+
+    def flush(
+        self, args: Sequence[Any], carried: tuple[Any, ...], unfinished: frozenset[int]
+    ) -> list[Any]:
+        """The outputs of the regions that are not done yet, None for all others."""
+        regions = self._graph.regions
+        if not unfinished:
+            return [None] * self._num_outputs
+        if len(unfinished) == len(regions):
+            return self.run("flush", args, carried)[0]
+        # After an exception only: not worth keeping.
+        stage = derive_flush(self._graph, regions, sorted(unfinished))
+        run = self._prepare("flush", fx.GraphModule(self._main, stage.graph))
+        return self._call(stage, run, [*args, *carried])[0]
+
+    def wait_for(self, carried: Sequence[Any]) -> None:
+        """Wait for reductions that no iteration will wait for.
+
+        Torch keeps each of them, and its memory, until somebody has.
+        """
+        if carried:
+            steady = self.graphs["steady"].graph
+            for place in left_under_way(steady, self.num_carried):
+                _torch.WAIT(carried[place])
+
+    def _call(
+        self, stage: Stage, run: Runnable, inputs: list[Any]
+    ) -> tuple[list[Any], tuple[Any, ...]]:
+        # Not by a call of the module: torch.fx traces those where a model is traced.
+        values = (
+            run.forward(*inputs) if isinstance(run, fx.GraphModule) else run(*inputs)
+        )
+        outputs: list[Any] = [None] * self._num_outputs
+        for place, value in zip(stage.outputs, values, strict=False):
+            outputs[place] = value
+        return outputs, tuple(values[len(stage.outputs) :])
+
+    def _run_of(self, name: str) -> Runnable:
+        if name not in self._runs:
+            self._runs[name] = self._prepare(name, self.graphs[name])
+        return self._runs[name]
 
 
 def _hand_over(outputs: Any) -> Any:

@@ -1,7 +1,6 @@
-"""A graph that looks at the clock around its collectives while it runs."""
+"""A graph that reads the clock around its collectives while it runs."""
 
 import itertools
-import operator
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,9 +10,9 @@ from typing import Any, final
 import torch
 from torch import fx
 
-from torchspmd.step.graph.aliases import is_wait
+from torchspmd.step.graph.aliases import is_wait, started_by, without_item
 from torchspmd.step.graph.collectives import events_of
-from torchspmd.step.graph.simulate import carried_values, started_by
+from torchspmd.step.graph.simulate import carried_values
 
 # No more than this is what a wait itself takes, not what is waited for.
 HIDDEN_SECONDS = 5e-5
@@ -22,7 +21,7 @@ _HIDDEN_PART = 0.01  # of the time since its start: the rest was computed in
 
 @dataclass(frozen=True, slots=True)
 class Clocked:
-    """Where a graph looks at the clock for one collective.
+    """Where a graph reads the clock for one collective.
 
     Attributes:
         start: The node that starts it.
@@ -44,7 +43,7 @@ class Reading:
     """What the clock said about one collective; in seconds, medians of all runs.
 
     Attributes:
-        exposed: How long computation stood still for it.
+        exposed: How long computation waited for it.
         distance: From its start to its first wait.
         queued: How long after its start an earlier one of its group was still waited for.
     """
@@ -151,7 +150,7 @@ def left_under_way(graph: fx.Graph, num_carried: int) -> list[int]:
     return [
         place
         for place, node in enumerate(inputs[len(inputs) - num_carried :])
-        if node in carried and _without_item(carried[node]) in starts
+        if node in carried and without_item(carried[node]) in starts
     ]
 
 
@@ -161,7 +160,7 @@ def read_runs(
     """What each collective that is waited for took, by its start.
 
     Args:
-        collectives: Where the clock was looked at.
+        collectives: Where the clock was read.
         runs: What it said, run after run.
         warm: How many of the first runs do not count.
     """
@@ -233,13 +232,7 @@ def _find_waits(
         if is_wait(node):
             source = started_by(node)
             is_carried = source in carried
-            start = _without_item(carried[source]) if is_carried else source
+            start = without_item(carried[source]) if is_carried else source
             if start in waits:
                 waits[start].append((node, is_carried))
     return waits
-
-
-def _without_item(node: fx.Node) -> fx.Node:
-    source = node.args[0] if node.target is operator.getitem else node
-    assert isinstance(source, fx.Node)
-    return source

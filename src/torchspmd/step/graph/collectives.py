@@ -20,14 +20,16 @@ from torchspmd.comm import (
     Ledger,
     Operator,
     Topology,
-    find_operator,
     measure,
 )
 from torchspmd.step.graph.aliases import (
     Aliases,
+    communication_of,
     find_aliases,
+    find_waits,
     is_view,
     is_wait,
+    node_arguments,
     operator_of,
 )
 from torchspmd.step.graph.edit import HasGraph
@@ -43,33 +45,28 @@ def build_ledger(graph: fx.GraphModule) -> Ledger:
     """One event for each collective of a graph, in order."""
     check_module("build_ledger", graph=graph)
     ledger = Ledger()
-    for _, event in communications(graph):
+    for _, event in events_of(graph.graph):
         ledger.append(event)
     return ledger
-
-
-def communications(graph: fx.GraphModule) -> Iterator[tuple[fx.Node, CommEvent]]:
-    """Each node of a graph module that communicates, and its event."""
-    return events_of(graph.graph)
 
 
 def events_of(graph: fx.Graph) -> Iterator[tuple[fx.Node, CommEvent]]:
     """Each node that communicates, and its event."""
     topology = Topology()
     for node in graph.nodes:
-        operator = _operator(node)
+        operator = communication_of(node)
         if operator is not None:
             yield node, _event(node, operator, topology)
 
 
 def peers_of(graph: fx.GraphModule) -> list[int]:
     """The ranks of all groups that a graph communicates over."""
-    return sorted({r for _, event in communications(graph) for r in event.group.ranks})
+    return sorted({r for _, event in events_of(graph.graph) for r in event.group.ranks})
 
 
 def is_communication(node: fx.Node) -> bool:
     """Whether a node starts a communication."""
-    return _operator(node) is not None
+    return communication_of(node) is not None
 
 
 def graph_size(graph: fx.Graph) -> GraphSize:
@@ -79,17 +76,8 @@ def graph_size(graph: fx.Graph) -> GraphSize:
     return GraphSize(len(graph.nodes), len(found), total)
 
 
-def _operator(node: fx.Node) -> Operator | None:
-    if node.op != "call_function" or not isinstance(node.target, _torch.OpOverload):
-        return None
-    return find_operator(_torch.packet_name(node.target))
-
-
 def _event(node: fx.Node, operator: Operator, topology: Topology) -> CommEvent:
-    assert isinstance(node.target, _torch.OpOverload)
-    names = _torch.argument_names(node.target)
-    values: Any = fx.node.map_arg((node.args, node.kwargs), _value)
-    arguments = {**dict(zip(names, values[0], strict=False)), **values[1]}
+    arguments: Any = fx.node.map_arg(node_arguments(node), _value)
     group = topology.group_of(arguments)
     sizes = measure(operator, arguments, group.size)
     owner = owner_of(node)
@@ -110,7 +98,7 @@ def _value(node: fx.Node) -> Any:
     return node.meta.get("val")
 
 
-# Besides views: what costs about a copy and may travel with a collective.
+# Besides views: what costs about a copy and may move with a collective.
 _CHEAP = frozenset(
     {"aten::_to_copy", "aten::clone", "aten::div", "aten::mul", "aten::neg"}
 )
@@ -119,7 +107,7 @@ _PACKING = frozenset({"aten::cat", "aten::constant_pad_nd"})
 
 @dataclass(frozen=True, slots=True)
 class CommBlock:
-    """One collective, from what prepares its input to what takes its result apart.
+    """One collective, from what prepares its input to what unpacks its result.
 
     Attributes:
         start: The node that starts it.
@@ -128,7 +116,7 @@ class CommBlock:
         outputs: The nodes whose values the rest of the graph reads.
         event: What it communicates.
         head: Cheap nodes that feed nothing else (views, concatenation, casts).
-        tail: Cheap nodes that only take the result apart, or scale it.
+        tail: Cheap nodes that only unpack the result, or scale it.
         problem: Why it must be left alone; empty where it is an ordinary pair.
     """
 
@@ -206,7 +194,7 @@ def get_all_comm_blocks(
     """
     wanted = None if kinds is None else {Kind(kind) for kind in kinds}
     found = list(events_of(gm.graph))
-    waits = {start: tuple(_find_waits(start)) for start, _ in found}
+    waits = {start: find_waits(start) for start, _ in found}
     tails = _tails(gm.graph, waits)
     heads = _heads(gm.graph, set(waits), set(tails))
     by_start = _grouped(tails), _grouped(heads)
@@ -215,14 +203,6 @@ def get_all_comm_blocks(
         for start, event in found
         if wanted is None or event.kind in wanted
     ]
-
-
-def node_arguments(node: fx.Node) -> dict[str, Any]:
-    """A node's arguments by their names in its operator, in the operator's order."""
-    target = operator_of(node)
-    names = () if target is None else _torch.argument_names(target)
-    found = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    return {name: found[name] for name in names if name in found}
 
 
 def writes_in_place(graph: fx.Graph) -> fx.Node | None:
@@ -266,14 +246,6 @@ def _problem(start: fx.Node, event: CommEvent, waits: tuple[fx.Node, ...]) -> st
 def _items(node: fx.Node) -> bool:
     """Whether a node takes one tensor of a coalesced collective, to wait for it."""
     return node.target is operator.getitem and all(is_wait(n) for n in node.users)
-
-
-def _find_waits(start: fx.Node) -> Iterator[fx.Node]:
-    for user in start.users:
-        if is_wait(user):
-            yield user
-        elif user.target is operator.getitem:
-            yield from (each for each in user.users if is_wait(each))
 
 
 def _tails(
@@ -344,7 +316,7 @@ def _is_scaling(node: fx.Node) -> bool:
 
 
 def earliest_place(block: CommBlock, after: fx.Node | None = None) -> fx.Node:
-    """The node directly after which a block's head and start can stand.
+    """The node directly after which a block's head and start can be placed.
 
     Args:
         block: The block.
@@ -367,19 +339,19 @@ def hoist(block: CommBlock, place: fx.Node) -> None:
 
 
 def latest_place(block: CommBlock) -> fx.Node:
-    """The node directly before which a block's waits and tail can stand."""
+    """The node directly before which a block's waits and tail can be placed."""
     return min(block.readers(), default=_output(block.start.graph))
 
 
 def sink(block: CommBlock, place: fx.Node) -> None:
-    """Put what stands behind a block's start directly before a node, if it is earlier."""
+    """Put what follows a block's start directly before a node, if it is earlier."""
     for node in after_start(block):
         if node < place:
             place.prepend(node)
 
 
 def after_start(block: CommBlock) -> list[fx.Node]:
-    """What stands behind a block's start: items, waits and tail, in order."""
+    """What follows a block's start: items, waits and tail, in order."""
     items = [node for node in block.start.users if node not in block.waits]
     return [*items, *block.waits, *block.tail]
 
@@ -483,9 +455,4 @@ def _reads_until(reader: fx.Node, aliases: Aliases) -> float:
     """The last place at which a node reads: a collective does so until its waits."""
     if not is_communication(reader):
         return aliases.position[reader]
-    items = [user for user in reader.users if user.target is operator.getitem]
-    waits = [
-        [aliases.position[user] for user in item.users if is_wait(user)]
-        for item in items or [reader]
-    ]
-    return max(min(each, default=math.inf) for each in waits)
+    return max((aliases.position[n] for n in find_waits(reader)), default=math.inf)

@@ -1,16 +1,61 @@
 """Nodes that a pass adds: with a fake value and an owner, like those of capture."""
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, Protocol
 
+import torch
 from torch import fx
 
 from torchspmd import _torch
-from torchspmd.comm import GLOBAL
+from torchspmd.comm import GLOBAL, Owner, find_operator
 from torchspmd.errors import UsageError
-from torchspmd.step.graph.metadata import META_KEY, Owner, owner_of
+from torchspmd.step.graph.metadata import META_KEY, owner_of
 from torchspmd.step.graph.options import check_graph, check_module, check_nodes
+
+# Other functions of Python may do anything, and are not called to see what they give.
+_FUNCTIONS = frozenset(
+    {
+        operator.add,
+        operator.floordiv,
+        operator.getitem,
+        operator.mod,
+        operator.mul,
+        operator.neg,
+        operator.sub,
+        operator.truediv,
+    }
+)
+
+
+def fake_result(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    """What a node gives on fake tensors, without values; None where that is not known.
+
+    Args:
+        node: A call; it raises what the operator raises on these operands.
+        values: What the nodes that it takes give.
+
+    >>> import torch
+    >>> graph = fx.Graph()
+    >>> x = graph.placeholder("x")
+    >>> product = graph.call_function(torch.ops.aten.mm.default, (x, x))
+    >>> fake_result(product, {x: torch.empty(3, 3, device="meta")}).shape
+    torch.Size([3, 3])
+    """
+    target: Any = node.target
+    if isinstance(target, _torch.OpOverload):
+        name = _torch.packet_name(target)
+        if find_operator(name) and not name.startswith("_c10d_functional::"):
+            return None  # to call it would count it as communication
+    elif target not in _FUNCTIONS:
+        return None
+    if any(values.get(each) is None for each in node.all_input_nodes):
+        return None
+    args, options = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+    # Operators that only make tensors run in the fake mode of the graph's inputs.
+    near = (each.meta.get("val") for each in node.graph.nodes)
+    return _torch.fake_result(target, args, options, near=near)
 
 
 class NodeMaker:
@@ -27,10 +72,17 @@ class NodeMaker:
     def call(self, target: Any, *args: Any, **options: Any) -> fx.Node:
         """Add a call; its fake value is computed from those of its arguments."""
         node = self._graph.call_function(target, args, options)
-        values: Any = fx.node.map_arg(args, lambda source: source.meta["val"])
-        node.meta["val"] = _torch.fake_result(target, values, **options)
+        values = {source: source.meta["val"] for source in node.all_input_nodes}
+        node.meta["val"] = fake_result(node, values)
         node.meta[META_KEY] = self._owner
         return node
+
+
+def tensor_value(node: fx.Node) -> torch.Tensor:
+    """The fake tensor of a node that gives one."""
+    value = node.meta["val"]
+    assert isinstance(value, torch.Tensor), f"{node.name}: {type(value).__name__}"
+    return value
 
 
 def common_owner(nodes: Sequence[fx.Node]) -> Owner:
@@ -100,11 +152,16 @@ def find_all_descendants(
     check_nodes("find_all_descendants", parent_nodes=parent_nodes)
     if not parent_nodes:
         raise UsageError("find_all_descendants: No parent nodes are given.")
-    found = set(parent_nodes)
-    waiting = list(parent_nodes)
+    return descendants(gm.graph, parent_nodes)
+
+
+def descendants(graph: fx.Graph, parents: Sequence[fx.Node]) -> list[fx.Node]:
+    """The same, of a graph."""
+    found = set(parents)
+    waiting = list(parents)
     while waiting:
         for user in waiting.pop().users:
             if user.op != "output" and user not in found:
                 found.add(user)
                 waiting.append(user)
-    return [node for node in gm.graph.nodes if node in found]
+    return [node for node in graph.nodes if node in found]

@@ -11,7 +11,7 @@ from torchspmd import _torch
 from torchspmd.errors import CaptureError
 from torchspmd.step.graph.collectives import gather_into_memory, is_communication
 from torchspmd.step.graph.metadata import output_node, output_values
-from torchspmd.step.progress import note, phase
+from torchspmd.step.progress import phase
 
 _CLONE = torch.ops.aten.clone.default
 
@@ -26,8 +26,8 @@ def check_compilable(graph: fx.GraphModule) -> None:
         )
 
 
-def lower(graph: fx.GraphModule) -> Callable[..., Any]:
-    """A graph compiled by Inductor."""
+def lower(graph: fx.GraphModule) -> tuple[Callable[..., Any], str]:
+    """A graph compiled by Inductor, and where the compiled code comes from."""
     check_compilable(graph)
     graph = fx.GraphModule(graph, copy.deepcopy(graph.graph))
     copied = _drop_host_copies(graph.graph)
@@ -39,8 +39,7 @@ def lower(graph: fx.GraphModule) -> Callable[..., Any]:
         made, from_cache = _torch.compile_with_inductor(
             graph, inputs, keep_order=keep_order
         )
-    note(f"Inductor: {from_cache}")
-    return _Copying(made, copied) if copied else made
+    return _Copying(made, copied) if copied else made, f"Inductor: {from_cache}"
 
 
 def _drop_host_copies(graph: fx.Graph) -> dict[int, int]:

@@ -1,7 +1,7 @@
-"""How much memory a graph needs at its worst moment, read from the graph."""
+"""How many bytes are alive while each node of a graph runs, read from the graph."""
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -11,8 +11,7 @@ from torch import fx
 
 from torchspmd import _torch
 from torchspmd.comm import Kind, Phase
-from torchspmd.step.graph.aliases import Aliases, find_aliases
-from torchspmd.step.graph.collectives import CommBlock, get_all_comm_blocks
+from torchspmd.step.graph.aliases import communication_of, find_aliases, find_waits
 from torchspmd.step.graph.edit import HasGraph
 from torchspmd.step.graph.metadata import owner_of
 
@@ -57,13 +56,16 @@ class PeakMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class _Span:
-    """Bytes that are alive from one node to another."""
+class _Value:
+    """Memory that the graph itself takes: alive from one node to the last of others."""
 
-    first: int
-    last: int
+    made: fx.Node
     size: int
-    kind: str
+    ends: tuple[fx.Node, ...]
+
+    def is_alive(self, place: int, position: Mapping[fx.Node, int]) -> bool:
+        last = max(map(position.__getitem__, self.ends))
+        return position[self.made] <= place <= last
 
 
 def predict_peak(graph: fx.Graph, released: frozenset[int] = frozenset()) -> PeakMemory:
@@ -73,75 +75,30 @@ def predict_peak(graph: fx.Graph, released: frozenset[int] = frozenset()) -> Pea
         graph: The graph that is run, in the order in which it is run.
         released: Inputs, by place, that are given up before the run.
     """
-    nodes = list(graph.nodes)
-    spans = _spans(graph, find_aliases(graph), released)
-    changes = [0] * (len(nodes) + 1)
-    for span in spans:
-        changes[span.first] += span.size
-        changes[span.last + 1] -= span.size
-    totals = list(accumulate(changes))[:-1]
-    worst = max(range(len(nodes)), key=totals.__getitem__)
-    alive: dict[str, int] = {}
-    for span in spans:
-        if span.first <= worst <= span.last:
-            alive[span.kind] = alive.get(span.kind, 0) + span.size
-    owner = owner_of(nodes[worst])
+    memory = LiveBytes(graph)
+    live = memory.now()
+    worst = max(live, key=live.__getitem__)
+    alive = _held_throughout(graph, released)
+    for value in memory.alive_at(worst):
+        kind = _MADE_IN[owner_of(value.made).phase]
+        alive[kind] = alive.get(kind, 0) + value.size
+    owner = owner_of(worst)
     where = f"{owner.module} ({owner.phase.value})"
-    return PeakMemory(totals[worst], nodes[worst].name, where, alive)
+    return PeakMemory(sum(alive.values()), worst.name, where, alive)
 
 
-def _spans(graph: fx.Graph, aliases: Aliases, released: frozenset[int]) -> list[_Span]:
-    end = len(aliases.position) - 1
-    inputs = {node: n for n, node in enumerate(graph.find_nodes(op="placeholder"))}
-    spans = []
-    for node, place in aliases.position.items():
-        if node.op == "placeholder":
-            if inputs[node] not in released:
-                kind = str(node.meta.get(ROLE_KEY, "input"))
-                spans.append(_Span(0, end, _size(node), kind))
-        elif node.op == "get_attr":
-            spans.append(_Span(0, end, _size(node), "constant"))
-        elif aliases.root[node] is node and node.op == "call_function":
-            kind = _MADE_IN[owner_of(node).phase]
-            last = aliases.last_read.get(node, place)
-            spans.append(_Span(_birth(node, aliases), last, _size(node), kind))
-            spans += _unused_items(node, aliases, kind)
-    return spans
-
-
-def _birth(node: fx.Node, aliases: Aliases) -> int:
-    """An item of a tuple exists since the operator that made the tuple."""
-    while node.target is operator.getitem:
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        node = source
-    return aliases.position[node]
-
-
-def _unused_items(node: fx.Node, aliases: Aliases, kind: str) -> list[_Span]:
-    """Results that nobody takes live until the last of the others was taken."""
-    values = node.meta.get("val")
-    if not isinstance(values, (list, tuple)) or node.target is operator.getitem:
-        return []
-    taken = {user.args[1] for user in node.users if user.target is operator.getitem}
-    unused = [v for n, v in enumerate(values) if n not in taken]
-    size = sum(_bytes(leaf) for leaf in _torch.flatten_tree(unused)[0])
-    place = aliases.position[node]
-    return [_Span(place, aliases.last_read.get(node, place), size, kind)]
-
-
-def _size(node: fx.Node) -> int:
-    return _bytes(node.meta.get("val"))
-
-
-def _bytes(value: Any) -> int:
-    return _torch.storage_bytes(value) if isinstance(value, torch.Tensor) else 0
-
-
-# ----------------------------------------------------------------------------
-# How many bytes are alive while each node of a graph runs.
-
-_Value = tuple[fx.Node, int, list[fx.Node]]  # made by, bytes, needed by
+def _held_throughout(graph: fx.Graph, released: frozenset[int]) -> dict[str, int]:
+    """Bytes of inputs and constants, by what they are: the caller holds them."""
+    kept = [
+        (node, str(node.meta.get(ROLE_KEY, "input")))
+        for place, node in enumerate(graph.find_nodes(op="placeholder"))
+        if place not in released
+    ]
+    kept += [(node, "constant") for node in graph.find_nodes(op="get_attr")]
+    sizes: dict[str, int] = {}
+    for node, kind in kept:
+        sizes[kind] = sizes.get(kind, 0) + value_bytes(node.meta.get("val"))
+    return sizes
 
 
 def live_bytes(gm: HasGraph) -> dict[fx.Node, int]:
@@ -150,43 +107,73 @@ def live_bytes(gm: HasGraph) -> dict[fx.Node, int]:
     Inputs of the graph are not counted. A collective holds its result from its start on,
     and its input until its wait, except for an all-reduce, which works on a copy.
     """
-    return LiveBytes(gm).now()
+    return LiveBytes(gm.graph).now()
 
 
 class LiveBytes:
     """The same, again and again while nodes are moved; nothing else may be edited."""
 
-    def __init__(self, gm: HasGraph) -> None:
-        self._graph = gm.graph
-        root = find_aliases(gm.graph).root
-        needed: dict[fx.Node, dict[fx.Node, None]] = {node: {} for node in root}
-        for node in root:
-            for source in node.all_input_nodes:
-                needed[root[source]][node] = None
-        for block in get_all_comm_blocks(gm):
-            for held in held_until_wait(block):
-                needed[root[held]].update(dict.fromkeys(block.waits))
-        self._values: list[_Value] = []
-        for node in root:
-            size = value_bytes(node.meta.get("val"))
-            made_here = root[node] is node and not _is_item(node)
-            if made_here and node.op == "call_function" and size:
-                self._values.append((node, size, _ends(node, needed)))
+    def __init__(self, graph: fx.Graph) -> None:
+        self._graph = graph
+        self._values = _values(graph)
 
     def now(self) -> dict[fx.Node, int]:
         """Bytes alive at each node, in graph order."""
         position = {node: place for place, node in enumerate(self._graph.nodes)}
         changes = [0] * (len(position) + 1)
-        for node, size, ends in self._values:
-            changes[position[node]] += size
-            changes[max(map(position.__getitem__, ends)) + 1] -= size
+        for value in self._values:
+            changes[position[value.made]] += value.size
+            changes[max(map(position.__getitem__, value.ends)) + 1] -= value.size
         return dict(zip(position, accumulate(changes), strict=False))
 
+    def alive_at(self, node: fx.Node) -> list[_Value]:
+        """What is alive while a node runs."""
+        position = {each: place for place, each in enumerate(self._graph.nodes)}
+        place = position[node]
+        return [each for each in self._values if each.is_alive(place, position)]
 
-def held_until_wait(block: CommBlock) -> Iterable[fx.Node]:
-    """What a collective reads until it is waited for."""
-    reads_copy = block.kind is Kind.ALL_REDUCE or not block.waits
-    return () if reads_copy else block.inputs
+
+def _values(graph: fx.Graph) -> list[_Value]:
+    root = find_aliases(graph).root
+    needed: dict[fx.Node, dict[fx.Node, None]] = {node: {node: None} for node in root}
+    for node in root:
+        for source in node.all_input_nodes:
+            needed[root[source]][node] = None
+        for held in held_until_wait(node):
+            needed[root[held]].update(dict.fromkeys(find_waits(node)))
+    values = []
+    for node in root:
+        if root[node] is not node or node.op != "call_function":
+            continue
+        size, made, ends = _untaken_bytes(node), node, needed[node]
+        while (
+            made.target is operator.getitem
+        ):  # exists since its tuple, and at least as
+            (made,) = made.all_input_nodes  # long as that
+            ends = {**ends, **needed[made]}
+        if size:
+            values.append(_Value(made, size, tuple(ends)))
+    return values
+
+
+def _untaken_bytes(node: fx.Node) -> int:
+    """The bytes of a node's result, without those items that have nodes of their own."""
+    value = node.meta.get("val")
+    if isinstance(value, (list, tuple)):
+        taken = {user.args[1] for user in node.users if user.target is operator.getitem}
+        value = [item for place, item in enumerate(value) if place not in taken]
+    return value_bytes(value)
+
+
+def held_until_wait(start: fx.Node) -> list[fx.Node]:
+    """What a collective reads until it is waited for; nothing for other nodes.
+
+    An all-reduce works on a copy of its input, or in place, where its result is the input.
+    """
+    found = communication_of(start)
+    if found is None or found.kind is Kind.ALL_REDUCE or not find_waits(start):
+        return []
+    return list(start.all_input_nodes)
 
 
 def value_bytes(value: Any) -> int:
@@ -194,17 +181,3 @@ def value_bytes(value: Any) -> int:
     if isinstance(value, (list, tuple)):
         return sum(map(value_bytes, value))
     return _torch.storage_bytes(value) if isinstance(value, torch.Tensor) else 0
-
-
-def _is_item(node: fx.Node) -> bool:
-    return node.target is operator.getitem
-
-
-def _ends(node: fx.Node, needed: dict[fx.Node, dict[fx.Node, None]]) -> list[fx.Node]:
-    """The nodes until which a value is needed; several results live together."""
-    items = [user for user in node.users if _is_item(user)]
-    return [
-        node,
-        *needed[node],
-        *(end for each in items for end in _ends(each, needed)),
-    ]

@@ -4,11 +4,13 @@ A pass sees only a graph; whether an output is the next value of an input or som
 that the user gets decides what may be done with it.
 """
 
+import bisect
 import contextlib
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import fx, nn
 from torch.nn.modules.module import (
@@ -17,7 +19,7 @@ from torch.nn.modules.module import (
 )
 
 from torchspmd import _torch
-from torchspmd.comm import GLOBAL, Phase
+from torchspmd.comm import GLOBAL, OWNER_KEY, Owner, Phase
 
 _META_KEY = "torchspmd_roles"
 _GUARDED_KEY = "torchspmd_guarded"
@@ -125,14 +127,7 @@ def readable_name(node: fx.Node) -> str:
 # ----------------------------------------------------------------------------
 # Whose work a graph node is: the module and the phase that made it.
 
-META_KEY = "torchspmd_owner"
-
-
-class Owner(NamedTuple):
-    """The phase of the step and the module that a node belongs to."""
-
-    phase: Phase = Phase.FORWARD
-    module: str = GLOBAL
+META_KEY = OWNER_KEY
 
 
 class OwnerLog:
@@ -210,7 +205,7 @@ class OwnerLog:
             self._creators.append((_torch.sequence_number(), self._stack[-1]))
 
     def _settle(self) -> None:
-        """Write the owner on the nodes made since the last look."""
+        """Write the owner on the nodes made since the last call."""
         self._last = annotate_after(self._graph, self._last, self._pending)
 
     def _creator(self) -> str:
@@ -219,14 +214,9 @@ class OwnerLog:
         if node is None:
             return GLOBAL
         number = _torch.node_sequence(node)
-        low, high = 0, len(self._creators)
-        while low < high:  # the last call noted before the node got its number
-            middle = (low + high) // 2
-            if self._creators[middle][0] <= number:
-                low = middle + 1
-            else:
-                high = middle
-        return self._creators[low - 1][1] if low else GLOBAL
+        # The last call noted before the node got its number.
+        place = bisect.bisect(self._creators, number, key=operator.itemgetter(0))
+        return self._creators[place - 1][1] if place else GLOBAL
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
         self.calls += not self._stack

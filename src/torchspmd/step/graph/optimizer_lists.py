@@ -1,8 +1,8 @@
 """Operators on lists of tensors (``_foreach_*``, ``_fused_*``), followed item by item.
 
 Item i of such an operator depends on item i of its lists alone. Items that feed each
-other, through any number of operators, belong to one parameter: these chains are how an
-optimizer over many parameters is taken apart.
+other, through any number of operators, belong to one parameter: an optimizer over many
+parameters is split along these chains.
 """
 
 import operator
@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from torchspmd import _torch
 from torchspmd.errors import CaptureError, UsageError
+from torchspmd.step.graph.aliases import node_arguments
 from torchspmd.step.graph.edit import HasGraph, NodeMaker
 from torchspmd.step.graph.metadata import owner_of
 from torchspmd.step.graph.options import check_module
@@ -90,7 +90,7 @@ def first_items(source: fx.Node) -> list[fx.Node]:
 
 
 class Chains:
-    """Which items of a graph's list operators hang together."""
+    """Which items of a graph's list operators depend on each other."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._parent: dict[_Place, _Place] = {}
@@ -102,7 +102,7 @@ class Chains:
                         self._join((node, index), place)
 
     def chain_of(self, node: fx.Node) -> _Place:
-        """What stands for the chain that a node is an item of."""
+        """The representative of the chain that a node is an item of."""
         return self._find(item_of(node) or (node, _WHOLE))
 
     def chains_of(self, operator_node: fx.Node) -> list[_Place]:
@@ -217,11 +217,7 @@ def _piece(graph: fx.Graph, node: fx.Node, indices: list[int]) -> fx.Node:
 
 def _packed_numbers(node: fx.Node) -> fx.Node | None:
     """The tensor in which a list operator takes a number for each item."""
-    if not isinstance(node.target, _torch.OpOverload):
-        return None
-    names = _torch.argument_names(node.target)
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    scalars = given.get("scalars")
+    scalars = node_arguments(node).get("scalars")
     return scalars if isinstance(scalars, fx.Node) else None
 
 
@@ -269,7 +265,7 @@ _COUNTERS = {"_fused_adam": 5, "_fused_adamw": 5, "_fused_adagrad": 3}
 
 @dataclass(frozen=True, slots=True)
 class FusedOptimizer:
-    """One fused optimizer operator and the nodes that take its new values apart."""
+    """One fused optimizer operator and the nodes that unpack its new values."""
 
     optim_node: fx.Node
     outputs: tuple[fx.Node, ...]

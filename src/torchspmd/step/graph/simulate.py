@@ -1,15 +1,20 @@
-"""When each collective of a graph runs, what of it is not hidden, and why."""
+"""Simulate an iteration: when each collective runs, what of it is exposed, and why.
 
-import operator
-from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+A schedule is a plain list of work, in order: computation, starts of collectives, and waits.
+Computation runs in order; each process group is one wire, which carries one collective
+after the other.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
 
 from torch import fx
 
 from torchspmd.comm import CommEvent
 from torchspmd.errors import UsageError
-from torchspmd.step.graph.aliases import is_wait
+from torchspmd.step.graph.aliases import is_wait, started_by, without_item
 from torchspmd.step.graph.collectives import events_of
 from torchspmd.step.graph.cost import CostModel, check_cost
 from torchspmd.step.graph.metadata import output_values
@@ -24,7 +29,7 @@ class Exposure:
         start: The node that starts it.
         event: What it communicates.
         seconds: How long it is on the wire.
-        exposed_seconds: How long computation stands still for it.
+        exposed_seconds: How long computation waits for it.
         reason: Why that is so; empty when it is hidden.
     """
 
@@ -53,7 +58,7 @@ class Timeline:
 
     @property
     def exposed_seconds(self) -> float:
-        """How long computation stands still for communication."""
+        """How long computation waits for communication."""
         return sum(each.exposed_seconds for each in self.exposures)
 
     @property
@@ -62,30 +67,133 @@ class Timeline:
         return max(self.compute_seconds, self.comm_seconds)
 
 
-@dataclass(slots=True)
-class _Flight:
-    """A collective that was started and not waited for."""
+_MOST_ROUNDS = 50  # most schedules settle after two or three
 
-    node: str
-    event: CommEvent
+
+class Do(Enum):
+    """What an item of a schedule does."""
+
+    COMPUTE = "compute"
+    START = "start a collective"
+    WAIT = "wait for a collective of this iteration"
+    WAIT_CARRIED = "wait for one that the iteration before started"
+
+
+class Work(NamedTuple):
+    """One item of a schedule.
+
+    Attributes:
+        do: What is done.
+        seconds: Of computation, or of a collective on the wire.
+        start: The node that starts the collective that is started or waited for.
+        group: The process group of a start.
+    """
+
+    do: Do
+    seconds: float = 0.0
+    start: fx.Node | None = None
+    group: str = ""
+
+
+class Flight(NamedTuple):
+    """A collective: when it was started, on the wire, needed, and done; in seconds."""
+
     ready: float
     begin: float
     end: float
+    needed: float = 0.0
 
 
-@dataclass(slots=True)
-class _Clock:
-    now: float = 0.0
-    compute: float = 0.0
-    free: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    busy: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+class Simulated(NamedTuple):
+    """A simulated iteration.
+
+    Attributes:
+        seconds: How long it takes.
+        busy: How long each group is on the wire.
+        flights: The collectives that were waited for, in order.
+    """
+
+    seconds: float
+    busy: dict[str, float]
+    flights: list[tuple[fx.Node | None, Flight]]
+
+
+def run_schedule(work: Sequence[Work], *, slowdown: float = 1.0) -> Simulated:
+    """Simulate an iteration that comes after others like it.
+
+    Args:
+        work: What an iteration does.
+        slowdown: How much longer than given every collective is on the wire.
+    """
+    free: dict[str, float] = {}  # when the wire of a group is free
+    carried: dict[fx.Node | None, Flight] = {}
+    for _ in range(_MOST_ROUNDS):  # until an iteration leaves what it found
+        found, now = _left(carried, free), 0.0
+        started: dict[fx.Node | None, Flight] = {}
+        busy: dict[str, float] = {}
+        flights = []
+        for do, seconds, start, group in work:
+            if do is Do.COMPUTE:
+                now += seconds
+            elif do is Do.START:
+                begin = max(now, free.get(group, 0.0))
+                free[group] = end = begin + seconds * slowdown
+                busy[group] = busy.get(group, 0.0) + seconds * slowdown
+                started[start] = Flight(now, begin, end)
+            else:
+                flight = (carried if do is Do.WAIT_CARRIED else started).pop(
+                    start, None
+                )
+                if flight is not None:  # else another tensor of one that has ended
+                    flights.append((start, flight._replace(needed=now)))
+                    now = max(now, flight.end)
+        free = {group: max(0.0, end - now) for group, end in free.items()}
+        carried = {
+            start: Flight(*(moment - now for moment in flight))
+            for start, flight in started.items()
+        }
+        if _left(carried, free) == found:
+            break
+    return Simulated(now, busy, flights)
+
+
+def _left(carried: Mapping[Any, Flight], free: Mapping[str, float]) -> object:
+    """What an iteration leaves for the next, to a billionth of a second."""
+    ends = {start: round(flight.end, 9) for start, flight in carried.items()}
+    return ends, {group: round(end, 9) for group, end in free.items()}
+
+
+def schedule_of(graph: fx.Graph, cost: CostModel, num_carried: int = 0) -> list[Work]:
+    """What a graph does, in order.
+
+    Args:
+        graph: The graph.
+        cost: What nodes take.
+        num_carried: How many of its last inputs are its own last outputs of before.
+    """
+    carried = carried_values(graph, num_carried)
+    events = dict(events_of(graph))
+    work = []
+    for node in graph.nodes:
+        if node in events:
+            event = events[node]
+            seconds = cost.comm_seconds(event)
+            work.append(Work(Do.START, seconds, node, event.group.name))
+        elif is_wait(node):
+            source = started_by(node)
+            is_carried = source in carried
+            start = without_item(carried[source]) if is_carried else source
+            work.append(Work(Do.WAIT_CARRIED if is_carried else Do.WAIT, start=start))
+        elif seconds := cost.compute_seconds(node):
+            work.append(Work(Do.COMPUTE, seconds))
+    return work
 
 
 def simulate(graph: fx.Graph, cost: CostModel) -> Timeline:
-    """Run a graph on paper: computation in order, one channel for each group."""
+    """Simulate a graph: computation in order, one wire for each group."""
     check_graph("simulate", graph=graph)
     check_cost(cost, "simulate", also="")
-    return _run(graph, cost, {})[0]
+    return _timeline(graph, cost, 0)
 
 
 def simulate_steady(graph: fx.Graph, cost: CostModel, num_carried: int) -> Timeline:
@@ -97,14 +205,28 @@ def simulate_steady(graph: fx.Graph, cost: CostModel, num_carried: int) -> Timel
         num_carried: How many of its last inputs are its own last outputs of before.
     """
     _check_steady(graph, cost, num_carried)
-    carried = carried_values(graph, num_carried)
-    flights: dict[fx.Node, _Flight] = {}
-    timeline = None
-    for _ in range(3):  # the state at the seam settles after one round
-        timeline, left = _run(graph, cost, flights)
-        flights = {place: left[node] for place, node in carried.items() if node in left}
-    assert timeline is not None
-    return timeline
+    return _timeline(graph, cost, num_carried)
+
+
+def _timeline(graph: fx.Graph, cost: CostModel, num_carried: int) -> Timeline:
+    work = schedule_of(graph, cost, num_carried)
+    simulated, events = run_schedule(work), dict(events_of(graph))
+    compute = sum(each.seconds for each in work if each.do is Do.COMPUTE)
+    comm = max(simulated.busy.values(), default=0.0)
+    exposures = tuple(
+        _exposure(start.name, events[start], flight)
+        for start, flight in simulated.flights
+        if start is not None
+    )
+    return Timeline(simulated.seconds, compute, comm, exposures)
+
+
+def _exposure(start: str, event: CommEvent, flight: Flight) -> Exposure:
+    exposed = max(0.0, flight.end - flight.needed)
+    reason = ""
+    if exposed:
+        reason = explain(flight.ready, flight.begin, flight.needed, flight.end)
+    return Exposure(start, event, flight.end - flight.begin, exposed, reason)
 
 
 def _check_steady(graph: fx.Graph, cost: CostModel, num_carried: int) -> None:
@@ -134,65 +256,8 @@ def carried_values(graph: fx.Graph, count: int) -> dict[fx.Node, fx.Node]:
     }
 
 
-def _run(
-    graph: fx.Graph, cost: CostModel, brought: Mapping[fx.Node, _Flight]
-) -> tuple[Timeline, dict[fx.Node, _Flight]]:
-    clock = _Clock()
-    events = dict(events_of(graph))
-    flights = dict(brought)
-    for flight in brought.values():
-        group = flight.event.group.name
-        clock.free[group] = max(clock.free[group], flight.end)
-    exposures = []
-    for node in graph.nodes:
-        if node in events:
-            flights[node] = _launch(node, events[node], cost, clock)
-        elif is_wait(node):
-            start = started_by(node)
-            if start in flights:  # else another tensor of one that has ended
-                exposures.append(_land(flights.pop(start), clock))
-        else:
-            seconds = cost.compute_seconds(node)
-            clock.now += seconds
-            clock.compute += seconds
-    for flight in flights.values():  # as the next run will see them
-        flight.ready, flight.begin, flight.end = (
-            moment - clock.now for moment in (flight.ready, flight.begin, flight.end)
-        )
-    comm = max(clock.busy.values(), default=0.0)
-    return Timeline(clock.now, clock.compute, comm, tuple(exposures)), flights
-
-
-def started_by(wait: fx.Node) -> fx.Node:
-    """The start that a wait is for, also of one tensor of a coalesced one."""
-    source = wait.args[0]
-    if isinstance(source, fx.Node) and source.target is operator.getitem:
-        source = source.args[0]
-    assert isinstance(source, fx.Node)
-    return source
-
-
-def _launch(node: fx.Node, event: CommEvent, cost: CostModel, clock: _Clock) -> _Flight:
-    group = event.group.name
-    seconds = cost.comm_seconds(event)
-    begin = max(clock.now, clock.free[group])
-    clock.free[group] = begin + seconds
-    clock.busy[group] += seconds
-    return _Flight(node.name, event, clock.now, begin, begin + seconds)
-
-
-def _land(flight: _Flight, clock: _Clock) -> Exposure:
-    exposed = max(0.0, flight.end - clock.now)
-    reason = ""
-    if exposed:
-        reason = explain(flight.ready, flight.begin, clock.now, flight.end)
-    clock.now += exposed
-    seconds = flight.end - flight.begin
-    return Exposure(flight.node, flight.event, seconds, exposed, reason)
-
-
 def explain(ready: float, begin: float, now: float, end: float) -> str:
-    """Why computation stands still for a collective; all in seconds.
+    """Why computation waits for a collective; all in seconds.
 
     Args:
         ready: When it was started.

@@ -24,38 +24,6 @@ _CONTAINERS = (dict, OrderedDict, set, list)
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    """What one module holds, and what its own containers hold.
-
-    Parameters, buffers and submodules lie in such containers, by name.
-    """
-
-    module: nn.Module
-    values: Mapping[str, Any]
-    contents: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, module: nn.Module) -> Self:
-        values = dict(vars(module))
-        contents = {
-            name: each.copy()
-            for name, each in values.items()
-            if type(each) in _CONTAINERS
-        }
-        return cls(module, values, contents)
-
-    def put_back(self) -> None:
-        own = vars(self.module)
-        own.clear()
-        own.update(self.values)
-        for name, content in self.contents.items():
-            container = self.values[name]
-            container.clear()
-            add = container.extend if isinstance(container, list) else container.update
-            add(content)
-
-
-@dataclass(frozen=True, slots=True)
 class Attributes:
     """What a module and its submodules hold: objects, not what is in their tensors.
 
@@ -67,17 +35,30 @@ class Attributes:
     (False, False)
     """
 
-    modules: tuple[_Held, ...]
+    held: tuple[tuple[nn.Module, dict[str, Any]], ...]
+    contents: tuple[tuple[Any, Any], ...]  # of containers, such as that of parameters
 
     @classmethod
     def of(cls, root: nn.Module) -> Self:
         """Note what there is."""
-        return cls(tuple(map(_Held.of, root.modules())))
+        held = tuple((module, dict(vars(module))) for module in root.modules())
+        containers = [
+            value
+            for _, values in held
+            for value in values.values()
+            if type(value) in _CONTAINERS
+        ]
+        return cls(held, tuple((each, each.copy()) for each in containers))
 
     def put_back(self) -> None:
         """Remove what was added since, and give back what was replaced or removed."""
-        for each in self.modules:
-            each.put_back()
+        for module, values in self.held:
+            vars(module).clear()
+            vars(module).update(values)
+        for container, content in self.contents:
+            container.clear()
+            add = container.extend if isinstance(container, list) else container.update
+            add(content)
 
 
 # ----------------------------------------------------------------------------
@@ -93,20 +74,16 @@ _GONE = object()
 
 @dataclass(frozen=True, slots=True)
 class _Constant:
-    """One attribute: where it is kept, what it was, and how to know it again."""
+    """One attribute as it was, and how to tell whether it is the same."""
 
-    holder: Any
-    leaf: str
     value: object
     mark: object  # of a tensor: what changes when it is written
     copy: torch.Tensor | None
 
     @classmethod
-    def of(cls, holder: Any, leaf: str) -> Self:
-        value = getattr(holder, leaf, _GONE)
-        if not isinstance(value, torch.Tensor):
-            return cls(holder, leaf, value, None, None)
-        return cls(holder, leaf, value, _mark(value), _copy(value))
+    def of(cls, value: object) -> Self:
+        copy = _copy(value) if isinstance(value, torch.Tensor) else None
+        return cls(value, _mark(value), copy)
 
     def change(self, now: object) -> str:
         """What became of it, in a few words; empty where it is as it was."""
@@ -119,16 +96,6 @@ class _Constant:
             return "is gone"
         return "was written into" if now is self.value else "was replaced"
 
-    def put_back(self) -> None:
-        """Undo a replacement, and a write where a copy was kept."""
-        holder, leaf, old, copy = self.holder, self.leaf, self.value, self.copy
-        if old is _GONE:
-            return
-        if copy is not None and isinstance(old, torch.Tensor):
-            old = _rewritten(old, copy)
-        if getattr(holder, leaf, _GONE) is not old:
-            _put(holder, leaf, old)
-
 
 @dataclass(frozen=True, slots=True)
 class Constants:
@@ -139,16 +106,8 @@ class Constants:
     @classmethod
     def of(cls, gm: Any) -> Self:
         """Note what the graph of a module, or of an ``IterGraphModule``, reads."""
-        kept: dict[str, _Constant] = {}
-        for node in _readers(gm.graph):
-            holder: Any = _owner(gm)
-            path = str(node.target).split(".")
-            for depth, leaf in enumerate(path, start=1):
-                name = ".".join(path[:depth])
-                if name not in kept:
-                    kept[name] = _Constant.of(holder, leaf)
-                holder = kept[name].value
-        return cls(kept)
+        names = {str(node.target) for node in _readers(gm.graph)}
+        return cls({name: _Constant.of(_find(_owner(gm), name)) for name in names})
 
     def changes(self, gm: Any) -> list[str]:
         """What the module's graph still reads and is not what it was, a text each.
@@ -180,9 +139,17 @@ class Constants:
         return list(found.values())
 
     def put_back(self) -> None:
-        """Give back what was replaced, and what small tensors held."""
+        """Write back what small tensors held."""
         for each in self.kept.values():
-            each.put_back()
+            value, copy = each.value, each.copy
+            if copy is None or not isinstance(value, torch.Tensor):
+                continue
+            if _has_same_bits(copy, value):
+                continue
+            if (value.shape, value.stride()) == (copy.shape, copy.stride()):
+                value.detach().copy_(copy)  # where others may share the memory
+            else:
+                value.data = copy.clone()
 
 
 def _readers(graph: fx.Graph) -> Iterator[fx.Node]:
@@ -227,32 +194,9 @@ def _has_same_bits(copy: torch.Tensor, now: torch.Tensor) -> bool:
     return torch.equal(_bytes(copy), _bytes(now))
 
 
-def _rewritten(tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
-    """A tensor with the values of a copy: the same object where it can hold them."""
-    if _has_same_bits(copy, tensor):
-        return tensor
-    if (tensor.shape, tensor.stride()) != (copy.shape, copy.stride()):
-        return copy.clone()
-    with torch.no_grad():
-        tensor.copy_(copy)
-    return tensor
-
-
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.detach().resolve_conj().resolve_neg()
     return plain.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _put(holder: Any, leaf: str, old: object) -> None:
-    if isinstance(old, nn.Parameter) or not isinstance(old, torch.Tensor):
-        setattr(holder, leaf, old)
-        return
-    if isinstance(getattr(holder, leaf, None), nn.Parameter):
-        delattr(holder, leaf)  # a module takes no plain tensor in its place
-    if hasattr(holder, leaf):
-        setattr(holder, leaf, old)
-    else:
-        holder.register_buffer(leaf, old)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +205,7 @@ class Snapshot:
 
     Attributes:
         graph: The copy; nodes keep their names and metadata.
-        twins: The node of the copy for each node of the original.
+        mapping: The node of the copy for each node of the original.
         holder: What an ``IterGraphModule`` keeps its graph in; else the module itself.
         deferred: The deferred regions of an ``IterGraphModule``, by node name.
         is_frozen: Whether no more regions could be moved.
@@ -270,7 +214,7 @@ class Snapshot:
     """
 
     graph: fx.Graph
-    twins: Mapping[fx.Node, fx.Node]
+    mapping: Mapping[fx.Node, fx.Node]
     holder: Any
     deferred: tuple[Any, ...]
     is_frozen: bool
@@ -280,15 +224,19 @@ class Snapshot:
     @classmethod
     def of(cls, gm: Any) -> Self:
         """Copy the graph of a graph module, or of an ``IterGraphModule``."""
-        copy, twins = copy_graph(gm.graph)
+        copy, mapping = copy_graph(gm.graph)
         deferred = tuple(getattr(gm.graph, "regions", ()))
         is_frozen = getattr(gm.graph, "is_frozen", False)
         holder = getattr(gm, "main_gm", gm)
         kept = Constants.of(gm), Attributes.of(holder)
-        return cls(copy, twins, holder, deferred, is_frozen, *kept)
+        return cls(copy, mapping, holder, deferred, is_frozen, *kept)
 
-    def restore(self, gm: Any) -> None:
-        """Give a module back the graph that it had, and what it held by name."""
+    def restore(self, gm: Any) -> dict[fx.Node, fx.Node]:
+        """Give a module back the graph that it had, and what it held by name.
+
+        Returns:
+            The node of the snapshot for each node that the module has now.
+        """
         if gm is not self.holder:
             gm.main_gm = self.holder
         self.attributes.put_back()
@@ -299,27 +247,28 @@ class Snapshot:
             gm.graph.regions[:] = self.deferred
             gm.graph.is_frozen = self.is_frozen
         gm.recompile()
+        return dict(zip(gm.graph.nodes, self.graph.nodes, strict=True))
 
-    def find_twins(self, graph: fx.Graph) -> tuple[fx.Graph, Mapping[fx.Node, fx.Node]]:
-        """A graph that was made of the one before, and the twin of each of its nodes.
+    def map_nodes(self, graph: fx.Graph) -> tuple[fx.Graph, Mapping[fx.Node, fx.Node]]:
+        """A graph that was made of the one before, and which of its nodes was which.
 
         It may be a copy: then nodes are known by their names, or by their places where
         they got other names. One that was traced again has lost what was written on its
         nodes: it comes back as a copy that has this again, as far as nodes are the same.
         """
-        twins = self._twins_in(graph)
+        mapping = self._find_nodes(graph)
         had, has = roles_of(self.graph), roles_of(graph)
-        is_without = had != has and len(had) == len(has) and _is_plain_snapshot(has)
-        if not is_without and not any(map(_has_lost, twins, twins.values())):
-            return graph, twins
-        copy, made_from = copy_graph(graph)
-        twins = {made_from[node]: twin for node, twin in twins.items()}
-        _fill_in(twins)
+        is_without = had != has and len(had) == len(has) and _are_results(has)
+        if not is_without and not any(map(_has_lost, mapping, mapping.values())):
+            return graph, mapping
+        copy, copies = copy_graph(graph)
+        mapping = {copies[node]: old for node, old in mapping.items()}
+        _fill_in(mapping)
         if is_without:
             set_roles(copy, had)
-        return copy, twins
+        return copy, mapping
 
-    def _twins_in(self, graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    def _find_nodes(self, graph: fx.Graph) -> dict[fx.Node, fx.Node]:
         nodes, before = list(graph.nodes), list(self.graph.nodes)
         if list(map(_kind, nodes)) == list(map(_kind, before)) and not (
             {node.name for node in nodes} >= {node.name for node in before}
@@ -327,14 +276,14 @@ class Snapshot:
             return dict(zip(nodes, before, strict=True))
         by_name = {(node.name, _kind(node)): node for node in before}
         found = {node: by_name.get((node.name, _kind(node))) for node in nodes}
-        found |= {node: self.twins[node] for node in nodes if node in self.twins}
-        known = {node: twin for node, twin in found.items() if twin is not None}
+        found |= {node: self.mapping[node] for node in nodes if node in self.mapping}
+        known = {node: old for node, old in found.items() if old is not None}
         taken = set(known.values())
-        old = _by_kind(node for node in before if node not in taken)
+        gone = _by_kind(node for node in before if node not in taken)
         new = _by_kind(node for node in nodes if node not in known)
-        for kind, alike in new.items():  # such as the draws of a graph traced again
-            if len(alike) == len(old.get(kind, ())):
-                known |= zip(alike, old[kind], strict=True)
+        for kind, alike in new.items():  # such as random ops of a graph traced again
+            if len(alike) == len(gone.get(kind, ())):
+                known |= zip(alike, gone[kind], strict=True)
         return {node: known[node] for node in nodes if node in known}
 
 
@@ -357,10 +306,10 @@ def num_changes(before: fx.Graph, after: fx.Graph) -> int:
 def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     """A copy with the same names and metadata, and its node for each original one."""
     copy = fx.Graph()
-    twins: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        twins[node] = copy.node_copy(node, lambda old: twins[old])
-    return copy, twins
+        copies[node] = copy.node_copy(node, lambda old: copies[old])
+    return copy, copies
 
 
 def _facts(node: fx.Node) -> tuple[str, str, str, str]:
@@ -378,21 +327,21 @@ def _by_kind(nodes: Iterable[fx.Node]) -> dict[Any, list[fx.Node]]:
     return found
 
 
-def _is_plain_snapshot(roles: tuple[OutputRole, ...]) -> bool:
+def _are_results(roles: tuple[OutputRole, ...]) -> bool:
     return all(role.kind is OutputKind.RESULT for role in roles)
 
 
-def _has_lost(node: fx.Node, twin: fx.Node) -> bool:
-    return "val" in twin.meta and "val" not in node.meta
+def _has_lost(node: fx.Node, old: fx.Node) -> bool:
+    return "val" in old.meta and "val" not in node.meta
 
 
-def _fill_in(twins: Mapping[fx.Node, fx.Node]) -> None:
+def _fill_in(mapping: Mapping[fx.Node, fx.Node]) -> None:
     """Write on nodes what they lost, where they and all that they take are as before."""
     same: set[fx.Node] = set()
-    for node, twin in twins.items():
-        taken = fx.node.map_arg((node.args, node.kwargs), twins.get)
+    for node, old in mapping.items():
+        taken = fx.node.map_arg((node.args, node.kwargs), mapping.get)
         is_same = same.issuperset(node.all_input_nodes)
-        if is_same and repr(taken) == repr((twin.args, twin.kwargs)):
+        if is_same and repr(taken) == repr((old.args, old.kwargs)):
             same.add(node)
-            if _has_lost(node, twin):
-                node.meta = {**twin.meta, **node.meta}
+            if _has_lost(node, old):
+                node.meta = {**old.meta, **node.meta}

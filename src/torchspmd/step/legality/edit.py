@@ -1,12 +1,13 @@
-"""An edit of a graph: before, after, and which node was which."""
+"""An edit of a graph: before, after, which node was which, and what its nodes give."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import fx
 
+from torchspmd.step.graph.edit import fake_result
 from torchspmd.step.graph.metadata import (
     OutputKind,
     output_values,
@@ -15,6 +16,7 @@ from torchspmd.step.graph.metadata import (
     written_state,
 )
 
+_SHOWN = 3  # names in one line
 _PLAIN = (int, float, complex, str, slice, torch.dtype, torch.device)
 
 
@@ -29,6 +31,7 @@ class Edit:
         new: The other way round, for nodes of ``before`` that still are in ``after``.
         place_before: Each node's place in ``before``.
         place_after: Each node's place in ``after``.
+        same: Nodes of ``after`` that do what they did with what they were given before.
     """
 
     before: fx.Graph
@@ -37,34 +40,38 @@ class Edit:
     new: Mapping[fx.Node, fx.Node]
     place_before: Mapping[fx.Node, int]
     place_after: Mapping[fx.Node, int]
+    same: frozenset[fx.Node]
 
     @classmethod
     def of(
-        cls, before: fx.Graph, after: fx.Graph, twins: Mapping[fx.Node, fx.Node]
+        cls, before: fx.Graph, after: fx.Graph, mapping: Mapping[fx.Node, fx.Node]
     ) -> Self:
-        """Look an edit up; ``twins`` may still hold nodes that were erased."""
+        """Read an edit; the node mapping may still hold nodes that were erased."""
         place_before = {node: place for place, node in enumerate(before.nodes)}
         place_after = {node: place for place, node in enumerate(after.nodes)}
-        old = {node: twins[node] for node in place_after if node in twins}
-        new = {earlier: node for node, earlier in old.items()}
-        return cls(before, after, old, new, place_before, place_after)
+        old = {node: mapping[node] for node in place_after if node in mapping}
+        new = {was: node for node, was in old.items()}
+        same = frozenset(now for now, was in old.items() if _is_same(now, was, old))
+        return cls(before, after, old, new, place_before, place_after, same)
 
     @property
     def is_empty(self) -> bool:
         """Whether every node is where it was and takes what it took."""
-        if len(self.place_before) != len(self.place_after):
-            return False
-        return all(map(self.is_same, self.after.nodes, self.before.nodes))
+        pairs = zip(self.after.nodes, self.before.nodes, strict=False)
+        return len(self.same) == len(self.place_before) == len(self.place_after) and (
+            all(self.old[now] is was for now, was in pairs)
+        )
 
-    def is_same(self, now: fx.Node, was: fx.Node) -> bool:
-        """Whether a node does what another did before, with what was given to it."""
-        given: Any = fx.node.map_arg((now.args, now.kwargs), self.old.get)
-        is_kept = self.old.get(now) is was and now.target == was.target
-        return is_kept and now.op == was.op and is_equal(given, (was.args, was.kwargs))
+
+def _is_same(now: fx.Node, was: fx.Node, old: Mapping[fx.Node, fx.Node]) -> bool:
+    if now.target != was.target or now.op != was.op:
+        return False
+    given: Any = fx.node.map_arg((now.args, now.kwargs), old.get)
+    return is_equal(given, (was.args, was.kwargs))
 
 
 def is_equal(one: Any, other: Any) -> bool:
-    """Whether arguments are the same beyond doubt; 0.0 and -0.0 are not.
+    """Whether arguments are certainly the same; 0.0 and -0.0 are not.
 
     >>> is_equal(([1, 2.0], {"a": torch.float32}), ([1, 2.0], {"a": torch.float32}))
     True
@@ -107,95 +114,6 @@ class Problem:
         return f"{self.check}: {self.text}. {self.rule}"
 
 
-# ----------------------------------------------------------------------------
-# The same inputs and outputs, and each value computed before it is used.
-
-_DEFINED = "Insert a node behind the nodes that it takes."
-_INPUTS = (
-    "A pass keeps the placeholders, all and in their order: the caller gives them."
-)
-_OUTPUTS = (
-    "A pass keeps the outputs, all and in their order: the caller takes them apart."
-)
-_ROLES = "Keep the meta of the output node; it says which output is whose next value."
-
-
-def check_definitions(graph: fx.Graph) -> list[Problem]:
-    """Each node takes only nodes of this graph that stand before it."""
-    problems = []
-    seen: set[fx.Node] = set()
-    for node in graph.nodes:
-        for source in node.all_input_nodes:
-            if source not in seen:
-                why = "comes later" if source.graph is graph else "is not in the graph"
-                names = (
-                    f"{readable_name(node)} uses {readable_name(source)}, which {why}"
-                )
-                problems.append(Problem("definition", names, _DEFINED))
-        seen.add(node)
-    if not problems:
-        problems += _lint(graph)
-    return problems
-
-
-def _lint(graph: fx.Graph) -> Iterator[Problem]:
-    try:
-        graph.lint()
-    except (RuntimeError, ValueError) as error:
-        yield Problem("definition", str(error).rstrip("."), _DEFINED)
-
-
-def check_interface(edit: Edit) -> list[Problem]:
-    """The graphs have the same inputs, outputs, and roles of outputs."""
-    return [*_check_inputs(edit), *_check_outputs(edit)]
-
-
-def _check_inputs(edit: Edit) -> Iterator[Problem]:
-    old, new = (
-        graph.find_nodes(op="placeholder") for graph in (edit.before, edit.after)
-    )
-    for place, (was, now) in enumerate(zip(old, new, strict=False)):
-        if was.target != now.target:
-            names = readable_name(was), readable_name(now)
-            text = f"input {place} was {names[0]} and is {names[1]}"
-            if names[0] == names[1]:  # only what its node is called by is another
-                text = f"input {place} ({names[0]}) had the target {was.target!r}"
-                text += f" and has {now.target!r}"
-            yield Problem("input", text, _INPUTS)
-            return  # all that follow are moved
-    if len(old) != len(new):
-        more, what = (old, "is gone") if len(old) > len(new) else (new, "is new")
-        one = more[min(len(old), len(new))]
-        yield Problem("input", f"the input {readable_name(one)} {what}", _INPUTS)
-
-
-def _check_outputs(edit: Edit) -> Iterator[Problem]:
-    old, new = output_values(edit.before), output_values(edit.after)
-    if len(old) != len(new):
-        dropped = _dropped(edit, old, new)
-        what = f"; {dropped} is missing" if dropped and len(new) < len(old) else ""
-        text = f"the graph had {len(old)} outputs and has {len(new)}{what}"
-        yield Problem("output", text, _OUTPUTS)
-        return
-    for place, (was, now) in enumerate(zip(old, new, strict=True)):
-        if isinstance(was, fx.Node) != isinstance(now, fx.Node):
-            name = output_name(edit.before, place)
-            text = f"{name} was {_show(was)} and is {_show(now)}"
-            yield Problem("output", text, _OUTPUTS)
-    if roles_of(edit.before) != roles_of(edit.after):
-        yield Problem("output", "the roles of the outputs changed", _ROLES)
-
-
-def _dropped(edit: Edit, old: list[object], new: list[object]) -> str:
-    """The first output whose node is not where it should be."""
-    for place, was in enumerate(old):
-        now = new[place] if place < len(new) else None
-        twin = edit.new.get(was) if isinstance(was, fx.Node) else was
-        if now is not twin or now is None:
-            return output_name(edit.before, place)
-    return ""
-
-
 def output_name(graph: fx.Graph, place: int) -> str:
     """What an output is called in messages.
 
@@ -208,8 +126,183 @@ def output_name(graph: fx.Graph, place: int) -> str:
         holder = readable_name(written_state(graph)[place])
         return f"output {place} (next value of {holder})"
     kind = f"{role.kind.value} " if role.kind is not OutputKind.RESULT else ""
-    return f"output {place} ({kind}{_show(value)})"
+    return f"output {place} ({kind}{show(value)})"
 
 
-def _show(value: object) -> str:
+def show(value: object) -> str:
+    """What an output is: a node by its name."""
     return readable_name(value) if isinstance(value, fx.Node) else repr(value)
+
+
+def shorten(names: Sequence[str]) -> str:
+    """The first names of many.
+
+    >>> shorten(["a", "b"]), shorten(["a", "b", "c", "d", "e"])
+    ('a, b', 'a, b, c and 2 more')
+    """
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+# ----------------------------------------------------------------------------
+# What the nodes of an edited graph give, without values.
+#
+# A pass may change a call and leave its ``meta["val"]`` as it was. A check that believes it
+# takes one dtype for another. So what capture wrote down is believed for calls that take
+# what they took before, and computed again for all others.
+
+_RUNS = "Cast or reshape in front of a call whose operands get another dtype or shape."
+_REFUSALS = (RuntimeError, TypeError, ValueError, IndexError)
+
+
+@dataclass(frozen=True, slots=True)
+class FakeResults:
+    """What each node of an edited graph gives.
+
+    Attributes:
+        values: A fake value for each node; None where it is not known.
+        problems: Calls that could run before, and cannot on what they are given now.
+    """
+
+    values: Mapping[fx.Node, Any]
+    problems: tuple[Problem, ...]
+
+    def write_down(self) -> None:
+        """Correct what the graph says of its nodes, for whoever reads it next."""
+        for node, value in self.values.items():
+            written = node.meta.get("val")
+            if value is None or value is written:
+                continue
+            if _metadata(value) != _metadata(written):
+                node.meta["val"] = value
+
+
+def find_fakes(edit: Edit) -> FakeResults:
+    """Compute again what changed calls give, and all calls that take another operand.
+
+    >>> from torchspmd.step.graph.snapshot import copy_graph
+    >>> graph = fx.Graph()
+    >>> x = graph.placeholder("x")
+    >>> x.meta["val"] = torch.empty(3, device="meta")
+    >>> made = graph.call_function(torch.ops.aten.ones_like.default, (x,))
+    >>> made.meta["val"] = torch.empty(3, device="meta")
+    >>> _ = graph.output([made])
+    >>> before, mapping = copy_graph(graph)
+    >>> made.kwargs = {"dtype": torch.bfloat16}
+    >>> find_fakes(Edit.of(before, graph, mapping)).values[made].dtype
+    torch.bfloat16
+    """
+    return _Finder(edit).find()
+
+
+class _Finder:
+    """Goes through an edited graph once."""
+
+    def __init__(self, edit: Edit) -> None:
+        self._edit = edit
+        self._values: dict[fx.Node, Any] = {}
+        self._kept: set[fx.Node] = set()  # give what they gave before
+        self._described: dict[fx.Node, str] = {}
+        self._problems: list[Problem] = []
+
+    def find(self) -> FakeResults:
+        for node in self._edit.after.nodes:
+            if node.op == "output":
+                continue
+            was = self._edit.old.get(node)
+            if was is not None and self._takes_the_same(node, was):
+                self._kept.add(node)
+                value = was.meta.get("val")
+            else:
+                value = self._compute(node, was)
+            if node.op == "placeholder" and value is None:
+                value = node.meta.get("val")  # nothing else says what it is
+            self._values[node] = value
+        return FakeResults(self._values, tuple(self._problems))
+
+    def _takes_the_same(self, node: fx.Node, was: fx.Node) -> bool:
+        if node in self._edit.same and self._kept.issuperset(node.all_input_nodes):
+            return True
+        if node.op != was.op or node.target != was.target:
+            return False
+        now: Any = fx.node.map_arg((node.args, node.kwargs), self._describe)
+        old: Any = fx.node.map_arg((was.args, was.kwargs), self._describe_before)
+        return is_equal(now, old)
+
+    def _describe(self, node: fx.Node) -> str:
+        """What is known of an operand; what is not known is like nothing else."""
+        if node in self._kept:
+            return self._describe_before(self._edit.old[node])
+        if node not in self._described:
+            value = self._values[node]
+            self._described[node] = _describe(f"new {node.name}", value)
+        return self._described[node]
+
+    def _describe_before(self, node: fx.Node) -> str:
+        if node not in self._described:
+            value = node.meta.get("val")
+            self._described[node] = _describe(f"old {node.name}", value)
+        return self._described[node]
+
+    def _compute(self, node: fx.Node, was: fx.Node | None) -> Any:
+        try:
+            return fake_result(node, self._values)
+        except _REFUSALS as error:
+            # Operators that do not work on fake tensors raise subclasses.
+            if was is None or type(error) not in _REFUSALS:
+                return None
+            if node.target == was.target and _could_run(was):
+                self._problems.append(self._problem(node, was))
+        except Exception:  # of no common class in torch; then nothing is known
+            pass
+        return None
+
+    def _problem(self, node: fx.Node, was: fx.Node) -> Problem:
+        pairs = [
+            (readable_name(now), _type(self._values[now]), _type(old.meta.get("val")))
+            for now, old in zip(node.all_input_nodes, was.all_input_nodes, strict=False)
+        ]
+        changed = [
+            f"{name} as {now} (was {old})" for name, now, old in pairs if now != old
+        ]
+        what = shorten(changed) or "other arguments than before"
+        text = f"{readable_name(node)} cannot run: it takes {what}"
+        return Problem("call", text, _RUNS)
+
+
+def _could_run(was: fx.Node) -> bool:
+    values = {each: each.meta.get("val") for each in was.all_input_nodes}
+    try:
+        return fake_result(was, values) is not None
+    except Exception:  # then that it fails now says nothing
+        return False
+
+
+def _describe(unknown: str, value: object) -> str:
+    return unknown if value is None else _metadata(value)
+
+
+def _metadata(value: Any) -> str:
+    """All that must be the same for two fake values to be.
+
+    >>> _metadata([torch.empty(3, 1, device="meta"), 2])
+    '[float32 meta strided (3, 1) (1, 1), int 2]'
+    """
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_metadata, value))}]"
+    if not isinstance(value, torch.Tensor):
+        return f"{type(value).__name__} {value!r}"
+    kind = f"{_short(value.dtype)} {value.device} {_short(value.layout)}"
+    if value.layout is not torch.strided:
+        return f"{kind} {tuple(value.shape)}"
+    return f"{kind} {tuple(value.shape)} {value.stride()}"
+
+
+def _type(value: object) -> str:
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"{_short(value.dtype)}{list(value.shape)}"
+
+
+def _short(name: object) -> str:
+    return str(name).removeprefix("torch.")

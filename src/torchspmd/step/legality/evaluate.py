@@ -6,29 +6,37 @@ from typing import Any
 
 from torch import fx
 
-from torchspmd import _torch
-from torchspmd.step.graph.aliases import find_aliases, operator_of
+from torchspmd.step.graph.aliases import find_aliases
 from torchspmd.step.legality.collective_rules import COLLECTIVE_RULES
-from torchspmd.step.legality.list_rules import getitem, on_lists
-from torchspmd.step.legality.math_rules import ELEMENTWISE, SUMS, commuted, elementwise
+from torchspmd.step.legality.math_rules import (
+    MATH_RULES,
+    commuted,
+    elementwise,
+    foreach,
+    fused,
+)
 from torchspmd.step.legality.memory_rules import (
     find_layouts,
     layout_read,
     reads_layout,
     walks_memory,
+    written_nodes,
+    written_operands,
 )
-from torchspmd.step.legality.shape_rules import CUTS, VIEWS
+from torchspmd.step.legality.shape_rules import SHAPE_RULES
 from torchspmd.step.legality.values import (
     INPUT,
     TUPLE,
-    Call,
     Fakes,
     Flat,
     Impossible,
     Layouts,
+    OpCall,
     Pieces,
+    Rule,
     Segment,
     Term,
+    Unknown,
     ValueTable,
     read_call,
     shape_of,
@@ -104,7 +112,8 @@ def _spliced(
     return segments + kept.cut(at, table.num_elements(old) - at)
 
 
-_RULES = {**VIEWS, **CUTS, **ELEMENTWISE, **COLLECTIVE_RULES}
+_RULES = {**SHAPE_RULES, **MATH_RULES, **COLLECTIVE_RULES}
+_RULES_BY_PREFIX = {"aten::_foreach_": foreach, "aten::_fused_": fused}
 # Views that copy where memory is not laid out for them: after a write to what they were
 # taken of, they hold either the old or the new elements.
 _MAY_COPY = frozenset(
@@ -125,11 +134,12 @@ class Evaluation:
 
     Args:
         table: Where values are kept; graphs to be compared share one.
-        graph: The graph; its nodes stand in an order in which they can run.
-        draws: What tells random draws apart, for each node that takes random numbers.
-        fakes: What each node gives, without values; by default as it is written down.
+        graph: The graph; its nodes are in an order in which they can run.
+        random: What tells random ops apart, for each of them.
+        fakes: What each node gives, without values.
 
     Attributes:
+        made: The value that each node had when it ran.
         layouts: How tensors lie; empty in a graph of which no node reads that.
         writers: The node that wrote each value that was written into memory.
         impossible: Nodes that cannot run on what they are given, and why.
@@ -139,14 +149,13 @@ class Evaluation:
         self,
         table: ValueTable,
         graph: fx.Graph,
-        draws: Mapping[fx.Node, Hashable],
-        fakes: Fakes | None = None,
+        random: Mapping[fx.Node, Hashable],
+        fakes: Fakes,
     ) -> None:
         self.table = table
-        written_down = {node: node.meta.get("val") for node in graph.nodes}
-        self.fakes: Fakes = written_down if fakes is None else fakes
-        self._draws = draws
-        self._values: dict[fx.Node, int] = {}
+        self.fakes = fakes
+        self._random = random
+        self.made: dict[fx.Node, int] = {}
         written = written_nodes(graph)
         # Few graphs write at all, and then nothing need be known about memory.
         self._root = find_aliases(graph).root if written else {}
@@ -159,10 +168,9 @@ class Evaluation:
         self.impossible: dict[fx.Node, str] = {}
         self._num_inputs = 0
         self._readers = frozenset(filter(reads_layout, graph.nodes))
-        needed = bool(self._readers) or any(map(walks_memory, graph.nodes))
         self.layouts: Layouts = {}
-        if needed:
-            self.layouts = find_layouts(table, graph, self.fakes)
+        if self._readers or any(map(walks_memory, graph.nodes)):
+            self.layouts = find_layouts(table, graph, fakes)
         for node in graph.nodes:
             if node.op != "output":
                 self._run(node)
@@ -171,25 +179,21 @@ class Evaluation:
         """The value of a node, after all that has run so far."""
         root = self._root.get(node)
         if root not in self._written:
-            return self._values[node]
+            return self.made[node]
         if node is root:
             return self._memory[root]
         version, value = self._shown[node]
         return value if version == self._version[root] else self._reload(node, root)
 
-    def made(self, node: fx.Node) -> int:
-        """The value that a node had when it ran."""
-        return self._values[node]
-
     def _reload(self, node: fx.Node, root: fx.Node) -> int:
-        """A view's elements after a write to the memory that it looks at."""
+        """A view's elements after a write to its memory."""
         call = read_call(node)
         if call.signature is not None and call.signature.written:
             now = self.value(call.arguments[call.signature.written[0]])
         else:
             now = self._compute(call)
         if call.name in _MAY_COPY:
-            now = self._either(self._values[node], now)
+            now = self._either(self.made[node], now)
         if not self._is_probing:
             self._shown[node] = self._version[root], now
         return now
@@ -206,75 +210,57 @@ class Evaluation:
         else:
             call = read_call(node)
             if call.signature is not None and call.signature.written:
-                value = self._write_all(
-                    call, self._compute(_kept_apart(self.fakes, call))
-                )
+                computed = self._compute(_kept_apart(self.fakes, call))
+                value = self._write_all(call, computed)
             else:
                 value = self._compute(call)
-        self._values[node] = value
+        self.made[node] = value
         if root in self._written:
             self._shown[node] = self._version[root], value
             self._memory.setdefault(root, value)
 
-    def _compute(self, call: Call) -> int:
-        known = self._by_rule(call)
-        return self._unknown(call) if known is None else known
-
-    def _by_rule(self, call: Call) -> int | None:
+    def _compute(self, call: OpCall) -> int:
         try:
-            return self._apply_rule(call)
+            return _rule_of(call)(self, call)
+        except Unknown:
+            pass
         except Impossible as error:
             self.impossible.setdefault(call.node, str(error))
         except (ArithmeticError, LookupError):
             self.impossible.setdefault(call.node, "its arguments")
-        return None
+        return self._unknown(call)
 
-    def _apply_rule(self, call: Call) -> int | None:
-        if call.signature is None:
-            is_item = call.name == "call_function _operator.getitem"
-            return getitem(self, call) if is_item else None
-        rule = _RULES.get(call.name)
-        if rule is not None:
-            return rule(self, call)
-        law = SUMS.get(call.name)
-        if law is not None and (summed := law(self, call)) is not None:
-            return summed
-        made = on_lists(self, call)
-        return elementwise(self, call) if made is None else made
-
-    def _unknown(self, call: Call) -> int:
+    def _unknown(self, call: OpCall) -> int:
         """The value of a call about which only its name and arguments are known."""
         attributes, children = split_arguments(self, call.arguments)
         operands = commuted(call, children)
-        draw = self._draws.get(call.node)
-        if draw is not None:
-            attributes = (draw, attributes)
+        if call.node in self._random:
+            attributes = (self._random[call.node], attributes)
         if call.node in self._readers:
             operands = [*operands, layout_read(self, call, self.layouts)]
         atom = self.table.term(call.head, attributes, operands)
+        written = written_operands(call)
         if call.signature is not None and len(call.signature.written) == 1:
-            written = _argument(call, call.signature.written[0])
-            if isinstance(written, fx.Node):
-                return self._like(written, atom)
+            if written and not written[0][2]:
+                return self._like(written[0][1], atom)
         return self._shaped(call.node, atom)
 
     def _shaped(self, node: fx.Node, atom: int) -> int:
         shape = shape_of(self.fakes.get(node))
         return atom if shape is None else self.table.tensor(atom, shape)
 
-    def _write_all(self, call: Call, result: int) -> int:
+    def _write_all(self, call: OpCall, result: int) -> int:
         """Write what an in-place operator computes; return what the node itself holds."""
         assert call.signature is not None
-        names = call.signature.written
-        for number, name in enumerate(names):
-            for place, (node, path) in enumerate(_targets(_argument(call, name))):
-                at = (number, *path) if len(names) > 1 else path
-                new = _at(self.table, result, at)
-                if new is None:
-                    atom = self.table.term("written", (number, place), (result,))
-                    new = self._like(node, atom)
-                self._write(node, new)
-                self.writers.setdefault(new, call.node)
+        is_several = len(call.signature.written) > 1
+        for number, node, path in written_operands(call):
+            new = _at(self.table, result, (number, *path) if is_several else path)
+            if new is None:
+                place = path[0] if path else 0
+                atom = self.table.term("written", (number, place), (result,))
+                new = self._like(node, atom)
+            self._write(node, new)
+            self.writers.setdefault(new, call.node)
         return result
 
     def _like(self, node: fx.Node, atom: int) -> int:
@@ -303,7 +289,16 @@ class Evaluation:
         return shown
 
 
-def _kept_apart(fakes: Fakes, call: Call) -> Call:
+def _rule_of(call: OpCall) -> Rule:
+    found = _RULES.get(call.name)
+    if found is not None:
+        return found
+    prefixes = (each for each in _RULES_BY_PREFIX if call.name.startswith(each))
+    prefix = next(prefixes, None)
+    return elementwise if prefix is None else _RULES_BY_PREFIX[prefix]
+
+
+def _kept_apart(fakes: Fakes, call: OpCall) -> OpCall:
     """A call that writes; where that casts its result, it is like no functional one."""
     if call.name == "aten::copy" or call.name.startswith("aten::_fused_"):
         return call
@@ -311,36 +306,6 @@ def _kept_apart(fakes: Fakes, call: Call) -> Call:
     if len({each.dtype for each in values if getattr(each, "ndim", 0)}) < 2:
         return call
     return replace(call, name=f"{call.name}_", head=f"{call.head}_")
-
-
-def written_nodes(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes that a graph writes into."""
-    return [each for node in graph.nodes for each in nodes_written_by(node)]
-
-
-def nodes_written_by(node: fx.Node) -> list[fx.Node]:
-    """The nodes that a call writes into."""
-    target = operator_of(node)
-    if target is None or not _torch.signature_of(target).written:
-        return []
-    call = read_call(node)
-    assert call.signature is not None
-    given = [_argument(call, name) for name in call.signature.written]
-    return [written for argument in given for written, _ in _targets(argument)]
-
-
-def _argument(call: Call, name: str) -> Any:
-    return call.arguments.get(name, call.node.kwargs.get(name))
-
-
-def _targets(argument: Any) -> list[tuple[fx.Node, tuple[int, ...]]]:
-    """The nodes of an argument, and where each stands in it."""
-    if isinstance(argument, fx.Node):
-        return [(argument, ())]
-    if isinstance(argument, (list, tuple)):
-        items = enumerate(argument)
-        return [(item, (i,)) for i, item in items if isinstance(item, fx.Node)]
-    return []
 
 
 def _at(table: ValueTable, value: int, path: tuple[int, ...]) -> int | None:

@@ -1,27 +1,105 @@
-"""One wait for each collective, before anything else uses its result."""
+"""Rules about nodes: definitions, inputs and outputs, waits, random ops, order."""
 
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TypeAlias
 
 import torch
 from torch import fx
 
 from torchspmd import _torch
 from torchspmd.comm import find_operator
-from torchspmd.step.graph.aliases import (
-    find_aliases,
-    is_view,
-    is_wait,
-    operator_of,
+from torchspmd.step.graph.aliases import is_view, is_wait, operator_of
+from torchspmd.step.graph.metadata import output_values, readable_name, roles_of
+from torchspmd.step.legality.edit import Edit, Problem, output_name, show
+from torchspmd.step.legality.values import read_call
+
+# ----------------------------------------------------------------------------
+# Each value is computed before it is used; inputs and outputs are the same.
+
+_DEFINED = "Insert a node behind the nodes that it takes."
+_INPUTS = (
+    "A pass keeps the placeholders, all and in their order: the caller gives them."
 )
-from torchspmd.step.graph.metadata import readable_name
-from torchspmd.step.legality.edit import Edit, Problem
-from torchspmd.step.legality.equivalence import random_nodes
-from torchspmd.step.legality.evaluate import nodes_written_by, written_nodes
-from torchspmd.step.legality.values import Fakes, read_call
+_OUTPUTS = "A pass keeps the outputs, all and in their order: the caller unpacks them."
+_ROLES = "Keep the meta of the output node; it says which output is whose next value."
+
+
+def check_definitions(graph: fx.Graph) -> list[Problem]:
+    """Each node takes only nodes of this graph that come before it."""
+    problems = []
+    seen: set[fx.Node] = set()
+    for node in graph.nodes:
+        for source in node.all_input_nodes:
+            if source not in seen:
+                why = "comes later" if source.graph is graph else "is not in the graph"
+                text = (
+                    f"{readable_name(node)} uses {readable_name(source)}, which {why}"
+                )
+                problems.append(Problem("definition", text, _DEFINED))
+        seen.add(node)
+    if not problems:
+        try:
+            graph.lint()
+        except (RuntimeError, ValueError) as error:
+            problems.append(Problem("definition", str(error).rstrip("."), _DEFINED))
+    return problems
+
+
+def check_interface(edit: Edit) -> list[Problem]:
+    """The graphs have the same inputs, outputs, and roles of outputs."""
+    return [*_check_inputs(edit), *_check_outputs(edit)]
+
+
+def _check_inputs(edit: Edit) -> Iterator[Problem]:
+    old, new = (
+        graph.find_nodes(op="placeholder") for graph in (edit.before, edit.after)
+    )
+    for place, (was, now) in enumerate(zip(old, new, strict=False)):
+        if was.target != now.target:
+            names = readable_name(was), readable_name(now)
+            text = f"input {place} was {names[0]} and is {names[1]}"
+            if names[0] == names[1]:  # only what its node is called by is another
+                text = f"input {place} ({names[0]}) had the target {was.target!r}"
+                text += f" and has {now.target!r}"
+            yield Problem("input", text, _INPUTS)
+            return  # all that follow are moved
+    if len(old) != len(new):
+        more, what = (old, "is gone") if len(old) > len(new) else (new, "is new")
+        one = more[min(len(old), len(new))]
+        yield Problem("input", f"the input {readable_name(one)} {what}", _INPUTS)
+
+
+def _check_outputs(edit: Edit) -> Iterator[Problem]:
+    old, new = output_values(edit.before), output_values(edit.after)
+    if len(old) != len(new):
+        dropped = _dropped(edit, old, new)
+        what = f"; {dropped} is missing" if dropped and len(new) < len(old) else ""
+        text = f"the graph had {len(old)} outputs and has {len(new)}{what}"
+        yield Problem("output", text, _OUTPUTS)
+        return
+    for place, (was, now) in enumerate(zip(old, new, strict=True)):
+        if isinstance(was, fx.Node) != isinstance(now, fx.Node):
+            name = output_name(edit.before, place)
+            text = f"{name} was {show(was)} and is {show(now)}"
+            yield Problem("output", text, _OUTPUTS)
+    if roles_of(edit.before) != roles_of(edit.after):
+        yield Problem("output", "the roles of the outputs changed", _ROLES)
+
+
+def _dropped(edit: Edit, old: list[object], new: list[object]) -> str:
+    """The first output whose node is not where it should be."""
+    for place, was in enumerate(old):
+        now = new[place] if place < len(new) else None
+        expected = edit.new.get(was) if isinstance(was, fx.Node) else was
+        if now is not expected or now is None:
+            return output_name(edit.before, place)
+    return ""
+
+
+# ----------------------------------------------------------------------------
+# One wait for each collective, before anything else uses its result.
 
 _ASYNCHRONOUS = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional")
 _ONE = "Each collective has one wait for each tensor that it gives."
@@ -48,19 +126,16 @@ class Started:
         return [wait for waits in self.items.values() for wait in waits]
 
 
-def is_start(node: fx.Node) -> bool:
-    """Whether a node starts a collective that must be waited for."""
-    target = operator_of(node)
-    if target is None:
-        return False
-    name = _torch.packet_name(target)
-    is_asynchronous = name.partition("::")[0] in _ASYNCHRONOUS
-    return is_asynchronous and find_operator(name) is not None
-
-
 def find_starts(graph: fx.Graph) -> list[Started]:
-    """The collectives of a graph, in order, with their waits."""
-    return [_follow(node) for node in graph.nodes if is_start(node)]
+    """The collectives of a graph that must be waited for, in order, with their waits."""
+    return [_follow(node) for node in graph.nodes if _is_start(node)]
+
+
+def _is_start(node: fx.Node) -> bool:
+    target = operator_of(node)
+    if target is None or target.namespace not in _ASYNCHRONOUS:
+        return False
+    return find_operator(_torch.packet_name(target)) is not None
 
 
 def _follow(start: fx.Node) -> Started:
@@ -69,7 +144,7 @@ def _follow(start: fx.Node) -> Started:
     while waiting:
         node, item = waiting.pop()
         for user in node.users:
-            if node is not start and not is_behind(user, start):
+            if node is not start and not start < user:
                 continue  # uses of a buffer before the collective writes into it
             if is_wait(user):
                 found.items.setdefault(item, []).append(user)
@@ -89,11 +164,6 @@ def _written_buffers(start: fx.Node) -> list[tuple[fx.Node, object]]:
     given = [start.args[place] for place in places if place < len(start.args)]
     given += [start.kwargs[name] for name in start.kwargs if name == "out"]
     return [(node, None) for node in given if isinstance(node, fx.Node)]
-
-
-def is_behind(node: fx.Node, other: fx.Node) -> bool:
-    """Whether a node stands behind another one of its graph."""
-    return bool(other < node)
 
 
 def check_waits(edit: Edit) -> list[Problem]:
@@ -143,19 +213,54 @@ def _check_strays(edit: Edit, waited: set[fx.Node]) -> Iterator[Problem]:
 
 
 # ----------------------------------------------------------------------------
-# Calls that are no operators of torch, but tell by their name that they write or draw.
+# Random ops keep their order.
+
+_RANDOM = "Nodes that take random numbers keep their order, and none is added or lost."
+
+
+def random_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that take random numbers, in order."""
+    return [
+        node
+        for node in graph.nodes
+        if (target := operator_of(node)) is not None
+        and _torch.signature_of(target).is_random
+    ]
+
+
+def check_random_order(edit: Edit) -> Iterator[Problem]:
+    """Random ops are the same ones, in their order."""
+    old, new = random_nodes(edit.before), random_nodes(edit.after)
+    for was, now in zip(old, new, strict=False):
+        if edit.old.get(now) is not was:
+            text = (
+                f"{readable_name(now)} takes the random numbers that "
+                f"{readable_name(was)} took"
+            )
+            yield Problem("random", text, _RANDOM)
+            return  # the rest follows from it
+    if len(old) != len(new):
+        one = (old if len(old) > len(new) else new)[min(len(old), len(new))]
+        what = "no longer takes" if len(old) > len(new) else "now takes"
+        text = f"{readable_name(one)} {what} random numbers"
+        yield Problem("random", text, _RANDOM)
+
+
+# ----------------------------------------------------------------------------
+# Calls that are no operators of torch, but whose name says that they write in place or
+# take random numbers.
 #
 # Values are compared by operators. A method, a Python function or a module in a graph is
 # taken for one that only computes; these are not.
 
 _WRITES = "Take the operator of torch.ops.aten, whose writes are checked."
-_DRAWS = "Leave it out: what the step draws would change."
+_DRAWS = "Leave it out: the random numbers of the step would change."
 _IN_PLACE = (
     *(operator.iadd, operator.isub, operator.imul, operator.itruediv),
     *(operator.ifloordiv, operator.imod, operator.ipow, operator.imatmul),
     *(operator.iand, operator.ior, operator.ixor, operator.setitem),
 )
-_DRAW = frozenset(
+_RANDOM_FUNCTIONS = frozenset(
     {"bernoulli", "manual_seed", "multinomial", "normal", "poisson", "seed"}
 )
 
@@ -168,7 +273,7 @@ def check_unknown_calls(edit: Edit) -> Iterator[Problem]:
         if _writes(node):
             text = f"{readable_name(node)} is new and writes in place ({_name(node)})"
             yield Problem("state", text, _WRITES)
-        elif _draws(node):
+        elif _is_random(node):
             text = (
                 f"{readable_name(node)} is new and takes random numbers ({_name(node)})"
             )
@@ -179,8 +284,7 @@ def _writes(node: fx.Node) -> bool:
     if node.op == "call_function" and node.target in _IN_PLACE:
         return True
     if node.op == "call_module":
-        module = _module(node)
-        return getattr(module, "inplace", False) is True
+        return getattr(_module(node), "inplace", False) is True
     name = _name(node)
     is_marked = name.endswith("_") and not name.endswith("__")
     if node.op == "call_function":  # a function of the user's may be called anything
@@ -188,12 +292,12 @@ def _writes(node: fx.Node) -> bool:
     return node.op == "call_method" and (is_marked or name == "__setitem__")
 
 
-def _draws(node: fx.Node) -> bool:
-    is_known = node.op == "call_method" or (
-        node.op == "call_function" and _is_torch(node)
-    )
+def _is_random(node: fx.Node) -> bool:
+    is_function = node.op == "call_function" and _is_torch(node)
     name = _name(node)
-    return is_known and (name in _DRAW or name.startswith("rand"))
+    return (is_function or node.op == "call_method") and (
+        name in _RANDOM_FUNCTIONS or name.startswith("rand")
+    )
 
 
 def _is_torch(node: fx.Node) -> bool:
@@ -217,177 +321,12 @@ def _module(node: fx.Node) -> object:
 
 
 # ----------------------------------------------------------------------------
-# Reads and writes of the same memory keep their order, aliases included.
-
-_ORDER = "Nodes that access the same memory keep their order when one of them writes."
-_RANDOM = "Nodes that take random numbers keep their order, and none is added or lost."
-_OVERLAP = "Write into a clone: elements that share a place cannot each be written."
-_FLIGHT = "Write after the wait: the collective still uses the memory."
-
-# Where a node's access stands: the node and the root of the memory.
-_Access: TypeAlias = tuple[fx.Node, fx.Node]
-
-
-class Accesses:
-    """Who reads and writes which memory of a graph.
-
-    Attributes:
-        root: The node that brought each node's memory; empty where nothing is written.
-        last_write: For each access of memory that is written, the write before it.
-        writes: For each root that is written, who writes it, in order.
-    """
-
-    def __init__(self, graph: fx.Graph) -> None:
-        self.last_write: dict[_Access, fx.Node | None] = {}
-        self.writes: dict[fx.Node, list[fx.Node]] = {}
-        written = written_nodes(graph)
-        self.root = find_aliases(graph).root if written else {}
-        shared = {self.root[node] for node in written}
-        for node in graph.nodes if written else ():
-            for root in self._used_by(node) & shared:
-                before = self.writes.get(root)
-                self.last_write[node, root] = before[-1] if before else None
-            for root in self._written_by(node):
-                self.writes.setdefault(root, []).append(node)
-
-    def _written_by(self, node: fx.Node) -> set[fx.Node]:
-        return {self.root[each] for each in nodes_written_by(node)}
-
-    def _used_by(self, node: fx.Node) -> set[fx.Node]:
-        """The memory that a node reads or writes; making a view touches none."""
-        if is_view(node) or is_wait(node):
-            return set()
-        return {self.root[source] for source in node.all_input_nodes}
-
-
-def check_hazards(edit: Edit, fakes: Fakes) -> list[Problem]:
-    """Each access sees the same write as before; random draws keep their order.
-
-    Args:
-        edit: The edit.
-        fakes: What the nodes of the edited graph give, without values.
-    """
-    before, after = Accesses(edit.before), Accesses(edit.after)
-    return [
-        *_check_accesses(edit, before, after),
-        *_check_flights(edit, before, after),
-        *_check_draws(edit),
-        *_check_overlaps(edit, fakes),
-        *check_unknown_calls(edit),
-    ]
-
-
-def _check_accesses(edit: Edit, before: Accesses, after: Accesses) -> Iterator[Problem]:
-    told: set[frozenset[fx.Node]] = set()
-    for (node, root), write in after.last_write.items():
-        earlier, memory = edit.old.get(node), edit.old.get(root)
-        if earlier is None or memory is None:
-            continue
-        if (earlier, memory) not in before.last_write:
-            continue  # what was not accessed or not written before is compared by value
-        was = before.last_write[earlier, memory]
-        if was is not None and was not in edit.new:
-            continue  # this write was replaced: values tell whether rightly
-        if write is not None and write not in edit.old:
-            continue
-        if (None if write is None else edit.old[write]) is was:
-            continue
-        crossed = _crossed(edit, earlier, was, write)
-        pair = frozenset({node, crossed})
-        if pair not in told:
-            told.add(pair)
-            text = (
-                f"{readable_name(node)} and {readable_name(crossed)} changed their order; "
-                f"both access {readable_name(root)}, and {readable_name(crossed)} writes it"
-            )
-            yield Problem("state", text, _ORDER)
-
-
-def _crossed(
-    edit: Edit, earlier: fx.Node, was: fx.Node | None, write: fx.Node | None
-) -> fx.Node:
-    """Which write an access was moved across."""
-    if write is not None:
-        place = edit.place_before[edit.old[write]]
-        if was is None or place > edit.place_before[earlier]:
-            return write
-    assert was is not None
-    return edit.new[was]
-
-
-def _check_flights(edit: Edit, before: Accesses, after: Accesses) -> Iterator[Problem]:
-    """Nothing is written that a collective under way reads."""
-    allowed = set(_in_flight(edit.before, before, edit.place_before))
-    for start, write in _in_flight(edit.after, after, edit.place_after):
-        old = edit.old.get(start), edit.old.get(write)
-        if old not in allowed:
-            text = (
-                f"{readable_name(write)} writes what {readable_name(start)} sends, before "
-                "the wait"
-            )
-            yield Problem("state", text, _FLIGHT)
-
-
-def _in_flight(
-    graph: fx.Graph, accesses: Accesses, places: Mapping[fx.Node, int]
-) -> Iterator[tuple[fx.Node, fx.Node]]:
-    if not accesses.writes:
-        return
-    for started in find_starts(graph):
-        start = started.start
-        last = max((places[wait] for wait in started.waits), default=places[start])
-        for source in start.all_input_nodes:
-            for write in accesses.writes.get(accesses.root[source], ()):
-                if places[start] < places[write] < last:
-                    yield start, write
-
-
-def _check_overlaps(edit: Edit, fakes: Fakes) -> Iterator[Problem]:
-    """Nothing is written into memory that overlaps itself: torch refuses to."""
-    for node in edit.after.nodes:
-        for written in nodes_written_by(node):
-            twin = edit.old.get(written)
-            was_so = twin is not None and _overlaps(twin.meta.get("val"))
-            if _overlaps(fakes.get(written)) and not (was_so and node in edit.old):
-                text = (
-                    f"{readable_name(node)} writes into {readable_name(written)}, whose "
-                    "elements share memory"
-                )
-                yield Problem("state", text, _OVERLAP)
-
-
-def _overlaps(value: object) -> bool:
-    """Whether a tensor is expanded; other overlaps torch does not look for either."""
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-        return False
-    pairs = zip(value.shape, value.stride(), strict=True)
-    return any(stride == 0 and size > 1 for size, stride in pairs)
-
-
-def _check_draws(edit: Edit) -> Iterator[Problem]:
-    old, new = random_nodes(edit.before), random_nodes(edit.after)
-    for was, now in zip(old, new, strict=False):
-        if edit.old.get(now) is not was:
-            text = (
-                f"{readable_name(now)} takes the random numbers that "
-                f"{readable_name(was)} took"
-            )
-            yield Problem("random", text, _RANDOM)
-            return  # the rest follows from it
-    if len(old) != len(new):
-        one = (old if len(old) > len(new) else new)[min(len(old), len(new))]
-        what = "no longer takes" if len(old) > len(new) else "now takes"
-        text = f"{readable_name(one)} {what} random numbers"
-        yield Problem("random", text, _RANDOM)
-
-
-# ----------------------------------------------------------------------------
 # Collectives keep their order on each group, or the pass says that it changes it.
 #
 # All ranks run the same graph, so a changed order is the same on all of them; but a pass
 # that changes it by accident has usually moved more than it meant to, and two programs that
 # were split (setup and steady state) would no longer agree. So it is an error unless
-# declared, and then it is told.
+# declared, and then the proof names it.
 
 _RULE = (
     "Keep the order of collectives on one group, or declare the pass with "
@@ -396,26 +335,50 @@ _RULE = (
 _GROUPS = ("group_name", "group", "process_group", "ranks", "tag")
 
 
-@dataclass(frozen=True, slots=True)
-class OrderReport:
-    """What became of the order of collectives.
+def check_order(
+    edit: Edit,
+    before: Mapping[fx.Node, int],
+    after: Mapping[fx.Node, int],
+    may_reorder: bool | Collection[str],
+) -> tuple[list[Problem], list[str]]:
+    """Compare the order of collectives on each group.
 
-    Attributes:
-        problems: Changes that nobody declared.
-        explained: Changes that the pass declared, a line each.
+    Args:
+        edit: The edit.
+        before: The value of each node before; collectives that a pass made anew are
+            known again by their values.
+        after: The same for the edited graph.
+        may_reorder: Whether the order may change, or on which groups.
+
+    Returns:
+        Changes that were not declared, and a line for each that was.
     """
+    problems: list[Problem] = []
+    declared: list[str] = []
+    old, new = _by_group(edit.before, before), _by_group(edit.after, after)
+    for group, nodes in new.items():
+        places = _places_before(edit, old.get(group, {}), nodes)
+        for (one, a), (two, b) in pairwise(places.items()):
+            if a <= b:
+                continue
+            names = f"{readable_name(one)} now starts before {readable_name(two)}"
+            if may_reorder is True or (may_reorder and group in may_reorder):
+                declared.append(f"{names} on group {group!r}")
+            else:
+                text = f"{names} on group {group!r}; it started after it"
+                problems.append(Problem("order", text, _RULE))
+    return problems, declared
 
-    problems: tuple[Problem, ...]
-    explained: tuple[str, ...]
 
-
-def collectives_by_group(graph: fx.Graph) -> dict[str, list[fx.Node]]:
-    """The collectives on each group, in order."""
-    groups: dict[str, list[fx.Node]] = {}
+def _by_group(
+    graph: fx.Graph, values: Mapping[fx.Node, int]
+) -> dict[str, dict[fx.Node, int]]:
+    """The collectives on each group, in order, and their values."""
+    groups: dict[str, dict[fx.Node, int]] = {}
     for node in graph.nodes:
         target = operator_of(node)
         if target is not None and find_operator(_torch.packet_name(target)):
-            groups.setdefault(_group_of(node), []).append(node)
+            groups.setdefault(_group_of(node), {})[node] = values[node]
     return groups
 
 
@@ -425,60 +388,19 @@ def _group_of(node: fx.Node) -> str:
     return str(named[0]) if named else ""
 
 
-def check_order(
-    edit: Edit,
-    value_before: Callable[[fx.Node], int],
-    value_after: Callable[[fx.Node], int],
-    may_reorder: bool | Collection[str],
-) -> OrderReport:
-    """Compare the order of collectives on each group.
-
-    Args:
-        edit: The edit.
-        value_before: The value of a node before; collectives that a pass made anew are
-            known again by their values.
-        value_after: The same for the edited graph.
-        may_reorder: Whether the order may change, or on which groups.
-    """
-    problems: list[Problem] = []
-    explained: list[str] = []
-    old = collectives_by_group(edit.before)
-    for group, nodes in collectives_by_group(edit.after).items():
-        was = _matched(edit, old.get(group, []), nodes, value_before, value_after)
-        for one, two in _inversions(nodes, was, edit):
-            names = f"{readable_name(one)} now starts before {readable_name(two)}"
-            if may_reorder is True or (may_reorder and group in may_reorder):
-                explained.append(f"{names} on group {group!r}")
-            else:
-                text = f"{names} on group {group!r}; it started after it"
-                problems.append(Problem("order", text, _RULE))
-    return OrderReport(tuple(problems), tuple(explained))
-
-
-def _matched(
-    edit: Edit,
-    old: list[fx.Node],
-    new: list[fx.Node],
-    value_before: Callable[[fx.Node], int],
-    value_after: Callable[[fx.Node], int],
-) -> dict[fx.Node, fx.Node]:
-    """The collective before for each of the edited graph that was there before."""
-    kept = {node: edit.old[node] for node in new if node in edit.old}
+def _places_before(
+    edit: Edit, old: Mapping[fx.Node, int], new: Mapping[fx.Node, int]
+) -> dict[fx.Node, int]:
+    """Where the collectives of the edited graph were before, of those that were."""
+    kept = {edit.old[node] for node in new if node in edit.old}
     gone: dict[int, list[fx.Node]] = {}
-    taken = set(kept.values())
-    for node in reversed(old):
-        if node not in taken:
-            gone.setdefault(value_before(node), []).append(node)
-    for node in new:
-        same = gone.get(value_after(node)) if node not in kept else None
-        if same:
-            kept[node] = same.pop()
-    return kept
-
-
-def _inversions(
-    nodes: list[fx.Node], was: dict[fx.Node, fx.Node], edit: Edit
-) -> list[tuple[fx.Node, fx.Node]]:
-    """Neighbours in the new order that stood the other way round."""
-    known = [(node, edit.place_before[was[node]]) for node in nodes if node in was]
-    return [(one, two) for (one, a), (two, b) in pairwise(known) if a > b]
+    for was, value in reversed(list(old.items())):
+        if was not in kept:
+            gone.setdefault(value, []).append(was)
+    places: dict[fx.Node, int] = {}
+    for node, value in new.items():
+        if node in edit.old:
+            places[node] = edit.place_before[edit.old[node]]
+        elif gone.get(value):
+            places[node] = edit.place_before[gone[value].pop()]
+    return places

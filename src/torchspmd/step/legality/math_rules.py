@@ -1,65 +1,66 @@
-"""Operators that work on each element alone, so that they pass through segments."""
+"""Operators that work on each element alone, and on each item of lists of tensors."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from torchspmd.step.legality.shape_rules import fill_attributes
+from torchspmd.step.legality.memory_rules import layouts_walked
+from torchspmd.step.legality.shape_rules import fill_attributes, selected
 from torchspmd.step.legality.values import (
-    ALL_REDUCE,
     CAST,
-    EVERYWHERE,
-    GATHER,
-    Call,
+    TUPLE,
     Flat,
-    Pieces,
+    Impossible,
+    OpCall,
     Reader,
     Rule,
     Segment,
     Shape,
     Term,
+    Unknown,
     ValueTable,
+    find_tensor,
     integers,
     kind_of,
-    shape_of,
+    known,
     split_arguments,
     tensor_of,
 )
 
+_Kind = tuple[torch.dtype, torch.device]
+
 
 def lifted(table: ValueTable, value: int, apply: Callable[[int], int]) -> int:
     """A tensor with a function of single elements applied to each of its segments."""
-    flat = table[value]
-    assert isinstance(flat, Flat), flat
     segments = [
-        Segment(lift(table, atom, apply), offset, length)
+        Segment(_lift(table, atom, apply), offset, length)
         for atom, offset, length in table.segments(value)
     ]
-    return table.flat(flat.shape, segments)
+    return table.flat(table.elements(value).shape, segments)
 
 
-def lift(table: ValueTable, atom: int, apply: Callable[[int], int]) -> int:
+def _lift(table: ValueTable, atom: int, apply: Callable[[int], int]) -> int:
     """The function applied to every element of one value."""
     runs = table.runs_of(atom)
     if runs is not None:
-        return table.strided(lift(table, runs.base, apply), *runs[1:])
+        return table.strided(_lift(table, runs.base, apply), *runs[1:])
     made = apply(atom)
     table.sizes[made] = table.sizes[atom]
     return made
 
 
-def elementwise(reader: Reader, call: Call) -> int | None:
+def elementwise(reader: Reader, call: OpCall) -> int:
     """An elementwise operator on one tensor; other operands are numbers of any kind."""
-    if call.signature is None or not call.signature.is_elementwise:
-        return None
-    if call.signature.draws:
-        return None
+    signature = call.signature
+    if signature is None or not signature.is_elementwise or signature.is_random:
+        raise Unknown
     attributes, children = split_arguments(reader, call.arguments)
     shaped = [i for i, child in enumerate(children) if _has_dims(reader.table, child)]
     if len(shaped) != 1:
-        return None
+        raise Unknown
     place = shaped[0]
 
     def apply(atom: int) -> int:
@@ -74,122 +75,7 @@ def _has_dims(table: ValueTable, value: int) -> bool:
     return isinstance(flat, Flat) and bool(flat.shape)
 
 
-def _cast(reader: Reader, call: Call) -> int | None:
-    found, kind = tensor_of(reader, call.first), kind_of(reader, call.first)
-    if found is None or kind is None:
-        return None
-    like = call.arguments.get("other")
-    other = kind_of(reader, like)
-    if isinstance(like, fx.Node) and other is None:
-        return None
-    dtype = other[0] if other else call.arguments.get("dtype") or kind[0]
-    device = other[1] if other else call.arguments.get("device") or kind[1]
-    if not isinstance(dtype, torch.dtype) or isinstance(device, fx.Node):
-        return None
-    wanted = (dtype, torch.device(device))
-    return _as_kind(reader.table, found[0], kind, wanted)
-
-
-def _as_kind(table: ValueTable, value: int, kind: Any, wanted: Any) -> int:
-    if kind == wanted:
-        return value
-    attributes = tuple(map(str, wanted))
-    return lifted(table, value, lambda atom: table.cast(atom, attributes))
-
-
-def _copy(reader: Reader, call: Call) -> int | None:
-    """The source in the dtype of what it is copied to."""
-    source = call.arguments.get("src")
-    to, found = tensor_of(reader, call.first), tensor_of(reader, source)
-    kinds = kind_of(reader, call.first), kind_of(reader, source)
-    if to is None or found is None or None in kinds:
-        return None
-    if to[1].shape != found[1].shape:
-        return None
-    return _as_kind(reader.table, found[0], kinds[1], kinds[0])
-
-
-def _fill(number: float | None) -> Rule:
-    """A tensor with one number everywhere; None for a number that is an argument."""
-
-    def rule(reader: Reader, call: Call) -> int | None:
-        arguments = call.arguments
-        value = arguments.get("fill_value", arguments.get("value"))
-        filling = number if number is not None else value
-        shape = _size(reader, call)
-        dtype = _filled_dtype(reader, call)
-        if shape is None or dtype is None or not isinstance(filling, (int, float)):
-            return None
-        return reader.table.filled(fill_attributes(filling, dtype), shape)
-
-    return rule
-
-
-def _filled_dtype(reader: Reader, call: Call) -> torch.dtype | None:
-    asked = call.arguments.get("dtype")
-    if isinstance(asked, torch.dtype):
-        return asked
-    kind = kind_of(reader, call.node) or kind_of(reader, call.first)
-    return None if kind is None else kind[0]
-
-
-def _size(reader: Reader, call: Call) -> Shape | None:
-    if "size" in call.arguments:
-        return integers(call.arguments["size"])
-    like = tensor_of(reader, call.first)
-    return None if like is None else like[1].shape
-
-
-def _permute(reader: Reader, call: Call) -> int | None:
-    found = tensor_of(reader, call.first)
-    if found is None:
-        return None
-    value, (shape, _) = found
-    if not shape:
-        return value
-    places = list(range(len(shape)))
-    if call.name == "aten::permute":
-        dims = integers(call.arguments["dims"])
-        places = [dim % len(shape) for dim in dims or ()]
-    elif call.name == "aten::transpose":
-        one, two = (call.arguments[name] for name in ("dim0", "dim1"))
-        places[one], places[two] = places[two], places[one]
-    else:
-        places.reverse()
-    if sorted(places) != list(range(len(shape))):
-        return None
-    return permuted(reader.table, value, tuple(places))
-
-
-def permuted(table: ValueTable, value: int, places: Shape) -> int:
-    """A tensor with its dimensions in another order."""
-    flat = table[value]
-    assert isinstance(flat, Flat), flat
-    value, places = _undo(table, value, flat, places)
-    base = table[value]
-    assert isinstance(base, Flat), base
-    shape = tuple(base.shape[place] for place in places)
-    moving = [place for place in places if base.shape[place] != 1]
-    if moving == sorted(moving):
-        return table.flat(shape, base.segments)
-    return table.tensor(table.term("permute", places, (value,)), shape)
-
-
-def _undo(
-    table: ValueTable, value: int, flat: Flat, places: Shape
-) -> tuple[int, Shape]:
-    """Of a tensor that was permuted already: its origin, and both orders as one."""
-    term: Any = table[flat.segments[0].atom] if len(flat.segments) == 1 else None
-    if not isinstance(term, Term) or term.head != "permute":
-        return value, places
-    origin: Any = table[term.children[0]]
-    earlier: Any = term.attributes
-    if tuple(origin.shape[place] for place in earlier) != flat.shape:
-        return value, places
-    return term.children[0], tuple(earlier[place] for place in places)
-
-
-def commuted(call: Call, children: list[int]) -> list[int]:
+def commuted(call: OpCall, children: list[int]) -> list[int]:
     """The operands of a sum or product in one order, since it does not matter."""
     is_sum = call.name == "aten::add" and call.arguments.get("alpha") == 1
     if (is_sum or call.name == "aten::mul") and len(children) == 2:
@@ -197,152 +83,201 @@ def commuted(call: Call, children: list[int]) -> list[int]:
     return children
 
 
-ELEMENTWISE: dict[str, Rule] = {
-    CAST: _cast,
-    "aten::to": _cast,
-    "aten::copy": _copy,
-    "aten::full": _fill(None),
-    "aten::full_like": _fill(None),
-    "aten::new_full": _fill(None),
-    "aten::fill": _fill(None),
-    "aten::zeros": _fill(0),
-    "aten::zeros_like": _fill(0),
-    "aten::new_zeros": _fill(0),
-    "aten::zero": _fill(0),
-    "aten::ones": _fill(1),
-    "aten::ones_like": _fill(1),
-    "aten::new_ones": _fill(1),
-    "aten::t": _permute,
-    "aten::transpose": _permute,
-    "aten::permute": _permute,
-}
+# ----------------------------------------------------------------------------
+# Casts, fills and permutations.
+
+
+def _cast(reader: Reader, call: OpCall) -> int:
+    value, _ = tensor_of(reader, call.first)
+    kind, like = known(kind_of(reader, call.first)), call.arguments.get("other")
+    if isinstance(like, fx.Node):
+        wanted = known(kind_of(reader, like))
+    else:
+        dtype = call.arguments.get("dtype") or kind[0]
+        device = call.arguments.get("device") or kind[1]
+        if not isinstance(dtype, torch.dtype) or isinstance(device, fx.Node):
+            raise Unknown
+        wanted = dtype, torch.device(device)
+    return _as_kind(reader.table, value, kind, wanted)
+
+
+def _as_kind(table: ValueTable, value: int, kind: _Kind, wanted: _Kind) -> int:
+    if kind == wanted:
+        return value
+    attributes = tuple(map(str, wanted))
+    return lifted(table, value, lambda atom: table.cast(atom, attributes))
+
+
+def _copy(reader: Reader, call: OpCall) -> int:
+    """The source in the dtype of what it is copied to."""
+    nodes = call.first, call.arguments.get("src")
+    to, source = (tensor_of(reader, node) for node in nodes)
+    wanted, kind = (known(kind_of(reader, node)) for node in nodes)
+    if to.shape != source.shape:
+        raise Unknown
+    return _as_kind(reader.table, source.value, kind, wanted)
+
+
+def _fill(number: float | None, reader: Reader, call: OpCall) -> int:
+    """A tensor with one number everywhere; None for a number that is an argument."""
+    given = call.arguments
+    filling = given.get("fill_value", given.get("value")) if number is None else number
+    if not isinstance(filling, (int, float)):
+        raise Unknown
+    size = given.get("size")
+    shape = tensor_of(reader, call.first).shape if size is None else integers(size)
+    dtype = given.get("dtype")
+    if not isinstance(dtype, torch.dtype):
+        dtype, _ = known(kind_of(reader, call.node) or kind_of(reader, call.first))
+    return reader.table.filled(fill_attributes(filling, dtype), shape)
+
+
+def _permute(reader: Reader, call: OpCall) -> int:
+    value, shape = tensor_of(reader, call.first)
+    places = list(range(len(shape)))
+    if call.name == "aten::permute":
+        places = [dim % len(shape) for dim in integers(call.arguments["dims"])]
+    elif shape and call.name == "aten::transpose":
+        one, two = (call.arguments[name] for name in ("dim0", "dim1"))
+        places[one], places[two] = places[two], places[one]
+    else:
+        places.reverse()
+    if sorted(places) != list(range(len(shape))):
+        raise Unknown
+    return _permuted(reader.table, value, tuple(places))
+
+
+def _permuted(table: ValueTable, value: int, places: Shape) -> int:
+    """A tensor with its dimensions in another order."""
+    value, places = _origin(table, value, places)
+    base = table.elements(value)
+    shape = tuple(base.shape[place] for place in places)
+    moving = [place for place in places if base.shape[place] != 1]
+    if moving == sorted(moving):
+        return table.flat(shape, base.segments)
+    return table.tensor(table.term("permute", places, (value,)), shape)
+
+
+def _origin(table: ValueTable, value: int, places: Shape) -> tuple[int, Shape]:
+    """What a tensor was permuted from, and both permutations as one."""
+    flat = table.elements(value)
+    term: Any = table[flat.segments[0].atom] if len(flat.segments) == 1 else None
+    if not isinstance(term, Term) or term.head != "permute":
+        return value, places
+    origin, earlier = table.elements(term.children[0]), term.attributes
+    if tuple(origin.shape[place] for place in earlier) != flat.shape:
+        return value, places
+    return term.children[0], tuple(earlier[place] for place in places)
 
 
 # ----------------------------------------------------------------------------
-# Sums over ranks, in one form: what is summed first, and the sum over ranks outside.
-#
-# ``all_reduce(a) + all_reduce(b)`` is ``all_reduce(a + b)``; and an embedding's gradient of
-# what all ranks gathered is the sum of the ranks' own. Both are equal as sums, like every
-# collective here; a pass that uses them says that bits change.
+# Operators on lists of tensors: item i depends on item i of each list alone.
 
-_Attributes = tuple[object, ...]
-_MOST_RUNS = 1024  # more ranks than that are not looked at one by one
+_TO_NUMBERS = ("aten::_foreach_norm", "aten::_foreach_max", "aten::_foreach_powsum")
 
 
-def _sum_of_sums(reader: Reader, call: Call) -> int | None:
-    """A sum of two reduced tensors, as the reduction of their sum."""
-    attributes, children = split_arguments(reader, call.arguments)
-    found = [_unreduced(reader.table, child) for child in children]
-    known = [each for each in found if each is not None]
-    if len(known) != 2 or len(found) != 2 or known[0][0] != known[1][0]:
-        return None
-    shapes = {reader.table[value][0] for _, value in known}
-    if shapes != {shape_of(reader.fakes.get(call.node))}:
-        return None
-    operands = commuted(call, [value for _, value in known])
-    atom = reader.table.term(call.head, attributes, operands)
-    return _reduced(reader, call, atom, known[0][0])
+def getitem(reader: Reader, call: OpCall) -> int:
+    """One value out of a list of values."""
+    source, index = (call.arguments[name] for name in ("0", "1"))
+    term = reader.table[reader.value(source)]
+    if not isinstance(term, Term) or term.head != TUPLE or type(index) is not int:
+        raise Unknown
+    if not -len(term.children) <= index < len(term.children):
+        raise Impossible(f"item {index} of {len(term.children)}")
+    return term.children[index]
 
 
-def _of_gathered_rows(reader: Reader, call: Call) -> int | None:
-    """The gradient of an embedding from the rows and indices of all ranks."""
-    if call.arguments["scale_grad_by_freq"] is not False:
-        return None
-    attributes, children = split_arguments(reader, call.arguments)
-    found = [_ungathered(reader.table, child) for child in children]
-    known = [each for each in found if each is not None]
-    if len(known) != 2 or len(found) != 2 or known[0][0] != known[1][0]:
-        return None
-    _, group = known[0][0]
-    atom = reader.table.term(call.head, attributes, [value for _, value in known])
-    return _reduced(reader, call, atom, ("sum", group))
+def _items(call: OpCall) -> tuple[list[str], list[dict[str, Any]]]:
+    """The arguments that are lists, and for each item all arguments with its own."""
+    given = call.arguments
+    lists = [name for name, each in given.items() if isinstance(each, (list, tuple))]
+    lengths = {len(given[name]) for name in lists if given[name]}
+    if len(lengths) > 1:
+        raise Impossible(f"lists of lengths {sorted(lengths)}")
+    if not lengths:
+        raise Unknown
+    return lists, [
+        {**given, **{name: given[name][i] if given[name] else None for name in lists}}
+        for i in range(lengths.pop())
+    ]
 
 
-def _reduced(
-    reader: Reader, call: Call, atom: int, attributes: _Attributes
-) -> int | None:
-    table, shape = reader.table, shape_of(reader.fakes.get(call.node))
-    if shape is None:
-        return None
-
-    def reduce(each: int) -> int:
-        return table.term(ALL_REDUCE, attributes, (each,))
-
-    return lifted(table, table.tensor(atom, shape), reduce)
-
-
-def _unreduced(table: ValueTable, value: int) -> tuple[_Attributes, int] | None:
-    """How a tensor was summed over ranks, and what it was before."""
-    flat = table[value]
-    if not isinstance(flat, Flat) or not flat.shape or not flat.segments:
-        return None
-    segments, how = [], set()
-    for atom, offset, length in table.segments(value):
-        term = table[atom]
-        if not isinstance(term, Term) or term.head != ALL_REDUCE:
-            return None
-        how.add(term.attributes)
-        segments.append(Segment(term.children[0], offset, length))
-    attributes = how.pop()
-    if how or attributes[0] != "sum":
-        return None
-    return attributes, table.flat(flat.shape, segments)
+def foreach(reader: Reader, call: OpCall) -> int:
+    """The value of a ``_foreach_*`` operator."""
+    _, items = _items(call)
+    packed = find_tensor(reader, call.arguments.get("scalars"))
+    if packed is not None and packed.shape != (len(items),):
+        raise Impossible(
+            f"numbers of shape {list(packed.shape)} for {len(items)} items"
+        )
+    values = [_foreach_item(reader, call, item, i) for i, item in enumerate(items)]
+    return reader.table.list_of(values)
 
 
-def _ungathered(table: ValueTable, value: int) -> tuple[_Attributes, int] | None:
-    """Among how many ranks of which group a tensor was gathered, and one rank's own."""
-    flat = table[value]
-    if not isinstance(flat, Flat) or not flat.shape or not flat.segments:
-        return None
-    segments = [part for each in table.segments(value) for part in _runs(table, each)]
-    first = table[segments[0].atom]
-    if not isinstance(first, Term) or first.head != GATHER:
-        return None
-    num_ranks = first.attributes[0]
-    length = table.num_elements(value) // num_ranks
-    if flat.shape[0] % num_ranks:
-        return None
-    pieces = Pieces(segments)
-    shares = {
-        _share(table, pieces.cut(rank * length, length), rank, first.attributes)
-        for rank in range(num_ranks)
-    }
-    own = shares.pop()
-    if shares or own is None:
-        return None
-    shape = (flat.shape[0] // num_ranks, *flat.shape[1:])
-    return first.attributes, table.flat(shape, own)
+def _foreach_item(
+    reader: Reader, call: OpCall, item: dict[str, Any], place: int
+) -> int:
+    if call.name == "aten::_foreach_copy" and _is_plain_copy(reader, item):
+        return reader.value(item["src"])
+    tensors = (find_tensor(reader, each) for each in item.values())
+    shapes = (found.shape for found in tensors if found is not None)
+    shape = () if call.name in _TO_NUMBERS else known(next(shapes, None))
+    packed, numbers = call.arguments.get("scalars"), []
+    if isinstance(packed, fx.Node):
+        # The numbers of all items lie in one tensor: this item takes the one at its place.
+        numbers = [selected(reader.table, tensor_of(reader, packed).value, 0, place)]
+        item = {**item, "scalars": None}
+    attributes, children = split_arguments(reader, item)
+    atom = reader.table.term(call.head, attributes, (*children, *numbers))
+    return reader.table.tensor(atom, shape)
 
 
-def _runs(table: ValueTable, segment: Segment) -> list[Segment]:
-    """Runs of one value one by one, as the parts of all ranks in what was gathered."""
-    runs = table.runs_of(segment.atom)
-    if (
-        runs is None
-        or runs.num > _MOST_RUNS
-        or segment.length != runs.length * runs.num
-    ):
-        return [segment]
-    starts = [runs.offset + number * runs.stride for number in range(runs.num)]
-    return [Segment(runs.base, start, runs.length) for start in starts]
+def _is_plain_copy(reader: Reader, item: dict[str, Any]) -> bool:
+    to, source = (find_tensor(reader, item[name]) for name in ("self", "src"))
+    kinds = {kind_of(reader, item[name]) for name in ("self", "src")}
+    if to is None or source is None or len(kinds) > 1 or None in kinds:
+        return False
+    return to.shape == source.shape
 
 
-def _share(
-    table: ValueTable, given: list[Segment], rank: int, attributes: _Attributes
-) -> tuple[Segment, ...] | None:
-    """What a rank gave to a gathered tensor, in terms of its own values."""
-    own = []
-    for atom, offset, size in given:
-        term = table[atom]
-        is_gathered = isinstance(term, Term) and term.head == GATHER
-        if not is_gathered or offset == EVERYWHERE or term[1] != attributes:
-            return None
-        child = term[2][0]  # type: ignore[misc]
-        own.append(Segment(child, offset - rank * table.sizes[child], size))
-    return tuple(own)
+def fused(reader: Reader, call: OpCall) -> int:
+    """A ``_fused_*`` optimizer: one list of new values for each list of old ones."""
+    if not isinstance(call.first, (list, tuple)):
+        return elementwise(reader, call)
+    names, items = _items(call)
+    outputs: dict[str, list[int]] = {name: [] for name in names}
+    for item in items:
+        attributes, children = split_arguments(reader, item)
+        children += layouts_walked(reader, [item[name] for name in names])
+        for number, name in enumerate(names):
+            found = find_tensor(reader, item[name])
+            if found is None:
+                continue  # an empty list: this optimizer does not keep such a state
+            value, shape = found
+            if name != "grads" or item.get("grad_scale") is not None:
+                atom = reader.table.term(call.head, (number, attributes), children)
+                value = reader.table.tensor(atom, shape)
+            outputs[name].append(value)
+    return reader.table.list_of(map(reader.table.list_of, outputs.values()))
 
 
-SUMS: dict[str, Rule] = {
-    "aten::add": _sum_of_sums,
-    "aten::embedding_dense_backward": _of_gathered_rows,
+MATH_RULES: dict[str, Rule] = {
+    CAST: _cast,
+    "aten::to": _cast,
+    "aten::copy": _copy,
+    "aten::full": partial(_fill, None),
+    "aten::full_like": partial(_fill, None),
+    "aten::new_full": partial(_fill, None),
+    "aten::fill": partial(_fill, None),
+    "aten::zeros": partial(_fill, 0),
+    "aten::zeros_like": partial(_fill, 0),
+    "aten::new_zeros": partial(_fill, 0),
+    "aten::zero": partial(_fill, 0),
+    "aten::ones": partial(_fill, 1),
+    "aten::ones_like": partial(_fill, 1),
+    "aten::new_ones": partial(_fill, 1),
+    "aten::t": _permute,
+    "aten::transpose": _permute,
+    "aten::permute": _permute,
+    "call_function _operator.getitem": getitem,
 }

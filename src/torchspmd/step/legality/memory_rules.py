@@ -1,13 +1,20 @@
-"""Outputs keep memory of their own: new states are written where the old ones lie."""
+"""Memory: who reads and writes it, in what order, what outputs share, how tensors lie."""
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
 
 from torchspmd import _torch
-from torchspmd.step.graph.aliases import memory_root, operator_of, view_source
+from torchspmd.step.graph.aliases import (
+    find_aliases,
+    is_view,
+    is_wait,
+    memory_root,
+    operator_of,
+    view_source,
+)
 from torchspmd.step.graph.memory import ROLE_KEY
 from torchspmd.step.graph.metadata import (
     OutputKind,
@@ -17,17 +24,193 @@ from torchspmd.step.graph.metadata import (
     written_state,
 )
 from torchspmd.step.legality.edit import Edit, Problem, output_name
+from torchspmd.step.legality.graph_rules import find_starts
 from torchspmd.step.legality.values import (
-    Call,
     Fakes,
     Layouts,
+    OpCall,
     Reader,
     ValueTable,
-    integers,
+    are_integers,
+    find_tensor,
     read_call,
     split_arguments,
-    tensor_of,
 )
+
+
+def written_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that a graph writes into."""
+    return [each for node in graph.nodes for each in nodes_written_by(node)]
+
+
+def nodes_written_by(node: fx.Node) -> list[fx.Node]:
+    """The nodes that a call writes into."""
+    target = operator_of(node)
+    if target is None or not _torch.signature_of(target).written:
+        return []
+    return [written for _, written, _ in written_operands(read_call(node))]
+
+
+def written_operands(call: OpCall) -> list[tuple[int, fx.Node, tuple[int, ...]]]:
+    """Which written argument, which node, and where it is in a list of them."""
+    found: list[tuple[int, fx.Node, tuple[int, ...]]] = []
+    for number, name in enumerate(call.signature.written if call.signature else ()):
+        given = call.arguments.get(name, call.node.kwargs.get(name))
+        if isinstance(given, fx.Node):
+            found.append((number, given, ()))
+        for place, each in enumerate(given if isinstance(given, (list, tuple)) else ()):
+            if isinstance(each, fx.Node):
+                found.append((number, each, (place,)))
+    return found
+
+
+# ----------------------------------------------------------------------------
+# Reads and writes of the same memory keep their order, aliases included.
+
+_ORDER = "Nodes that access the same memory keep their order when one of them writes."
+_OVERLAP = "Write into a clone: elements that share a place cannot each be written."
+_FLIGHT = "Write after the wait: the collective still uses the memory."
+
+# An access: the node and the root of the memory.
+_Access: TypeAlias = tuple[fx.Node, fx.Node]
+
+
+class Accesses:
+    """Who reads and writes which memory of a graph.
+
+    Attributes:
+        root: The node that brought each node's memory; empty where nothing is written.
+        last_write: For each access of memory that is written, the write before it.
+        writes: For each root that is written, who writes it, in order.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.last_write: dict[_Access, fx.Node | None] = {}
+        self.writes: dict[fx.Node, list[fx.Node]] = {}
+        written = written_nodes(graph)
+        self.root = find_aliases(graph).root if written else {}
+        shared = {self.root[node] for node in written}
+        for node in graph.nodes if written else ():
+            for root in self._used_by(node) & shared:
+                before = self.writes.get(root)
+                self.last_write[node, root] = before[-1] if before else None
+            for root in self._written_by(node):
+                self.writes.setdefault(root, []).append(node)
+
+    def _written_by(self, node: fx.Node) -> set[fx.Node]:
+        return {self.root[each] for each in nodes_written_by(node)}
+
+    def _used_by(self, node: fx.Node) -> set[fx.Node]:
+        """The memory that a node reads or writes; making a view touches none."""
+        if is_view(node) or is_wait(node):
+            return set()
+        return {self.root[source] for source in node.all_input_nodes}
+
+
+def check_hazards(edit: Edit, fakes: Fakes) -> list[Problem]:
+    """Each access sees the same write as before, and each write is possible.
+
+    Args:
+        edit: The edit.
+        fakes: What the nodes of the edited graph give, without values.
+    """
+    before, after = Accesses(edit.before), Accesses(edit.after)
+    return [
+        *_check_accesses(edit, before, after),
+        *_check_flights(edit, before, after),
+        *_check_overlaps(edit, fakes),
+    ]
+
+
+def _check_accesses(edit: Edit, before: Accesses, after: Accesses) -> Iterator[Problem]:
+    reported: set[frozenset[fx.Node]] = set()
+    for (node, root), write in after.last_write.items():
+        earlier, memory = edit.old.get(node), edit.old.get(root)
+        if earlier is None or memory is None:
+            continue
+        if (earlier, memory) not in before.last_write:
+            continue  # what was not accessed or not written before is compared by value
+        was = before.last_write[earlier, memory]
+        if was is not None and was not in edit.new:
+            continue  # this write was replaced: values tell whether rightly
+        if write is not None and write not in edit.old:
+            continue
+        if (None if write is None else edit.old[write]) is was:
+            continue
+        crossed = _crossed(edit, earlier, was, write)
+        pair = frozenset({node, crossed})
+        if pair not in reported:
+            reported.add(pair)
+            text = (
+                f"{readable_name(node)} and {readable_name(crossed)} changed their order; "
+                f"both access {readable_name(root)}, and {readable_name(crossed)} writes it"
+            )
+            yield Problem("state", text, _ORDER)
+
+
+def _crossed(
+    edit: Edit, earlier: fx.Node, was: fx.Node | None, write: fx.Node | None
+) -> fx.Node:
+    """Which write an access was moved across."""
+    if write is not None:
+        place = edit.place_before[edit.old[write]]
+        if was is None or place > edit.place_before[earlier]:
+            return write
+    assert was is not None
+    return edit.new[was]
+
+
+def _check_flights(edit: Edit, before: Accesses, after: Accesses) -> Iterator[Problem]:
+    """Nothing is written that a collective under way reads."""
+    allowed = set(_in_flight(edit.before, before, edit.place_before))
+    for start, write in _in_flight(edit.after, after, edit.place_after):
+        old = edit.old.get(start), edit.old.get(write)
+        if old not in allowed:
+            text = (
+                f"{readable_name(write)} writes what {readable_name(start)} sends, before "
+                "the wait"
+            )
+            yield Problem("state", text, _FLIGHT)
+
+
+def _in_flight(
+    graph: fx.Graph, accesses: Accesses, places: Mapping[fx.Node, int]
+) -> Iterator[tuple[fx.Node, fx.Node]]:
+    if not accesses.writes:
+        return
+    for started in find_starts(graph):
+        start = started.start
+        last = max((places[wait] for wait in started.waits), default=places[start])
+        for source in start.all_input_nodes:
+            for write in accesses.writes.get(accesses.root[source], ()):
+                if places[start] < places[write] < last:
+                    yield start, write
+
+
+def _check_overlaps(edit: Edit, fakes: Fakes) -> Iterator[Problem]:
+    """Nothing is written into memory that overlaps itself: torch refuses to."""
+    for node in edit.after.nodes:
+        for written in nodes_written_by(node):
+            old = edit.old.get(written)
+            was_so = old is not None and _overlaps(old.meta.get("val"))
+            if _overlaps(fakes.get(written)) and not (was_so and node in edit.old):
+                text = (
+                    f"{readable_name(node)} writes into {readable_name(written)}, whose "
+                    "elements share memory"
+                )
+                yield Problem("state", text, _OVERLAP)
+
+
+def _overlaps(value: object) -> bool:
+    """Whether a tensor is expanded; other overlaps torch does not look for either."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return False
+    pairs = zip(value.shape, value.stride(), strict=True)
+    return any(stride == 0 and size > 1 for size, stride in pairs)
+
+
+# ----------------------------------------------------------------------------
+# Outputs keep memory of their own: new states are written where the old ones lie.
 
 _OVERWRITTEN = (
     "Keep the copy: the state is written back before the caller sees the output."
@@ -151,7 +334,7 @@ def reads_layout(node: fx.Node) -> bool:
     if operator is None:
         return False
     signature = _torch.signature_of(operator)
-    is_concerned = signature.name in _BY_PLACE or signature.draws
+    is_concerned = signature.name in _BY_PLACE or signature.is_random
     return is_concerned and isinstance(read_call(node).first, fx.Node)
 
 
@@ -168,13 +351,13 @@ def layouts_walked(reader: Reader, items: Sequence[Any]) -> list[int]:
     None where they lie in the same way: element i of each then belongs to element i of
     the others, however they lie. Like all layouts, it makes nothing certain.
     """
-    shapes = [tensor_of(reader, item) for item in items]
-    shape = () if shapes[0] is None else shapes[0][1].shape
+    tensors = [find_tensor(reader, item) for item in items]
+    shape = () if tensors[0] is None else tensors[0].shape
     # Numbers, as counts of steps are, lie nowhere else; other shapes are other values.
     walked = {
         reader.layouts.get(item)
-        for item, found in zip(items, shapes, strict=True)
-        if shape and found is not None and found[1].shape == shape
+        for item, found in zip(items, tensors, strict=True)
+        if shape and found is not None and found.shape == shape
     }
     if len(walked) < 2 and all(_leaves_no_gaps(shape, each) for each in walked):
         return []
@@ -182,7 +365,7 @@ def layouts_walked(reader: Reader, items: Sequence[Any]) -> list[int]:
     return [reader.table.term(f"layouts {lying!r}", None, ())]
 
 
-def layout_read(reader: Reader, call: Call, layouts: Layouts) -> int:
+def layout_read(reader: Reader, call: OpCall, layouts: Layouts) -> int:
     """A value for the layout of a call's operand, and for the memory that it lies in.
 
     It has no parts: where two of them differ, nothing is certain about the results.
@@ -225,21 +408,17 @@ def _unknown(table: ValueTable, node: fx.Node, layouts: Layouts) -> Hashable:
 
 def _leaves_no_gaps(shape: Sequence[Any], strides: Hashable) -> bool:
     """Whether memory with these strides, in short, holds each element once, and no more."""
-    sizes = integers([size for size in shape if size != 1])
-    if sizes is None or not isinstance(strides, tuple) or len(strides) != len(sizes):
+    sizes = [size for size in shape if size != 1]
+    if not isinstance(strides, tuple) or len(strides) != len(sizes):
         return False
-    if integers(strides) is None:
+    if not are_integers((*sizes, *strides)):
         return False
     expected = 1
-    for stride, size in sorted(zip(strides, sizes, strict=True), key=_first):
+    for stride, size in sorted(zip(strides, sizes, strict=True)):
         if stride != expected:
             return False
         expected *= size
     return True
-
-
-def _first(pair: tuple[int, int]) -> int:
-    return pair[0]
 
 
 def _strides(value: object) -> Hashable:
@@ -247,12 +426,9 @@ def _strides(value: object) -> Hashable:
         return tuple(map(_strides, value))
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
-    return _in_short(value.shape, value.stride())
-
-
-def _in_short(shape: Any, strides: Any) -> Hashable:
-    """Strides; those of dimensions of one place say nothing."""
-    if integers([*shape, *strides]) is None:
+    shape, strides = value.shape, value.stride()
+    if not are_integers((*shape, *strides)):
         return repr((shape, strides))
+    # The stride of a dimension of one place says nothing.
     pairs = zip(shape, strides, strict=False)
     return tuple(stride for size, stride in pairs if size != 1)

@@ -5,13 +5,15 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import fx
 
 from torchspmd import _torch
 from torchspmd.step.graph.aliases import operator_of
+
+_T = TypeVar("_T")
 
 # ----------------------------------------------------------------------------
 # Flat tensors as sequences of segments: pieces of other values, one after the other.
@@ -69,7 +71,7 @@ class Pieces:
         self._ends = list(accumulate(segment.length for segment in segments))
 
     def at(self, place: int) -> Segment:
-        """What stands at a place, up to the end of its segment."""
+        """What is at a place, up to the end of its segment."""
         index = bisect_right(self._ends, place)
         return self.cut(place, self._ends[index] - place)[0]
 
@@ -229,16 +231,20 @@ class ValueTable:
         return Runs(term.children[0], *term.attributes)
 
     def rows(self, parts: tuple[int, ...], num_rows: int) -> int:
-        """Rows that hold a row of each part, taken apart only where that is needed."""
+        """Rows that hold a row of each part, cut into these only where that is needed."""
         made = self.term(ROWS, num_rows, parts)
         self.sizes[made] = sum(self.num_elements(part) for part in parts)
         return made
 
+    def elements(self, value: int) -> Flat:
+        """The shape and the segments of a tensor."""
+        flat = self._values[value]
+        assert isinstance(flat, Flat), f"{flat} is no tensor"
+        return flat
+
     def num_elements(self, value: int) -> int:
         """How many elements a tensor has."""
-        flat = self._values[value]
-        assert isinstance(flat, Flat), flat
-        return prod(flat.shape)
+        return prod(self.elements(value).shape)
 
     def pieces(self, value: int) -> Pieces:
         """A tensor's segments, to be cut."""
@@ -248,9 +254,8 @@ class ValueTable:
         return found
 
     def segments(self, value: int) -> Segments:
-        """A tensor's segments, with rows taken apart."""
-        flat = self._values[value]
-        assert isinstance(flat, Flat), flat
+        """A tensor's segments, with rows cut into their parts."""
+        flat = self.elements(value)
         if not any(self._values[each.atom][0] == ROWS for each in flat.segments):
             return flat.segments
         return join(part for each in flat.segments for part in self._expand(each))
@@ -320,13 +325,13 @@ Layouts: TypeAlias = Mapping[fx.Node, Hashable]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class OpCall:
     """A call of an operator or a function.
 
     Attributes:
         node: The node that calls.
         name: ``namespace::name`` of the functional form; of a function, its own name.
-        head: The name with the overload, by which calls are told apart; of a function,
+        head: The name with the overload, which distinguishes calls; of a function,
             with its identity: two functions may have one name.
         arguments: All arguments by name, defaults filled in, as they stand in the graph.
         signature: What the operator's schema says; None for a function.
@@ -355,15 +360,19 @@ class Reader(Protocol):
         """The value of a node at this point of the graph."""
 
 
-class Impossible(Exception):  # noqa: N818 - it is no error of ours: it says that a call is
+class Unknown(Exception):  # noqa: N818 - not an error: a rule says nothing about a call
+    """A call about which only its name and arguments are known."""
+
+
+class Impossible(Exception):  # noqa: N818 - not an error of the rule's: the call has one
     """A call that cannot run on what it is given; the text says why."""
 
 
-# Gives the value of a call; None for a call that it does not understand.
-Rule: TypeAlias = Callable[[Reader, Call], int | None]
+# Gives the value of a call, or raises Unknown or Impossible.
+Rule: TypeAlias = Callable[[Reader, OpCall], int]
 
 
-def read_call(node: fx.Node) -> Call:
+def read_call(node: fx.Node) -> OpCall:
     """A node's call with its arguments by name.
 
     >>> graph = fx.Graph()
@@ -377,7 +386,7 @@ def read_call(node: fx.Node) -> Call:
         named = {str(place): each for place, each in enumerate(node.args)}
         name = f"{node.op} {_name_of(node.target)}"
         head = name if isinstance(node.target, str) else f"{name} {id(node.target):#x}"
-        return Call(node, name, head, {**named, **node.kwargs}, None)
+        return OpCall(node, name, head, {**named, **node.kwargs}, None)
     signature = _torch.signature_of(operator)
     given = dict(zip(_torch.argument_names(operator), node.args, strict=False))
     arguments = {
@@ -385,7 +394,7 @@ def read_call(node: fx.Node) -> Call:
         for name in signature.arguments
     }
     head = f"{signature.name}.{signature.overload}"
-    return Call(node, signature.name, head, arguments, signature)
+    return OpCall(node, signature.name, head, arguments, signature)
 
 
 def _name_of(target: Any) -> str:
@@ -395,7 +404,7 @@ def _name_of(target: Any) -> str:
 
 
 def split_arguments(reader: Reader, arguments: Any) -> tuple[Hashable, list[int]]:
-    """What stands in arguments besides values, and the values in order."""
+    """What arguments hold besides values, and the values in order."""
     children: list[int] = []
 
     def strip(each: Any) -> Hashable:
@@ -415,13 +424,25 @@ def split_arguments(reader: Reader, arguments: Any) -> tuple[Hashable, list[int]
     return strip(arguments), children
 
 
-def tensor_of(reader: Reader, argument: Any) -> tuple[int, Flat] | None:
-    """The value of an argument that is a tensor of known shape."""
+class Tensor(NamedTuple):
+    """The value and the shape of a tensor."""
+
+    value: int
+    shape: Shape
+
+
+def find_tensor(reader: Reader, argument: Any) -> Tensor | None:
+    """An argument that is a tensor of known shape; None for any other."""
     if not isinstance(argument, fx.Node):
         return None
     value = reader.value(argument)
     flat = reader.table[value]
-    return (value, flat) if isinstance(flat, Flat) else None
+    return Tensor(value, flat.shape) if isinstance(flat, Flat) else None
+
+
+def tensor_of(reader: Reader, argument: Any) -> Tensor:
+    """The same of an argument that must be one for a rule to apply."""
+    return known(find_tensor(reader, argument))
 
 
 def kind_of(reader: Reader, argument: Any) -> tuple[torch.dtype, torch.device] | None:
@@ -435,10 +456,24 @@ def shape_of(value: object) -> Shape | None:
     if not isinstance(value, torch.Tensor):
         return None
     shape = tuple(value.shape)
-    return shape if all(type(size) is int for size in shape) else None
+    return shape if are_integers(shape) else None
 
 
-def integers(argument: Any) -> tuple[int, ...] | None:
-    """A list of known integers."""
+def are_integers(items: Iterable[Any]) -> bool:
+    """Whether numbers are known: neither nodes nor symbols."""
+    return all(type(item) is int for item in items)
+
+
+def integers(argument: Any) -> tuple[int, ...]:
+    """An integer, or a list of them, that must be known for a rule to apply."""
     items = argument if isinstance(argument, (list, tuple)) else [argument]
-    return tuple(items) if all(type(item) is int for item in items) else None
+    if not are_integers(items):
+        raise Unknown
+    return tuple(items)
+
+
+def known(found: _T | None) -> _T:
+    """What must be known for a rule to apply."""
+    if found is None:
+        raise Unknown
+    return found

@@ -1,11 +1,10 @@
 """How a program's graph is run: as generated Python, by Inductor, or as a CUDA graph."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx
 
 from torchspmd.errors import CaptureError
@@ -18,7 +17,6 @@ from torchspmd.step.lower.deferred_in_place import FormsInPlace
 from torchspmd.step.lower.in_place import (
     InPlaceReport,
     apply_in_place,
-    mark_handed_out,
     plan_in_place,
     write_in_place,
     written_tensors,
@@ -28,16 +26,27 @@ from torchspmd.step.lower.update_calls import (
     make_one_call,
     targets_of,
 )
-from torchspmd.step.measure.cost import offering
-from torchspmd.step.passes.runner import run_transformation
-from torchspmd.step.progress import note, phase
-from torchspmd.step.transformation import GraphModuleTransformation
-
-BACKENDS = ("graph", "inductor", "cudagraph")
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class Transformed:
+    """What the passes made of a captured graph, and how it will be run.
+
+    Attributes:
+        run: The graph, or a callable of the user's own.
+        graph: The functional graph behind it, as far as it can be seen.
+        backend: What runs it.
+        notes: What there is to say about that, a line each.
+    """
+
+    run: Any
+    graph: fx.GraphModule
+    backend: str
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
     """What a program runs, and what can be said about it.
 
     Attributes:
@@ -48,95 +57,66 @@ class Prepared:
         can_release: Whether an input that the graph does not read may be left out.
         overlapped: The graphs whose nodes are run in steps that leave work for the next
             one, by form; nothing for compiled ones.
+        notes: What else was done, a line each.
     """
 
     run: Callable[..., Any]
     graph: fx.GraphModule
-    running: fx.GraphModule | None
-    in_place: InPlaceReport
+    running: fx.GraphModule | None = None
+    in_place: InPlaceReport = field(default_factory=InPlaceReport)
     can_release: bool = False
     overlapped: Mapping[str, fx.Graph] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
-def needs_fixed_numbers(backend: str, transformation: object) -> bool:
-    """Whether hyper-parameters become constants: compiled code takes tensors only."""
-    if backend != "graph":
-        return True
-    return (
-        isinstance(transformation, GraphModuleTransformation)
-        and transformation.enable_inductor
-    )
-
-
-def prepare(
-    graph: fx.GraphModule,
-    backend: str,
-    transformation: Callable[[fx.GraphModule], Any] | None,
-    *,
-    inputs: Callable[[], Sequence[Any]],
-    before_compiling: Callable[[fx.GraphModule], None],
-) -> Prepared:
-    """Transform a captured graph and make it ready to run.
-
-    A transformation may return any callable; then the captured graph is what is shown.
+def choose_backend(made: Any, captured: fx.GraphModule, backend: str) -> Transformed:
+    """How to run what a transformation returned; raises where that cannot be done.
 
     Args:
-        graph: The captured step.
-        backend: What runs it.
-        transformation: What is done to it first.
-        inputs: Gives what the step is called with, to measure it on.
-        before_compiling: Gets the graph that will be run; it may raise.
+        made: A graph module, or any callable; then the captured graph is what is shown.
+        captured: The step as it was captured.
+        backend: What the user asked for.
     """
-    run: Any = graph
-    if transformation is not None:
-        mark_handed_out(graph.graph)  # as the step was captured, before any edit
-        with phase("passes"), torch.no_grad(), offering(inputs):
-            run = _transform(graph, transformation)
-        if not callable(run):
-            raise CaptureError(
-                f"compile: gm_transformation returned {type(run).__name__}, which cannot "
-                "be called. Return the graph module, or a callable on its inputs."
-            )
-    if backend != "graph" and not isinstance(run, (fx.GraphModule, IterGraphModule)):
+    if backend != "graph" and not isinstance(made, (fx.GraphModule, IterGraphModule)):
         raise CaptureError(
             f"compile(backend={backend!r}) needs a gm_transformation that returns an "
-            f"fx.GraphModule or an IterGraphModule, not {type(run).__name__}. Return the "
+            f"fx.GraphModule or an IterGraphModule, not {type(made).__name__}. Return the "
             "graph, or use backend='graph'."
         )
-    if isinstance(run, IterGraphModule) and backend == "cudagraph":
-        run = _for_replay(run)
-    is_compiled = backend == "inductor" or getattr(run, "enable_inductor", False)
-    if is_compiled and _runs_once(graph):
-        check_compilable(graph)  # what follows it will be compiled
-        note("makes the optimizer's states, so it runs once: not compiled")
-        is_compiled = False
-    before_compiling(_shown(run, graph))
+    if isinstance(made, IterGraphModule) and backend == "cudagraph":
+        made = _for_replay(made)
+    notes: tuple[str, ...] = ()
+    if getattr(made, "enable_inductor", False):
+        backend = "inductor"
+    if backend == "inductor" and _runs_once(captured):
+        check_compilable(captured)  # what follows it will be compiled
+        notes = ("makes the optimizer's states, so it runs once: not compiled",)
+        backend = "graph"
+    shown = made.main_gm if isinstance(made, IterGraphModule) else made
+    graph = shown if isinstance(shown, fx.GraphModule) else captured
+    return Transformed(made, graph, backend, notes)
+
+
+def lower_graph(chosen: Transformed) -> Lowered:
+    """Make a graph ready to run."""
+    run, graph = chosen.run, chosen.graph
     if isinstance(run, IterGraphModule):
-        run.enable_inductor = is_compiled
-        return _prepare_iterated(run)
+        run.enable_inductor = chosen.backend == "inductor"
+        return _lower_iterated(run, chosen.notes)
     if not isinstance(run, fx.GraphModule):
-        return Prepared(_WithoutLastIteration(run), graph, None, InPlaceReport())
-    if is_compiled:
-        running, report = write_for_compiler(run)
-        call = _WithoutLastIteration(lower(running))
-        return Prepared(call, run, running, report)
+        return Lowered(_WithoutLastIteration(run), graph, notes=chosen.notes)
+    if chosen.backend == "inductor":
+        running, report, notes = write_for_compiler(run)
+        compiled, note = lower(running)
+        call = _WithoutLastIteration(compiled)
+        notes = (*chosen.notes, *notes, note)
+        return Lowered(call, graph, running, report, notes=notes)
     running, report = write_in_place(run)
-    if backend == "cudagraph":
-        return Prepared(CudaGraphRun(running), run, running, report)
-    return Prepared(_WithoutLastIteration(running), run, running, report, True)
-
-
-def _transform(graph: fx.GraphModule, transformation: Callable[..., Any]) -> Any:
-    """What a transformation makes; all of a user's own is checked like a pass."""
-    if isinstance(transformation, GraphModuleTransformation):
-        return transformation(graph)  # checks whatever it runs
-    return run_transformation(graph, transformation)
-
-
-def _shown(run: object, captured: fx.GraphModule) -> fx.GraphModule:
-    if isinstance(run, IterGraphModule):
-        return run.main_gm
-    return run if isinstance(run, fx.GraphModule) else captured
+    if chosen.backend == "cudagraph":
+        replayed = CudaGraphRun(running)
+        return Lowered(replayed, graph, running, report, notes=chosen.notes)
+    call = _WithoutLastIteration(running)
+    return Lowered(call, graph, running, report, can_release=True, notes=chosen.notes)
 
 
 def _runs_once(graph: fx.GraphModule) -> bool:
@@ -156,24 +136,36 @@ def _for_replay(run: IterGraphModule) -> fx.GraphModule:
     return run.main_gm
 
 
-def _prepare_iterated(run: IterGraphModule) -> Prepared:
+def _lower_iterated(run: IterGraphModule, notes: tuple[str, ...]) -> Lowered:
     """Every form of an iterated graph writes in place what it may."""
-    write = write_for_compiler if run.enable_inductor else write_in_place
-    whole, report = write(run.main_gm)
+    if run.enable_inductor:
+        whole, report, more = write_for_compiler(run.main_gm)
+    else:
+        (whole, report), more = write_in_place(run.main_gm), ()
     forms = FormsInPlace(run, whole)
     run.finalize_setup(forms.make_ready)
-    for line in forms.notes:
-        note(line)
     is_plain = not run.is_deferring and not run.enable_inductor
     overlapped = forms.running if run.is_deferring and not run.enable_inductor else {}
-    return Prepared(run, run.main_gm, whole, report, is_plain, dict(overlapped))
+    return Lowered(
+        run,
+        run.main_gm,
+        whole,
+        report,
+        is_plain,
+        dict(overlapped),
+        (*notes, *more, *dict.fromkeys(forms.notes)),
+    )
 
 
-def write_for_compiler(graph: fx.GraphModule) -> tuple[fx.GraphModule, InPlaceReport]:
+def write_for_compiler(
+    graph: fx.GraphModule,
+) -> tuple[fx.GraphModule, InPlaceReport, tuple[str, ...]]:
     """A copy whose fused optimizers are calls that write in place, or else no call is.
 
-    A compiler chooses itself where all else is computed.
+    A compiler chooses itself where all else is computed. The last value says why no call
+    is, if so.
     """
+    notes: tuple[str, ...] = ()
     for may_write in (is_fused_update, _never):
         edited = copy.deepcopy(graph.graph)
         plan = plan_in_place(edited, written_tensors(edited), may_write=may_write)
@@ -183,8 +175,8 @@ def write_for_compiler(graph: fx.GraphModule) -> tuple[fx.GraphModule, InPlaceRe
         problem = next(filter(None, problems), None)
         if problem is None:
             break
-        note(f"Inductor copies the states of fused optimizers: {problem}")
-    return fx.GraphModule(graph, edited), report
+        notes += (f"Inductor copies the states of fused optimizers: {problem}",)
+    return fx.GraphModule(graph, edited), report, notes
 
 
 def _never(_: fx.Node) -> bool:

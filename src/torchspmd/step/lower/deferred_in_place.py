@@ -319,7 +319,7 @@ class FormsInPlace:
         self._run, self._whole = run, whole
         self._pending = PendingReport()  # of the steady form
         self._spare: frozenset[int] = frozenset()
-        self.notes: tuple[str, ...] = ()
+        self.notes: list[str] = []
         self.running: dict[str, fx.Graph] = {}  # before a compiler gets them
 
     def make_ready(self, name: str, form: fx.GraphModule) -> Callable[..., Any]:
@@ -341,7 +341,8 @@ class FormsInPlace:
             if name == "steady":
                 self._pending = report
                 peak = predict_peak(running.graph)
-                self.notes = (*report.lines(), f"memory of an overlapped step: {peak}")
+                self.notes += report.lines()
+                self.notes.append(f"memory of an overlapped step: {peak}")
         elif is_compiled:
             running = fx.GraphModule(form, copy.deepcopy(form.graph))
             keep_apart(running.graph)
@@ -351,8 +352,11 @@ class FormsInPlace:
         if not is_compiled:
             return running
         # Whoever asks for a flush waits for it: it is mostly updates, which are calls.
-        made = running.forward if name == "flush" else lower(running)
-        return _Noting(made, self._run.marks)
+        if name == "flush":
+            return _Noting(running.forward, self._run.marks)
+        compiled, note = lower(running)
+        self.notes.append(note)
+        return _Noting(compiled, self._run.marks)
 
 
 class _Noting:

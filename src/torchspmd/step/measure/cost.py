@@ -6,15 +6,13 @@ times as they were captured, without their communication, while all ranks do the
 Nothing is written, and no random number is drawn that the step would draw.
 """
 
-import contextlib
 import copy
 import json
 import math
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,8 +34,8 @@ from torchspmd.step.graph.cost import (
     operator_key,
 )
 from torchspmd.step.graph.metadata import owner_of
-from torchspmd.step.progress import note, phase
-from torchspmd.step.rank_agreement import share
+from torchspmd.step.progress import phase
+from torchspmd.step.rank_agreement import Agreement
 
 # ----------------------------------------------------------------------------
 # How fast these ranks really are, for schedules that are chosen by it.
@@ -86,7 +84,7 @@ def measure_cost(
     own = own_rates(place, dtype, group or dist.group.WORLD)
     slowest = torch.tensor(_as_seconds(own), dtype=torch.float64, device=place)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)  # also of the other groups
-    return _from_seconds(slowest.tolist())
+    return _slowest([slowest.tolist()])
 
 
 def _check(
@@ -120,24 +118,18 @@ def own_rates(
     return CostModel(flops, memory, network, launch, latency)
 
 
-def slowest_of(rates: Sequence[CostModel]) -> CostModel:
-    """The slowest rate of each kind.
-
-    >>> slowest_of([CostModel(flops=2.0), CostModel(flops=4.0)]).flops
-    2.0
-    """
-    return _from_seconds(
-        [max(row) for row in zip(*map(_as_seconds, rates), strict=True)]
-    )
-
-
 def _as_seconds(cost: CostModel) -> list[float]:
     rates = (cost.flops, cost.memory_bytes, cost.network_bytes)
     return [*(1 / rate for rate in rates), cost.launch_seconds, cost.latency_seconds]
 
 
-def _from_seconds(values: Sequence[float]) -> CostModel:
-    by_flop, by_byte, by_sent, launch, latency = values
+def _slowest(seconds: Sequence[Sequence[float]]) -> CostModel:
+    """The slowest rate of each kind, of ranks that measured ``_as_seconds``.
+
+    >>> _slowest([_as_seconds(CostModel(flops=each)) for each in (2.0, 4.0)]).flops
+    2.0
+    """
+    by_flop, by_byte, by_sent, launch, latency = map(max, zip(*seconds, strict=True))
     return CostModel(1 / by_flop, 1 / by_byte, 1 / by_sent, launch, latency)
 
 
@@ -219,64 +211,55 @@ _ENOUGH = 0.3  # seconds of running
 _MOST = 12  # runs, where they are short
 _LONG = 1.0  # seconds of one run: no more than one is counted then
 _FUSED = 0.6  # of the time of simple operators is left where a compiler fuses them
-_RATES = ("flops", "memory_bytes", "network_bytes", "launch_seconds", "latency_seconds")
-
-Inputs = Callable[[], Sequence[Any]]
-
-_inputs: ContextVar[Inputs | None] = ContextVar("inputs", default=None)
-
-
-@contextlib.contextmanager
-def offering(inputs: Inputs) -> Iterator[None]:
-    """What runs inside may measure a graph on these inputs."""
-    token = _inputs.set(inputs)
-    try:
-        yield
-    finally:
-        _inputs.reset(token)
 
 
 def measure_graph(
-    graph: fx.GraphModule, before: CostModel | None = None, *, fuses: bool = False
-) -> CostModel:
+    graph: fx.GraphModule,
+    inputs: Sequence[Any],
+    ranks: Agreement,
+    before: CostModel | None = None,
+    *,
+    fuses: bool = False,
+) -> tuple[CostModel, tuple[str, ...]]:
     """What the nodes and collectives of a graph take here; the same on all ranks.
 
-    All ranks of the program that is being made call it at the same point. What is not
+    All ranks of the program that is being built call it at the same point. What is not
     run, such as an update, keeps an estimate from its shapes, corrected by how far such
     estimates are off for the rest.
 
     Args:
         graph: The captured step.
+        inputs: What the step is called with; nothing is written into it.
+        ranks: The ranks that build the program.
         before: What was measured for another graph; its rates are kept.
         fuses: Whether a compiler will fuse simple operators, which are run one by one
             here: they count less then.
+
+    Returns:
+        The cost, and lines about it.
     """
-    inputs = _inputs.get()
-    if inputs is None:
-        raise UsageError(
-            "GraphModuleTransformation(cost='measure') measures a step while compile "
-            "captures it. Elsewhere, give the cost that measure_cost() found."
-        )
     with phase("measuring"):
-        share("", "measuring")  # ranks that share a device must do so meanwhile
+        ranks.share("", "measuring")  # ranks that share a device must do so meanwhile
         own = before or _rates(graph.graph)
-        found = time_operators(graph, inputs())
-        texts = share(json.dumps([_as_dict(own), found]), "measured")
-        ranks = [json.loads(text) for text in texts]
-        rates = before or slowest_of([CostModel(**each) for each, _ in ranks])
-        times = _means([each for _, each in ranks])
+        found, notes = time_operators(graph, inputs, ranks)
+        texts = ranks.share(json.dumps([_as_seconds(own), found]), "measured")
+        measured = [json.loads(text) for text in texts]
+        rates = before or _slowest([each for each, _ in measured])
+        times = _means([each for _, each in measured])
         if fuses:
             times = _fused(times, graph.graph)
-        measured = replace(rates, operators={**rates.operators, **times})
-        cost = measured if before else _corrected(measured, graph.graph)
-    _tell(cost, graph.graph)
-    return cost
+        cost = replace(rates, operators={**rates.operators, **times})
+        cost = cost if before else _corrected(cost, graph.graph)
+    return cost, (*notes, _describe(cost, graph.graph))
 
 
-def time_operators(graph: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, float]:
+def time_operators(
+    graph: fx.GraphModule, inputs: Sequence[Any], ranks: Agreement
+) -> tuple[dict[str, float], tuple[str, ...]]:
     """Seconds of each distinct operator of forward and backward, by its key.
 
-    Empty where they cannot be run, for example for want of memory.
+    Empty where they cannot be run, for example for want of memory, with a line that says
+    why.
     """
     edited = _without_communication(graph.graph)
     on_stream = any(isinstance(each, torch.Tensor) and each.is_cuda for each in inputs)
@@ -285,17 +268,17 @@ def time_operators(graph: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, fl
     module = fx.GraphModule(graph, edited)
     devices = [torch.cuda.current_device()] if on_stream else []
     with torch.no_grad(), torch.random.fork_rng(devices):
-        is_able = _attempt(module, inputs, watch, 1)  # loads kernels
-        share("", "loaded")
+        problem = _attempt(module, inputs, watch, 1)  # loads kernels
+        ranks.share("", "loaded")
         _line_up(graph.graph)
-        if not (is_able and _attempt(module, inputs, watch, 1)):
-            return {}
+        if problem := problem or _attempt(module, inputs, watch, 1):
+            return {}, (problem,)
         seconds = _length(watch.read()[1])
         few = seconds > _LONG or not keys  # nothing to time is nothing to repeat
         more = 0 if few else math.ceil(min(_MOST, _ENOUGH / max(seconds, 1e-6)))
-        if not _attempt(module, inputs, watch, more):
-            return {}
-    return _by_key(keys, watch.read()[1:])
+        if problem := _attempt(module, inputs, watch, more):
+            return {}, (problem,)
+    return _by_key(keys, watch.read()[1:]), ()
 
 
 def _line_up(graph: fx.Graph) -> None:
@@ -321,8 +304,8 @@ def _reducing(
 
 def _attempt(
     module: fx.GraphModule, inputs: Sequence[Any], watch: Stopwatch, count: int
-) -> bool:
-    """Run it some times; whether that could be done."""
+) -> str:
+    """Run it some times; why that could not be done, or nothing."""
     try:
         for _ in range(count):
             watch.begin_run()
@@ -330,9 +313,8 @@ def _attempt(
             module(*inputs)
         watch.read()
     except RuntimeError as error:
-        note(f"not measured: {str(error).splitlines()[0]}")
-        return False
-    return True
+        return f"not measured: {str(error).splitlines()[0]}"
+    return ""
 
 
 def _length(moments: Mapping[int, float]) -> float:
@@ -414,10 +396,6 @@ def _rates(graph: fx.Graph) -> CostModel:
     return own_rates(place, dtype, group)
 
 
-def _as_dict(cost: CostModel) -> dict[str, float]:
-    return {name: getattr(cost, name) for name in _RATES}
-
-
 def _means(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The mean time of each operator that all ranks have measured."""
     everywhere = set(found[0]).intersection(*found[1:])
@@ -451,7 +429,7 @@ def _corrected(cost: CostModel, graph: fx.Graph) -> CostModel:
     )
 
 
-def _tell(cost: CostModel, graph: fx.Graph) -> None:
+def _describe(cost: CostModel, graph: fx.Graph) -> str:
     counts = Counter(operator_key(node) for node in graph.nodes if computes(node))
     seconds = sum(count * cost.operators.get(key, 0.0) for key, count in counts.items())
     computing = f"forward and backward take {seconds * 1e3:.1f} ms"
@@ -461,7 +439,7 @@ def _tell(cost: CostModel, graph: fx.Graph) -> None:
         )
     guess = CostModel.for_device(device_of(graph)).network_bytes
     source = " (a guess)" if math.isclose(cost.network_bytes, guess) else ""
-    note(
+    return (
         f"measured: {computing}; the network sends {cost.network_bytes / 1e9:.2f} GB/s, "
         f"{cost.latency_seconds * 1e3:.2f} ms for a collective besides{source}"
     )

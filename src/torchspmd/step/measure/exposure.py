@@ -1,9 +1,8 @@
-"""How long a step stands still for each collective: its graph run on copies, timed."""
+"""How long computation waits for each collective: a step's graph, timed on copies."""
 
 import json
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +15,6 @@ from torchspmd.errors import AgreementError, UsageError
 from torchspmd.step.capture.inventory import Inventory
 from torchspmd.step.deferral.module import IterGraphModule, Marks
 from torchspmd.step.graph.clock import (
-    Clocked,
     Reading,
     Stopwatch,
     add_clock,
@@ -36,11 +34,9 @@ from torchspmd.step.measure.exposure_report import (
     describe_exposure,
 )
 from torchspmd.step.program import Program
-from torchspmd.step.rank_agreement import exchange
+from torchspmd.step.rank_agreement import exchange_texts
 
-_WARM_RUNS = (
-    2  # the first settles the allocator, and what a deferred step leaves behind
-)
+_WARM_RUNS = 2  # the first settles the allocator and what a deferred step leaves
 _BEGIN, _END, _FIRST_FREE = 0, 1, 2  # marks
 
 ByRank = Mapping[int, Mapping[str, float]]  # rank -> start -> milliseconds
@@ -54,7 +50,6 @@ def measure_exposure(
     runs: int = 5,
     cost: CostModel | None = None,
     program: str = "step",
-    share: Callable[[Mapping[str, float]], ByRank] | None = None,
 ) -> ExposureReport:
     """Run a step's graph several times and note how long each wait takes.
 
@@ -69,25 +64,29 @@ def measure_exposure(
         runs: How many runs to take medians of, after two that do not count.
         cost: The rates of the simulation; a guess for the device by default.
         program: What it is called in the report.
-        share: Tells other ranks how long each collective is exposed here, in
-            milliseconds, and returns that of all; nothing is compared by default.
     """
     check_request("measure_exposure", runs, cost)
     _check_inputs(graph, flat, first)
-    is_cuda = any(isinstance(each, torch.Tensor) and each.is_cuda for each in flat)
-    device = "cuda" if is_cuda else "cpu"
-    num_carried = 0 if first is None else _num_inputs(graph) - _num_inputs(first)
-    measured = _run_clocked(graph, flat, first, num_carried, runs)
-    timeline = _simulate(graph, cost or CostModel.for_device(device), num_carried)
-    own = {start: each.exposed * 1e3 for start, each in measured.readings.items()}
-    by_rank = share(own) if share is not None else {}
+    measured = _run_clocked(graph, flat, first, runs)
+    return _report(graph, measured, cost, program, {})
+
+
+def _report(
+    graph: fx.GraphModule,
+    measured: "_Measured",
+    cost: CostModel | None,
+    program: str,
+    by_rank: ByRank,
+) -> ExposureReport:
+    rates = cost or CostModel.for_device(measured.device)
+    timeline = _simulate(graph, rates, measured.num_carried)
     found = _describe(graph, measured.readings, timeline, by_rank)
     return ExposureReport(
         program=program,
         rank=dist.get_rank() if dist.is_initialized() else 0,
-        device=device,
-        form="whole" if first is None else "steady",
-        runs=runs,
+        device=measured.device,
+        form="steady" if measured.is_steady else "whole",
+        runs=measured.runs,
         step_ms=measured.step_seconds * 1e3,
         exposed_ms=measured.exposed_seconds * 1e3,
         simulated_step_ms=timeline.step_seconds * 1e3,
@@ -129,6 +128,10 @@ def _check_inputs(
 class _Measured:
     """What the clock said: medians, in seconds."""
 
+    device: str
+    is_steady: bool
+    num_carried: int
+    runs: int
     step_seconds: float
     exposed_seconds: float
     readings: dict[str, Reading]
@@ -138,9 +141,9 @@ def _run_clocked(
     graph: fx.GraphModule,
     flat: Sequence[Any],
     first: fx.GraphModule | None,
-    num_carried: int,
     runs: int,
 ) -> _Measured:
+    num_carried = 0 if first is None else _num_inputs(graph) - _num_inputs(first)
     running = _as_it_runs(graph, is_steady=first is not None)
     copies = _copies(graph.graph, flat)
     on_stream = any(isinstance(each, torch.Tensor) and each.is_cuda for each in copies)
@@ -149,7 +152,8 @@ def _run_clocked(
     clocked = add_clock(running.graph, watch.mark, _FIRST_FREE, num_carried)
     running.recompile()
     left: Sequence[Any] = ()
-    with torch.no_grad(), _torch.without_autocast(), _same_random_numbers(on_stream):
+    devices = [torch.cuda.current_device()] if on_stream else []
+    with torch.no_grad(), _torch.without_autocast(), torch.random.fork_rng(devices):
         if first is not None:
             left = _step(first, copies, (), num_carried)
         for _ in range(_WARM_RUNS + runs):
@@ -159,7 +163,18 @@ def _run_clocked(
             watch.mark(_END)
         for place in under_way:  # ranks end in step, with nothing on the wire
             _torch.WAIT(left[place])
-    return _medians(clocked, watch.read())
+    moments = watch.read()
+    counted = moments[_WARM_RUNS:]
+    marks = [pair for each in clocked for pair in each.waits]
+    return _Measured(
+        "cuda" if on_stream else "cpu",
+        first is not None,
+        num_carried,
+        runs,
+        statistics.median(run[_END] - run[_BEGIN] for run in counted),
+        statistics.median(sum(run[b] - run[a] for a, b in marks) for run in counted),
+        read_runs(clocked, moments, _WARM_RUNS),
+    )
 
 
 def _as_it_runs(graph: fx.GraphModule, *, is_steady: bool) -> fx.GraphModule:
@@ -204,25 +219,6 @@ def _copies(graph: fx.Graph, flat: Sequence[Any]) -> list[Any]:
         else value
         for node, value in zip(places, flat, strict=True)
     ]
-
-
-@contextmanager
-def _same_random_numbers(on_stream: bool) -> Iterator[None]:
-    devices = [torch.cuda.current_device()] if on_stream else []
-    with torch.random.fork_rng(devices):
-        yield
-
-
-def _medians(
-    clocked: Sequence[Clocked], runs: Sequence[Mapping[int, float]]
-) -> _Measured:
-    counted = runs[_WARM_RUNS:]
-    marks = [pair for each in clocked for pair in each.waits]
-    return _Measured(
-        statistics.median(run[_END] - run[_BEGIN] for run in counted),
-        statistics.median(sum(run[b] - run[a] for a, b in marks) for run in counted),
-        read_runs(clocked, runs, _WARM_RUNS),
-    )
 
 
 def _simulate(graph: fx.GraphModule, cost: CostModel, num_carried: int) -> Timeline:
@@ -284,6 +280,7 @@ def _num_inputs(graph: fx.GraphModule) -> int:
 # The measured exposure of a compiled step's program, on all its ranks together.
 
 _SECONDS = 60.0  # how long ranks wait for each other
+_SAME_REQUEST = "Every rank must call it at the same place, with the same runs."
 
 
 def measure_program(
@@ -319,21 +316,30 @@ def measure_program(
             "whose collectives cannot be seen. Return the graph module."
         )
     graph, first = _graphs(program)
-    peers = _Peers(name, graph, key)
-    peers.agree(f"{runs} runs of program {program.number}")
-    report = measure_exposure(
-        graph,
-        inventory.flat_inputs(),
-        first=first,
-        runs=runs,
-        cost=cost,
-        program=f"{name}, program {program.number}",
-        share=peers.share,
-    )
-    notes = [*report.notes, *peers.notes]
+    ranks = _peers(name, graph)
+    if ranks:
+        _check_requests(name, f"{runs} runs of program {program.number}", ranks, key)
+    flat = inventory.flat_inputs()
+    measured = _run_clocked(graph, flat, first, runs)
+    by_rank, missing = _share(measured, ranks, key)
+    title = f"{name}, program {program.number}"
+    report = _report(graph, measured, cost, title, by_rank)
+    notes = [*report.notes, *missing]
     if is_compiled:
         notes.append("measured operator by operator, not as the compiled code runs")
     return replace(report, notes=tuple(notes))
+
+
+def _share(
+    measured: "_Measured", ranks: Sequence[int], key: str
+) -> tuple[ByRank, list[str]]:
+    """How long each collective is exposed on each rank, and lines on missing ranks."""
+    if not ranks:
+        return {}, []
+    own = {start: each.exposed * 1e3 for start, each in measured.readings.items()}
+    found = exchange_texts(json.dumps(own), ranks, f"{key}/found", _SECONDS)
+    missing = [f"rank {rank} did not say what it measured" for rank in found.missing]
+    return {rank: json.loads(text) for rank, text in found.texts.items()}, missing
 
 
 def _graphs(program: Program) -> tuple[fx.GraphModule, fx.GraphModule | None]:
@@ -344,44 +350,25 @@ def _graphs(program: Program) -> tuple[fx.GraphModule, fx.GraphModule | None]:
     return program.graph, None
 
 
-class _Peers:
-    """The ranks that this one communicates with in a graph."""
-
-    def __init__(self, name: str, graph: fx.GraphModule, key: str) -> None:
-        self._name, self._key = name, key
-        ranks = peers_of(graph)
-        self._ranks = ranks if len(ranks) > 1 else []
-        self.notes: list[str] = []
-        if self._ranks and dist.get_backend() == "fake":
-            raise UsageError(
-                f"exposure of {name!r}: a fake process group sends nothing, so there is "
-                "nothing to measure. Run it on real ranks, or simulate the graph with "
-                "torchspmd.step.graph.simulate.simulate."
-            )
-
-    def agree(self, text: str) -> None:
-        """Raise on every rank if they would not run the same."""
-        if not self._ranks:
-            return
-        texts, missing = exchange(
-            text, self._ranks, f"{self._key}/asked", seconds=_SECONDS
+def _peers(name: str, graph: fx.GraphModule) -> list[int]:
+    """The ranks that this one communicates with in a graph; none where it is alone."""
+    ranks = peers_of(graph)
+    if len(ranks) > 1 and dist.get_backend() == "fake":
+        raise UsageError(
+            f"exposure of {name!r}: a fake process group sends nothing, so there is "
+            "nothing to measure. Run it on real ranks, or simulate the graph with "
+            "torchspmd.step.graph.simulate.simulate."
         )
-        problems = [f"rank {rank}: not here after {_SECONDS:g} s" for rank in missing]
-        if len(set(texts.values())) > 1:
-            problems += [f"rank {rank}: {theirs}" for rank, theirs in texts.items()]
-        if problems:
-            lines = "\n".join(f"  * {line}" for line in problems)
-            raise AgreementError(
-                f"exposure of {self._name!r}: ranks do not ask for the same\n\n{lines}\n\n"
-                "Every rank must call it at the same place, with the same runs."
-            )
+    return ranks if len(ranks) > 1 else []
 
-    def share(self, own: Mapping[str, float]) -> ByRank:
-        """How long each collective is exposed on each rank, in milliseconds."""
-        if not self._ranks:
-            return {}
-        texts, missing = exchange(
-            json.dumps(dict(own)), self._ranks, f"{self._key}/found", seconds=_SECONDS
+
+def _check_requests(name: str, request: str, ranks: Sequence[int], key: str) -> None:
+    """Raise on every rank if they would not run the same."""
+    what = f"exposure of {name!r}"
+    found = exchange_texts(request, ranks, f"{key}/asked", _SECONDS)
+    texts = found.require_all(what, _SAME_REQUEST)
+    if len(set(texts.values())) > 1:
+        lines = "\n".join(f"  * rank {rank}: {text}" for rank, text in texts.items())
+        raise AgreementError(
+            f"{what}: ranks do not ask for the same\n\n{lines}\n\n{_SAME_REQUEST}"
         )
-        self.notes += [f"rank {rank} did not say what it measured" for rank in missing]
-        return {rank: json.loads(text) for rank, text in texts.items()}

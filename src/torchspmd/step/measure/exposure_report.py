@@ -1,4 +1,4 @@
-"""How long a step stands still for each of its collectives, measured, and why."""
+"""How long computation waits for each collective of a step, measured, and why."""
 
 import json
 import textwrap
@@ -27,12 +27,12 @@ class MeasuredExposure:
         event: What it communicates.
         what: Whose it is: a module, or ``bucket of 6 gradients``.
         modules: The modules whose tensors it carries.
-        exposed_ms: How long computation stood still for it.
+        exposed_ms: How long computation waited for it.
         is_hidden: Whether computation went on as if it were not there.
         distance_ms: From its start to the first wait for it.
-        simulated_ms: How long it is exposed on paper; None where that is not known.
+        simulated_ms: How long it is exposed in the simulation; None where not known.
         reason: Why it is exposed, and where the simulation says otherwise; empty when
-            it is hidden, also on paper.
+            it is hidden, also in the simulation.
         least: The rank of its group that waits least, and how long; None where the
             other ranks are not known.
     """
@@ -51,9 +51,9 @@ class MeasuredExposure:
     @property
     def disagrees(self) -> bool:
         """Whether the simulation says something else."""
-        paper = self.simulated_ms
+        simulated = self.simulated_ms
         seen = 0.0 if self.is_hidden else self.exposed_ms
-        return paper is not None and _differ(seen, paper)
+        return simulated is not None and _differ(seen, simulated)
 
     def as_dict(self) -> dict[str, Any]:
         """The same for JSON."""
@@ -78,9 +78,9 @@ class MeasuredExposure:
     def __str__(self) -> str:
         """One line, and one for the reason."""
         known = self.simulated_ms is not None
-        paper = f" ({self.simulated_ms:.2f} on paper)" if known else ""
+        simulated = f" ({self.simulated_ms:.2f} simulated)" if known else ""
         line = (
-            f"{self.start}: {self.exposed_ms:.2f} ms exposed{paper}, {self.what}, "
+            f"{self.start}: {self.exposed_ms:.2f} ms exposed{simulated}, {self.what}, "
             f"{format_bytes(self.event.payload_bytes)} over {self.event.axis}"
         )
         return f"{line}\n{self.reason}" if self.reason else line
@@ -94,12 +94,12 @@ class ExposureReport:
         program: The step and the number of its program.
         rank: Who measured.
         device: ``cpu``: time that the host is blocked. ``cuda``: time that the stream
-            which computes stands still.
+            which computes waits.
         form: ``whole``, or ``steady`` for a step that leaves work for the next one.
         runs: How many runs the medians are of.
         step_ms: How long one run takes.
-        exposed_ms: How long it stands still for all its collectives.
-        simulated_step_ms: How long one run takes on paper.
+        exposed_ms: How long computation waits for all its collectives.
+        simulated_step_ms: How long one run takes in the simulation.
         collectives: Every collective that is waited for, in the order of their starts.
         notes: What the figures do not say, a sentence each.
     """
@@ -117,7 +117,7 @@ class ExposureReport:
 
     @property
     def simulated_ms(self) -> float:
-        """How long it stands still on paper."""
+        """How long computation waits in the simulation."""
         return sum(each.simulated_ms or 0.0 for each in self.collectives)
 
     @property
@@ -138,8 +138,8 @@ class ExposureReport:
         exposed = [each for each in self.collectives if not each.is_hidden]
         return (
             f"{self.program}, rank {self.rank}, {self.device}, {self.form}: "
-            f"{self.exposed_ms:.2f} ms of {self.step_ms:.2f} ms stand still for "
-            f"{len(exposed)} of {len(self.collectives)} collectives (on paper "
+            f"{self.exposed_ms:.2f} ms of {self.step_ms:.2f} ms wait for "
+            f"{len(exposed)} of {len(self.collectives)} collectives (simulated "
             f"{self.simulated_ms:.2f} ms of {self.simulated_step_ms:.2f} ms), median of "
             f"{self.runs} runs"
         )
@@ -184,7 +184,6 @@ def describe_exposure(
             where that is not known.
     """
     sources = block.sources()
-    paper = None if simulated is None else simulated.exposed_seconds * 1e3
     least = min(by_rank.items(), key=lambda item: item[1], default=None)
     reasons = _measured_reasons(reading, least)
     found = MeasuredExposure(
@@ -195,13 +194,15 @@ def describe_exposure(
         exposed_ms=reading.exposed * 1e3,
         is_hidden=reading.is_hidden,
         distance_ms=reading.distance * 1e3,
-        simulated_ms=paper,
+        simulated_ms=None if simulated is None else simulated.exposed_seconds * 1e3,
         reason="; ".join(reasons),
         least=least,
     )
     if simulated is None or not found.disagrees:
         return found
-    return replace(found, reason="; ".join([*reasons, _on_paper(simulated, reasons)]))
+    return replace(
+        found, reason="; ".join([*reasons, _simulated_reason(simulated, reasons)])
+    )
 
 
 def _measured_reasons(reading: Reading, least: tuple[int, float] | None) -> list[str]:
@@ -218,11 +219,11 @@ def _measured_reasons(reading: Reading, least: tuple[int, float] | None) -> list
     return reasons
 
 
-def _on_paper(simulated: Exposure, measured: list[str]) -> str:
+def _simulated_reason(simulated: Exposure, measured: list[str]) -> str:
     """What the simulation says instead."""
     if not simulated.reason:
-        return "hidden on paper"
-    text = f"on paper {simulated.exposed_seconds * 1e3:.2f} ms"
+        return "hidden in the simulation"
+    text = f"simulated {simulated.exposed_seconds * 1e3:.2f} ms"
     if simulated.reason not in measured:
         text += f": {simulated.reason}"
     return text if measured else f"hidden; {text}"

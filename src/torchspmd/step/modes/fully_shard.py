@@ -9,15 +9,10 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchspmd import _torch
-from torchspmd.step.capture.inventory import Inventory, Slot
+from torchspmd.step.capture.inventory import Inventory
 from torchspmd.step.capture.micro_batches import join_scatters
-from torchspmd.step.capture.rank_taint import (
-    OtherAxis,
-    check_equal_gradients,
-    find_other_axes,
-)
+from torchspmd.step.capture.spread import Relayout, Spread
 from torchspmd.step.graph.metadata import OwnerLog
-from torchspmd.step.modes.data_parallel import Spread, as_laid_out
 from torchspmd.step.modes.gather import (
     GatherForFunctions,
     Gathering,
@@ -27,12 +22,14 @@ from torchspmd.step.modes.gather import (
     gather_once,
     gathering_tables,
 )
-from torchspmd.step.modes.shard_layout import Cut, Relayout, plan_cuts, plan_layout
+from torchspmd.step.modes.shard_layout import Cut, plan_cuts, plan_layout
 
 
 @final
-class FullyShardedData(Spread):
+class FullySharded(Spread):
     """Parameters and optimizer state are shards; each rank computes on its own batch."""
+
+    has_own_batches = True
 
     def __init__(
         self,
@@ -48,17 +45,11 @@ class FullyShardedData(Spread):
         self._sync_each_backward = sync_each_backward
         # Of the step that is captured, by slot. Meshes cannot be asked while it is traced.
         self._cuts: dict[int, Cut] = {}
-        self._other_axes: tuple[OtherAxis, ...] = ()
 
     def lay_out(self, inventory: Inventory) -> Relayout | None:
         """Shards for the parameters that are none yet."""
         self._cuts = plan_cuts(inventory, self.mesh)
-        self._other_axes = find_other_axes(inventory.slots, self._cuts)
         return plan_layout(inventory, self._cuts)
-
-    def show(self, slot: Slot, local: torch.Tensor) -> torch.Tensor:
-        """The shard as a DTensor; what is not sharded, as it is."""
-        return as_laid_out(slot, local)
 
     @contextlib.contextmanager
     def installed(
@@ -77,10 +68,6 @@ class FullyShardedData(Spread):
             stack.enter_context(GatherForFunctions(gathering))
             yield
 
-    def reduce(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Nothing to do: a gathered parameter has reduced its gradient."""
-        return gradient
-
     def result(self, value: torch.Tensor) -> torch.Tensor:
         """This rank's own value; of a shard, the whole."""
         if _torch.layout_of(value) is None:
@@ -91,7 +78,6 @@ class FullyShardedData(Spread):
     def check(self, traced: fx.GraphModule) -> None:
         """Refuse what gathering on use would get wrong."""
         check_writes(traced)
-        check_equal_gradients(traced, self._other_axes)
 
     def finish(self, graph: fx.GraphModule) -> int:
         """Gather again in backward, reduce micro-batches once, where that was asked for."""
@@ -104,8 +90,3 @@ class FullyShardedData(Spread):
         if not self._reshard:
             gather_once(graph.graph, group)
         return join_scatters(graph.graph, group)
-
-    @contextlib.contextmanager
-    def tracing(self) -> Iterator[None]:
-        """Nothing special."""
-        yield

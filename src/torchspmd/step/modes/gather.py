@@ -26,13 +26,12 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from torchspmd import _torch
-from torchspmd.comm import Phase
+from torchspmd.comm import Owner, Phase
 from torchspmd.errors import CaptureError
 from torchspmd.step.capture.inventory import Inventory
-from torchspmd.step.capture.rank_taint import REDUCED_FOR
-from torchspmd.step.capture.refusals import line_of_caller
+from torchspmd.step.capture.refusals import calling_line
 from torchspmd.step.graph.aliases import find_aliases
-from torchspmd.step.graph.metadata import META_KEY, Owner, OwnerLog, last_node, owner_of
+from torchspmd.step.graph.metadata import META_KEY, OwnerLog, last_node, owner_of
 from torchspmd.step.modes.shard_layout import Cut
 
 # ----------------------------------------------------------------------------
@@ -147,7 +146,9 @@ class Gathering:
         phase = self.log.current().phase
         with self.log.owned(phase, self.owner_of(parameter)):
             made: torch.Tensor = _Gather.apply(parameter, self)
-            self._mark(parameter, GATHERED)
+            node = last_node(_torch.current_graph())
+            if node is not None:
+                node.meta[GATHERED] = self._names[id(parameter)]
         self._kept[id(parameter)] = _Kept(made, version, self.log.calls)
         self._gathered[id(made)] = (made, parameter)
         return made
@@ -164,8 +165,6 @@ class Gathering:
             whole = _laid_out(gradient, cut.whole)
             rows = reduce_rows(whole, cut, average=self.average)
             reduced = _torch.wrap_local(rows, cut.layout)
-            if cut.is_same_beside:
-                self._mark(parameter, REDUCED_FOR)
         # A mark, not a list: autograd would copy a gradient that someone else holds.
         vars(reduced)[_REDUCED] = True
         self._scattered[id(parameter)] += 1
@@ -178,7 +177,7 @@ class Gathering:
             raise CaptureError(
                 f"compile: the gradient of {self._names[id(parameter)]} is taken with "
                 "create_graph=True, and one that was reduced into shards cannot be "
-                f"differentiated again\n\n  * {line_of_caller()}\n\nUse parallel_mode="
+                f"differentiated again\n\n  * {calling_line()}\n\nUse parallel_mode="
                 "DataParallel('replicate') for a gradient penalty, or leave create_graph "
                 "out."
             )
@@ -188,11 +187,6 @@ class Gathering:
                 "reduced: an autograd.Function got the shard, outside of a module's "
                 "forward. Call it inside of one, where parameters are whole."
             )
-
-    def _mark(self, parameter: torch.Tensor, key: str) -> None:
-        node = last_node(_torch.current_graph())
-        if node is not None:
-            node.meta[key] = self._names[id(parameter)]
 
 
 def _laid_out(gradient: torch.Tensor, layout: Any) -> torch.Tensor:

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
 from torchspmd.step.capture.inventory import Role, Slot
-from torchspmd.step.modes.data_parallel import Spread
+from torchspmd.step.capture.spread import Spread
 from torchspmd.step.modes.global_batch_ops import (
     WholeBatchOperators,
     empty_whole,
@@ -31,7 +31,7 @@ from torchspmd.step.modes.global_batch_ops import (
 
 
 @final
-class OneMeaning(Spread):
+class GlobalBatch(Spread):
     """Inputs ``Shard(0)``, everything else ``Replicate``, on a mesh of one axis."""
 
     takes_layouts = False

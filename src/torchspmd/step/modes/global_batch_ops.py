@@ -20,7 +20,6 @@ from torchspmd.step.capture.refusals import (
     RefusalError,
     calling_line,
     is_spread,
-    line_of_caller,
 )
 
 # ----------------------------------------------------------------------------
@@ -265,7 +264,7 @@ class CopiedViews:
                 self._copies[_memory(value)] = _Copy(
                     _torch.packet_name(operator),
                     first.of if first else source,
-                    line_of_caller(),
+                    calling_line(),
                     held=(_torch.local_tensor(base), _torch.local_tensor(value)),
                 )
 
@@ -283,7 +282,7 @@ class CopiedViews:
                 raise _lost(operator, copy)
             for each in self._copies.values():
                 if each.of == _memory(value):
-                    each.written_at = line_of_caller()
+                    each.written_at = calling_line()
 
 
 def _memory(value: DTensor) -> int:

@@ -4,23 +4,23 @@ Everything is made beside the user's objects first; only when the step was captu
 all ranks agreed do the shards take the place of the plain tensors.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
-from torchspmd.layout.retired import copy_attributes, free_retired
+from torchspmd.layout.retired import copy_attributes
 from torchspmd.layout.shards import full_shard_size, shard_bounds, shard_size
 from torchspmd.step.capture.guards import name_of_hook
 from torchspmd.step.capture.inventory import Inventory, Role, Slot, is_counter
+from torchspmd.step.capture.spread import Fact, Relayout, checksums
 
 # ----------------------------------------------------------------------------
 # How a tensor is cut over the data axis: what a rank keeps, and of which whole.
@@ -48,11 +48,6 @@ class Cut:
     rows: int
     is_sharded: bool
     is_even: bool
-
-    @property
-    def is_same_beside(self) -> bool:
-        """Whether the ranks of every other axis hold the same values."""
-        return self.whole is None or bool(self.whole.placements[0].is_replicate())
 
     @property
     def share(self) -> int:
@@ -198,137 +193,6 @@ def can_describe(rows: int, num_data: int, num_beside: int) -> bool:
     return True
 
 
-# ----------------------------------------------------------------------------
-# Checksums of tensors that ranks must hold alike, and which tensors these are.
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def sign_values(slots: Sequence[Slot]) -> list[str]:
-    """Name, shape and checksum of the values of each tensor; of a DTensor, of its shard."""
-    if not slots:
-        return []
-    with torch.no_grad():
-        sums = torch.stack([_bits(slot.tensor).sum().cpu() for slot in slots]).tolist()
-    return [
-        f"{slot.name} {list(slot.tensor.shape)} #{_folded(value):08x}"
-        for slot, value in zip(slots, sums, strict=True)
-    ]
-
-
-def sign_parameters(inventory: Inventory, axis: DeviceMesh) -> tuple[str, ...]:
-    """The parameters of a step that must be equal on all ranks of the data axis.
-
-    Buffers may differ: each rank can have statistics of its own batches.
-    """
-    if axis.size() == 1 or dist.get_backend() == "fake":
-        return ()
-    ranks = frozenset(int(rank) for rank in axis.mesh.flatten().tolist())
-    slots = [
-        slot
-        for slot in inventory.slots
-        if slot.role is Role.PARAMETER
-        and not _torch.is_fake(_torch.plain_tensor(slot.tensor))
-        and not _is_cut_over(slot.tensor, ranks)
-    ]
-    return tuple(sign_values(slots))
-
-
-def _is_cut_over(tensor: torch.Tensor, ranks: frozenset[int]) -> bool:
-    """Whether some of these ranks hold different parts of a tensor."""
-    layout = _torch.layout_of(tensor)
-    if layout is None:
-        return False
-    return any(
-        len(ranks.intersection(dist.get_process_group_ranks(group))) > 1
-        for dim, placement in enumerate(layout.placements)
-        if not placement.is_replicate() and (group := layout.mesh.get_group(dim))
-    )
-
-
-def _folded(value: int) -> int:
-    # Both halves: round float64 numbers differ in the upper one alone.
-    return (value ^ (value >> 32)) & 0xFFFFFFFF
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    whole = _torch.plain_tensor(tensor).detach().contiguous()
-    if whole.is_complex():
-        whole = torch.view_as_real(whole)
-    return whole.view(_INTEGERS[whole.element_size()])
-
-
-@dataclass(frozen=True, slots=True)
-class Fact:
-    """Name, shape and checksum of a tensor that was cut, and how it lay before."""
-
-    text: str
-    layout: Any
-
-    def holds_along(self, axis: DeviceMesh) -> bool:
-        """Whether the ranks of another axis must hold the same values."""
-        if self.layout is None:
-            return True
-        is_same = bool(self.layout.mesh == axis)
-        return is_same and bool(self.layout.placements[0].is_replicate())
-
-
-@dataclass(frozen=True, slots=True)
-class Relayout:
-    """Shards that wait to take the place of plain tensors.
-
-    Attributes:
-        inventory: What the step will work on: the same slots, with shards in them.
-        facts: One for each new shard; equal along the data axis if ranks held one model.
-        beside: The other axes that parameters lie over.
-    """
-
-    inventory: Inventory
-    facts: tuple[Fact, ...]
-    beside: tuple[DeviceMesh, ...]
-    _before: Inventory
-
-    def facts_along(self, axis: DeviceMesh) -> tuple[str, ...]:
-        """Those that are equal along another axis too."""
-        return tuple(fact.text for fact in self.facts if fact.holds_along(axis))
-
-    def commit(self) -> None:
-        """Put the shards into modules, parameter groups, optimizer state and gradients."""
-        before, after = self._before, self.inventory.slots
-        for place in before.places:
-            place.table[place.key] = after[place.slot].tensor
-        _torch.renew_flat_weights(module for _, module in before.modules)
-        for index, number, slots in before.groups:
-            group = before.optimizers[index][1].param_groups[number]
-            group["params"][:] = [after[slot].tensor for slot in slots]
-        for index in range(len(before.optimizers)):
-            self._commit_state(index)
-        for parameter, gradient in before.gradients.items():
-            after[parameter].tensor.grad = after[gradient].tensor
-        replaced = [
-            (old.tensor, new)
-            for old, new in zip(before.slots, after, strict=True)
-            if old is not new and old.role is Role.PARAMETER
-        ]
-        before.slots[:] = after
-        before.by_id.clear()
-        before.by_id.update({id(s.tensor): n for n, s in enumerate(before.slots)})
-        for old, slot in replaced:
-            free_retired(old, slot.name)
-
-    def _commit_state(self, index: int) -> None:
-        state, slots = self._before.saved_states[index], self.inventory.slots
-        for place in self._before.states:
-            if place.optimizer == index:
-                owner = self._before.slots[place.parameter].tensor
-                state[owner][place.key] = slots[place.slot].tensor
-        entries = list(state.items())
-        state.clear()  # the same mapping, with its order, under the new parameters
-        for parameter, entry in entries:
-            slot = self._before.by_id.get(id(parameter))
-            state[parameter if slot is None else slots[slot].tensor] = entry
-
-
 def plan_cuts(inventory: Inventory, mesh: DeviceMesh) -> dict[int, Cut]:
     """How each parameter of a step lies, or will lie, over the data axis, by its slot."""
     problems = [
@@ -419,7 +283,7 @@ def _facts(before: list[Slot], after: list[Slot]) -> tuple[Fact, ...]:
     cut = [old for old, new in zip(before, after, strict=True) if old is not new]
     return tuple(
         Fact(text, _torch.layout_of(slot.tensor))
-        for slot, text in zip(cut, sign_values(cut), strict=True)
+        for slot, text in zip(cut, checksums(cut), strict=True)
     )
 
 

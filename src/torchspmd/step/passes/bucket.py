@@ -1,7 +1,7 @@
-"""Small collectives joined to buckets, so that fewer and larger ones travel."""
+"""Small collectives joined to buckets, so that fewer and larger ones are sent."""
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -11,274 +11,30 @@ from torch import fx
 from torchspmd import _torch
 from torchspmd.comm import Kind, format_bytes
 from torchspmd.errors import UsageError
+from torchspmd.step.graph.aliases import node_arguments
 from torchspmd.step.graph.collectives import (
     CommBlock,
     earliest_place,
     get_all_comm_blocks,
     hoist,
     latest_place,
-    node_arguments,
     writes_in_place,
 )
-from torchspmd.step.graph.edit import HasGraph, NodeMaker, common_owner
+from torchspmd.step.graph.edit import HasGraph, NodeMaker, common_owner, tensor_value
+from torchspmd.step.graph.options import is_size
 from torchspmd.step.graph.reduction_order import ring_chunks
 from torchspmd.step.graph.reports import ORDERS, Outcome
-from torchspmd.step.passes.memory_budget import is_size
 from torchspmd.step.passes.runner import graph_optimization_pass
 
-# ----------------------------------------------------------------------------
-# Which collectives go into one bucket: a plan, made from sizes and places alone.
+Layout = Literal["plain", "rank_major"]
 
 _SHOWN = 3  # names in one line
-
-
-@dataclass(frozen=True, slots=True)
-class Caps:
-    """How large buckets get, in bytes.
-
-    Attributes:
-        most: What no bucket exceeds.
-        first: The first bucket closes as soon as it holds this much, so that the first
-            communication starts early.
-    """
-
-    most: int
-    first: int
-
-
-@dataclass(slots=True)
-class _Bucket:
-    """A bucket that is being filled."""
-
-    blocks: list[CommBlock] = field(default_factory=list)
-    size: int = 0
-    deadline: fx.Node | None = None  # the first reader of a member
-
-    def add(self, block: CommBlock, reader: fx.Node) -> None:
-        self.blocks.append(block)
-        self.size += block.event.payload_bytes
-        self.deadline = reader if self.deadline is None else min(self.deadline, reader)
-
-    def is_open_until(self, node: fx.Node | None) -> bool:
-        """Whether all results are still unread when a node runs."""
-        return node is None or self.deadline is None or node < self.deadline
-
-
-@dataclass(slots=True)
-class BucketPlan:
-    """The buckets of several members, and why other blocks are in none, a line each."""
-
-    buckets: list[list[CommBlock]] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
-
-
-def plan_buckets(blocks: Sequence[CommBlock], caps: Caps) -> BucketPlan:
-    """Fill buckets with blocks that may be fused with each other, in graph order."""
-    plan = BucketPlan()
-    blocks = [block for block in blocks if not _is_too_large(block, caps, plan)]
-    bucket, is_first = _Bucket(), True
-    for number, block in enumerate(blocks):
-        later = blocks[number + 1].start if number + 1 < len(blocks) else None
-        obstacle = _obstacle(bucket, block, caps)
-        if obstacle:
-            _close(bucket, plan, obstacle)
-            bucket, is_first = _Bucket(), False
-        reader = latest_place(block)
-        if bucket.blocks and _would_end(bucket, reader, later):
-            early = f"{reader.name} reads its result before the next one starts"
-            plan.refused.append(f"{block.start.name}: {early}")
-            continue
-        bucket.add(block, reader)
-        if is_first and bucket.size >= caps.first:
-            _close(bucket, plan, "the first bucket is full")
-            bucket, is_first = _Bucket(), False
-    _close(bucket, plan, "no other of its kind is left")
-    return plan
-
-
-def names_of(blocks: Iterable[CommBlock]) -> str:
-    """The names of blocks' starts, shortened."""
-    names = [block.start.name for block in blocks]
-    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + rest
-
-
-def _is_too_large(block: CommBlock, caps: Caps, plan: BucketPlan) -> bool:
-    size = block.event.payload_bytes
-    if size <= caps.most:
-        return False
-    sizes = f"{format_bytes(size)} are more than a bucket of {format_bytes(caps.most)}"
-    plan.refused.append(f"{block.start.name}: {sizes}; it travels alone")
-    return True
-
-
-def _obstacle(bucket: _Bucket, block: CommBlock, caps: Caps) -> str:
-    """Why a block cannot join a bucket; empty where it can."""
-    if not bucket.is_open_until(block.start):
-        assert bucket.deadline is not None
-        return f"{bucket.deadline.name} reads its result before {block.start.name}"
-    if bucket.size + block.event.payload_bytes > caps.most:
-        return f"{block.start.name} would not fit in too"
-    return ""
-
-
-def _would_end(bucket: _Bucket, reader: fx.Node, later: fx.Node | None) -> bool:
-    """Whether one block's early reader alone would close a bucket that can go on."""
-    return later is not None and reader < later and bucket.is_open_until(later)
-
-
-def _close(bucket: _Bucket, plan: BucketPlan, why: str) -> None:
-    if len(bucket.blocks) > 1:
-        plan.buckets.append(bucket.blocks)
-    elif bucket.blocks:
-        (block,) = bucket.blocks
-        plan.refused.append(f"{block.start.name}: alone in its bucket, {why}")
-
-
-# ----------------------------------------------------------------------------
-# How tensors lie in a bucket, and how they come out of it again.
-
 _aten = torch.ops.aten
-STARTS: dict[Kind, Any] = {
+_STARTS: dict[Kind, Any] = {
     Kind.ALL_REDUCE: _torch.ALL_REDUCE,
     Kind.ALL_GATHER: _torch.ALL_GATHER,
     Kind.REDUCE_SCATTER: _torch.REDUCE_SCATTER,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """A bucket of ``num_rows`` rows, each with a piece of every tensor.
-
-    Attributes:
-        num_rows: One, or one for each rank.
-        widths: How much of a row each tensor takes.
-        spare: Elements at the end of a row that hold nothing.
-    """
-
-    num_rows: int
-    widths: tuple[int, ...]
-    spare: int = 0
-
-
-def lay_out(blocks: Sequence[CommBlock], layout: str) -> Rows:
-    """The rows of a bucket of all-reduces, reduce-scatters or all-gathers."""
-    kind, num_ranks = blocks[0].kind, blocks[0].group.size
-    sizes = [_value(block.inputs[0]).numel() for block in blocks]
-    if kind is Kind.REDUCE_SCATTER:
-        widths = tuple(size // num_ranks for size in sizes)
-    elif kind is Kind.ALL_GATHER or layout == "plain":
-        return Rows(1, tuple(sizes))
-    else:
-        widths = tuple(_ring_chunk(blocks, size) for size in sizes)
-    spare = _spare(blocks, sum(widths)) if layout == "rank_major" else 0
-    return Rows(num_ranks, widths, spare)
-
-
-def pack(make: NodeMaker, blocks: Sequence[CommBlock], rows: Rows) -> fx.Node:
-    """Join the inputs of blocks to one flat tensor."""
-    parts = [
-        _as_rows(make, block.inputs[0], rows.num_rows, width)
-        for block, width in zip(blocks, rows.widths, strict=True)
-    ]
-    if rows.num_rows == 1:
-        return make.call(_aten.cat.default, parts)
-    joined = make.call(_aten.cat.default, parts, 1)
-    if rows.spare:
-        joined = make.call(_aten.constant_pad_nd.default, joined, [0, rows.spare])
-    return make.call(_aten.view.default, joined, [-1])
-
-
-def unpack(
-    make: NodeMaker, bucket: fx.Node, blocks: Sequence[CommBlock], rows: Rows
-) -> list[fx.Node]:
-    """The results of blocks, from the result of their bucket.
-
-    What leaves the graph is copied: whoever gets it must not hold the whole bucket, nor
-    share memory with another.
-    """
-    kind, num_ranks = blocks[0].kind, blocks[0].group.size
-    num_rows = 1 if kind is Kind.REDUCE_SCATTER else rows.num_rows
-    if kind is Kind.ALL_GATHER:
-        num_rows = num_ranks
-    widths = [*rows.widths, rows.spare] if rows.spare else list(rows.widths)
-    if num_rows == 1:
-        pieces = make.call(_aten.split_with_sizes.default, bucket, widths)
-    else:
-        width = sum(widths)
-        table = make.call(_aten.view.default, bucket, [num_rows, width])
-        pieces = make.call(_aten.split_with_sizes.default, table, widths, 1)
-    return [
-        _restore(make, pieces, number, block) for number, block in enumerate(blocks)
-    ]
-
-
-def keeps_ring_bits(blocks: Sequence[CommBlock], rows: Rows) -> bool:
-    """Whether each element of a sum keeps its place in gloo's ring.
-
-    Gloo scatters what it has reduced whole, so that a ring's chunks and a rank's part of
-    the result may have different edges.
-    """
-    num_ranks = blocks[0].group.size
-    if rows.num_rows != num_ranks:
-        return False
-    row = sum(rows.widths) + rows.spare
-    sizes = [_value(block.inputs[0]).numel() for block in blocks]
-    chunks = tuple(_ring_chunk(blocks, size) for size in sizes)
-    return chunks == rows.widths and _ring_chunk(blocks, row * num_ranks) == row
-
-
-def _as_rows(make: NodeMaker, source: fx.Node, num_rows: int, width: int) -> fx.Node:
-    value = _value(source)
-    if num_rows == 1:
-        is_flat = value.ndim == 1
-        return source if is_flat else make.call(_aten.reshape.default, source, [-1])
-    missing = num_rows * width - value.numel()
-    if missing:
-        source = make.call(_aten.reshape.default, source, [-1])
-        source = make.call(_aten.constant_pad_nd.default, source, [0, missing])
-    return make.call(_aten.reshape.default, source, [num_rows, width])
-
-
-def _restore(
-    make: NodeMaker, pieces: fx.Node, number: int, block: CommBlock
-) -> fx.Node:
-    like = _value(block.wait)
-    piece = make.call(operator.getitem, pieces, number)
-    if any(reader.op == "output" for reader in block.readers()):
-        piece = make.call(_aten.clone.default, piece)
-    if _value(piece).numel() != like.numel():
-        flat = make.call(_aten.reshape.default, piece, [-1])
-        piece = make.call(_aten.slice.Tensor, flat, 0, 0, like.numel())
-    if _value(piece).shape != like.shape:
-        piece = make.call(_aten.reshape.default, piece, list(like.shape))
-    if _value(piece).stride() != like.stride():
-        # With other strides some operators take another kernel, and give other bits.
-        piece = make.call(_aten.clone.default, piece)
-    return piece
-
-
-def _spare(blocks: Sequence[CommBlock], width: int) -> int:
-    """How much longer a row must be for a ring to cut the bucket between rows."""
-    longer = width
-    while (cut := _ring_chunk(blocks, longer * blocks[0].group.size)) != longer:
-        longer = cut  # never shorter than a row, and it stays once it is even
-    return longer - width
-
-
-def _ring_chunk(blocks: Sequence[CommBlock], num_elements: int) -> int:
-    element = _value(blocks[0].inputs[0]).element_size()
-    return ring_chunks(num_elements, element, blocks[0].group.size)[0][1]
-
-
-def _value(node: fx.Node) -> torch.Tensor:
-    value = node.meta["val"]
-    assert isinstance(value, torch.Tensor), type(value)
-    return value
-
-
-Layout = Literal["plain", "rank_major"]
-_Key = tuple[Kind, str, object, torch.dtype, torch.device]
 
 
 @graph_optimization_pass(prerequisites=[], apply_after=[], undoes_others=False)
@@ -297,7 +53,7 @@ def comm_fusion_with_concat(
 
     Args:
         gm: The graph module to edit.
-        bucket_size_mb: MiB that no bucket exceeds. A larger tensor travels alone.
+        bucket_size_mb: MiB that no bucket exceeds. A larger tensor is sent alone.
         first_bucket_mb: The first bucket closes as soon as it holds this many MiB, so
             that communication starts early; None for no such bucket.
         layout: How an all-reduce's bucket lies in memory. ``"plain"``: one tensor after
@@ -318,18 +74,18 @@ def comm_fusion_with_concat(
         ...     train(torch.nn.Linear(8, 8), torch.ones(2, 8))
         all_reduce_default: 288 B from 2 (all_reduce, all_reduce_1)
     """
-    caps = _caps(bucket_size_mb, first_bucket_mb, layout)
-    blocks = [each for each in get_all_comm_blocks(gm) if each.kind in STARTS]
+    most, first = _limits(bucket_size_mb, first_bucket_mb, layout)
+    blocks = [each for each in get_all_comm_blocks(gm) if each.kind in _STARTS]
     if (writer := writes_in_place(gm.graph)) is not None:
         reason = f"{writer.name} writes in place: fuse before new values do"
         return Outcome(len(blocks), 0, (reason,))
-    refused = [line for line in map(_obstacle_comm_fusion, blocks) if line]
-    plans = _plan([block for block in blocks if not _obstacle_comm_fusion(block)], caps)
-    refused += [line for plan in plans for line in plan.refused]
-    buckets = sorted(
-        (bucket for plan in plans for bucket in plan.buckets),
-        key=lambda bucket: bucket[-1].start,
-    )
+    refused = [line for line in map(_why_alone, blocks) if line]
+    buckets = []
+    for alike in _alike([block for block in blocks if not _why_alone(block)]):
+        filled, left = _fill(alike, most, first)
+        buckets += filled
+        refused += left
+    buckets.sort(key=lambda bucket: bucket[-1].start)
     starts = [_fuse(gm.graph, bucket, layout) for bucket in buckets]
     _start_early(gm, set(starts))
     detail = map(_describe, starts, buckets)
@@ -340,7 +96,10 @@ def comm_fusion_with_concat(
     )
 
 
-def _caps(bucket_size_mb: float, first_bucket_mb: float | None, layout: str) -> Caps:
+def _limits(
+    bucket_size_mb: float, first_bucket_mb: float | None, layout: str
+) -> tuple[int, int]:
+    """Bytes that no bucket exceeds, and that close the first one."""
     first = bucket_size_mb if first_bucket_mb is None else first_bucket_mb
     problems = []
     if not is_size(bucket_size_mb) or bucket_size_mb == 0:
@@ -357,15 +116,15 @@ def _caps(bucket_size_mb: float, first_bucket_mb: float | None, layout: str) -> 
         problems.append(f"layout={layout!r}: choose 'plain' or 'rank_major'")
     if problems:
         raise UsageError("comm_fusion_with_concat: " + "; ".join(problems) + ".")
-    return Caps(int(bucket_size_mb * 2**20), int(first * 2**20))
+    return int(bucket_size_mb * 2**20), int(first * 2**20)
 
 
-def _obstacle_comm_fusion(block: CommBlock) -> str:
+def _why_alone(block: CommBlock) -> str:
     """Why a block cannot be in any bucket; empty where it can."""
     if block.problem:
         return block.problem
     name = block.start.name
-    if block.start.target is not STARTS[block.kind] or len(block.inputs) != 1:
+    if block.start.target is not _STARTS[block.kind] or len(block.inputs) != 1:
         return f"{name}: only plain functional collectives of one tensor are fused"
     value = block.inputs[0].meta.get("val")
     if not isinstance(value, torch.Tensor) or not isinstance(value.numel(), int):
@@ -375,29 +134,107 @@ def _obstacle_comm_fusion(block: CommBlock) -> str:
     return f"{name}: it sends nothing" if value.numel() == 0 else ""
 
 
-def _plan(blocks: list[CommBlock], caps: Caps) -> list[BucketPlan]:
-    by_key: dict[_Key, list[CommBlock]] = {}
+def _alike(blocks: Sequence[CommBlock]) -> list[list[CommBlock]]:
+    """Blocks that may be in one bucket: of one kind, group, reduction, dtype and device."""
+    found: dict[Any, list[CommBlock]] = {}
     for block in blocks:
-        by_key.setdefault(_key(block), []).append(block)
-    return [plan_buckets(alike, caps) for alike in by_key.values()]
+        value, op = tensor_value(block.inputs[0]), block.argument("reduce_op")
+        key = block.kind, block.group.name, op, value.dtype, value.device
+        found.setdefault(key, []).append(block)
+    return list(found.values())
 
 
-def _key(block: CommBlock) -> _Key:
-    value = block.inputs[0].meta["val"]
-    reduction = block.argument("reduce_op")
-    return block.kind, block.group.name, reduction, value.dtype, value.device
+# ----------------------------------------------------------------------------
+# Which collectives go into one bucket, from sizes and places alone.
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """A bucket that is being filled."""
+
+    blocks: list[CommBlock] = field(default_factory=list)
+    size: int = 0
+    deadline: fx.Node | None = None  # the first reader of a member
+
+    def add(self, block: CommBlock, reader: fx.Node) -> None:
+        self.blocks.append(block)
+        self.size += block.event.payload_bytes
+        self.deadline = reader if self.deadline is None else min(self.deadline, reader)
+
+    def is_open_until(self, node: fx.Node | None) -> bool:
+        """Whether all results are still unread when a node runs."""
+        return node is None or self.deadline is None or node < self.deadline
+
+    def obstacle(self, block: CommBlock, most: int) -> str:
+        """Why a block cannot join; empty where it can."""
+        if not self.is_open_until(block.start):
+            assert self.deadline is not None
+            return f"{self.deadline.name} reads its result before {block.start.name}"
+        if self.size + block.event.payload_bytes > most:
+            return f"{block.start.name} would not fit in too"
+        return ""
+
+
+def _fill(
+    blocks: Sequence[CommBlock], most: int, first: int
+) -> tuple[list[list[CommBlock]], list[str]]:
+    """Fill buckets with blocks that may be fused with each other, in graph order.
+
+    Args:
+        blocks: What is fused.
+        most: Bytes that no bucket exceeds.
+        first: The first bucket closes as soon as it holds this many bytes, so that the
+            first communication starts early.
+
+    Returns:
+        The buckets of several members, and why other blocks are in none, a line each.
+    """
+    buckets: list[list[CommBlock]] = []
+    refused = [
+        f"{block.start.name}: {format_bytes(block.event.payload_bytes)} are more than a "
+        f"bucket of {format_bytes(most)}; it is sent alone"
+        for block in blocks
+        if block.event.payload_bytes > most
+    ]
+
+    def close(why: str) -> _Bucket:
+        if len(bucket.blocks) > 1:
+            buckets.append(bucket.blocks)
+        elif bucket.blocks:
+            name = bucket.blocks[0].start.name
+            refused.append(f"{name}: alone in its bucket, {why}")
+        return _Bucket()
+
+    blocks = [block for block in blocks if block.event.payload_bytes <= most]
+    bucket, is_first = _Bucket(), True
+    for block, after in zip(blocks, [*blocks[1:], None], strict=False):
+        later = None if after is None else after.start
+        if obstacle := bucket.obstacle(block, most):
+            bucket, is_first = close(obstacle), False
+        reader = latest_place(block)
+        # One early reader does not close a bucket that can go on without its block.
+        would_end = later is not None and reader < later and bucket.is_open_until(later)
+        if bucket.blocks and would_end:
+            early = f"{reader.name} reads its result before the next one starts"
+            refused.append(f"{block.start.name}: {early}")
+            continue
+        bucket.add(block, reader)
+        if is_first and bucket.size >= first:
+            bucket, is_first = close("the first bucket is full"), False
+    close("no other of its kind is left")
+    return buckets, refused
 
 
 def _fuse(graph: fx.Graph, bucket: list[CommBlock], layout: str) -> fx.Node:
-    """Replace blocks by one; it stands where the last of them starts."""
-    rows = lay_out(bucket, layout)
+    """Replace blocks by one, where the last of them starts."""
+    rows = _lay_out(bucket, layout)
     last = bucket[-1].start
     make = NodeMaker(graph, common_owner([block.start for block in bucket]))
     with graph.inserting_before(last):
-        joined = pack(make, bucket, rows)
+        joined = _pack(make, bucket, rows)
         start = make.call(last.target, joined, *list(node_arguments(last).values())[1:])
-        results = unpack(make, make.call(_torch.WAIT, start), bucket, rows)
-    # What scales or casts a result stands behind it: those of earlier members move on.
+        results = _unpack(make, make.call(_torch.WAIT, start), bucket, rows)
+    # What scales or casts a result comes after it: move those of earlier members.
     for node in [node for block in bucket for node in block.tail if node < last]:
         last.prepend(node)
     for block, result in zip(bucket, results, strict=True):
@@ -424,10 +261,145 @@ def _orders(bucket: list[CommBlock], layout: str) -> tuple[str, ...]:
     """Reduction orders under which a bucket's results keep their bits."""
     if bucket[0].kind is Kind.ALL_GATHER:
         return ORDERS
-    rows = lay_out(bucket, layout)
-    return ("rank", "ring") if keeps_ring_bits(bucket, rows) else ("rank",)
+    rows = _lay_out(bucket, layout)
+    return ("rank", "ring") if _keeps_ring_bits(bucket, rows) else ("rank",)
 
 
 def _describe(start: fx.Node, bucket: list[CommBlock]) -> str:
     size = format_bytes(sum(block.event.payload_bytes for block in bucket))
-    return f"{start.name}: {size} from {len(bucket)} ({names_of(bucket)})"
+    return f"{start.name}: {size} from {len(bucket)} ({_names(bucket)})"
+
+
+def _names(blocks: Sequence[CommBlock]) -> str:
+    names = [block.start.name for block in blocks]
+    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + rest
+
+
+# ----------------------------------------------------------------------------
+# How tensors are packed into a bucket, and unpacked.
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """A bucket of ``num_rows`` rows, each with a piece of every tensor.
+
+    Attributes:
+        num_rows: One, or one for each rank.
+        widths: How much of a row each tensor takes.
+        spare: Elements at the end of a row that hold nothing.
+    """
+
+    num_rows: int
+    widths: tuple[int, ...]
+    spare: int = 0
+
+
+def _lay_out(blocks: Sequence[CommBlock], layout: str) -> _Rows:
+    """The rows of a bucket of all-reduces, reduce-scatters or all-gathers."""
+    kind, num_ranks = blocks[0].kind, blocks[0].group.size
+    sizes = [tensor_value(block.inputs[0]).numel() for block in blocks]
+    if kind is Kind.REDUCE_SCATTER:
+        widths = tuple(size // num_ranks for size in sizes)
+    elif kind is Kind.ALL_GATHER or layout == "plain":
+        return _Rows(1, tuple(sizes))
+    else:
+        widths = tuple(_ring_chunk(blocks, size) for size in sizes)
+    spare = _spare(blocks, sum(widths)) if layout == "rank_major" else 0
+    return _Rows(num_ranks, widths, spare)
+
+
+def _pack(make: NodeMaker, blocks: Sequence[CommBlock], rows: _Rows) -> fx.Node:
+    """Join the inputs of blocks to one flat tensor."""
+    parts = [
+        _as_rows(make, block.inputs[0], rows.num_rows, width)
+        for block, width in zip(blocks, rows.widths, strict=True)
+    ]
+    if rows.num_rows == 1:
+        return make.call(_aten.cat.default, parts)
+    joined = make.call(_aten.cat.default, parts, 1)
+    if rows.spare:
+        joined = make.call(_aten.constant_pad_nd.default, joined, [0, rows.spare])
+    return make.call(_aten.view.default, joined, [-1])
+
+
+def _unpack(
+    make: NodeMaker, bucket: fx.Node, blocks: Sequence[CommBlock], rows: _Rows
+) -> list[fx.Node]:
+    """The results of blocks, from the result of their bucket.
+
+    What leaves the graph is copied: whoever gets it must not hold the whole bucket, nor
+    share memory with another.
+    """
+    kind, num_ranks = blocks[0].kind, blocks[0].group.size
+    num_rows = 1 if kind is Kind.REDUCE_SCATTER else rows.num_rows
+    if kind is Kind.ALL_GATHER:
+        num_rows = num_ranks
+    widths = [*rows.widths, rows.spare] if rows.spare else list(rows.widths)
+    if num_rows == 1:
+        pieces = make.call(_aten.split_with_sizes.default, bucket, widths)
+    else:
+        width = sum(widths)
+        table = make.call(_aten.view.default, bucket, [num_rows, width])
+        pieces = make.call(_aten.split_with_sizes.default, table, widths, 1)
+    return [
+        _restore(make, pieces, number, block) for number, block in enumerate(blocks)
+    ]
+
+
+def _keeps_ring_bits(blocks: Sequence[CommBlock], rows: _Rows) -> bool:
+    """Whether each element of a sum keeps its place in gloo's ring.
+
+    Gloo scatters what it has reduced whole, so that a ring's chunks and a rank's part of
+    the result may have different edges.
+    """
+    num_ranks = blocks[0].group.size
+    if rows.num_rows != num_ranks:
+        return False
+    row = sum(rows.widths) + rows.spare
+    sizes = [tensor_value(block.inputs[0]).numel() for block in blocks]
+    chunks = tuple(_ring_chunk(blocks, size) for size in sizes)
+    return chunks == rows.widths and _ring_chunk(blocks, row * num_ranks) == row
+
+
+def _as_rows(make: NodeMaker, source: fx.Node, num_rows: int, width: int) -> fx.Node:
+    value = tensor_value(source)
+    if num_rows == 1:
+        is_flat = value.ndim == 1
+        return source if is_flat else make.call(_aten.reshape.default, source, [-1])
+    missing = num_rows * width - value.numel()
+    if missing:
+        source = make.call(_aten.reshape.default, source, [-1])
+        source = make.call(_aten.constant_pad_nd.default, source, [0, missing])
+    return make.call(_aten.reshape.default, source, [num_rows, width])
+
+
+def _restore(
+    make: NodeMaker, pieces: fx.Node, number: int, block: CommBlock
+) -> fx.Node:
+    like = tensor_value(block.wait)
+    piece = make.call(operator.getitem, pieces, number)
+    if any(reader.op == "output" for reader in block.readers()):
+        piece = make.call(_aten.clone.default, piece)
+    if tensor_value(piece).numel() != like.numel():
+        flat = make.call(_aten.reshape.default, piece, [-1])
+        piece = make.call(_aten.slice.Tensor, flat, 0, 0, like.numel())
+    if tensor_value(piece).shape != like.shape:
+        piece = make.call(_aten.reshape.default, piece, list(like.shape))
+    if tensor_value(piece).stride() != like.stride():
+        # With other strides some operators take another kernel, and give other bits.
+        piece = make.call(_aten.clone.default, piece)
+    return piece
+
+
+def _spare(blocks: Sequence[CommBlock], width: int) -> int:
+    """How much longer a row must be for a ring to cut the bucket between rows."""
+    longer = width
+    while (cut := _ring_chunk(blocks, longer * blocks[0].group.size)) != longer:
+        longer = cut  # never shorter than a row, and it stays once it is even
+    return longer - width
+
+
+def _ring_chunk(blocks: Sequence[CommBlock], num_elements: int) -> int:
+    element = tensor_value(blocks[0].inputs[0]).element_size()
+    return ring_chunks(num_elements, element, blocks[0].group.size)[0][1]

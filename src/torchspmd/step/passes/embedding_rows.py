@@ -12,17 +12,17 @@ import torch
 from torch import fx
 
 from torchspmd import _torch
-from torchspmd.comm import Kind, Phase, format_bytes
+from torchspmd.comm import Kind, Owner, Phase, format_bytes
+from torchspmd.step.graph.aliases import node_arguments
 from torchspmd.step.graph.collectives import (
     CommBlock,
     events_of,
     get_all_comm_blocks,
-    node_arguments,
     writes_in_place,
 )
 from torchspmd.step.graph.cost import CostModel, check_cost, device_of
-from torchspmd.step.graph.edit import HasGraph, NodeMaker
-from torchspmd.step.graph.metadata import META_KEY, Owner, owner_of
+from torchspmd.step.graph.edit import HasGraph, NodeMaker, tensor_value
+from torchspmd.step.graph.metadata import META_KEY, owner_of
 from torchspmd.step.graph.reports import Outcome
 from torchspmd.step.passes.runner import graph_optimization_pass
 
@@ -37,7 +37,7 @@ def gather_embedding_gradients(
 ) -> Outcome:
     """Gather looked-up rows and indices instead of reducing an embedding's gradient.
 
-    A gradient that is a sum, as of a weight that embedding and head share, is taken apart:
+    A gradient that is a sum, as of a weight that embedding and head share, is decomposed:
     what is no embedding's is reduced by itself, as soon as backward has it. That sends
     more in all, and less at the end.
 
@@ -90,7 +90,9 @@ class _Gradient:
     def sent_bytes(self) -> int:
         """What a rank sends when rows and indices are gathered."""
         read = [node for each in self.looked_up for node in _read(each)]
-        own = sum(value.numel() * value.element_size() for value in map(_value, read))
+        own = sum(
+            value.numel() * value.element_size() for value in map(tensor_value, read)
+        )
         return own * (self.block.group.size - 1)
 
 
@@ -117,7 +119,7 @@ def _obstacle(gradient: _Gradient) -> str:
         return f"it is no sum over ranks but {block.argument('reduce_op')!r}"
     if any(node_arguments(each)["scale_grad_by_freq"] for each in looked_up):
         return "scale_grad_by_freq counts the indices of this rank alone"
-    if any(not _value(_read(each)[1]).ndim for each in looked_up):
+    if any(not tensor_value(_read(each)[1]).ndim for each in looked_up):
         return "a single index is looked up"
     return _shared(block.inputs[0])
 
@@ -131,13 +133,13 @@ def _shared(node: fx.Node) -> str:
         return ""
     if node_arguments(node).get("alpha", 1) != 1 or len(node.all_input_nodes) != 2:
         return f"{node.name} is more than a sum of two"
-    if any(not _is_like(_value(node), source) for source in node.all_input_nodes):
+    if any(not _is_like(tensor_value(node), source) for source in node.all_input_nodes):
         return f"{node.name} adds tensors of another shape or dtype"
     return next(filter(None, map(_shared, node.all_input_nodes)), "")
 
 
 def _is_like(value: torch.Tensor, node: fx.Node) -> bool:
-    other = _value(node)
+    other = tensor_value(node)
     return other.shape == value.shape and other.dtype == value.dtype
 
 
@@ -236,7 +238,7 @@ class _Gathering:
 
 
 def _gather(make: NodeMaker, node: fx.Node, block: CommBlock) -> fx.Node:
-    if not _value(node).is_contiguous():
+    if not tensor_value(node).is_contiguous():
         form = torch.contiguous_format
         node = make.call(_aten.clone.default, node, memory_format=form)
     group = block.argument("group_name")
@@ -245,9 +247,3 @@ def _gather(make: NodeMaker, node: fx.Node, block: CommBlock) -> fx.Node:
 
 def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms"
-
-
-def _value(node: fx.Node) -> torch.Tensor:
-    value = node.meta["val"]
-    assert isinstance(value, torch.Tensor)
-    return value

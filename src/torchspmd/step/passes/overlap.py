@@ -1,5 +1,6 @@
 """Collectives that start as early and are waited for as late as possible."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -8,18 +9,98 @@ from torchspmd.comm import format_bytes
 from torchspmd.errors import UsageError
 from torchspmd.step.graph.collectives import (
     CommBlock,
+    after_start,
     earliest_place,
     get_all_comm_blocks,
+    hoist,
     latest_place,
+    remember,
+    sink,
     writes_in_place,
 )
 from torchspmd.step.graph.edit import HasGraph
-from torchspmd.step.graph.options import is_whole
+from torchspmd.step.graph.memory import LiveBytes, held_until_wait, value_bytes
+from torchspmd.step.graph.options import check_budget, is_size, is_whole
 from torchspmd.step.graph.reports import ORDERS, Outcome
 from torchspmd.step.passes.bucket import comm_fusion_with_concat
 from torchspmd.step.passes.embedding_rows import gather_embedding_gradients
-from torchspmd.step.passes.memory_budget import MemoryBudget, is_size
 from torchspmd.step.passes.runner import graph_optimization_pass
+
+
+class MemoryBudget:
+    """How much memory a graph's values may take at once, while collectives move.
+
+    Args:
+        gm: The graph.
+        rise_mb: MiB above the graph's peak as it is now, or None for no limit.
+        what: The pass, for the message on a wrong value.
+    """
+
+    def __init__(self, gm: HasGraph, rise_mb: float | None, what: str) -> None:
+        self._most: int | None = None
+        if rise_mb is None:
+            return
+        check_budget(rise_mb, what, "or None for no limit")
+        self._memory = LiveBytes(gm.graph)
+        self._live = self._memory.now()
+        self._most = max(self._live.values(), default=0) + int(rise_mb * 2**20)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether there is a limit."""
+        return self._most is not None
+
+    def hoist(self, block: CommBlock, place: fx.Node) -> bool:
+        """Start a block behind a node; False, and nothing moves, if it costs too much."""
+        restore = remember((*block.head, block.start))
+        hoist(block, place)
+        return self._keep(restore)
+
+    def sink(self, block: CommBlock, place: fx.Node) -> bool:
+        """Await a block before a node; False, and nothing moves, if it costs too much."""
+        restore = remember(sorted(after_start(block)))
+        sink(block, place)
+        return self._keep(restore)
+
+    def _keep(self, restore: Callable[[], None]) -> bool:
+        if self._most is None:
+            return True
+        live = self._memory.now()
+        if max(live.values()) <= self._most:
+            self._live = live
+            return True
+        restore()
+        return False
+
+    def earliest(self, block: CommBlock, place: fx.Node) -> fx.Node:
+        """The first node from ``place`` on behind which a start seems to be affordable."""
+        if self._most is None:
+            return place
+        size = _bytes_of_start(block)
+        node = block.start.prev
+        while place < node and self._live[node] + size <= self._most:
+            node = node.prev
+        return node
+
+    def latest(self, block: CommBlock, place: fx.Node) -> fx.Node:
+        """The last node up to ``place`` before which a wait seems to be affordable."""
+        size = sum(
+            value_bytes(node.meta.get("val")) for node in held_until_wait(block.start)
+        )
+        if self._most is None or not size:
+            return place
+        own = set(block.tail)
+        node = max(block.waits).next
+        while node in own or (node < place and self._live[node] + size <= self._most):
+            node = node.next
+        return node
+
+
+def _bytes_of_start(block: CommBlock) -> int:
+    """What is alive from a start on: its result, and a packed or cast input."""
+    packed = [node for node in block.head if node in block.inputs]
+    made = (*packed, block.start)
+    return sum(value_bytes(node.meta.get("val")) for node in made)
 
 
 @graph_optimization_pass(
@@ -112,7 +193,7 @@ class _Schedule:
 
 
 def _places(graph: fx.Graph, blocks: list[CommBlock]) -> dict[fx.Node, int]:
-    """How many nodes of the computation stand before each start and wait."""
+    """How many nodes of the computation come before each start and wait."""
     moving = {node for block in blocks for node in block.nodes}
     places: dict[fx.Node, int] = {}
     count = 0

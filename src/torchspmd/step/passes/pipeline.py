@@ -3,18 +3,17 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from torchspmd.comm import Kind
 from torchspmd.step.graph.collectives import events_of
 from torchspmd.step.graph.cost import CostModel, check_cost, device_of
-from torchspmd.step.graph.options import check_flags
+from torchspmd.step.graph.options import check_bucket_size, check_flags, check_overlap
 from torchspmd.step.graph.reports import PassReport
 from torchspmd.step.passes.bucket import comm_fusion_with_concat
 from torchspmd.step.passes.dedupe import dedupe_collectives
 from torchspmd.step.passes.defer import defer_updates
 from torchspmd.step.passes.embedding_rows import gather_embedding_gradients
-from torchspmd.step.passes.memory_budget import check_bucket_size
 from torchspmd.step.passes.optimizer import remove_copy_from_optimizer
 from torchspmd.step.passes.overlap import prefetch_gathers, schedule_comm_wait
 
@@ -24,7 +23,7 @@ _SMALLEST_MB, _LARGEST_MB, _MORE = 1.0, 64.0, 2.0
 def default_passes(
     *,
     bucket_size_mb: float | None = None,
-    overlap_iterations: bool = False,
+    overlap_iterations: bool | Literal["auto"] = False,
     gather_embeddings: bool = False,
     cost: CostModel | None = None,
 ) -> tuple[Callable[[Any], Any], ...]:
@@ -33,17 +32,15 @@ def default_passes(
     Args:
         bucket_size_mb: How much one fused collective carries at most; by default a part
             of all gradients, so that there is something to overlap with.
-        overlap_iterations: Also leave updates for the next step (``defer_updates``).
+        overlap_iterations: Also leave updates for the next step (``defer_updates``);
+            ``"auto"`` does so only where that is simulated to be faster.
         gather_embeddings: Also send embeddings' gradients as the rows that were looked
             up, where that is less (``gather_embedding_gradients``).
         cost: What the size of buckets and the order of deferred reductions are chosen by.
     """
     check_bucket_size(bucket_size_mb, "default_passes")
-    check_flags(
-        "default_passes",
-        overlap_iterations=overlap_iterations,
-        gather_embeddings=gather_embeddings,
-    )
+    check_flags("default_passes", gather_embeddings=gather_embeddings)
+    check_overlap("default_passes", overlap_iterations)
     check_cost(cost, "default_passes")
     passes: tuple[Callable[[Any], Any], ...] = (
         dedupe_collectives,  # the same bytes are not sent twice
@@ -55,7 +52,8 @@ def default_passes(
     if gather_embeddings:  # before any of them is in a bucket
         passes = (functools.partial(gather_embedding_gradients, cost=cost), *passes)
     if overlap_iterations:
-        passes += (functools.partial(defer_updates, cost=cost),)
+        is_auto = overlap_iterations == "auto"
+        passes += (functools.partial(defer_updates, cost=cost, only_if_faster=is_auto),)
     return passes
 
 
@@ -69,11 +67,11 @@ def choose_bucket_size(gm: Any, cost: CostModel | None = None) -> float:
     """Megabytes for a bucket, between 1 and 64.
 
     What the next forward needs first is ready last: the smaller its bucket, the less of it
-    stands in the open. But each bucket costs the latency of a collective. With n buckets
-    that take w seconds on the wire and l seconds each to begin, w / n + n * l is least
-    where n is the root of w / l; where computing takes longer, most of n * l is hidden, so
-    there are twice as many. Where the wire is the limit it is idle until the first bucket
-    is computed: there computing counts instead of w.
+    is exposed. But each bucket costs the latency of a collective. With n buckets that take
+    w seconds on the network and l seconds each to begin, w / n + n * l is least where n is
+    the root of w / l; where computing takes longer, most of n * l is hidden, so there are
+    twice as many. Where the network is the limit it is idle until the first bucket is
+    computed: there computing counts instead of w.
     """
     check_cost(cost, "choose_bucket_size")
     cost = cost or CostModel.for_device(device_of(gm.graph))

@@ -1,13 +1,13 @@
-"""Passes that say what must have run before them, and leave a report or no trace."""
+"""Run a pass: snapshot the graph, edit, check the edit, report; undo all on failure."""
 
 import contextlib
 import functools
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -22,125 +22,37 @@ from torchspmd.step.graph.options import check_module
 from torchspmd.step.graph.reports import GraphSize, Outcome, PassReport
 from torchspmd.step.graph.snapshot import Snapshot, copy_graph, num_changes
 from torchspmd.step.legality.check import Proof, check_edit
-from torchspmd.step.legality.edit import check_definitions
-
-# ----------------------------------------------------------------------------
-# What happens around passes: edits between them, and modules that cannot be judged.
-
-_GRAPH = (
-    "graph: main_gm is no longer a graph module with marks on what is moved. A pass edits "
-    "the graph that it finds, or sets gm.graph; it sets neither main_gm nor main_gm.graph"
-)
-_OUTPUT = (
-    "output: the graph does not end with an output node. A pass keeps the outputs, all and "
-    "in their order: the caller takes them apart"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class _Note:
-    """A pass that ran: what it was called on is the graph before with so many changes."""
-
-    report: PassReport
-    before: fx.Graph
-    num_changes: int
-
-
-class Outside:
-    """Counts what is edited between passes, by how each finds and leaves the graph.
-
-    Attributes:
-        latest: A copy of what the last pass left.
-    """
-
-    def __init__(self, graph: fx.Graph) -> None:
-        self.latest = graph
-        self._notes: list[_Note] = []
-
-    @property
-    def ran_passes(self) -> bool:
-        """Whether a pass ran, and was not undone."""
-        return bool(self._notes)
-
-    def note(self, report: PassReport, before: fx.Graph, after: fx.Graph) -> None:
-        """Count what was edited up to a pass that ran."""
-        num = num_changes(self.latest, before)
-        self._notes.append(_Note(report, self.latest, num))
-        self.latest, _ = copy_graph(after)
-
-    def forget(self, undone: Sequence[PassReport], _: fx.Graph) -> None:
-        """Count anew from where the first of these passes began."""
-        gone = set(map(id, undone))
-        places = [n for n, each in enumerate(self._notes) if id(each.report) in gone]
-        if places:
-            self.latest = self._notes[places[0]].before
-            del self._notes[places[0] :]
-
-    def num_until(self, graph: fx.Graph) -> int:
-        """How many changes no pass made, up to a graph."""
-        made = sum(each.num_changes for each in self._notes)
-        return made + num_changes(self.latest, graph)
-
-
-def check_whole(gm: Any, name: str) -> None:
-    """Raise where an edit left nothing that could be compared with what was there.
-
-    >>> gm = fx.symbolic_trace(lambda x: x + 1)
-    >>> gm.graph.erase_node(gm.graph.output_node())
-    >>> check_whole(gm, "cut")
-    Traceback (most recent call last):
-    torchspmd.errors.LegalityError: cut would change what the graph computes, and was not...
-    """
-    problem = ""
-    if isinstance(gm, IterGraphModule) and not _has_marks(gm.main_gm):
-        problem = _GRAPH
-    else:
-        last = next(iter(reversed(gm.graph.nodes)), None)
-        problem = _OUTPUT if last is None or last.op != "output" else ""
-    if problem:
-        raise LegalityError(
-            f"{name} would change what the graph computes, and was not taken; 1 problem:\n"
-            f"  {problem}."
-        )
-
-
-def _has_marks(main: object) -> bool:
-    return isinstance(getattr(main, "graph", None), IterGraph)
-
-
-def check_returned(gm: Any, name: str, said: object) -> None:
-    """Warn of a module that a pass returns and nobody takes."""
-    is_module = isinstance(said, (fx.GraphModule, IterGraphModule))
-    if is_module and said is not gm and said is not getattr(gm, "main_gm", gm):
-        warnings.warn(
-            f"{name} returned another module than it got, which is ignored. A pass edits "
-            "the module that it is called with, or raises.",
-            PassWarning,
-            stacklevel=5,
-        )
-
+from torchspmd.step.legality.graph_rules import check_definitions
 
 Pass = Callable[..., Any]
-# Gives the names of outputs that were not proved, and that it found to be the same.
+# Gets each report with the graphs before and after the pass. May give the names of outputs
+# that were not proved equal, and that it compared and found equal.
 Observer = Callable[[PassReport, fx.Graph, fx.Graph], Collection[str] | None]
-# Gets the reports of passes that a failure around them undid, and the graph that is back.
+# Gets the reports of passes that a failure around them undid, and the restored graph.
 Forget = Callable[[Sequence[PassReport], fx.Graph], None]
 
 
-@dataclass(slots=True)
-class _History:
-    applied: list[str] = field(default_factory=list)
-    reports: list[PassReport] = field(default_factory=list)
+class LeaveUnchanged(Exception):  # noqa: N818 - nothing failed
+    """Raised by a pass whose work is not worth it: its edits are undone.
 
-    def add(self, key: str, report: PassReport) -> None:
-        self.applied.append(key)
-        self.reports.append(report)
+    Attributes:
+        outcome: What the pass reports; ``changed`` is 0.
+    """
 
-    def cut(self, length: int) -> list[PassReport]:
-        """Drop what came behind so many passes; the reports of that."""
-        gone = self.reports[length:]
-        del self.applied[length:], self.reports[length:]
-        return gone
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__()
+        self.outcome = outcome
+
+
+@dataclass(frozen=True, slots=True)
+class _Rules:
+    """The place of a pass among others: the arguments of its declaration."""
+
+    needed: frozenset[str]
+    earlier: frozenset[str]
+    repeatable: bool
+    undoes_others: bool
+    reorders_collectives: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,12 +62,14 @@ class _Observing:
     is_quiet: bool
 
 
-# Kept by graph, so that compiling a second step in one process starts afresh.
-_histories: weakref.WeakKeyDictionary[Any, _History] = weakref.WeakKeyDictionary()
-_observers: ContextVar[tuple["_Observing", ...]] = ContextVar("observers", default=())
-_builds_on: dict[str, frozenset[str]] = {}
-_later: dict[str, set[str]] = {}
-_harmless: set[str] = set()
+# By module, so that compiling a second step in one process starts afresh: the key and the
+# report of each pass that was applied.
+_histories: weakref.WeakKeyDictionary[Any, list[tuple[str, PassReport]]] = (
+    weakref.WeakKeyDictionary()
+)
+# Passes are called by user code: whoever verifies or dumps graphs cannot be an argument.
+_observers: ContextVar[tuple[_Observing, ...]] = ContextVar("observers", default=())
+_rules: dict[str, _Rules] = {}
 _declared: set[Pass] = set()
 
 
@@ -198,24 +112,23 @@ def graph_optimization_pass(
         >>> applied_passes(gm)
         ('fuse', 'split')
     """
-    needed = _keys("prerequisites", prerequisites)
-    earlier = _keys("apply_after", apply_after)
+    rules = _Rules(
+        _keys("prerequisites", prerequisites),
+        _keys("apply_after", apply_after),
+        repeatable,
+        undoes_others,
+        reorders_collectives,
+    )
 
     def declare(function: Pass) -> Pass:
         key = _key(function)
-        _builds_on[key] = frozenset(needed)
-        if not undoes_others:
-            _harmless.add(key)
-        for other in earlier:
-            _later.setdefault(other, set()).add(key)
+        _rules[key] = rules
 
         @functools.wraps(function)
         def run(gm: Any, *args: Any, **kwargs: Any) -> PassReport:
-            check_order(gm, key, repeatable=repeatable)
+            _check_order(gm, key, rules)
             edit = functools.partial(function, gm, *args, **kwargs)
-            report = _apply(gm, key, edit, reorders_collectives)
-            _histories.setdefault(gm, _History()).add(key, report)
-            return report
+            return _run(gm, key, edit, rules)
 
         _declared.add(run)
         return run
@@ -223,74 +136,27 @@ def graph_optimization_pass(
     return declare
 
 
-def _apply(gm: Any, key: str, edit: Callable[[], Any], may_reorder: bool) -> PassReport:
-    """Run an edit; on any failure the graph and its history are as they were."""
+def _run(gm: Any, key: str, edit: Callable[[], Any], rules: _Rules) -> PassReport:
+    """Run a declared pass."""
     start = time.perf_counter()
     if not isinstance(gm.graph, fx.Graph):  # a stand-in in a test of the order
         edit()
-        return _report(key, Outcome(0, 0), [], None, start)
-    done = len(_histories.setdefault(gm, _History()).applied)
-    snapshot = Snapshot.of(gm)
-    try:
-        said = edit()
-        check_returned(gm, _names([key]), said)
-        return _judge(gm, key, snapshot, said, start, may_reorder=may_reorder)
-    except BaseException:
-        _undo(gm, snapshot, done)
-        raise
-
-
-def _undo(gm: Any, snapshot: Snapshot, done: int) -> None:
-    """Put a graph back, and forget the passes that ran on it behind so many others."""
-    undone = _histories.setdefault(gm, _History()).cut(done)
-    for each in _observers.get():
-        if undone and each.forget is not None:
-            each.forget(undone, snapshot.graph)
-    snapshot.restore(gm)
-
-
-def _judge(
-    gm: Any,
-    key: str,
-    snapshot: Snapshot,
-    said: object,
-    start: float,
-    *,
-    may_reorder: bool,
-) -> PassReport:
-    """Check an edit since a snapshot, generate code and report."""
-    check_whole(gm, _names([key]))
-    if not check_definitions(gm.graph):  # which are told below; torch only fails
-        gm.graph.eliminate_dead_code()
-    proof = check_edit(
-        snapshot.graph,
-        gm.graph,
-        snapshot.twins,
-        name=_names([key]),
-        may_reorder=may_reorder,
-        constants=snapshot.constants.changes(gm),
-    )
-    if isinstance(gm, IterGraphModule):
-        check_regions(gm.graph, gm.graph.regions, edit=_names([key]))
-    gm.recompile()
-    outcome = said if isinstance(said, Outcome) else _measured(snapshot, gm.graph)
-    sizes = [graph_size(snapshot.graph), graph_size(gm.graph)]
-    report = _report(key, outcome, sizes, proof, start)
-    _tell(report, proof, snapshot.graph, gm.graph)
-    return report
-
-
-def _tell(report: PassReport, proof: Proof, before: fx.Graph, after: fx.Graph) -> None:
-    """Show an edit to whoever observes, and warn of what nobody knows then."""
-    compared: set[str] = set()
-    for each in _observers.get():
-        compared.update(each.observe(report, before, after) or ())
-    is_quiet = any(each.is_quiet for each in _observers.get())
-    if report.outcome.changed == 0 and not is_quiet:
-        warnings.warn(_nothing_changed(report), PassWarning, stacklevel=6)
-    if not compared.issuperset(proof.unproved):
-        doubt = proof.doubt(report.name, compared)
-        warnings.warn(doubt, PassWarning, stacklevel=6)
+        size, seconds = GraphSize(0, 0, 0), time.perf_counter() - start
+        none = Outcome(0, 0)
+        report = PassReport(_names([key]), none, size, size, "not a graph", seconds)
+        _history(gm).append((key, report))
+        return report
+    with _undone_on_failure(gm) as snapshot:
+        mapping = snapshot.mapping
+        try:
+            said = edit()
+        except LeaveUnchanged as left:
+            said, mapping = left.outcome, snapshot.restore(gm)
+        _check_returned(gm, _names([key]), said)
+        proof = _check(gm, key, snapshot, mapping, rules.reorders_collectives)
+        num = num_changes(snapshot.graph, gm.graph)
+        outcome = said if isinstance(said, Outcome) else Outcome(num, num)
+        return _record(gm, key, outcome, proof, snapshot.graph, start)
 
 
 def run_any(gm: Any, function: Pass) -> None:
@@ -302,27 +168,19 @@ def run_any(gm: Any, function: Pass) -> None:
     if _innermost(function) in _declared:
         function(gm)
         return
-    before = Snapshot.of(gm)
-    history = _histories.setdefault(gm, _History())
-    done = len(history.applied)
-    key = _key(_innermost(function))
-    start = time.perf_counter()
-    try:
-        outside = Outside(before.graph)
-        with observing_passes(outside.note, outside.forget):
+    start, key = time.perf_counter(), _key(_innermost(function))
+    with _undone_on_failure(gm) as snapshot:
+        between = _Between(snapshot.graph)
+        with observing_passes(between.note, between.forget):
             said = function(gm)
-        check_whole(gm, _names([key]))
-        check_returned(gm, _names([key]), said)
-        own = outside.num_until(gm.graph) + len(before.constants.changes(gm))
-        if own or not outside.ran_passes:
+        _check_whole(gm, _names([key]))
+        _check_returned(gm, _names([key]), said)
+        own = between.num_until(gm.graph) + len(snapshot.constants.changes(gm))
+        if own or not between.notes:
+            may_reorder = bool(between.notes)  # the passes that it ran may have done so
+            proof = _check(gm, key, snapshot, snapshot.mapping, may_reorder)
             outcome = said if isinstance(said, Outcome) else Outcome(own, own)
-            # The passes that it ran may have put collectives in another order.
-            may_reorder = outside.ran_passes
-            report = _judge(gm, key, before, outcome, start, may_reorder=may_reorder)
-            history.add(key, report)
-    except BaseException:
-        _undo(gm, before, done)
-        raise
+            _record(gm, key, outcome, proof, snapshot.graph, start)
 
 
 def run_transformation(gm: fx.GraphModule, function: Pass) -> Any:
@@ -332,65 +190,114 @@ def run_transformation(gm: fx.GraphModule, function: Pass) -> Any:
     in whatever graph module it returns. Dead code is left, and any order of collectives
     is taken: ranks compare it before they run.
     """
-    before = Snapshot.of(gm)
-    outside = Outside(before.graph)
-    start = time.perf_counter()
-    with observing_passes(outside.note, outside.forget, is_quiet=False):
+    start, before = time.perf_counter(), Snapshot.of(gm)
+    between = _Between(before.graph)
+    with observing_passes(between.note, between.forget, is_quiet=False):
         made = function(gm)
     if not isinstance(made, (fx.GraphModule, IterGraphModule)):
         return made
     key = _key(_innermost(function))
     name = f"compile(gm_transformation={_names([key])})"
-    check_whole(made, name)
+    _check_whole(made, name)
     constants = before.constants.changes(made)
-    own = outside.num_until(made.graph) + len(constants)
+    own = between.num_until(made.graph) + len(constants)
     is_edited = own and (constants or num_changes(before.graph, made.graph))
     if not is_edited and roles_of(before.graph) == roles_of(made.graph):
         return made
-    edited, twins = before.find_twins(made.graph)
+    edited, mapping = before.map_nodes(made.graph)
     proof = check_edit(
-        before.graph, edited, twins, name=name, may_reorder=True, constants=constants
+        before.graph, edited, mapping, name=name, may_reorder=True, constants=constants
     )
-    sizes = [graph_size(before.graph), graph_size(made.graph)]
-    report = _report(key, Outcome(own or 1, own or 1), sizes, proof, start)
-    _tell(report, proof, outside.latest, made.graph)
-    _histories.setdefault(made, _History()).add(key, report)
+    outcome = Outcome(own or 1, own or 1)
+    _record(made, key, outcome, proof, before.graph, start, seen=between.latest)
     return made
 
 
-def _innermost(function: Pass) -> Any:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return function if hasattr(function, "__qualname__") else type(function)
+@contextlib.contextmanager
+def _undone_on_failure(gm: Any) -> Iterator[Snapshot]:
+    """Give a snapshot; after a failure inside, graph and history are as they were."""
+    history, snapshot = _history(gm), Snapshot.of(gm)
+    done = len(history)
+    try:
+        yield snapshot
+    except BaseException:
+        undone = [report for _, report in history[done:]]
+        del history[done:]
+        for each in _observers.get():
+            if undone and each.forget is not None:
+                each.forget(undone, snapshot.graph)
+        snapshot.restore(gm)
+        raise
 
 
-def _report(
+def _check(
+    gm: Any,
+    key: str,
+    snapshot: Snapshot,
+    mapping: Mapping[fx.Node, fx.Node],
+    may_reorder: bool,
+) -> Proof:
+    """Remove dead code, check an edit since a snapshot, and generate code."""
+    name = _names([key])
+    _check_whole(gm, name)
+    if not check_definitions(gm.graph):  # which check_edit tells; torch only fails
+        gm.graph.eliminate_dead_code()
+    proof = check_edit(
+        snapshot.graph,
+        gm.graph,
+        mapping,
+        name=name,
+        may_reorder=may_reorder,
+        constants=snapshot.constants.changes(gm),
+    )
+    if isinstance(gm, IterGraphModule):
+        check_regions(gm.graph, gm.graph.regions, edit=name)
+    gm.recompile()
+    return proof
+
+
+def _record(
+    gm: Any,
     key: str,
     outcome: Outcome,
-    sizes: list[GraphSize],
-    proof: Proof | None,
+    proof: Proof,
+    before: fx.Graph,
     start: float,
+    *,
+    seen: fx.Graph | None = None,
 ) -> PassReport:
-    before, after = sizes or [GraphSize(0, 0, 0)] * 2
-    text, unproved = (
-        (str(proof), proof.unproved) if proof is not None else ("not a graph", ())
+    """Report an edit: to whoever observes, by a warning where needed, and in the history.
+
+    Args:
+        gm: What was edited.
+        key: The edit.
+        outcome: What it says of itself.
+        proof: What was checked.
+        before: The graph before.
+        start: When it began.
+        seen: The last graph that observers know, where that is another one.
+    """
+    report = PassReport(
+        _names([key]),
+        outcome,
+        graph_size(before),
+        graph_size(gm.graph),
+        str(proof),
+        time.perf_counter() - start,
+        len(proof.unproved),
+        proof.unproved,
     )
-    seconds = time.perf_counter() - start
-    size = len(unproved)
-    return PassReport(
-        _names([key]), outcome, before, after, text, seconds, size, unproved
-    )
-
-
-def _measured(snapshot: Snapshot, graph: fx.Graph) -> Outcome:
-    """How much a pass changed that does not say so itself: nodes new, gone or moved."""
-    changed = num_changes(snapshot.graph, graph)
-    return Outcome(matched=changed, changed=changed)
-
-
-def _nothing_changed(report: PassReport) -> str:
-    why = "; ".join(report.outcome.refused) or "it found nothing to work on"
-    return f"{report.name} changed nothing: {why}."
+    compared: set[str] = set()
+    for each in _observers.get():
+        compared.update(each.observe(report, seen or before, gm.graph) or ())
+    is_quiet = any(each.is_quiet for each in _observers.get())
+    if outcome.changed == 0 and not is_quiet:
+        why = "; ".join(outcome.refused) or "it found nothing to work on"
+        warnings.warn(f"{report.name} changed nothing: {why}.", PassWarning, 4)
+    if not compared.issuperset(proof.unproved):
+        warnings.warn(proof.doubt(report.name, compared), PassWarning, 4)
+    _history(gm).append((key, report))
+    return report
 
 
 @contextlib.contextmanager
@@ -417,65 +324,162 @@ def observing_passes(
         _observers.reset(token)
 
 
-def check_order(gm: Any, key: str, *, repeatable: bool = True) -> None:
+def applied_passes(gm: Any) -> tuple[str, ...]:
+    """The names of the passes that were applied to a graph, in order."""
+    return tuple(_names([key]) for key, _ in _histories.get(gm, ()))
+
+
+def pass_reports(gm: Any) -> tuple[PassReport, ...]:
+    """What each pass did to a graph, in order."""
+    check_module("pass_reports", gm=gm)
+    return tuple(report for _, report in _histories.get(gm, ()))
+
+
+def _history(gm: Any) -> list[tuple[str, PassReport]]:
+    return _histories.setdefault(gm, [])
+
+
+# ----------------------------------------------------------------------------
+# Edits between passes.
+
+
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """A pass that ran, and how often the graph was changed between others and it."""
+
+    report: PassReport
+    before: fx.Graph
+    num_changes: int
+
+
+class _Between:
+    """Counts what is edited between passes, by how each finds and leaves the graph.
+
+    Attributes:
+        latest: A copy of what the last pass left.
+        notes: The passes that ran and were not undone.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.latest = graph
+        self.notes: list[_Note] = []
+
+    def note(self, report: PassReport, before: fx.Graph, after: fx.Graph) -> None:
+        """Count what was edited up to a pass that ran."""
+        num = num_changes(self.latest, before)
+        self.notes.append(_Note(report, self.latest, num))
+        self.latest, _ = copy_graph(after)
+
+    def forget(self, undone: Sequence[PassReport], _: fx.Graph) -> None:
+        """Count anew from where the first of these passes began."""
+        gone = set(map(id, undone))
+        places = [n for n, each in enumerate(self.notes) if id(each.report) in gone]
+        if places:
+            self.latest = self.notes[places[0]].before
+            del self.notes[places[0] :]
+
+    def num_until(self, graph: fx.Graph) -> int:
+        """How many changes no pass made, up to a graph."""
+        made = sum(each.num_changes for each in self.notes)
+        return made + num_changes(self.latest, graph)
+
+
+# ----------------------------------------------------------------------------
+# What is refused: modules that cannot be compared, and passes in the wrong order.
+
+_GRAPH = (
+    "graph: main_gm is no longer a graph module with marks on what is moved. A pass edits "
+    "the graph that it finds, or sets gm.graph; it sets neither main_gm nor main_gm.graph"
+)
+_OUTPUT = (
+    "output: the graph does not end with an output node. A pass keeps the outputs, all and "
+    "in their order: the caller unpacks them"
+)
+
+
+def _check_whole(gm: Any, name: str) -> None:
+    """Raise where an edit left nothing that could be compared with what was there."""
+    problem = ""
+    if isinstance(gm, IterGraphModule):
+        is_marked = isinstance(getattr(gm.main_gm, "graph", None), IterGraph)
+        problem = "" if is_marked else _GRAPH
+    if not problem:
+        last = next(iter(reversed(gm.graph.nodes)), None)
+        problem = _OUTPUT if last is None or last.op != "output" else ""
+    if problem:
+        raise LegalityError(
+            f"{name} would change what the graph computes, and was not taken; 1 problem:\n"
+            f"  {problem}."
+        )
+
+
+def _check_returned(gm: Any, name: str, said: object) -> None:
+    """Warn of a module that a pass returns and nobody takes."""
+    is_module = isinstance(said, (fx.GraphModule, IterGraphModule))
+    if is_module and said is not gm and said is not getattr(gm, "main_gm", gm):
+        warnings.warn(
+            f"{name} returned another module than it got, which is ignored. A pass edits "
+            "the module that it is called with, or raises.",
+            PassWarning,
+            stacklevel=4,
+        )
+
+
+def _check_order(gm: Any, key: str, rules: _Rules) -> None:
     """Raise unless a pass may run on a graph now."""
     if not isinstance(gm, (fx.GraphModule, IterGraphModule)):
         raise PassOrderError(
             "The first argument of the pass must be either fx.GraphModule or "
             f"IterGraphModule, not {type(gm).__name__}."
         )
-    applied = _histories.get(gm, _History()).applied
-    if not repeatable and key in applied:
+    name, applied = _names([key]), [each for each, _ in _histories.get(gm, ())]
+    if not rules.repeatable and key in applied:
         raise PassOrderError(
-            f"Cannot apply {_names([key])} twice: it was applied to this graph already."
+            f"Cannot apply {name} twice: it was applied to this graph already."
         )
-    late = sorted(_later.get(key, set()) & set(applied))
+    late = {each for each in applied if each in _rules and key in _rules[each].earlier}
     if late:
         raise PassOrderError(
-            f"{_names(late)} must be applied after {_names([key])}. Applied passes are "
-            f"{_names(applied)}: apply {_names([key])} first."
+            f"{_names(sorted(late))} must be applied after {name}. Applied passes are "
+            f"{_names(applied)}: apply {name} first."
         )
-    missing = [each for each in sorted(_builds_on[key]) if not _stands(each, applied)]
+    missing = [each for each in sorted(rules.needed) if not _is_valid(each, applied)]
     if missing:
         raise PassOrderError(
-            f"{_names(missing)} are the prerequisites of {_names([key])} but are not "
+            f"{_names(missing)} are the prerequisites of {name} but are not "
             f"applied directly before it. Applied passes are {_names(applied) or 'none'}: "
             f"apply {_names(missing)} first."
         )
 
 
-def applied_passes(gm: Any) -> tuple[str, ...]:
-    """The names of the passes that were applied to a graph, in order."""
-    return tuple(_names([key]) for key in _histories.get(gm, _History()).applied)
-
-
-def pass_reports(gm: Any) -> tuple[PassReport, ...]:
-    """What each pass did to a graph, in order."""
-    check_module("pass_reports", gm=gm)
-    return tuple(_histories.get(gm, _History()).reports)
-
-
-def _stands(needed: str, applied: list[str]) -> bool:
+def _is_valid(needed: str, applied: Sequence[str]) -> bool:
     """Whether a pass was applied and nothing since may have undone it."""
     for key in reversed(applied):
         if key == needed:
             return True
-        if needed not in _builds_on.get(key, ()) and key not in _harmless:
+        rules = _rules.get(key)  # plain functions have none
+        if rules is None or (rules.undoes_others and needed not in rules.needed):
             return False
     return False
 
 
-def _keys(argument: str, given: Any) -> tuple[str, ...]:
+def _keys(argument: str, given: Any) -> frozenset[str]:
     passes = [given]
     if isinstance(given, Iterable) and not isinstance(given, str):
         passes = list(given)
         if all(callable(each) and hasattr(each, "__qualname__") for each in passes):
-            return tuple(map(_key, passes))
+            return frozenset(map(_key, passes))
     shown = ", ".join(getattr(each, "__qualname__", repr(each)) for each in passes)
     raise UsageError(
         f"graph_optimization_pass({argument}=...): {shown} is no list of passes. Pass a "
         "list of functions that graph_optimization_pass declares, such as [fuse], or []."
     )
+
+
+def _innermost(function: Pass) -> Any:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function if hasattr(function, "__qualname__") else type(function)
 
 
 def _key(function: Pass) -> str:

@@ -3,23 +3,16 @@
 import ctypes
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import fx
 
-from torchspmd.step.graph.metadata import (
-    output_values,
-    owner_of,
-    readable_name,
-    written_state,
-)
-from torchspmd.step.graph.reports import PassReport
-from torchspmd.step.legality.edit import output_name as name_in_proof
-from torchspmd.step.virtual.certificate import EQUAL, Check
-from torchspmd.step.virtual.ranks import Watcher
+from torchspmd.step.graph.metadata import owner_of, readable_name, written_state
+from torchspmd.step.legality.edit import output_name
+from torchspmd.step.virtual.run import StepWatcher
 
 # ----------------------------------------------------------------------------
 # Whether two values have the same bits, and by how much they differ: never the values.
@@ -188,8 +181,8 @@ def _summary(value: Any) -> str:
 # ----------------------------------------------------------------------------
 # The first node at which two graphs part, found by running both.
 
-# Runs a graph for all steps; the watcher is told the step too.
-Runner = Callable[[fx.Graph, Callable[[int], Watcher]], None]
+_NAMED = 6  # nodes and outputs in one line
+Runner = Callable[[fx.Graph, StepWatcher], None]  # runs a graph for all steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +190,7 @@ class FirstDifference:
     """Where two runs part.
 
     Attributes:
-        node: The first node of the edited graph whose value is not its twin's; empty
-            when all such nodes are equal and only the outputs are put together otherwise.
+        node: The first node of the edited graph whose value is not that of its node before.
         where: Its module and phase.
         step: At which step, from 0.
         rank: On which virtual rank.
@@ -216,11 +208,24 @@ class FirstDifference:
     added: tuple[str, ...]
     relaid: str
 
+    def __str__(self) -> str:
+        """Some lines."""
+        lines = [
+            f"first node that differs: {self.node} ({self.where}), step {self.step}, "
+            f"rank {self.rank}"
+        ]
+        if self.added:
+            lines.append(f"  computed from nodes that were added: {_first(self.added)}")
+        if self.relaid:
+            lines.append(f"  the same bits, but other strides: {self.relaid}")
+        lines += [f"  {line}" for line in str(self.difference).splitlines()]
+        return "\n".join(lines)
+
 
 class _Found(Exception):  # noqa: N818 - not an error, the end of a search
-    def __init__(self, node: fx.Node, step: int, rank: int, value: Any) -> None:
+    def __init__(self, step: int, rank: int, node: fx.Node, value: Any) -> None:
         super().__init__()
-        self.node, self.step, self.rank, self.value = node, step, rank, value
+        self.step, self.rank, self.node, self.value = step, rank, node, value
 
 
 def find_first_difference(
@@ -229,69 +234,61 @@ def find_first_difference(
     """The first node of ``after`` that differs from the node of its name in ``before``.
 
     Three runs: the digests of one graph, the other up to where it differs, and the first
-    again for that node's value.
+    again for that node's value. None when all such nodes are equal and only the outputs
+    are put together otherwise.
     """
     expected: dict[tuple[int, int, str], tuple[str, str]] = {}
     relaid: list[str] = []
-    twins = _twins(before, after)
+    common = _common_names(before, after)
 
-    def record(step: int) -> Watcher:
-        def watch(rank: int, node: fx.Node, value: Any) -> None:
-            if node.name in twins:
-                expected[step, rank, node.name] = digest(value), _strides(value)
+    def record(step: int, rank: int, node: fx.Node, value: Any) -> None:
+        if node.name in common:
+            expected[step, rank, node.name] = digest(value), _strides(value)
 
-        return watch
-
-    def compare(step: int) -> Watcher:
-        def watch(rank: int, node: fx.Node, value: Any) -> None:
-            wanted, lay = expected.get((step, rank, node.name), (None, ""))
-            if wanted is not None and digest(value) != wanted:
-                raise _Found(node, step, rank, value)
-            if wanted is not None and _strides(value) != lay:
-                relaid.append(f"{readable_name(node)}, {lay} -> {_strides(value)}")
-
-        return watch
+    def compare(step: int, rank: int, node: fx.Node, value: Any) -> None:
+        if (step, rank, node.name) not in expected:
+            return
+        bits, strides = expected[step, rank, node.name]
+        if digest(value) != bits:
+            raise _Found(step, rank, node, value)
+        if _strides(value) != strides:
+            relaid.append(f"{readable_name(node)}, {strides} -> {_strides(value)}")
 
     run(before, record)
+    new = _search(after, compare, run)
+    if new is None:
+        return None
+
+    def fetch(step: int, rank: int, node: fx.Node, value: Any) -> None:
+        if (step, rank, node.name) == (new.step, new.rank, new.node.name):
+            raise _Found(step, rank, node, value)
+
+    old, owner = _search(before, fetch, run), owner_of(new.node)
+    assert old is not None, f"{new.node.name} was recorded, and did not run again"
+    return FirstDifference(
+        readable_name(new.node),
+        f"{owner.module}, {owner.phase}",
+        new.step,
+        new.rank,
+        find_difference(old.value, new.value),
+        _added(new.node, common),
+        relaid[0] if relaid else "",
+    )
+
+
+def _search(graph: fx.Graph, watch: StepWatcher, run: Runner) -> _Found | None:
     try:
-        run(after, compare)
+        run(graph, watch)
     except _Found as found:
-        return _describe(before, found, twins, (*relaid, "")[0], run)
+        return found
     return None
-
-
-def _describe(
-    before: fx.Graph, found: _Found, twins: set[str], relaid: str, run: Runner
-) -> FirstDifference:
-    def fetch(step: int) -> Watcher:
-        def watch(rank: int, node: fx.Node, value: Any) -> None:
-            place = step, rank, node.name
-            if place == (found.step, found.rank, found.node.name):
-                raise _Found(node, step, rank, value)
-
-        return watch
-
-    try:
-        run(before, fetch)
-    except _Found as original:
-        owner = owner_of(found.node)
-        return FirstDifference(
-            readable_name(found.node),
-            f"{owner.module}, {owner.phase}",
-            found.step,
-            found.rank,
-            find_difference(original.value, found.value),
-            _added(found.node, twins),
-            relaid,
-        )
-    raise AssertionError("a node that was recorded did not run again")
 
 
 def _strides(value: Any) -> str:
     return str(value.stride()) if isinstance(value, torch.Tensor) else ""
 
 
-def _twins(before: fx.Graph, after: fx.Graph) -> set[str]:
+def _common_names(before: fx.Graph, after: fx.Graph) -> set[str]:
     """Names that mean the same node in both, and that have a value at all."""
     targets = {node.name: node.target for node in before.nodes}
     return {
@@ -299,103 +296,75 @@ def _twins(before: fx.Graph, after: fx.Graph) -> set[str]:
         for node in after.nodes
         if node.op in ("call_function", "placeholder")
         and targets.get(node.name) == node.target
-        and "empty" not in str(node.target)  # memory that nobody has written yet
+        and "empty" not in str(node.target)  # memory that was not written yet
     }
 
 
-def _added(node: fx.Node, twins: set[str]) -> tuple[str, ...]:
+def _added(node: fx.Node, common: set[str]) -> tuple[str, ...]:
     """New nodes among those that a node is computed from, nearest first."""
     found: dict[str, None] = {}
     waiting = list(node.all_input_nodes)
     while waiting:
         each = waiting.pop(0)
-        if each.name not in twins and each.name not in found:
+        if each.name not in common and each.name not in found:
             found[each.name] = None
             waiting += each.all_input_nodes
     return tuple(found)
 
 
-def output_name(graph: fx.Graph, index: int) -> str:
-    """What an output is called in messages: by the state that it is a new value of."""
-    state = written_state(graph).get(index)
-    if state is not None:
-        return readable_name(state)
-    value = output_values(graph)[index]
-    node = readable_name(value) if isinstance(value, fx.Node) else repr(value)
-    return f"output {index} ({node})"
-
+# ----------------------------------------------------------------------------
+# The outputs of a graph and of the one before it.
 
 _Results = list[list[Any]]  # of a step, by rank and output
+Digests = list[list[str]]  # the same, as what is compared
+
+
+def digests_of(outputs: _Results) -> Digests:
+    """What is compared of the outputs of a step."""
+    return [list(map(digest, row)) for row in outputs]
+
+
+def name_outputs(graph: fx.Graph, places: Sequence[int], most: int = _NAMED) -> str:
+    """The names of some outputs; new values of states come first."""
+    state = written_state(graph)
+    ordered = sorted(places, key=lambda place: place not in state)
+    return _first([output_name(graph, place) for place in ordered], most)
+
+
+def _first(names: Sequence[str], most: int = _NAMED) -> str:
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The digests of a run's outputs by step, rank and output; which show nothing."""
+    """The outputs of a run.
 
-    digests: list[list[list[str]]]
-    vacuous: tuple[int, ...]
+    Attributes:
+        digests: By step, rank and output.
+        vacuous: Outputs that show nothing: all zero or all NaN at each step.
+    """
 
+    digests: tuple[Digests, ...]
+    vacuous: frozenset[int]
 
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """The runs of a graph and of the one before it."""
+    @classmethod
+    def of(cls, steps: Iterable[_Results]) -> Self:
+        """Read what a run gives, step by step: a later one may write into it."""
+        digests, vacuous = [], []
+        for results in steps:
+            digests.append(digests_of(results))
+            vacuous.append({n for n, v in enumerate(results[0]) if is_vacuous(v)})
+        return cls(tuple(digests), frozenset(set.intersection(*vacuous)))
 
-    graph: fx.Graph
-    what: str
-    order: str
-    before: Trace
-    after: Trace
-
-    def differing(self) -> list[int]:
+    def differing(self, other: Self) -> list[int]:
         """The outputs that have other bits on some rank at some step."""
-        pairs = zip(self.before.digests, self.after.digests, strict=True)
         found: set[int] = set()
-        for before, after in pairs:
+        for before, after in zip(self.digests, other.digests, strict=True):
             for ours, theirs in zip(before, after, strict=True):
                 if len(ours) != len(theirs):
                     return list(range(len(theirs)))
                 found |= {n for n, d in enumerate(theirs) if d != ours[n]}
         return sorted(found)
-
-    def told(self, differing: list[int]) -> Iterator[str]:
-        """A line about outputs with other bits; what is named comes first."""
-        state = written_state(self.graph)
-        ordered = sorted(differing, key=lambda index: index not in state)
-        names = ", ".join(output_name(self.graph, n) for n in ordered[:6])
-        more = ", ..." if len(ordered) > 6 else ""
-        count = f"{len(ordered)} of {len(output_values(self.graph))}"
-        yield f"  {count} outputs differ: {names}{more}"
-
-    def check(self, differing: list[int], ranks: str, gap: float) -> Check:
-        """What was compared and how it came out; the gap is that of ``furthest``."""
-        result = EQUAL
-        if differing:
-            names = ", ".join(output_name(self.graph, n) for n in differing[:3])
-            result = (
-                f"other bits in {len(differing)} outputs ({names}), at most {gap:.2g} of "
-                "the largest entry apart"
-            )
-        return Check(
-            self.what,
-            ranks,
-            self.order,
-            len(self.after.digests),
-            len(self.after.digests[0][0]),
-            result,
-            tuple(output_name(self.graph, n) for n in self.after.vacuous),
-        )
-
-
-def settled(
-    before: fx.Graph, pair: Pair, differing: list[int], report: PassReport | None
-) -> tuple[str, ...]:
-    """The unproved outputs of a pass that have the same bits, and show something."""
-    if report is None or not report.unproved_names:
-        return ()
-    silent = {*differing, *pair.before.vacuous, *pair.after.vacuous}
-    places = set(range(len(pair.after.digests[0][0]))) - silent
-    shown = {name_in_proof(before, place) for place in places}
-    return tuple(name for name in report.unproved_names if name in shown)
 
 
 def furthest(

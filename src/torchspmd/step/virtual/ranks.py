@@ -17,10 +17,10 @@ from torch import fx
 from torchspmd import _torch
 from torchspmd.comm import Group, Kind, Operator, Topology, find_operator
 from torchspmd.errors import UsageError, VirtualRanksError
-from torchspmd.step.graph.aliases import is_wait
+from torchspmd.step.graph.aliases import is_wait, node_arguments, operator_of
 from torchspmd.step.graph.metadata import readable_name
 from torchspmd.step.graph.reports import ORDERS
-from torchspmd.step.virtual.collectives import Started, communicate, wait
+from torchspmd.step.virtual.collectives import InFlight, communicate, wait
 
 # ----------------------------------------------------------------------------
 # How virtual ranks are laid out: an axis for each process group that a graph names.
@@ -63,7 +63,7 @@ class RankLayout:
         return math.prod(axis.size for axis in self.axes)
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
-        """Where a virtual rank stands, by axis."""
+        """The coordinates of a virtual rank, by axis."""
         found = []
         for axis in reversed(self.axes):
             rank, place = divmod(rank, axis.size)
@@ -98,13 +98,9 @@ class RankLayout:
 
 def collective(node: fx.Node) -> tuple[Operator, dict[str, Any]] | None:
     """The operator of a node that communicates and its arguments by name, or None."""
-    if node.op != "call_function" or not isinstance(node.target, _torch.OpOverload):
-        return None
-    operator = find_operator(_torch.packet_name(node.target))
-    if operator is None:
-        return None
-    names = _torch.argument_names(node.target)
-    return operator, {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    target = operator_of(node)
+    found = None if target is None else find_operator(_torch.packet_name(target))
+    return None if found is None else (found, node_arguments(node))
 
 
 def lay_out(
@@ -125,23 +121,17 @@ def lay_out(
         for name in span.names:
             members[name] = found
     elements.sort(key=lambda each: -each.stride)
-    asked = _asked(ranks, elements)
-    axes = tuple(
-        VirtualAxis(
-            each.label,
-            each.fixed or asked(each.label),
-            bool(each.fixed),
-            each.real_size,
-        )
-        for each in elements
-    )
-    if not axes:
-        axes = (VirtualAxis("no communication", asked("no communication")),)
+    asked = _asked(ranks, [each.label for each in elements])
+    default = ranks if isinstance(ranks, int) else DEFAULT_SIZE
+    axes = tuple(_axis(each, asked, default) for each in elements)
+    axes = axes or (VirtualAxis("no communication", default),)
     groups = {
         name: tuple(sorted(elements.index(each) for each in found))
         for name, found in members.items()
     }
-    _check_sizes(ranks, axes)
+    for axis in axes:
+        if axis.size < 1:
+            raise UsageError(f"virtual ranks: {axis.label}={axis.size} is not a size.")
     return RankLayout(axes, groups)
 
 
@@ -160,9 +150,7 @@ class _Element:
     """An axis that no smaller group divides."""
 
     label: str
-    offsets: frozenset[
-        int
-    ]  # of its real ranks from this rank's own line; empty: unknown
+    offsets: frozenset[int]  # of its real ranks from the first one; empty: unknown
     stride: int
     real_size: int
     fixed: int = 0
@@ -224,8 +212,11 @@ def _resolve(topology: Topology, name: str) -> Group:
 def _decompose(span: _Span, elements: list[_Element]) -> list[_Element]:
     """The axes that a group spans; a new one for what the known ones do not cover."""
     offsets = frozenset(rank - span.ranks[0] for rank in span.ranks)
-    inside = [each for each in elements if span.ranks and each.offsets <= offsets]
-    inside = [each for each in inside if each.offsets]
+    inside = [
+        each
+        for each in elements
+        if span.ranks and each.offsets and each.offsets <= offsets
+    ]
     covered = {0}
     for each in inside:
         covered = {a + b for a in covered for b in each.offsets}
@@ -236,9 +227,8 @@ def _decompose(span: _Span, elements: list[_Element]) -> list[_Element]:
             f"virtual ranks: the group of {span.label} overlaps another group of the "
             "graph without containing it, which is no grid of axes."
         )
-    if span.fixed and inside:
-        for each in inside:
-            each.fixed = each.fixed or each.real_size
+    for each in inside if span.fixed else ():
+        each.fixed = each.fixed or each.real_size
     if span.ranks and covered == offsets and inside:
         return inside
     new = _rest(span, offsets, covered)
@@ -259,47 +249,36 @@ def _rest(span: _Span, offsets: frozenset[int], covered: set[int]) -> _Element:
     return _Element(label, own, stride, size, size if span.fixed else 0)
 
 
-def _asked(
-    ranks: int | Mapping[str, int], elements: Sequence[_Element]
-) -> Callable[[str], int]:
+def _asked(ranks: int | Mapping[str, int], labels: list[str]) -> Mapping[str, int]:
+    """The sizes that are asked for by name; one number is for all that are open."""
     if isinstance(ranks, int):
-        number = ranks
-        return lambda label: number
-    labels = [each.label for each in elements]
+        return {}
     unknown = sorted(set(ranks) - set(labels))
     if unknown:
         raise UsageError(
             f"virtual ranks: the graph has no axis {', '.join(unknown)}; it communicates "
             f"over {', '.join(labels) or 'none'}."
         )
-    by_label = ranks
-    return lambda label: by_label.get(label, DEFAULT_SIZE)
+    return ranks
 
 
-def _check_sizes(ranks: int | Mapping[str, int], axes: Sequence[VirtualAxis]) -> None:
-    wanted = {} if isinstance(ranks, int) else ranks
-    for axis in axes:
-        if axis.size < 1:
-            raise UsageError(f"virtual ranks: {axis.label}={axis.size} is not a size.")
-        asked = wanted.get(axis.label, axis.size)
-        if axis.is_fixed and asked != axis.size:
-            raise UsageError(
-                f"virtual ranks: {axis.label}={asked} is not possible; the shapes of the "
-                f"graph are those of {axis.size} ranks."
-            )
+def _axis(element: _Element, asked: Mapping[str, int], default: int) -> VirtualAxis:
+    label, fixed = element.label, element.fixed
+    size = asked.get(label, fixed or default)
+    if fixed and size != fixed:
+        raise UsageError(
+            f"virtual ranks: {label}={size} is not possible; the shapes of the graph are "
+            f"those of {fixed} ranks."
+        )
+    return VirtualAxis(label, size, bool(fixed), element.real_size)
 
 
 # ----------------------------------------------------------------------------
-# Random numbers of virtual ranks: each draws as if it were alone in its process.
-
-
-def is_random(node: fx.Node) -> bool:
-    """Whether a node draws from torch's default generator."""
-    return _torch.draws_random_numbers(node.target, node.args, node.kwargs)
+# Random numbers of virtual ranks: each takes them as if it were alone in its process.
 
 
 class Generators:
-    """Each rank's random numbers, drawn from torch's default generators."""
+    """Each rank's random numbers, taken from torch's default generators."""
 
     def __init__(self, size: int, seed: int) -> None:
         self._seeds = [seed + rank for rank in range(size)]
@@ -307,18 +286,19 @@ class Generators:
 
     @contextlib.contextmanager
     def of(self, rank: int, node: fx.Node) -> Iterator[None]:
-        """A random node run inside draws this rank's numbers, and nobody else's."""
+        """A random op that runs inside takes this rank's numbers, and no other rank's."""
         device, states = _device_of(node), self._states[rank]
-        before = _get_state(device)
+        generator = _default_generator(device)
+        before = generator.get_state()
         if device.type in states:
-            _set_state(device, states[device.type])
+            generator.set_state(states[device.type])
         else:
-            _seed(device, self._seeds[rank])
+            generator.manual_seed(self._seeds[rank])
         try:
             yield
-            states[device.type] = _get_state(device)
+            states[device.type] = generator.get_state()
         finally:
-            _set_state(device, before)
+            generator.set_state(before)
 
 
 def _device_of(node: fx.Node) -> torch.device:
@@ -328,25 +308,12 @@ def _device_of(node: fx.Node) -> torch.device:
     return value.device if isinstance(value, torch.Tensor) else torch.device("cpu")
 
 
-def _get_state(device: torch.device) -> torch.Tensor:
-    if device.type == "cuda":
-        return torch.cuda.get_rng_state(device)
-    return torch.get_rng_state()
-
-
-def _set_state(device: torch.device, state: torch.Tensor) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
-
-
-def _seed(device: torch.device, seed: int) -> None:
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type != "cuda":
+        return torch.default_generator
+    torch.cuda.init()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]
 
 
 Watcher = Callable[[int, fx.Node, Any], None]  # (rank, node, its value)
@@ -360,7 +327,7 @@ class VirtualRanks:
     Args:
         layout: How many ranks there are and who communicates with whom; see ``lay_out``.
         order: In which order reductions add: ``rank``, ``ring`` (gloo's) or ``tree``.
-        seed: Virtual rank r draws its random numbers as if seeded with ``seed + r``.
+        seed: Virtual rank r takes its random numbers as if seeded with ``seed + r``.
 
     Example:
         >>> graph = fx.Graph()
@@ -576,7 +543,7 @@ class _Rank:
             if is_wait(node):
                 return wait(args[0])
             target: Any = node.target
-            if is_random(node):
+            if _torch.draws_random_numbers(target, node.args, node.kwargs):
                 with self._random.of(self._rank, node):
                     return target(*args, **kwargs)
             return target(*args, **kwargs)
@@ -633,7 +600,7 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 def _finished(value: Any, used: fx.Node, by: fx.Node) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_finished(item, used, by) for item in value)
-    if not isinstance(value, Started):
+    if not isinstance(value, InFlight):
         return value
     if not value.is_done:
         raise VirtualRanksError(
@@ -646,7 +613,7 @@ def _finished(value: Any, used: fx.Node, by: fx.Node) -> Any:
 def _seen(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_seen(item) for item in value]
-    return value.value if isinstance(value, Started) else value
+    return value.value if isinstance(value, InFlight) else value
 
 
 def _constant(node: fx.Node, held: object) -> Any:

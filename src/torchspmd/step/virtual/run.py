@@ -1,57 +1,35 @@
 """Run a program for N ranks in one process: the public way in to virtual ranks."""
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from torchspmd import _torch
+from torchspmd.comm import Kind
 from torchspmd.errors import UsageError
+from torchspmd.step.capture.inventory import Role
+from torchspmd.step.graph.memory import ROLE_KEY
 from torchspmd.step.graph.metadata import written_state
 from torchspmd.step.graph.options import check_integers
-from torchspmd.step.virtual.inputs import Inputs, in_layout_of
 from torchspmd.step.virtual.ranks import (
     DEFAULT_SIZE,
     Graphs,
     RankLayout,
     VirtualRanks,
+    collective,
     graphs_of,
     lay_out,
 )
 
-# ----------------------------------------------------------------------------
-# Ranks and inputs of virtual runs, checked before anything runs.
-
-
-def check_ranks(what: str, ranks: Any) -> None:
-    """Refuse what is neither a number of ranks nor one for each axis."""
-    if isinstance(ranks, Mapping):
-        for axis, size in ranks.items():
-            check_integers(what, **{f"ranks[{axis!r}]": (size, 1)})
-        return
-    check_integers(what, ranks=(ranks, 1))
-
-
-def check_inputs(what: str, graph: fx.Graph, inputs: Any) -> None:
-    """Refuse flat inputs that are not as many as the graph takes."""
-    wanted = len(graph.find_nodes(op="placeholder"))
-    if inputs is None or callable(inputs):
-        return
-    found = len(inputs) if isinstance(inputs, (list, tuple)) else None
-    if found != wanted:
-        shown = type(inputs).__name__ + ("" if found is None else f" of {found}")
-        raise UsageError(
-            f"{what}(inputs={shown}): the graph takes {wanted} inputs. Pass a list or "
-            "tuple with one value for each placeholder, in their order, a function of "
-            "step and rank that returns it, or None to have values made up."
-        )
-
-
 __all__ = ["VirtualRanks", "VirtualRun", "next_inputs", "run_virtual", "with_state"]
 
 InputSource = Callable[[int, int], Sequence[Any]]  # (step, rank) -> flat inputs
+StepWatcher = Callable[[int, int, fx.Node, Any], None]  # (step, rank, node, its value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,22 +90,80 @@ def run_virtual(
         >>> [value.tolist() for (value,) in run.outputs[0]]
         [[0, 1], [0, 1]]
     """
-    check_ranks("run_virtual", ranks)
+    _check_ranks(ranks)
     check_integers("run_virtual", steps=(steps, 1), seed=(seed, None))
     (graph, *_) = graphs_of(program)
-    check_inputs("run_virtual", graph, inputs)
+    _check_inputs(graph, inputs)
     layout = lay_out(graph, ranks)
     virtual = VirtualRanks(layout, order=order, seed=seed)
     source = inputs if callable(inputs) else Inputs(graph, layout, inputs, seed).at
-    state: list[list[Any]] | None = None
-    outputs = []
-    for step in range(steps):
-        given = [list(source(step, rank)) for rank in range(layout.size)]
-        given = given if state is None else with_state(graph, given, state)
-        results = virtual.run(program, given)
-        state = next_inputs(graph, given, results)
+    outputs: list[list[list[Any]]] = []
+    state: list[list[Any]] = []
+    for given, results, state in run_steps(virtual, program, source, steps):
         outputs.append(list(map(_kept, results, given, state)))
-    return VirtualRun(layout, order, tuple(outputs), state or [])
+    return VirtualRun(layout, order, tuple(outputs), state)
+
+
+def _check_ranks(ranks: Any) -> None:
+    """Refuse what is neither a number of ranks nor one for each axis."""
+    if isinstance(ranks, Mapping):
+        for axis, size in ranks.items():
+            check_integers("run_virtual", **{f"ranks[{axis!r}]": (size, 1)})
+        return
+    check_integers("run_virtual", ranks=(ranks, 1))
+
+
+def _check_inputs(graph: fx.Graph, inputs: Any) -> None:
+    """Refuse flat inputs that are not as many as the graph takes."""
+    wanted = len(graph.find_nodes(op="placeholder"))
+    if inputs is None or callable(inputs):
+        return
+    found = len(inputs) if isinstance(inputs, (list, tuple)) else None
+    if found != wanted:
+        shown = type(inputs).__name__ + ("" if found is None else f" of {found}")
+        raise UsageError(
+            f"run_virtual(inputs={shown}): the graph takes {wanted} inputs. Pass a list or "
+            "tuple with one value for each placeholder, in their order, a function of "
+            "step and rank that returns it, or None to have values made up."
+        )
+
+
+class Step(NamedTuple):
+    """One step of all ranks: what they took, gave, and would take next."""
+
+    given: list[list[Any]]
+    results: list[list[Any]]
+    state: list[list[Any]]
+
+
+def run_steps(
+    ranks: VirtualRanks,
+    program: Graphs,
+    inputs: InputSource,
+    steps: int,
+    *,
+    constants: object = None,
+    watch: StepWatcher | None = None,
+) -> Iterator[Step]:
+    """Run a program step by step; new values of state go into the next step.
+
+    Args:
+        ranks: The virtual ranks.
+        program: A program, a graph module or a graph.
+        inputs: What a rank takes at a step; after step 0 state is that of the step before.
+        steps: How many.
+        constants: The module that holds the constants of a graph that has no module.
+        watch: Called with the step, the rank, the node and its value, for each node.
+    """
+    (graph, *_) = graphs_of(program)
+    state: list[list[Any]] | None = None
+    for step in range(steps):
+        given = [list(inputs(step, rank)) for rank in range(ranks.size)]
+        given = given if state is None else with_state(graph, given, state)
+        watcher = None if watch is None else partial(watch, step)
+        results = ranks.run(program, given, constants=constants, watch=watcher)
+        state = next_inputs(graph, given, results)
+        yield Step(given, results, state)
 
 
 def _kept(results: list[Any], given: list[Any], state: list[Any]) -> list[Any]:
@@ -180,3 +216,154 @@ def with_state(
         [s if keep else g for g, s, keep in zip(fresh, kept, is_state, strict=True)]
         for fresh, kept in zip(given, state, strict=True)
     ]
+
+
+# ----------------------------------------------------------------------------
+# What virtual ranks work on: equal state, batches of their own.
+#
+# From a real call, rank 0 has the call's values; another rank's batch has the same numbers
+# in another order, floats scaled, so that indices stay valid and sums differ between ranks.
+
+_PLACES = 1_000_003  # spreads seeds: no two of steps, ranks and inputs share one
+
+
+class Inputs:
+    """The inputs of each virtual rank at each step.
+
+    Args:
+        graph: One rank's program.
+        layout: The virtual ranks.
+        call: Flat inputs of a real call; values are made up from shapes without.
+        seed: Decides what is made up.
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        layout: RankLayout,
+        call: Sequence[Any] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._layout, self._seed = layout, seed
+        placeholders = graph.find_nodes(op="placeholder")
+        state = set(written_state(graph).values())
+        if call is None:
+            call = [
+                _make_up(node, node in state, seed + place)
+                for place, node in enumerate(placeholders)
+            ]
+        self._base = list(call)
+        self._spread = [_spread(layout, node, node in state) for node in placeholders]
+
+    def at(self, step: int, rank: int) -> list[Any]:
+        """The inputs of one rank; tensors of their own, which a graph may write into."""
+        return [self._value(index, step, rank) for index in range(len(self._base))]
+
+    def _value(self, index: int, step: int, rank: int) -> Any:
+        base, axes = self._base[index], self._spread[index]
+        if not isinstance(base, torch.Tensor):
+            return base
+        number = 0  # of the ranks and steps that hold other values
+        for axis in axes:
+            place = self._layout.coordinates(rank)[axis]
+            number = number * self._layout.axes[axis].size + place
+        if len(axes) == len(self._layout.axes):  # a batch, another one at each step
+            number += step * self._layout.size
+        if number == 0:
+            return in_layout_of(base, base.detach())
+        return _vary(base.detach(), self._seed + number * _PLACES + index)
+
+
+def _spread(layout: RankLayout, node: fx.Node, is_state: bool) -> tuple[int, ...]:
+    """The axes along which ranks hold other values of an input; none for equal ones.
+
+    Batches differ everywhere; state only where it is a shard that the graph gathers.
+    """
+    role = node.meta.get(ROLE_KEY)
+    if role == Role.INPUT.value or (role is None and not is_state):
+        return tuple(range(len(layout.axes)))
+    return _gathered_over(layout, node)
+
+
+_PASSED_ON = frozenset(
+    {
+        "aten::view", "aten::reshape", "aten::_unsafe_view", "aten::clone",
+        "aten::_to_copy", "aten::constant_pad_nd", "aten::cat", "aten::slice",
+        "aten::t", "aten::transpose",
+    }
+)  # fmt: skip
+
+
+def _gathered_over(layout: RankLayout, node: fx.Node) -> tuple[int, ...]:
+    """The axes over which a placeholder is gathered, through views and copies."""
+    waiting = list(node.users)
+    while waiting:
+        user = waiting.pop()
+        found = collective(user)
+        if found is not None and found[0].kind is Kind.ALL_GATHER:
+            return layout.groups[found[1]["group_name"]]
+        target = user.target
+        if isinstance(target, _torch.OpOverload):
+            if _torch.packet_name(target) in _PASSED_ON:
+                waiting += list(user.users)
+    return ()
+
+
+def _vary(base: torch.Tensor, seed: int) -> torch.Tensor:
+    """The same numbers in another order, floats scaled by a half to three halves."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(base.numel(), generator=generator).to(base.device)
+    varied = base.reshape(-1)[order].reshape(base.shape)
+    if base.is_floating_point():
+        scale = torch.rand(base.shape, generator=generator, dtype=torch.float64) + 0.5
+        varied = (varied * scale.to(base.device)).to(base.dtype)
+    return in_layout_of(base, varied)
+
+
+def in_layout_of(held: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """A copy of values with the strides and the dtype of the tensor that holds them.
+
+    Kernels choose by strides: a value in another layout may give other bits.
+
+    >>> in_layout_of(torch.zeros(2, 4)[:, ::2], torch.ones(2, 2)).stride()
+    (4, 2)
+    """
+    if held.layout is not torch.strided:
+        return values.clone()
+    pairs = zip(held.shape, held.stride(), strict=True)
+    if any(size > 1 and step == 0 for size, step in pairs):
+        return values.to(held.dtype, copy=True)  # nothing can be written there
+    made = torch.empty_strided(
+        held.shape, held.stride(), dtype=held.dtype, device=held.device
+    )
+    return made.copy_(values)
+
+
+def _make_up(node: fx.Node, is_state: bool, seed: int) -> Any:
+    """A value for a placeholder, from the shape and dtype in its metadata."""
+    meta = node.meta.get("val")
+    if meta is None:
+        raise UsageError(
+            f"virtual ranks: {node.name} has no shape in its metadata to make a value "
+            "from. Pass inputs=."
+        )
+    if not isinstance(meta, torch.Tensor):
+        return _torch.number_hint(meta)
+    generator = torch.Generator().manual_seed(seed)
+    shape = tuple(map(_torch.size_hint, meta.shape))
+    if meta.is_floating_point():
+        if is_state or node.meta.get(ROLE_KEY) not in (None, Role.INPUT.value):
+            # Not negative and not zero: it may be a variance or a counter.
+            values = 0.1 + torch.rand(shape, generator=generator) / math.sqrt(10)
+            values = torch.ones(()) if not shape else values
+        else:
+            values = torch.randn(shape, generator=generator)
+    else:
+        values = torch.randint(0, 2, shape, generator=generator)
+    made = torch.empty_strided(
+        shape,
+        tuple(map(_torch.size_hint, meta.stride())),
+        dtype=meta.dtype,
+        device=meta.device,
+    )
+    return made.copy_(values)

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+import torch
+
 from torchspmd.comm import Key, Kind, Phase, Total
 from torchspmd.errors import UsageError
 
@@ -146,6 +148,11 @@ class Claim:
     part: Part
     bound: Bound
 
+    @property
+    def says_nothing_is_sent(self) -> bool:
+        """Whether it is zero for everything together."""
+        return self.part == Part() and self.bound.high == 0
+
     def read(self, rows: Iterable[tuple[Key, Total]]) -> int:
         """The number that came."""
         return sum(
@@ -194,22 +201,37 @@ def _read_part(measure: str, where: dict[str, Any]) -> Part:
             f"expect().{measure}(): {wrong[0]!r} is no phase; choose among "
             f"{', '.join(Phase)}."
         )
+    dtypes = _names(where.get("dtype"))
+    unknown = [name for name in dtypes or () if not _is_dtype(name)]
+    if unknown:
+        raise UsageError(
+            f"expect().{measure}(): {unknown[0]!r} is no dtype of torch; give one such as "
+            "torch.float32, or its name, 'float32' ('mixed' for several at once)."
+        )
     return Part(
         None,
         _names(where.get("axis")),
         phases,
-        _names(where.get("dtype")),
+        dtypes,
         where.get("module"),
         bool(where.get("within", True)),
         where.get("implicit"),
     )
 
 
-def _names(value: str | Iterable[str] | None) -> tuple[str, ...] | None:
+def _names(value: Any) -> tuple[str, ...] | None:
+    """One name or several; a dtype may stand for its name."""
     if value is None:
         return None
-    names = (value,) if isinstance(value, str) else tuple(value)
+    names = (value,) if isinstance(value, (str, torch.dtype)) else tuple(value)
     return tuple(str(name).removeprefix("torch.") for name in names)
+
+
+def _is_dtype(name: str) -> bool:
+    """Whether an event can have it; ``none`` and ``mixed`` are of no and of any tensors."""
+    return name in ("none", "mixed") or isinstance(
+        getattr(torch, name, None), torch.dtype
+    )
 
 
 def _as_bound(value: Expected, what: str, model: object) -> Bound:

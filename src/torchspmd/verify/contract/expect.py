@@ -86,6 +86,7 @@ class Contract:
         self._axes = None if mesh is None else mesh.mesh_dim_names or ()
         self._parts: list[Part] = []
         self._problems: list[str] | None = None  # a list inside a with block
+        self._may_be_empty = len(ledger) > 0
         if ON_REPLAY in ledger.notes:
             raise ContractError(f"expect: the ledger is not complete: {ON_REPLAY}.")
 
@@ -169,9 +170,26 @@ class Contract:
             came = claim.read(self._rows.items())
             if came not in claim.bound:
                 problems.append(self._problem(claim, came))
+            elif claim.says_nothing_is_sent:
+                self._may_be_empty = True
+            else:
+                self._refuse_empty()
         if problems:
             self._fail(problems)
         return self
+
+    def _refuse_empty(self) -> None:
+        """An upper bound on a ledger without any event holds whatever the program does."""
+        __tracebackhide__ = True
+        if not self._may_be_empty:
+            self._may_be_empty = True  # said once
+            self._fail(
+                [
+                    "the ledger is empty: no communication was recorded, so that every "
+                    "upper bound holds. Record the step inside `with CommDebugMode()`; if "
+                    "nothing is meant to be sent, say so first: expect(ledger).count(0)."
+                ]
+            )
 
     def _problem(self, claim: Claim, came: int) -> str:
         part, rows = claim.part, self._rows.items()

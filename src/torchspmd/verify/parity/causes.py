@@ -258,7 +258,7 @@ def _missing_reduction(evidence: Evidence) -> Cause | None:
         if evidence.all_close(sums) or evidence.all_close(sums, but_for_offset=True):
             return Cause(
                 "missing-reduction",
-                f"each rank holds one term, and their sum over {name} is right: a "
+                f"each rank holds a partial value, and their sum over {name} is right: a "
                 f"reduction (sum) over {name} is missing",
             )
         if evidence.all_close([total / size for total in sums]):

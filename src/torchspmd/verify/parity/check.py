@@ -3,12 +3,13 @@
 import contextlib
 import functools
 import math
+import os
 import pickle
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from torchspmd.testing import Ranks
 from torchspmd.verify.parity.compare import Asked, compare_recordings
 from torchspmd.verify.parity.run import (
     Job,
-    Split,
+    RunOptions,
     explain_memory,
     explain_world,
     is_out_of_memory,
@@ -30,143 +31,10 @@ from torchspmd.verify.parity.run import (
 from torchspmd.verify.parity.verdict import Verdict
 from torchspmd.verify.recording.files import are_equal
 
-# ----------------------------------------------------------------------------
-# The arguments of check_parity, judged before anything runs.
-
 # Axes whose ranks get different rows by default.
 DATA_AXES = frozenset(
     ("dp", "ddp", "fsdp", "data", "dp_replicate", "dp_shard", "replicate")
 )
-
-# Arguments that go to the ranks as they are.
-_SENT = ("build_model", "step", "parallelize", "optimizer", "split", "compile")
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """How the caller asked for the world."""
-
-    world_size: int | None
-    mesh: Mapping[str, int] | None
-    data_axes: Sequence[str] | None
-    steps: int
-    ranks: Ranks | None
-
-
-def build_job(request: Request, **given: Any) -> Job:
-    """What is sent to the ranks; every problem of the arguments in one error."""
-    if dist.is_initialized():
-        raise WorldError(
-            "check_parity starts its own ranks, and this process has a process group "
-            "already. In a job under torchrun use torchspmd.verify.record, and compare "
-            "with `torchspmd parity`."
-        )
-    mesh = _mesh(request, is_compiled=bool(given["compile"]))
-    data_axes = _data_axes(request, mesh, given)
-    sent = {name: given[name] for name in _SENT}
-    problems = [*_problems(request, mesh, data_axes), *travel_problems(sent)]
-    if problems:
-        raise UsageError("check_parity: " + "; ".join(problems) + ".")
-    if request.ranks is None and (text := explain_world(math.prod(mesh.values()))):
-        raise UsageError(text)
-    device = "cuda" if request.ranks and request.ranks.backend == "nccl" else "cpu"
-    batch, dtype = given.pop("batch"), given["dtype"]
-    batches = _batches(batch, request.steps, dtype, device)
-    if given["split"] is None:
-        _check_rows(batches[0], mesh, data_axes)
-    return Job(
-        batches=batches, mesh=mesh, data_axes=data_axes, device_type=device, **given
-    )
-
-
-def _mesh(request: Request, *, is_compiled: bool) -> dict[str, int]:
-    if request.mesh is not None:
-        return dict(request.mesh)
-    known = request.ranks.world_size if request.ranks is not None else 4
-    size = known if request.world_size is None else request.world_size
-    return {"dp" if is_compiled else "ranks": size}
-
-
-def _data_axes(
-    request: Request, mesh: Mapping[str, int], given: Mapping[str, Any]
-) -> tuple[str, ...]:
-    if request.data_axes is not None:
-        return tuple(request.data_axes)
-    return tuple(name for name in mesh if name in DATA_AXES)
-
-
-def _problems(
-    request: Request, mesh: Mapping[str, int], data_axes: tuple[str, ...]
-) -> list[str]:
-    found = []
-    size = math.prod(mesh.values())
-    if not mesh or any(not isinstance(n, int) or n < 1 for n in mesh.values()):
-        found.append(f"mesh={dict(mesh)}: every axis needs at least one rank")
-    elif request.world_size is not None and request.world_size != size:
-        found.append(f"world_size={request.world_size}, but the mesh has {size} ranks")
-    elif request.ranks is not None and request.ranks.world_size != size:
-        found.append(
-            f"ranks has {request.ranks.world_size} ranks, but the mesh has {size}"
-        )
-    if request.steps < 1:
-        found.append(f"steps={request.steps}: at least one step is needed")
-    unknown = [axis for axis in data_axes if axis not in mesh]
-    if unknown:
-        found.append(
-            f"data_axes={data_axes}: the mesh {dict(mesh)} has no axis "
-            f"{', '.join(unknown)}"
-        )
-    return found
-
-
-def travel_problems(given: Mapping[str, Any]) -> list[str]:
-    """Functions, by the argument's name, that pickle cannot send to another process."""
-    found = []
-    for name, value in given.items():
-        try:
-            pickle.dumps(value)
-        except Exception:
-            called = getattr(value, "__qualname__", type(value).__name__)
-            found.append(
-                f"{name} ({called}) cannot be sent to the ranks: define it with `def` at "
-                "the top level of a module, or use functools.partial of such a function"
-            )
-    return found
-
-
-def _batches(
-    batch: Any, steps: int, dtype: torch.dtype | None, device: str
-) -> tuple[Any, ...]:
-    is_function = isinstance(batch, Callable) and not isinstance(batch, torch.Tensor)  # type: ignore[arg-type]
-    whole = [batch(number) if is_function else batch for number in range(steps)]
-    return tuple(_converted(each, dtype, device) for each in whole)
-
-
-def _converted(batch: Any, dtype: torch.dtype | None, device: str) -> Any:
-    leaves, structure = _torch.flatten_tree(batch)
-    moved = [
-        leaf.detach().to(device, dtype if leaf.is_floating_point() else None)
-        if isinstance(leaf, torch.Tensor)
-        else leaf
-        for leaf in leaves
-    ]
-    return _torch.unflatten_tree(moved, structure)
-
-
-def _check_rows(batch: Any, mesh: Mapping[str, int], axes: tuple[str, ...]) -> None:
-    size = math.prod(mesh[axis] for axis in axes)
-    uneven = {
-        leaf.shape[0]
-        for leaf in _torch.flatten_tree(batch)[0]
-        if isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] % size
-    }
-    if uneven:
-        raise UsageError(
-            f"check_parity: a batch of {min(uneven)} rows cannot be split evenly over "
-            f"{size} ranks of {' and '.join(map(repr, axes))}, and a mean over uneven "
-            f"parts is another mean: give a multiple of {size} rows, or split=."
-        )
-
 
 sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
@@ -181,18 +49,14 @@ def check_parity(  # noqa: PLR0913 - what to run, how it is spread, how it is ju
     world_size: int | None = None,
     mesh: Mapping[str, int] | None = None,
     data_axes: Sequence[str] | None = None,
-    split: Split | None = None,
-    loss_reduction: Literal["mean", "sum"] = "mean",
     compile: bool | Mapping[str, Any] = False,
     steps: int = 3,
-    seed: int = 0,
     dtype: torch.dtype | None = None,
     tolerance: Asked = None,
     without_grad: Sequence[str] = (),
     ranks: Ranks | None = None,
-    timeout: float = 300.0,
-    save: str | Path | None = None,
     raises: bool = True,
+    run: RunOptions = RunOptions(),  # noqa: B008 - a frozen value
 ) -> Verdict:
     """Run a training step on real ranks and on one device, and compare everything.
 
@@ -219,20 +83,17 @@ def check_parity(  # noqa: PLR0913 - what to run, how it is spread, how it is ju
             one axis ``"ranks"``.
         data_axes: The axes over which rows of the batch are split. By default those named
             ``dp``, ``ddp``, ``fsdp``, ``data`` and the like; others get the whole batch.
-        split: ``split(batch, mesh)`` gives a rank's batch, where rows are not all.
-        loss_reduction: How the losses along the data axes make the whole one.
         compile: Run the step through ``torchspmd.compile``: True, or its arguments.
             ``{"mesh": "dp"}`` names an axis.
         steps: How many; two or more show lost updates and stale weights.
-        seed: For the model, and for each step.
         dtype: Convert the model and the batch; ``torch.float64`` leaves rounding no room.
         tolerance: A number, relative to each tensor's size; ``"bitwise"``; by default
             chosen from dtype and depth.
         without_grad: Patterns of parameters that are meant to get no gradient.
         ranks: Running ranks to use; by default new ones are started.
-        timeout: Seconds that the ranks may take.
-        save: Keep both recordings in this folder, as ``one`` and ``many``.
         raises: False returns a failed verdict instead of raising it.
+        run: What is seldom changed: seed, timeout, another split of the batch, where to
+            keep the recordings.
 
     Returns:
         The verdict: ``print(verdict)``, ``verdict.first``, ``bool(verdict)``.
@@ -243,22 +104,46 @@ def check_parity(  # noqa: PLR0913 - what to run, how it is spread, how it is ju
             cannot be split, a step that is not deterministic, too many ranks.
         RankError: The parallel run failed; the text has the rank's own traceback.
     """
-    request = Request(world_size, mesh, data_axes, steps, ranks)
-    job = build_job(
-        request,
+    if dist.is_initialized():
+        raise WorldError(
+            "check_parity starts its own ranks, and this process has a process group "
+            "already. In a job under torchrun use torchspmd.verify.record, and compare "
+            "with `torchspmd parity`."
+        )
+    if mesh is None:
+        known = 4 if ranks is None else ranks.world_size
+        size = known if world_size is None else world_size
+        mesh = {"dp" if compile else "ranks": size}
+    if data_axes is None:
+        data_axes = [name for name in mesh if name in DATA_AXES]
+    job = Job(
         build_model=build_model,
         step=step,
-        batch=batch,
         parallelize=parallelize,
         optimizer=optimizer,
-        split=split,
-        loss_reduction=loss_reduction,
         compile=compile,
+        mesh=dict(mesh),
+        data_axes=tuple(data_axes),
+        device_type="cuda" if ranks and ranks.backend == "nccl" else "cpu",
         dtype=dtype,
-        seed=seed,
+        options=run,
     )
-    with _folder(save) as folder:
-        verdict = _check(job, folder, ranks, timeout, tolerance, tuple(without_grad))
+    problems = [*_world_problems(job, world_size, ranks), *travel_problems(job.sent)]
+    if steps < 1:
+        problems.append(f"steps={steps}: at least one step is needed")
+    if problems:
+        raise UsageError("check_parity: " + "; ".join(problems) + ".")
+    if ranks is None and (text := explain_world(job.world_size)):
+        raise UsageError(text)
+    job = replace(job, batches=_batches(job, batch, steps))
+    with _folder(run.save) as folder:
+        _record_both(job, folder, ranks)
+        verdict = compare_recordings(
+            folder / "one",
+            folder / "many",
+            tolerance=tolerance,
+            without_grad=without_grad,
+        )
     if raises and not verdict:
         error = ParityError(str(verdict))
         error.verdict = verdict
@@ -266,14 +151,84 @@ def check_parity(  # noqa: PLR0913 - what to run, how it is spread, how it is ju
     return verdict
 
 
-def _check(
-    job: Job,
-    folder: Path,
-    ranks: Ranks | None,
-    timeout: float,
-    tolerance: Asked,
-    without_grad: tuple[str, ...],
-) -> Verdict:
+# ----------------------------------------------------------------------------
+# The arguments, judged before anything runs.
+
+
+def _world_problems(job: Job, world_size: int | None, ranks: Ranks | None) -> list[str]:
+    found = []
+    mesh, size = dict(job.mesh), job.world_size
+    if not mesh or any(not isinstance(n, int) or n < 1 for n in mesh.values()):
+        found.append(f"mesh={mesh}: every axis needs at least one rank")
+    elif world_size is not None and world_size != size:
+        found.append(f"world_size={world_size}, but the mesh has {size} ranks")
+    elif ranks is not None and ranks.world_size != size:
+        found.append(f"ranks has {ranks.world_size} ranks, but the mesh has {size}")
+    unknown = [axis for axis in job.data_axes if axis not in mesh]
+    if unknown:
+        found.append(
+            f"data_axes={job.data_axes}: the mesh {mesh} has no axis "
+            f"{', '.join(unknown)}"
+        )
+    return found
+
+
+def travel_problems(given: Mapping[str, Any]) -> list[str]:
+    """Functions, by the argument's name, that pickle cannot send to another process."""
+    found = []
+    for name, value in given.items():
+        try:
+            pickle.dumps(value)
+        except Exception:
+            called = getattr(value, "__qualname__", type(value).__name__)
+            found.append(
+                f"{name} ({called}) cannot be sent to the ranks: define it with `def` at "
+                "the top level of a module, or use functools.partial of such a function"
+            )
+    return found
+
+
+def _batches(job: Job, batch: Any, steps: int) -> tuple[Any, ...]:
+    is_function = callable(batch) and not isinstance(batch, torch.Tensor)
+    whole = [batch(number) if is_function else batch for number in range(steps)]
+    batches = [_converted(each, job.dtype, job.device_type) for each in whole]
+    if job.options.split is None:
+        _check_rows(batches[0], job.mesh, job.data_axes)
+    return tuple(batches)
+
+
+def _converted(batch: Any, dtype: torch.dtype | None, device: str) -> Any:
+    leaves, structure = _torch.flatten_tree(batch)
+    moved = [
+        leaf.detach().to(device, dtype if leaf.is_floating_point() else None)
+        if isinstance(leaf, torch.Tensor)
+        else leaf
+        for leaf in leaves
+    ]
+    return _torch.unflatten_tree(moved, structure)
+
+
+def _check_rows(batch: Any, mesh: Mapping[str, int], axes: tuple[str, ...]) -> None:
+    size = math.prod(mesh[axis] for axis in axes)
+    uneven = {
+        leaf.shape[0]
+        for leaf in _torch.flatten_tree(batch)[0]
+        if isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] % size
+    }
+    if uneven:
+        raise UsageError(
+            f"check_parity: a batch of {min(uneven)} rows cannot be split evenly over "
+            f"{size} ranks of {' and '.join(map(repr, axes))}, and a mean over uneven "
+            f"parts is another mean: give a multiple of {size} rows, or "
+            "run=RunOptions(split=...)."
+        )
+
+
+# ----------------------------------------------------------------------------
+# The two runs.
+
+
+def _record_both(job: Job, folder: Path, ranks: Ranks | None) -> None:
     one, again, many = (folder / name for name in ("one", "again", "many"))
     _run_on_one_device(job, one)
     _run_on_one_device(job, again)
@@ -283,8 +238,7 @@ def _check(
         if ranks is None
         else contextlib.nullcontext(ranks) as running
     ):
-        running.run(run_rank, job, str(many), timeout=timeout)
-    return compare_recordings(one, many, tolerance=tolerance, without_grad=without_grad)
+        running.run(run_rank, job, str(many), timeout=job.options.timeout)
 
 
 def _run_on_one_device(job: Job, folder: Path) -> None:
@@ -313,7 +267,7 @@ def _refuse_randomness(one: Path, again: Path) -> None:
 
 
 @contextlib.contextmanager
-def _folder(save: str | Path | None) -> Iterator[Path]:
+def _folder(save: str | os.PathLike[str] | None) -> Iterator[Path]:
     if save is not None:
         yield Path(save)
         return

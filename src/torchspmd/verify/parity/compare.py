@@ -251,6 +251,12 @@ def _blind_spots(header: Header) -> list[str]:
 
 
 def _cause_without_match(result: Result) -> Cause:
+    if result.note == "extra":
+        return Cause(
+            "extra",
+            "only the parallel run has it: another optimizer there, or another option of "
+            "it, such as amsgrad",
+        )
     if result.note != "missing":
         return Cause("shape", result.note)
     what = "it was never computed, is frozen there, or is cut off from autograd"

@@ -17,6 +17,7 @@ from torchspmd.local.arguments import Options
 from torchspmd.testing import Ranks
 from torchspmd.verify.parity.check import check_parity, travel_problems
 from torchspmd.verify.parity.compare import Asked
+from torchspmd.verify.parity.run import RunOptions
 from torchspmd.verify.parity.verdict import Verdict
 
 Layout = Sequence[Placement] | None
@@ -81,8 +82,8 @@ def check_local_parity(  # noqa: PLR0913 - the function, its arguments, how it i
         tolerance=tolerance,
         without_grad=without_grad,
         ranks=ranks,
-        timeout=timeout,
         raises=raises,
+        run=RunOptions(timeout=timeout),
     )
 
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torchspmd import _torch
 from torchspmd.errors import UsageError
 from torchspmd.step import compile as compile_step
 from torchspmd.verify.recording.layouts import Grid, cut
-from torchspmd.verify.recording.recorder import MAX_BYTES, Recorder, grid_of, record
+from torchspmd.verify.recording.recorder import Recorder, grid_of, record
 
 # ----------------------------------------------------------------------------
 # What this machine can hold: one model on one device, and how many ranks.
@@ -85,7 +85,24 @@ def free_bytes() -> int | None:
     return None
 
 
-Split = Callable[[Any, DeviceMesh], Any]
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How ``check_parity`` runs a step; the defaults serve most.
+
+    Attributes:
+        seed: For the model, and for each step.
+        split: ``split(batch, mesh)`` gives a rank's batch, where rows over the data axes
+            are not the way.
+        loss_reduction: How the losses along the data axes make the whole one.
+        timeout: Seconds that the ranks may take.
+        save: Keep both recordings in this folder, as ``one`` and ``many``.
+    """
+
+    seed: int = 0
+    split: Callable[[Any, DeviceMesh], Any] | None = None
+    loss_reduction: Literal["mean", "sum"] = "mean"
+    timeout: float = 300.0
+    save: str | os.PathLike[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,18 +111,22 @@ class Job:
 
     build_model: Callable[[], nn.Module]
     step: Callable[..., Any]
-    batches: tuple[Any, ...]
-    optimizer: Callable[[Any], torch.optim.Optimizer]
     parallelize: Callable[..., Any] | None
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    compile: bool | Mapping[str, Any]
     mesh: Mapping[str, int]
     data_axes: tuple[str, ...]
-    split: Split | None
-    loss_reduction: str
-    compile: Any
-    dtype: torch.dtype | None
     device_type: str
-    seed: int
-    max_bytes: int = MAX_BYTES
+    dtype: torch.dtype | None
+    options: RunOptions
+    batches: tuple[Any, ...] = ()
+
+    @property
+    def sent(self) -> dict[str, Any]:
+        """The user's own functions and values, by the name of their argument."""
+        names = ("build_model", "step", "parallelize", "optimizer", "compile")
+        given = {name: getattr(self, name) for name in names}
+        return {**given, "split": self.options.split}
 
     @property
     def world_size(self) -> int:
@@ -146,16 +167,15 @@ def run_rank(job: Job, folder: str) -> None:
         optimizer,
         mesh=mesh,
         data_axes=job.data_axes,
-        loss_reduction=job.loss_reduction,  # type: ignore[arg-type]
+        loss_reduction=job.options.loss_reduction,
         modules=not job.compile,
-        max_bytes=job.max_bytes,
     )
     _train(job, step, recorder, model, optimizer, batches)
     dist.barrier()  # a rank that is done must not take its sockets away
 
 
 def _build(job: Job) -> nn.Module:
-    torch.manual_seed(job.seed)
+    torch.manual_seed(job.options.seed)
     model = job.build_model()
     if not isinstance(model, nn.Module):
         raise UsageError(
@@ -179,7 +199,7 @@ def _train(
 ) -> None:
     with recorder:
         for number, batch in enumerate(batches):
-            torch.manual_seed(job.seed + 1 + number)
+            torch.manual_seed(job.options.seed + 1 + number)
             result = step(model, optimizer, batch)
             recorder.end_step(*_loss_of(result))
 
@@ -237,8 +257,8 @@ def _compiled(
 
 
 def _own_part(job: Job, batch: Any, mesh: DeviceMesh) -> Any:
-    if job.split is not None:
-        return job.split(batch, mesh)
+    if job.options.split is not None:
+        return job.options.split(batch, mesh)
     grid = grid_of(mesh)
     layout = tuple("S(0)" if name in job.data_axes else "R" for name in grid.names)
     leaves, structure = _torch.flatten_tree(batch)

@@ -25,9 +25,9 @@ from torchspmd.verify.recording.files import (
     Kind,
     Piece,
     Recording,
+    module_of,
 )
 from torchspmd.verify.recording.layouts import sketch
-from torchspmd.verify.recording.names import module_of
 
 # ----------------------------------------------------------------------------
 # Where a difference begins: the first one in execution order that nothing puts right.
@@ -491,10 +491,28 @@ class StepComparison:
             self._sides.parts.update(find_parts(self.references, self._right))
         self._gradient_scale = self._find_gradient_scale()
         orders = execution_order(self._left[0])
-        self._note_extra()
-        return [self._compare(key, orders[key]) for key in self._left[0]]
+        self._note_extra_parameters()
+        return [
+            *(self._compare(key, orders[key]) for key in self._left[0]),
+            *(
+                Result(
+                    key, math.inf, Status.DIFFERS, math.inf, self._limit(), note="extra"
+                )
+                for key in self._extra_states()
+            ),
+        ]
 
-    def _note_extra(self) -> None:
+    def _extra_states(self) -> list[Key]:
+        """Optimizer states that only the parallel run has, of parameters of both."""
+        return [
+            key
+            for key in self._right[0]
+            if key.kind is Kind.STATE
+            and key not in self._left[0]
+            and Key(Kind.PARAMETER, module_of(key.name)) in self._left[0]
+        ]
+
+    def _note_extra_parameters(self) -> None:
         known = {part for names in self._sides.parts.values() for part in names}
         extra = [
             key.name

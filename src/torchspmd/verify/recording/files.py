@@ -52,6 +52,15 @@ class Key(NamedTuple):
     leaf: int = 0
 
 
+def module_of(name: str) -> str:
+    """The module that owns a parameter, a buffer or a state.
+
+    >>> module_of("layers.0.up.weight")
+    'layers.0.up'
+    """
+    return name.rpartition(".")[0]
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """What one rank holds of a value.
@@ -172,7 +181,7 @@ def prepare_folder(folder: str | os.PathLike[str], rank: int) -> Path:
 
 
 def load_recording(folder: str | os.PathLike[str]) -> Recording:
-    """Open a recording that ``record`` or ``check_parity(save=...)`` made.
+    """Open a recording that ``record`` or ``RunOptions(save=...)`` made.
 
     Raises:
         RecordingError: It is no recording, has another version, or a rank is missing.
@@ -182,7 +191,7 @@ def load_recording(folder: str | os.PathLike[str]) -> Recording:
     if not path.is_dir() or not any(path.glob("rank*")):
         raise RecordingError(
             f"{path} holds no recording. Give a folder that `record` or "
-            "`check_parity(save=...)` wrote."
+            "`RunOptions(save=...)` wrote."
         )
     world_size = _read_header(first).world_size if first.exists() else 1
     missing = [

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from torchspmd import _torch
 from torchspmd.errors import RecordingError, UsageError
@@ -31,7 +32,6 @@ from torchspmd.verify.recording.files import (
     write_step,
 )
 from torchspmd.verify.recording.layouts import Grid, sketch
-from torchspmd.verify.recording.names import wrappers_of
 
 # ----------------------------------------------------------------------------
 # Watch every module of a model: what it takes and gives, and their gradients.
@@ -286,7 +286,7 @@ class Recorder:
     ) -> None:
         self._folder = folder
         self._model = unwrapped(model)
-        self._wrappers = wrappers_of(model)
+        self._wrappers = _wrappers_of(model)
         self._optimizers = optimizers
         self._about = about
         self._step = INITIAL
@@ -294,13 +294,13 @@ class Recorder:
         self._has_gradients = False
         self._saw_gradients = False
         self._depth = 1
+        self._parameters: dict[str, nn.Parameter] = {}
         self._hooks = ModuleHooks(model, self._keep) if about.modules else None
         self._handles: list[Any] = []
 
     def __enter__(self) -> Self:
         self._folder = prepare_folder(self._folder, self._about.rank)
-        # Once: DDP over tensor-parallel modules takes them out of the model later.
-        self._names = parameter_names(self._model)
+        self._find_parameters()
         self._keep_values()
         self._write()
         if self._hooks is not None:
@@ -336,6 +336,7 @@ class Recorder:
             loss: What the step returned as its loss: a tensor or a number.
             outputs: Anything else to compare: tensors in lists, tuples or dicts.
         """
+        self._find_parameters()
         self._keep_tree(Kind.LOSS, "", 0, loss)
         self._keep_tree(Kind.OUTPUT, "", 0, outputs)
         if not self._has_gradients:
@@ -349,23 +350,34 @@ class Recorder:
 
     # --- what is kept -----------------------------------------------------------------
 
+    def _find_parameters(self) -> None:
+        """Read the parameters by name, each once.
+
+        A step may exchange them: ``DataParallel("fully_shard")`` puts a shard in the place
+        of each. DDP over tensor-parallel modules takes some out of the model while it
+        runs: these stay what they were.
+        """
+        self._parameters.update(parameter_names(self._model))
+
     def _before_update(self, *_: Any) -> None:
         if not self._has_gradients:
             self._keep_gradients()
             self._has_gradients = True
 
     def _keep_gradients(self) -> None:
-        for name, parameter in self._names.items():
+        for name, parameter in self._parameters.items():
             if parameter.grad is not None:
                 self._saw_gradients = True
                 self._keep(Key(Kind.GRADIENT, name), parameter.grad)
 
     def _keep_values(self) -> None:
-        for name, parameter in self._names.items():
+        for name, parameter in self._parameters.items():
             self._keep(Key(Kind.PARAMETER, name), parameter)
         for name, buffer in self._model.named_buffers():
             self._keep(Key(Kind.BUFFER, plain_name(name)), buffer)
-        names: dict[torch.Tensor, str] = {p: name for name, p in self._names.items()}
+        names: dict[torch.Tensor, str] = {
+            p: name for name, p in self._parameters.items()
+        }
         for optimizer in self._optimizers:
             for owner, state in optimizer.state.items():
                 if owner in names:
@@ -394,7 +406,7 @@ class Recorder:
         ties: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             ties.setdefault(id(parameter), []).append(plain_name(name))
-        named = self._names.items()
+        named = self._parameters.items()
         return Header(
             rank=about.rank,
             world_size=len(about.grid.ranks),
@@ -418,3 +430,20 @@ def _leaves(tree: Any) -> Iterable[torch.Tensor]:
             yield leaf
         elif isinstance(leaf, (int, float)) and not isinstance(leaf, bool):
             yield torch.tensor(leaf)
+
+
+def _wrappers_of(model: nn.Module) -> tuple[str, ...]:
+    """Which data-parallel wrappers are in a model; these want different rows by rank."""
+    from torch.distributed.fsdp import FSDPModule  # takes long to import
+
+    names = {
+        DistributedDataParallel: "DistributedDataParallel",
+        FSDPModule: "fully_shard",
+    }
+    found = (
+        name
+        for module in model.modules()
+        for kind, name in names.items()
+        if isinstance(module, kind)
+    )
+    return tuple(sorted(set(found)))

@@ -1,4 +1,4 @@
-"""Edits behind a deferral: what would train on stale weights is refused, with names."""
+"""Whether nodes may wait for the next iteration: asked at the move and after edits."""
 
 import pytest
 import torch
@@ -6,7 +6,13 @@ from torch import fx, nn
 
 from torchspmd.errors import DeferralError
 from torchspmd.step import IterGraphModule
-from torchspmd.step.graph.metadata import OutputKind, OutputRole, set_roles
+from torchspmd.step.graph.memory import ROLE_KEY
+from torchspmd.step.graph.metadata import (
+    OutputKind,
+    OutputRole,
+    mark_guarded,
+    set_roles,
+)
 from torchspmd.step.passes.runner import applied_passes, run_any
 
 pytestmark = pytest.mark.unit
@@ -28,8 +34,8 @@ def clone_of(gm, source):
     return known(gm.graph.call_function(aten.clone.default, (source,)))
 
 
-def module(region=("step", "update"), place="negated"):
-    """One weight, read behind the first node; its update is moved."""
+def iteration():
+    """One weight, read behind the first node, and its update; nothing is moved yet."""
     graph = fx.Graph()
     weight, data = (known(graph.placeholder(name)) for name in ("weight", "data"))
     negated = call(graph, "negated", aten.neg.default, data)
@@ -42,11 +48,17 @@ def module(region=("step", "update"), place="negated"):
         graph,
         [OutputRole(OutputKind.STATE, 0), OutputRole(OutputKind.RESULT)],
     )
-    gm = IterGraphModule(fx.GraphModule(nn.Module(), graph))
-    nodes = {node.name: node for node in gm.graph.nodes}
-    moved = [nodes[name] for name in region]
-    gm.graph.move_to_next_iter_before(moved, nodes[place], strict=True)
+    return IterGraphModule(fx.GraphModule(nn.Module(), graph))
+
+
+def move(gm):
+    moved = [node(gm, "step"), node(gm, "update")]
+    gm.graph.move_to_next_iter_before(moved, node(gm, "negated"), strict=True)
     return gm
+
+
+def module():
+    return move(iteration())
 
 
 def node(gm, name):
@@ -74,6 +86,22 @@ def use_moved(gm):
     output.args = ([copy, output.args[0][1]],)
 
 
+def return_moved(gm):
+    gm.graph.output_node().args = ([node(gm, "update")] * 2,)
+
+
+def draw(gm):
+    node(gm, "step").target = aten.rand_like.default
+
+
+def guard(gm):
+    mark_guarded(gm.graph, [0])
+
+
+def pass_as_argument(gm):
+    node(gm, "weight").meta[ROLE_KEY] = "input"
+
+
 def replace_moved(gm):
     step = node(gm, "step")
     with gm.graph.inserting_after(step):
@@ -85,12 +113,20 @@ STALE = (
     " reads weight in front of negated, where step, update of the iteration before write "
     "it: it would read the old value"
 )
+LATE = "cannot run before negated of the next iteration: "
+
+# What each edit breaks, as it is told after the edit, and where the move comes last.
 EDITS = {
-    move_read: f"size{STALE}",
-    early_read: f"clone_default{STALE}",
-    move_place: f"size{STALE}",
-    use_moved: "update is used in this iteration by clone_default (",
+    move_read: (f"size{STALE}", f"{LATE}size reads a state"),
+    early_read: (f"clone_default{STALE}", f"{LATE}clone_default reads a state"),
+    move_place: (f"size{STALE}", f"{LATE}size reads a state"),
+    use_moved: ("update is used in this iteration by clone_default (",) * 2,
+    return_moved: ("update is returned by the step (output 1), but is moved",) * 2,
+    draw: ("step draws random numbers (",) * 2,
+    guard: ("weight decides which graph the next step runs, so it cannot wait",) * 2,
+    pass_as_argument: ("weight is an argument of the step: the caller looks",) * 2,
 }
+KEEPS_RESULTS = [move_read, early_read, move_place, use_moved]  # or no pass may do it
 
 
 def facts(gm):
@@ -98,6 +134,16 @@ def facts(gm):
 
 
 @pytest.mark.parametrize("edit", EDITS)
+def test_the_move_is_refused_where_the_edit_came_first(edit):
+    gm = iteration()
+    edit(gm)
+    with pytest.raises(DeferralError) as caught:
+        move(gm)
+    assert EDITS[edit][1] in str(caught.value)
+    assert gm.graph.regions == []
+
+
+@pytest.mark.parametrize("edit", KEEPS_RESULTS)
 def test_an_edit_that_breaks_a_move_is_refused_and_undone(edit):
     gm = module()
     before = facts(gm)
@@ -106,7 +152,7 @@ def test_an_edit_that_breaks_a_move_is_refused_and_undone(edit):
     text = str(caught.value)
     assert text.startswith(
         f"{edit.__name__} would break work that is moved to the next iteration, and was "
-        "not taken; 1 problem:\n  " + EDITS[edit]
+        "not taken; 1 problem:\n  " + EDITS[edit][0]
     )
     assert "Move nodes after all other passes, or leave readers behind" in text
     assert facts(gm) == before
@@ -122,7 +168,7 @@ def test_edits_outside_of_passes_are_refused_at_the_end(edit):
         gm.finalize_setup()
     text = str(caught.value)
     assert text.startswith("IterGraphModule: an edit broke work that was moved to the")
-    assert EDITS[edit] in text
+    assert EDITS[edit][0] in text
 
 
 def test_a_moved_node_that_is_replaced():

@@ -1,0 +1,283 @@
+"""Values that differ from rank to rank where every rank must hold the same.
+
+A replicated parameter stays the same on all ranks only if each of them updates it by equal
+values. The traced graph shows which are equal: what one rank alone has is followed through
+the graph, until a sum or a gather over the ranks makes equal values of it. A part that is
+cut out of an equal value without communication is not seen.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchspmd import _torch
+from torchspmd.comm import Kind, find_operator
+from torchspmd.errors import CaptureError
+from torchspmd.step.capture.inventory import Role, Slot
+from torchspmd.step.capture.refusals import calling_line
+from torchspmd.step.graph.aliases import find_aliases, operator_of
+from torchspmd.step.graph.metadata import last_node, output_node, output_values
+
+_EQUALIZING = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.BROADCAST)
+# They take the form of their argument, not its values.
+_MAKERS = ("zeros", "ones", "full", "empty")
+_FORM_ONLY = {f"aten::{name}_like" for name in _MAKERS}
+_FORM_ONLY |= {f"aten::new_{name}" for name in _MAKERS}
+
+
+@dataclass(frozen=True, slots=True)
+class Sink:
+    """A value that must be equal on all ranks of a group.
+
+    Attributes:
+        at: The node after which it is looked at; its memory may be written later.
+        value: The node that it is.
+        name: What it is called in messages.
+    """
+
+    at: fx.Node
+    value: fx.Node
+    name: str
+
+
+def find_divergent(
+    graph: fx.Graph, ranks: frozenset[int], sources: set[fx.Node], sinks: Iterable[Sink]
+) -> list[str]:
+    """The names of the sinks that follow from values which one rank alone has.
+
+    Args:
+        graph: A traced step; operators may write into tensors.
+        ranks: The ranks that must hold equal values.
+        sources: The nodes whose values differ between these ranks.
+        sinks: What must be equal on them.
+    """
+    root = find_aliases(graph).root
+    waiting: dict[fx.Node, list[Sink]] = {}
+    for sink in sinks:
+        waiting.setdefault(sink.at, []).append(sink)
+    differing: set[fx.Node] = set()  # memory, by the node that brought it in
+    names: dict[str, None] = {}
+    for node in graph.nodes:
+        if _is_equalized(node, ranks):
+            differing -= _written_by(node, root)
+        elif node in sources or any(root[n] in differing for n in node.all_input_nodes):
+            differing |= {root[node], *_written_by(node, root)}
+        for sink in waiting.get(node, ()):
+            if root[sink.value] in differing:
+                names[sink.name] = None
+    return list(names)
+
+
+def _is_equalized(node: fx.Node, ranks: frozenset[int]) -> bool:
+    """Whether a node's value is the same on all these ranks, whatever goes in."""
+    target = operator_of(node)
+    if target is None:
+        return False
+    name = _torch.packet_name(target)
+    operator = find_operator(name)
+    if operator is None:
+        return name in _FORM_ONLY
+    return operator.kind in _EQUALIZING and ranks <= _ranks_of(node.args[-1])
+
+
+def _ranks_of(group: Any) -> frozenset[int]:
+    """The ranks of a group; none where it is none, or is not known any more."""
+    # By ranks: DTensor may take the groups of an equal mesh that was made before.
+    try:
+        found = _torch.resolve_group(group)
+    except (RuntimeError, ValueError):  # of a world that is gone
+        found = None
+    return frozenset(() if found is None else dist.get_process_group_ranks(found))
+
+
+def _written_by(node: fx.Node, root: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
+    """The memory that a node writes into, by the node that brought it in."""
+    written: set[fx.Node] = set()
+    for place in _torch.written_arguments(node.target):
+        targets, _ = _torch.flatten_tree(node.args[place : place + 1])
+        written |= {root[target] for target in targets if isinstance(target, fx.Node)}
+    return written
+
+
+# ----------------------------------------------------------------------------
+# Along axes besides the data axis: nobody reduces the gradient of a replicated parameter
+# there, so it must have been computed from equal values.
+
+_GRADIENT_OF = "torchspmd_gradient_of"  # on a node: the slot of its parameter
+
+
+@dataclass(frozen=True, slots=True)
+class OtherAxis:
+    """An axis besides the data axis, and the inputs of a step that differ along it."""
+
+    name: str
+    ranks: frozenset[int]
+    differing: frozenset[int]
+
+
+def find_other_axes(
+    slots: list[Slot], data: DeviceMesh | None
+) -> tuple[OtherAxis, ...]:
+    """The axes that parameters of a step are sharded over besides the data axis."""
+    if data is None:
+        return ()
+    own = _ranks_along(data, 0)
+    names: dict[frozenset[int], str] = {}
+    differing: dict[frozenset[int], set[int]] = {}
+    for place, slot in enumerate(slots):
+        for name, ranks in _sharded_over(slot.tensor):
+            if len(ranks) > 1 and ranks != own:
+                names.setdefault(ranks, name)
+                differing.setdefault(ranks, set()).add(place)
+    return tuple(
+        OtherAxis(names[ranks], ranks, frozenset(places))
+        for ranks, places in differing.items()
+        if any(slots[place].role is Role.PARAMETER for place in places)
+    )
+
+
+def _sharded_over(tensor: torch.Tensor) -> list[tuple[str, frozenset[int]]]:
+    """Name and ranks of each axis along which a tensor's values differ."""
+    layout = _torch.layout_of(tensor)
+    if layout is None:
+        return []
+    mesh, placements = layout.mesh, layout.placements
+    names = mesh.mesh_dim_names or [f"axis {dim}" for dim in range(mesh.ndim)]
+    return [
+        (names[dim], _ranks_along(mesh, dim))
+        for dim, placement in enumerate(placements)
+        if not placement.is_replicate()
+    ]
+
+
+def _ranks_along(mesh: DeviceMesh, dim: int) -> frozenset[int]:
+    """The ranks that differ from this one along one axis of a mesh, and this one."""
+    # Not by its group or coordinate: DTensor may give an equal mesh of an earlier world.
+    found = (mesh.mesh == dist.get_rank()).nonzero().tolist()
+    if not found:
+        return frozenset()
+    place: list[Any] = found[0]
+    place[dim] = slice(None)
+    return frozenset(mesh.mesh[tuple(place)].tolist())
+
+
+def mark_gradient(gradient: torch.Tensor, parameter: torch.Tensor, place: int) -> None:
+    """Note in the graph that a gradient is reduced, unless its layout says it is not."""
+    wanted, found = _torch.layout_of(parameter), _torch.layout_of(gradient)
+    if found is not None and (wanted is None or found.placements != wanted.placements):
+        return  # a redistribution to the parameter's layout follows
+    _torch.plain_tensor(gradient).detach()  # a node that nothing needs
+    _mark_last(_GRADIENT_OF, place)
+
+
+def _mark_last(key: str, value: Any) -> None:
+    node = last_node(_torch.current_graph())
+    if node is not None:
+        node.meta[key] = value
+
+
+def check_gradients(
+    traced: fx.GraphModule, slots: list[Slot], axes: tuple[OtherAxis, ...]
+) -> None:
+    """Refuse a step whose replicated parameters get another gradient on each rank."""
+    inputs = traced.graph.find_nodes(op="placeholder")
+    marked = [node for node in traced.graph.nodes if _GRADIENT_OF in node.meta]
+    problems = []
+    for axis in axes:
+        sinks = [
+            Sink(node, node, slots[node.meta[_GRADIENT_OF]].name)
+            for node in marked
+            if node.meta[_GRADIENT_OF] not in axis.differing
+        ]
+        sources = {inputs[place] for place in axis.differing}
+        problems += [
+            f"{name}: along {axis.name} every rank has a gradient of its own part of the "
+            "activations, and nothing adds them up"
+            for name in find_divergent(traced.graph, axis.ranks, sources, sinks)
+        ]
+    if problems:
+        raise CaptureError(
+            "compile: parameters that an axis replicates would get other gradients on its "
+            "ranks\n\n"
+            + "\n".join(f"  * {line}" for line in problems)
+            + "\n\nGive the "
+            "module a style in the plan: SequenceParallel() for a norm between sharded "
+            "activations, ReplicateParallel() for other modules; or gather its input first "
+            "(PrepareModuleInput). Nothing was changed."
+        )
+
+
+# ----------------------------------------------------------------------------
+# Along the data axis: gradients that are differentiated again (``create_graph=True``).
+#
+# Those of ``torch.autograd.grad`` stay what each rank computed, with their graph. What is
+# accumulated into ``grad`` is reduced over the ranks, and has no graph any more.
+
+_INNER = "torchspmd_inner_gradient"
+
+
+def keep_inner(gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient as this rank computed it, in a node that is marked so."""
+    kept = gradient.clone()
+    _mark_last(_INNER, True)
+    return kept
+
+
+def refuse_graphs(parameter: torch.Tensor, name: str) -> Any:
+    """Refuse ``backward(create_graph=True)``; gives what removes the hook again."""
+    # A leaf's node lives only while it is held.
+    node = get_gradient_edge(parameter).node
+
+    def check(gradients: Any) -> None:
+        if torch.is_grad_enabled():
+            raise CaptureError(
+                f"compile: backward(create_graph=True) would leave a gradient in {name}"
+                ".grad that is reduced over ranks and cannot be differentiated again\n\n"
+                f"  * {calling_line()}\n\nTake gradients that a loss is made of with "
+                "torch.autograd.grad(loss, parameters, create_graph=True): they stay those "
+                "of this rank, and what the last backward() makes of them is reduced."
+            )
+
+    handle = node.register_prehook(check)
+
+    def remove(held: Any = node) -> None:
+        handle.remove()
+
+    return remove
+
+
+def check_inner_gradients(
+    graph: fx.Graph, data: DeviceMesh, outputs: Mapping[int, str]
+) -> None:
+    """Refuse parameters that would be updated by inner gradients, on each rank by its own.
+
+    Args:
+        graph: The traced step.
+        data: The axis that gradients are reduced over.
+        outputs: The names of outputs that must be equal on its ranks, by place.
+    """
+    sources = {node for node in graph.nodes if _INNER in node.meta}
+    if not sources:
+        return
+    values = output_values(graph)
+    sinks = [
+        Sink(output_node(graph), value, name)
+        for place, name in outputs.items()
+        if isinstance(value := values[place], fx.Node)
+    ]
+    ranks = _ranks_along(data, 0)
+    names = find_divergent(graph, ranks, sources, sinks)
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise CaptureError(
+            f"compile: {names[0]}{more} would be updated by gradients of "
+            "torch.autograd.grad(..., create_graph=True), which each rank has of its own "
+            "batch, so that ranks would train other models. Make a loss of them and call "
+            "its backward(), which reduces; or leave create_graph out."
+        )

@@ -1,0 +1,245 @@
+"""How a step is spread over ranks, as far as capture has to know: the base of all modes.
+
+A mode decides what the user's code sees for each tensor, who reduces gradients, and which
+tensors the step is to work on afterwards.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchspmd import _torch
+from torchspmd.errors import CaptureError
+from torchspmd.layout.retired import free_retired
+from torchspmd.step.capture.inventory import Inventory, Role, Slot
+from torchspmd.step.graph.metadata import OwnerLog
+from torchspmd.step.progress import phase
+
+
+class Spread:
+    """What one mode does to the tensors of a step while it is traced.
+
+    This class itself is the mode of one device, without a mesh: the step as it is
+    written, with the layouts that its tensors have.
+    """
+
+    mesh: DeviceMesh | None = None
+    takes_layouts = True  # whether parameters may be DTensors already
+    reduces = False  # whether ranks hold whole parameters, and reduce their gradients
+    has_own_batches = False  # whether each rank computes on a batch of its own
+
+    def lay_out(self, inventory: Inventory) -> "Relayout | None":
+        """Other tensors for those of the step, to be put in place after capture."""
+        return None
+
+    def tracing(self) -> contextlib.AbstractContextManager[None]:
+        """What must hold while the step is traced."""
+        return contextlib.nullcontext()
+
+    def installed(
+        self, inventory: Inventory, shown: list[torch.Tensor], log: OwnerLog
+    ) -> contextlib.AbstractContextManager[None]:
+        """What must hold while the user's objects have traced tensors."""
+        return contextlib.nullcontext()
+
+    def show(self, slot: Slot, local: torch.Tensor) -> torch.Tensor:
+        """What the user's code sees for a traced tensor: its layout, around the tensor."""
+        layout = _torch.layout_of(slot.tensor)
+        return local if layout is None else _torch.wrap_local(local, layout)
+
+    def reduce(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient that backward has just made, reduced over the ranks."""
+        return gradient
+
+    def for_optimizer(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """A gradient in the parameter's layout, for an optimizer on plain tensors."""
+        gradient = parameter.grad
+        if gradient is None:
+            return None
+        wanted, found = _torch.layout_of(parameter), _torch.layout_of(gradient)
+        if (wanted is None) != (found is None):
+            raise CaptureError(
+                "compile: the step sets the grad of a DTensor parameter to a plain tensor, "
+                "or of a plain one to a DTensor. Keep the gradient that backward made, or "
+                "give it the parameter's layout with distribute_tensor()."
+            )
+        if wanted is not None and found.placements != wanted.placements:
+            moved: Any = gradient
+            gradient = moved.redistribute(placements=wanted.placements)
+        return _torch.finished(_torch.plain_tensor(gradient))
+
+    def result(self, value: torch.Tensor) -> torch.Tensor:
+        """What the caller gets for a returned value: this rank's own, or its shard."""
+        return _torch.plain_tensor(value)
+
+    def check(self, traced: fx.GraphModule) -> None:
+        """Refuse a traced step that this mode would get wrong."""
+        return
+
+    def finish(self, graph: fx.GraphModule) -> int:
+        """Change the functional graph of the step; how many reductions were joined."""
+        return 0
+
+
+def check_layouts(spread: Spread, slots: list[Slot]) -> None:
+    """The default mode lays tensors out itself; a model that has layouts needs a choice."""
+    if spread.takes_layouts:
+        return
+    laid_out = [
+        slot.name
+        for slot in slots
+        if slot.role is not Role.INPUT and _torch.layout_of(slot.tensor) is not None
+    ]
+    if laid_out:
+        raise CaptureError(
+            f"compile: {laid_out[0]} and {len(laid_out) - 1} more tensors are DTensors "
+            "already, and the default mode would lay plain ones out over "
+            f"{spread.mesh}. Pass parallel_mode=DataParallel('replicate', "
+            "reduce='avg' or 'sum') with mesh=mesh['dp'], the axis that gradients are "
+            "reduced over."
+        )
+
+
+# ----------------------------------------------------------------------------
+# Shards that take the place of plain tensors once all ranks have captured the step.
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """Name, shape and checksum of a tensor that was cut, and its layout before."""
+
+    text: str
+    layout: Any
+
+    def holds_along(self, axis: DeviceMesh) -> bool:
+        """Whether the ranks of another axis must hold the same values."""
+        if self.layout is None:
+            return True
+        is_same = bool(self.layout.mesh == axis)
+        return is_same and bool(self.layout.placements[0].is_replicate())
+
+
+@dataclass(frozen=True, slots=True)
+class Relayout:
+    """Shards that wait to take the place of plain tensors.
+
+    Attributes:
+        inventory: What the step will work on: the same slots, with shards in them.
+        facts: One for each new shard; equal along the data axis if ranks held one model.
+        beside: The other axes that parameters lie over.
+    """
+
+    inventory: Inventory
+    facts: tuple[Fact, ...]
+    beside: tuple[DeviceMesh, ...]
+    _before: Inventory
+
+    def facts_along(self, axis: DeviceMesh) -> tuple[str, ...]:
+        """Those that are equal along another axis too."""
+        return tuple(fact.text for fact in self.facts if fact.holds_along(axis))
+
+    def commit(self) -> None:
+        """Put the shards into modules, parameter groups, optimizer state and gradients."""
+        before, after = self._before, self.inventory.slots
+        for place in before.places:
+            place.table[place.key] = after[place.slot].tensor
+        _torch.renew_flat_weights(module for _, module in before.modules)
+        for index, number, slots in before.groups:
+            group = before.optimizers[index][1].param_groups[number]
+            group["params"][:] = [after[slot].tensor for slot in slots]
+        for index in range(len(before.optimizers)):
+            self._commit_state(index)
+        for parameter, gradient in before.gradients.items():
+            after[parameter].tensor.grad = after[gradient].tensor
+        replaced = [
+            (old.tensor, new)
+            for old, new in zip(before.slots, after, strict=True)
+            if old is not new and old.role is Role.PARAMETER
+        ]
+        before.slots[:] = after
+        before.by_id.clear()
+        before.by_id.update({id(s.tensor): n for n, s in enumerate(before.slots)})
+        for old, slot in replaced:
+            free_retired(old, slot.name)
+
+    def _commit_state(self, index: int) -> None:
+        state, slots = self._before.saved_states[index], self.inventory.slots
+        for place in self._before.states:
+            if place.optimizer == index:
+                owner = self._before.slots[place.parameter].tensor
+                state[owner][place.key] = slots[place.slot].tensor
+        entries = list(state.items())
+        state.clear()  # the same mapping, with its order, under the new parameters
+        for parameter, entry in entries:
+            slot = self._before.by_id.get(id(parameter))
+            state[parameter if slot is None else slots[slot].tensor] = entry
+
+
+# ----------------------------------------------------------------------------
+# Checksums of tensors that ranks must hold alike.
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def checksums(slots: Sequence[Slot]) -> list[str]:
+    """Name, shape and checksum of the values of each tensor; of a DTensor, of its shard."""
+    if not slots:
+        return []
+    with torch.no_grad():
+        sums = torch.stack([_bits(slot.tensor).sum().cpu() for slot in slots]).tolist()
+    return [
+        f"{slot.name} {list(slot.tensor.shape)} #{_folded(value):08x}"
+        for slot, value in zip(slots, sums, strict=True)
+    ]
+
+
+def checksum_parameters(inventory: Inventory, spread: Spread) -> tuple[str, ...]:
+    """Checksums of the parameters that must be equal on all ranks of the data axis.
+
+    Buffers may differ: each rank can have statistics of its own batches.
+    """
+    axis = spread.mesh
+    if axis is None or not spread.reduces or axis.size() == 1:
+        return ()
+    if dist.get_backend() == "fake":
+        return ()
+    ranks = frozenset(int(rank) for rank in axis.mesh.flatten().tolist())
+    slots = [
+        slot
+        for slot in inventory.slots
+        if slot.role is Role.PARAMETER
+        and not _torch.is_fake(_torch.plain_tensor(slot.tensor))
+        and not _is_cut_over(slot.tensor, ranks)
+    ]
+    with phase("checksums"):
+        return tuple(checksums(slots))
+
+
+def _is_cut_over(tensor: torch.Tensor, ranks: frozenset[int]) -> bool:
+    """Whether some of these ranks hold different parts of a tensor."""
+    layout = _torch.layout_of(tensor)
+    if layout is None:
+        return False
+    return any(
+        len(ranks.intersection(dist.get_process_group_ranks(group))) > 1
+        for dim, placement in enumerate(layout.placements)
+        if not placement.is_replicate() and (group := layout.mesh.get_group(dim))
+    )
+
+
+def _folded(value: int) -> int:
+    # Both halves: round float64 numbers differ in the upper one alone.
+    return (value ^ (value >> 32)) & 0xFFFFFFFF
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    whole = _torch.plain_tensor(tensor).detach().contiguous()
+    if whole.is_complex():
+        whole = torch.view_as_real(whole)
+    return whole.view(_INTEGERS[whole.element_size()])

@@ -1,0 +1,247 @@
+"""From the first call of a step to the program that serves it, phase by phase."""
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchspmd import _torch
+from torchspmd.errors import CaptureError
+from torchspmd.step.capture.guards import TensorFact, sign
+from torchspmd.step.capture.inventory import Inventory
+from torchspmd.step.capture.override import Overrides
+from torchspmd.step.capture.spread import Spread
+from torchspmd.step.capture.trace import Captured, capture, without_collection
+from torchspmd.step.deferral.iter_graph import deferral_facts
+from torchspmd.step.deferral.module import IterGraphModule
+from torchspmd.step.graph.collectives import build_ledger, peers_of
+from torchspmd.step.graph.cost import CostModel
+from torchspmd.step.graph.memory import predict_peak
+from torchspmd.step.graph.reports import PassReport
+from torchspmd.step.lower.backends import Lowered, choose_backend, lower_graph
+from torchspmd.step.lower.in_place import mark_handed_out
+from torchspmd.step.measure.cost import measure_graph
+from torchspmd.step.passes.runner import pass_reports, run_transformation
+from torchspmd.step.program import Program, find_loose, find_released
+from torchspmd.step.progress import Progress, phase
+from torchspmd.step.rank_agreement import Agreement, CommPlan, build_comm_plan
+from torchspmd.step.transformation import GraphModuleTransformation
+from torchspmd.step.virtual.certificate import Certificate
+from torchspmd.step.virtual.certify import certify
+from torchspmd.step.virtual.verify import (
+    Verification,
+    Verifier,
+    is_pipelined,
+    without_marks,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOptions:
+    """A step, and what ``compile`` was told about it.
+
+    Attributes:
+        function: The step.
+        name: What it is called in messages.
+        transformation: What is done to its graph.
+        backend: What runs its graph.
+        overrides: Stand-ins for its modules.
+        verify: How to compare graphs; None to compare nothing.
+    """
+
+    function: Callable[..., Any]
+    name: str
+    transformation: Callable[[fx.GraphModule], Any] | None
+    backend: str
+    overrides: Overrides
+    verify: Verification | None
+
+
+def build_program(
+    options: StepOptions,
+    inventory: Inventory,
+    spread: Spread,
+    ranks: Agreement,
+    number: int,
+    reason: str,
+) -> Program:
+    """Capture a step for the tensors of one call, and make it ready to run.
+
+    Args:
+        options: The step, and how to compile it.
+        inventory: What the call works on.
+        spread: How the step is spread over ranks.
+        ranks: The ranks that build the program together.
+        number: Which program of its step it is.
+        reason: Why it is needed.
+    """
+    start = time.perf_counter()
+    title = f"{options.name}, program {number}"
+    with (
+        Progress(f"compile {options.name}") as progress,
+        without_collection(),
+        ranks.reporting_failure(),
+    ):
+        captured = capture(
+            options.function,
+            options.name,
+            inventory,
+            spread,
+            compare_values=number == 0,
+        )
+        laid_out = captured.relayout.inventory if captured.relayout else inventory
+        graph = _override(captured.graph, laid_out, options.overrides)
+        with _torch.without_autocast():  # its casts are nodes of the graph
+            cost, cost_notes = _measure(graph, laid_out, options, ranks)
+            verifier = _make_verifier(title, graph, laid_out, options.verify)
+            made = _run_passes(graph, options.transformation, cost, verifier)
+            chosen = choose_backend(made, graph, options.backend)
+            _agree(ranks, chosen.graph, inventory, captured)
+            with phase("lowering"):
+                lowered = lower_graph(chosen)
+            certificate = _certify(title, graph, lowered, verifier, chosen.backend)
+        ranks.wait_until_ready(peers_of(lowered.graph))
+        if captured.relayout is not None:
+            captured.relayout.commit()  # all ranks run this program now
+    notes = [*captured.notes, *cost_notes, *lowered.notes]
+    if isinstance(options.transformation, GraphModuleTransformation):
+        notes += options.transformation.notes
+    with phase("program", progress.what):
+        running = lowered.running
+        released = find_released(captured.outputs, inventory, lowered)
+        return Program(
+            number=number,
+            graph=lowered.graph,
+            signature=sign(inventory),
+            outputs=captured.outputs,
+            symbols=captured.symbols,
+            assumptions=captured.assumptions,
+            reads=captured.reads,
+            run=lowered.run,
+            released=released,
+            loose=find_loose(captured.outputs, lowered),
+            in_place=lowered.in_place,
+            notes=(f"phases: {progress.describe()}", *notes),
+            peak_memory=predict_peak(running.graph, released) if running else None,
+            reason=reason,
+            certificate=certificate,
+            ledger=build_ledger(lowered.graph),
+            capture_seconds=time.perf_counter() - start,
+        )
+
+
+def _override(
+    graph: fx.GraphModule, inventory: Inventory, overrides: Overrides
+) -> fx.GraphModule:
+    with torch.no_grad():
+        return overrides.transform(graph, inventory.flat_state())
+
+
+def _measure(
+    graph: fx.GraphModule,
+    inventory: Inventory,
+    options: StepOptions,
+    ranks: Agreement,
+) -> tuple[CostModel | None, tuple[str, ...]]:
+    """What passes choose by, where they ask for measured rates, and lines about it."""
+    asked = options.transformation
+    if not isinstance(asked, GraphModuleTransformation) or not asked.measures_cost:
+        return None, ()
+    fuses = options.backend == "inductor"
+    return measure_graph(graph, inventory.flat_inputs(), ranks, asked.cost, fuses=fuses)
+
+
+def _make_verifier(
+    title: str, graph: fx.GraphModule, inventory: Inventory, asked: Verification | None
+) -> Verifier | None:
+    if asked is None:
+        return None
+    with phase("verification"):
+        return Verifier(title, graph, inventory.flat_inputs(), asked)
+
+
+def _run_passes(
+    graph: fx.GraphModule,
+    transformation: Callable[..., Any] | None,
+    cost: CostModel | None,
+    verifier: Verifier | None,
+) -> Any:
+    """What a transformation makes of the graph; all of a user's own is checked."""
+    if transformation is None:
+        return graph
+    mark_handed_out(graph.graph)  # as the step was captured, before any edit
+    observing = contextlib.nullcontext() if verifier is None else verifier.observing()
+    made: Any
+    with phase("passes"), torch.no_grad(), observing:
+        if isinstance(transformation, GraphModuleTransformation):
+            made = transformation(graph, cost)  # checks whatever it runs
+        else:
+            made = run_transformation(graph, transformation)
+    if not callable(made):
+        raise CaptureError(
+            f"compile: gm_transformation returned {type(made).__name__}, which cannot "
+            "be called. Return the graph module, or a callable on its inputs."
+        )
+    return made
+
+
+def _agree(
+    ranks: Agreement, graph: fx.GraphModule, inventory: Inventory, captured: Captured
+) -> None:
+    """Compare what this rank is about to run with the other ranks."""
+    facts = dict(sign(inventory))
+    inputs = [
+        f"{name} {fact}"
+        for slot in inventory.inputs.values()
+        if isinstance(fact := facts[name := inventory.slots[slot].name], TensorFact)
+    ]
+    deferred = deferral_facts(graph.graph)
+    ranks.compare(build_comm_plan(graph, inputs, captured.values, deferred))
+    if (relayout := captured.relayout) is not None:
+        for axis in relayout.beside:
+            ranks.compare(CommPlan(values=relayout.facts_along(axis)), axis)
+
+
+def _certify(
+    title: str,
+    captured: fx.GraphModule,
+    lowered: Lowered,
+    verifier: Verifier | None,
+    backend: str,
+) -> Certificate:
+    """Compare what will be run with what the passes left, and say what is known."""
+    reports = _reports(captured, lowered) if verifier is None else verifier.reports
+    if verifier is not None and lowered.running is not None:
+        with phase("verification"):
+            verifier.compare(lowered.graph.graph, "an edit outside of the passes")
+            verifier.compare(lowered.running.graph, "the form that writes in place")
+            verifier.compare_pipelined(lowered.graph.graph, _overlapped(lowered))
+    return certify(
+        title,
+        reports,
+        verifier,
+        is_graph=lowered.running is not None,
+        is_compiled=backend == "inductor",
+        is_pipelined=is_pipelined(lowered.graph.graph),
+    )
+
+
+def _overlapped(lowered: Lowered) -> dict[str, fx.Graph]:
+    """The graphs that steps run which leave work, as virtual ranks can run them."""
+    run = lowered.run
+    if not isinstance(run, IterGraphModule):
+        return {}
+    graphs = lowered.overlapped.items()
+    return {name: without_marks(graph, run.marks) for name, graph in graphs}
+
+
+def _reports(captured: fx.GraphModule, lowered: Lowered) -> tuple[PassReport, ...]:
+    """What the passes said, whatever module they ran on."""
+    modules: dict[int, object] = {id(each): each for each in (captured, lowered.graph)}
+    if isinstance(lowered.run, (fx.GraphModule, IterGraphModule)):
+        modules[id(lowered.run)] = lowered.run
+    return tuple(report for each in modules.values() for report in pass_reports(each))
