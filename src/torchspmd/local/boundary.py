@@ -85,7 +85,7 @@ class Enter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: DTensor, port: Port) -> torch.Tensor:
-        """Hand the local part over as a fresh tensor for autograd to write on."""
+        """Return the local part, as a fresh tensor for autograd to write its history on."""
         ctx.port = port
         ctx.set_materialize_grads(False)
         local = _torch.finished(_torch.local_tensor(tensor))

@@ -12,7 +12,7 @@ from torchspmd import _torch
 from torchspmd.layout.placements import (
     Layout,
 )
-from torchspmd.local.arguments import Argument, CallPlan, OnMesh, Options
+from torchspmd.local.arguments import Argument, CallPlan, DTensorLeaf, Options
 from torchspmd.local.boundary import (
     Copies,
     Enter,
@@ -65,10 +65,10 @@ _numbers = itertools.count()
 
 
 class RegionCall:
-    """The state of one call, between the way in and the way out."""
+    """The state of one call of a region, from entering to leaving."""
 
     def __init__(
-        self, options: Options, plan: CallPlan, tensors: Sequence[OnMesh]
+        self, options: Options, plan: CallPlan, tensors: Sequence[DTensorLeaf]
     ) -> None:
         self.options = options
         self.plan = plan

@@ -15,7 +15,7 @@ from torchspmd import _torch
 from torchspmd.layout.placements import (
     Layout,
 )
-from torchspmd.local.arguments import CallPlan, Options, build_plan, find_on_mesh
+from torchspmd.local.arguments import CallPlan, Options, build_plan, find_dtensors
 from torchspmd.local.frame import whole_stride
 from torchspmd.local.gradient import (
     BoundaryTensor,
@@ -56,7 +56,7 @@ class Share(torch.autograd.Function):
 def call_traced(options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the function once on local tensors, with operators that Dynamo knows."""
     leaves, structure = _torch.flatten_tree((args, kwargs))
-    tensors = find_on_mesh(leaves)
+    tensors = find_dtensors(leaves)
     if not tensors:
         return options.function(*args, **kwargs)
     plan = build_plan(options, args, kwargs, tensors)

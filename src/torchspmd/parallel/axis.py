@@ -119,7 +119,7 @@ def global_shape(
 
 
 def is_uneven(shape: tuple[int, ...], layout: Placement, axis: Axis) -> bool:
-    """Whether a part of this layout says too little about a whole of this shape.
+    """Whether the whole shape does not follow from a plain part in this layout.
 
     Who takes a plain tensor takes it as one of even parts. Only the last dimension may
     be uneven: the layers know their features.
@@ -132,7 +132,7 @@ def is_uneven(shape: tuple[int, ...], layout: Placement, axis: Axis) -> bool:
 def describe_uneven(
     shape: tuple[int, ...], layout: Placement, axis: Axis, where: str
 ) -> str:
-    """The error of a local tensor that is one of uneven parts."""
+    """The error text for a local tensor whose whole is cut unevenly."""
     assert type(layout) is Shard, layout
     dim = layout.dim
     return (

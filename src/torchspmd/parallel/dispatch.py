@@ -1,4 +1,4 @@
-"""The way for module types that have no local form: hooks around DTensor dispatch.
+"""Module types that have no local form: hooks around DTensor dispatch.
 
 The module's own forward runs on DTensors; slower, with the same numbers.
 """
@@ -20,7 +20,7 @@ from torchspmd.parallel.route import Route, Steps, check_even, enter, enter_feat
 
 
 def run_on_dtensors(module: nn.Module, route: Route) -> None:
-    """Hand the module its first input as a DTensor and its output on as the style says."""
+    """Give the module its first input as a DTensor; lay out its output by the style."""
     for parameter in module.parameters():
         if parameter.requires_grad and isinstance(parameter, DTensor):
             parameter.register_hook(_GradientLikeParameter(parameter.placements))

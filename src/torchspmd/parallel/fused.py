@@ -547,7 +547,7 @@ class KeyValueParallel(PlacedStyle):
         self.fused(module).place_fitting(module, place)
 
     def fused(self, module: nn.Module) -> FusedColwiseParallel:
-        """The fused style of one part that this one is."""
+        """The equal fused style, with one part."""
         size = module.out_features if isinstance(module, nn.Linear) else self.num_heads
         return FusedColwiseParallel(
             parts=(size,), num_heads=(self.num_heads,), input_layouts=self.input_layouts

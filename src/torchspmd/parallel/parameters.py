@@ -40,7 +40,7 @@ _LAYOUTS = "_torchspmd_layouts"  # on a module: the layout of each placed parame
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ParameterLayout:
     """How a parameter was laid out; shared by copies, as they talk to the same ranks."""
 
     mesh: DeviceMesh
@@ -70,7 +70,7 @@ def remember_layout(module: nn.Module, name: str, placed: DTensor) -> None:
     if known is None:
         module.register_state_dict_post_hook(save_unwrapped)
         module.register_load_state_dict_pre_hook(load_unwrapped)
-    layout = Layout(
+    layout = ParameterLayout(
         placed.device_mesh,
         placed.placements,
         placed.shape,

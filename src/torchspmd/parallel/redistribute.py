@@ -296,7 +296,7 @@ def wrap(
 
 
 def refuse_double_backward(what: str) -> None:
-    """Say in a backward that no second one will follow.
+    """Raise in a backward that is to be differentiated again.
 
     ``once_differentiable`` says it too, at several times the host time.
     """

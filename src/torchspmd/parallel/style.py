@@ -159,13 +159,13 @@ def already_placed(module: nn.Module) -> list[str]:
 
 
 def mark_styled(module: nn.Module, part: str, style: str) -> None:
-    """Note that a style has taken a part of the module: inputs, outputs or forward."""
+    """Note that a style controls a part of the module: inputs, outputs or forward."""
     known = getattr(module, _STYLED, ())
     setattr(module, _STYLED, (*known, (part, style)))
 
 
 def describe_styled(module: nn.Module, part: str) -> list[str]:
-    """The problem of a module of which a style has taken this part already."""
+    """The problem of a module of which a style controls this part already."""
     taken = dict(getattr(module, _STYLED, ()))
     if part not in taken:
         return []
