@@ -16,8 +16,8 @@ def test_signature_of():
     assert (add.name, add.overload) == ("aten::add", "Tensor")
     assert (add.arguments, add.written) == (("self", "other", "alpha"), ("self",))
     assert add.defaults == {"alpha": 1}
-    assert add.is_elementwise and not add.draws
-    assert _torch.signature_of(aten.bernoulli.p).draws
+    assert add.is_elementwise and not add.is_random
+    assert _torch.signature_of(aten.bernoulli.p).is_random
     assert not _torch.signature_of(aten.mm.default).is_elementwise
 
 
@@ -49,7 +49,7 @@ def test_draws_random_numbers():
     backward = aten._scaled_dot_product_cudnn_attention_backward.default
     assert torch.Tag.nondeterministic_seeded in backward.tags
     assert not _torch.draws_random_numbers(backward, (None,) * 13 + (0.1,), {})
-    assert not _torch.signature_of(backward).draws
+    assert not _torch.signature_of(backward).is_random
     assert _torch.draws_random_numbers(aten.bernoulli.p, (None, 0.5), {})
     assert not _torch.draws_random_numbers(len, (), {})
 

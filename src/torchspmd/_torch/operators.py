@@ -21,7 +21,7 @@ class Signature:
         arguments: The names of its arguments, in order; without those it only writes to.
         defaults: The values of arguments that a call may leave out.
         written: The names of the arguments that it writes into.
-        draws: Whether it takes random numbers.
+        is_random: Whether it takes random numbers.
         is_elementwise: Whether each element of the result depends on that element alone.
     """
 
@@ -30,7 +30,7 @@ class Signature:
     arguments: tuple[str, ...]
     defaults: dict[str, Any]
     written: tuple[str, ...]
-    draws: bool
+    is_random: bool
     is_elementwise: bool
 
 
@@ -281,6 +281,7 @@ def packet_name(op: torch._ops.OpOverload) -> str:
     return op._schema.name
 
 
+@cache
 def argument_names(op: torch._ops.OpOverload) -> tuple[str, ...]:
     """The names of an operator's arguments, in order."""
     return tuple(argument.name for argument in op._schema.arguments)

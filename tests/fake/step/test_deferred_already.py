@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from training import train_silently
 
 from torchspmd.step import DataParallel, IterGraphModule, compile
 from torchspmd.step.passes import (
@@ -13,12 +14,6 @@ from torchspmd.step.passes import (
 from torchspmd.testing import fake_world
 
 pytestmark = pytest.mark.fake
-
-
-def train_step(model, optim, batch):
-    model(batch).square().mean().backward()
-    optim.step()
-    optim.zero_grad()
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +32,7 @@ def warm():
     optim = torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
     step = compile(gm_transformation=keep, parallel_mode=DataParallel("replicate"))
     with fake_world(2):
-        compiled = step(train_step)
+        compiled = step(train_silently)
         for _ in range(2):
             compiled(model, optim, torch.ones(2, 4))
         yield found[-1]

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
+from training import train as step
 
 from torchspmd import CommDebugMode
 from torchspmd.comm import Phase
@@ -28,14 +29,6 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.down(torch.relu(self.norm(self.up(x)))) * self.scale
-
-
-def step(model, optim, batch):
-    loss = model(batch).square().mean()
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss
 
 
 def train(mode=None, *, rank=0, function=step, model=None, optimizer=torch.optim.SGD):

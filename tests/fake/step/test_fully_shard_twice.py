@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from training import train_keeping_gradients
 
 from torchspmd.step import DataParallel, compile
 from torchspmd.testing import fake_mesh
@@ -126,14 +127,6 @@ class Scaled(nn.Module):
         return self.linear(x) * self.scale
 
 
-def train(model, optim, batch):
-    optim.zero_grad()
-    loss = model(batch).square().mean()
-    loss.backward()
-    optim.step()
-    return loss
-
-
 COUNTERS = {torch.optim.NAdam: {"step", "mu_product"}}
 COUNTERS[torch.optim.ASGD] = {"step", "eta", "mu"}
 
@@ -146,8 +139,10 @@ def test_counters_of_a_single_number_stay_plain(optimizer, is_warm):
         model = Scaled()
         optim = optimizer(model.parameters(), lr=0.1)
         if is_warm:
-            train(model, optim, batch)
-        step = compile(mesh=mesh, parallel_mode=DataParallel("fully_shard"))(train)
+            train_keeping_gradients(model, optim, batch)
+        step = compile(mesh=mesh, parallel_mode=DataParallel("fully_shard"))(
+            train_keeping_gradients
+        )
         for _ in range(2):
             step(model, optim, batch)
         for parameter in (model.scale, model.linear.weight):

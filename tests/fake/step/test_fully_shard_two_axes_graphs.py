@@ -12,6 +12,7 @@ from torch.distributed.tensor import (
     Shard,
     distribute_tensor,
 )
+from training import train_silently
 
 from torchspmd import _torch
 from torchspmd.comm import Phase
@@ -49,18 +50,12 @@ class Net(nn.Module):
         return self.norm(self.down(torch.relu(self.up(x))))
 
 
-def step(model, optim, batch):
-    model(batch).square().mean().backward()
-    optim.step()
-    optim.zero_grad()
-
-
 def train(plan=PLAN, *, rank=0, shape=(2, 2), model=None, mode=MODE, batch=(3, 8)):
     """A model and its program after a step on a fake mesh."""
     with fake_mesh(shape, ("dp", "tp"), rank=rank) as mesh:
         model = parallelize_module(model or Net(), mesh["tp"], plan)
         optim = torch.optim.AdamW(model.parameters(), lr=0.1)
-        compiled = compile(parallel_mode=mode, mesh=mesh["dp"])(step)
+        compiled = compile(parallel_mode=mode, mesh=mesh["dp"])(train_silently)
         compiled(model, optim, torch.randn(batch))
         return model, optim, compiled.programs[0]
 
@@ -165,11 +160,11 @@ def test_a_second_step_takes_the_shards():
     with fake_mesh((2, 2, 2), ("pp", "dp", "tp"), rank=5) as mesh:  # a part of a mesh
         model = parallelize_module(Net(), mesh["tp"], PLAN)
         optim = torch.optim.SGD(model.parameters(), lr=0.1)
-        compile(parallel_mode=MODE, mesh=mesh["dp"])(step)(
+        compile(parallel_mode=MODE, mesh=mesh["dp"])(train_silently)(
             model, optim, torch.ones(3, 8)
         )
         before = list(model.parameters())
-        again = compile(parallel_mode=MODE, mesh=mesh["dp"])(step)
+        again = compile(parallel_mode=MODE, mesh=mesh["dp"])(train_silently)
         again(model, optim, torch.randn(3, 8))
         after = model.parameters()
         assert all(p is q for p, q in zip(before, after, strict=True))
@@ -180,7 +175,7 @@ def test_state_and_gradients_from_before_are_cut_too():
     with fake_mesh((2, 2), ("dp", "tp")) as mesh:
         model = parallelize_module(Net(), mesh["tp"], PLAN)
         optim = torch.optim.AdamW(model.parameters(), lr=0.1)
-        step(model, optim, torch.randn(3, 8))
+        train_silently(model, optim, torch.randn(3, 8))
         model(torch.randn(3, 8)).sum().backward()
         grad = model.up.weight.grad.to_local().clone()
 
@@ -196,7 +191,7 @@ def test_state_and_gradients_from_before_are_cut_too():
         assert type(optim.state[weight]["step"]) is torch.Tensor
 
 
-def refusal(build, *, shape=(2, 2), function=step, batch=(3, 8)):
+def refusal(build, *, shape=(2, 2), function=train_silently, batch=(3, 8)):
     """The text of the refusal; the model is as before."""
     with fake_mesh(shape, ("dp", "tp")) as mesh:
         model, optim = build(mesh)
@@ -328,7 +323,7 @@ def test_whole_parameters_of_tp_are_not_used_by_mistake():
         model, optim = sgd(parallelize_module(Net(), mesh["tp"], PLAN))
         weight = model.up.weight
         elsewhere = torch.optim.SGD([weight], lr=0.1)
-        compile(parallel_mode=MODE, mesh=mesh["dp"])(step)(
+        compile(parallel_mode=MODE, mesh=mesh["dp"])(train_silently)(
             model, optim, torch.ones(3, 8)
         )
         with pytest.raises(UsageError, match=r"Net.up.weight: this is the whole"):

@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from training import train_silently
 
 from torchspmd.errors import PassWarning
 from torchspmd.step import DataParallel, GraphModuleTransformation, compile
@@ -24,12 +25,6 @@ def cleared_first_by_the_model(model, optim, batch):
     model.zero_grad()
     model(batch).square().mean().backward()
     optim.step()
-
-
-def cleared_last(model, optim, batch):
-    model(batch).square().mean().backward()
-    optim.step()
-    optim.zero_grad()
 
 
 def kept(model, optim, batch):
@@ -103,7 +98,7 @@ def forget(optim, number):
     [
         (cleared_first, nothing),
         (cleared_first, clear),
-        (cleared_last, nothing),
+        (train_silently, nothing),
         (kept, clear_sometimes),
         (kept, forget),
         (kept_in_part, nothing),
@@ -119,7 +114,7 @@ def test_overlapped_steps_leave_the_gradients_of_others(function, between):
 
 
 @pytest.mark.parametrize(
-    "function", [cleared_first, cleared_first_by_the_model, cleared_last]
+    "function", [cleared_first, cleared_first_by_the_model, train_silently]
 )
 def test_steps_that_clear_gradients_overlap(function):
     _, transformation = train(function, True, nothing)

@@ -21,11 +21,11 @@ def without_its_reduction():
     start = graph.call_function(ops.all_reduce.default, (x, "sum", "0"))
     wait = graph.call_function(ops.wait_tensor.default, (start,))
     graph.output([wait])
-    before, twins = copy_graph(graph)
+    before, mapping = copy_graph(graph)
     wait.replace_all_uses_with(x)
     graph.erase_node(wait)
     graph.erase_node(start)
-    return str(check_edit(before, graph, twins))
+    return str(check_edit(before, graph, mapping))
 
 
 def test_a_group_of_one():

@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from torch import fx, nn
+from training import train
 
 from torchspmd.errors import LegalityError, PassWarning
 from torchspmd.step import DataParallel, compile, graph_optimization_pass
@@ -45,14 +46,6 @@ class Net(nn.Module):
         return self.down(self.drop(torch.relu(self.norm(self.up(x)))))
 
 
-def step(model, optim, batch):
-    loss = model(batch).square().mean()
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss
-
-
 @pytest.fixture(scope="module")
 def captured():
     """Gives a copy of the graph of a second step, when the optimizer has its states."""
@@ -71,7 +64,7 @@ def captured():
 def _capture(optimizer, mode, mesh):
     model = Net()
     optim = OPTIMIZERS[optimizer](model.parameters())
-    compiled = compile(mesh=mesh, parallel_mode=MODES[mode])(step)
+    compiled = compile(mesh=mesh, parallel_mode=MODES[mode])(train)
     for _ in range(2):
         compiled(model, optim, torch.randn(4, 6))
     return compiled.programs[-1].graph
@@ -97,11 +90,11 @@ def test_every_pass_is_proved(optimizer, mode, captured):
     assert sum(report.outcome.changed > 0 for report in reports) >= 2
     for report in reports:
         assert report.proof.startswith("proved equal"), str(report)
-    before, twins = copy_graph(gm.graph)
+    before, mapping = copy_graph(gm.graph)
     values = output_values(gm.graph)
     states = {values[i]: place for i, place in written_state(gm.graph).items()}
     apply_in_place(gm.graph, plan_in_place(gm.graph, states))
-    assert str(check_edit(before, gm.graph, twins)) == "proved equal"
+    assert str(check_edit(before, gm.graph, mapping)) == "proved equal"
 
 
 @pytest.mark.parametrize("mode", ["replicate", "fully_shard"])

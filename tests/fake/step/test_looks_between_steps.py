@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from training import train, train_keeping_gradients
 
 from torchspmd.errors import PassWarning
 from torchspmd.step import DataParallel, GraphModuleTransformation, compile
@@ -35,26 +36,10 @@ class Products(torch.optim.Optimizer):
                 p.sub_(0.1 * change)
 
 
-def plain_step(model, optim, batch):
-    loss = model(batch).square().mean()
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss
-
-
-def keeping_step(model, optim, batch):
-    optim.zero_grad()
-    loss = model(batch).square().mean()
-    loss.backward()
-    optim.step()
-    return loss
-
-
 class Training:
     """A step whose updates are left for the next one; in a world of two ranks."""
 
-    def __init__(self, optimizer=Products, step=plain_step, **options):
+    def __init__(self, optimizer=Products, step=train, **options):
         torch.manual_seed(0)
         layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)]
         self.model = nn.Sequential(*layers)
@@ -168,7 +153,7 @@ def test_what_a_parent_loads_stays():
 
 
 def test_gradients_that_are_left_can_be_written():
-    training = Training(step=keeping_step)
+    training = Training(step=train_keeping_gradients)
     training.run(3)
     in_inference_mode(training)
     for parameter in training.model.parameters():

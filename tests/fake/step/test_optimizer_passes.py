@@ -4,6 +4,7 @@ import pytest
 import torch
 from step_models import build, difference
 from torch import nn
+from training import train
 
 from torchspmd.errors import CaptureError, PassWarning
 from torchspmd.step import DataParallel, IterGraphModule, compile
@@ -12,14 +13,6 @@ from torchspmd.step.passes import defer_updates
 from torchspmd.testing import fake_world
 
 pytestmark = pytest.mark.fake
-
-
-def train(model, optim, batch):
-    loss = model(batch).square().mean()
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss
 
 
 def outcomes_of(optimizer, steps=8):

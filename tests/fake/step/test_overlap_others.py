@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch._C import _distributed_c10d as _c10d
+from training import train as step
 
 from torchspmd.errors import LostStateError, PassWarning, UsageError
 from torchspmd.step import DataParallel, GraphModuleTransformation, compile
@@ -44,14 +45,6 @@ def build():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     return model, torch.optim.Adam(model.parameters(), lr=0.05)
-
-
-def step(model, optim, batch):
-    loss = model(batch).square().mean()
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss
 
 
 def batches(count=5):

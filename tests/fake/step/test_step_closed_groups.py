@@ -3,20 +3,13 @@
 import pytest
 import torch
 from torch import nn
+from training import train
 
 from torchspmd.errors import UsageError
 from torchspmd.step import DataParallel, GraphModuleTransformation, compile
 from torchspmd.testing import fake_mesh
 
 pytestmark = pytest.mark.fake
-
-
-def train(model, optim, batch):
-    loss = model(batch).square().mean()
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss
 
 
 def test_a_step_whose_groups_were_destroyed():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from training import train
 
 from torchspmd import CommDebugMode
 from torchspmd.errors import CaptureError, UsageError
@@ -33,15 +34,7 @@ class Net(nn.Module):
         return x
 
 
-def step(model, optim, batch):
-    loss = model(batch).square().mean()
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss
-
-
-def run(mode=None, mesh=None, function=step):
+def run(mode=None, mesh=None, function=train):
     model = Net()
     optim = torch.optim.AdamW(model.parameters(), foreach=True)
     compiled = compile(parallel_mode=mode, mesh=mesh)(function)
@@ -144,9 +137,9 @@ def test_a_model_with_layouts_needs_a_choice():
         with pytest.raises(
             CaptureError, match=r"Sequential.0.weight and 1 more tensors"
         ):
-            compile(mesh=mesh["dp"])(step)(model, optim, torch.randn(3, 8))
+            compile(mesh=mesh["dp"])(train)(model, optim, torch.randn(3, 8))
         mode = DataParallel("replicate", reduce="sum")
-        compiled = compile(mesh=mesh["dp"], parallel_mode=mode)(step)
+        compiled = compile(mesh=mesh["dp"], parallel_mode=mode)(train)
         compiled(model, optim, torch.randn(3, 8))
         ledger = compiled.programs[0].ledger
         assert ledger.total(axis="dp", phase="backward").count == 2

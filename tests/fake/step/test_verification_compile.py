@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from training import train
 
 from torchspmd.errors import LegalityError, PassWarning, VerificationError
 from torchspmd.step import (
@@ -27,14 +28,6 @@ c10d = torch.ops._c10d_functional
 ADAMW = torch.ops.aten._fused_adamw.tensor_lr
 
 
-def train_step(model, optim, batch):
-    loss = model(batch).square().mean()
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss
-
-
 def compiled(transformation=None, *, ranks=4, steps=1, verify=True, mode="replicate"):
     """A step on a mesh of any size, run so often."""
     with fake_mesh(ranks, ("dp",)) as mesh:
@@ -46,7 +39,7 @@ def compiled(transformation=None, *, ranks=4, steps=1, verify=True, mode="replic
             parallel_mode=DataParallel(mode),
             gm_transformation=transformation,
             verify=verify,
-        )(train_step)
+        )(train)
         for _ in range(steps):
             step(model, optim, torch.randn(4, 5))
         step.flush()
@@ -126,7 +119,7 @@ def test_a_plain_bucket_does_not():
     with pytest.raises(VerificationError) as caught:
         compiled(GraphModuleTransformation(passes=[overclaiming]))
     text = str(caught.value)
-    assert "train_step, program 0: pass overclaiming changed what" in text
+    assert "train, program 0: pass overclaiming changed what" in text
     assert "4 virtual ranks (dp=4), reduction order ring" in text
     assert "all_reduce_default" in text
     assert "overclaiming claims to keep bits under rank, ring; not under tree" in text

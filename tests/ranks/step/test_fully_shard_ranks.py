@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
+from training import train_silently
 
 from torchspmd import clip_grad_norm_
 from torchspmd.errors import AgreementError
@@ -187,12 +188,6 @@ def test_parameters_used_in_every_way(ranks2):
         assert max(found) < 2e-5, found
 
 
-def simple(model, optim, batch):
-    model(batch).square().mean().backward()
-    optim.step()
-    optim.zero_grad()
-
-
 def mlp():
     return nn.Sequential(nn.Linear(8, 7), nn.ReLU(), nn.Linear(7, 3))
 
@@ -206,7 +201,9 @@ def run_sum():
         optim.zero_grad()
 
     ours, reference = pair(mlp, momentum)
-    step = compile(parallel_mode=DataParallel("fully_shard", reduce="sum"))(simple)
+    step = compile(parallel_mode=DataParallel("fully_shard", reduce="sum"))(
+        train_silently
+    )
     for number in range(2):
         whole, part = rows(number)
         step(*ours, part)
@@ -219,13 +216,13 @@ def run_warm():
     ours, reference = pair(mlp, adamw)
     whole, part = rows(0)
     for each in (ours, reference):
-        simple(*each, whole)
+        train_silently(*each, whole)
         each[0](whole).square().mean().backward()
     start = ours[0][0].weight.detach().clone()
-    step = compile(parallel_mode=MODE)(simple)
+    step = compile(parallel_mode=MODE)(train_silently)
     for _ in range(2):
         step(*ours, part)
-        simple(*reference, whole)
+        train_silently(*reference, whole)
     assert not torch.allclose(full(ours[0][0].weight), start)
     return worst(ours, reference)
 
@@ -268,7 +265,7 @@ def test_a_skipped_step_is_skipped_on_every_rank(ranks2):
 def run_checkpoint():
     """Sharded and whole checkpoints, and evaluation by a second compiled step."""
     (model, optim), (other, _) = pair(mlp, adamw)
-    step = compile(parallel_mode=MODE)(simple)
+    step = compile(parallel_mode=MODE)(train_silently)
     step(model, optim, rows(0)[1])
     place = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(place)
@@ -308,7 +305,7 @@ def run_other_values():
     model = mlp()
     before = list(model.parameters())
     try:
-        compile(parallel_mode=MODE)(simple)(model, momentum(before), rows(0)[1])
+        compile(parallel_mode=MODE)(train_silently)(model, momentum(before), rows(0)[1])
     except AgreementError as error:
         same = [p is q for p, q in zip(before, model.parameters(), strict=True)]
         return str(error), all(same)

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import parallel as torch_tp
+from training import train
 
 from torchspmd.errors import AgreementError
 from torchspmd.parallel import (
@@ -155,14 +156,6 @@ def tokens(step):
 
 def part(whole, mesh):
     return whole.chunk(2)[mesh.get_local_rank("dp")].clone()
-
-
-def train(model, optim, batch):
-    loss = model(batch).square().mean()
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss
 
 
 def build(model, optimizer, plan, mesh, place=parallelize_module):

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from training import train
 
 from torchspmd.errors import AgreementError, CaptureError, UsageError
 from torchspmd.step import (
@@ -37,14 +38,6 @@ def test_all_ranks_get_the_rates_of_the_slowest(ranks2):
     assert not transformation.reports
 
 
-def step(model, optim, batch):
-    loss = model(batch).square().mean()
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss
-
-
 def compiled_by_measuring():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
@@ -53,7 +46,7 @@ def compiled_by_measuring():
         enable_graph_optimization=True, overlap_iterations=True, cost="measure"
     )
     compiled = compile(
-        step,
+        train,
         gm_transformation=transformation,
         parallel_mode=DataParallel("replicate"),
     )
@@ -83,7 +76,7 @@ def fails_before_measuring():
     def unlucky_step(model, optim, batch):
         if dist.get_rank() == 1:
             raise ValueError("no luck")
-        return step(model, optim, batch)
+        return train(model, optim, batch)
 
     start = time.monotonic()
     try:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from comm_graphs import all_gather, all_reduce, captured, copied, reduce_scatter
 from torch import nn
+from training import train as step
 
 from torchspmd.errors import PassWarning
 from torchspmd.step import DataParallel, compile
@@ -41,14 +42,6 @@ def passes(layout, budget):
 
     reports = []
     return transformation, reports
-
-
-def step(model, optim, batch):
-    loss = model(batch).square().mean()
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss
 
 
 def train(mode, layout, budget):

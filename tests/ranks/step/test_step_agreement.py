@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from training import train
 
 from torchspmd.errors import AgreementError
 from torchspmd.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -18,20 +19,12 @@ from torchspmd.testing import Ranks
 pytestmark = pytest.mark.ranks
 
 
-def step(model, optim, batch):
-    loss = model(batch).square().mean()
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss
-
-
 def refused(model, batch, mode=None):
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     start = time.monotonic()
     before = [p.detach().clone() for p in model.parameters()]
     try:
-        compile(parallel_mode=mode)(step)(model, optim, batch)
+        compile(parallel_mode=mode)(train)(model, optim, batch)
     except AgreementError as error:
         same = all(
             torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)
@@ -61,7 +54,7 @@ def with_another_step():
 def test_another_layer(ranks2):
     for text, seconds, unchanged in ranks2.run(with_another_layer):
         assert "ranks would not run the same communication" in text
-        assert "program 0 of 'step', mesh data=2" in text
+        assert "program 0 of 'train', mesh data=2" in text
         assert "rank 0 has all_reduce float32[5] (sum) over" in text
         assert "rank 1 has all_reduce float32[4] (sum) over" in text
         assert "Give every rank batches of the same shape" in text
@@ -82,7 +75,7 @@ def test_a_collective_less(ranks2):
 
 
 def lonely_step(model, optim, batch):
-    return step(model, optim, batch)
+    return train(model, optim, batch)
 
 
 def late():
@@ -120,7 +113,7 @@ def fails_on_one(model=None, **options):
     model = model or nn.Linear(4, 2)
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     start = time.monotonic()
-    again = compile(gm_transformation=transformation, **options)(step)
+    again = compile(gm_transformation=transformation, **options)(train)
     try:
         again(model, optim, torch.ones(3, 4))
     except (AgreementError, ValueError) as error:
@@ -133,7 +126,7 @@ def test_a_rank_that_fails_is_named_at_once(ranks2):
     (text, seconds, loss), (own, _, same) = ranks2.run(fails_on_one)
     assert loss == same  # they can try again
     assert own == "ValueError: no such bucket\nand more"
-    assert "program 0 of 'step', mesh data=2 could not be built on every rank" in text
+    assert "program 0 of 'train', mesh data=2 could not be built on every rank" in text
     assert "  * rank 1: ValueError: no such bucket\n\nNothing was run." in text
     assert seconds < 30
 
@@ -159,7 +152,7 @@ def check_told(found):
     (text, seconds, loss), (own, _, same) = found
     assert loss == same
     assert own == "ValueError: no such bucket\nand more"
-    assert "compile: program 0 of 'step'" in text
+    assert "compile: program 0 of 'train'" in text
     assert "could not be built on every rank\n\n  * rank 1: ValueError: no such" in text
     assert seconds < 15  # not after the time-out of an exchange, nor of a collective
 
@@ -177,7 +170,7 @@ def compiles_slowly():
     model = nn.Linear(4, 2)
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
-        loss = compile(step, backend="inductor")(model, optim, torch.ones(3, 4))
+        loss = compile(train, backend="inductor")(model, optim, torch.ones(3, 4))
     finally:
         rank_agreement.PLAN_SECONDS, backends.lower = 300.0, lower
     return loss.shape

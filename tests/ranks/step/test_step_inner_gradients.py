@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from training import train
 
 from torchspmd.errors import AgreementError, CaptureError
 from torchspmd.step import DataParallel, compile
@@ -118,14 +119,6 @@ def test_refused(ranks2):
         assert "Sequential.0.weight and 3 more would be updated" in own
         assert "create_graph=True" in sharded and "'replicate'" in sharded
         assert is_equal  # plain gradients of autograd.grad are reduced
-
-
-def train(model, optim, batch):
-    loss = model(batch).square().mean()
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss
 
 
 def run_other_weights(mode):

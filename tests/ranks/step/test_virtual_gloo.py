@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from training import train
 
 from torchspmd.step import DataParallel, GraphModuleTransformation, compile
 from torchspmd.step.capture.inventory import take_inventory
@@ -13,14 +14,6 @@ from torchspmd.step.virtual.run import next_inputs, run_virtual
 pytestmark = pytest.mark.ranks
 
 STEPS = 3
-
-
-def train_step(model, optim, batch):
-    loss = model(batch).square().mean()
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss
 
 
 def model_and_optimizer():
@@ -53,7 +46,7 @@ def compare(orders):
     """Elements that differ between the real and the virtual run, by order."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model, optim = model_and_optimizer()
-    compiled = compile(parallel_mode=DataParallel(reduce="sum"))(train_step)
+    compiled = compile(parallel_mode=DataParallel(reduce="sum"))(train)
     for step in range(2):  # the second call has optimizer state
         compiled(model, optim, batch_of(rank, step))
     program = compiled.programs[1]
@@ -156,7 +149,7 @@ def train_verified(verify):
         parallel_mode=DataParallel(reduce="sum"),
         gm_transformation=GraphModuleTransformation(enable_graph_optimization=True),
         verify=verify,
-    )(train_step)
+    )(train)
     for number in range(3):
         step(model, optim, batch_of(dist.get_rank(), number))
     certificate = step.programs[-1].certificate

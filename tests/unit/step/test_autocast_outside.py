@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from training import train
 
 from torchspmd.step import compile
 
@@ -24,26 +25,18 @@ class Island(nn.Module):
             return self.second(x.float())
 
 
-def step(model, optim, batch):
-    loss = model(batch).square().mean()
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss
-
-
 @pytest.mark.parametrize("verify", [False, True])
 def test_an_island_stays_one(verify):
     torch.manual_seed(0)
     model = Island()
     reference = copy.deepcopy(model)
     batch = torch.randn(4, 8)
-    compiled = compile(step, verify=verify)
+    compiled = compile(train, verify=verify)
     optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
     for _ in range(3):
         with torch.autocast("cpu", torch.bfloat16):
             ours = compiled(model, optims[0], batch)
-            expected = step(reference, optims[1], batch)
+            expected = train(reference, optims[1], batch)
         assert torch.equal(ours, expected)
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(p, q)

@@ -6,6 +6,7 @@ import functools
 import pytest
 import torch
 from torch import fx, nn
+from training import train as plain_step
 
 from torchspmd.errors import DeferralError, PassWarning, UsageError
 from torchspmd.step import (
@@ -33,14 +34,6 @@ def build():
     optim = torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
     plain_step(model, optim, torch.ones(2, 4))
     return model, optim
-
-
-def plain_step(model, optim, batch):
-    loss = model(batch).square().mean()
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss
 
 
 def named(gm, name):
@@ -339,7 +332,7 @@ def test_a_run_that_ends_unflushed_is_reported(capsys):
     assert at_exit.atexit
     at_exit()
     text = capsys.readouterr().err
-    assert "plain_step ended with an update that was not made" in text
+    assert "train ended with an update that was not made" in text
     assert "last_train_step=True" in text
     step.flush()
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from _memory import MemoryCounter
 from torch import fx, nn
+from training import train, train_keeping_gradients
 
 from torchspmd.errors import LostStateError, UsageError
 from torchspmd.step import IterGraphModule, compile, find_node
@@ -33,22 +34,6 @@ OPTIMIZERS = {
 }
 
 
-def plain_step(model, optim, batch):
-    loss = model(batch).square().mean()
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss
-
-
-def keep_gradients(model, optim, batch):
-    optim.zero_grad()
-    loss = model(batch).square().mean()
-    loss.backward()
-    optim.step()
-    return loss
-
-
 def defer_two_regions(gm):
     """The last layer's update, and apart from it the second layer's."""
     gm = IterGraphModule(gm)
@@ -70,7 +55,7 @@ def batches(count):
 class Training:
     """A model with buffers, its optimizer, and a step that can be made to fail."""
 
-    def __init__(self, name, function=plain_step):
+    def __init__(self, name, function=train):
         torch.manual_seed(0)
         linear = functools.partial(nn.Linear, 4, 4, bias=False)
         norm = nn.BatchNorm1d(4, affine=False)
@@ -275,7 +260,7 @@ def test_a_last_step_whose_updates_fail_is_not_to_be_repeated(training):
     with training.break_at("flush", 0) as caught:
         training.step(second, last_train_step=True)
     assert caught.value.__notes__ == [
-        "plain_step: the last step was made, but not all of its updates. Call flush() for "
+        "train: the last step was made, but not all of its updates. Call flush() for "
         "the rest; do not run the step again."
     ]
     training.compiled.flush()
@@ -462,7 +447,7 @@ def test_the_module_itself_asks_for_a_flush():
 
 
 def test_an_update_that_leaves_a_gradient_is_not_made_in_place():
-    training = Training("fused adam", keep_gradients)
+    training = Training("fused adam", train_keeping_gradients)
     expected = training.expected(3)
     first, second, third = batches(3)
     training.step(first)  # another program: it finds no gradients

@@ -74,8 +74,8 @@ def replaced(made):
 
 def test_nothing_was_done():
     made = graph()
-    before, twins = copy_graph(made)
-    assert Edit.of(before, made, twins).is_empty
+    before, mapping = copy_graph(made)
+    assert Edit.of(before, made, mapping).is_empty
 
 
 @pytest.mark.parametrize(
@@ -93,15 +93,15 @@ def test_nothing_was_done():
 )
 def test_something_was_done(change):
     made = graph()
-    before, twins = copy_graph(made)
+    before, mapping = copy_graph(made)
     change(made)
-    assert not Edit.of(before, made, twins).is_empty
+    assert not Edit.of(before, made, mapping).is_empty
 
 
 def test_nothing_is_evaluated_for_nothing(monkeypatch):
     made = graph()
-    before, twins = copy_graph(made)
+    before, mapping = copy_graph(made)
     monkeypatch.setattr(check, "Equivalence", None)
-    proof = check_edit(before, made, twins)
+    proof = check_edit(before, made, mapping)
     assert str(proof) == "proved equal"
     assert proof.num_outputs == 2

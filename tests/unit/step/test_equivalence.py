@@ -381,13 +381,13 @@ def test_random_draws_are_told_apart():
     x = b.input("x", 3)
     one, two = (b.call(aten.bernoulli.p, x, 0.5) for _ in range(2))
     b.graph.output([one, two])
-    before, twins = copy_graph(b.graph)
-    assert str(check_edit(before, b.graph, twins)) == "proved equal"
+    before, mapping = copy_graph(b.graph)
+    assert str(check_edit(before, b.graph, mapping)) == "proved equal"
     b.graph.output_node().args = ([two, one],)
     with pytest.raises(LegalityError, match="bernoulli_p was where bernoulli_p_1"):
-        check_edit(before, b.graph, twins)
+        check_edit(before, b.graph, mapping)
     b.graph.output_node().args = ([one, two],)
     one.prepend(two)
     text = "random: bernoulli_p_1 takes the random numbers that bernoulli_p took"
     with pytest.raises(LegalityError, match=text):
-        check_edit(before, b.graph, twins)
+        check_edit(before, b.graph, mapping)

@@ -3,19 +3,12 @@
 import pytest
 import torch
 from step_models import MODELS, build
+from training import train
 
 from torchspmd.step import compile
 from torchspmd.step.capture import functionalize
 
 pytestmark = pytest.mark.unit
-
-
-def train(model, optim, batch):
-    loss = model(batch).square().mean()
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss
 
 
 def operators(model, optimizer):

@@ -28,10 +28,10 @@ class Edited:
         self.third = b.reduced(self.y, group=OTHER)
         self.total = b.call(aten.sub.Tensor, self.first, self.second)
         self.graph.output([self.total, self.third])
-        self.before, self.twins = copy_graph(self.graph)
+        self.before, self.mapping = copy_graph(self.graph)
 
     def check(self, **options):
-        return str(check_edit(self.before, self.graph, self.twins, **options))
+        return str(check_edit(self.before, self.graph, self.mapping, **options))
 
     def problems(self, **options):
         with pytest.raises(LegalityError) as caught:
@@ -164,16 +164,16 @@ def test_a_buffer_that_is_used_while_it_is_reduced_in_place():
     wait = b.graph.call_function(WAIT, (start,))
     used = b.call(aten.neg.default, buffer)
     b.graph.output([used])
-    before, twins = copy_graph(b.graph)
+    before, mapping = copy_graph(b.graph)
     # As it is, the buffer is used without the wait: not the fault of an edit.
-    assert str(check_edit(before, b.graph, twins)) == "proved equal"
+    assert str(check_edit(before, b.graph, mapping)) == "proved equal"
     used.args = (wait,)
-    before, twins = copy_graph(b.graph)
+    before, mapping = copy_graph(b.graph)
     used.args = (buffer,)
     with pytest.raises(
         LegalityError, match="neg_default uses all_reduce__default without"
     ):
-        check_edit(before, b.graph, twins)
+        check_edit(before, b.graph, mapping)
 
 
 # The order of collectives.
@@ -227,10 +227,10 @@ def write_between(move=None):
         "again": b.call(aten.relu.default, view),
     }
     b.graph.output([nodes["read"], nodes["again"]])
-    before, twins = copy_graph(b.graph)
+    before, mapping = copy_graph(b.graph)
     if move is not None:
         nodes[move[1]].append(nodes[move[0]])
-    return str(check_edit(before, b.graph, twins))
+    return str(check_edit(before, b.graph, mapping))
 
 
 def test_a_read_that_crosses_a_write_through_a_view():
@@ -253,10 +253,10 @@ def test_a_write_into_what_a_collective_still_sends():
     wait = b.call(WAIT, start)
     write = b.graph.call_function(aten.zero_.default, (x,))
     b.graph.output([wait])
-    before, twins = copy_graph(b.graph)
+    before, mapping = copy_graph(b.graph)
     write.append(wait)
     with pytest.raises(LegalityError) as caught:
-        check_edit(before, b.graph, twins)
+        check_edit(before, b.graph, mapping)
     assert "zero__default writes what all_reduce_default sends, before the wait" in str(
         caught.value
     )
@@ -273,17 +273,17 @@ def test_outputs_that_lie_in_memory_that_changes():
         return b.graph, new, x, copies
 
     graph, new, x, copies = outputs(OutputKind.RESULT, OutputKind.RESULT)
-    before, twins = copy_graph(graph)
+    before, mapping = copy_graph(graph)
     graph.output_node().args = ([new, x, copies[1]],)
     with pytest.raises(
         LegalityError, match=r"output 1 \(x\) now lies in the memory of x"
     ):
-        check_edit(before, graph, twins)
+        check_edit(before, graph, mapping)
     graph, new, _, copies = outputs(OutputKind.CREATED, OutputKind.CREATED)
-    before, twins = copy_graph(graph)
+    before, mapping = copy_graph(graph)
     graph.output_node().args = ([new, copies[0], copies[0]],)
     with pytest.raises(LegalityError, match="now lie in the same memory"):
-        check_edit(before, graph, twins)
+        check_edit(before, graph, mapping)
 
 
 # All together.
@@ -324,19 +324,19 @@ def test_many_problems_are_counted():
     b = GraphBuilder()
     inputs = [b.input(f"x{i}", 2 + i) for i in range(30)]
     b.graph.output([b.call(aten.relu.default, x) for x in inputs])
-    before, twins = copy_graph(b.graph)
+    before, mapping = copy_graph(b.graph)
     values = b.graph.output_node().args[0]
     b.graph.output_node().args = ([*values[1:], values[0]],)
     with pytest.raises(LegalityError) as caught:
-        check_edit(before, b.graph, twins)
+        check_edit(before, b.graph, mapping)
     assert "30 problems" in str(caught.value)
     assert str(caught.value).endswith("  and 10 more")
 
 
 def test_a_graph_of_python_functions():
     graph = fx.symbolic_trace(lambda x, y: torch.sub(x, y) * 2).graph
-    before, twins = copy_graph(graph)
+    before, mapping = copy_graph(graph)
     sub = next(node for node in graph.nodes if node.op == "call_function")
     sub.args = sub.args[::-1]
     with pytest.raises(LegalityError, match="operands in another order"):
-        check_edit(before, graph, twins)
+        check_edit(before, graph, mapping)

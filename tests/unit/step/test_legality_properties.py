@@ -27,11 +27,11 @@ def edited(seed, in_place=False):
     random = Random(seed)
     fused = random.random() < 0.5 and not in_place
     graph = training_graph(random, sharded=random.random() < 0.5, fused=fused)
-    before, twins = copy_graph(graph)
+    before, mapping = copy_graph(graph)
     done = edit_at_random(graph, random)
     if in_place:
         write_in_place(graph, random)
-    return random, before, graph, twins, done
+    return random, before, graph, mapping, done
 
 
 def mutated(seed, mutate, is_ready=lambda *case: True, in_place=False):
@@ -44,9 +44,9 @@ def mutated(seed, mutate, is_ready=lambda *case: True, in_place=False):
     raise AssertionError(f"{mutate.__name__} found no place")
 
 
-def verdict(before, graph, twins, **options):
+def verdict(before, graph, mapping, **options):
     try:
-        return str(check_edit(before, graph, twins, **options)).partition(";")[0]
+        return str(check_edit(before, graph, mapping, **options)).partition(";")[0]
     except LegalityError:
         return "caught"
 
@@ -54,9 +54,9 @@ def verdict(before, graph, twins, **options):
 @settings(quick, max_examples=15)
 @given(seeds, st.booleans())
 def test_correct_edits_are_proved(seed, in_place):
-    _, before, graph, twins, done = edited(seed, in_place)
+    _, before, graph, mapping, done = edited(seed, in_place)
     assert is_same(before, graph), done
-    assert verdict(before, graph, twins, may_reorder=True) == "proved equal", done
+    assert verdict(before, graph, mapping, may_reorder=True) == "proved equal", done
 
 
 @pytest.mark.parametrize("mutate", STRUCTURAL, ids=lambda mutate: mutate.__name__)
@@ -73,8 +73,8 @@ def test_wrong_whatever_the_numbers_are(mutate, seed):
 @settings(quick, max_examples=5)
 @given(seeds)
 def test_changed_numbers_are_caught_and_only_they(mutate, seed):
-    before, graph, twins = mutated(seed, mutate)
-    found = verdict(before, graph, twins, may_reorder=True)
+    before, graph, mapping = mutated(seed, mutate)
+    found = verdict(before, graph, mapping, may_reorder=True)
     if not is_same(before, graph):
         assert found == "caught"
     # Taking one item of a coalesced collective twice is a second wait.
@@ -87,13 +87,13 @@ def test_changed_numbers_are_caught_and_only_they(mutate, seed):
 def test_reads_over_writes_are_caught(seed, was_functional):
     kept = []
 
-    def keep(before, graph, twins):
+    def keep(before, graph, mapping):
         kept[:] = copy_graph(graph)
         return True
 
-    before, graph, twins = mutated(seed, move_over_a_write, keep, in_place=True)
+    before, graph, mapping = mutated(seed, move_over_a_write, keep, in_place=True)
     if not was_functional:
-        before, twins = kept
+        before, mapping = kept
     same = is_same(before, graph)
-    found = verdict(before, graph, twins, may_reorder=True)
+    found = verdict(before, graph, mapping, may_reorder=True)
     assert found == ("proved equal" if same else "caught")

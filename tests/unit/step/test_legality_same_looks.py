@@ -21,9 +21,9 @@ UNPROVED = "checked: 1 of 1 outputs not proved: output 0"
 
 
 def check(graph, edit):
-    before, twins = copy_graph(graph)
+    before, mapping = copy_graph(graph)
     edit()
-    return str(check_edit(before, graph, twins))
+    return str(check_edit(before, graph, mapping))
 
 
 # Functions.

@@ -4,12 +4,14 @@ import operator
 
 import pytest
 import torch
-from edit_graphs import GraphBuilder, aten
+from edit_graphs import GraphBuilder, aten, c10d
 from torch import fx
 
 from torchspmd import _torch
 from torchspmd.errors import LegalityError
 from torchspmd.step.graph.cost import CostModel
+from torchspmd.step.graph.edit import NodeMaker, fake_result
+from torchspmd.step.graph.metadata import Owner
 from torchspmd.step.graph.snapshot import copy_graph
 from torchspmd.step.legality.check import check_edit
 
@@ -19,9 +21,9 @@ PROVED, UNPROVED = "proved equal", "checked: 1 of 1 outputs not proved: output 0
 
 
 def check(graph, edit):
-    before, twins = copy_graph(graph)
+    before, mapping = copy_graph(graph)
     edit()
-    return str(check_edit(before, graph, twins))
+    return str(check_edit(before, graph, mapping))
 
 
 def refusal(graph, edit):
@@ -124,8 +126,8 @@ def test_a_call_that_can_no_longer_run(caplog):
     graph, (filled, _) = built(make, (3,))
     text = refusal(graph, lambda: setattr(filled, "args", ([4], 1.0)))
     assert (
-        "call: mul_tensor cannot run: it takes full_default as float64[4], before "
-        "float64[3]. Cast or reshape in front of a call whose operands get another dtype "
+        "call: mul_tensor cannot run: it takes full_default as float64[4] (was "
+        "float64[3]). Cast or reshape in front of a call whose operands get another dtype "
         "or shape." in text
     )
     assert not caplog.records
@@ -192,6 +194,33 @@ def test_graphs_of_fake_tensors_stay_in_their_mode():
     assert check(graph, option(made, dtype=torch.float64)).startswith(UNPROVED)
     with world.mode:  # which refuses tensors of another one
         assert (made.meta["val"] + x.meta["val"]).dtype == torch.float64
+
+
+def test_new_nodes_that_take_no_tensor_give_fake_ones():
+    world, graph = _torch.FakeWorld(), fx.Graph()
+    graph.placeholder("x").meta["val"] = world.fake(torch.empty(3))
+    made = NodeMaker(graph, Owner()).call(aten.ones.default, [3]).meta["val"]
+    assert made.fake_mode is world.mode
+
+
+def test_a_collective_whose_arguments_are_given_by_name():
+    b = GraphBuilder()
+    x, gather = b.input("x", 2, 3), c10d.all_gather_into_tensor.default
+    start = b.graph.call_function(gather, (x,), {"group_size": 4, "group_name": "0"})
+    assert fake_result(start, {x: x.meta["val"]}).shape == (8, 3)
+
+
+def test_padding_with_a_number_that_is_known_only_when_the_graph_runs():
+    b = GraphBuilder()
+    x, number = b.input("x", 3), b.graph.placeholder("number")
+    pad = b.graph.call_function(aten.constant_pad_nd.default, (x, [0, 1], number))
+    out = b.graph.output([pad])
+
+    def edit():
+        with b.graph.inserting_before(out):
+            out.args = ([b.graph.call_function(aten.alias.default, (pad,))],)
+
+    assert check(b.graph, edit).startswith(UNPROVED)
 
 
 def test_tensors_with_values_are_not_touched():

@@ -32,10 +32,10 @@ def edited(add):
     )
     for node in gm.graph.nodes:
         node.meta["val"] = torch.empty(3, device="meta")
-    before, twins = copy_graph(gm.graph)
+    before, mapping = copy_graph(gm.graph)
     with gm.graph.inserting_after(value):
         add(gm.graph, value)
-    return before, gm.graph, twins
+    return before, gm.graph, mapping
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from training import train as step
 
 from torchspmd.comm import Phase
 from torchspmd.errors import PassWarning, UsageError
@@ -39,14 +40,6 @@ class Net(nn.Module):
 
     def forward(self, tokens):
         return F.dropout(self.layers(self.embed(tokens)), 0.5)
-
-
-def step(model, optim, batch):
-    loss = model(batch).square().mean()
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss
 
 
 def made(model, step=step):

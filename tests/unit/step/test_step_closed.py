@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from training import train
 
 from torchspmd.errors import UsageError
 from torchspmd.step import (
@@ -17,14 +18,6 @@ from torchspmd.step import (
 from torchspmd.testing import fake_world
 
 pytestmark = pytest.mark.unit
-
-
-def train(model, optim, batch):
-    loss = model(batch).square().mean()
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss
 
 
 def call():

@@ -6,20 +6,13 @@ import pytest
 import torch
 from step_models import OPTIMIZERS, build, difference
 from torch import nn
+from training import train
 
 from torchspmd.errors import CaptureError
 from torchspmd.step import compile
 from torchspmd.step.graph.optimizer_lists import get_all_fused_optimizer_blocks
 
 pytestmark = pytest.mark.unit
-
-
-def train(model, optim, batch):
-    loss = model(batch).square().mean()
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss
 
 
 def follow(step, ours, reference, steps):

@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from training import train as step
 
 from torchspmd.errors import CaptureError, UsageError
 from torchspmd.step import Override, compile
@@ -26,14 +27,6 @@ class Block(nn.Module):
 def net():
     torch.manual_seed(0)
     return nn.Sequential(Block(), Block())
-
-
-def step(model, optim, batch):
-    loss = model(batch).square().mean()
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss
 
 
 class Fused(nn.Module):

@@ -11,19 +11,12 @@ import torch._inductor
 from rich.console import Console
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
+from training import train
 
 from torchspmd.step import compile, progress
 from torchspmd.step.progress import Progress, phase
 
 pytestmark = pytest.mark.unit
-
-
-def train(model, optim, batch):
-    loss = model(batch).square().mean()
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss
 
 
 def run(**options):

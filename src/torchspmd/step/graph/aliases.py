@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from torchspmd import _torch
-from torchspmd.comm import find_operator
+from torchspmd.comm import Operator, find_operator
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +19,10 @@ class Aliases:
     Attributes:
         position: Each node's place in the graph.
         root: For each node, the node that brought its memory into the graph: an input, or
-            the operator that made it. Views have the root of what they look at.
+            the operator that made it. Views have the root of what they view.
         last_read: For each root, the last place at which its memory is read.
-        pinned: Roots about which nothing certain is known.
+        pinned: Roots that unknown calls or unfinished collectives may read or write at
+            any time.
     """
 
     position: Mapping[fx.Node, int]
@@ -61,9 +62,10 @@ def find_aliases(
             pinned.update(shared)
         if _is_opaque(node):
             pinned |= {root[node], *(root[source] for source in sources)}
-        for source in (*sources, *_read_until(node)):
+        payload = started_by(node).all_input_nodes if is_wait(node) else ()
+        for source in (*sources, *payload):  # a collective reads until its wait
             last_read[root[source]] = place
-        if _is_unfinished(node):
+        if communication_of(node) is not None and not find_waits(node):
             pinned |= {root[source] for source in node.all_input_nodes}
     return Aliases(position, root, last_read, frozenset(pinned))
 
@@ -201,28 +203,37 @@ def _is_opaque(node: fx.Node) -> bool:
 _NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-def _read_until(node: fx.Node) -> list[fx.Node]:
-    """What a wait ends the reading of: the payload of a collective under way."""
-    if not is_wait(node):
-        return []
-    start = node.args[0]
-    if isinstance(start, fx.Node) and start.target is operator.getitem:
-        start = start.args[0]
-    return list(start.all_input_nodes) if isinstance(start, fx.Node) else []
-
-
 def is_wait(node: fx.Node) -> bool:
     """Whether a node waits for a collective."""
     target = operator_of(node)
     return target is not None and _torch.packet_name(target).endswith("::wait_tensor")
 
 
-def _is_unfinished(node: fx.Node) -> bool:
-    """Whether a node starts a collective that the graph does not wait for."""
+def started_by(wait: fx.Node) -> fx.Node:
+    """The start that a wait is for, also of one tensor of a coalesced one."""
+    source = wait.args[0]
+    assert isinstance(source, fx.Node), type(source)
+    return without_item(source)
+
+
+def without_item(node: fx.Node) -> fx.Node:
+    """A start, also where one of its several tensors is given."""
+    source = node.args[0] if node.target is operator.getitem else node
+    assert isinstance(source, fx.Node), type(source)
+    return source
+
+
+def find_waits(start: fx.Node) -> tuple[fx.Node, ...]:
+    """The nodes that wait for a collective; one for each tensor of a coalesced one."""
+    users = [
+        each
+        for user in start.users
+        for each in (user.users if user.target is operator.getitem else (user,))
+    ]
+    return tuple(filter(is_wait, users))
+
+
+def communication_of(node: fx.Node) -> Operator | None:
+    """The communication that a node starts; None for any other node."""
     target = operator_of(node)
-    if target is None or is_wait(node):
-        return False
-    if find_operator(_torch.packet_name(target)) is None:
-        return False
-    waiting = [*node.users, *(user for item in node.users for user in item.users)]
-    return not any(is_wait(user) for user in waiting)
+    return None if target is None else find_operator(_torch.packet_name(target))

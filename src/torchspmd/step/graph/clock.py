@@ -10,9 +10,9 @@ from typing import Any, final
 import torch
 from torch import fx
 
-from torchspmd.step.graph.aliases import is_wait
+from torchspmd.step.graph.aliases import is_wait, started_by, without_item
 from torchspmd.step.graph.collectives import events_of
-from torchspmd.step.graph.simulate import carried_values, started_by, without_item
+from torchspmd.step.graph.simulate import carried_values
 
 # No more than this is what a wait itself takes, not what is waited for.
 HIDDEN_SECONDS = 5e-5

@@ -20,12 +20,13 @@ from torchspmd.comm import (
     Ledger,
     Operator,
     Topology,
-    find_operator,
     measure,
 )
 from torchspmd.step.graph.aliases import (
     Aliases,
+    communication_of,
     find_aliases,
+    find_waits,
     is_view,
     is_wait,
     node_arguments,
@@ -53,7 +54,7 @@ def events_of(graph: fx.Graph) -> Iterator[tuple[fx.Node, CommEvent]]:
     """Each node that communicates, and its event."""
     topology = Topology()
     for node in graph.nodes:
-        operator = _operator(node)
+        operator = communication_of(node)
         if operator is not None:
             yield node, _event(node, operator, topology)
 
@@ -65,23 +66,7 @@ def peers_of(graph: fx.GraphModule) -> list[int]:
 
 def is_communication(node: fx.Node) -> bool:
     """Whether a node starts a communication."""
-    return _operator(node) is not None
-
-
-def kind_of(node: fx.Node) -> Kind | None:
-    """What a node communicates; None where it does not."""
-    found = _operator(node)
-    return None if found is None else found.kind
-
-
-def find_waits(start: fx.Node) -> tuple[fx.Node, ...]:
-    """The nodes that wait for a collective; one for each tensor of a coalesced one."""
-    users = [
-        each
-        for user in start.users
-        for each in (user.users if user.target is operator.getitem else (user,))
-    ]
-    return tuple(filter(is_wait, users))
+    return communication_of(node) is not None
 
 
 def graph_size(graph: fx.Graph) -> GraphSize:
@@ -89,11 +74,6 @@ def graph_size(graph: fx.Graph) -> GraphSize:
     found = list(events_of(graph))
     total = sum(event.payload_bytes for _, event in found)
     return GraphSize(len(graph.nodes), len(found), total)
-
-
-def _operator(node: fx.Node) -> Operator | None:
-    target = operator_of(node)
-    return None if target is None else find_operator(_torch.packet_name(target))
 
 
 def _event(node: fx.Node, operator: Operator, topology: Topology) -> CommEvent:
@@ -118,7 +98,7 @@ def _value(node: fx.Node) -> Any:
     return node.meta.get("val")
 
 
-# Besides views: what costs about a copy and may travel with a collective.
+# Besides views: what costs about a copy and may move with a collective.
 _CHEAP = frozenset(
     {"aten::_to_copy", "aten::clone", "aten::div", "aten::mul", "aten::neg"}
 )
@@ -127,7 +107,7 @@ _PACKING = frozenset({"aten::cat", "aten::constant_pad_nd"})
 
 @dataclass(frozen=True, slots=True)
 class CommBlock:
-    """One collective, from what prepares its input to what takes its result apart.
+    """One collective, from what prepares its input to what unpacks its result.
 
     Attributes:
         start: The node that starts it.
@@ -136,7 +116,7 @@ class CommBlock:
         outputs: The nodes whose values the rest of the graph reads.
         event: What it communicates.
         head: Cheap nodes that feed nothing else (views, concatenation, casts).
-        tail: Cheap nodes that only take the result apart, or scale it.
+        tail: Cheap nodes that only unpack the result, or scale it.
         problem: Why it must be left alone; empty where it is an ordinary pair.
     """
 
@@ -336,7 +316,7 @@ def _is_scaling(node: fx.Node) -> bool:
 
 
 def earliest_place(block: CommBlock, after: fx.Node | None = None) -> fx.Node:
-    """The node directly after which a block's head and start can stand.
+    """The node directly after which a block's head and start can be placed.
 
     Args:
         block: The block.
@@ -359,19 +339,19 @@ def hoist(block: CommBlock, place: fx.Node) -> None:
 
 
 def latest_place(block: CommBlock) -> fx.Node:
-    """The node directly before which a block's waits and tail can stand."""
+    """The node directly before which a block's waits and tail can be placed."""
     return min(block.readers(), default=_output(block.start.graph))
 
 
 def sink(block: CommBlock, place: fx.Node) -> None:
-    """Put what stands behind a block's start directly before a node, if it is earlier."""
+    """Put what follows a block's start directly before a node, if it is earlier."""
     for node in after_start(block):
         if node < place:
             place.prepend(node)
 
 
 def after_start(block: CommBlock) -> list[fx.Node]:
-    """What stands behind a block's start: items, waits and tail, in order."""
+    """What follows a block's start: items, waits and tail, in order."""
     items = [node for node in block.start.users if node not in block.waits]
     return [*items, *block.waits, *block.tail]
 
@@ -475,9 +455,4 @@ def _reads_until(reader: fx.Node, aliases: Aliases) -> float:
     """The last place at which a node reads: a collective does so until its waits."""
     if not is_communication(reader):
         return aliases.position[reader]
-    items = [user for user in reader.users if user.target is operator.getitem]
-    waits = [
-        [aliases.position[user] for user in item.users if is_wait(user)]
-        for item in items or [reader]
-    ]
-    return max(min(each, default=math.inf) for each in waits)
+    return max((aliases.position[n] for n in find_waits(reader)), default=math.inf)

@@ -11,8 +11,7 @@ from torch import fx
 
 from torchspmd import _torch
 from torchspmd.comm import Kind, Phase
-from torchspmd.step.graph.aliases import find_aliases
-from torchspmd.step.graph.collectives import find_waits, kind_of
+from torchspmd.step.graph.aliases import communication_of, find_aliases, find_waits
 from torchspmd.step.graph.edit import HasGraph
 from torchspmd.step.graph.metadata import owner_of
 
@@ -171,9 +170,10 @@ def held_until_wait(start: fx.Node) -> list[fx.Node]:
 
     An all-reduce works on a copy of its input, or in place, where its result is the input.
     """
-    kind = kind_of(start)
-    reads_copy = kind is None or kind is Kind.ALL_REDUCE or not find_waits(start)
-    return [] if reads_copy else list(start.all_input_nodes)
+    found = communication_of(start)
+    if found is None or found.kind is Kind.ALL_REDUCE or not find_waits(start):
+        return []
+    return list(start.all_input_nodes)
 
 
 def value_bytes(value: Any) -> int:

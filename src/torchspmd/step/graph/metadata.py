@@ -205,7 +205,7 @@ class OwnerLog:
             self._creators.append((_torch.sequence_number(), self._stack[-1]))
 
     def _settle(self) -> None:
-        """Write the owner on the nodes made since the last look."""
+        """Write the owner on the nodes made since the last call."""
         self._last = annotate_after(self._graph, self._last, self._pending)
 
     def _creator(self) -> str:

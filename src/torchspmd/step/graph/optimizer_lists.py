@@ -1,8 +1,8 @@
 """Operators on lists of tensors (``_foreach_*``, ``_fused_*``), followed item by item.
 
 Item i of such an operator depends on item i of its lists alone. Items that feed each
-other, through any number of operators, belong to one parameter: these chains are how an
-optimizer over many parameters is taken apart.
+other, through any number of operators, belong to one parameter: an optimizer over many
+parameters is split along these chains.
 """
 
 import operator
@@ -90,7 +90,7 @@ def first_items(source: fx.Node) -> list[fx.Node]:
 
 
 class Chains:
-    """Which items of a graph's list operators hang together."""
+    """Which items of a graph's list operators depend on each other."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._parent: dict[_Place, _Place] = {}
@@ -102,7 +102,7 @@ class Chains:
                         self._join((node, index), place)
 
     def chain_of(self, node: fx.Node) -> _Place:
-        """What stands for the chain that a node is an item of."""
+        """The representative of the chain that a node is an item of."""
         return self._find(item_of(node) or (node, _WHOLE))
 
     def chains_of(self, operator_node: fx.Node) -> list[_Place]:
@@ -265,7 +265,7 @@ _COUNTERS = {"_fused_adam": 5, "_fused_adamw": 5, "_fused_adagrad": 3}
 
 @dataclass(frozen=True, slots=True)
 class FusedOptimizer:
-    """One fused optimizer operator and the nodes that take its new values apart."""
+    """One fused optimizer operator and the nodes that unpack its new values."""
 
     optim_node: fx.Node
     outputs: tuple[fx.Node, ...]

@@ -1,11 +1,29 @@
 """Plain options of public functions: those of another type are refused by name."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from torch import fx
 
 from torchspmd.errors import UsageError
+
+_MOST_MB = 2**40
+
+
+def is_whole(value: object) -> bool:
+    """Whether a value is a whole number; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_size(value: object) -> bool:
+    """Whether a value is a finite number of MiB, not below 0.
+
+    >>> [is_size(value) for value in (25, 0, -1, float("inf"), "25", True)]
+    [True, True, False, False, False, False]
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return 0 <= value <= _MOST_MB
 
 
 def check_integers(what: str, **least: tuple[Any, int | None]) -> None:
@@ -22,49 +40,12 @@ def check_integers(what: str, **least: tuple[Any, int | None]) -> None:
         torchspmd.errors.UsageError: run(steps=0): pass a whole number, at least 1.
         run(seed='a'): pass a whole number.
     """
-    problems = []
-    for name, (value, low) in least.items():
-        if not is_whole(value) or (low is not None and value < low):
-            rule = "" if low is None else f", at least {low}"
-            problems.append(f"{what}({name}={value!r}): pass a whole number{rule}.")
-    _raise(problems)
-
-
-def is_whole(value: object) -> bool:
-    """Whether a value is a whole number; True and False are none."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-_MOST_MB = 2**40
-
-
-def is_size(value: object) -> bool:
-    """Whether a value is a finite number of MiB, not below 0.
-
-    >>> [is_size(value) for value in (25, 0, -1, float("inf"), "25", True)]
-    [True, True, False, False, False, False]
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    return 0 <= value <= _MOST_MB
-
-
-def check_budget(rise_mb: object, what: str, otherwise: str) -> None:
-    """Refuse a memory budget that is no number of MiB."""
-    if not is_size(rise_mb):
-        raise UsageError(
-            f"{what}(memory_budget_mb={rise_mb!r}): use 0 or more, a finite number of MiB, "
-            f"{otherwise}."
-        )
-
-
-def check_bucket_size(size_mb: object, what: str) -> None:
-    """Refuse the size of a bucket that is neither chosen later nor a number of MiB."""
-    if size_mb is not None and (not is_size(size_mb) or size_mb == 0):
-        raise UsageError(
-            f"{what}(bucket_size_mb={size_mb!r}): use more than 0, a finite number of MiB, "
-            "or None to have it chosen."
-        )
+    _raise(
+        f"{what}({name}={value!r}): pass a whole number"
+        f"{'' if low is None else f', at least {low}'}."
+        for name, (value, low) in least.items()
+        if not is_whole(value) or (low is not None and value < low)
+    )
 
 
 def check_flags(what: str, **flags: object) -> None:
@@ -75,11 +56,7 @@ def check_flags(what: str, **flags: object) -> None:
         ...
     torchspmd.errors.UsageError: run(quick='no'): pass True or False.
     """
-    _raise(
-        f"{what}({name}={value!r}): pass True or False."
-        for name, value in flags.items()
-        if not isinstance(value, bool)
-    )
+    _check(what, flags, lambda value: isinstance(value, bool), "True or False")
 
 
 def check_overlap(what: str, overlap_iterations: object) -> None:
@@ -90,20 +67,43 @@ def check_overlap(what: str, overlap_iterations: object) -> None:
         ...
     torchspmd.errors.UsageError: run(overlap_iterations='no'): pass True, False or 'auto'.
     """
-    if overlap_iterations != "auto" and not isinstance(overlap_iterations, bool):
-        raise UsageError(
-            f"{what}(overlap_iterations={overlap_iterations!r}): pass True, False or "
-            "'auto'."
-        )
+    given = {"overlap_iterations": overlap_iterations}
+    _check(what, given, _is_overlap, "True, False or 'auto'")
 
 
 def check_names(what: str, **names: object) -> None:
     """Refuse what is no name: nodes are given as text."""
-    _raise(
-        f"{what}({name}={value!r}): pass the name of a node, a str."
-        for name, value in names.items()
-        if not isinstance(value, str)
+    _check(
+        what, names, lambda value: isinstance(value, str), "the name of a node, a str"
     )
+
+
+def check_node(what: str, **nodes: object) -> None:
+    """Refuse what is no node: its name is none.
+
+    >>> check_node("cut", before="mm")
+    Traceback (most recent call last):
+        ...
+    torchspmd.errors.UsageError: cut(before='mm'): pass a node of the graph (fx.Node), as \
+find_node gives it.
+    """
+    rule = "a node of the graph (fx.Node), as find_node gives it"
+    _check(what, nodes, lambda value: isinstance(value, fx.Node), rule)
+
+
+def check_nodes(what: str, **lists: object) -> None:
+    """Refuse what is no collection of nodes: a name is none."""
+    for name, value in lists.items():
+        items = [value]
+        if isinstance(value, Collection) and not isinstance(value, str):
+            items = list(value)
+        wrong = [each for each in items if not isinstance(each, fx.Node)]
+        if wrong:
+            kinds = ", ".join(sorted({type(each).__name__ for each in wrong}))
+            raise UsageError(
+                f"{what}({name}=...): {kinds} where nodes are taken. Pass a list of nodes "
+                "of the graph (fx.Node), as find_node gives them."
+            )
 
 
 def check_graph(what: str, **graphs: object) -> None:
@@ -133,35 +133,38 @@ for instance step.programs[0].graph, or an IterGraphModule.
             )
 
 
-def check_nodes(what: str, **lists: object) -> None:
-    """Refuse what is no collection of nodes: a name is none."""
-    for name, value in lists.items():
-        items = [value]
-        if isinstance(value, Collection) and not isinstance(value, str):
-            items = list(value)
-        wrong = [each for each in items if not isinstance(each, fx.Node)]
-        if wrong:
-            kinds = ", ".join(sorted({type(each).__name__ for each in wrong}))
-            raise UsageError(
-                f"{what}({name}=...): {kinds} where nodes are taken. Pass a list of nodes "
-                "of the graph (fx.Node), as find_node gives them."
-            )
+def check_budget(rise_mb: object, what: str, otherwise: str) -> None:
+    """Refuse a memory budget that is no number of MiB."""
+    if not is_size(rise_mb):
+        raise UsageError(
+            f"{what}(memory_budget_mb={rise_mb!r}): use 0 or more, a finite number of MiB, "
+            f"{otherwise}."
+        )
 
 
-def check_node(what: str, **nodes: object) -> None:
-    """Refuse what is no node: its name is none.
+def check_bucket_size(size_mb: object, what: str) -> None:
+    """Refuse the size of a bucket that is neither chosen later nor a number of MiB."""
+    if size_mb is not None and (not is_size(size_mb) or size_mb == 0):
+        raise UsageError(
+            f"{what}(bucket_size_mb={size_mb!r}): use more than 0, a finite number of MiB, "
+            "or None to have it chosen."
+        )
 
-    >>> check_node("cut", before="mm")
-    Traceback (most recent call last):
-        ...
-    torchspmd.errors.UsageError: cut(before='mm'): pass a node of the graph (fx.Node), as \
-find_node gives it.
-    """
+
+def _is_overlap(value: object) -> bool:
+    return isinstance(value, bool) or (isinstance(value, str) and value == "auto")
+
+
+def _check(
+    what: str,
+    values: Mapping[str, object],
+    is_right: Callable[[object], bool],
+    rule: str,
+) -> None:
     _raise(
-        f"{what}({name}={value!r}): pass a node of the graph (fx.Node), as find_node gives "
-        "it."
-        for name, value in nodes.items()
-        if not isinstance(value, fx.Node)
+        f"{what}({name}={value!r}): pass {rule}."
+        for name, value in values.items()
+        if not is_right(value)
     )
 
 

@@ -1,6 +1,5 @@
 """What a pass did to a graph, as data."""
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -33,31 +32,25 @@ class Outcome:
     gain: float | None = None
 
     def __post_init__(self) -> None:
-        problems = [*self._wrong_numbers(), *self._wrong_lines(), *self._wrong_claim()]
+        problems = [
+            f"{name}={value!r}: give a whole number, 0 or more"
+            for name, value in (("matched", self.matched), ("changed", self.changed))
+            if not is_whole(value) or value < 0
+        ]
+        problems += [
+            f"{name}={value!r}: give a tuple of str, a line each"
+            for name, value in (("refused", self.refused), ("detail", self.detail))
+            if not _are_texts(value)
+        ]
+        claim = self.keeps_bits
+        if claim is not None and not (_are_texts(claim) and set(claim) <= set(ORDERS)):
+            orders = ", ".join(map(repr, ORDERS))
+            problems.append(
+                f"keeps_bits={claim!r}: give a tuple of reduction orders out of {orders}, "
+                "such as ('rank',), () where bits may change, or None for no claim"
+            )
         if problems:
             raise UsageError("Outcome: " + "; ".join(problems) + ".")
-
-    def _wrong_numbers(self) -> Iterator[str]:
-        for name in ("matched", "changed"):
-            value = getattr(self, name)
-            if not is_whole(value) or value < 0:
-                yield f"{name}={value!r}: give a whole number, 0 or more"
-
-    def _wrong_lines(self) -> Iterator[str]:
-        for name in ("refused", "detail"):
-            value = getattr(self, name)
-            if not _are_texts(value):
-                yield f"{name}={value!r}: give a tuple of str, a line each"
-
-    def _wrong_claim(self) -> Iterator[str]:
-        claim = self.keeps_bits
-        if claim is None or (_are_texts(claim) and set(claim) <= set(ORDERS)):
-            return
-        orders = ", ".join(map(repr, ORDERS))
-        yield (
-            f"keeps_bits={claim!r}: give a tuple of reduction orders out of {orders}, such "
-            "as ('rank',), () where bits may change, or None for no claim"
-        )
 
 
 def _are_texts(value: object) -> bool:

@@ -5,7 +5,6 @@ Computation runs in order; each process group is one wire, which carries one col
 after the other.
 """
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -15,7 +14,7 @@ from torch import fx
 
 from torchspmd.comm import CommEvent
 from torchspmd.errors import UsageError
-from torchspmd.step.graph.aliases import is_wait
+from torchspmd.step.graph.aliases import is_wait, started_by, without_item
 from torchspmd.step.graph.collectives import events_of
 from torchspmd.step.graph.cost import CostModel, check_cost
 from torchspmd.step.graph.metadata import output_values
@@ -255,20 +254,6 @@ def carried_values(graph: fx.Graph, count: int) -> dict[fx.Node, fx.Node]:
         for place, value in zip(places, values[-count:], strict=True)
         if isinstance(value, fx.Node)
     }
-
-
-def started_by(wait: fx.Node) -> fx.Node:
-    """The start that a wait is for, also of one tensor of a coalesced one."""
-    source = wait.args[0]
-    assert isinstance(source, fx.Node), type(source)
-    return without_item(source)
-
-
-def without_item(node: fx.Node) -> fx.Node:
-    """A start, also where one of its several tensors is given."""
-    source = node.args[0] if node.target is operator.getitem else node
-    assert isinstance(source, fx.Node), type(source)
-    return source
 
 
 def explain(ready: float, begin: float, now: float, end: float) -> str:

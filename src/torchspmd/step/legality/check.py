@@ -14,7 +14,7 @@ from torch import fx
 
 from torchspmd.errors import LegalityError
 from torchspmd.step.graph.metadata import output_values
-from torchspmd.step.legality.edit import Edit, Problem, find_fakes
+from torchspmd.step.legality.edit import Edit, Problem, find_fakes, shorten
 from torchspmd.step.legality.equivalence import Equivalence
 from torchspmd.step.legality.graph_rules import (
     check_definitions,
@@ -26,7 +26,6 @@ from torchspmd.step.legality.graph_rules import (
 )
 from torchspmd.step.legality.memory_rules import check_hazards, check_output_memory
 
-_SHOWN = 3  # names in one line
 _MOST = 20  # problems in one error
 _CONSTANTS = (
     "A pass keeps what get_attr reads: give another tensor another name, and read it with "
@@ -59,8 +58,10 @@ class Proof:
         shown = "proved equal"
         if self.unproved:
             count = f"{len(self.unproved)} of {self.num_outputs}"
-            shown = f"checked: {count} outputs not proved: {_shorten(self.unproved)}"
-        return "; ".join([shown, *_order(self.explained)])
+            shown = f"checked: {count} outputs not proved: {shorten(self.unproved)}"
+        if self.explained:
+            shown += f"; order changed as declared: {shorten(self.explained)}"
+        return shown
 
     def doubt(self, name: str, compared: Collection[str] = ()) -> str:
         """What to tell whoever applied an edit of which not all is proved.
@@ -75,7 +76,7 @@ class Proof:
             advice = "all others without a proof were run and compared."
         return (
             f"{name}: {len(left)} of {self.num_outputs} outputs could not be "
-            f"proved equal to those before: {_shorten(left)}. Nothing is known to "
+            f"proved equal to those before: {shorten(left)}. Nothing is known to "
             f"be wrong; {advice}"
         )
 
@@ -99,7 +100,7 @@ def check_edit(
         mapping: The node of ``before`` for each node of ``after`` that was there before.
         name: What the edit is called in an error.
         may_reorder: Whether collectives may change their order on a group, or on which
-            groups. Then each change is told in the text.
+            groups. Then the proof names each change.
         constants: What the edit did to tensors that the graph reads by name.
 
     Example:
@@ -118,11 +119,12 @@ def check_edit(
     if undefined:  # nothing else can be said of a graph that cannot run
         raise LegalityError(_text(name, [*problems, *undefined]))
     edit = Edit.of(before, after, mapping)
+    num_outputs = len(output_values(before))
     interface = check_interface(edit)
     fakes = find_fakes(edit)
     if edit.is_empty and not (problems or interface):
         fakes.write_down()
-        return Proof(len(output_values(before)), ())
+        return Proof(num_outputs, ())
     problems += [
         *interface,
         *check_waits(edit),
@@ -131,31 +133,22 @@ def check_edit(
         *check_hazards(edit, fakes.values),
     ]
     values = Equivalence(edit, fakes.values)
-    order = check_order(edit, values.before.made, values.after.made, may_reorder)
-    problems += order.problems
+    moved, declared = check_order(
+        edit, values.before.made, values.after.made, may_reorder
+    )
+    problems += moved
     if interface:  # outputs cannot be compared one by one
         raise LegalityError(_text(name, problems))
     problems += check_output_memory(edit, values.elements)
-    comparison = values.compare()
-    problems += [*comparison.problems, *fakes.problems]
-    if comparison.unproved and not comparison.problems:
-        # A bucket in another dtype may still lose a gradient.
-        problems += (
-            Equivalence(edit, fakes.values, ignores_casts=True).compare().problems
-        )
+    unproved, changed = values.compare()
+    problems += [*changed, *fakes.problems]
+    if unproved and not changed:  # a bucket in another dtype may still lose a gradient
+        _, changed = Equivalence(edit, fakes.values, ignores_casts=True).compare()
+        problems += changed
     if problems:
         raise LegalityError(_text(name, problems))
     fakes.write_down()
-    return Proof(comparison.num_outputs, comparison.unproved, order.explained)
-
-
-def _order(explained: Sequence[str]) -> list[str]:
-    return [f"order changed as declared: {_shorten(explained)}"] if explained else []
-
-
-def _shorten(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    return Proof(num_outputs, tuple(unproved), tuple(declared))
 
 
 def _text(name: str, problems: list[Problem]) -> str:

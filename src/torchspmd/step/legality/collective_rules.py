@@ -2,8 +2,8 @@
 
 A reduction adds up each element alone, a gather puts whole blocks of ranks one behind the
 other, a reduce-scatter gives each rank its block of the sums. So a collective of a bucket
-is a bucket of collectives. Every rank runs the same graph: a piece that stands at one
-place here is taken to stand there on every rank. Values are equal as sums; in which order
+is a bucket of collectives. Every rank runs the same graph: a piece that is at one
+place here is taken to be there on every rank. Values are equal as sums; in which order
 a backend adds is said by the passes (``Outcome.keeps_bits``).
 """
 
@@ -166,7 +166,7 @@ def _is_alone(given: _Arguments) -> bool:
 # what all ranks gathered is the sum of the ranks' own. Both are equal as sums, like every
 # collective here; a pass that uses them says that bits change.
 
-_MOST_RUNS = 1024  # more ranks than that are not looked at one by one
+_MOST_RUNS = 1024  # more ranks than that are not compared one by one
 
 
 def _add(reader: Reader, call: OpCall) -> int:

@@ -1,6 +1,6 @@
 """An edit of a graph: before, after, which node was which, and what its nodes give."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -16,6 +16,7 @@ from torchspmd.step.graph.metadata import (
     written_state,
 )
 
+_SHOWN = 3  # names in one line
 _PLAIN = (int, float, complex, str, slice, torch.dtype, torch.device)
 
 
@@ -133,6 +134,16 @@ def show(value: object) -> str:
     return readable_name(value) if isinstance(value, fx.Node) else repr(value)
 
 
+def shorten(names: Sequence[str]) -> str:
+    """The first names of many.
+
+    >>> shorten(["a", "b"]), shorten(["a", "b", "c", "d", "e"])
+    ('a, b', 'a, b, c and 2 more')
+    """
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
 # ----------------------------------------------------------------------------
 # What the nodes of an edited graph give, without values.
 #
@@ -140,7 +151,6 @@ def show(value: object) -> str:
 # takes one dtype for another. So what capture wrote down is believed for calls that take
 # what they took before, and computed again for all others.
 
-_SHOWN = 3  # operands in one line
 _RUNS = "Cast or reshape in front of a call whose operands get another dtype or shape."
 _REFUSALS = (RuntimeError, TypeError, ValueError, IndexError)
 
@@ -252,14 +262,12 @@ class _Finder:
             (readable_name(now), _type(self._values[now]), _type(old.meta.get("val")))
             for now, old in zip(node.all_input_nodes, was.all_input_nodes, strict=False)
         ]
-        shown = [
-            f"{name} as {now}, before {old}" for name, now, old in pairs if now != old
+        changed = [
+            f"{name} as {now} (was {old})" for name, now, old in pairs if now != old
         ]
-        more = f", and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
-        what = f"it takes {'; '.join(shown[:_SHOWN])}{more}"
-        if not shown:
-            what = "it takes other arguments than before"
-        return Problem("call", f"{readable_name(node)} cannot run: {what}", _RUNS)
+        what = shorten(changed) or "other arguments than before"
+        text = f"{readable_name(node)} cannot run: it takes {what}"
+        return Problem("call", text, _RUNS)
 
 
 def _could_run(was: fx.Node) -> bool:

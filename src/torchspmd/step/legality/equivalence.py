@@ -12,7 +12,7 @@ from functools import cached_property
 from torch import fx
 
 from torchspmd.step.graph.metadata import output_values, readable_name, written_state
-from torchspmd.step.legality.edit import Edit, Problem, output_name
+from torchspmd.step.legality.edit import Edit, Problem, output_name, shorten
 from torchspmd.step.legality.evaluate import Evaluation
 from torchspmd.step.legality.graph_rules import random_nodes
 from torchspmd.step.legality.shape_rules import VIEWS
@@ -34,7 +34,7 @@ from torchspmd.step.legality.values import (
 # Why two values are not the same, and whether that is certain.
 #
 # Values are compared from the outside in, down to where they part. It is certain that an
-# edit changed a result where something that was computed before stands in another place
+# edit changed a result where something that was computed before is in another place
 # than before: another input, other elements of the same value, another order, another
 # number. It is not certain where the edit computes something new, which may or may not be
 # the same by a law that is not known here.
@@ -160,7 +160,7 @@ class Comparer:
         return next(each for each in found if not each.is_certain)
 
     def _is_elsewhere(self, was: int, now: int) -> bool:
-        """Whether a value of the graph before stands where another one stood."""
+        """Whether a value of the graph before is where another one was."""
         one, two = self._table[was], self._table[now]
         heads = {each.head for each in (one, two) if isinstance(each, Term)}
         if len(heads) > 1 and heads <= COLLECTIVES and now not in self._known:
@@ -243,25 +243,9 @@ def _closure(table: ValueTable, values: Collection[int]) -> Iterator[int]:
                     yield from _parts(inner)
 
 
-_SHOWN = 3  # names in one line
 _SAME = "A pass may move and regroup work; each output must stay the same value."
 _SHAPES = "A bucket is split as it was concatenated."
 _WRITES = "Only the next value of an input may be written into it."
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """What was shown about the outputs of two graphs.
-
-    Attributes:
-        num_outputs: How many outputs there are.
-        unproved: The names of outputs of which nothing is certain.
-        problems: Outputs that certainly changed.
-    """
-
-    num_outputs: int
-    unproved: tuple[str, ...]
-    problems: tuple[Problem, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,8 +284,12 @@ class Equivalence:
         found = self.table[value]
         return found.segments if isinstance(found, Flat) else value
 
-    def compare(self) -> Comparison:
-        """Compare all outputs, and what is written into inputs."""
+    def compare(self) -> tuple[list[str], list[Problem]]:
+        """Compare all outputs, and what is written into inputs.
+
+        Returns:
+            The names of outputs of which nothing is certain, and what certainly changed.
+        """
         comparer: Comparer | None = None
         unproved: list[str] = []
         changed: dict[Divergence, list[_Pair]] = {}
@@ -319,8 +307,7 @@ class Equivalence:
                 unproved.append(self._name(pair))
         problems = [self._problem(found, pairs) for found, pairs in changed.items()]
         problems += [*self._unasked_writes(), *self._impossible()]
-        num_outputs = len(output_values(self._edit.before))
-        return Comparison(num_outputs, tuple(unproved), tuple(problems))
+        return unproved, problems
 
     def _outputs(self) -> Iterator[_Pair]:
         old, new = (output_values(g) for g in (self._edit.before, self._edit.after))
@@ -331,8 +318,8 @@ class Equivalence:
     def _writes(self) -> Iterator[_Pair]:
         """Inputs that both graphs write into; those that only one does are states."""
         for was, now in self._placeholders():
-            written = self.before.value(was) != self.before.made(was)
-            if written and self.after.value(now) != self.after.made(now):
+            written = self.before.value(was) != self.before.made[was]
+            if written and self.after.value(now) != self.after.made[now]:
                 yield _Pair(was, now)
 
     def _name(self, pair: _Pair) -> str:
@@ -349,7 +336,7 @@ class Equivalence:
         }
         for was, now in self._placeholders():
             old, new = self.before.value(was), self.after.value(now)
-            writes = old != self.before.made(was), new != self.after.made(now)
+            writes = old != self.before.made[was], new != self.after.made[now]
             if writes == (False, True):
                 value = state.get(now)
                 if isinstance(value, fx.Node) and self.after.value(value) == new:
@@ -367,7 +354,7 @@ class Equivalence:
         for node, what in self.after.impossible.items():
             if self._edit.old.get(node) in self.before.impossible:
                 continue
-            sources = ", ".join(map(readable_name, node.all_input_nodes[:_SHOWN]))
+            sources = ", ".join(map(readable_name, node.all_input_nodes[:3]))
             text = f"{readable_name(node)} takes {what} from {sources}"
             yield Problem("shape", text, _SHAPES)
 
@@ -377,13 +364,11 @@ class Equivalence:
 
     def _values_before(self) -> list[int]:
         nodes = [node for node in self._edit.before.nodes if node.op != "output"]
-        made = [self.before.made(node) for node in nodes]
-        return made + [self.before.value(node) for node in nodes]
+        return [*self.before.made.values(), *map(self.before.value, nodes)]
 
     @cached_property
     def _makers(self) -> tuple[dict[int, fx.Node], dict[int, fx.Node]]:
-        before = _makers(self._edit.before, self.before)
-        return before, _makers(self._edit.after, self.after)
+        return _makers(self.before), _makers(self.after)
 
     def _problem(self, found: Divergence, pairs: list[_Pair]) -> Problem:
         makers_before, makers_after = self._makers
@@ -391,19 +376,18 @@ class Equivalence:
         # A value may have no node of its own any more.
         elsewhere = makers_before.get(found.now, pairs[0].now)
         after = makers_after.get(found.now, elsewhere)
-        names = [self._name(pair) for pair in pairs[:_SHOWN]]
-        more = f" and {len(pairs) - _SHOWN} more" if len(pairs) > _SHOWN else ""
+        names = shorten([self._name(pair) for pair in pairs])
         text = (
-            f"{', '.join(names)}{more}: {found.what}: {readable_name(before)} was "
-            f"where {readable_name(after)} is now"
+            f"{names}: {found.what}: {readable_name(before)} was where "
+            f"{readable_name(after)} is now"
         )
         return Problem("value", text, _SAME)
 
 
-def _makers(graph: fx.Graph, values: Evaluation) -> dict[int, fx.Node]:
+def _makers(values: Evaluation) -> dict[int, fx.Node]:
     """The first node that computes each value, or a tensor that holds it."""
     makers = dict(values.writers)
-    made = [(values.made(node), node) for node in graph.nodes if node.op != "output"]
+    made = [(value, node) for node, value in values.made.items()]
     for value, node in made:
         makers.setdefault(value, node)
     for value, node in [*made, *values.writers.items()]:

@@ -139,6 +139,7 @@ class Evaluation:
         fakes: What each node gives, without values.
 
     Attributes:
+        made: The value that each node had when it ran.
         layouts: How tensors lie; empty in a graph of which no node reads that.
         writers: The node that wrote each value that was written into memory.
         impossible: Nodes that cannot run on what they are given, and why.
@@ -154,7 +155,7 @@ class Evaluation:
         self.table = table
         self.fakes = fakes
         self._random = random
-        self._values: dict[fx.Node, int] = {}
+        self.made: dict[fx.Node, int] = {}
         written = written_nodes(graph)
         # Few graphs write at all, and then nothing need be known about memory.
         self._root = find_aliases(graph).root if written else {}
@@ -178,25 +179,21 @@ class Evaluation:
         """The value of a node, after all that has run so far."""
         root = self._root.get(node)
         if root not in self._written:
-            return self._values[node]
+            return self.made[node]
         if node is root:
             return self._memory[root]
         version, value = self._shown[node]
         return value if version == self._version[root] else self._reload(node, root)
 
-    def made(self, node: fx.Node) -> int:
-        """The value that a node had when it ran."""
-        return self._values[node]
-
     def _reload(self, node: fx.Node, root: fx.Node) -> int:
-        """A view's elements after a write to the memory that it looks at."""
+        """A view's elements after a write to its memory."""
         call = read_call(node)
         if call.signature is not None and call.signature.written:
             now = self.value(call.arguments[call.signature.written[0]])
         else:
             now = self._compute(call)
         if call.name in _MAY_COPY:
-            now = self._either(self._values[node], now)
+            now = self._either(self.made[node], now)
         if not self._is_probing:
             self._shown[node] = self._version[root], now
         return now
@@ -217,7 +214,7 @@ class Evaluation:
                 value = self._write_all(call, computed)
             else:
                 value = self._compute(call)
-        self._values[node] = value
+        self.made[node] = value
         if root in self._written:
             self._shown[node] = self._version[root], value
             self._memory.setdefault(root, value)

@@ -1,7 +1,7 @@
 """Rules about nodes: definitions, inputs and outputs, waits, random ops, order."""
 
 import operator
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -224,7 +224,7 @@ def random_nodes(graph: fx.Graph) -> list[fx.Node]:
         node
         for node in graph.nodes
         if (target := operator_of(node)) is not None
-        and _torch.signature_of(target).draws
+        and _torch.signature_of(target).is_random
     ]
 
 
@@ -326,7 +326,7 @@ def _module(node: fx.Node) -> object:
 # All ranks run the same graph, so a changed order is the same on all of them; but a pass
 # that changes it by accident has usually moved more than it meant to, and two programs that
 # were split (setup and steady state) would no longer agree. So it is an error unless
-# declared, and then it is told.
+# declared, and then the proof names it.
 
 _RULE = (
     "Keep the order of collectives on one group, or declare the pass with "
@@ -335,26 +335,50 @@ _RULE = (
 _GROUPS = ("group_name", "group", "process_group", "ranks", "tag")
 
 
-@dataclass(frozen=True, slots=True)
-class OrderReport:
-    """What became of the order of collectives.
+def check_order(
+    edit: Edit,
+    before: Mapping[fx.Node, int],
+    after: Mapping[fx.Node, int],
+    may_reorder: bool | Collection[str],
+) -> tuple[list[Problem], list[str]]:
+    """Compare the order of collectives on each group.
 
-    Attributes:
-        problems: Changes that nobody declared.
-        explained: Changes that the pass declared, a line each.
+    Args:
+        edit: The edit.
+        before: The value of each node before; collectives that a pass made anew are
+            known again by their values.
+        after: The same for the edited graph.
+        may_reorder: Whether the order may change, or on which groups.
+
+    Returns:
+        Changes that were not declared, and a line for each that was.
     """
+    problems: list[Problem] = []
+    declared: list[str] = []
+    old, new = _by_group(edit.before, before), _by_group(edit.after, after)
+    for group, nodes in new.items():
+        places = _places_before(edit, old.get(group, {}), nodes)
+        for (one, a), (two, b) in pairwise(places.items()):
+            if a <= b:
+                continue
+            names = f"{readable_name(one)} now starts before {readable_name(two)}"
+            if may_reorder is True or (may_reorder and group in may_reorder):
+                declared.append(f"{names} on group {group!r}")
+            else:
+                text = f"{names} on group {group!r}; it started after it"
+                problems.append(Problem("order", text, _RULE))
+    return problems, declared
 
-    problems: tuple[Problem, ...]
-    explained: tuple[str, ...]
 
-
-def collectives_by_group(graph: fx.Graph) -> dict[str, list[fx.Node]]:
-    """The collectives on each group, in order."""
-    groups: dict[str, list[fx.Node]] = {}
+def _by_group(
+    graph: fx.Graph, values: Mapping[fx.Node, int]
+) -> dict[str, dict[fx.Node, int]]:
+    """The collectives on each group, in order, and their values."""
+    groups: dict[str, dict[fx.Node, int]] = {}
     for node in graph.nodes:
         target = operator_of(node)
         if target is not None and find_operator(_torch.packet_name(target)):
-            groups.setdefault(_group_of(node), []).append(node)
+            groups.setdefault(_group_of(node), {})[node] = values[node]
     return groups
 
 
@@ -364,60 +388,19 @@ def _group_of(node: fx.Node) -> str:
     return str(named[0]) if named else ""
 
 
-def check_order(
-    edit: Edit,
-    value_before: Callable[[fx.Node], int],
-    value_after: Callable[[fx.Node], int],
-    may_reorder: bool | Collection[str],
-) -> OrderReport:
-    """Compare the order of collectives on each group.
-
-    Args:
-        edit: The edit.
-        value_before: The value of a node before; collectives that a pass made anew are
-            known again by their values.
-        value_after: The same for the edited graph.
-        may_reorder: Whether the order may change, or on which groups.
-    """
-    problems: list[Problem] = []
-    explained: list[str] = []
-    old = collectives_by_group(edit.before)
-    for group, nodes in collectives_by_group(edit.after).items():
-        was = _matched(edit, old.get(group, []), nodes, value_before, value_after)
-        for one, two in _inversions(nodes, was, edit):
-            names = f"{readable_name(one)} now starts before {readable_name(two)}"
-            if may_reorder is True or (may_reorder and group in may_reorder):
-                explained.append(f"{names} on group {group!r}")
-            else:
-                text = f"{names} on group {group!r}; it started after it"
-                problems.append(Problem("order", text, _RULE))
-    return OrderReport(tuple(problems), tuple(explained))
-
-
-def _matched(
-    edit: Edit,
-    old: list[fx.Node],
-    new: list[fx.Node],
-    value_before: Callable[[fx.Node], int],
-    value_after: Callable[[fx.Node], int],
-) -> dict[fx.Node, fx.Node]:
-    """The collective before for each of the edited graph that was there before."""
-    kept = {node: edit.old[node] for node in new if node in edit.old}
+def _places_before(
+    edit: Edit, old: Mapping[fx.Node, int], new: Mapping[fx.Node, int]
+) -> dict[fx.Node, int]:
+    """Where the collectives of the edited graph were before, of those that were."""
+    kept = {edit.old[node] for node in new if node in edit.old}
     gone: dict[int, list[fx.Node]] = {}
-    taken = set(kept.values())
-    for node in reversed(old):
-        if node not in taken:
-            gone.setdefault(value_before(node), []).append(node)
-    for node in new:
-        same = gone.get(value_after(node)) if node not in kept else None
-        if same:
-            kept[node] = same.pop()
-    return kept
-
-
-def _inversions(
-    nodes: list[fx.Node], was: dict[fx.Node, fx.Node], edit: Edit
-) -> list[tuple[fx.Node, fx.Node]]:
-    """Neighbours in the new order that were the other way round."""
-    known = [(node, edit.place_before[was[node]]) for node in nodes if node in was]
-    return [(one, two) for (one, a), (two, b) in pairwise(known) if a > b]
+    for was, value in reversed(list(old.items())):
+        if was not in kept:
+            gone.setdefault(value, []).append(was)
+    places: dict[fx.Node, int] = {}
+    for node, value in new.items():
+        if node in edit.old:
+            places[node] = edit.place_before[edit.old[node]]
+        elif gone.get(value):
+            places[node] = edit.place_before[gone[value].pop()]
+    return places

@@ -55,7 +55,7 @@ def _lift(table: ValueTable, atom: int, apply: Callable[[int], int]) -> int:
 def elementwise(reader: Reader, call: OpCall) -> int:
     """An elementwise operator on one tensor; other operands are numbers of any kind."""
     signature = call.signature
-    if signature is None or not signature.is_elementwise or signature.draws:
+    if signature is None or not signature.is_elementwise or signature.is_random:
         raise Unknown
     attributes, children = split_arguments(reader, call.arguments)
     shaped = [i for i, child in enumerate(children) if _has_dims(reader.table, child)]

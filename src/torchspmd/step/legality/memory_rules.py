@@ -123,7 +123,7 @@ def check_hazards(edit: Edit, fakes: Fakes) -> list[Problem]:
 
 
 def _check_accesses(edit: Edit, before: Accesses, after: Accesses) -> Iterator[Problem]:
-    told: set[frozenset[fx.Node]] = set()
+    reported: set[frozenset[fx.Node]] = set()
     for (node, root), write in after.last_write.items():
         earlier, memory = edit.old.get(node), edit.old.get(root)
         if earlier is None or memory is None:
@@ -139,8 +139,8 @@ def _check_accesses(edit: Edit, before: Accesses, after: Accesses) -> Iterator[P
             continue
         crossed = _crossed(edit, earlier, was, write)
         pair = frozenset({node, crossed})
-        if pair not in told:
-            told.add(pair)
+        if pair not in reported:
+            reported.add(pair)
             text = (
                 f"{readable_name(node)} and {readable_name(crossed)} changed their order; "
                 f"both access {readable_name(root)}, and {readable_name(crossed)} writes it"
@@ -334,7 +334,7 @@ def reads_layout(node: fx.Node) -> bool:
     if operator is None:
         return False
     signature = _torch.signature_of(operator)
-    is_concerned = signature.name in _BY_PLACE or signature.draws
+    is_concerned = signature.name in _BY_PLACE or signature.is_random
     return is_concerned and isinstance(read_call(node).first, fx.Node)
 
 

@@ -305,7 +305,7 @@ def _pad(reader: Reader, call: OpCall) -> int:
 
 
 def fill_attributes(number: float, dtype: torch.dtype) -> tuple[str, str]:
-    """What a tensor filled with one number is told apart by.
+    """What distinguishes tensors filled with one number.
 
     >>> fill_attributes(2**53 + 1, torch.int64), fill_attributes(2, torch.float32)
     (('9007199254740993', 'torch.int64'), ('2.0', 'torch.float32'))

@@ -71,7 +71,7 @@ class Pieces:
         self._ends = list(accumulate(segment.length for segment in segments))
 
     def at(self, place: int) -> Segment:
-        """What stands at a place, up to the end of its segment."""
+        """What is at a place, up to the end of its segment."""
         index = bisect_right(self._ends, place)
         return self.cut(place, self._ends[index] - place)[0]
 
@@ -331,7 +331,7 @@ class OpCall:
     Attributes:
         node: The node that calls.
         name: ``namespace::name`` of the functional form; of a function, its own name.
-        head: The name with the overload, by which calls are told apart; of a function,
+        head: The name with the overload, which distinguishes calls; of a function,
             with its identity: two functions may have one name.
         arguments: All arguments by name, defaults filled in, as they stand in the graph.
         signature: What the operator's schema says; None for a function.

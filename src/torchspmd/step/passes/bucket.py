@@ -226,7 +226,7 @@ def _fill(
 
 
 def _fuse(graph: fx.Graph, bucket: list[CommBlock], layout: str) -> fx.Node:
-    """Replace blocks by one; it stands where the last of them starts."""
+    """Replace blocks by one, where the last of them starts."""
     rows = _lay_out(bucket, layout)
     last = bucket[-1].start
     make = NodeMaker(graph, common_owner([block.start for block in bucket]))
@@ -234,7 +234,7 @@ def _fuse(graph: fx.Graph, bucket: list[CommBlock], layout: str) -> fx.Node:
         joined = _pack(make, bucket, rows)
         start = make.call(last.target, joined, *list(node_arguments(last).values())[1:])
         results = _unpack(make, make.call(_torch.WAIT, start), bucket, rows)
-    # What scales or casts a result stands behind it: those of earlier members move on.
+    # What scales or casts a result comes after it: move those of earlier members.
     for node in [node for block in bucket for node in block.tail if node < last]:
         last.prepend(node)
     for block, result in zip(bucket, results, strict=True):
@@ -277,7 +277,7 @@ def _names(blocks: Sequence[CommBlock]) -> str:
 
 
 # ----------------------------------------------------------------------------
-# How tensors lie in a bucket, and how they come out of it again.
+# How tensors are packed into a bucket, and unpacked.
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ soon as they can; what is needed later fills the rest of the iteration.
 
 import difflib
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Literal
@@ -34,11 +34,11 @@ from torchspmd.step.graph.options import check_budget, check_flags, check_names
 from torchspmd.step.graph.reports import ORDERS, Outcome
 from torchspmd.step.passes.optimizer import remove_copy_from_optimizer
 from torchspmd.step.passes.overlap import schedule_comm_wait
-from torchspmd.step.passes.pacing import Pace, Reduction, estimate, paces
+from torchspmd.step.passes.pacing import Ordering, Reduction, estimate, orderings
 from torchspmd.step.passes.runner import LeaveUnchanged, graph_optimization_pass
 
-# ----------------------------------------------------------------------------
-# A bucket's reduction and its update of the parameters run in the next iteration.
+_REDUCTIONS = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)
+_WORTH = 1.01  # a smaller gain is within what a simulation can tell
 
 
 @graph_optimization_pass(
@@ -62,92 +62,15 @@ def iter_move_grads_and_optimizers(
             something needs the result in this iteration.
     """
     what = "iter_move_grads_and_optimizers"
-    if not isinstance(gm, IterGraphModule):
-        raise UsageError(
-            f"{what}: pass an IterGraphModule, not {type(gm).__name__}: only that can "
-            "leave work for the next iteration."
-        )
+    _check_module(what, gm)
     check_names(
         what, target_comm_node=target_comm_node, target_dest_node=target_dest_node
     )
-    moving = find_by_name(gm.graph, target_comm_node)
-    destination = find_by_name(gm.graph, target_dest_node)
+    moving = _find_by_name(gm.graph, target_comm_node)
+    destination = _find_by_name(gm.graph, target_dest_node)
     region = isolate_update(gm.graph, moving)
-    place = gm.graph.move_to_next_iter_before(region, destination, strict=True)
-    return moved(1, [(moving.name, region, place)])
-
-
-def moved(
-    matched: int, regions: Sequence[tuple[str, list[fx.Node], fx.Node]]
-) -> Outcome:
-    """What a pass says that moved regions to the next iteration."""
-    lines = tuple(
-        f"{name}: {len(region)} nodes run before {place.name} of the next iteration"
-        for name, region, place in regions
-    )
-    return Outcome(matched, len(regions), detail=lines, keeps_bits=ORDERS)
-
-
-def isolate_update(graph: fx.Graph, moving: fx.Node) -> list[fx.Node]:
-    """All that needs a node's result, with optimizers split so that it is no more."""
-    isolate_updates(graph, [moving])
-    return update_region(graph, [moving])
-
-
-def isolate_updates(graph: fx.Graph, movings: Sequence[fx.Node]) -> None:
-    """Split optimizers so that what needs one of these nodes needs no other."""
-    chains = Chains(graph)
-    needed: dict[object, tuple[int, ...]] = {}
-    for number, moving in enumerate(movings):
-        for chain in {chains.chain_of(node) for node in first_items(moving)}:
-            needed[chain] = (*needed.get(chain, ()), number)
-    split_by_group(graph, lambda chain: needed.get(chain, ()), chains)
-
-
-def update_region(graph: fx.Graph, moving: Sequence[fx.Node]) -> list[fx.Node]:
-    """All that needs the result of nodes; raises where that updates no state."""
-    region = complete_region(graph, descendants(graph, moving))
-    if not written_by(graph, region):
-        raise UsageError(
-            f"{moving[0].name} is not used by any fused optimizer, nor by another update "
-            "of a state: there is nothing to move to the next iteration with it."
-        )
-    return region
-
-
-def find_by_name(graph: fx.Graph, name: str) -> fx.Node:
-    """The node with this name; an error that names similar ones."""
-    names: dict[str, fx.Node] = {node.name: node for node in graph.nodes}
-    if name in names:
-        return names[name]
-    similar = difflib.get_close_matches(name, names, n=4, cutoff=0.3)
-    raise DeferralError(
-        f"Cannot find {name}: the graph has no node of this name. Did you mean "
-        f"{', '.join(similar) or 'one of another graph'}?"
-    )
-
-
-_REDUCTIONS = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)
-_WORTH = 1.01  # below that, a gain is within what an estimate can tell
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """One reduction, or some that make one gradient, and the update that needs them."""
-
-    blocks: tuple[CommBlock, ...]
-    region: list[fx.Node]
-    reductions: tuple[Reduction, ...]
-
-    @property
-    def name(self) -> str:
-        """What the report calls it."""
-        return " and ".join(block.start.name for block in self.blocks)
-
-    @property
-    def place(self) -> fx.Node:
-        """The first node of the next iteration that needs the update."""
-        return self.reductions[0].place
+    line = _move(gm.graph, moving.name, region, destination)
+    return Outcome(1, 1, detail=(line,), keeps_bits=ORDERS)
 
 
 @graph_optimization_pass(
@@ -181,65 +104,119 @@ def defer_updates(
         only_if_faster: With ``"now"``, leave the graph as it was unless the steady step
             is simulated to be at least 1 % faster (``Outcome.gain``).
     """
-    if not isinstance(gm, IterGraphModule):
-        raise UsageError(
-            f"defer_updates: pass an IterGraphModule, not {type(gm).__name__}: only that "
-            "can leave work for the next iteration."
-        )
+    what = "defer_updates"
+    _check_module(what, gm)
     if start not in ("now", "next"):
-        raise UsageError(f"defer_updates(start={start!r}): choose 'now' or 'next'.")
-    check_budget(memory_budget_mb, "defer_updates", "such as 0 for no rise")
-    check_cost(cost, "defer_updates")
-    check_flags(
-        "defer_updates", delay_gradients=delay_gradients, only_if_faster=only_if_faster
-    )
+        raise UsageError(f"{what}(start={start!r}): choose 'now' or 'next'.")
+    check_budget(memory_budget_mb, what, "such as 0 for no rise")
+    check_cost(cost, what)
+    check_flags(what, delay_gradients=delay_gradients, only_if_faster=only_if_faster)
     if only_if_faster and start == "next":
         raise UsageError(
-            "defer_updates(start='next', only_if_faster=True): only start='now' is "
-            "simulated. Leave out one of them."
+            f"{what}(start='next', only_if_faster=True): only start='now' is simulated. "
+            "Leave out one of them."
         )
     graph = gm.graph
     cost = cost or CostModel.for_device(device_of(graph))
     blocks = _blocks(gm)
     at_once = estimate(graph, cost)  # as it came: every update in its own iteration
-    able, refused = _sort_out(gm, blocks, start)
-    isolate_updates(graph, list(able.values()))
-    jobs = []
-    for block, moving in able.items():
-        try:
-            jobs.append(_plan(gm, {block: moving}, cost))
-        except (DeferralError, UsageError) as error:
-            refused.append(f"{block.start.name}: {_first_problem(error)}")
-    jobs, joined = _apart(jobs, lambda them: _plan(gm, them, cost), able)
-    refused += joined
-    position = {node: index for index, node in enumerate(graph.nodes)}
-    jobs.sort(key=lambda job: position[job.place])
-    told: tuple[str, ...] = ()
+    jobs, refused = _find_jobs(gm, blocks, start, cost)
+    detail: list[str] = []
     gain: float | None = None
     places: Mapping[Reduction, fx.Node] = {
         each: job.place for job in jobs for each in job.reductions
     }
+    position = {node: index for index, node in enumerate(graph.nodes)}
     if start == "now" and jobs:
         _sink(graph, jobs)
-        pace, line = _order(gm, jobs, cost, delay_gradients, memory_budget_mb)
-        gain, places = at_once / pace.seconds, pace.places
-        told = line, _worth(gain)
+        ordering, line = _order(gm, jobs, cost, delay_gradients, memory_budget_mb)
+        gain, places = at_once / ordering.seconds, ordering.places
+        detail = [line, _worth(gain)]
         if only_if_faster and gain < _WORTH:
             refused.append(f"left as it was: {_simulated(gain)}")
             raise LeaveUnchanged(Outcome(len(blocks), 0, tuple(refused), gain=gain))
-    done = []
     for job, target in _targets(jobs, places, position):
-        place = graph.move_to_next_iter_before(job.region, target, strict=True)
-        done.append((job.name, job.region, place))
-    outcome = moved(len(blocks), done)
-    return Outcome(
-        outcome.matched,
-        sum(len(job.blocks) for job in jobs),
-        tuple(refused),
-        (*told, *outcome.detail),
-        outcome.keeps_bits,
-        gain,
+        detail.append(_move(graph, job.name, job.region, target))
+    num_moved = sum(len(job.blocks) for job in jobs)
+    return Outcome(len(blocks), num_moved, tuple(refused), tuple(detail), ORDERS, gain)
+
+
+def _check_module(what: str, gm: object) -> None:
+    if not isinstance(gm, IterGraphModule):
+        raise UsageError(
+            f"{what}: pass an IterGraphModule, not {type(gm).__name__}: only that can "
+            "leave work for the next iteration."
+        )
+
+
+def _move(
+    graph: IterGraph, name: str, region: Sequence[fx.Node], target: fx.Node
+) -> str:
+    """Move nodes to the next iteration; a line about it."""
+    place = graph.move_to_next_iter_before(region, target, strict=True)
+    return f"{name}: {len(region)} nodes run before {place.name} of the next iteration"
+
+
+def isolate_update(graph: fx.Graph, moving: fx.Node) -> list[fx.Node]:
+    """All that needs a node's result, with optimizers split so that it is no more."""
+    _isolate_updates(graph, [moving])
+    return _update_region(graph, [moving])
+
+
+def _isolate_updates(graph: fx.Graph, movings: Sequence[fx.Node]) -> None:
+    """Split optimizers so that what needs one of these nodes needs no other."""
+    chains = Chains(graph)
+    needed: dict[object, tuple[int, ...]] = {}
+    for number, moving in enumerate(movings):
+        for chain in {chains.chain_of(node) for node in first_items(moving)}:
+            needed[chain] = (*needed.get(chain, ()), number)
+    split_by_group(graph, lambda chain: needed.get(chain, ()), chains)
+
+
+def _update_region(graph: fx.Graph, moving: Sequence[fx.Node]) -> list[fx.Node]:
+    """All that needs the result of nodes; raises where that updates no state."""
+    region = complete_region(graph, descendants(graph, moving))
+    if not written_by(graph, region):
+        raise UsageError(
+            f"{moving[0].name} is not used by any fused optimizer, nor by another update "
+            "of a state: there is nothing to move to the next iteration with it."
+        )
+    return region
+
+
+def _find_by_name(graph: fx.Graph, name: str) -> fx.Node:
+    """The node with this name; an error that names similar ones."""
+    names: dict[str, fx.Node] = {node.name: node for node in graph.nodes}
+    if name in names:
+        return names[name]
+    similar = difflib.get_close_matches(name, names, n=4, cutoff=0.3)
+    raise DeferralError(
+        f"Cannot find {name}: the graph has no node of this name. Did you mean "
+        f"{', '.join(similar) or 'one of another graph'}?"
     )
+
+
+# ----------------------------------------------------------------------------
+# What can be deferred, and together with what.
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One reduction, or some that make one gradient, and the update that needs them."""
+
+    blocks: tuple[CommBlock, ...]
+    region: list[fx.Node]
+    reductions: tuple[Reduction, ...]
+
+    @property
+    def name(self) -> str:
+        """What the report calls it."""
+        return " and ".join(block.start.name for block in self.blocks)
+
+    @property
+    def place(self) -> fx.Node:
+        """The first node of the next iteration that needs the update."""
+        return self.reductions[0].place
 
 
 def _blocks(gm: IterGraphModule) -> list[CommBlock]:
@@ -256,87 +233,68 @@ def _blocks(gm: IterGraphModule) -> list[CommBlock]:
     ]
 
 
-def _targets(
-    jobs: Sequence[_Job],
-    places: Mapping[Reduction, fx.Node],
-    position: Mapping[fx.Node, int],
-) -> list[tuple[_Job, fx.Node]]:
-    """Where each job's update is made, in the order of the updates.
+def _find_jobs(
+    gm: IterGraphModule, blocks: Sequence[CommBlock], start: str, cost: CostModel
+) -> tuple[list[_Job], list[str]]:
+    """The work that can be deferred, what is needed first in front, and why other not.
 
-    One that needs several reductions waits for the last of them.
+    Optimizers are split, so that each update needs its own reduction alone.
     """
-    owner = {each: job for job in jobs for each in job.reductions}
-    found: dict[int, tuple[_Job, fx.Node]] = {}
-    for reduction, place in places.items():
-        job = owner[reduction]
-        earlier = found.pop(id(job), (job, place))[1]
-        found[id(job)] = job, max(place, earlier, key=position.__getitem__)
-    return list(found.values())
-
-
-def _sort_out(
-    gm: IterGraphModule, blocks: Sequence[CommBlock], start: str
-) -> tuple[dict[CommBlock, fx.Node], list[str]]:
-    """The reductions that feed updates alone, with what moves, and why others do not."""
-    able: dict[CommBlock, fx.Node] = {}
+    moving: dict[CommBlock, fx.Node] = {}  # the first node of each that is deferred
     refused = []
     taken = {name for region in gm.graph.regions for name in region.nodes}
     for block in blocks:
         try:
             if block.problem:
                 raise UsageError(block.problem)
-            moving = block.start if start == "next" else block.wait
-            _check_only_updates(gm, block, moving, taken)
+            first = block.start if start == "next" else block.wait
+            _check_only_updates(gm, block, first, taken)
         except UsageError as error:
             refused.append(f"{block.start.name}: {_first_problem(error)}")
         else:
-            able[block] = moving
-    return able, refused
+            moving[block] = first
+    _isolate_updates(gm.graph, list(moving.values()))
+    found = []
+    for block, first in moving.items():
+        try:
+            found.append(_plan(gm.graph, {block: first}, cost))
+        except (DeferralError, UsageError) as error:
+            refused.append(f"{block.start.name}: {_first_problem(error)}")
+    jobs = []
+    for group in _connected(found):
+        members = [block for job in group for block in job.blocks]
+        num_reductions = sum(block.kind in _REDUCTIONS for block in members)
+        if len(group) == 1:
+            jobs += group
+        elif 2 * num_reductions <= len(members):
+            # A gradient that is the sum of something reduced and something gathered.
+            jobs.append(_plan(gm.graph, {each: moving[each] for each in members}, cost))
+        else:
+            # What a norm over all gradients scales, every update needs: the next forward
+            # would begin with all of them, so that nothing would overlap with it.
+            refused += [_told_shared(job, group) for job in group]
+    position = {node: index for index, node in enumerate(gm.graph.nodes)}
+    return sorted(jobs, key=lambda job: position[job.place]), refused
 
 
 def _plan(
-    gm: IterGraphModule, moving: Mapping[CommBlock, fx.Node], cost: CostModel
+    graph: IterGraph, moving: Mapping[CommBlock, fx.Node], cost: CostModel
 ) -> _Job:
-    graph = gm.graph
-    region = update_region(graph, list(moving.values()))
+    region = _update_region(graph, list(moving.values()))
     place = first_reader(graph, region)
     check_region(graph, region, place, graph.regions)
-    updating = sum(map(cost.compute_seconds, region))
-    reductions = [
+    updating = sum(map(cost.compute_seconds, region)) / len(moving)
+    reductions = tuple(
         Reduction(
             block.start,
             place,
             block.group.name,
             cost.comm_seconds(block.event),
-            updating / len(moving),
+            updating,
         )
         for block in moving
-    ]
-    return _Job(tuple(moving), region, tuple(reductions))
-
-
-def _apart(
-    jobs: Sequence[_Job],
-    plan: Callable[[Mapping[CommBlock, fx.Node]], _Job],
-    moving: Mapping[CommBlock, fx.Node],
-) -> tuple[list[_Job], list[str]]:
-    """The jobs that share no update with others, and why the others stay.
-
-    What a norm over all gradients scales, every update needs: the next forward would
-    begin with all of them, so that nothing would overlap with it. But where a gradient
-    is the sum of something reduced and something gathered, both make one job.
-    """
-    apart, refused = [], []
-    for group in _connected(jobs):
-        blocks = [block for job in group for block in job.blocks]
-        num_reductions = sum(block.kind in _REDUCTIONS for block in blocks)
-        if len(group) == 1:
-            apart += group
-        elif 2 * num_reductions <= len(blocks):
-            apart.append(plan({block: moving[block] for block in blocks}))
-        else:
-            refused += [_told_shared(job, group) for job in group]
-    return apart, refused
+    )
+    return _Job(tuple(moving), region, reductions)
 
 
 def _connected(jobs: Sequence[_Job]) -> list[list[_Job]]:
@@ -385,6 +343,28 @@ def _first_problem(error: Exception) -> str:
     return lines[0] if lines else str(error)
 
 
+# ----------------------------------------------------------------------------
+# When it runs.
+
+
+def _targets(
+    jobs: Sequence[_Job],
+    places: Mapping[Reduction, fx.Node],
+    position: Mapping[fx.Node, int],
+) -> list[tuple[_Job, fx.Node]]:
+    """Where each job's update is made, in the order of the updates.
+
+    One that needs several reductions waits for the last of them.
+    """
+    owner = {each: job for job in jobs for each in job.reductions}
+    found: dict[int, tuple[_Job, fx.Node]] = {}
+    for reduction, place in places.items():
+        job = owner[reduction]
+        earlier = found.pop(id(job), (job, place))[1]
+        found[id(job)] = job, max(place, earlier, key=position.__getitem__)
+    return list(found.values())
+
+
 def _deferred(graph: IterGraph, jobs: Sequence[_Job]) -> set[fx.Node]:
     """What the jobs defer, and what was moved before."""
     taken = {name for region in graph.regions for name in region.nodes}
@@ -393,7 +373,7 @@ def _deferred(graph: IterGraph, jobs: Sequence[_Job]) -> set[fx.Node]:
 
 
 def _sink(graph: IterGraph, jobs: Sequence[_Job]) -> None:
-    """Put the deferred nodes last: they do not stand between a start and its place."""
+    """Put the deferred nodes last, behind everything that runs in this iteration."""
     deferred = _deferred(graph, jobs)
     for node in [node for node in graph.nodes if node in deferred]:
         output_node(graph).prepend(node)
@@ -405,7 +385,7 @@ def _order(
     cost: CostModel,
     may_delay: bool,
     rise_mb: float,
-) -> tuple[Pace, str]:
+) -> tuple[Ordering, str]:
     """Choose when gradients are computed and reductions start; with a line about it."""
     graph = gm.graph
     deferred = _deferred(graph, jobs)
@@ -413,15 +393,15 @@ def _order(
     nodes = list(takewhile(lambda node: node is not end, graph.nodes))
     body = [node for node in nodes if node.op not in ("placeholder", "get_attr")]
     reductions = [each for job in jobs for each in job.reductions]
-    found = paces(body, reductions, cost, may_delay=may_delay)
+    found = orderings(body, reductions, cost, may_delay=may_delay)
     memory = LiveBytes(graph)
     most = max(memory.now().values(), default=0) + int(rise_mb * 2**20)
-    for pace in found:
-        for node in pace.order:
+    for ordering in found:
+        for node in ordering.order:
             end.prepend(node)
-        if pace.is_usual or max(memory.now().values(), default=0) <= most:
+        if ordering.is_default or max(memory.now().values(), default=0) <= most:
             break
-    return pace, _told(pace, found[-1])
+    return ordering, _told(ordering, found[-1])
 
 
 def _simulated(gain: float) -> str:
@@ -437,17 +417,19 @@ def _worth(gain: float) -> str:
     return f"{line}: {why}, and overlap_iterations=False leaves nothing pending"
 
 
-def _told(pace: Pace, usual: Pace) -> str:
-    if pace.is_usual:
+def _told(ordering: Ordering, default: Ordering) -> str:
+    if ordering.is_default:
         return "every gradient is computed as early as it can be"
     told = []
-    if pace.delayed:
-        count = len(pace.delayed)
+    if ordering.delayed:
+        count = len(ordering.delayed)
         what = "1 reduction" if count == 1 else f"{count} reductions"
         told.append(
             f"the gradients of {what} are computed last, beside more urgent reductions"
         )
-    if pace.num_sunk:
-        told.append(f"{pace.num_sunk} operators wait for the rest of their gradient")
-    gain = usual.seconds / pace.seconds
+    if ordering.num_sunk:
+        told.append(
+            f"{ordering.num_sunk} operators wait for the rest of their gradient"
+        )
+    gain = default.seconds / ordering.seconds
     return f"{', and '.join(told)}: {gain:.2f} times as fast as if they were not"

@@ -37,7 +37,7 @@ def gather_embedding_gradients(
 ) -> Outcome:
     """Gather looked-up rows and indices instead of reducing an embedding's gradient.
 
-    A gradient that is a sum, as of a weight that embedding and head share, is taken apart:
+    A gradient that is a sum, as of a weight that embedding and head share, is decomposed:
     what is no embedding's is reduced by itself, as soon as backward has it. That sends
     more in all, and less at the end.
 

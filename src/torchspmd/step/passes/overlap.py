@@ -193,7 +193,7 @@ class _Schedule:
 
 
 def _places(graph: fx.Graph, blocks: list[CommBlock]) -> dict[fx.Node, int]:
-    """How many nodes of the computation stand before each start and wait."""
+    """How many nodes of the computation come before each start and wait."""
     moving = {node for block in blocks for node in block.nodes}
     places: dict[fx.Node, int] = {}
     count = 0

@@ -2,10 +2,10 @@
 
 The gradient that the next forward needs first is ready last: nothing hides its reduction.
 Gradients of weights that are needed late can be computed behind it, because nothing else in
-backward reads them; the wire then has computation beside it again. And a part of a gradient
-whose other parts are known much later, as where an embedding and a head share a weight, can
-wait for those: others come to the wire earlier. What is done, and when each reduction
-starts, is chosen by running the iteration on paper.
+backward reads them: the reduction then overlaps with computation again. And a part of a
+gradient whose other parts are known much later, as where an embedding and a head share a
+weight, can wait for those: other reductions start earlier. What is done, and when each
+reduction starts, is chosen by simulating the iteration.
 """
 
 import bisect
@@ -22,16 +22,16 @@ from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.graph.metadata import owner_of
 from torchspmd.step.graph.simulate import Do, Work, run_schedule, schedule_of
 
-# The part of an estimate after which the wire counts as free. Where estimates are too long,
-# less than all of it keeps the wire busy; where they are right, all of it leaves room for
-# what becomes ready meanwhile and is more urgent.
+# The part of a reduction's estimated time after which the next one starts. Where estimates
+# are too long, less than all of it keeps the network busy; where they are right, all of it
+# leaves room for what becomes ready meanwhile and is more urgent.
 _HASTE = (0.8, 1.0)
 # How much longer than measured a reduction may take: not at all, or as beside work that
 # wants the same cores and memory. The order that is chosen must do well in both cases.
 _SLOWDOWNS = (1.0, 1.3)
 _APART = (1, 2, 3)
 _MOST_TRIES = 24
-_WORTH = 0.99  # of the time before: less than that is within what an estimate can tell
+_WORTH = 0.99  # of the time before: a simulation cannot tell a smaller gain
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class Reduction:
     Attributes:
         start: The node that starts it.
         place: Where the next iteration first needs the update.
-        group: The process group whose wire it takes.
-        seconds: How long it is on the wire.
+        group: The process group that it runs on.
+        seconds: How long it takes.
         update_seconds: How long the update takes.
     """
 
@@ -54,12 +54,12 @@ class Reduction:
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class Ordering:
     """One order of an iteration's nodes.
 
     Attributes:
         order: The nodes, starts of reductions included.
-        seconds: How long an iteration takes in the steady state, on paper: the mean of a
+        seconds: How long an iteration takes in the steady state, simulated: the mean of a
             network as fast as the cost model says and a slower one.
         places: Where the next iteration makes each update, in the order of the updates.
         delayed: The reductions whose gradients are computed last.
@@ -73,19 +73,19 @@ class Pace:
     num_sunk: int = 0
 
     @property
-    def is_usual(self) -> bool:
+    def is_default(self) -> bool:
         """Whether everything is computed where backward has it."""
         return not self.delayed and not self.num_sunk
 
 
-def paces(
+def orderings(
     nodes: Sequence[fx.Node],
     reductions: Sequence[Reduction],
     cost: CostModel,
     *,
     may_delay: bool,
-) -> list[Pace]:
-    """Orders worth taking, the quickest first; the last one delays no gradient.
+) -> list[Ordering]:
+    """Orderings worth taking, the fastest first; the last one delays no gradient.
 
     Args:
         nodes: The iteration, without what is left for the next.
@@ -94,25 +94,27 @@ def paces(
         may_delay: Whether gradients may be computed later than they could be.
     """
     plan = _Plan(nodes, reductions, cost)
-    usual = plan.pace()
+    default = plan.ordering()
     if not may_delay:
-        return [usual]
+        return [default]
     chains = gradient_chains(nodes, reductions)
     able = [reduction for reduction in reversed(reductions) if chains[reduction]]
     found = [
-        plan.pace(delayed, chains, sink=sink, haste=haste)
+        plan.ordering(delayed, chains, sink=sink, haste=haste)
         for delayed in _choices(able)
         for sink in (False, True)
         for haste in _HASTE
     ]
-    better = [pace for pace in found if pace.seconds < usual.seconds * _WORTH]
-    return [*sorted(better, key=_least_change), usual]
+    better = [
+        ordering for ordering in found if ordering.seconds < default.seconds * _WORTH
+    ]
+    return [*sorted(better, key=_least_change), default]
 
 
 def _choices(able: Sequence[Reduction]) -> list[Sequence[Reduction]]:
     """Which gradients to delay: none, or some of those that are needed last.
 
-    Every second or third one leaves something for the wire to do while backward computes
+    Delaying every second or third one leaves something to reduce while backward computes
     the last layers.
 
     >>> [list(each) for each in _choices("abc")]
@@ -127,12 +129,12 @@ def _choices(able: Sequence[Reduction]) -> list[Sequence[Reduction]]:
     return choices
 
 
-def _least_change(pace: Pace) -> tuple[float, int, int]:
-    return pace.seconds, len(pace.delayed), pace.num_sunk
+def _least_change(ordering: Ordering) -> tuple[float, int, int]:
+    return ordering.seconds, len(ordering.delayed), ordering.num_sunk
 
 
 def estimate(graph: fx.Graph, cost: CostModel) -> float:
-    """How long a graph takes that leaves nothing for later, as ``Pace.seconds``."""
+    """How long a graph takes that leaves nothing for later, as ``Ordering.seconds``."""
     return _mean_seconds(schedule_of(graph, cost))
 
 
@@ -144,10 +146,10 @@ def _mean_seconds(work: Sequence[Work]) -> float:
 def update_places(
     order: Sequence[fx.Node], reductions: Sequence[Reduction]
 ) -> dict[Reduction, fx.Node]:
-    """Where updates can be made at the earliest without waiting for longer, in order.
+    """Where updates can be made at the earliest without waiting longer, in order.
 
-    That is where the result is first needed; or where another one is waited for that a
-    group reduces later: then this one is there, and its update hides a part of the other.
+    That is where the result is first needed; or where a later reduction of the group is
+    waited for: then this one has ended, and its update hides a part of the other.
     """
     position = {node: place for place, node in enumerate(order)}
     started = {each.start: each for each in reductions}
@@ -212,14 +214,14 @@ class _Plan:
             for each in reductions
         }
 
-    def pace(
+    def ordering(
         self,
         delayed: Sequence[Reduction] = (),
         chains: Mapping[Reduction, Sequence[fx.Node]] | None = None,
         *,
         sink: bool = False,
         haste: float = _HASTE[0],
-    ) -> Pace:
+    ) -> Ordering:
         """The order in which the gradients of some reductions are computed last."""
         body, sunk = list(self._nodes), 0
         if chains is not None and delayed:
@@ -236,32 +238,32 @@ class _Plan:
         seconds, sooner = self._estimate(order, places), self._estimate(order, early)
         if sooner < seconds * _WORTH:
             seconds, places = sooner, early
-        return Pace(tuple(order), seconds, places, tuple(delayed), sunk)
+        return Ordering(tuple(order), seconds, places, tuple(delayed), sunk)
 
     def _sunk(
         self, body: list[fx.Node], parts: Iterable[fx.Node]
     ) -> tuple[list[fx.Node], int]:
-        """Nodes stand right before their first reader, if that lets others start."""
+        """Move nodes right before their first reader, if that lets others start."""
         position = {node: place for place, node in enumerate(body)}
         starts = [position[node] for node in body if node in self._rank]
-        stands: dict[fx.Node, fx.Node] = {}  # what is moved, before which node
+        moved: dict[fx.Node, fx.Node] = {}  # before which node
         for node in sorted(parts, key=position.__getitem__, reverse=True):
-            readers = [stands.get(user, user) for user in node.users]
+            readers = [moved.get(user, user) for user in node.users]
             first = min(readers, key=position.__getitem__)
             after = bisect.bisect(starts, position[node])
             if after < len(starts) and starts[after] < position[first]:
-                stands[node] = first
+                moved[node] = first
         order: list[fx.Node] = []
         waiting: dict[fx.Node, list[fx.Node]] = {}
         for node in body:
-            if node in stands:
-                waiting.setdefault(stands[node], []).append(node)
+            if node in moved:
+                waiting.setdefault(moved[node], []).append(node)
             else:
                 order += (*waiting.get(node, ()), node)
-        return order, len(stands)
+        return order, len(moved)
 
     def _start(self, body: Iterable[fx.Node], haste: float) -> list[fx.Node]:
-        """Keep the wire busy: whenever it is free, start the most urgent that is ready."""
+        """Whenever a group is free, start the most urgent of its ready reductions."""
         order: list[fx.Node] = []
         ready: list[int] = []  # places among the reductions
         free: dict[str, float] = {}
@@ -283,7 +285,7 @@ class _Plan:
     def _free_for(
         self, ready: Sequence[int], free: Mapping[str, float], now: float
     ) -> list[int]:
-        """The most urgent reduction for each group whose wire is free."""
+        """The most urgent reduction for each group that is free."""
         chosen: dict[str, int] = {}
         for place in ready:
             group = self._reductions[place].group

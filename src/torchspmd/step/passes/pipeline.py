@@ -67,11 +67,11 @@ def choose_bucket_size(gm: Any, cost: CostModel | None = None) -> float:
     """Megabytes for a bucket, between 1 and 64.
 
     What the next forward needs first is ready last: the smaller its bucket, the less of it
-    stands in the open. But each bucket costs the latency of a collective. With n buckets
-    that take w seconds on the wire and l seconds each to begin, w / n + n * l is least
-    where n is the root of w / l; where computing takes longer, most of n * l is hidden, so
-    there are twice as many. Where the wire is the limit it is idle until the first bucket
-    is computed: there computing counts instead of w.
+    is exposed. But each bucket costs the latency of a collective. With n buckets that take
+    w seconds on the network and l seconds each to begin, w / n + n * l is least where n is
+    the root of w / l; where computing takes longer, most of n * l is hidden, so there are
+    twice as many. Where the network is the limit it is idle until the first bucket is
+    computed: there computing counts instead of w.
     """
     check_cost(cost, "choose_bucket_size")
     cost = cost or CostModel.for_device(device_of(gm.graph))

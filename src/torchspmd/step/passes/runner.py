@@ -393,7 +393,7 @@ _GRAPH = (
 )
 _OUTPUT = (
     "output: the graph does not end with an output node. A pass keeps the outputs, all and "
-    "in their order: the caller takes them apart"
+    "in their order: the caller unpacks them"
 )
 
 

@@ -50,7 +50,7 @@ class Certificate:
         program: The step and the number of its program.
         passes: The passes that ran, in order, with what they say and what was proved.
         checks: What was compared on virtual ranks.
-        not_checked: What nobody looked at, a sentence each.
+        not_checked: What was not checked, a sentence each.
 
     Example:
         >>> print(Certificate("train_step, program 0", (), (), ("anything",)))

@@ -1,6 +1,6 @@
 """What each collective does, computed from the values of all ranks of a group."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -78,9 +78,12 @@ def _in_flight(value: torch.Tensor, target: torch.Tensor | None) -> InFlight:
     return InFlight(value if target is None else target.copy_(value))
 
 
+# ----------------------------------------------------------------------------
+# What each collective gives to the ranks of a group, from their arguments in group order.
+
+
 def _all_reduce(ranks: list[Arguments], order: str) -> list[Any]:
-    values = [rank["input"] for rank in ranks]
-    total = reduce_values(values, ranks[0]["reduce_op"], order)
+    total = reduce_values(_inputs(ranks), ranks[0]["reduce_op"], order)
     return [total.clone() for _ in ranks]
 
 
@@ -97,35 +100,15 @@ def _all_reduce_coalesced(ranks: list[Arguments], order: str) -> list[Any]:
 
 
 def _all_gather(ranks: list[Arguments], order: str) -> list[Any]:
-    whole = _gathered([rank["input"] for rank in ranks])
+    values = _inputs(ranks)
+    whole = torch.stack(values) if values[0].ndim == 0 else torch.cat(values)
     return [whole.clone() for _ in ranks]
-
-
-def _all_gather_coalesced(ranks: list[Arguments], order: str) -> list[Any]:
-    wholes = [_gathered(values) for values in _by_item(ranks)]
-    return [[whole.clone() for whole in wholes] for _ in ranks]
-
-
-def _gathered(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.stack(list(values)) if values[0].ndim == 0 else torch.cat(list(values))
 
 
 def _reduce_scatter(ranks: list[Arguments], order: str) -> list[Any]:
     """As gloo does: the whole buffer is reduced, and each rank keeps its part."""
-    values = [rank["input"] for rank in ranks]
-    return _scattered(values, ranks[0]["reduce_op"], order)
-
-
-def _reduce_scatter_coalesced(ranks: list[Arguments], order: str) -> list[Any]:
-    op = ranks[0]["reduce_op"]
-    by_item = [_scattered(values, op, order) for values in _by_item(ranks)]
-    return [list(items) for items in zip(*by_item, strict=True)]
-
-
-def _scattered(values: list[torch.Tensor], op: str, order: str) -> list[torch.Tensor]:
-    rows = values[0].shape[0] // len(values)
-    total = reduce_values(values, op, order)
-    return [part.clone() for part in total.split(rows)]
+    total = reduce_values(_inputs(ranks), ranks[0]["reduce_op"], order)
+    return [part.clone() for part in total.split(total.shape[0] // len(ranks))]
 
 
 def _all_to_all(ranks: list[Arguments], order: str) -> list[Any]:
@@ -144,12 +127,9 @@ def _all_to_all(ranks: list[Arguments], order: str) -> list[Any]:
 
 
 def _shard_dim_all_to_all(ranks: list[Arguments], order: str) -> list[Any]:
-    size, dim = len(ranks), ranks[0]["shard_dim"]
-    parts = [rank["input"].chunk(size, dim) for rank in ranks]
-    gather_dim = ranks[0]["gather_dim"]
+    parts = [each.chunk(len(ranks), ranks[0]["shard_dim"]) for each in _inputs(ranks)]
     return [
-        torch.cat([from_one[place] for from_one in parts], gather_dim)
-        for place in range(size)
+        torch.cat(column, ranks[0]["gather_dim"]) for column in zip(*parts, strict=True)
     ]
 
 
@@ -158,19 +138,35 @@ def _broadcast(ranks: list[Arguments], order: str) -> list[Any]:
     return [ranks[source]["input"].clone() for _ in ranks]
 
 
-def _by_item(ranks: list[Arguments]) -> list[list[torch.Tensor]]:
-    """The ranks' values of each tensor of a coalesced collective."""
-    return [list(values) for values in zip(*(r["inputs"] for r in ranks), strict=True)]
+def _inputs(ranks: list[Arguments]) -> list[torch.Tensor]:
+    return [rank["input"] for rank in ranks]
+
+
+_Run = Callable[[list[Arguments], str], list[Any]]  # for the ranks of a group
+
+
+def _item_by_item(run: _Run) -> _Run:
+    """A coalesced collective, which does the same to each tensor of a list."""
+
+    def coalesced(ranks: list[Arguments], order: str) -> list[Any]:
+        items = zip(*(rank["inputs"] for rank in ranks), strict=True)
+        columns = [
+            run([{**r, "input": x} for r, x in zip(ranks, item, strict=True)], order)
+            for item in items
+        ]
+        return [[column[place] for column in columns] for place in range(len(ranks))]
+
+    return coalesced
 
 
 _NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor")
-_RUN: dict[str, Callable[[list[Arguments], str], list[Any]]] = {
+_RUN: dict[str, _Run] = {
     "all_reduce": _all_reduce,
     "all_reduce_coalesced": _all_reduce_coalesced,
     "all_gather_into_tensor": _all_gather,
-    "all_gather_into_tensor_coalesced": _all_gather_coalesced,
+    "all_gather_into_tensor_coalesced": _item_by_item(_all_gather),
     "reduce_scatter_tensor": _reduce_scatter,
-    "reduce_scatter_tensor_coalesced": _reduce_scatter_coalesced,
+    "reduce_scatter_tensor_coalesced": _item_by_item(_reduce_scatter),
     "all_to_all_single": _all_to_all,
     "shard_dim_alltoall": _shard_dim_all_to_all,
     "broadcast": _broadcast,

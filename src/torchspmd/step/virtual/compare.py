@@ -296,7 +296,7 @@ def _common_names(before: fx.Graph, after: fx.Graph) -> set[str]:
         for node in after.nodes
         if node.op in ("call_function", "placeholder")
         and targets.get(node.name) == node.target
-        and "empty" not in str(node.target)  # memory that nobody has written yet
+        and "empty" not in str(node.target)  # memory that was not written yet
     }
 
 

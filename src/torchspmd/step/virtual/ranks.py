@@ -63,7 +63,7 @@ class RankLayout:
         return math.prod(axis.size for axis in self.axes)
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
-        """Where a virtual rank stands, by axis."""
+        """The coordinates of a virtual rank, by axis."""
         found = []
         for axis in reversed(self.axes):
             rank, place = divmod(rank, axis.size)

@@ -350,10 +350,10 @@ class Verifier:
                 f"{furthest(*runs, differing):.2g} of the largest entry apart"
             )
         # Unproved outputs that have the same bits, and show something.
-        silent = {*differing, *before.vacuous, *after.vacuous}
-        places = set(range(num_outputs)) - silent if report else ()
-        shown = {output_name(self._current, place) for place in places}
         unproved = report.unproved_names if report else ()
+        silent = {*differing, *before.vacuous, *after.vacuous}
+        places = set(range(num_outputs)) - silent if unproved else ()
+        shown = {output_name(self._current, place) for place in places}
         return Check(
             what,
             str(self.layouts[order]),
