@@ -79,8 +79,8 @@ class Pending:
         self._flush_step()
         self._count_early(
             "Again and again the model or the optimizer is read between two steps (here, "
-            "for one), so that the updates are made first. Read them less often, or compile "
-            "the step with overlap=False."
+            "for one), so that the updates are made first. Read them less often, or "
+            "compile the step with overlap=False."
         )
 
     def _count_early(self, why: str) -> None:
