@@ -13,10 +13,10 @@ from torchspmd.step import (
     IterGraphModule,
     compile,
     graph_optimization_pass,
+    pipeline,
 )
 from torchspmd.step.graph.metadata import roles_of, set_roles
 from torchspmd.step.graph.reports import Outcome
-from torchspmd.step.lower import backends
 
 pytestmark = pytest.mark.unit
 
@@ -210,7 +210,7 @@ def test_passes_inside_are_not_checked_again(monkeypatch):
     def refuse(*_):
         raise AssertionError("checked twice")
 
-    monkeypatch.setattr(backends, "run_transformation", refuse)
+    monkeypatch.setattr(pipeline, "run_transformation", refuse)
     train(GraphModuleTransformation(passes=[clone_first]), steps=1)
 
 
