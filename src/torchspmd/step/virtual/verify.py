@@ -181,6 +181,8 @@ class Verifier:
     def forget(self, undone: Sequence[PassReport], graph: fx.Graph) -> None:
         """Go on from the graph that is back after these passes were undone."""
         self._current, self._known = copy_graph(graph)[0], {}
+        gone = set(map(id, undone))
+        self.reports = [each for each in self.reports if id(each) not in gone]
 
     def compare(
         self,
