@@ -126,9 +126,12 @@ def is_view(node: fx.Node) -> bool:
     if view_source(node) is None or is_wait(node):
         return False
     target = operator_of(node)
+    overloads = _overloads(node) if target is None else [target]
+    if any(torch.Tag.nondeterministic_seeded in each.tags for each in overloads):
+        return False  # a dropout, which gives its input outside of training
     if target is not None:
         return not _torch.written_arguments(target)
-    writes = any(0 in _torch.written_arguments(each) for each in _overloads(node))
+    writes = any(0 in _torch.written_arguments(each) for each in overloads)
     return not writes and "out" not in node.kwargs
 
 
