@@ -14,9 +14,9 @@ from torchspmd.step import (
     compile,
     graph_optimization_pass,
 )
+from torchspmd.step import pipeline as step_pipeline
 from torchspmd.step.graph.metadata import roles_of, set_roles
 from torchspmd.step.graph.reports import Outcome
-from torchspmd.step.lower import backends
 
 pytestmark = pytest.mark.unit
 
@@ -210,7 +210,7 @@ def test_passes_inside_are_not_checked_again(monkeypatch):
     def refuse(*_):
         raise AssertionError("checked twice")
 
-    monkeypatch.setattr(backends, "run_transformation", refuse)
+    monkeypatch.setattr(step_pipeline, "run_transformation", refuse)
     train(GraphModuleTransformation(passes=[clone_first]), steps=1)
 
 
