@@ -163,6 +163,7 @@ def _written(operator: OpOverload) -> tuple[int, ...]:
     )
 
 
+@cache
 def shared_arguments(operator: OpOverload, item: int | None = None) -> tuple[int, ...]:
     """The places of the arguments whose memory an operator's result may lie in.
 
@@ -187,19 +188,21 @@ def shared_arguments(operator: OpOverload, item: int | None = None) -> tuple[int
     )
 
 
+@cache
 def gives_one_tensor(operator: OpOverload) -> bool:
     """Whether an operator's result is one tensor, not a list or a tuple of them."""
     results = operator._schema.returns
     return len(results) == 1 and isinstance(results[0].type, torch.TensorType)
 
 
-def tensor_methods(name: str) -> list[OpOverload]:
+@cache
+def tensor_methods(name: str) -> tuple[OpOverload, ...]:
     """The ATen operators that a method of tensors may call; empty where it is none."""
     packet = getattr(torch.ops.aten, name, None)
     if not isinstance(packet, torch._ops.OpOverloadPacket):
-        return []
+        return ()
     found = [getattr(packet, overload) for overload in packet.overloads()]
-    return [each for each in found if _takes_tensor(each)]
+    return tuple(each for each in found if _takes_tensor(each))
 
 
 def _takes_tensor(operator: OpOverload) -> bool:

@@ -150,6 +150,12 @@ KNOWN = {
         "own",
         False,
     ),
+    "dropout": (  # outside of training it gives its input
+        lambda g: g.call(aten.native_dropout.default, g.x, 0.1, False),
+        "x",
+        False,
+    ),
+    "torch.dropout": (lambda g: g.call(torch.dropout, g.x, 0.1, False), "x", False),
     "mask of a dropout": (
         lambda g: g.item(g.call(aten.native_dropout.default, g.x, 0.1, True), 1),
         "own",

@@ -126,9 +126,12 @@ def is_view(node: fx.Node) -> bool:
     if view_source(node) is None or is_wait(node):
         return False
     target = operator_of(node)
+    overloads = _overloads(node) if target is None else (target,)
+    if any(torch.Tag.nondeterministic_seeded in each.tags for each in overloads):
+        return False  # a dropout, which gives its input outside of training
     if target is not None:
         return not _torch.written_arguments(target)
-    writes = any(0 in _torch.written_arguments(each) for each in _overloads(node))
+    writes = any(0 in _torch.written_arguments(each) for each in overloads)
     return not writes and "out" not in node.kwargs
 
 
@@ -165,20 +168,23 @@ def _item_sources(node: fx.Node) -> list[fx.Node] | None:
 def _shared(
     node: fx.Node, target: _torch.OpOverload, item: int | None = None
 ) -> list[fx.Node]:
+    places = _torch.shared_arguments(target, item)
+    if not places:
+        return []
     given, names = node_arguments(node), _torch.argument_names(target)
-    values = [given.get(names[n]) for n in _torch.shared_arguments(target, item)]
+    values = [given.get(names[place]) for place in places]
     if item is not None:  # of a list that was written into
         values = [v[item] if isinstance(v, (list, tuple)) else v for v in values]
     return [source for value in values for source in _nodes(value)]
 
 
-def _overloads(node: fx.Node) -> list[_torch.OpOverload]:
+def _overloads(node: fx.Node) -> tuple[_torch.OpOverload, ...]:
     """The operators that a method, or a function of torch, may call."""
     if node.op == "call_method":
         return _torch.tensor_methods(str(node.target))
     name = getattr(node.target, "__name__", "")
     is_torch = node.op == "call_function" and getattr(torch, name, None) is node.target
-    return _torch.tensor_methods(name) if is_torch else []
+    return _torch.tensor_methods(name) if is_torch else ()
 
 
 def _nodes(value: Any) -> list[fx.Node]:
