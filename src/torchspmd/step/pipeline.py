@@ -31,13 +31,8 @@ from torchspmd.step.progress import Progress, phase
 from torchspmd.step.rank_agreement import Agreement, CommPlan, build_comm_plan
 from torchspmd.step.transformation import GraphModuleTransformation
 from torchspmd.step.virtual.certificate import Certificate
-from torchspmd.step.virtual.certify import certify
-from torchspmd.step.virtual.verify import (
-    Verification,
-    Verifier,
-    is_pipelined,
-    without_marks,
-)
+from torchspmd.step.virtual.run import is_pipelined, without_marks
+from torchspmd.step.virtual.verify import Verification, Verifier, certify
 
 
 @dataclass(frozen=True, slots=True)

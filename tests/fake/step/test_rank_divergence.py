@@ -191,3 +191,49 @@ def test_gradients_along_other_axes(kind, lay_out, names, mode):
     )
     assert sorted(line.partition(told)[0][4:] for line in lines) == sorted(names)
     assert "SequenceParallel() for a norm" in text and "Nothing was changed" in text
+
+
+def by_a_hook(model, group):
+    model.norm.weight.register_hook(lambda g: OPS.wait_tensor(sum_over(g, group)))
+    return step
+
+
+def by_the_step(model, group):
+    def reduces(model, optim, batch):
+        model(batch).square().mean().backward()
+        model.norm.weight.grad = OPS.wait_tensor(
+            sum_over(model.norm.weight.grad, group)
+        )
+        optim.step()
+
+    return reduces
+
+
+def by_nobody(model, group):
+    def norms(model, optim, batch):
+        model(batch).square().mean().backward()
+        squares = model.norm.weight.grad.square().sum()
+        model.norm.weight.grad /= OPS.wait_tensor(sum_over(squares, group)).sqrt()
+        optim.step()
+
+    return norms
+
+
+def sum_over(value, group):
+    return OPS.all_reduce(value, "sum", group)
+
+
+@pytest.mark.parametrize("reducing", [by_a_hook, by_the_step, by_nobody])
+def test_gradients_that_users_reduce_themselves(reducing):
+    with fake_mesh((2, 2), ("dp", "tp")) as mesh:
+        model = ours(Heads(), mesh["tp"])
+        function = reducing(model, mesh["tp"].get_group().group_name)
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        mode = DataParallel("replicate")
+        compiled = compile(parallel_mode=mode, mesh=mesh["dp"])(function)
+        if reducing is by_nobody:
+            with pytest.raises(CaptureError, match="would get other gradients"):
+                compiled(model, optim, torch.randn(3, 4, 8))
+        else:
+            compiled(model, optim, torch.randn(3, 4, 8))
+            assert compiled.programs[0].ledger.total(axis="tp").count > 0

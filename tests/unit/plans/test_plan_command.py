@@ -51,9 +51,8 @@ def model_file(tmp_path):
 
 def run(*arguments):
     parser = argparse.ArgumentParser()
-    command.add_parser(parser.add_subparsers())
-    options = parser.parse_args(["plan", *map(str, arguments)])
-    return options.run(options)
+    command.add_options(parser)
+    return command.run(parser.parse_args([*map(str, arguments)]))
 
 
 def test_it_prints_the_preview_of_an_inferred_plan(model_file, capsys):

@@ -197,7 +197,7 @@ BOOKS_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 
 @final
 class Walk:
-    """Takes values apart, and keeps what could change without a sign.
+    """Walks through values, and keeps what could change without a sign.
 
     Args:
         known: Modules and optimizers that are guarded by themselves, by identity.
@@ -238,12 +238,12 @@ class Walk:
         key = id(value), depth  # one object in many modules, a configuration
         if key not in self._facts:
             self._open[id(value)] = depth
-            self._facts[key] = self._take_apart(name, value, depth)
+            self._facts[key] = self._compound(name, value, depth)
             del self._open[id(value)]
         return self._facts[key]
 
     def sees(self, name: str, value: Any) -> bool:
-        """Whether all of a value that was taken apart is guarded."""
+        """Whether all of a value that was walked through is guarded."""
         if any(each.startswith(name) for each in self.beyond):
             return False
         return not isinstance(self.fact(name, value)[1], Same)
@@ -265,7 +265,7 @@ class Walk:
                 self._hold(kind, is_same_vars, *_table(vars(kind)), kind=type(kind))
                 yield name, self._inside(name, kind, _class_entries(kind), 0)
 
-    def _take_apart(self, name: str, value: Any, depth: int) -> Fact:
+    def _compound(self, name: str, value: Any, depth: int) -> Fact:
         parts: Iterable[tuple[str, Any]]
         if isinstance(value, (list, tuple, deque)):
             parts = ((f"[{place}]", item) for place, item in enumerate(value))

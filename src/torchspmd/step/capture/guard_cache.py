@@ -295,13 +295,10 @@ class OptimizerFacts:
         self._optimizer = weakref.ref(optimizer)
         self._type = type(optimizer)
         self._hooks = _hook_keys(optimizer)
+        self._lifted = {(id(n.holder), n.key, n.path) for n in numbers}
         self._groups = optimizer.param_groups
+        self._facts = [_group_facts(g, self._lifted) for g in self._groups]
         self._params = [(g, g["params"], list(g["params"])) for g in self._groups]
-        lifted = {(id(n.holder), n.key, n.path) for n in numbers}
-        self._facts = [
-            (group, [_Hyper(group, key, lifted) for key in group if key != "params"])
-            for group in self._groups
-        ]
         self._state = optimizer.state
         self._entries = [
             (p, e, list(e), list(e.values())) for p, e in self._state.items()
@@ -322,12 +319,8 @@ class OptimizerFacts:
                 return False
             if not is_same_items(params, items):
                 return False
-        if not all(
-            len(group) == len(facts) + 1 and all(fact.holds() for fact in facts)
-            for group, facts in self._facts
-        ):
-            return False
-        return self._has_same_state(optimizer.state)
+        facts = [_group_facts(group, self._lifted) for group in groups]
+        return facts == self._facts and self._has_same_state(optimizer.state)
 
     def _has_same_state(self, state: Any) -> bool:
         if state is not self._state or len(state) != len(self._entries):
@@ -367,40 +360,28 @@ class ScalerFacts:
         return list(_torch.scaler_tensors(scaler, torch.device("cpu")).values())
 
 
-class _Hyper:
-    """One entry of a parameter group; items that are inputs of the graph may change."""
+_LIFTED = object()  # in the place of a number that is an input of the graph
 
-    def __init__(
-        self, group: dict[str, Any], key: str, lifted: set[tuple[Any, ...]]
-    ) -> None:
-        self._group, self._key = group, key
-        value = group[key]
-        items = list(value) if isinstance(value, (tuple, list)) else [value]
-        is_flat = not isinstance(value, (tuple, list))
-        self._type = type(value)
-        self._items = [
-            (item, (id(group), key, () if is_flat else (place,)) in lifted)
-            for place, item in enumerate(items)
-        ]
 
-    def holds(self) -> bool:
-        """Whether it is the same, as far as no input of the graph."""
-        if self._key not in self._group:
-            return False
-        value = self._group[self._key]
-        if type(value) is not self._type:
-            return False
-        items = value if isinstance(value, (tuple, list)) else (value,)
-        if len(items) != len(self._items):
-            return False
-        for item, (before, is_lifted) in zip(items, self._items, strict=True):
-            if item is before:
-                continue
-            if type(item) is not type(before) or isinstance(item, torch.Tensor):
-                return False
-            if not (is_liftable(item) if is_lifted else item == before):
-                return False
-        return True
+def _group_facts(group: dict[str, Any], lifted: set[tuple[Any, ...]]) -> list[Any]:
+    """The hyper-parameters of a group: by value, tensors by identity."""
+    facts = []
+    for key, value in group.items():
+        if key == "params":
+            continue
+        is_list = isinstance(value, (tuple, list))
+        items = tuple(
+            _item_fact(item, (id(group), key, (place,) if is_list else ()) in lifted)
+            for place, item in enumerate(value if is_list else (value,))
+        )
+        facts.append((key, type(value), items))
+    return facts
+
+
+def _item_fact(item: Any, is_lifted: bool) -> Any:
+    if is_lifted and is_liftable(item):
+        return _LIFTED
+    return type(item), id(item) if isinstance(item, torch.Tensor) else item
 
 
 def _hook_keys(optimizer: Optimizer) -> list[list[int]]:

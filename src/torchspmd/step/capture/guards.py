@@ -46,7 +46,7 @@ def watch_data(inventory: Inventory) -> list[Callable[[], bool]]:
 def _begin_walk(inventory: Inventory) -> Walk:
     known = {id(optimizer): name for name, optimizer in inventory.optimizers}
     known |= {id(scaler): name for name, scaler in inventory.scalers}
-    return Walk(known | {id(child): path for path, child in _named_modules(inventory)})
+    return Walk(known | {id(child): path for path, child in inventory.named_modules()})
 
 
 def describe_unguarded(inventory: Inventory, limit: int = 8) -> tuple[str, ...]:
@@ -202,15 +202,9 @@ def _check_guarded(name: str, leaf: Any, walk: Walk) -> None:
         )
 
 
-def _named_modules(inventory: Inventory) -> Iterator[tuple[str, nn.Module]]:
-    for root, module in inventory.modules:
-        for prefix, child in module.named_modules():
-            yield f"{root}.{prefix}" if prefix else root, child
-
-
 def _module_facts(inventory: Inventory, walk: Walk) -> Iterator[tuple[str, Any]]:
     """Train or eval, and all plain data among the attributes, of every module."""
-    for path, child in _named_modules(inventory):
+    for path, child in inventory.named_modules():
         yield from _attribute_facts(path, child, walk)
         if hooks := _hooks(child, _torch.HOOK_TABLES):
             yield f"hooks of {path}", hooks

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any, Self, final
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from torchspmd import _torch
 from torchspmd.step.capture.inventory import Inventory
 from torchspmd.step.capture.refusals import is_spread, refuse_read
+from torchspmd.step.capture.trace_modes import FunctionMode, map_tree
 
 # What counters are made of. Anything else is not followed: what is read from its result
 # has no value while the step is traced, and a choice by it is refused.
@@ -128,7 +128,7 @@ class Reads:
 
 
 @final
-class HostValues(TorchFunctionMode):
+class HostValues(FunctionMode):
     """Follows the single numbers of optimizer states while a step is traced."""
 
     def __init__(
@@ -178,14 +178,8 @@ class HostValues(TorchFunctionMode):
         if self._num_open == 0:
             super().__exit__(*error)
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a function; once more on real values where all its tensors are followed."""
         name = getattr(func, "__name__", "")
         if name in ("tensor", "as_tensor"):
             number = args[0] if args else kwargs.get("data")
@@ -224,7 +218,7 @@ class HostValues(TorchFunctionMode):
             return
         places = [self._known[id(tensor)][1] for tensor in given]
         family = frozenset().union(*(self._families[place] for place in places))
-        args, kwargs = _mapped(self._as_place, (args, kwargs))
+        args, kwargs = map_tree(self._as_place, (args, kwargs))
         makes = tuple(self._follow(tensor, family) for tensor in made)
         self._run(_Call(func, args, kwargs, makes))
         for tensor, place in zip(given, places, strict=True):
@@ -289,11 +283,6 @@ def _as_tensor(
 
 def _real(inventory: Inventory, slot: int) -> torch.Tensor:
     return _torch.plain_tensor(inventory.slots[slot].tensor)
-
-
-def _mapped(function: Callable[[Any], Any], tree: Any) -> Any:
-    leaves, structure = _torch.flatten_tree(tree)
-    return _torch.unflatten_tree(list(map(function, leaves)), structure)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

@@ -117,6 +117,12 @@ class Inventory:
             self.slots.append(Slot(name, role, tensor))
         return known
 
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Every module of every model, by its path."""
+        for root, module in self.modules:
+            for prefix, child in module.named_modules():
+                yield f"{root}.{prefix}" if prefix else root, child
+
     def flat_inputs(self) -> list[Any]:
         """The graph's inputs, in its order: tensors, then numbers."""
         tensors: list[Any] = [_torch.plain_tensor(slot.tensor) for slot in self.slots]

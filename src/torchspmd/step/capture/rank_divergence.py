@@ -167,13 +167,14 @@ def _ranks_along(mesh: DeviceMesh, dim: int) -> frozenset[int]:
     return frozenset(mesh.mesh[tuple(place)].tolist())
 
 
-def mark_gradient(gradient: torch.Tensor, parameter: torch.Tensor, place: int) -> None:
-    """Note in the graph that a gradient is reduced, unless its layout says it is not."""
+def mark_gradient(parameter: torch.Tensor, slot: int, gradient: torch.Tensor) -> None:
+    """Note in the graph that this is the gradient of a parameter, behind all hooks."""
     wanted, found = _torch.layout_of(parameter), _torch.layout_of(gradient)
     if found is not None and (wanted is None or found.placements != wanted.placements):
         return  # a redistribution to the parameter's layout follows
-    _torch.plain_tensor(gradient).detach()  # a node that nothing needs
-    _mark_last(_GRADIENT_OF, place)
+    if not torch.is_grad_enabled():  # otherwise it is no last one: create_graph=True
+        _torch.plain_tensor(gradient).detach()  # a node that nothing needs
+        _mark_last(_GRADIENT_OF, slot)
 
 
 def _mark_last(key: str, value: Any) -> None:
@@ -186,20 +187,26 @@ def check_gradients(
     traced: fx.GraphModule, slots: list[Slot], axes: tuple[OtherAxis, ...]
 ) -> None:
     """Refuse a step whose replicated parameters get another gradient on each rank."""
-    inputs = traced.graph.find_nodes(op="placeholder")
-    marked = [node for node in traced.graph.nodes if _GRADIENT_OF in node.meta]
+    graph = traced.graph
+    inputs = graph.find_nodes(op="placeholder")
+    marked = [node for node in graph.nodes if _GRADIENT_OF in node.meta]
     problems = []
     for axis in axes:
+        sources = {inputs[place] for place in axis.differing}
         sinks = [
             Sink(node, node, slots[node.meta[_GRADIENT_OF]].name)
             for node in marked
             if node.meta[_GRADIENT_OF] not in axis.differing
         ]
-        sources = {inputs[place] for place in axis.differing}
+        found = find_divergent(graph, axis.ranks, sources, sinks)
         problems += [
             f"{name}: along {axis.name} every rank has a gradient of its own part of the "
             "activations, and nothing adds them up"
-            for name in find_divergent(traced.graph, axis.ranks, sources, sinks)
+            for name in found
+            if not any(
+                sink.name == name and _is_reduced_later(graph, sink.value, axis.ranks)
+                for sink in sinks
+            )
         ]
     if problems:
         raise CaptureError(
@@ -211,6 +218,30 @@ def check_gradients(
             "activations, ReplicateParallel() for other modules; or gather its input first "
             "(PrepareModuleInput). Nothing was changed."
         )
+
+
+def _is_reduced_later(
+    graph: fx.Graph, gradient: fx.Node, ranks: frozenset[int]
+) -> bool:
+    """Whether the step itself reduces a gradient over these ranks, after backward.
+
+    Told from a norm, which is reduced too, by its size.
+    """
+    size = gradient.meta["val"].numel()
+    reductions = [
+        Sink(node, value, "reduced")
+        for node in graph.nodes
+        if _is_collective(node) and _is_equalized(node, ranks)
+        for value in node.all_input_nodes
+        if value.meta["val"].numel() >= max(size, 2)
+    ]
+    nobody = frozenset({-1})  # no reduction stops what is followed
+    return bool(find_divergent(graph, nobody, {gradient}, reductions))
+
+
+def _is_collective(node: fx.Node) -> bool:
+    target = operator_of(node)
+    return target is not None and find_operator(_torch.packet_name(target)) is not None
 
 
 # ----------------------------------------------------------------------------

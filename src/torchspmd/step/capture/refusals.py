@@ -1,4 +1,4 @@
-"""Why a step cannot be captured, told with the user's own line and the way out."""
+"""Why a step cannot be captured, with the user's own line and the fix."""
 
 import linecache
 import sys
@@ -22,11 +22,11 @@ _OWN_FOLDERS = (
 
 
 class RefusalError(Exception):
-    """What an operator cannot do, and the way out; ``refuse`` adds where it was called."""
+    """What an operator cannot do, and the fix; ``refuse`` adds where it was called."""
 
-    def __init__(self, what: str, cure: str) -> None:
+    def __init__(self, what: str, fix: str) -> None:
         super().__init__(what)
-        self.what, self.cure = what, cure
+        self.what, self.fix = what, fix
 
 
 def refuse(
@@ -40,43 +40,38 @@ def refuse(
         owner: Where in the step.
         closed: The arguments whose tensors are no inputs, and what they are.
     """
-    place = user_line(error)
-    where = f"  * {place}\n    in {_describe(owner)}"
+    what, fix = _explain(error, owner, closed)
+    where = f"  * {user_line(error)}\n    in {owner.module} ({owner.phase.value})"
+    return CaptureError(f"compile on {function!r}: {what}\n\n{where}\n\n{fix}")
+
+
+def _explain(error: Exception, owner: Owner, closed: Sequence[str]) -> tuple[str, str]:
+    """What went wrong, and the fix."""
     if isinstance(error, RefusalError):
-        what, cure = error.what, error.cure
-    elif needs_values(error):
-        what, cure = _told_values(error, owner)
-    elif "sharding strategy" in str(error):
-        what = f"an operator has no sharding rule ({_first_line(error)})"
-        cure = _RULE_CURE
-    elif "Please convert all Tensors to FakeTensors first" in str(error):
-        what, cure = "the step uses a tensor that is in no argument", _TENSOR_CURE
-        if closed:
-            cure = f"{_CLOSED_CURE}\nHere {'; '.join(closed)}."
-    else:
-        what, cure = _told_by_text(error)
-    return CaptureError(f"compile on {function!r}: {what}\n\n{where}\n\n{cure}")
-
-
-def _told_values(error: Exception, owner: Owner) -> tuple[str, str]:
-    if torch.is_anomaly_enabled():
-        return "anomaly detection reads every gradient's values", _ANOMALY_CURE
-    optimizer = _running_optimizer(error)
-    if owner.phase is Phase.OPTIMIZER and optimizer is not None:
-        what = f"{optimizer} chooses what to do by a value that is not known yet"
-        return what, _OPTIMIZER_CURE
-    return "the step needs a tensor's value while it is captured", _VALUE_CURE
-
-
-def _told_by_text(error: Exception) -> tuple[str, str]:
-    for words, what, cure in _BY_TEXT:
+        return error.what, error.fix
+    if needs_values(error):
+        return _explain_values(error, owner)
+    if closed and _NO_INPUT in str(error):
+        fix = f"{_CLOSED_FIX}\nHere {'; '.join(closed)}."
+        return "the step uses a tensor that is in no argument", fix
+    for words, what, fix in _BY_TEXT:
         if words in str(error):
-            return what, cure
+            return what.format(error=_first_line(error)), fix
     return (
         f"the step failed while it was captured ({_first_line(error)})",
         "Run the step without compile first; if it works there, the operator cannot run "
         "on tensors without values.",
     )
+
+
+def _explain_values(error: Exception, owner: Owner) -> tuple[str, str]:
+    if torch.is_anomaly_enabled():
+        return "anomaly detection reads every gradient's values", _ANOMALY_FIX
+    optimizer = _running_optimizer(error)
+    if owner.phase is Phase.OPTIMIZER and optimizer is not None:
+        what = f"{optimizer} chooses what to do by a value that is not known yet"
+        return what, _OPTIMIZER_FIX
+    return "the step needs a tensor's value while it is captured", _VALUE_FIX
 
 
 def needs_values(error: BaseException | None) -> bool:
@@ -88,88 +83,87 @@ def needs_values(error: BaseException | None) -> bool:
     return False
 
 
-_VALUE_CURE = (
+_VALUE_FIX = (
     "A graph has no values before it runs: item(), float(), bool() and `if` on a tensor "
     "cannot be captured.\nReturn the tensor and read it after the step, or choose with "
     "torch.where."
 )
-_OPTIMIZER_CURE = (
+_OPTIMIZER_FIX = (
     "A choice by a counter that is one number is captured; a choice by what is computed "
     "from gradients or parameters cannot be, a graph has no values before it runs.\nPass "
     "capturable=True to the optimizer where it has this option and the device allows it, "
     "or choose with torch.where in an optimizer of your own."
 )
-_RULE_CURE = (
-    "The default mode gives one device's result, so every operator must say how it works "
-    "on a sharded batch.\nGive the operator a rule with "
-    "torch.distributed.tensor.experimental.register_sharding, or compute on each rank's "
-    "own batch with parallel_mode=DataParallel('replicate', reduce='avg')."
-)
-_TENSOR_CURE = (
-    "Only tensors of the step's arguments and of their modules and optimizers are inputs "
-    "of the graph.\nPass it as an argument, or register it as a buffer of a module."
-)
 
-_CLOSED_CURE = (
+_CLOSED_FIX = (
     "Only tensors of the step's arguments and of their modules and optimizers are inputs "
     "of the graph, and an argument is looked into where it is a tuple, a named tuple, a "
     "list or a dict.\nPass the tensors in one of these, or register them as buffers of a "
     "module."
 )
-_ANOMALY_CURE = (
+_ANOMALY_FIX = (
     "A graph has no values before it runs.\nLeave torch.autograd.set_detect_anomaly() off "
     "around a compiled step, and look for what is not finite without compile."
 )
-_SPARSE_CURE = (
+_SPARSE_FIX = (
     "Its size depends on the values of the batch, and a graph has none before it runs.\n"
     "Make the embedding with sparse=False; gather_embeddings=True sends the rows of its "
     "gradient alone."
 )
-_MIXED_CURE = (
-    "A sharded parameter is whole inside of a module's forward. Elsewhere, without "
-    "gradients, it is its shard and works with other shards only.\nCall the module, or "
-    "lay the other tensor out with distribute_tensor()."
-)
-_MESHES_CURE = (
-    "Fully sharded parameters lie over the data axis, those with a style over two axes.\n"
-    "Use torchspmd.clip_grad_norm_ instead of torch.nn.utils.clip_grad_norm_; elsewhere, "
-    "work on the parameters of one mesh at a time."
-)
-_SCRIPT_CURE = (
-    "Such a function is compiled code, and does not run on tensors without values.\nSet "
-    "PYTORCH_JIT=0 in the environment, so that it stays Python, or call the function that "
-    "was scripted."
-)
-_NORM_CURE = (
-    "A parameter with few rows leaves some ranks without any, and torch has no such norm "
-    "of nothing.\nUse torchspmd.clip_grad_norm_ instead of torch.nn.utils.clip_grad_norm_."
-)
 
 
-# What torch says, what that means here, and the way out.
+_NO_INPUT = "Please convert all Tensors to FakeTensors first"
+# What torch says, what that means here, and the fix.
 _BY_TEXT = (
+    (
+        "sharding strategy",
+        "an operator has no sharding rule ({error})",
+        "The default mode gives one device's result, so every operator must say how it "
+        "works on a sharded batch.\nGive the operator a rule with "
+        "torch.distributed.tensor.experimental.register_sharding, or compute on each "
+        "rank's own batch with parallel_mode=DataParallel('replicate', reduce='avg').",
+    ),
+    (
+        _NO_INPUT,
+        "the step uses a tensor that is in no argument",
+        "Only tensors of the step's arguments and of their modules and optimizers are "
+        "inputs of the graph.\nPass it as an argument, or register it as a buffer of a "
+        "module.",
+    ),
     (
         "mixed torch.Tensor and DTensor",
         "the step mixes a DTensor with a plain tensor",
-        _MIXED_CURE,
+        "A sharded parameter is whole inside of a module's forward. Elsewhere, without "
+        "gradients, it is its shard and works with other shards only.\nCall the module, or "
+        "lay the other tensor out with distribute_tensor().",
     ),
     (
         "must have the same mesh",
         "an operator gets DTensors of several meshes",
-        _MESHES_CURE,
+        "Fully sharded parameters lie over the data axis, those with a style over two "
+        "axes.\nUse torchspmd.clip_grad_norm_ instead of torch.nn.utils.clip_grad_norm_; "
+        "elsewhere, work on the parameters of one mesh at a time.",
     ),
     (
         "TorchScript interpreter",
         "the step calls a function of torch.jit.script",
-        _SCRIPT_CURE,
+        "Such a function is compiled code, and does not run on tensors without values.\n"
+        "Set PYTORCH_JIT=0 in the environment, so that it stays Python, or call the "
+        "function that was scripted.",
     ),
-    ("norm on empty tensor", "the norm of a shard without elements", _NORM_CURE),
-    ("SparseTensorImpl", "an operator makes a sparse gradient", _SPARSE_CURE),
-    ("by strided tensors", "an operator makes a sparse gradient", _SPARSE_CURE),
+    (
+        "norm on empty tensor",
+        "the norm of a shard without elements",
+        "A parameter with few rows leaves some ranks without any, and torch has no such "
+        "norm of nothing.\nUse torchspmd.clip_grad_norm_ instead of "
+        "torch.nn.utils.clip_grad_norm_.",
+    ),
+    ("SparseTensorImpl", "an operator makes a sparse gradient", _SPARSE_FIX),
+    ("by strided tensors", "an operator makes a sparse gradient", _SPARSE_FIX),
 )
 
 
-# Optimizers that need values on the host in the middle of a step: why, and the way out.
+# Optimizers that need values on the host in the middle of a step: why, and the fix.
 _NEED_VALUES: dict[type[Optimizer], tuple[str, str]] = {
     torch.optim.LBFGS: (
         "calls its closure as often as the values of the loss and the gradients ask for",
@@ -186,11 +180,11 @@ _NEED_VALUES: dict[type[Optimizer], tuple[str, str]] = {
 
 def check_optimizer(argument: str, optimizer: Optimizer) -> None:
     """Refuse an optimizer that cannot be captured, whatever its options are."""
-    for kind, (reason, cure) in _NEED_VALUES.items():
+    for kind, (reason, fix) in _NEED_VALUES.items():
         if isinstance(optimizer, kind):
             raise CaptureError(
                 f"compile: argument {argument} is {type(optimizer).__name__}, which "
-                f"{reason}.\nA graph has no values before it runs. {cure}"
+                f"{reason}.\nA graph has no values before it runs. {fix}"
             )
 
 
@@ -200,7 +194,7 @@ _NEED_WHOLE = tuple(
     for name in ("Adafactor", "Muon")
     if hasattr(torch.optim, name)
 )
-_WHOLE_CURE = (
+_WHOLE_FIX = (
     "Use parallel_mode=DataParallel('replicate'), or an optimizer that treats each element "
     "by itself (SGD, Adam, AdamW, RAdam, ...)."
 )
@@ -218,7 +212,7 @@ def check_whole(optimizer: Optimizer, sharded: list[str]) -> None:
         more = f" and {len(sharded) - 1} more" if len(sharded) > 1 else ""
         raise CaptureError(
             f"compile: {type(optimizer).__name__} works on whole parameters, and each rank "
-            f"holds a part of {sharded[0]}{more}. {_WHOLE_CURE}"
+            f"holds a part of {sharded[0]}{more}. {_WHOLE_FIX}"
         )
 
 
@@ -226,7 +220,7 @@ def refuse_read() -> CaptureError:
     """The error for a number that an optimizer reads where ranks hold parts of it."""
     return CaptureError(
         "compile: the optimizer reads a number (item()) from a tensor that is spread over "
-        f"ranks, and each rank would read another one. {_WHOLE_CURE}"
+        f"ranks, and each rank would read another one. {_WHOLE_FIX}"
     )
 
 
@@ -249,7 +243,7 @@ def check_first_step(optimizer: Optimizer) -> None:
 # Frames that only pass on that a tensor is printed: a DTensor's, a mode's.
 _PRINTING = (
     *("__repr__", "__format__", "__torch_function__", "handle_torch_function"),
-    "_refuse_printing",
+    *("call", "_refuse_printing"),
 )
 
 
@@ -270,7 +264,7 @@ def printing_line() -> str | None:
         frame = frame.f_back
     if frame is None or _is_own(frame.f_code):
         return None
-    return _told_line(frame.f_code, frame.f_lineno)
+    return _format_line(frame.f_code, frame.f_lineno)
 
 
 def _is_own(code: CodeType) -> bool:
@@ -284,13 +278,13 @@ def _innermost(frames: Iterable[tuple[FrameType, int]]) -> str:
         if _is_own(frame.f_code):
             continue
         if frame.f_code.co_filename != "<string>":
-            return _told_line(frame.f_code, line)
+            return _format_line(frame.f_code, line)
         # Code without a file may have been made by torch: named if there is no other.
-        made = made or _told_line(frame.f_code, line)
+        made = made or _format_line(frame.f_code, line)
     return made or "(no line of yours: the call came from torch)"
 
 
-def _told_line(code: CodeType, line: int) -> str:
+def _format_line(code: CodeType, line: int) -> str:
     source = linecache.getline(code.co_filename, line).strip()
     place = f"{code.co_filename}:{line} {code.co_name}"
     return f"{place}: {source}" if source else place
@@ -308,10 +302,6 @@ def _running_optimizer(error: BaseException) -> str | None:
 def is_ours(error: BaseException) -> bool:
     """Whether an error already says what to change."""
     return isinstance(error, SpmdError)
-
-
-def _describe(owner: Owner) -> str:
-    return f"{owner.module} ({owner.phase.value})"
 
 
 def _first_line(error: Exception) -> str:

@@ -1,25 +1,24 @@
-"""Random numbers that are drawn again: a recomputation gets those of the forward.
+"""Random ops while a step is traced: a recomputation repeats those of the forward.
 
 Activation checkpointing saves the generator's state before a region and sets it again
 before it recomputes the region. A graph has no generator, so while a step is traced a
-state is a place on a tape of draws: after it was set, the draws that follow are those that
-followed it before.
+state is a place in the list of random ops: after it was set, the random ops that follow
+give what those gave that followed it before.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from torch import fx
-from torch.overrides import TorchFunctionMode
 
 from torchspmd import _torch
 from torchspmd.comm import Phase
 from torchspmd.errors import CaptureError
 from torchspmd.step.capture.refusals import RefusalError, calling_line
-from torchspmd.step.capture.trace_modes import replaced
+from torchspmd.step.capture.trace_modes import FunctionMode, OperatorMode, replaced
 from torchspmd.step.graph.metadata import owner_of
 
 
@@ -31,8 +30,8 @@ class _State:
 
 
 @dataclass(frozen=True, slots=True)
-class _Draw:
-    """One random operator: what it was, and copies of what it drew, where needed."""
+class _RandomOp:
+    """One random op: what it was, and copies of its results, where needed."""
 
     operator: Any
     form: tuple[Any, ...]
@@ -44,18 +43,18 @@ _SEEDING = ("manual_seed", "manual_seed_all", "seed", "seed_all")
 
 
 @final
-class RandomTape(_torch.TorchDispatchMode):
-    """Remembers the draws of a traced step and repeats them where a state is set back."""
+class RandomReplay(OperatorMode):
+    """Remembers the random ops of a traced step; repeats them where a state is set back."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._draws: list[_Draw] = []
+        self._ops: list[_RandomOp] = []
         self._place = 0
         self._is_state_taken = False
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Watch what is traced inside, and stand in for the generators' states."""
+        """Watch what is traced inside, and replace the states of generators."""
         owners: list[Any] = [torch, torch.random]
         if torch.cuda.is_available():
             owners.append(torch.cuda)
@@ -88,50 +87,52 @@ class RandomTape(_torch.TorchDispatchMode):
         self._place = state.place
 
     def _check_end(self) -> None:
-        if self._place < len(self._draws):
+        if self._place < len(self._ops):
             raise CaptureError(
                 "compile: the step sets a random generator back (fork_rng, set_rng_state) "
                 "and leaves it so; a graph draws anew in each step and sets nothing back. "
                 "Fork outside of the step, or pass what is drawn as an argument."
             )
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a random op, or repeat an earlier one."""
         if not _torch.draws_random_numbers(func, args, kwargs):
             return func(*args, **kwargs)
         if any(_torch.layout_of(a) for a in args if isinstance(a, torch.Tensor)):
             return NotImplemented  # a DTensor: what it does to its shard is seen here
         _check_memory(func, args)
-        if self._place < len(self._draws):
+        if self._place < len(self._ops):
             return self._repeat(func, args)
         result = func(*args, **kwargs)
-        self._draws.append(self._note(func, args, result))
+        self._ops.append(self._note(func, args, result))
         self._place += 1
         return result
 
-    def _note(self, func: Any, args: tuple[Any, ...], result: Any) -> _Draw:
+    def _note(self, func: Any, args: tuple[Any, ...], result: Any) -> _RandomOp:
         is_single = isinstance(result, torch.Tensor)
         drawn = (result,) if is_single else tuple(result)
         # Copies, because what was drawn may be written to; kept only where a state was
         # taken before, since nothing else can come back here.
         copies = tuple(map(_copied, drawn)) if self._is_state_taken else ()
-        return _Draw(func, _form(args), copies, is_single)
+        return _RandomOp(func, _form(args), copies, is_single)
 
     def _repeat(self, func: Any, args: tuple[Any, ...]) -> Any:
-        draw = self._draws[self._place]
+        earlier = self._ops[self._place]
         self._place += 1
-        if draw.operator is not func or draw.form != _form(args) or not draw.copies:
+        if (
+            earlier.operator is not func
+            or earlier.form != _form(args)
+            or not earlier.copies
+        ):
             raise CaptureError(
                 f"compile: a recomputed region draws random numbers with {func}, where "
-                f"its forward drew them with {draw.operator}, or in another shape. A "
+                f"its forward drew them with {earlier.operator}, or in another shape. A "
                 "checkpointed region must do the same each time it is run."
             )
         if _torch.written_arguments(func):
-            return args[0].copy_(draw.copies[0])
-        again = tuple(map(_copied, draw.copies))
-        return again[0] if draw.is_single else again
+            return args[0].copy_(earlier.copies[0])
+        again = tuple(map(_copied, earlier.copies))
+        return again[0] if earlier.is_single else again
 
 
 # From this size on torch draws in blocks, where a tensor on the CPU is contiguous.
@@ -139,7 +140,7 @@ _BLOCK = 16
 
 
 def _check_memory(func: Any, args: tuple[Any, ...]) -> None:
-    """Refuse a draw whose numbers depend on gaps in memory, which a graph does not have."""
+    """Refuse a random op whose numbers depend on gaps in memory: a graph has none."""
     if func is not torch.ops.aten.normal_.default or args[0].device.type != "cpu":
         return
     sizes = zip(args[0].shape, args[0].stride(), strict=True)
@@ -175,12 +176,12 @@ def _form(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def check_recomputation(name: str, graph: fx.GraphModule) -> None:
-    """Refuse random numbers that would be drawn twice: eager restores the generator."""
+    """Refuse random ops in backward that would not repeat those of the forward."""
     for node in graph.graph.nodes:
-        draws = _torch.draws_random_numbers(node.target, node.args, node.kwargs)
+        is_random = _torch.draws_random_numbers(node.target, node.args, node.kwargs)
         owner = owner_of(node)
         in_backward = owner.phase in (Phase.RECOMPUTE, Phase.BACKWARD)
-        if in_backward and draws:
+        if in_backward and is_random:
             raise CaptureError(
                 f"compile on {name!r}: {owner.module} draws random numbers in backward "
                 f"({node.target}). A region that is recomputed there must draw those of "
@@ -190,7 +191,7 @@ def check_recomputation(name: str, graph: fx.GraphModule) -> None:
 
 
 # ----------------------------------------------------------------------------
-# A question about a random number that has one answer, whatever is drawn.
+# Comparisons of a random number that have one result, whatever the number is.
 #
 # Models that may skip layers ask ``torch.rand([]) < self.layerdrop`` for each of them, also
 # where ``layerdrop`` is 0. A number of ``torch.rand`` is never below 0, so that the answer
@@ -200,8 +201,8 @@ _ASKS = (torch.Tensor.__lt__, torch.Tensor.lt, torch.lt)
 
 
 @final
-class KnownComparisons(TorchFunctionMode):
-    """Answers this question while a step is traced; others are left to be refused."""
+class KnownComparisons(FunctionMode):
+    """Knows that ``torch.rand([]) < 0`` is false; other comparisons need values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,16 +210,11 @@ class KnownComparisons(TorchFunctionMode):
         self._drawn: dict[int, tuple[torch.Tensor, int]] = {}
         self._never: dict[int, tuple[torch.Tensor, int]] = {}
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a function, or say what is known about its result."""
         if func is torch.Tensor.__bool__ and _is_in(self._never, args[0]):
             return False
-        made = func(*args, **(kwargs or {}))
+        made = func(*args, **kwargs)
         if func is torch.rand and made.ndim == 0:
             self._drawn[id(made)] = (made, _torch.version_of(made))
         elif func in _ASKS and len(args) == 2 and _is_in(self._drawn, args[0]):

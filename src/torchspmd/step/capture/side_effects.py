@@ -117,11 +117,8 @@ def check_leaks(inventory: Inventory, function: Callable[..., Any]) -> None:
 
 
 def _attributes(inventory: Inventory) -> Iterator[tuple[str, Any, str]]:
-    for root, module in inventory.modules:
-        for prefix, child in module.named_modules():
-            for key in vars(child):
-                path = f"{root}.{prefix}" if prefix else root
-                yield f"{path}.{key}", vars(child), key
+    for path, child in inventory.named_modules():
+        yield from ((f"{path}.{key}", vars(child), key) for key in vars(child))
     for name, optimizer in inventory.optimizers:
         yield from ((f"{name}.{key}", vars(optimizer), key) for key in vars(optimizer))
 
@@ -160,7 +157,7 @@ def _forget(table: Any, key: str) -> None:
         table[key] = None
 
 
-class Cure(StrEnum):
+class Fix(StrEnum):
     """What to do instead, for each kind of thing that a step changes."""
 
     GROUP = (
@@ -188,16 +185,16 @@ class Change:
     """One thing that is not as it was before the step."""
 
     text: str
-    cure: Cure | None  # None for what may stay
+    fix: Fix | None  # None for what may stay
 
 
 _SIMPLE = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
-_CONTAINERS_CHANGES = (list, dict, set, deque)
+_MUTABLE = (list, dict, set, deque)
 _MISSING = object()
 
 
-class Table:
-    """A dict of some object, and what was in it.
+class _Snapshot:
+    """What was in a dict of some object.
 
     A plain attribute that is there for the first time, of a class that has none of its
     name, is what a module notes about itself in its first call: it may stay.
@@ -207,18 +204,18 @@ class Table:
         self,
         name: str,
         table: Any,
-        cure: Cure,
+        fix: Fix,
         ignored: Any = (),
         kind: type | None = None,
     ) -> None:
-        self._name, self._table, self._cure = name, table, cure
+        self._name, self._table, self._fix = name, table, fix
         self._kind = kind
         self._ignored = frozenset(ignored)
         self._before = dict(table)
         self._contents = {
             key: _contents(value)
             for key, value in self._before.items()
-            if isinstance(value, _CONTAINERS_CHANGES) and key not in self._ignored
+            if isinstance(value, _MUTABLE) and key not in self._ignored
         }
 
     def changes(self, *, all_values: bool = False) -> Iterator[Change]:
@@ -236,7 +233,9 @@ class Table:
                     text = f"{self._name}.{key} was set in this capture, and not again"
                     yield Change(text, None)
                 elif is_plain or all_values:
-                    yield Change(f"{self._name}.{key}{_told(before, now)}", self._cure)
+                    yield Change(
+                        f"{self._name}.{key}{_describe_values(before, now)}", self._fix
+                    )
                     self._put_back(key)
 
     def _may_begin(self, key: str) -> bool:
@@ -249,7 +248,7 @@ class Table:
             path = f"{self._name}.{key}"
             traced = ", ".join(dict.fromkeys(find_traced(value, path)))
             text = f"{traced}: a tensor of the step" if traced else f"{path}: its items"
-            yield Change(text, self._cure)
+            yield Change(text, self._fix)
             _refill(value, before)
 
     def _put_back(self, key: str) -> None:
@@ -289,7 +288,7 @@ def _is_same_item(before: Any, now: Any) -> bool:
     return _is_same(before, now)
 
 
-def _told(before: Any, now: Any) -> str:
+def _describe_values(before: Any, now: Any) -> str:
     if not isinstance(before, _SIMPLE) or not isinstance(now, _SIMPLE):
         return "" if before is not _MISSING else ": new"
     return f": {before!r} -> {now!r}"
@@ -310,7 +309,7 @@ class PythonState:
             if slot.role is Role.PARAMETER
         ]
         self._groups = [
-            Table(f"{name}.group{number}", group, Cure.GROUP)
+            _Snapshot(f"{name}.group{number}", group, Fix.GROUP)
             for name, optimizer in inventory.optimizers
             for number, group in enumerate(optimizer.param_groups)
         ]
@@ -325,19 +324,19 @@ class PythonState:
         for name, own, traced, gradient in self._parameters:
             if own.requires_grad != traced.requires_grad:
                 text = f"{own.requires_grad} -> {traced.requires_grad}"
-                yield Change(f"{name}.requires_grad: {text}", Cure.TENSOR)
+                yield Change(f"{name}.requires_grad: {text}", Fix.TENSOR)
             if own.grad is not gradient:
                 own.grad = gradient
-                yield Change(f"{name}.grad: set from outside", Cure.ZERO)
+                yield Change(f"{name}.grad: set from outside", Fix.ZERO)
         for (name, each), (leaves, structure) in zip(
             _named(self._arguments), self._flat, strict=True
         ):
             items, form = _torch.flatten_tree(each)
             if form != structure or any(map(_is_other, leaves, items)):
-                yield Change(f"argument {name}: its items", Cure.ARGUMENT)
+                yield Change(f"argument {name}: its items", Fix.ARGUMENT)
         for name, fact in ambient_facts():
             if fact != self._ambient[name]:
-                yield Change(f"{name}: {self._ambient[name]} -> {fact}", Cure.AMBIENT)
+                yield Change(f"{name}: {self._ambient[name]} -> {fact}", Fix.AMBIENT)
 
 
 def _is_other(before: Any, now: Any) -> bool:
@@ -356,34 +355,27 @@ def _named(arguments: Any) -> list[tuple[str, Any]]:
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 
-def _objects(inventory: Inventory) -> Iterator[Table]:
-    for root, module in inventory.modules:
-        for prefix, child in module.named_modules():
-            path = f"{root}.{prefix}" if prefix else root
-            yield Table(path, vars(child), Cure.ATTRIBUTE, _TABLES, type(child))
+def _objects(inventory: Inventory) -> Iterator[_Snapshot]:
+    for path, child in inventory.named_modules():
+        yield _Snapshot(path, vars(child), Fix.ATTRIBUTE, _TABLES, type(child))
     for name, optimizer in inventory.optimizers:
         ignored = {"state", *_torch.OPTIMIZER_BOOKKEEPING}
-        yield Table(name, vars(optimizer), Cure.ATTRIBUTE, ignored)
+        yield _Snapshot(name, vars(optimizer), Fix.ATTRIBUTE, ignored)
     own = (nn.Module, Optimizer, GradScaler, torch.Tensor, type)
     for name, leaf in zip(inventory.names, inventory.leaves, strict=True):
         if hasattr(leaf, "__dict__") and not isinstance(leaf, own):
-            yield Table(name, vars(leaf), Cure.ATTRIBUTE)
+            yield _Snapshot(name, vars(leaf), Fix.ATTRIBUTE)
 
 
-class RandomStates:
+def random_changes(before: dict[str, Any]) -> Iterator[Change]:
+    """Which random generators have another state now than before."""
+    for name, state in random_states().items():
+        if name in before and state != before[name]:
+            yield Change(f"the state of {name}", Fix.RANDOM)
+
+
+def random_states() -> dict[str, Any]:
     """States of random generators that a graph knows nothing of."""
-
-    def __init__(self) -> None:
-        self._before = _random_states()
-
-    def changes(self) -> Iterator[Change]:
-        """Which generators have another state now."""
-        for name, state in _random_states().items():
-            if name in self._before and state != self._before[name]:
-                yield Change(f"the state of {name}", Cure.RANDOM)
-
-
-def _random_states() -> dict[str, Any]:
     states: dict[str, Any] = {"Python's random": random.getstate()}
     state = torch.default_generator.get_state()
     states["torch's generator"] = state.numpy().tobytes()
@@ -394,7 +386,7 @@ def _random_states() -> dict[str, Any]:
     return states
 
 
-_HOOKS_CURE = (
+_HOOKS_FIX = (
     "Put hooks on before the step. A model of transformers does so in its first forward "
     "that gives hidden states, attentions or router logits: call it once before, eagerly."
 )
@@ -402,17 +394,17 @@ _HOOKS_CURE = (
 
 def refuse_changes(function: str, changes: list[Change]) -> None:
     """Raise where any may not stay: it would be made at capture, and never again."""
-    cures = "\n".join(dict.fromkeys(each.cure for each in changes if each.cure))
-    if not cures:
+    fixes = "\n".join(dict.fromkeys(each.fix for each in changes if each.fix))
+    if not fixes:
         return
-    changes = [change for change in changes if change.cure]
+    changes = [change for change in changes if change.fix]
     lines = "\n".join(f"  * {change.text}" for change in changes)
     if any("_hooks: " in change.text for change in changes):
-        cures += f"\n{_HOOKS_CURE}"
+        fixes += f"\n{_HOOKS_FIX}"
     raise CaptureError(
         f"compile on {function!r}: the step changes what is no tensor of the graph\n\n"
         f"{lines}\n\nWhat the step changes in Python would happen once, at "
-        f"capture.\n{cures}"
+        f"capture.\n{fixes}"
     )
 
 
@@ -421,7 +413,7 @@ def refusing_schedulers(function: str) -> contextlib.AbstractContextManager[None
 
     def refuse(scheduler: Any, *args: Any, **kwargs: Any) -> None:
         text = f"{type(scheduler).__name__}.step() at {calling_line()}"
-        refuse_changes(function, [Change(text, Cure.GROUP)])
+        refuse_changes(function, [Change(text, Fix.GROUP)])
 
     kinds = [kind for kind in _family(LRScheduler) if "step" in vars(kind)]
     return replaced(*((kind, "step", refuse) for kind in kinds))

@@ -111,8 +111,8 @@ def check_layouts(spread: Spread, slots: list[Slot]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Fact:
-    """Name, shape and checksum of a tensor that was cut, and its layout before."""
+class Checksum:
+    """Name, shape and checksum of a tensor that was sharded, and its layout before."""
 
     text: str
     layout: Any
@@ -132,11 +132,11 @@ class Relayout:
     Attributes:
         inventory: What the step will work on: the same slots, with shards in them.
         facts: One for each new shard; equal along the data axis if ranks held one model.
-        beside: The other axes that parameters lie over.
+        beside: The other axes that parameters are laid out over.
     """
 
     inventory: Inventory
-    facts: tuple[Fact, ...]
+    facts: tuple[Checksum, ...]
     beside: tuple[DeviceMesh, ...]
     _before: Inventory
 

@@ -5,6 +5,7 @@ whatever happened.
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -110,6 +111,11 @@ class Substitution:
     def installed(self, log: OwnerLog) -> Iterator[None]:
         """Put the traced values into the user's objects; put all back at the end."""
         inventory = self.inventory
+        trained = {
+            slot: shown
+            for slot, shown in enumerate(self.shown)
+            if inventory.slots[slot].role is Role.PARAMETER and shown.requires_grad
+        }
         with contextlib.ExitStack() as stack:
             for place in inventory.places:
                 is_hyper = inventory.slots[place.slot].role is Role.HYPER
@@ -118,17 +124,19 @@ class Substitution:
             for number, traced in zip(inventory.numbers, self.numbers, strict=True):
                 if number.holder is not None and not number.is_state:
                     _install(stack, number.holder, number.key, _placed(number, traced))
-            for slot, shown in enumerate(self.shown):
-                if inventory.slots[slot].role is Role.PARAMETER and shown.requires_grad:
-                    # Before it is added to `grad`: what is there was reduced already.
-                    hook = shown.register_hook(_Reduction(self, log, slot))
-                    stack.callback(hook.remove)
-                    if self.spread.reduces:
-                        name = inventory.slots[slot].name
-                        stack.callback(refuse_graphs(shown, name))
+            for slot, shown in trained.items():
+                # Before it is added to `grad`: what is there was reduced already.
+                hook = shown.register_hook(_Reduction(self, log, slot))
+                stack.callback(hook.remove)
+                if self.spread.reduces:
+                    name = inventory.slots[slot].name
+                    stack.callback(refuse_graphs(shown, name))
             stack.enter_context(self.spread.installed(inventory, self.shown, log))
             for hook in _install_gradient_hooks(inventory, self.shown, log):
                 stack.callback(hook.remove)
+            for slot, shown in trained.items():  # behind all other hooks
+                mark = functools.partial(mark_gradient, shown, slot)
+                stack.callback(shown.register_hook(mark).remove)
             yield
 
 
@@ -187,10 +195,7 @@ class _Reduction:
             if spread.reduces and torch.is_grad_enabled():
                 return keep_inner(gradient)  # create_graph=True
             with torch.no_grad():
-                reduced = spread.reduce(gradient)
-                shown = self._substitution.shown[self._place]
-                mark_gradient(reduced, shown, self._place)
-            return reduced
+                return spread.reduce(gradient)
 
 
 # ----------------------------------------------------------------------------

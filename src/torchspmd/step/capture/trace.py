@@ -35,13 +35,18 @@ from torchspmd.step.capture.refusals import (
     needs_values,
     refuse,
 )
-from torchspmd.step.capture.rng import KnownComparisons, RandomTape, check_recomputation
+from torchspmd.step.capture.rng import (
+    KnownComparisons,
+    RandomReplay,
+    check_recomputation,
+)
 from torchspmd.step.capture.side_effects import (
     Change,
     PythonState,
-    RandomStates,
     check_leaks,
     closed_arguments,
+    random_changes,
+    random_states,
     refuse_changes,
     refusing_schedulers,
 )
@@ -214,20 +219,20 @@ def _trace(
         found.append((outputs, values.reads()))
         return flat_out
 
-    random_states = RandomStates()
+    random_before = random_states()
     try:
         with phase("capture"), inputs.world.mode, torch.enable_grad():
             graph = _torch.trace(run, inputs.flat)
     except Exception as error:
         if is_ours(error):
             raise
-        is_told = isinstance(error, RefusalError) or needs_values(error)
+        is_explained = isinstance(error, RefusalError) or needs_values(error)
         closed = closed_arguments(inventory)
-        cause = None if is_told else error
+        cause = None if is_explained else error
         raise refuse(name, error, log.latest(), closed) from cause
-    refuse_changes(name, [*changes, *random_states.changes()])
+    refuse_changes(name, [*changes, *random_changes(random_before)])
     check_leaks(inventory, function)
-    notes = tuple(change.text for change in changes if change.cure is None)
+    notes = tuple(change.text for change in changes if change.fix is None)
     return _Traced(graph, *found[-1], log, notes)
 
 
@@ -238,7 +243,7 @@ def _tracing(
     """Everything that is active while a step is traced, outermost first."""
     refuse_functions = RefuseFunctions()
     with (
-        RandomTape().recording(),  # sees what the next one makes of random operators
+        RandomReplay().recording(),  # sees what the next one makes of random operators
         spread.tracing(),
         log.recording(),
         KnownComparisons(),

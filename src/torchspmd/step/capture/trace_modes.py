@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
@@ -14,6 +15,32 @@ from torchspmd.errors import CaptureError
 from torchspmd.step.capture.refusals import calling_line, printing_line
 
 
+class FunctionMode(TorchFunctionMode, ABC):
+    """Sees every function of torch that the user's code calls, with all its arguments."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return self.call(func, args, kwargs or {})
+
+    @abstractmethod
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Called in the place of a function."""
+
+
+class OperatorMode(_torch.TorchDispatchMode, ABC):
+    """Sees every operator that is traced, with all its arguments."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return self.call(func, args, kwargs or {})
+
+    @abstractmethod
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Called in the place of an operator."""
+
+
 @contextlib.contextmanager
 def replaced(*attributes: tuple[Any, str, Any]) -> Iterator[None]:
     """Give classes and modules other attributes (owner, name, value); put all back."""
@@ -22,6 +49,12 @@ def replaced(*attributes: tuple[Any, str, Any]) -> Iterator[None]:
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
         yield
+
+
+def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
+    """A tree with a function applied to every leaf."""
+    leaves, structure = _torch.flatten_tree(tree)
+    return _torch.unflatten_tree(list(map(function, leaves)), structure)
 
 
 # ----------------------------------------------------------------------------
@@ -54,20 +87,15 @@ _REFUSED: dict[Any, Callable[[], None]] = {
 
 
 @final
-class RefuseFunctions(TorchFunctionMode):
+class RefuseFunctions(FunctionMode):
     """Refuses functions of torch that would happen once, at capture, or be lost."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Refuse a function of the table, or run it."""
         refuse = _REFUSED.get(func)
         if refuse is not None:
             refuse()
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 # ----------------------------------------------------------------------------
@@ -79,17 +107,14 @@ class RefuseFunctions(TorchFunctionMode):
 
 
 @final
-class CheckOperators(_torch.TorchDispatchMode):
+class CheckOperators(OperatorMode):
     """Refuses operators that only have effects; counts the writes into lists."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Check and run an operator."""
         _check_operator(func)
         result = func(*args, **kwargs)
-        for place, name in _written(func):
-            value = args[place] if place < len(args) else kwargs.get(name)
+        for value in written_values(func, args, kwargs):
             if isinstance(value, (list, tuple)):
                 torch.autograd.graph.increment_version(list(_parts(value)))
         return result
@@ -117,6 +142,14 @@ def _check_operator(operator: Any) -> None:
 
 # Kept for each operator: asked at every call of a traced step.
 _only_has_effects = functools.cache(_torch.only_has_effects)
+
+
+def written_values(operator: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that an operator writes into."""
+    return [
+        args[place] if place < len(args) else kwargs.get(name)
+        for place, name in _written(operator)
+    ]
 
 
 @functools.cache
@@ -152,8 +185,7 @@ def fake_for_transformers() -> contextlib.AbstractContextManager[None]:
     module, name = _ASKS
     library = sys.modules.get(module)
     asks: Callable[[Any], bool] | None = getattr(library, name, None)
-    if (
-        asks is None
-    ):  # another version: what looks into a tensor is refused, by its line
+    if asks is None:
+        # Another version: what looks into a tensor is refused, by its line.
         return contextlib.nullcontext()
     return replaced((library, name, lambda value: asks(_torch.plain_tensor(value))))

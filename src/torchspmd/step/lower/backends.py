@@ -129,7 +129,7 @@ def _for_replay(run: IterGraphModule) -> fx.GraphModule:
         raise CaptureError(
             "compile(backend='cudagraph') replays one graph that is launched as it is, in "
             "which every collective ends: it takes neither work that is left for the next "
-            "step (overlap_iterations, defer_updates) nor enable_inductor. Leave them "
+            "step (overlap, defer_updates) nor enable_inductor. Leave them "
             "out, or use backend='graph' or 'inductor'."
         )
     return run.main_gm

@@ -145,5 +145,5 @@ def _check_memory(written: Sequence[torch.Tensor], memory: Collection[int]) -> N
         raise CaptureError(
             f"compile: Inductor gave an update copies of {strange} of its {len(written)} "
             "states. A step that fails after it could not tell what is done. Use "
-            "backend='graph', or leave out overlap_iterations."
+            "backend='graph', or overlap=False."
         )

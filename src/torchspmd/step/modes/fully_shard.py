@@ -22,7 +22,7 @@ from torchspmd.step.modes.gather import (
     gather_once,
     gathering_tables,
 )
-from torchspmd.step.modes.shard_layout import Cut, plan_cuts, plan_layout
+from torchspmd.step.modes.shard_layout import Sharding, plan_layout, plan_shardings
 
 
 @final
@@ -44,19 +44,21 @@ class FullySharded(Spread):
         self._reshard = reshard_after_forward
         self._sync_each_backward = sync_each_backward
         # Of the step that is captured, by slot. Meshes cannot be asked while it is traced.
-        self._cuts: dict[int, Cut] = {}
+        self._shardings: dict[int, Sharding] = {}
 
     def lay_out(self, inventory: Inventory) -> Relayout | None:
         """Shards for the parameters that are none yet."""
-        self._cuts = plan_cuts(inventory, self.mesh)
-        return plan_layout(inventory, self._cuts)
+        self._shardings = plan_shardings(inventory, self.mesh)
+        return plan_layout(inventory, self._shardings)
 
     @contextlib.contextmanager
     def installed(
         self, inventory: Inventory, shown: list[torch.Tensor], log: OwnerLog
     ) -> Iterator[None]:
         """Gather parameters where the step uses them."""
-        gathering = Gathering(inventory, shown, log, self._cuts, average=self._average)
+        gathering = Gathering(
+            inventory, shown, log, self._shardings, average=self._average
+        )
         with contextlib.ExitStack() as stack:
             for module, table in gathering_tables(inventory, gathering):
                 stack.callback(

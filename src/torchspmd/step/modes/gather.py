@@ -23,16 +23,16 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 from torch.autograd.function import once_differentiable
-from torch.overrides import TorchFunctionMode
 
 from torchspmd import _torch
 from torchspmd.comm import Owner, Phase
 from torchspmd.errors import CaptureError
 from torchspmd.step.capture.inventory import Inventory
 from torchspmd.step.capture.refusals import calling_line
+from torchspmd.step.capture.trace_modes import FunctionMode
 from torchspmd.step.graph.aliases import find_aliases
 from torchspmd.step.graph.metadata import META_KEY, OwnerLog, last_node, owner_of
-from torchspmd.step.modes.shard_layout import Cut
+from torchspmd.step.modes.shard_layout import Sharding
 
 # ----------------------------------------------------------------------------
 # Shards to whole tensors and back, as plain collectives of a graph.
@@ -41,33 +41,39 @@ from torchspmd.step.modes.shard_layout import Cut
 # every rank, so that the graphs of all ranks have the same nodes.
 
 
-def gather_rows(local: torch.Tensor, cut: Cut) -> torch.Tensor:
+def gather_rows(local: torch.Tensor, sharding: Sharding) -> torch.Tensor:
     """The whole tensor from this rank's rows of it."""
-    if not cut.is_sharded:
+    if not sharding.is_sharded:
         return local.clone()  # small, and a write into it must not reach the parameter
-    shard = local if cut.is_even else _pad_rows(local, cut.share - local.shape[0])
-    whole = _torch.wait(_torch.start_all_gather(shard, *_group(cut)))
-    return whole if cut.is_even else whole.narrow(0, 0, cut.rows)
+    shard = (
+        local if sharding.is_even else _pad_rows(local, sharding.share - local.shape[0])
+    )
+    whole = _torch.wait(_torch.start_all_gather(shard, *_group(sharding)))
+    return whole if sharding.is_even else whole.narrow(0, 0, sharding.rows)
 
 
-def reduce_rows(gradient: torch.Tensor, cut: Cut, *, average: bool) -> torch.Tensor:
+def reduce_rows(
+    gradient: torch.Tensor, sharding: Sharding, *, average: bool
+) -> torch.Tensor:
     """This rank's rows of the sum, or average, of all ranks' gradients."""
-    if cut.is_sharded:
-        total = _scattered(gradient.contiguous(), cut)
+    if sharding.is_sharded:
+        total = _scattered(gradient.contiguous(), sharding)
     else:
-        total = _torch.sum_over(gradient, cut.mesh.get_group())
+        total = _torch.sum_over(gradient, sharding.mesh.get_group())
     # gloo has no average: the sum is scaled everywhere.
-    return total / cut.mesh.size() if average else total
+    return total / sharding.mesh.size() if average else total
 
 
-def _scattered(gradient: torch.Tensor, cut: Cut) -> torch.Tensor:
+def _scattered(gradient: torch.Tensor, sharding: Sharding) -> torch.Tensor:
     whole = gradient
-    if not cut.is_even:
-        whole = _pad_rows(gradient, cut.mesh.size() * cut.share - cut.rows)
-    scattered = _torch.wait(_torch.start_reduce_scatter(whole, *_group(cut)))
-    if cut.is_even:
+    if not sharding.is_even:
+        whole = _pad_rows(
+            gradient, sharding.mesh.size() * sharding.share - sharding.rows
+        )
+    scattered = _torch.wait(_torch.start_reduce_scatter(whole, *_group(sharding)))
+    if sharding.is_even:
         return scattered
-    first, last = cut.kept
+    first, last = sharding.kept
     return scattered.narrow(0, 0, last - first)
 
 
@@ -75,8 +81,8 @@ def _pad_rows(tensor: torch.Tensor, count: int) -> torch.Tensor:
     return F.pad(tensor, [0, 0] * (tensor.ndim - 1) + [0, count])
 
 
-def _group(cut: Cut) -> tuple[int, str]:
-    return cut.mesh.size(), cut.mesh.get_group().group_name
+def _group(sharding: Sharding) -> tuple[int, str]:
+    return sharding.mesh.size(), sharding.mesh.get_group().group_name
 
 
 GATHERED = "torchspmd_gathered"
@@ -104,13 +110,17 @@ class Gathering:
         inventory: Inventory,
         shown: list[torch.Tensor],
         log: OwnerLog,
-        cuts: Mapping[int, Cut],
+        shardings: Mapping[int, Sharding],
         *,
         average: bool,
     ) -> None:
         self.log, self.average = log, average
-        self._names = {id(shown[place]): inventory.slots[place].name for place in cuts}
-        self._cuts = {id(shown[place]): cut for place, cut in cuts.items()}
+        self._names = {
+            id(shown[place]): inventory.slots[place].name for place in shardings
+        }
+        self._shardings = {
+            id(shown[place]): sharding for place, sharding in shardings.items()
+        }
         self._kept: dict[int, _Kept] = {}
         self._gathered: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._scattered: Counter[int] = Counter()  # gradients under way to a shard
@@ -129,9 +139,9 @@ class Gathering:
         """The module that a parameter belongs to."""
         return self._names[id(parameter)].rpartition(".")[0]
 
-    def cut_of(self, parameter: torch.Tensor) -> Cut:
-        """How a parameter lies over the data axis."""
-        return self._cuts[id(parameter)]
+    def sharding_of(self, parameter: torch.Tensor) -> Sharding:
+        """How a parameter is sharded over the data axis."""
+        return self._shardings[id(parameter)]
 
     def whole(self, parameter: torch.Tensor) -> torch.Tensor:
         """The gathered parameter; gathers it unless that was done already."""
@@ -159,12 +169,12 @@ class Gathering:
 
     def scatter(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """The reduced gradient of a shard; the gathered value is not used again."""
-        cut = self.cut_of(parameter)
+        sharding = self.sharding_of(parameter)
         self._kept.pop(id(parameter), None)
         with self.log.owned(Phase.BACKWARD, self.owner_of(parameter)):
-            whole = _laid_out(gradient, cut.whole)
-            rows = reduce_rows(whole, cut, average=self.average)
-            reduced = _torch.wrap_local(rows, cut.layout)
+            whole = _laid_out(gradient, sharding.whole)
+            rows = reduce_rows(whole, sharding, average=self.average)
+            reduced = _torch.wrap_local(rows, sharding.layout)
         # A mark, not a list: autograd would copy a gradient that someone else holds.
         vars(reduced)[_REDUCED] = True
         self._scattered[id(parameter)] += 1
@@ -204,9 +214,13 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor, gathering: Gathering) -> Any:
         ctx.parameter, ctx.gathering = parameter, gathering
-        cut = gathering.cut_of(parameter)
-        whole = gather_rows(_torch.plain_tensor(parameter), cut)
-        return whole if cut.whole is None else _torch.wrap_local(whole, cut.whole)
+        sharding = gathering.sharding_of(parameter)
+        whole = gather_rows(_torch.plain_tensor(parameter), sharding)
+        return (
+            whole
+            if sharding.whole is None
+            else _torch.wrap_local(whole, sharding.whole)
+        )
 
     @staticmethod
     @once_differentiable
@@ -291,21 +305,15 @@ _VIEW_PROPERTIES = frozenset({"T", "H", "mT", "mH", "real", "imag"})
 
 
 @final
-class GatherForFunctions(TorchFunctionMode):
+class GatherForFunctions(FunctionMode):
     """Gathers sharded parameters that reach a function of torch outside of a forward."""
 
     def __init__(self, gathering: Gathering) -> None:
         super().__init__()
         self._gathering = gathering
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a function, on gathered parameters where it needs their values."""
         leaves, structure = _torch.flatten_tree((args, kwargs))
         if any(map(self._gathering.owns, leaves)) and self._needs_values(func, leaves):
             whole = [
@@ -393,9 +401,8 @@ _CHEAP = (
 _LATER = (Phase.BACKWARD, Phase.RECOMPUTE)
 
 
-def drop_unused_gathers(graph: fx.Graph) -> int:
-    """Remove gathers whose result nobody reads; return how many."""
-    dropped = 0
+def drop_unused_gathers(graph: fx.Graph) -> None:
+    """Remove gathers whose result nobody reads."""
     for wait in reversed(graph.find_nodes(op="call_function", target=_WAIT)):
         start = wait.args[0]
         if start.target is not _GATHER:
@@ -406,31 +413,25 @@ def drop_unused_gathers(graph: fx.Graph) -> int:
         if not wait.users:
             graph.erase_node(wait)
             graph.erase_node(start)
-            dropped += 1
-    return dropped
 
 
-def gather_again_in_backward(graph: fx.Graph, group: str) -> int:
-    """Give backward gathers of its own; return how many were added.
+def gather_again_in_backward(graph: fx.Graph, group: str) -> None:
+    """Give backward gathers of its own, so that forward need not keep its own for it.
 
     The graph is functional, and its nodes have owners. ``group`` is that of the data axis:
     other axes gather activations.
     """
-    added = 0
     for wait in graph.find_nodes(op="call_function", target=_WAIT):
-        start = wait.args[0]
-        if _is_parameter_gather(start, group) and _phase(wait) not in _LATER:
-            added += _split(graph, wait)
-    return added
+        if _is_parameter_gather(wait.args[0], group) and _phase(wait) not in _LATER:
+            _split(graph, wait)
 
 
-def gather_once(graph: fx.Graph, group: str) -> int:
-    """Let every use of a parameter read its first gather; return how many went.
+def gather_once(graph: fx.Graph, group: str) -> None:
+    """Let every use of a parameter read its first gather.
 
     Where the step changed the parameter in between, that is another value.
     """
     first: dict[object, fx.Node] = {}
-    dropped = 0
     for wait in graph.find_nodes(op="call_function", target=_WAIT):
         start = wait.args[0]
         if not _is_parameter_gather(start, group):
@@ -440,9 +441,7 @@ def gather_once(graph: fx.Graph, group: str) -> int:
             wait.replace_all_uses_with(kept)
             graph.erase_node(wait)
             graph.erase_node(start)
-            dropped += 1
     graph.eliminate_dead_code()
-    return dropped
 
 
 def _is_parameter_gather(start: fx.Node, group: str) -> bool:
@@ -462,7 +461,8 @@ def _source(start: fx.Node) -> fx.Node:
     return source
 
 
-def _split(graph: fx.Graph, wait: fx.Node) -> int:
+def _split(graph: fx.Graph, wait: fx.Node) -> None:
+    """Copy a gather, and what follows from it cheaply, for those who read it later."""
     derived = _derived(wait)
     readers = {
         user
@@ -470,18 +470,27 @@ def _split(graph: fx.Graph, wait: fx.Node) -> int:
         for user in node.users
         if user not in derived and _phase(user) in _LATER
     }
-    if not readers:
-        return 0
+    start = wait.args[0]
+    assert isinstance(start, fx.Node)
+    copied = {*derived, start, *(n for n in start.all_input_nodes if n.target is _PAD)}
+    owner = Owner(Phase.BACKWARD, owner_of(wait).module)
     copies: dict[fx.Node, fx.Node] = {}
+
+    def copy(node: fx.Node) -> fx.Node:
+        if node not in copied:
+            return node
+        if node not in copies:
+            copies[node] = graph.node_copy(node, copy)  # its arguments first
+            copies[node].meta[META_KEY] = owner
+        return copies[node]
+
     for reader in [node for node in graph.nodes if node in readers]:
         with graph.inserting_before(reader):
-            copy = _copier(graph, derived, copies, owner_of(wait).module)
             reader.args = fx.node.map_arg(reader.args, copy)
             reader.kwargs = fx.node.map_arg(reader.kwargs, copy)
     for node in reversed(list(derived)):
         if not node.users and node is not wait:
             graph.erase_node(node)
-    return 1
 
 
 def _derived(wait: fx.Node) -> dict[fx.Node, None]:
@@ -495,37 +504,6 @@ def _derived(wait: fx.Node) -> dict[fx.Node, None]:
                     found[user] = None
                     queue.append(user)
     return found
-
-
-def _copier(
-    graph: fx.Graph,
-    derived: dict[fx.Node, None],
-    copies: dict[fx.Node, fx.Node],
-    module: str,
-) -> Callable[[fx.Node], fx.Node]:
-    """Copies a gathered value, with what leads to it, at the graph's insertion point."""
-
-    def copy(node: fx.Node) -> fx.Node:
-        is_lead = node.target is _GATHER or node.target is _PAD
-        if node not in derived and not (is_lead and node in leads):
-            return node
-        if node not in copies:
-            # The arguments first: they must stand before their reader.
-            args = fx.node.map_arg((node.args, node.kwargs), copy)
-            made = graph.create_node(node.op, node.target, *args)
-            made.meta.update(node.meta)
-            made.meta[META_KEY] = Owner(Phase.BACKWARD, module)
-            copies[node] = made
-        return copies[node]
-
-    leads = _leads(next(iter(derived)))
-    return copy
-
-
-def _leads(wait: fx.Node) -> set[fx.Node]:
-    start = wait.args[0]
-    assert isinstance(start, fx.Node)
-    return {start, *start.all_input_nodes}
 
 
 def _is_cheap(node: fx.Node) -> bool:

@@ -1,8 +1,8 @@
 """The default mode: the result of the same step on one device with all ranks' batches.
 
 Batches are sharded on dim 0 and everything else is replicated; DTensor's rules decide
-where a sum over ranks is needed. Operators whose meaning spans the batch (batch norm,
-dropout) are written out here, because DTensor has no rule that keeps their meaning.
+where a sum over ranks is needed. Functions that compute over the global batch (batch norm,
+dropout) are decomposed here, because DTensor's rules compute them over one rank's part.
 """
 
 import contextlib
@@ -14,19 +14,20 @@ from typing import Any, cast, final
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.overrides import TorchFunctionMode
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
 from torchspmd.step.capture.inventory import Role, Slot
 from torchspmd.step.capture.spread import Spread
+from torchspmd.step.capture.trace_modes import FunctionMode
 from torchspmd.step.modes.global_batch_ops import (
-    WholeBatchOperators,
-    empty_whole,
-    finished,
-    on_all_ranks,
-    own_part,
+    GlobalBatchOperators,
+    as_replicated,
+    empty_full,
+    local_part,
+    redistributed,
+    reduce_partial,
 )
 
 
@@ -54,30 +55,24 @@ class GlobalBatch(Spread):
             return local  # only the optimizer sees it, and that runs on plain tensors
         if slot.role is Role.INPUT and local.ndim > 0:
             return _torch.wrap_local(local, self._batch_spec(local))
-        return cast(torch.Tensor, on_all_ranks(local, self.mesh))
+        return cast(torch.Tensor, as_replicated(local, self.mesh))
 
     def _batch_spec(self, local: torch.Tensor) -> Any:
         size, rows = self.mesh.size(), local.stride(0)
         shape = (local.shape[0] * size, *local.shape[1:])
-        # A dim that lies outside of the rows in memory is wider in the whole batch.
+        # A dim that lies outside of the rows in memory is wider in the global batch.
         stride = tuple(step * size if step > rows else step for step in local.stride())
         return _torch.strided_spec(self.mesh, (Shard(0),), shape, stride, local.dtype)
 
     def reduce(self, gradient: torch.Tensor) -> torch.Tensor:
         """Sum a gradient that is still partial over the ranks."""
         if not isinstance(gradient, DTensor):  # of a plain tensor: every rank has it
-            return cast(torch.Tensor, on_all_ranks(gradient, self.mesh))
-        return finished(gradient, (Replicate(),))
+            return cast(torch.Tensor, as_replicated(gradient, self.mesh))
+        return redistributed(gradient, (Replicate(),))
 
     def result(self, value: torch.Tensor) -> torch.Tensor:
         """Partial values reduced; of a value sharded by the batch, this rank's rows."""
-        if not isinstance(value, DTensor):
-            return value
-        placements = tuple(
-            Replicate() if isinstance(placement, Partial) else placement
-            for placement in value.placements
-        )
-        return _torch.local_tensor(finished(value, placements))
+        return _torch.plain_tensor(reduce_partial(value))
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
@@ -85,10 +80,10 @@ class GlobalBatch(Spread):
         # Not at the top: importing it registers operators.
         from torch.distributed.tensor.experimental import implicit_replication
 
-        functions = _WholeBatchFunctions()
+        functions = _GlobalBatchFunctions()
         with (
             implicit_replication(),
-            WholeBatchOperators(),
+            GlobalBatchOperators(),
             functions,
             _torch.backward_under(functions),
             warnings.catch_warnings(),
@@ -100,20 +95,15 @@ class GlobalBatch(Spread):
             yield
 
 
-class _WholeBatchFunctions(TorchFunctionMode):
-    """Batch norm and dropout over the whole batch, not over this rank's part."""
+class _GlobalBatchFunctions(FunctionMode):
+    """Batch norm and dropout over the global batch, not over this rank's part."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a function, or its form for the global batch."""
         own = _OWN.get(func)
         if own is not None and args and isinstance(args[0], DTensor):
-            return own(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+            return own(*args, **kwargs)
+        return func(*args, **kwargs)
 
 
 def batch_norm(  # noqa: PLR0913, PLR0917  # the arguments of torch's own function
@@ -147,14 +137,14 @@ def batch_norm(  # noqa: PLR0913, PLR0917  # the arguments of torch's own functi
 
 def _blend(running: torch.Tensor, new: torch.Tensor, momentum: float) -> None:
     if isinstance(new, DTensor) and isinstance(running, DTensor):
-        new = finished(new, running.placements)
+        new = redistributed(new, running.placements)
     running.mul_(1 - momentum).add_(new, alpha=momentum)
 
 
 def dropout(
     x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> torch.Tensor:
-    """``F.dropout`` with the mask that one device would draw for the whole batch.
+    """``F.dropout`` with the mask that one device would draw for the global batch.
 
     Every rank draws the whole mask and keeps its part, so ranks with one seed drop what
     one device with that seed would drop.
@@ -167,10 +157,10 @@ def dropout(
 
 
 def _mask(x: DTensor, p: float) -> torch.Tensor:
-    noise = torch.empty_like(empty_whole(x))  # as torch makes it: in x's memory order
+    noise = torch.empty_like(empty_full(x))  # as torch makes it: in x's memory order
     noise.bernoulli_(1 - p)
     noise.div_(1 - p)
-    return own_part(noise, x)
+    return local_part(noise, x)
 
 
 def _pooled(pool: Callable[..., torch.Tensor], x: torch.Tensor, size: Any) -> Any:

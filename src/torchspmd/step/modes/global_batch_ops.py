@@ -1,9 +1,10 @@
-"""Operators of the default mode whose rules in DTensor lose the meaning of one device.
+"""Operators of the default mode for which DTensor's rules do not give the global batch.
 
-DTensor leaves a maximum, a product, a norm or an ``any`` as one term on each rank, and
-operators behind it take the term for the value. Here such values are finished where they
-are made, the mean of a loss is its sum over its weights, and no dims mean all dims. An
-operator that has no rule is taken apart into some that have, or computed row by row.
+DTensor leaves a maximum, a product, a norm or an ``any`` as a partial value on each rank,
+and operators behind it take the partial value for the value. Here such values are reduced
+where they are made, the mean of a loss is its sum over its weights, and no dims mean all
+dims. An operator without a rule is decomposed into some that have rules, or runs on values
+that all ranks have. A random op runs for the global batch on every rank.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,17 +17,102 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
-from torchspmd.step.capture.refusals import (
-    RefusalError,
-    calling_line,
-    is_spread,
-)
+from torchspmd.step.capture.refusals import RefusalError, calling_line, is_spread
+from torchspmd.step.capture.trace_modes import OperatorMode, map_tree, written_values
+
+
+@final
+class GlobalBatchOperators(OperatorMode):
+    """Computes on DTensors what one device would compute on the global batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._views = CopiedViews()
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator by its rule, or by the ways for those without one."""
+        self._views.check(func, args, kwargs)
+        made = self._computed(func, args, kwargs)
+        if args and isinstance(args[0], DTensor):
+            self._views.note(func, args[0], made)
+        return made
+
+    def _computed(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        try:
+            made = _call(func, args, kwargs)
+        except NotImplementedError:
+            made = self._without_rule(func, args, kwargs)
+            if made is NotImplemented:
+                raise
+        except (AssertionError, RuntimeError) as error:
+            if not _is_about_partial(error):
+                raise
+            made = _on_reduced_values(func, args, kwargs)
+        if isinstance(made, (tuple, list)):
+            kind = list if isinstance(made, list) else tuple  # not one with names
+            return kind(map(_reduce_other_partials, made))
+        return _reduce_other_partials(made)
+
+    def _without_rule(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """In parts that have rules, or on values that all ranks have."""
+        parts = _torch.decomposition(func)
+        if parts is not None:
+            with self:
+                return parts(*args, **kwargs)
+        is_pure = not _torch.draws_random_numbers(func, args, kwargs)
+        if is_pure and not _torch.written_arguments(func):
+            return _on_replicated_values(func, args, kwargs)
+        return NotImplemented
+
+
+def _call(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    if func in _RULES and not _torch.written_arguments(func):
+        args = _first_laid_out(args)
+    if not args or not isinstance(args[0], DTensor):
+        return _on_plain(func, args, kwargs)
+    rule = _RULES.get(func)
+    if rule is None and _torch.draws_random_numbers(func, args, kwargs):
+        rule = run_random_op
+    return func(*args, **kwargs) if rule is None else rule(func, args, kwargs)
+
+
+def _first_laid_out(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A plain tensor before DTensors, such as a gradient, as one that every rank has."""
+    meshes = [each.device_mesh for each in args if isinstance(each, DTensor)]
+    if not meshes or not isinstance(args[0], torch.Tensor):
+        return args
+    return (as_replicated(args[0], meshes[0]), *args[1:])
+
+
+def _on_plain(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """A call whose first argument is a number, a list, or a tensor that the step made."""
+    if args and not isinstance(args[0], (torch.Tensor, list, tuple)):
+        args = tuple(map(reduce_partial, args))  # rules take 3 / x for linear in x
+    if args and isinstance(args[0], torch.Tensor) and _torch.written_arguments(func):
+        # A tensor that the step made is the same on all ranks, and stays so.
+        args, kwargs = map_tree(full_value, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _reduce_other_partials(value: Any) -> Any:
+    """The value, reduced if it is partial in another way than as a sum or a mean."""
+    if isinstance(value, DTensor) and any(map(_is_other_partial, value.placements)):
+        return reduce_partial(value)
+    return value
+
+
+def _is_other_partial(placement: Placement) -> bool:
+    # A norm's placement says "sum" and is of a class of its own.
+    return isinstance(placement, Partial) and not (
+        type(placement) is Partial and placement.reduce_op in ("sum", "avg")
+    )
+
 
 # ----------------------------------------------------------------------------
-# DTensors whose communication is over.
+# DTensors in other layouts.
 
 
-def finished(value: DTensor, placements: tuple[Placement, ...]) -> DTensor:
+def redistributed(value: DTensor, placements: tuple[Placement, ...]) -> DTensor:
     """A DTensor in another layout, the communication waited for."""
     if value.placements == placements:
         return value
@@ -38,65 +124,64 @@ def finished(value: DTensor, placements: tuple[Placement, ...]) -> DTensor:
 
 
 # ----------------------------------------------------------------------------
-# Values of the batch of which each rank has a term, or some rows, made whole.
+# Partial values and shards of the batch, made whole.
 #
-# DTensor refuses some calls on terms: writes into a sum that are not linear in it, a sum
-# beside a mean in one list. Such a call is made on the whole values, and what it writes is
-# spread over the terms again.
+# DTensor refuses some calls on partial values: writes into a sum that are not linear in it,
+# a sum beside a mean in one list. Such a call is made on reduced values, and what it writes
+# is divided into partial values again.
 
 # What DTensor says; where it says something else, the step is refused with that.
-_ABOUT_TERMS = (
+_ABOUT_PARTIAL = (
     "in-place operations that require placement changes",
     "Redistribution from one partial type",
 )
 
 
-def is_about_terms(error: BaseException) -> bool:
-    """Whether DTensor refused a call because an argument is terms of a value."""
-    return any(text in str(error) for text in _ABOUT_TERMS)
+def _is_about_partial(error: BaseException) -> bool:
+    """Whether DTensor refused a call because an argument is a partial value."""
+    return any(text in str(error) for text in _ABOUT_PARTIAL)
 
 
-def without_terms(value: Any) -> Any:
-    """A value whose terms are added up; rows that lie over ranks stay there."""
+def reduce_partial(value: Any) -> Any:
+    """A value whose partial values are reduced; its shards stay where they are."""
     if not isinstance(value, DTensor):
         return value
-    return finished(value, tuple(_joined(p) for p in value.placements))
+    placements = tuple(
+        Replicate() if isinstance(p, Partial) else p for p in value.placements
+    )
+    return redistributed(value, placements)
 
 
-def _joined(placement: Placement) -> Placement:
-    return Replicate() if isinstance(placement, Partial) else placement
-
-
-def everything(value: Any) -> Any:
+def full_value(value: Any) -> Any:
     """The values of all ranks as a plain tensor; they are sent."""
     if not isinstance(value, DTensor):
         return value
     layout = (Replicate(),) * value.device_mesh.ndim
-    return _torch.local_tensor(finished(value, layout))
+    return _torch.local_tensor(redistributed(value, layout))
 
 
-def on_whole_values(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """A call without terms; what it writes is written into the terms."""
-    whole_args, whole_kwargs = mapped(without_terms, (args, kwargs))
+def _on_reduced_values(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """A call on reduced values; what it writes is written into the partial ones."""
+    whole_args, whole_kwargs = map_tree(reduce_partial, (args, kwargs))
     made = func(*whole_args, **whole_kwargs)
     if not _torch.written_arguments(func):
         return made
-    before = _torch.flatten_tree(_written(func, args, kwargs))[0]
-    after = _torch.flatten_tree(_written(func, whole_args, whole_kwargs))[0]
-    terms = {}
+    before = _torch.flatten_tree(written_values(func, args, kwargs))[0]
+    after = _torch.flatten_tree(written_values(func, whole_args, whole_kwargs))[0]
+    partials = {}
     for old, new in zip(before, after, strict=True):
         if old is not new:
-            write_terms(func, old, new)
-            terms[id(new)] = old
-    return mapped(lambda leaf: terms.get(id(leaf), leaf), made)
+            _write_partial(func, old, new)
+            partials[id(new)] = old
+    return map_tree(lambda leaf: partials.get(id(leaf), leaf), made)
 
 
-def on_equal_values(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+def _on_replicated_values(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """An operator without a rule on values that all ranks have: so they do its result.
 
     ``NotImplemented`` where an argument lies over ranks.
     """
-    whole_args, whole_kwargs = mapped(without_terms, (args, kwargs))
+    whole_args, whole_kwargs = map_tree(reduce_partial, (args, kwargs))
     given = [
         leaf
         for leaf in _torch.flatten_tree((whole_args, whole_kwargs))[0]
@@ -104,13 +189,13 @@ def on_equal_values(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     ]
     if not given or any(map(is_spread, given)):
         return NotImplemented
-    local_args, local_kwargs = mapped(everything, (whole_args, whole_kwargs))
+    local_args, local_kwargs = map_tree(full_value, (whole_args, whole_kwargs))
     made = func(*local_args, **local_kwargs)
     mesh = given[0].device_mesh
-    return mapped(lambda leaf: on_all_ranks(leaf, mesh), made)
+    return map_tree(lambda leaf: as_replicated(leaf, mesh), made)
 
 
-def on_all_ranks(value: Any, mesh: DeviceMesh) -> Any:
+def as_replicated(value: Any, mesh: DeviceMesh) -> Any:
     """A DTensor around a plain tensor that every rank has."""
     if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
         return value
@@ -120,36 +205,23 @@ def on_all_ranks(value: Any, mesh: DeviceMesh) -> Any:
     return _torch.wrap_local(value, spec)
 
 
-def write_terms(func: Any, terms: DTensor, value: torch.Tensor) -> torch.Tensor:
-    """Spread a value that every rank has over the terms of a tensor."""
-    if not (terms.is_floating_point() or terms.is_complex()):
-        raise refused_terms(func)
-    return terms.copy_(value)
+def _write_partial(func: Any, target: DTensor, value: torch.Tensor) -> torch.Tensor:
+    """Divide a value that every rank has into the partial values of a tensor."""
+    if not (target.is_floating_point() or target.is_complex()):
+        raise _refuse_partial_write(func)
+    return target.copy_(value)
 
 
-def refused_terms(func: Any) -> RefusalError:
+def _refuse_partial_write(func: Any) -> RefusalError:
     """The error for a write that integers cannot share among ranks."""
     return RefusalError(
         f"{_torch.packet_name(func)} on a sum over the batch of integers, or on a tensor "
         "made like one",
-        "Each rank has a term of it, and the terms would be added: the value would have to "
-        "be divided among the ranks.\nMake a new tensor (with torch.full or full_like, "
-        "torch.randint), choose with torch.where, or write into a floating-point tensor.",
+        "Each rank has a partial value of it, and these would be added: the value would "
+        "have to be divided among the ranks.\nMake a new tensor (with torch.full or "
+        "full_like, torch.randint), choose with torch.where, or write into a "
+        "floating-point tensor.",
     )
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    names = _torch.signature_of(func).written
-    return [
-        args[place] if place < len(args) else kwargs.get(name)
-        for place, name in zip(_torch.written_arguments(func), names, strict=True)
-    ]
-
-
-def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
-    """A tree with a function applied to every leaf."""
-    leaves, structure = _torch.flatten_tree(tree)
-    return _torch.unflatten_tree(list(map(function, leaves)), structure)
 
 
 # ----------------------------------------------------------------------------
@@ -159,19 +231,19 @@ def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
 # with those rows of the mask; heads that lie over ranks are handled alike.
 
 _aten = torch.ops.aten
-ATTENTION = (
+_ATTENTION = (
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 )
 
 
-def attention(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+def _attention(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """The kernel, or its backward, on this rank's part of the batch or of the heads."""
-    first = 0 if func is ATTENTION[0] else 1  # a backward takes the gradient before
+    first = 0 if func is _ATTENTION[0] else 1  # a backward takes the gradient before
     given = args[first : first + 3]  # query, key, value
     query = next(value for value in (*given, *args) if isinstance(value, DTensor))
     layout = tuple(_part(axis, given) for axis in range(query.device_mesh.ndim))
-    query = on_all_ranks(given[0], query.device_mesh)
+    query = as_replicated(given[0], query.device_mesh)
 
     def own(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -179,7 +251,7 @@ def attention(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         return _torch.local_tensor(_moved(value, query, layout))
 
     made = func(*map(own, args), **{name: own(value) for name, value in kwargs.items()})
-    return tuple(_whole(local, query, layout) for local in made)
+    return tuple(_from_local(local, query, layout) for local in made)
 
 
 def _part(axis: int, given: tuple[torch.Tensor, ...]) -> Placement:
@@ -196,7 +268,7 @@ def _moved(
     value: torch.Tensor, query: DTensor, layout: tuple[Placement, ...]
 ) -> DTensor:
     """A tensor with the part that goes with the query's; what is for all rows, whole."""
-    value = on_all_ranks(value, query.device_mesh)
+    value = as_replicated(value, query.device_mesh)
     assert isinstance(value, DTensor), type(value)
 
     def place(placement: Placement) -> Placement:
@@ -206,29 +278,32 @@ def _moved(
         has_rows = value.ndim >= 3 and value.shape[dim] == query.shape[dim]
         return placement if has_rows else Replicate()
 
-    return finished(value, tuple(map(place, layout)))
+    return redistributed(value, tuple(map(place, layout)))
 
 
-def _whole(
-    local: torch.Tensor, query: DTensor, layout: tuple[Placement, ...]
+def _from_local(
+    local: torch.Tensor, whole: DTensor, layout: tuple[Placement, ...]
 ) -> torch.Tensor:
-    """The DTensor that a rank's result is a part of, in the same order of memory."""
+    """The DTensor that a rank's result is a part of, in the same order of memory.
+
+    Its sharded dims are as long as those of ``whole``.
+    """
     shape, stride = list(local.shape), list(local.stride())
     for placement in layout:
         if isinstance(placement, Shard):
             dim = placement.dim
             for other, step in enumerate(stride):
                 if step > stride[dim]:
-                    stride[other] = step // max(shape[dim], 1) * query.shape[dim]
-            shape[dim] = query.shape[dim]
+                    stride[other] = step // max(shape[dim], 1) * whole.shape[dim]
+            shape[dim] = whole.shape[dim]
     spec = _torch.strided_spec(
-        query.device_mesh, layout, tuple(shape), tuple(stride), local.dtype
+        whole.device_mesh, layout, tuple(shape), tuple(stride), local.dtype
     )
     return _torch.wrap_local(local, spec)
 
 
 # ----------------------------------------------------------------------------
-# Views of a sharded batch that are copies: a write into one would not reach the other.
+# Views of a sharded batch that are copies: a write into one does not reach the other.
 #
 # ``h[0]`` of a batch that lies over ranks has to be fetched from one of them, so that it is
 # no view of memory as on one device. Reading it is right; after a write it is not.
@@ -276,7 +351,7 @@ class CopiedViews:
             copy = self._copies.get(_memory(value))
             if copy is not None and copy.written_at:
                 raise _stale(copy)
-        for value in _dtensors(_written_copied_views(operator, args, kwargs)):
+        for value in _dtensors(written_values(operator, args, kwargs)):
             copy = self._copies.get(_memory(value))
             if copy is not None:
                 raise _lost(operator, copy)
@@ -293,18 +368,7 @@ def _dtensors(tree: Any) -> Iterator[DTensor]:
     return (leaf for leaf in _torch.flatten_tree(tree)[0] if isinstance(leaf, DTensor))
 
 
-def _written_copied_views(operator: Any, args: Any, kwargs: Any) -> list[Any]:
-    places = _torch.written_arguments(operator)
-    if not places:
-        return []
-    names = _torch.signature_of(operator).written
-    return [
-        args[place] if place < len(args) else kwargs.get(name)
-        for place, name in zip(places, names, strict=True)
-    ]
-
-
-_CURE = (
+_FIX = (
     "Choose with torch.where and a mask over the rows, or put the parts together with "
     "torch.cat. A write along another dim, h[:, 0] = 0, works."
 )
@@ -315,7 +379,7 @@ def _lost(operator: Any, copy: _Copy) -> CaptureError:
         f"compile: {_torch.packet_name(operator)} writes into a view along the batch\n\n"
         f"  * {calling_line()}\n    the view ({copy.operator}) is made at {copy.line}"
         "\n\nThe batch lies over ranks, so that such a view is a copy and the write would "
-        f"not reach the tensor that it was taken from. {_CURE}\nWhere the part alone is "
+        f"not reach the tensor that it was taken from. {_FIX}\nWhere the part alone is "
         "meant, write into its clone()."
     )
 
@@ -331,16 +395,15 @@ def _stale(copy: _Copy) -> CaptureError:
 
 
 # ----------------------------------------------------------------------------
-# Random numbers of the default mode: those that one device would draw for the whole batch.
+# Random ops: those that one device would run on the global batch.
 #
-# Each rank has rows of the batch. If each drew for its own rows alone, ranks with one seed
-# would all draw the same numbers. So every rank draws for the whole batch and keeps its
-# part: ranks with one seed draw what one device with that seed draws, others draw
-# independently.
+# If each rank drew for its own rows alone, ranks with one seed would all draw the same
+# numbers. So every rank draws for the global batch and keeps its part: ranks with one seed
+# draw what one device with that seed draws, others draw independently.
 
 
-def draw_for_all(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Call an operator that draws random numbers for its first argument, a DTensor."""
+def run_random_op(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Run a random op, whose first argument is a DTensor, for the global batch."""
     written = _torch.written_arguments(func)
     if "dropout_p" in _torch.argument_names(func) or any(written):
         raise NotImplementedError(
@@ -351,38 +414,38 @@ def draw_for_all(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     if func is _aten.native_dropout.default:
         return _dropout(func, *args)
     name = func.name().partition(".")[0]
-    is_filled = bool(written) or name.endswith("_like")
-    whole = empty_whole(first) if is_filled else everything(first)
-    made = func(whole, *map(everything, args[1:]), **kwargs)
+    is_fill = bool(written) or name.endswith("_like")
+    whole = empty_full(first) if is_fill else full_value(first)
+    made = func(whole, *map(full_value, args[1:]), **kwargs)
     if not isinstance(made, torch.Tensor):
         raise NotImplementedError(
             f"Operator {func} draws several tensors and has no sharding strategy for them."
         )
-    part = own_part(made, first)
+    part = local_part(made, first)
     if not written:
         return part
-    has_terms = any(isinstance(p, Partial) for p in first.placements)
-    return write_terms(func, first, part) if has_terms else first.copy_(part)
+    is_partial = any(isinstance(p, Partial) for p in first.placements)
+    return _write_partial(func, first, part) if is_partial else first.copy_(part)
 
 
 def _dropout(func: Any, x: DTensor, p: float, train: bool | None) -> Any:
     """The mask does not depend on values, so that these stay where they are."""
     if train is False or p == 0:
         return func(x, p, train)
-    _, drawn = func(empty_whole(x), p, train)
-    mask = own_part(drawn, x)
+    _, drawn = func(empty_full(x), p, train)
+    mask = local_part(drawn, x)
     return x * mask * (1 / (1 - p) if p < 1 else 0.0), mask
 
 
-def empty_whole(value: DTensor) -> torch.Tensor:
-    """A tensor of the whole batch: numbers are drawn in the order of memory."""
+def empty_full(value: DTensor) -> torch.Tensor:
+    """A tensor of the global batch: numbers are drawn in the order of memory."""
     device = _torch.local_tensor(value).device
     return torch.empty_strided(
         value.shape, value.stride(), dtype=value.dtype, device=device
     )
 
 
-def own_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
+def local_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
     """The part of a tensor that every rank has, laid out like a DTensor where that fits."""
     placements = tuple(_placement(each, whole, like) for each in like.placements)
     mesh, part = like.device_mesh, whole
@@ -408,101 +471,15 @@ def _placement(placement: Placement, whole: torch.Tensor, like: DTensor) -> Plac
     return placement if same else Replicate()
 
 
+# ----------------------------------------------------------------------------
+# Rules: what is called instead of an operator whose first argument is a DTensor.
+
 _MEAN, _SUM = 1, 2  # the numbers of reductions in aten's losses
 
 
-@final
-class WholeBatchOperators(_torch.TorchDispatchMode):
-    """Computes on DTensors what one device would compute on the whole batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._views = CopiedViews()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        self._views.check(func, args, kwargs)
-        made = self._computed(func, args, kwargs)
-        if args and isinstance(args[0], DTensor):
-            self._views.note(func, args[0], made)
-        return made
-
-    def _computed(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        try:
-            made = _call(func, args, kwargs)
-        except NotImplementedError:
-            made = self._without_rule(func, args, kwargs)
-            if made is NotImplemented:
-                raise
-        except (AssertionError, RuntimeError) as error:
-            if not is_about_terms(error):
-                raise
-            made = on_whole_values(func, args, kwargs)
-        if isinstance(made, (tuple, list)):
-            kind = list if isinstance(made, list) else tuple  # not one with names
-            return kind(map(_without_other_terms, made))
-        return _without_other_terms(made)
-
-    def _without_rule(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """In parts that have rules, or on values that all ranks have."""
-        parts = _torch.decomposition(func)
-        if parts is not None:
-            with self:
-                return parts(*args, **kwargs)
-        is_pure = not _torch.draws_random_numbers(func, args, kwargs)
-        if is_pure and not _torch.written_arguments(func):
-            return on_equal_values(func, args, kwargs)
-        return NotImplemented
-
-
-def _call(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    if func in _OWN and not _torch.written_arguments(func):
-        args = _first_laid_out(args)
-    if not args or not isinstance(args[0], DTensor):
-        return _on_plain(func, args, kwargs)
-    own = _OWN.get(func)
-    if own is None and _torch.draws_random_numbers(func, args, kwargs):
-        own = draw_for_all
-    return func(*args, **kwargs) if own is None else own(func, args, kwargs)
-
-
-def _first_laid_out(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A plain tensor before DTensors, such as a gradient, as one that every rank has."""
-    meshes = [each.device_mesh for each in args if isinstance(each, DTensor)]
-    if not meshes or not isinstance(args[0], torch.Tensor):
-        return args
-    return (on_all_ranks(args[0], meshes[0]), *args[1:])
-
-
-def _on_plain(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """A call whose first argument is a number, a list, or a tensor that the step made."""
-    if args and not isinstance(args[0], (torch.Tensor, list, tuple)):
-        args = tuple(map(without_terms, args))  # rules take 3 / x for linear in x
-    if args and isinstance(args[0], torch.Tensor) and _torch.written_arguments(func):
-        # A tensor that the step made is the same on all ranks, and stays so.
-        args, kwargs = mapped(everything, (args, kwargs))
-    return func(*args, **kwargs)
-
-
-def _without_other_terms(value: Any) -> Any:
-    """The value, its terms joined unless they are those of a sum or a mean."""
-    if isinstance(value, DTensor) and any(map(_is_other_term, value.placements)):
-        return without_terms(value)
-    return value
-
-
-def _is_other_term(placement: Placement) -> bool:
-    # A norm's terms say "sum" and are of a class of their own.
-    return isinstance(placement, Partial) and not (
-        type(placement) is Partial and placement.reduce_op in ("sum", "avg")
-    )
-
-
-def _truth(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """``any`` and ``all``: their terms are joined as numbers, no rule fits booleans."""
-    made = func(without_terms(args[0]), *args[1:], **kwargs)
+def _any_or_all(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """``any`` and ``all``: reduced as numbers, since no rule fits booleans."""
+    made = func(reduce_partial(args[0]), *args[1:], **kwargs)
     if not any(isinstance(p, Partial) for p in made.placements):
         return made
     joins = "max" if "any" in func.name() else "min"
@@ -513,16 +490,16 @@ def _truth(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     spec = _torch.build_spec(
         made.device_mesh, placements, tuple(made.shape), torch.uint8
     )
-    terms: Any = _torch.wrap_local(numbers, spec)
-    return without_terms(terms).to(made.dtype)
+    partial: Any = _torch.wrap_local(numbers, spec)
+    return reduce_partial(partial).to(made.dtype)
 
 
 def _over_all_dims(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """A reduction over a list of dims; DTensor takes an empty one for no reduction."""
     place = 2 if func is _aten.linalg_vector_norm.default else 1
     value = args[0]
-    if func is _aten.nansum.default:  # a NaN in one term is not one to leave out
-        value = without_terms(value)
+    if func is _aten.nansum.default:  # a NaN in a partial value is not one to leave out
+        value = reduce_partial(value)
     dims = list(args[place]) if len(args) > place and args[place] is not None else None
     if dims == [] or (dims is None and "dim" in kwargs and not kwargs["dim"]):
         kwargs = {key: value for key, value in kwargs.items() if key != "dim"}
@@ -534,47 +511,44 @@ def _over_all_dims(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     return func(value, *args[1:], **kwargs)
 
 
-def _mean_of_loss(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+def _loss_mean(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """The sum over the labels that count, divided by their weight on all ranks."""
     value, target, weight, reduction, *rest = args
     if reduction != _MEAN:
         return func(*args, **kwargs)
     total, weights = func(value, target, weight, _SUM, *rest, **kwargs)
-    weights = without_terms(weights)
-    return without_terms(total) / weights, weights
+    weights = reduce_partial(weights)
+    return reduce_partial(total) / weights, weights
 
 
 def _row_by_row(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """What handles each row of the batch by itself: each rank its own rows."""
-    first = without_terms(args[0])
+    first = reduce_partial(args[0])
     layout = tuple(p if p == Shard(0) else Replicate() for p in first.placements)
 
     def own_rows(value: Any) -> Any:
         if not isinstance(value, DTensor):
             return value
-        return _torch.local_tensor(finished(value, layout))
+        return _torch.local_tensor(redistributed(value, layout))
 
-    local = func(*map(own_rows, args), **kwargs)
-    shape = (first.shape[0], *local.shape[1:])
-    spec = _torch.build_spec(first.device_mesh, layout, shape, local.dtype)
-    return _torch.wrap_local(local, spec)
+    return _from_local(func(*map(own_rows, args), **kwargs), first, layout)
 
 
-def _copied(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+def _copy(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """What is left of a slice that another tensor is written to: its shape and dtype."""
     old, new = args[0], args[1]
     return new.to(old.dtype).expand(old.shape).clone()
 
 
-def _filled(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """``fill_``: each rank would fill its term of a sum with the whole value."""
+def _fill(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """``fill_``: each rank would fill its partial value with the whole value."""
     old, value = args[0], args[1]
     is_zero = isinstance(value, (int, float)) and value == 0
     if is_zero or not _has_sums(old):
         return func(*args, **kwargs)
     if not isinstance(value, torch.Tensor):
         value = torch.full((), value, dtype=old.dtype, device=old.device)
-    return write_terms(func, old, without_terms(value).expand(old.shape))
+    return _write_partial(func, old, reduce_partial(value).expand(old.shape))
 
 
 def _has_sums(value: DTensor) -> bool:
@@ -583,36 +557,36 @@ def _has_sums(value: DTensor) -> bool:
     )
 
 
-def _added(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """``+`` and ``-``: each rank would add a number to its own term."""
+def _add_number(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """``+`` and ``-``: each rank would add a number to its partial value."""
     is_written = bool(_torch.written_arguments(func))
     if isinstance(args[1], torch.Tensor) or (is_written and not _has_sums(args[0])):
         return func(*args, **kwargs)
-    return on_whole_values(func, args, kwargs)
+    return _on_reduced_values(func, args, kwargs)
 
 
-def _written_over(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+def _copy_into(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """``copy_``: DTensor divides what is written by the ranks, which integers cannot."""
     old, new = args[0], args[1]
     is_same = isinstance(new, DTensor) and new.placements == old.placements
     if is_same or old.is_floating_point() or old.is_complex() or not _has_sums(old):
         return func(*args, **kwargs)
-    raise refused_terms(func)
+    raise _refuse_partial_write(func)
 
 
-def _looked_up(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Rows of an embedding, unless its gradient needs the counts of the whole batch."""
+def _embedding(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Rows of an embedding, unless its gradient needs the counts of the global batch."""
     by_freq = args[3] if len(args) > 3 else kwargs.get("scale_grad_by_freq", False)
     if by_freq and is_spread(args[1]):
         raise RefusalError(
             "an embedding with scale_grad_by_freq=True",
-            "Its gradient is divided by how often a row is used in the whole batch, and "
+            "Its gradient is divided by how often a row is used in the global batch, and "
             "each rank counts its own part. Pass scale_grad_by_freq=False.",
         )
     return func(*args, **kwargs)
 
 
-def _put(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+def _index_put(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """``x[mask] = number``: each rank writes its own rows."""
     target, indices, value, *rest = args
     mask = indices[0] if len(indices) == 1 else None
@@ -633,7 +607,7 @@ def _put(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
 
 
 _Rule = Callable[[Any, tuple[Any, ...], Any], Any]
-_OWN: dict[Any, _Rule] = {
+_RULES: dict[Any, _Rule] = {
     **dict.fromkeys(
         (
             _aten.any.default,
@@ -643,7 +617,7 @@ _OWN: dict[Any, _Rule] = {
             _aten.all.dim,
             _aten.all.dims,
         ),
-        _truth,
+        _any_or_all,
     ),
     **dict.fromkeys(
         (
@@ -676,18 +650,18 @@ _OWN: dict[Any, _Rule] = {
         ),
         _row_by_row,
     ),
-    **dict.fromkeys(ATTENTION, attention),
-    _aten.copy.default: _copied,
-    _aten.embedding.default: _looked_up,
-    _aten.index_put.default: _put,
-    _aten.index_put_.default: _put,
-    _aten.add.Tensor: _added,
-    _aten.add_.Tensor: _added,
-    _aten.sub.Tensor: _added,
-    _aten.sub_.Tensor: _added,
-    _aten.copy_.default: _written_over,
-    _aten.fill_.Scalar: _filled,
-    _aten.fill_.Tensor: _filled,
-    _aten.nll_loss_forward.default: _mean_of_loss,
-    _aten.nll_loss2d_forward.default: _mean_of_loss,
+    **dict.fromkeys(_ATTENTION, _attention),
+    _aten.copy.default: _copy,
+    _aten.embedding.default: _embedding,
+    _aten.index_put.default: _index_put,
+    _aten.index_put_.default: _index_put,
+    _aten.add.Tensor: _add_number,
+    _aten.add_.Tensor: _add_number,
+    _aten.sub.Tensor: _add_number,
+    _aten.sub_.Tensor: _add_number,
+    _aten.copy_.default: _copy_into,
+    _aten.fill_.Scalar: _fill,
+    _aten.fill_.Tensor: _fill,
+    _aten.nll_loss_forward.default: _loss_mean,
+    _aten.nll_loss2d_forward.default: _loss_mean,
 }

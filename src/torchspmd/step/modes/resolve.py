@@ -18,7 +18,7 @@ def resolve_spread(
     if parallel_mode is not None and not isinstance(parallel_mode, DataParallel):
         raise UsageError(
             f"compile(parallel_mode={parallel_mode!r}): pass a DataParallel, or None for "
-            "the meaning of one device."
+            "the global batch of all ranks."
         )
     if mesh is not None and mesh.ndim != 1:
         raise UsageError(

@@ -20,17 +20,17 @@ from torchspmd.layout.retired import copy_attributes
 from torchspmd.layout.shards import full_shard_size, shard_bounds, shard_size
 from torchspmd.step.capture.guards import name_of_hook
 from torchspmd.step.capture.inventory import Inventory, Role, Slot, is_counter
-from torchspmd.step.capture.spread import Fact, Relayout, checksums
+from torchspmd.step.capture.spread import Checksum, Relayout, checksums
 
 # ----------------------------------------------------------------------------
-# How a tensor is cut over the data axis: what a rank keeps, and of which whole.
+# How a tensor is sharded over the data axis: what a rank keeps, and of which whole.
 #
-# A plain tensor is cut by rows. Of a tensor that lies over another axis already (tensor
-# parallel) each rank cuts the rows of its own part, as torch's ``fully_shard`` does.
+# A plain tensor is sharded by rows. Of a tensor that is laid out over another axis already
+# (tensor parallel) each rank shards the rows of its own part, as torch's ``fully_shard``.
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Sharding:
     """One tensor over the data axis, and over one other axis where it has one.
 
     Attributes:
@@ -60,8 +60,10 @@ class Cut:
         return shard_bounds(self.rows, self.mesh.size(), self.mesh.get_local_rank())
 
 
-def plan_cut(layout: Any, shape: tuple[int, ...], dtype: Any, mesh: DeviceMesh) -> Cut:
-    """The cut of a tensor that lies so far over no axis, or over one other axis.
+def plan_sharding(
+    layout: Any, shape: tuple[int, ...], dtype: Any, mesh: DeviceMesh
+) -> Sharding:
+    """The sharding of a tensor that is laid out over no axis, or over one other axis.
 
     ``find_layout_problem`` must have found nothing.
     """
@@ -72,13 +74,15 @@ def plan_cut(layout: Any, shape: tuple[int, ...], dtype: Any, mesh: DeviceMesh) 
         axis = _torch.sister_axis(mesh, layout.mesh)
         assert axis is not None
         joined = _torch.join_axes(mesh, axis)
-    cut = read_cut(_torch.build_spec(joined, tuple(placements), shape, dtype), mesh)
-    assert cut is not None
-    return cut
+    sharding = read_sharding(
+        _torch.build_spec(joined, tuple(placements), shape, dtype), mesh
+    )
+    assert sharding is not None
+    return sharding
 
 
-def read_cut(layout: Any, mesh: DeviceMesh) -> Cut | None:
-    """The cut that a layout describes; None when this mode does not make such a layout."""
+def read_sharding(layout: Any, mesh: DeviceMesh) -> Sharding | None:
+    """The sharding that a layout describes; None for one that this mode does not make."""
     if layout.mesh.ndim == 2:
         return _read_two_axes(layout, mesh)
     if not is_over(layout, mesh):
@@ -88,7 +92,7 @@ def read_cut(layout: Any, mesh: DeviceMesh) -> Cut | None:
         return None
     rows = layout.shape[0] if layout.shape else 0
     is_even = rows % mesh.size() == 0
-    return Cut(layout, None, mesh, rows, not found.is_replicate(), is_even)
+    return Sharding(layout, None, mesh, rows, not found.is_replicate(), is_even)
 
 
 def is_over(layout: Any, mesh: DeviceMesh) -> bool:
@@ -98,7 +102,7 @@ def is_over(layout: Any, mesh: DeviceMesh) -> bool:
     return same_ranks and _torch.sister_axis(mesh, layout.mesh) is None
 
 
-def _read_two_axes(layout: Any, mesh: DeviceMesh) -> Cut | None:
+def _read_two_axes(layout: Any, mesh: DeviceMesh) -> Sharding | None:
     shape, dtype = tuple(layout.shape), layout.tensor_meta.dtype
     found, beside = layout.placements
     names = layout.mesh.mesh_dim_names
@@ -120,7 +124,7 @@ def _read_two_axes(layout: Any, mesh: DeviceMesh) -> Cut | None:
         size = joined.size(1)
         is_even = rows % (mesh.size() * size) == 0
         rows = shard_size(rows, size, coordinate[1])
-    return Cut(layout, whole, mesh, rows, not found.is_replicate(), is_even)
+    return Sharding(layout, whole, mesh, rows, not found.is_replicate(), is_even)
 
 
 def _data_placement(whole: Any, shape: tuple[int, ...]) -> Any:
@@ -128,7 +132,7 @@ def _data_placement(whole: Any, shape: tuple[int, ...]) -> Any:
 
     if not shape or not prod(shape) or _leaves_a_rank_empty(whole, shape):
         return Replicate()
-    if _cuts_rows(whole) and whole.mesh.size() > 1:
+    if _shards_rows(whole) and whole.mesh.size() > 1:
         return _torch.strided_shard(0, whole.mesh.size())
     return Shard(0)
 
@@ -141,7 +145,7 @@ def _leaves_a_rank_empty(whole: Any, shape: tuple[int, ...]) -> bool:
     return not shard_size(shape[whole.placements[0].dim], size, size - 1)
 
 
-def _cuts_rows(whole: Any) -> bool:
+def _shards_rows(whole: Any) -> bool:
     return whole is not None and bool(whole.placements[0].is_shard(0))
 
 
@@ -152,7 +156,7 @@ def _is_known(placement: Any) -> bool:
 
 
 def find_layout_problem(layout: Any, mesh: DeviceMesh) -> str:
-    """Why a tensor with this layout cannot be cut over the data axis; empty: it can."""
+    """Why a tensor with this layout cannot be sharded over the data axis; empty: it can."""
     what = f"is a DTensor {list(layout.placements)} on {layout.mesh}: "
     if layout.mesh.ndim != 1 or not _is_known(layout.placements[0]):
         return what + (
@@ -166,7 +170,7 @@ def find_layout_problem(layout: Any, mesh: DeviceMesh) -> str:
             "over mesh['tp'] and pass mesh=mesh['dp']"
         )
     rows, beside = (layout.shape or (0,))[0], layout.mesh.size()
-    if _cuts_rows(layout) and not can_describe(rows, mesh.size(), beside):
+    if _shards_rows(layout) and not can_describe(rows, mesh.size(), beside):
         return what + (
             f"{rows} rows over {beside} ranks, and each part again over {mesh.size()}, is "
             f"a layout that DTensor cannot describe. Pad it to a multiple of {beside} "
@@ -176,9 +180,9 @@ def find_layout_problem(layout: Any, mesh: DeviceMesh) -> str:
 
 
 def can_describe(rows: int, num_data: int, num_beside: int) -> bool:
-    """Whether DTensor has a layout for rows that two axes cut, the data axis last.
+    """Whether DTensor has a layout for rows sharded over two axes, the data axis last.
 
-    It takes the rows of one data rank as a block and cuts that evenly over the other
+    It takes the rows of one data rank as a block and shardings that evenly over the other
     axis; this must give the parts that the ranks really have.
 
     >>> can_describe(9, 2, 2), can_describe(7, 3, 2)
@@ -193,19 +197,19 @@ def can_describe(rows: int, num_data: int, num_beside: int) -> bool:
     return True
 
 
-def plan_cuts(inventory: Inventory, mesh: DeviceMesh) -> dict[int, Cut]:
-    """How each parameter of a step lies, or will lie, over the data axis, by its slot."""
+def plan_shardings(inventory: Inventory, mesh: DeviceMesh) -> dict[int, Sharding]:
+    """How each parameter is sharded, or will be, over the data axis, by its slot."""
     problems = [
         *_module_problems(inventory, mesh),
         *_parameter_problems(inventory, mesh),
     ]
     if not problems:
-        cuts = {
-            place: _cut(slot.tensor, mesh)
+        shardings = {
+            place: _sharding(slot.tensor, mesh)
             for place, slot in enumerate(inventory.slots)
             if slot.role is Role.PARAMETER
         }
-        problems = list(_belonging_problems(inventory, cuts))
+        problems = list(_state_problems(inventory, shardings))
     if problems:
         raise CaptureError(
             f"compile(parallel_mode=DataParallel('fully_shard')) on mesh {mesh}:\n\n"
@@ -214,47 +218,54 @@ def plan_cuts(inventory: Inventory, mesh: DeviceMesh) -> dict[int, Cut]:
             "plain or laid out over one other axis of the mesh, and shards them over the "
             "data axis by itself. Nothing was changed."
         )
-    return cuts
+    return shardings
 
 
-def plan_layout(inventory: Inventory, cuts: dict[int, Cut]) -> Relayout | None:
+def plan_layout(
+    inventory: Inventory, shardings: dict[int, Sharding]
+) -> Relayout | None:
     """Shards for all parameters of a step that are no shards yet; None: all are."""
     slots = list(inventory.slots)
-    for place, cut in _belongings(inventory, cuts):
-        if _waits_for(cut, slots[place].tensor):
-            slots[place] = replace(slots[place], tensor=shard(slots[place], cut))
+    for place, sharding in _with_states(inventory, shardings):
+        if _is_unsharded(sharding, slots[place].tensor):
+            slots[place] = replace(slots[place], tensor=shard(slots[place], sharding))
     if all(old is new for old, new in zip(inventory.slots, slots, strict=True)):
         return None
     after = replace(inventory, slots=slots)
-    beside = tuple({cut.whole.mesh: None for cut in cuts.values() if cut.whole})
-    return Relayout(after, _facts(inventory.slots, slots), beside, inventory)
+    beside = tuple(
+        {sharding.whole.mesh: None for sharding in shardings.values() if sharding.whole}
+    )
+    return Relayout(after, _checksums(inventory.slots, slots), beside, inventory)
 
 
-def _cut(tensor: torch.Tensor, mesh: DeviceMesh) -> Cut:
+def _sharding(tensor: torch.Tensor, mesh: DeviceMesh) -> Sharding:
     layout = _torch.layout_of(tensor)
-    known = None if layout is None else read_cut(layout, mesh)
-    return known or plan_cut(layout, tuple(tensor.shape), tensor.dtype, mesh)
+    known = None if layout is None else read_sharding(layout, mesh)
+    return known or plan_sharding(layout, tuple(tensor.shape), tensor.dtype, mesh)
 
 
-def _belongings(
-    inventory: Inventory, cuts: dict[int, Cut]
-) -> Iterator[tuple[int, Cut]]:
+def _with_states(
+    inventory: Inventory, shardings: dict[int, Sharding]
+) -> Iterator[tuple[int, Sharding]]:
     """Every parameter, and its gradient and the states that have its shape with it."""
-    yield from cuts.items()
+    yield from shardings.items()
     for parameter, gradient in inventory.gradients.items():
-        yield gradient, cuts[parameter]
+        yield gradient, shardings[parameter]
     for state in inventory.states:
-        tensor, cut = inventory.slots[state.slot].tensor, cuts[state.parameter]
-        if tensor.shape == cut.layout.shape and not is_counter(state.key, tensor):
-            yield state.slot, cut
+        tensor, sharding = (
+            inventory.slots[state.slot].tensor,
+            shardings[state.parameter],
+        )
+        if tensor.shape == sharding.layout.shape and not is_counter(state.key, tensor):
+            yield state.slot, sharding
 
 
-def _waits_for(cut: Cut, tensor: torch.Tensor) -> bool:
-    """Whether a tensor lies as the gathered one does, and is to be cut."""
-    return _lies_as(tensor, cut.whole)
+def _is_unsharded(sharding: Sharding, tensor: torch.Tensor) -> bool:
+    """Whether a tensor has the layout of the gathered one, and is to be sharded."""
+    return _has_layout(tensor, sharding.whole)
 
 
-def _lies_as(tensor: torch.Tensor, layout: Any) -> bool:
+def _has_layout(tensor: torch.Tensor, layout: Any) -> bool:
     found = _torch.layout_of(tensor)
     if found is None or layout is None:
         return found is layout
@@ -262,12 +273,12 @@ def _lies_as(tensor: torch.Tensor, layout: Any) -> bool:
     return same_mesh and bool(found.placements == layout.placements)
 
 
-def shard(slot: Slot, cut: Cut) -> torch.Tensor:
+def shard(slot: Slot, sharding: Sharding) -> torch.Tensor:
     """This rank's rows of a tensor, as a DTensor; a tensor without rows is replicated."""
     whole = _torch.plain_tensor(slot.tensor).detach()
-    local = whole[slice(*cut.kept)] if cut.is_sharded else whole
+    local = whole[slice(*sharding.kept)] if sharding.is_sharded else whole
     local = local.clone(memory_format=torch.contiguous_format)
-    mesh, placements = cut.layout.mesh, cut.layout.placements
+    mesh, placements = sharding.layout.mesh, sharding.layout.placements
     shape = tuple(slot.tensor.shape)
     spec = _torch.build_spec(mesh, placements, shape, whole.dtype)
     sharded = _torch.wrap_local(local, spec)
@@ -278,12 +289,12 @@ def shard(slot: Slot, cut: Cut) -> torch.Tensor:
     return parameter
 
 
-def _facts(before: list[Slot], after: list[Slot]) -> tuple[Fact, ...]:
-    """A checksum of each tensor that was cut: ranks with other values would mix them."""
-    cut = [old for old, new in zip(before, after, strict=True) if old is not new]
+def _checksums(before: list[Slot], after: list[Slot]) -> tuple[Checksum, ...]:
+    """A checksum of each new shard's tensor: ranks with other values would mix them."""
+    sharded = [old for old, new in zip(before, after, strict=True) if old is not new]
     return tuple(
-        Fact(text, _torch.layout_of(slot.tensor))
-        for slot, text in zip(cut, checksums(cut), strict=True)
+        Checksum(text, _torch.layout_of(slot.tensor))
+        for slot, text in zip(sharded, checksums(sharded), strict=True)
     )
 
 
@@ -291,20 +302,18 @@ def _module_problems(inventory: Inventory, mesh: DeviceMesh) -> Iterator[str]:
     # Not at the top: importing it registers operators.
     from torch.distributed.fsdp import FSDPModule
 
-    for root, module in inventory.modules:
-        for prefix, child in module.named_modules():
-            path = f"{root}.{prefix}" if prefix else root
-            if isinstance(child, (FSDPModule, DistributedDataParallel)):
-                yield (
-                    f"{path} is wrapped already ({type(child).__name__}) and would "
-                    "gather and reduce a second time: build the model without "
-                    "fully_shard() and DistributedDataParallel"
-                )
-            if _computes_on_shards(child, mesh):
-                yield (
-                    f"{path} has a style that computes on shards over this very axis, "
-                    "which the mode would gather: pass the data axis, mesh=mesh['dp']"
-                )
+    for path, child in inventory.named_modules():
+        if isinstance(child, (FSDPModule, DistributedDataParallel)):
+            yield (
+                f"{path} is wrapped already ({type(child).__name__}) and would "
+                "gather and reduce a second time: build the model without "
+                "fully_shard() and DistributedDataParallel"
+            )
+        if _computes_on_shards(child, mesh):
+            yield (
+                f"{path} has a style that computes on shards over this very axis, "
+                "which the mode would gather: pass the data axis, mesh=mesh['dp']"
+            )
 
 
 def _computes_on_shards(module: nn.Module, mesh: DeviceMesh) -> bool:
@@ -333,7 +342,7 @@ def _problem(slot: Slot, mesh: DeviceMesh) -> str:
     tensor = slot.tensor
     layout = _torch.layout_of(tensor)
     if layout is not None:
-        if read_cut(layout, mesh) is not None:
+        if read_sharding(layout, mesh) is not None:
             return ""
         problem = find_layout_problem(layout, mesh)
         if problem:
@@ -354,13 +363,17 @@ def _problem(slot: Slot, mesh: DeviceMesh) -> str:
     return ""
 
 
-def _belonging_problems(inventory: Inventory, cuts: dict[int, Cut]) -> Iterator[str]:
-    for place, cut in _belongings(inventory, cuts):
+def _state_problems(
+    inventory: Inventory, shardings: dict[int, Sharding]
+) -> Iterator[str]:
+    for place, sharding in _with_states(inventory, shardings):
         slot = inventory.slots[place]
-        if not _waits_for(cut, slot.tensor) and not _lies_as(slot.tensor, cut.layout):
+        if not _is_unsharded(sharding, slot.tensor) and not _has_layout(
+            slot.tensor, sharding.layout
+        ):
             layout = _torch.layout_of(slot.tensor)
             found = "plain" if layout is None else f"{list(layout.placements)}"
-            wanted = cut.whole or cut.layout
+            wanted = sharding.whole or sharding.layout
             yield (
                 f"{slot.name} is {found}, its parameter {list(wanted.placements)} on "
                 f"{wanted.mesh}: clear it before the first step (zero_grad(), a new "

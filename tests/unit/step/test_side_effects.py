@@ -48,7 +48,7 @@ def test_scheduler(is_argument):
     more = (scheduler,) if is_argument else ()
     text = refusal(step, model, optim, torch.ones(3, 4), *more)
     assert (
-        RULE in text and "StepLR.step() at" in text and "test_step_changes.py" in text
+        RULE in text and "StepLR.step() at" in text and "test_side_effects.py" in text
     )
     assert "Call scheduler.step()" in text
     assert scheduler.last_epoch == 0

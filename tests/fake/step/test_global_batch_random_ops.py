@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from torchspmd.step.modes.global_batch_ops import draw_for_all, own_part
+from torchspmd.step.modes.global_batch_ops import local_part, run_random_op
 from torchspmd.testing import fake_mesh
 
 pytestmark = pytest.mark.fake
@@ -18,16 +18,16 @@ def sharded():
 
 def test_a_rank_keeps_its_rows(sharded):
     whole = torch.arange(8.0).view(4, 2)
-    assert torch.equal(own_part(whole, sharded(4)).to_local(), whole[:2])
+    assert torch.equal(local_part(whole, sharded(4)).to_local(), whole[:2])
 
 
 def test_uneven_rows_are_refused(sharded):
     text = r"DTensor of \(3, 2\) that is sharded unevenly over 2 ranks"
     with pytest.raises(NotImplementedError, match=text):
-        own_part(torch.zeros(3, 2), sharded(3))
+        local_part(torch.zeros(3, 2), sharded(3))
 
 
 def test_several_drawn_tensors_are_refused(sharded):
     operator = torch.ops.aten.rrelu_with_noise_functional.default
     with pytest.raises(NotImplementedError, match="draws several tensors"):
-        draw_for_all(operator, (sharded(4), sharded(4), 0.1, 0.3, True), {})
+        run_random_op(operator, (sharded(4), sharded(4), 0.1, 0.3, True), {})

@@ -44,7 +44,7 @@ def test_item():
 
     text = refusal(step)
     assert "the step needs a tensor's value" in text
-    assert "test_step_refusals.py" in text and "return loss.item()" in text
+    assert "test_refusals.py" in text and "return loss.item()" in text
     assert "Return the tensor and read it after the step" in text
 
 
@@ -69,7 +69,7 @@ def test_print():
         print(model(batch))
 
     text = refusal(step)
-    assert "the step prints a tensor" in text and "test_step_refusals.py" in text
+    assert "the step prints a tensor" in text and "test_refusals.py" in text
 
 
 def test_tensor_from_elsewhere():
