@@ -57,7 +57,7 @@ def test_a_step_without_communication():
 
 
 def test_compiled_code_is_measured_operator_by_operator_and_that_is_said(monkeypatch):
-    monkeypatch.setattr(backends, "lower", lambda graph: graph)  # need not be compiled
+    monkeypatch.setattr(backends, "lower", lambda graph: (graph, ""))  # not compiled
     call = (*pair(), torch.ones(3, 4))
     step = compile(backend="inductor")(train)
     for _ in range(3):
