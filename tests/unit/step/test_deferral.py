@@ -15,7 +15,6 @@ from torchspmd.step import (
     find_all_descendants,
     find_node,
 )
-from torchspmd.step.graph.metadata import OutputKind, OutputRole, set_roles
 from torchspmd.step.passes import (
     defer_updates,
     iter_move_grads_and_optimizers,
@@ -374,15 +373,6 @@ def test_the_raw_move_goes_to_the_latest_legal_place():
     assert_same(pair, eager(3)[0])
 
 
-def test_a_result_that_is_returned_cannot_wait():
-    def transformation(gm):
-        gm = IterGraphModule(gm)
-        nodes = find_all_descendants(gm, [named(gm, "mean")])
-        gm.graph.move_to_next_iter_before(nodes, named(gm, "t"))
-
-    assert "mean is returned by the step (output " in refusal(transformation)
-
-
 def test_gradients_that_a_clip_needs_cannot_wait():
     def clipped(model, optim, batch):
         loss = model(batch).square().mean()
@@ -458,22 +448,6 @@ def test_nodes_that_a_later_pass_removed():
 
     text = refusal(transformation)
     assert "  gone: moved, or the place of what is moved, and gone or replaced" in text
-
-
-def test_two_regions_that_share_a_state():
-    graph = fx.Graph()
-    weight, average = graph.placeholder("weight"), graph.placeholder("average")
-    result = graph.call_function(torch.abs, (weight,))
-    update = graph.call_function(torch.neg, (weight,))
-    mean = graph.call_function(torch.add, (average, weight))
-    graph.output([update, mean, result])
-    state = [OutputRole(OutputKind.STATE, place) for place in range(2)]
-    set_roles(graph, [*state, OutputRole(OutputKind.RESULT)])
-    gm = IterGraphModule(fx.GraphModule(nn.Module(), graph))
-    by_name = {node.name: node for node in gm.graph.nodes}
-    gm.graph.move_to_next_iter_before([by_name["neg"]], by_name["abs_1"])
-    with pytest.raises(DeferralError, match="weight is changed by one deferred region"):
-        gm.graph.move_to_next_iter_before([by_name["add"]], by_name["abs_1"])
 
 
 def test_an_error_in_the_block_is_not_hidden_by_a_flush_that_fails():

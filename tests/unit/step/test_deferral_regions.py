@@ -231,20 +231,27 @@ def two_states():
     return IterGraphModule(fx.GraphModule(nn.Module(), graph))
 
 
-def test_regions_that_come_to_share_a_state():
-    gm = two_states()
-    for name in ("first", "second"):
-        gm.graph.move_to_next_iter_before([node(gm, name)], node(gm, "copy"))
+def test_regions_that_share_a_state():
+    shared = (
+        "one is changed by one deferred region (first) and read by another (second)"
+    )
 
     def read_directly(gm):
         node(gm, "second").args = (node(gm, "two"), node(gm, "one"))
 
-    with pytest.raises(DeferralError) as caught:
-        run_any(gm, read_directly)
-    shared = (
-        "one is changed by one deferred region (first) and read by another (second)"
-    )
-    assert shared in str(caught.value)
+    def move(gm, name):
+        gm.graph.move_to_next_iter_before([node(gm, name)], node(gm, "copy"))
+
+    edited, moved = two_states(), two_states()
+    read_directly(edited)
+    move(edited, "first")
+    with pytest.raises(DeferralError) as at_the_move:
+        move(edited, "second")
+    for name in ("first", "second"):
+        move(moved, name)
+    with pytest.raises(DeferralError) as after_the_edit:
+        run_any(moved, read_directly)
+    assert shared in str(at_the_move.value) and shared in str(after_the_edit.value)
 
 
 def test_moved_nodes_run_in_their_order_of_now():

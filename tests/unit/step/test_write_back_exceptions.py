@@ -2,15 +2,9 @@
 
 import pytest
 import torch
-from test_deferral_in_place import (
-    LOOKS,
-    Training,
-    assert_equal,
-    batches,
-    keep_gradients,
-    plain_step,
-)
+from test_deferral_in_place import LOOKS, Training, assert_equal, batches
 from torch import nn
+from training import train, train_keeping_gradients
 
 from torchspmd import _torch
 from torchspmd.errors import LostStateError
@@ -25,7 +19,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*nothing overlaps"),
 ]
 
-FUNCTIONS = {"in place": plain_step, "fresh": keep_gradients}
+FUNCTIONS = {"in place": train, "fresh": train_keeping_gradients}
 
 
 @pytest.fixture(scope="module", params=FUNCTIONS)

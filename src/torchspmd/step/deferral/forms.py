@@ -295,15 +295,14 @@ def _without_pieces(nodes: list[fx.Node]) -> list[fx.Node]:
     They are taken in this iteration: tensors are carried, and no lists.
     """
     inside = set(nodes)
-    return [
+    pieces = {
         node
         for node in nodes
-        if not (
-            node.target is operator.getitem
-            and is_view(node)
-            and inside.isdisjoint(node.all_input_nodes)
-        )
-    ]
+        if node.target is operator.getitem
+        and is_view(node)
+        and inside.isdisjoint(node.all_input_nodes)
+    }
+    return [node for node in nodes if node not in pieces] or nodes
 
 
 class _Region:
