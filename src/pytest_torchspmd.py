@@ -82,7 +82,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         prepare(item)
     if item.get_closest_marker("comm_lock") is not None:
-        from torchspmd.verify.plugin.lock import check_use
+        from torchspmd.verify.plugin.fixtures import check_use
 
         check_use(item)
 
@@ -103,7 +103,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """After a test that passed: compare what it communicated with its lock."""
     result = yield
     if item.get_closest_marker("comm_lock") is not None:
-        from torchspmd.verify.plugin.lock import lock_test
+        from torchspmd.verify.plugin.fixtures import lock_test
 
         lock_test(item, item.config.pluginmanager.get_plugin(RANK_PLUGIN))
     return result
@@ -114,7 +114,7 @@ def pytest_terminal_summary(
 ) -> None:
     """Name the locks that were written."""
     if config.getoption("comm_lock_update"):
-        from torchspmd.verify.plugin.lock import written
+        from torchspmd.verify.plugin.fixtures import written
 
         for line in written(config):
             terminalreporter.write_line(line)

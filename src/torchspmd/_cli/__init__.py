@@ -1,4 +1,4 @@
-"""The command line: one file a subcommand, each with ``add_parser`` and ``run``.
+"""The command line: one file a subcommand, each with its texts, options and ``run``.
 
 Exit codes: 0, all is well; 1, the answer is no (files differ, the script failed);
 2, the command was used wrongly, with one sentence on what to change.
@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import torchspmd
 from torchspmd._cli import check, diff, lock, parity, plan, trace
-from torchspmd._cli.output import leave, outlive_readers
+from torchspmd._cli.output import exit_process, ignore_closed_pipes
 from torchspmd._cli.script import refuse_words, split_words
 from torchspmd.errors import SpmdError
 
@@ -38,7 +38,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=torchspmd.__version__)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
     for command in (trace, diff, plan, lock, check, parity):
-        command.add_parser(subparsers)
+        subparser = subparsers.add_parser(
+            command.__name__.rpartition(".")[2],
+            help=command.HELP,
+            usage=getattr(command, "USAGE", None),
+            description=command.DESCRIPTION,
+            epilog=command.EPILOG,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_options(subparser)
+        subparser.set_defaults(run=command.run)
     own, for_script = split_words(
         sys.argv[1:] if arguments is None else list(arguments)
     )
@@ -55,5 +64,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def command() -> NoReturn:
     """The ``torchspmd`` command: run it and end the process."""
-    outlive_readers()
-    leave(main())
+    ignore_closed_pipes()
+    exit_process(main())

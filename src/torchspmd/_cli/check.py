@@ -4,16 +4,16 @@ import argparse
 import os
 import shlex
 from pathlib import Path
-from typing import Any
 
 from torchspmd._cli.lock import simulate
 from torchspmd.comm import format_bytes
 from torchspmd.errors import UsageError
 from torchspmd.verify.lock.changes import changes
-from torchspmd.verify.lock.contents import Lock, Recipe
-from torchspmd.verify.lock.text import load_lock
+from torchspmd.verify.lock.lockfile import Lock, Recipe, load_lock
 
-_EPILOG = """\
+HELP = "compare a training script with its lock"
+DESCRIPTION = "Compare what a training script communicates with its lock."
+EPILOG = """\
 examples:
   torchspmd check                                  ./comm.lock
   torchspmd check configs/llama.lock
@@ -25,17 +25,9 @@ exit code: 0 as locked, 1 something changed or the script failed, 2 wrong use
 """
 
 
-def add_parser(subparsers: Any) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's options."""
-    parser = subparsers.add_parser(
-        "check",
-        help="compare a training script with its lock",
-        description="Compare what a training script communicates with its lock.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
     parser.add_argument("lock", type=Path, nargs="?", default=Path("comm.lock"))
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -4,14 +4,15 @@ import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from torchspmd.comm import diff_ledgers, load_ledger
 from torchspmd.report import print_changes
 
-_EPILOG = """\
+HELP = "compare two ledgers written by trace --out"
+DESCRIPTION = "Compare two ledgers, by module and kind of communication."
+EPILOG = """\
 examples:
   torchspmd diff before.json after.json
   torchspmd diff before.json after.json --json > changes.json
@@ -20,19 +21,11 @@ exit code: 0 when they are equal, 1 when they differ, 2 when a file cannot be re
 """
 
 
-def add_parser(subparsers: Any) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's options."""
-    parser = subparsers.add_parser(
-        "diff",
-        help="compare two ledgers written by trace --out",
-        description="Compare two ledgers, by module and kind of communication.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
     parser.add_argument("--json", action="store_true", help="print the changes as JSON")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

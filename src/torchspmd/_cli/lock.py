@@ -14,15 +14,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchspmd._cli.output import Progress
 from torchspmd._cli.plan import parse_mesh
-from torchspmd._cli.script import output_problems, run_script, script_problems
+from torchspmd._cli.script import (
+    StepWindow,
+    add_script_options,
+    output_problems,
+    run_script,
+    script_problems,
+)
 from torchspmd._cli.simulate import cuda_as_cpu, simulated_world
-from torchspmd._cli.window import StepWindow
 from torchspmd.comm import format_bytes
 from torchspmd.errors import UsageError
 from torchspmd.trace import CommDebugMode
-from torchspmd.verify.lock.contents import Lock, Recipe, lock_ledger
+from torchspmd.verify.lock.lockfile import Lock, Recipe, lock_ledger, save_lock
 from torchspmd.verify.lock.memory import MemoryWatch
-from torchspmd.verify.lock.text import save_lock
 
 # ----------------------------------------------------------------------------
 # Simulate a script on this one process and lock what it does; lock and check share it.
@@ -61,9 +65,7 @@ def simulate(recipe: Recipe, folder: Path, command: str) -> Lock | None:
 
 
 def _check(recipe: Recipe, script: Path, world_size: int) -> None:
-    problems = script_problems(script)
-    if recipe.steps < 0 or recipe.skip < 0:
-        problems.append("--steps and --skip cannot be negative")
+    problems = script_problems(script, recipe.steps, recipe.skip)
     if not 0 <= recipe.rank < world_size:
         problems.append(f"--rank must be 0 to {world_size - 1}")
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -146,7 +148,10 @@ def _tell(window: StepWindow, mode: CommDebugMode, command: str) -> None:
         )
 
 
-_EPILOG = """\
+HELP = "write down what a training script communicates, for check"
+DESCRIPTION = "Write down what a training script communicates and holds."
+USAGE = "torchspmd lock script.py --mesh dp=2,tp=4 [options] [-- script arguments]"
+EPILOG = """\
 examples:
   torchspmd lock train.py --mesh dp=2,tp=4 -o comm.lock
   torchspmd lock train.py --mesh dp=64,tp=8 --steps 2 --skip 1 -- --layers 4
@@ -157,17 +162,9 @@ script makes its own mesh; --mesh says how many ranks there are and is compared 
 """
 
 
-def add_parser(subparsers: Any) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's options."""
-    parser = subparsers.add_parser(
-        "lock",
-        help="write down what a training script communicates, for check",
-        usage="torchspmd lock script.py --mesh dp=2,tp=4 [options] [-- script arguments]",
-        description="Write down what a training script communicates and holds.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("script", type=Path)
+    add_script_options(parser)
     parser.add_argument("--mesh", required=True, help="axes and sizes: tp=8, dp=2,tp=4")
     parser.add_argument(
         "-o",
@@ -176,14 +173,6 @@ def add_parser(subparsers: Any) -> None:
         default=Path("comm.lock"),
         help="write the lock here (comm.lock)",
     )
-    parser.add_argument("--rank", type=int, default=0, help="the rank to play (0)")
-    parser.add_argument(
-        "--steps", type=int, default=1, help="optimizer steps to record; 0: all (1)"
-    )
-    parser.add_argument(
-        "--skip", type=int, default=0, help="optimizer steps to let pass before (0)"
-    )
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

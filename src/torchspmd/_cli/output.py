@@ -1,8 +1,8 @@
-"""Output whose reader may go away, as in ``torchspmd trace ... | head``.
+"""Output into a pipe that may be closed, as in ``torchspmd trace ... | head``.
 
 What nobody reads is dropped, and the command goes on: it still writes its files, and its
-exit code is the one that it has with a reader. Death by SIGPIPE would be simpler, but it
-would also meet the sockets of the script that runs in this process.
+exit code is the usual one. Ending on SIGPIPE would be simpler, but the signal would also
+come from the sockets of the script that runs in this process.
 """
 
 import atexit
@@ -11,14 +11,13 @@ import io
 import os
 import sys
 import threading
-from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from rich.console import Console
 
 
-class _Unread(io.FileIO):
-    """Takes everything, also when nobody reads it any more."""
+class _IgnoresClosedPipe(io.FileIO):
+    """Drops what is written into a closed pipe."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -27,18 +26,18 @@ class _Unread(io.FileIO):
             return memoryview(data).nbytes
 
 
-def outlive_readers() -> None:
-    """From now on, standard output and standard error need no reader."""
+def ignore_closed_pipes() -> None:
+    """From now on, writing to a closed standard output or error is no failure."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
             stream.flush()
-            setattr(sys, name, _outliving(stream))
+            setattr(sys, name, _ignoring_closed_pipe(stream))
 
 
-def _outliving(stream: io.TextIOWrapper) -> io.TextIOWrapper:
+def _ignoring_closed_pipe(stream: io.TextIOWrapper) -> io.TextIOWrapper:
     """The same stream, for text as for bytes."""
-    raw = _Unread(stream.fileno(), "w", closefd=False)
+    raw = _IgnoresClosedPipe(stream.fileno(), "w", closefd=False)
     buffer: Any = raw if stream.write_through else io.BufferedWriter(raw)
     return io.TextIOWrapper(
         buffer,
@@ -50,18 +49,18 @@ def _outliving(stream: io.TextIOWrapper) -> io.TextIOWrapper:
 
 
 # ----------------------------------------------------------------------------
-# End the process without taking torch apart.
+# End the process without freeing torch's process groups.
 #
 # A process group that is freed waits for its gloo threads with Python's lock held. A thread
 # that still has a backward's ``all_reduce`` in hand needs that lock to let go of it
 # (autograd hangs a Python object on it), and neither ends: about one ``torchrun`` in eight
 # with ``DistributedDataParallel`` does so in torch 2.13, with or without torchspmd.
 
-#: What a script left behind in a real world: not freed before the process ends.
-KEPT: list[object] = []
+#: What a script under torchrun left behind: kept until the process ends.
+NEVER_FREED: list[object] = []
 
 
-def leave(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     """End with this exit code, after threads, exit handlers and written text."""
     # Waits for threads, and before that ends the workers of executors.
     threading._shutdown()  # type: ignore[attr-defined]
@@ -91,12 +90,7 @@ class Progress:
             self._console.print(f"{self._what} ...", highlight=False, markup=False)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._status.stop()
 
     def step(self, number: int, of: int) -> None:

@@ -4,12 +4,13 @@ import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from torchspmd.errors import UsageError
 from torchspmd.verify import compare_recordings
 
-_EPILOG = """\
+HELP = "compare two recordings of a training run"
+DESCRIPTION = "Compare loss, gradients, parameters and state of two recorded runs."
+EPILOG = """\
 examples:
   torchspmd parity runs/one-device runs/tp4
   torchspmd parity runs/tp4 runs/tp4-compiled --bitwise
@@ -23,15 +24,8 @@ exit code: 0 when they agree, 1 when they differ or their agreement means nothin
 """
 
 
-def add_parser(subparsers: Any) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's options."""
-    parser = subparsers.add_parser(
-        "parity",
-        help="compare two recordings of a training run",
-        description="Compare loss, gradients, parameters and state of two recorded runs.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
     parser.add_argument(
         "reference", type=Path, help="the folder that is taken as right"
     )
@@ -48,7 +42,6 @@ def add_parser(subparsers: Any) -> None:
         help="parameters that are meant to get no gradient; may be given again",
     )
     parser.add_argument("--json", action="store_true", help="print the verdict as JSON")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -18,7 +18,9 @@ from torchspmd.errors import PlanError, UsageError
 from torchspmd.parallel.plan.auto import auto_plan
 from torchspmd.parallel.plan.plan import Plan
 
-_EPILOG = """\
+HELP = "show what a tensor-parallel plan does to a model"
+DESCRIPTION = "Show what a tensor-parallel plan does to a model."
+EPILOG = """\
 examples:
   torchspmd plan model.py:build --mesh tp=8
   torchspmd plan model.py:build --mesh dp=16,tp=8 --plan plan.toml --batch 1 --seq 4096
@@ -32,15 +34,8 @@ exit code: 0 when the plan fits, 1 when it does not, 2 when the command was used
 """
 
 
-def add_parser(subparsers: Any) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's options."""
-    parser = subparsers.add_parser(
-        "plan",
-        help="show what a tensor-parallel plan does to a model",
-        description="Show what a tensor-parallel plan does to a model.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
     parser.add_argument("factory", help="file.py:function or package.module:function")
     parser.add_argument(
         "--mesh", required=True, help="axes and sizes: tp=8, dp=16,tp=8"
@@ -60,7 +55,6 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--dtype", help="of the parameters, such as bfloat16")
     parser.add_argument("--json", type=Path, help="also write it here, as JSON")
     parser.add_argument("--save", type=Path, help="write the plan here, as TOML")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

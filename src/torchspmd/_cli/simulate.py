@@ -50,7 +50,7 @@ def simulated_world(world_size: int, rank: int) -> Iterator[None]:
             plain_start("fake", store=store, rank=rank, world_size=world_size)
 
     plain_start = dist.init_process_group
-    atexit.register(_hush_unwaited)
+    atexit.register(_silence_unwaited_warning)
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, environment))
         stack.enter_context(fake_world(world_size, rank=rank))
@@ -59,11 +59,11 @@ def simulated_world(world_size: int, rank: int) -> Iterator[None]:
         yield
 
 
-def _hush_unwaited() -> None:
-    """Keep torch's last words off the terminal.
+def _silence_unwaited_warning() -> None:
+    """Keep torch's warning of unwaited collectives off the terminal.
 
     A simulated script is ended in the middle, so some collectives are never waited for,
-    and torch warns of them when the process is all but gone.
+    and torch warns of them when the process ends.
     """
     if _torch.num_unwaited():
         sys.stderr.flush()

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -18,17 +17,25 @@ from torchspmd._cli.gather import (
     gather_ledgers,
     hold_store,
 )
-from torchspmd._cli.output import KEPT, Progress
-from torchspmd._cli.script import output_problems, run_script, script_problems
+from torchspmd._cli.output import NEVER_FREED, Progress
+from torchspmd._cli.script import (
+    StepWindow,
+    add_script_options,
+    output_problems,
+    run_script,
+    script_problems,
+)
 from torchspmd._cli.simulate import cuda_as_cpu, simulated_world
-from torchspmd._cli.window import StepWindow
 from torchspmd.comm import Ledger, save_ledger
 from torchspmd.comm.tree import sum_ledgers
 from torchspmd.errors import UsageError
 from torchspmd.report import format_bytes, print_ledger
 from torchspmd.trace import CommDebugMode
 
-_EPILOG = """\
+HELP = "run a training script and show what it communicates"
+DESCRIPTION = "Run a training script and show what it communicates."
+USAGE = "torchspmd trace script.py [options] [-- script arguments]"
+EPILOG = """\
 examples:
   torchspmd trace train.py --world-size 8
   torchspmd trace train.py --world-size 1024 --steps 2 --skip 1 --out report.json
@@ -40,30 +47,14 @@ collectives return at once. Shapes and counts are those of a real run, values ar
 """
 
 
-def add_parser(subparsers: Any) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's options."""
-    parser = subparsers.add_parser(
-        "trace",
-        help="run a training script and show what it communicates",
-        usage="torchspmd trace script.py [options] [-- script arguments]",
-        description="Run a training script and show what it communicates.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("script", type=Path)
+    add_script_options(parser)
     parser.add_argument("--world-size", type=int, help="simulate this many ranks")
-    parser.add_argument("--rank", type=int, default=0, help="the rank to play (0)")
-    parser.add_argument(
-        "--steps", type=int, default=1, help="optimizer steps to record; 0: all (1)"
-    )
-    parser.add_argument(
-        "--skip", type=int, default=0, help="optimizer steps to let pass before (0)"
-    )
     parser.add_argument("--out", type=Path, help="write the ledger here, as JSON")
     parser.add_argument(
         "--sources", action="store_true", help="note the line behind each communication"
     )
-    parser.set_defaults(run=run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
         quiet=not world.simulated and world.rank != 0,
     )
     window = StepWindow(mode, skip=options.skip, steps=options.steps, progress=progress)
-    left = None if world.simulated else KEPT
+    left = None if world.simulated else NEVER_FREED
     with progress, _surroundings(world) as held:
         succeeded = run_script(
             options.script, options.arguments, mode, window, left=left
@@ -113,9 +104,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    problems = script_problems(options.script)
-    if options.steps < 0 or options.skip < 0:
-        problems.append("--steps and --skip cannot be negative")
+    problems = script_problems(options.script, options.steps, options.skip)
     if options.world_size is not None:
         if options.world_size < 1:
             problems.append("--world-size must be at least 1")

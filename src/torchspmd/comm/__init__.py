@@ -18,12 +18,12 @@ from torchspmd.comm.ledger import Ledger as Ledger
 from torchspmd.comm.ledger import Total as Total
 from torchspmd.comm.ledger import is_within as is_within
 from torchspmd.comm.measure import Measure as Measure
+from torchspmd.comm.measure import format_bytes as format_bytes
 from torchspmd.comm.measure import measure as measure
+from torchspmd.comm.measure import wire_bytes as wire_bytes
 from torchspmd.comm.storage import ledger_from_dict as ledger_from_dict
 from torchspmd.comm.storage import ledger_to_dict as ledger_to_dict
 from torchspmd.comm.storage import load_ledger as load_ledger
 from torchspmd.comm.storage import save_ledger as save_ledger
 from torchspmd.comm.topology import Topology as Topology
 from torchspmd.comm.topology import describe_group as describe_group
-from torchspmd.comm.units import format_bytes as format_bytes
-from torchspmd.comm.wire import wire_bytes as wire_bytes

@@ -29,6 +29,21 @@ class Key(NamedTuple):
     check: bool = False
 
 
+def key_of(event: CommEvent) -> Key:
+    """The row that an event is counted in."""
+    return Key(
+        event.kind,
+        event.op,
+        event.axis,
+        event.dtype,
+        event.phase,
+        event.module,
+        event.implicit,
+        event.compiled,
+        event.check,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Total:
     """How often, and how much."""
@@ -78,6 +93,10 @@ class Ledger:
                 "be negative. Pass 0 to keep totals only."
             )
         self.max_events = max_events
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin anew; for a recording that leaves out what came before."""
         self._events: list[CommEvent] = []
         # Steps repeat themselves: an event equal to the last one of its row is that one,
         # so that keeping it costs a reference.
@@ -89,17 +108,7 @@ class Ledger:
 
     def append(self, event: CommEvent) -> None:
         """Record one communication."""
-        key = Key(
-            event.kind,
-            event.op,
-            event.axis,
-            event.dtype,
-            event.phase,
-            event.module,
-            event.implicit,
-            event.compiled,
-            event.check,
-        )
+        key = key_of(event)
         row = self._row(key)
         row[0] += 1
         row[1] += event.payload_bytes
@@ -158,7 +167,8 @@ class Ledger:
         if self._dropped:
             lines.append(
                 f"Note: {self._dropped} single events were dropped (the limit is "
-                f"{self.max_events}); counts and bytes include them."
+                f"{self.max_events}), with their causes and lines; counts and bytes "
+                "include them."
             )
         return lines
 

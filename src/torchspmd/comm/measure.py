@@ -11,7 +11,6 @@ import torch
 
 from torchspmd import _torch
 from torchspmd.comm.kinds import Kind, Operator
-from torchspmd.comm.wire import wire_bytes
 
 
 class Measure(NamedTuple):
@@ -135,3 +134,73 @@ def _measure_product(
         payload,
         wire_bytes(kind, payload, group_size),
     )
+
+
+# ----------------------------------------------------------------------------
+# Bytes on the wire, per rank, in the ring convention.
+#
+# ``wire_bytes`` is what one rank sends, averaged over the group, so that the sum over all
+# ranks is the traffic that crossed the network. With S payload bytes and n ranks:
+#
+# | kind                                    | one rank sends       |
+# |-----------------------------------------|----------------------|
+# | all_reduce                              | 2 (n-1)/n S          |
+# | all_gather, reduce_scatter, all_to_all  | (n-1)/n S            |
+# | broadcast, reduce                       | (n-1)/n S            |
+# | gather, scatter                         | (n-1)/n S/n          |
+# | send                                    | S (its recv sends 0) |
+# | send_recv (a batch)                     | what it sends        |
+# | barrier, unknown                        | 0                    |
+#
+# S is the whole logical buffer: the output of an all-gather, the input of a
+# reduce-scatter or all-to-all. Fractions of a byte are rounded up.
+
+_ROUNDS = {
+    Kind.ALL_REDUCE: 2,
+    Kind.ALL_GATHER: 1,
+    Kind.REDUCE_SCATTER: 1,
+    Kind.ALL_TO_ALL: 1,
+    Kind.BROADCAST: 1,
+    Kind.REDUCE: 1,
+}
+
+
+def wire_bytes(kind: Kind, payload_bytes: int, group_size: int) -> int:
+    """What one rank of the group sends for one communication.
+
+    >>> wire_bytes(Kind.ALL_REDUCE, payload_bytes=1024, group_size=4)
+    1536
+    >>> wire_bytes(Kind.ALL_GATHER, payload_bytes=1024, group_size=4)
+    768
+    """
+    if kind is Kind.SEND:
+        return payload_bytes
+    if group_size < 2:
+        return 0
+    others = group_size - 1
+    if kind in (Kind.GATHER, Kind.SCATTER):
+        return _ceil_div(others * payload_bytes, group_size * group_size)
+    return _ceil_div(_ROUNDS.get(kind, 0) * others * payload_bytes, group_size)
+
+
+def _ceil_div(dividend: int, divisor: int) -> int:
+    return -(-dividend // divisor)
+
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def format_bytes(number: int) -> str:
+    """A size with at most four digits and a unit.
+
+    >>> format_bytes(512), format_bytes(1536), format_bytes(-3 * 2**20)
+    ('512 B', '1.50 KiB', '-3.00 MiB')
+    """
+    value, unit = float(abs(number)), 0
+    while value >= 1024 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    sign = "-" if number < 0 else ""
+    if unit == 0:
+        return f"{sign}{int(value)} B"
+    digits = 2 if value < 10 else 1 if value < 100 else 0
+    return f"{sign}{value:.{digits}f} {_UNITS[unit]}"

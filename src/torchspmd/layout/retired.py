@@ -116,7 +116,7 @@ def refuse_training(parameter: torch.Tensor, name: str) -> None:
 def _refuse_gradient(name: str) -> NoReturn:
     raise LayoutError(
         f"{name} has been replaced by parallelize_module, and this is the tensor from "
-        "before, of which the model knows nothing: its gradient is asked for or arrives "
+        "before, which the model does not use: its gradient is asked for or arrives "
         "here. Make optimizers, averages and lists of parameters after "
         "parallelize_module, from model.parameters(), and run forward and backward on "
         "the same side of it. If another module shares the parameter, lay out both in "

@@ -13,10 +13,10 @@ from torchspmd import _torch
 from torchspmd.errors import UsageError
 from torchspmd.local.arguments import (
     CallPlan,
-    OnMesh,
+    DTensorLeaf,
     Options,
     build_plan,
-    find_on_mesh,
+    find_dtensors,
     parameter_names,
 )
 from torchspmd.local.call import RegionCall, keep
@@ -28,7 +28,7 @@ from torchspmd.local.traced import call_traced
 # ----------------------------------------------------------------------------
 # A function with its layouts, and the plans of the kinds of calls that it has seen.
 
-# Leaves that need no tree to be taken apart; most calls have only these.
+# Types that need no tree to be flattened; most calls have only these.
 _PLAIN = frozenset({DTensor, torch.Tensor, int, float, bool, str, type(None)})
 
 
@@ -53,7 +53,7 @@ class Region:
             leaves, structure = _torch.flatten_tree((args, kwargs))
         else:
             leaves, structure = list(args), len(args)
-        tensors = find_on_mesh(leaves)
+        tensors = find_dtensors(leaves)
         if not tensors:
             return self.options.function(*args, **kwargs)
         plan = self._plan(args, kwargs, leaves, structure, tensors)
@@ -71,7 +71,7 @@ class Region:
         kwargs: Mapping[str, Any],
         leaves: Sequence[Any],
         structure: Any,
-        tensors: Sequence[OnMesh],
+        tensors: Sequence[DTensorLeaf],
     ) -> CallPlan:
         on_mesh = [(t.leaf, t.slot and t.slot[0], *_place(t.tensor)) for t in tensors]
         key = (structure, tuple(on_mesh), tuple([type(leaf) for leaf in leaves]))

@@ -57,7 +57,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One tensor on the mesh that goes in.
+    """One DTensor argument, as it enters the region.
 
     Attributes:
         name: For messages: ``args[1] 'k'``.
@@ -74,11 +74,11 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class CallPlan:
-    """How the tensors of a call go in.
+    """The layouts in which the arguments of one kind of call enter.
 
     Attributes:
         frame: Mesh and axes.
-        arguments: One for each tensor on the mesh, in call order.
+        arguments: One for each DTensor, in call order.
         memo: What was worked out about the results of such calls.
     """
 
@@ -87,8 +87,8 @@ class CallPlan:
     memo: dict[Any, Any] = field(default_factory=dict, compare=False)
 
 
-class OnMesh(NamedTuple):
-    """One tensor on the mesh among the arguments.
+class DTensorLeaf(NamedTuple):
+    """One DTensor among the arguments.
 
     Attributes:
         tensor: The DTensor.
@@ -110,15 +110,15 @@ class Leaf:
     name: str
 
 
-def find_on_mesh(leaves: Sequence[Any]) -> list[OnMesh]:
+def find_dtensors(leaves: Sequence[Any]) -> list[DTensorLeaf]:
     """Every DTensor among the leaves, and inside the modules among them."""
     found = []
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, DTensor):
-            found.append(OnMesh(leaf, index))
+            found.append(DTensorLeaf(leaf, index))
         elif isinstance(leaf, torch.nn.Module):
             found += [
-                OnMesh(slot[1][slot[2]], index, slot)
+                DTensorLeaf(slot[1][slot[2]], index, slot)
                 for slot in _torch.dtensor_slots(leaf)
             ]
     return found
@@ -254,7 +254,7 @@ def resolve_argument(
     frame: Frame,
     redistribute: bool,
 ) -> tuple[Argument, list[Problem]]:
-    """How one tensor on the mesh goes in, and what is wrong with what was written."""
+    """How one DTensor enters, and what is wrong with what was written for it."""
     num_axes, ndim = len(frame.axes), tensor.ndim
     for entry in (written, written_grad):
         bad = entry.layout and layout_problem(entry.layout, num_axes, ndim)
@@ -330,7 +330,7 @@ def build_plan(
     options: Options,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    tensors: Sequence[OnMesh],
+    tensors: Sequence[DTensorLeaf],
 ) -> CallPlan:
     """Resolve what was written for the arguments of a call, or raise once for all."""
     leaves = list_leaves(args, kwargs, options.parameters)
@@ -363,12 +363,12 @@ def build_plan(
     return CallPlan(frame, tuple(arguments))
 
 
-def _name(leaf: Leaf, found: OnMesh) -> str:
+def _name(leaf: Leaf, found: DTensorLeaf) -> str:
     return leaf.name if found.slot is None else f"{leaf.name}.{found.slot[0]}"
 
 
 def _resolve_frame(
-    options: Options, leaves: Sequence[Leaf], tensors: Sequence[OnMesh]
+    options: Options, leaves: Sequence[Leaf], tensors: Sequence[DTensorLeaf]
 ) -> Frame:
     mesh = options.device_mesh or tensors[0].tensor.device_mesh
     problems = [

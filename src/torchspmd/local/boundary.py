@@ -1,7 +1,7 @@
-"""The two autograd functions at the border of a region.
+"""The two autograd functions at the boundary of a region.
 
-What crosses the border backwards is known only after the function has run, so each
-crossing has a ``Port`` that is completed then.
+The layouts of gradients are known only after the function has run, so each tensor that
+enters or leaves has a ``Port`` that is completed then.
 """
 
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ from torchspmd.local.specs import (
 
 @dataclass(slots=True)
 class Port:
-    """One crossing of the border.
+    """One tensor that enters or leaves a region.
 
     Attributes:
         name: The argument or output, for messages.
@@ -55,7 +55,7 @@ def cached_spec(
     stride: tuple[int, ...],
     dtype: torch.dtype,
 ) -> Any:
-    """A DTensor spec; building one takes longer than the rest of a crossing."""
+    """A DTensor spec; building one takes longer than the rest of entering."""
     try:
         return _spec(mesh, layout, shape, stride, dtype)
     except TypeError:  # symbolic sizes have no hash
@@ -85,7 +85,7 @@ class Enter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: DTensor, port: Port) -> torch.Tensor:
-        """Hand the local part over as a fresh tensor for autograd to write on."""
+        """Return the local part, as a fresh tensor for autograd to write its history on."""
         ctx.port = port
         ctx.set_materialize_grads(False)
         local = _torch.finished(_torch.local_tensor(tensor))

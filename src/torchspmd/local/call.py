@@ -12,7 +12,7 @@ from torchspmd import _torch
 from torchspmd.layout.placements import (
     Layout,
 )
-from torchspmd.local.arguments import Argument, CallPlan, OnMesh, Options
+from torchspmd.local.arguments import Argument, CallPlan, DTensorLeaf, Options
 from torchspmd.local.boundary import (
     Copies,
     Enter,
@@ -33,7 +33,7 @@ from torchspmd.local.evidence import (
     gather_evidence,
 )
 from torchspmd.local.frame import whole_stride
-from torchspmd.local.gradient import Crossing, Gradients, derive, needs_evidence
+from torchspmd.local.gradient import BoundaryTensor, Gradients, derive, needs_evidence
 from torchspmd.local.outputs import Output, build_outputs, build_shape
 from torchspmd.local.specs import (
     refuse,
@@ -65,10 +65,10 @@ _numbers = itertools.count()
 
 
 class RegionCall:
-    """The state of one call, between the way in and the way out."""
+    """The state of one call of a region, from entering to leaving."""
 
     def __init__(
-        self, options: Options, plan: CallPlan, tensors: Sequence[OnMesh]
+        self, options: Options, plan: CallPlan, tensors: Sequence[DTensorLeaf]
     ) -> None:
         self.options = options
         self.plan = plan
@@ -259,16 +259,16 @@ class RegionCall:
 
     def _rule_tensors(
         self, outputs: Sequence[Output], needs: Sequence[bool]
-    ) -> tuple[list[Crossing], list[Crossing]]:
+    ) -> tuple[list[BoundaryTensor], list[BoundaryTensor]]:
         """Arguments and outputs as the gradient rules see them."""
         arguments = [
-            Crossing(a.name, a.layout, port is not None, a.written_grad)
+            BoundaryTensor(a.name, a.layout, port is not None, a.written_grad)
             for a, port in zip(self.plan.arguments, self.ports, strict=True)
         ]
         # What is no tensor takes part as a replicated one without a gradient.
         nothing = (Replicate(),) * len(self.plan.frame.axes)
         tensors = [
-            Crossing(output.name, output.layout or nothing, need, output.grad)
+            BoundaryTensor(output.name, output.layout or nothing, need, output.grad)
             for output, need in zip(outputs, needs, strict=True)
         ]
         return arguments, tensors
@@ -284,7 +284,7 @@ class RegionCall:
 
     def _checker(self, gradients: Gradients | None = None) -> Checker:
         reduced = set(self.reduced)
-        # Where gradients enter as equal shares, equal terms of a sum are in order.
+        # Where gradients enter as equal shares, equal partial values are in order.
         for layout in gradients.outputs if gradients is not None else ():
             for axis, entry in zip(self.plan.frame.axes, layout or (), strict=False):
                 if entry.is_partial():

@@ -1,4 +1,4 @@
-"""Run-time proof of what layouts promise, for tests: it costs collectives.
+"""Check across ranks that values are what their layouts say; it costs collectives.
 
 They are marked as checks, so that a ledger can leave them out of counts. Every rank of
 an axis comes to the same verdict, so that all of them raise and none waits.
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Placement
 
 from torchspmd import _torch
 from torchspmd.comm import Kind, find_operator, marked_as_check
@@ -186,17 +187,22 @@ class Checker:
             layout: What was declared.
             name: For messages.
             is_summed: For each axis, whether the function has reduced this output over
-                it already, as far as can be told without looking at values.
-            has_graph: Whether that was told from the recorded graph.
+                it already, as far as is known without looking at values.
+            has_graph: Whether that follows from the recorded graph.
         """
         problems = []
-        for axis, entry, summed in zip(self.frame.axes, layout, is_summed, strict=True):
-            if axis.size == 1 or not can_compare(local, self.frame, axis):
-                continue
+        for position, axis, entry in self._compared(local, layout):
+            over = f"over {axis.name!r}"
             if entry.is_replicate():
-                problems += self._differs(local, axis, name)
-            elif entry.is_partial() and summed:
-                problems += self._is_doubled(local, axis, name, has_graph)
+                change = (
+                    f"Declare {name} as Partial() {over} if it is a partial value, as "
+                    "Shard(...) if it is a piece; or reduce it in the function."
+                )
+                problems += self._differs(local, axis, f"{name}: declared", change)
+            elif entry.is_partial() and is_summed[position]:
+                text = f"{name}: declared Partial() {over}, but the function reduces {over}"
+                change = f"Declare {name} as Replicate() {over}"
+                problems += self._is_doubled(local, axis, text, change, has_graph)
             elif (dim := shard_dim(entry)) is not None:
                 problems += self._is_badly_cut(local, axis, dim, layout, name)
         self._refuse("an output is not what out_placements says", problems)
@@ -204,50 +210,67 @@ class Checker:
     def check_gradient(self, local: torch.Tensor, layout: Layout, name: str) -> None:
         """Check the gradient of an argument against the layout that it will be given."""
         problems = []
-        for axis, entry in zip(self.frame.axes, layout, strict=True):
-            if axis.size == 1 or not can_compare(local, self.frame, axis):
-                continue
+        for _, axis, entry in self._compared(local, layout):
+            text = f"{name}: its gradient is taken as"
             if entry.is_replicate():
-                problems += self._gradient_differs(local, axis, name)
+                change = (
+                    f"Write Partial() for {axis.name!r} in in_grad_placements: each rank "
+                    "holds a partial value of the gradient."
+                )
+                problems += self._differs(local, axis, text, change)
             elif entry.is_partial() and axis.index in self.reduced:
-                problems += self._gradient_is_doubled(local, axis, name)
+                text += (
+                    f" Partial() over {axis.name!r}, but the region reduces over "
+                    f"{axis.name!r} in backward"
+                )
+                change = f"Write Replicate() for {axis.name!r} in in_grad_placements"
+                problems += self._is_doubled(local, axis, text, change, has_graph=False)
         self._refuse("a gradient is not what its layout says", problems)
+
+    def _compared(
+        self, local: torch.Tensor, layout: Layout
+    ) -> Iterator[tuple[int, LocalAxis, Placement]]:
+        """The axes whose ranks can be compared, with their positions and entries."""
+        for position, axis in enumerate(self.frame.axes):
+            if axis.size > 1 and can_compare(local, self.frame, axis):
+                yield position, axis, layout[position]
 
     def _refuse(self, what: str, problems: list[Problem]) -> None:
         rule = "Checked across ranks because check=True or TORCHSPMD_CHECK=1."
         refuse(self.function, self.frame.mesh, what, problems, rule, CheckError)
 
     def _differs(
-        self, local: torch.Tensor, axis: LocalAxis, name: str
+        self, local: torch.Tensor, axis: LocalAxis, text: str, change: str
     ) -> list[Problem]:
+        """Replicas must hold the same values."""
         found = compare(local, self.frame, axis)
         if found.is_same:
             return []
-        return [
-            Problem(
-                f"{name}: declared Replicate() over {axis.name!r}, but rank {found.rank} "
-                f"of {axis.name!r} differs from rank 0 by {_size(found)}",
-                f"Declare {name} as Partial() over {axis.name!r} if it is one term of a "
-                f"sum, as Shard(...) if it is a piece; or reduce it in the function.",
-            )
-        ]
+        text = (
+            f"{text} Replicate() over {axis.name!r}, but rank {found.rank} of "
+            f"{axis.name!r} differs from rank 0 by {_size(found)}"
+        )
+        return [Problem(text, change)]
 
     def _is_doubled(
-        self, local: torch.Tensor, axis: LocalAxis, name: str, has_graph: bool
+        self,
+        local: torch.Tensor,
+        axis: LocalAxis,
+        text: str,
+        change: str,
+        has_graph: bool,
     ) -> list[Problem]:
+        """What was reduced already is not a partial value."""
         found = compare(local, self.frame, axis)
-        # Without a graph, equal constants may as well be equal terms of a sum.
+        # Without a graph, equal constants may as well be equal partial values.
         is_telling = found.is_nonzero if has_graph else found.has_contrast
         if not (found.is_same and is_telling):
             return []
-        return [
-            Problem(
-                f"{name}: declared Partial() over {axis.name!r}, but the function reduces "
-                f"over {axis.name!r} and all {axis.size} ranks hold the same values",
-                f"Declare {name} as Replicate() over {axis.name!r}, or leave the "
-                "reduction out of the function: it would be summed twice.",
-            )
-        ]
+        text = f"{text} and all {axis.size} ranks hold the same values"
+        change += (
+            ", or leave the reduction out of the function: it would be summed twice."
+        )
+        return [Problem(text, change)]
 
     def _is_badly_cut(
         self, local: torch.Tensor, axis: LocalAxis, dim: int, layout: Layout, name: str
@@ -270,38 +293,6 @@ class Checker:
                 f"{axis.name!r} holds {sizes[rank]} of {sum(sizes)} along dim {dim}, not "
                 f"the {expected[rank]} that an even split gives it",
                 "Return equal pieces (the last ranks may hold fewer), as DTensor splits.",
-            )
-        ]
-
-    def _gradient_differs(
-        self, local: torch.Tensor, axis: LocalAxis, name: str
-    ) -> list[Problem]:
-        found = compare(local, self.frame, axis)
-        if found.is_same:
-            return []
-        return [
-            Problem(
-                f"{name}: its gradient is taken as Replicate() over {axis.name!r}, but "
-                f"rank {found.rank} of {axis.name!r} differs from rank 0 by "
-                f"{_size(found)}",
-                f"Write Partial() for {axis.name!r} in in_grad_placements: each rank "
-                "holds one term of the gradient.",
-            )
-        ]
-
-    def _gradient_is_doubled(
-        self, local: torch.Tensor, axis: LocalAxis, name: str
-    ) -> list[Problem]:
-        found = compare(local, self.frame, axis)
-        if not (found.is_same and found.has_contrast):
-            return []
-        return [
-            Problem(
-                f"{name}: its gradient is taken as Partial() over {axis.name!r}, but the "
-                f"region reduces over {axis.name!r} in backward and all {axis.size} ranks "
-                "hold the same values",
-                f"Write Replicate() for {axis.name!r} in in_grad_placements, or leave the "
-                "reduction out of the function: it would be summed twice.",
             )
         ]
 

@@ -1,4 +1,4 @@
-"""What a region did that layouts do not tell: the recorded graph, in-place collectives.
+"""What layouts do not show of a region: the recorded graph, in-place collectives.
 
 Between an output and the arguments lies the graph that autograd has just recorded. If
 every way from the output to an argument that differs between ranks goes through a
@@ -148,7 +148,7 @@ def _bare(ends: set[tuple[int, _Way]], axis: int) -> tuple[tuple[int, str], ...]
 # In-place collectives that autograd does not see.
 #
 # ``dist.all_reduce`` writes into its argument, and the recorded graph says nothing of it:
-# what depends on other ranks seems to depend on this one alone. Only watching calls tells.
+# what depends on other ranks seems to depend on this one alone. So calls are watched.
 # That costs some microseconds for each operator, so the first call of each kind is watched,
 # and further ones only where the function has called in-place collectives at all.
 
@@ -188,7 +188,7 @@ class Watch:
             yield
 
     def look_at(self, values: Any) -> None:
-        """Tell of tensors with a gradient that lie in memory written before."""
+        """Note tensors with a gradient that lie in memory written before."""
         if not self._written:
             return
         for tensor in _tensors(values):
@@ -243,11 +243,11 @@ def describe_unseen(
             f"{operator} over {name!r}: was called in place on a tensor with a "
             "gradient; autograd does not see it",
             "Reduce by a collective with a backward (functional collectives, or "
-            f"torch.distributed.nn), or return the term as Partial() over {name!r} "
-            "and let DTensor reduce it. If no gradient is to pass, reduce a copy: "
-            "t.detach().clone(). If its backward passes the gradient on as it is, write "
-            "in_grad_placements=... for every argument, or out_grad_placements=... for "
-            "every output.",
+            "torch.distributed.nn), or return the partial value as Partial() over "
+            f"{name!r} and let DTensor reduce it. If no gradient is to pass, reduce a "
+            "copy: t.detach().clone(). If its backward passes the gradient on as it is, "
+            "write in_grad_placements=... for every argument, or out_grad_placements=... "
+            "for every output.",
         )
         problems.setdefault(index, []).append(problem)
     return problems

@@ -206,7 +206,7 @@ def _is_here(source: Source, here: int, grid: Grid) -> bool:
 def _may_be_uneven(source: Source, here: int, axes: Axes, grid: Grid) -> bool:
     """Whether an output may have got its size from a dim that does not divide.
 
-    A dim that is sharded over one of the axes is a suspect whatever its size; a whole
+    A dim that is sharded over one of the axes may be the source whatever its size; a whole
     one only if this rank's chunk of it is what the output has here.
     """
     if set(source.axes) & set(axes):

@@ -31,8 +31,8 @@ from torchspmd.local.specs import (
 
 
 @dataclass(frozen=True, slots=True)
-class Crossing:
-    """An argument or output, which crosses the border of the region.
+class BoundaryTensor:
+    """An argument or output of the region, as the gradient rules see it.
 
     Attributes:
         name: For messages.
@@ -76,8 +76,8 @@ FindEvidence = Callable[[int, int], Evidence]  # (output, axis)
 
 
 def derive(
-    arguments: Sequence[Crossing],
-    outputs: Sequence[Crossing],
+    arguments: Sequence[BoundaryTensor],
+    outputs: Sequence[BoundaryTensor],
     axes: Sequence[LocalAxis],
     find_evidence: FindEvidence | None,
     unseen: Mapping[int, list[Problem]] | None = None,
@@ -89,7 +89,7 @@ def derive(
         outputs: All tensors that come out.
         axes: The axes that the region is local over, in the order of the layouts.
         find_evidence: What the recorded graph says; None when there is none to read.
-        unseen: By axis number, collectives that the recorded graph does not tell of.
+        unseen: By axis number, collectives that are not in the recorded graph.
     """
     problems: list[Problem] = []
     works = []
@@ -112,7 +112,7 @@ def derive(
 
 
 def leaving_layout(
-    argument: Crossing, works: Sequence[Work], axes: Sequence[LocalAxis]
+    argument: BoundaryTensor, works: Sequence[Work], axes: Sequence[LocalAxis]
 ) -> Layout | None:
     """Layout of the gradient that leaves at an argument."""
     derived = tuple(map(_argument_entry, argument.layout, works, axes))
@@ -120,7 +120,7 @@ def leaving_layout(
 
 
 def entering_layout(
-    output: Crossing, works: Sequence[Work], axes: Sequence[LocalAxis]
+    output: BoundaryTensor, works: Sequence[Work], axes: Sequence[LocalAxis]
 ) -> Layout | None:
     """Layout of the gradient that enters at an output."""
     derived = tuple(map(_output_entry, output.layout, works, axes))
@@ -135,14 +135,14 @@ def count_shares(entering: Layout, axes: Sequence[LocalAxis]) -> int:
     return num_shares
 
 
-def _choose(tensor: Crossing, derived: Sequence[Placement]) -> Layout | None:
+def _choose(tensor: BoundaryTensor, derived: Sequence[Placement]) -> Layout | None:
     if not tensor.needs_grad:
         return None
     return tensor.written if tensor.written is not None else tuple(derived)
 
 
 def needs_evidence(
-    outputs: Sequence[Crossing], axes: Sequence[LocalAxis]
+    outputs: Sequence[BoundaryTensor], axes: Sequence[LocalAxis]
 ) -> list[tuple[int, int]]:
     """The (output, axis position) pairs about which the recorded graph must be read."""
     return [
@@ -157,8 +157,8 @@ def needs_evidence(
 
 
 def _work(
-    arguments: Sequence[Crossing],
-    outputs: Sequence[Crossing],
+    arguments: Sequence[BoundaryTensor],
+    outputs: Sequence[BoundaryTensor],
     position: int,
     axis: LocalAxis,
     find_evidence: FindEvidence | None,
@@ -190,12 +190,15 @@ def _work(
     return _judge(arguments, outputs, varying, evidence, axis)
 
 
-def _varies(tensor: Crossing, position: int) -> bool:
+def _varies(tensor: BoundaryTensor, position: int) -> bool:
     return not tensor.layout[position].is_replicate()
 
 
 def _declared(
-    outputs: Sequence[Crossing], whole: Sequence[int], position: int, is_split: bool
+    outputs: Sequence[BoundaryTensor],
+    whole: Sequence[int],
+    position: int,
+    is_split: bool,
 ) -> Work:
     shared = any(
         reduce_op(written[position]) is not None
@@ -206,8 +209,8 @@ def _declared(
 
 
 def _judge(
-    arguments: Sequence[Crossing],
-    outputs: Sequence[Crossing],
+    arguments: Sequence[BoundaryTensor],
+    outputs: Sequence[BoundaryTensor],
     varying: Sequence[int],
     evidence: Mapping[int, Evidence],
     axis: LocalAxis,
@@ -225,12 +228,12 @@ def _judge(
 
 
 def _without_evidence(
-    arguments: Sequence[Crossing],
-    outputs: Sequence[Crossing],
+    arguments: Sequence[BoundaryTensor],
+    outputs: Sequence[BoundaryTensor],
     whole: Sequence[int],
     axis: LocalAxis,
 ) -> tuple[Work, list[Problem]]:
-    """A replicated output may have been reduced inside, and nothing tells."""
+    """A replicated output may have been reduced inside, which cannot be known."""
     problems = [
         Problem(
             f"{outputs[o].name}: is Replicate() over {axis.name!r}; torch.compile is "
@@ -246,7 +249,7 @@ def _without_evidence(
 
 
 def _accept_if_written(
-    arguments: Sequence[Crossing], problems: list[Problem]
+    arguments: Sequence[BoundaryTensor], problems: list[Problem]
 ) -> tuple[Work, list[Problem]]:
     """Gradient layouts written for every argument say that the user knows."""
     if _all_written(arguments):
@@ -254,7 +257,7 @@ def _accept_if_written(
     return Work.SPLIT, problems
 
 
-def _all_written(tensors: Sequence[Crossing]) -> bool:
+def _all_written(tensors: Sequence[BoundaryTensor]) -> bool:
     return all(t.written is not None for t in tensors if t.needs_grad)
 
 
@@ -276,7 +279,7 @@ def _unclear(
 
 
 def _redundant(
-    arguments: Sequence[Crossing], position: int, axis: LocalAxis
+    arguments: Sequence[BoundaryTensor], position: int, axis: LocalAxis
 ) -> list[Problem]:
     return [
         Problem(
@@ -293,7 +296,7 @@ def _redundant(
     ]
 
 
-def _divides(outputs: Sequence[Crossing], position: int) -> bool:
+def _divides(outputs: Sequence[BoundaryTensor], position: int) -> bool:
     return any(
         t.needs_grad and t.written is None and t.layout[position].is_replicate()
         for t in outputs
@@ -301,7 +304,7 @@ def _divides(outputs: Sequence[Crossing], position: int) -> bool:
 
 
 def _averaged(
-    arguments: Sequence[Crossing], position: int, axis: LocalAxis
+    arguments: Sequence[BoundaryTensor], position: int, axis: LocalAxis
 ) -> list[Problem]:
     """A mean of gradients that were divided by n already would divide twice."""
     return [
@@ -337,8 +340,8 @@ def _output_entry(entry: Placement, work: Work, axis: LocalAxis) -> Placement:
 
 
 def _op_problems(
-    arguments: Sequence[Crossing],
-    outputs: Sequence[Crossing],
+    arguments: Sequence[BoundaryTensor],
+    outputs: Sequence[BoundaryTensor],
     position: int,
     axis: LocalAxis,
 ) -> list[Problem]:

@@ -117,7 +117,7 @@ def _look_up(
         return [(entry, len(path)) for entry, path in zip(spec, paths, strict=True)], []
     change = (
         f"{option} has one entry for each output, nested like the outputs or one for all "
-        "of them; None stands for what is not a tensor."
+        "of them; None is for what is not a tensor."
     )
     return [(None, 0)] * len(paths), [Problem(text, change) for text in leftover]
 

@@ -19,7 +19,7 @@ from torchspmd.layout.placements import (
     shard_dim,
 )
 
-# A tree of layouts; None stands for "as it is" or "not a tensor".
+# A tree of layouts; None is for "as it is" or "not a tensor".
 Spec: TypeAlias = Any
 Path: TypeAlias = tuple[Any, ...]
 
@@ -84,7 +84,7 @@ def find_entry(
         if depth == len(path):
             break
         spec = _step_down(spec, step, where)
-    raise SpecMismatchError(f"{where} is {_kind(spec)}, but one tensor stands there")
+    raise SpecMismatchError(f"{where} is {_kind(spec)}, but one tensor is there")
 
 
 def _step_down(spec: Spec, step: Any, where: str) -> Spec:
@@ -121,7 +121,7 @@ def leftover_entries(spec: Spec, paths: list[Path], name: str) -> list[str]:
 
 
 def list_ends(spec: Spec, path: Path = ()) -> Iterator[tuple[Path, Spec]]:
-    """Every end of a spec (a layout, None, or whatever else stands there) and its path."""
+    """Every end of a spec (a layout, None, or whatever else is there) and its path."""
     if spec is None or is_layout(spec) or not isinstance(spec, (list, tuple, dict)):
         yield path, spec
         return
@@ -134,7 +134,7 @@ def list_ends(spec: Spec, path: Path = ()) -> Iterator[tuple[Path, Spec]]:
 
 
 def layout_problem(layout: Layout, num_axes: int, ndim: int | None) -> str | None:
-    """Why a layout cannot stand for a tensor of ``ndim`` dims; None where it can."""
+    """Why a layout cannot be that of a tensor of ``ndim`` dims; None where it can."""
     if len(layout) != num_axes:
         entries = format_count(len(layout), "entry", "entries")
         axes = format_count(num_axes, "axis", "axes")

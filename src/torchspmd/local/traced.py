@@ -15,10 +15,10 @@ from torchspmd import _torch
 from torchspmd.layout.placements import (
     Layout,
 )
-from torchspmd.local.arguments import CallPlan, Options, build_plan, find_on_mesh
+from torchspmd.local.arguments import CallPlan, Options, build_plan, find_dtensors
 from torchspmd.local.frame import whole_stride
 from torchspmd.local.gradient import (
-    Crossing,
+    BoundaryTensor,
     Gradients,
     count_shares,
     derive,
@@ -56,7 +56,7 @@ class Share(torch.autograd.Function):
 def call_traced(options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the function once on local tensors, with operators that Dynamo knows."""
     leaves, structure = _torch.flatten_tree((args, kwargs))
-    tensors = find_on_mesh(leaves)
+    tensors = find_dtensors(leaves)
     if not tensors:
         return options.function(*args, **kwargs)
     plan = build_plan(options, args, kwargs, tensors)
@@ -91,13 +91,13 @@ def _derive(
 ) -> Gradients | None:
     has_grad = torch.is_grad_enabled()
     arguments = [
-        Crossing(a.name, a.layout, has_grad and t.requires_grad, a.written_grad)
+        BoundaryTensor(a.name, a.layout, has_grad and t.requires_grad, a.written_grad)
         for a, t in zip(plan.arguments, tensors, strict=True)
     ]
     if not any(argument.needs_grad for argument in arguments):
         return None
     outputs = [
-        Crossing(_name(path), tuple(layout), True, _written(options, path))
+        BoundaryTensor(_name(path), tuple(layout), True, _written(options, path))
         for path, layout in list_ends(options.out_placements)
         if is_layout(layout)
     ]
@@ -144,7 +144,7 @@ def _leave(
         value = values[index]
         shape = build_shape(options, plan, output, value.shape, shapes)
         if gradients is not None and value.requires_grad:
-            tensor = Crossing(output.name, output.layout, True, output.grad)
+            tensor = BoundaryTensor(output.name, output.layout, True, output.grad)
             entering = entering_layout(tensor, gradients.works, plan.frame.axes)
             num_shares = count_shares(entering or (), plan.frame.axes)
             value = Share.apply(value, num_shares) if num_shares > 1 else value

@@ -67,7 +67,7 @@ def build_axis(mesh: DeviceMesh, call: str = "parallelize_module") -> Axis:
         )
     if mesh.ndim != 1:
         raise LayoutError(_several_axes(mesh, call))
-    # Not from mesh.mesh: a captured step would meet a tensor that is no argument of it.
+    # Not from mesh.mesh: that is a tensor which is no argument of a captured step.
     if mesh.get_coordinate() is None:
         raise WorldError(
             f"{call}: rank {mesh.get_rank()} is not in the mesh {format_mesh(mesh)}, "
@@ -98,7 +98,7 @@ def _several_axes(mesh: DeviceMesh, call: str) -> str:
 def gradient_layout(placement: Placement) -> Placement:
     """The layout of the gradient of a tensor with this layout, as DTensor has it.
 
-    A term of a sum gets the gradient of the sum: whole on every rank.
+    A partial value gets the gradient of the sum: whole on every rank.
     """
     return Replicate() if type(placement) is Partial else placement
 
@@ -119,7 +119,7 @@ def global_shape(
 
 
 def is_uneven(shape: tuple[int, ...], layout: Placement, axis: Axis) -> bool:
-    """Whether a part of this layout says too little about a whole of this shape.
+    """Whether the whole shape does not follow from a plain part in this layout.
 
     Who takes a plain tensor takes it as one of even parts. Only the last dimension may
     be uneven: the layers know their features.
@@ -132,14 +132,14 @@ def is_uneven(shape: tuple[int, ...], layout: Placement, axis: Axis) -> bool:
 def describe_uneven(
     shape: tuple[int, ...], layout: Placement, axis: Axis, where: str
 ) -> str:
-    """The error of a local tensor that is one of uneven parts."""
+    """The error text for a local tensor whose whole is cut unevenly."""
     assert type(layout) is Shard, layout
     dim = layout.dim
     return (
         f"{where}: the whole has shape {tuple(shape)}; the {shape[dim]} elements of "
         f"dimension {dim} do not divide over {axis.size} ranks. A plain tensor is taken "
         "as one of even parts, so the next layer would mistake the size of the whole. "
-        "Hand on a DTensor, with use_local_output=False, or pad the dimension to a "
+        "Return a DTensor, with use_local_output=False, or pad the dimension to a "
         f"multiple of {axis.size}."
     )
 

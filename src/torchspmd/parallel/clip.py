@@ -25,8 +25,8 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale gradients in place so that their norm is at most ``max_norm``.
 
-    The norm is that of one device: shards are counted once each, replicas once, sums
-    still to be taken are taken. Parameters may be plain tensors and DTensors of several
+    The norm is that of one device: shards are counted once each, replicas once,
+    partial values are reduced. Parameters may be plain tensors and DTensors of several
     meshes and layouts; only one or two numbers travel for each set of mesh axes.
 
     Args:
@@ -80,7 +80,7 @@ def total_norm(
     """The norm of all gradients as if they lay on one device."""
     scopes: dict[Scope, list[torch.Tensor]] = defaultdict(list)
     for gradient in gradients:
-        whole = _take_sums(gradient)
+        whole = _reduce_partials(gradient)
         scopes[_scope(whole)].append(_local(whole))
     device = _local(gradients[0]).device
     powers = [
@@ -146,16 +146,16 @@ def _scope(gradient: torch.Tensor) -> Scope:
     return gradient.device_mesh, sharded
 
 
-def _take_sums(gradient: torch.Tensor) -> torch.Tensor:
-    """The gradient with no sum left to take; the stored one is not touched."""
+def _reduce_partials(gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient without partial values; the stored one is not touched."""
     if not isinstance(gradient, DTensor):
         return gradient
     layout = gradient.placements
     if not any(isinstance(placement, Partial) for placement in layout):
         return gradient
     whole = [Replicate() if isinstance(p, Partial) else p for p in layout]
-    taken: torch.Tensor = gradient.redistribute(placements=whole)
-    return taken
+    reduced: torch.Tensor = gradient.redistribute(placements=whole)
+    return reduced
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

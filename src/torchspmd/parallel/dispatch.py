@@ -1,4 +1,4 @@
-"""The way for module types that have no local form: hooks around DTensor dispatch.
+"""Module types that have no local form: hooks around DTensor dispatch.
 
 The module's own forward runs on DTensors; slower, with the same numbers.
 """
@@ -15,12 +15,12 @@ from torchspmd.errors import LayoutError
 from torchspmd.parallel.axis import (
     layout_of,
 )
-from torchspmd.parallel.redistribute import hand_on, settle
+from torchspmd.parallel.redistribute import redistribute, reduce_other_partials
 from torchspmd.parallel.route import Route, Steps, check_even, enter, enter_features
 
 
 def run_on_dtensors(module: nn.Module, route: Route) -> None:
-    """Hand the module its first input as a DTensor and its output on as the style says."""
+    """Give the module its first input as a DTensor; lay out its output by the style."""
     for parameter in module.parameters():
         if parameter.requires_grad and isinstance(parameter, DTensor):
             parameter.register_hook(_GradientLikeParameter(parameter.placements))
@@ -64,9 +64,9 @@ class _Enter:
     def _prepare(
         self, module: nn.Module, tensor: torch.Tensor, steps: Steps
     ) -> torch.Tensor:
-        route, needed = self.route, steps.needed
+        route, needed = self.route, steps.desired_input
         if isinstance(tensor, DTensor):
-            tensor = settle(tensor)
+            tensor = reduce_other_partials(tensor)
             source, shape = layout_of(tensor, route.axis, route.where), tensor.shape
             if source == needed:
                 return tensor
@@ -77,7 +77,7 @@ class _Enter:
                 else enter(tensor, route, steps)
             )
             source, shape = value.layout, torch.Size(value.shape)
-        return hand_on(
+        return redistribute(
             tensor, source, needed, route.axis, tuple(shape), as_dtensor=True
         )
 
@@ -96,7 +96,7 @@ class _Leave:
                 f"{type(output).__name__}, not a DTensor, so its layout is unknown. "
                 "Return one tensor that is computed from the input."
             )
-        wanted = route.steps(output.ndim, output.ndim).wanted
+        wanted = route.steps(output.ndim, output.ndim).output
         if output.placements != (wanted,):
             output = output.redistribute(placements=(wanted,))
         if route.local_output:

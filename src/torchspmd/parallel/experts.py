@@ -20,14 +20,18 @@ from torchspmd.parallel.axis import (
     layout_of,
 )
 from torchspmd.parallel.parameters import (
-    GradientSum,
     describe_computed,
     describe_hooked,
     local_shards,
     place_parameter,
     wrong_shard,
 )
-from torchspmd.parallel.redistribute import change_layout, settle, unwrap, wrap
+from torchspmd.parallel.redistribute import (
+    change_layout,
+    reduce_other_partials,
+    unwrap,
+    wrap,
+)
 from torchspmd.parallel.style import (
     Place,
     PlacedStyle,
@@ -47,7 +51,7 @@ from torchspmd.parallel.style import (
 
 
 class LocalForward:
-    """Stands in for the ``forward`` of one module object.
+    """Replaces the ``forward`` of one module object.
 
     Where the style makes ``Partial()``, every rank computes another partial value; where
     it makes ``Replicate()``, every rank computes the same.
@@ -72,8 +76,8 @@ class LocalForward:
         }
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Prepare the inputs, run the module's own forward on shards, hand on."""
-        num_inputs = len(self._layouts.given)
+        """Prepare the inputs, run the module's forward on shards, lay out the output."""
+        num_inputs = len(self._layouts.inputs)
         if len(args) != num_inputs:
             raise LayoutError(
                 f"{self._where}: module inputs and input_layouts should have same length! "
@@ -97,12 +101,12 @@ class LocalForward:
         summed = [
             name
             for name in parameters
-            if type(self._layouts.made) is Partial and name in self._whole
+            if type(self._layouts.computed) is Partial and name in self._whole
         ]
         others = [name for name in parameters if name not in summed]
         found: dict[str, torch.Tensor] = {}
         for names, total in (
-            (summed, GradientSum(self._axis)),
+            (summed, self._axis),
             (others, None),
         ):
             shards = local_shards([parameters[name] for name in names], total)
@@ -114,7 +118,7 @@ class LocalForward:
     def _parameters(self) -> dict[str, torch.Tensor]:
         """The parameters, also those that DistributedDataParallel keeps for itself.
 
-        While it has the module, DTensors stand in their places as plain attributes.
+        While it has the module, its DTensors are plain attributes.
         """
         found: dict[str, torch.Tensor] = dict(self._shell.named_parameters())
         for name in [name for name in self._shapes if name not in found]:
@@ -132,7 +136,7 @@ class LocalForward:
                 raise wrong_shard(self._where, inside, shard, expected)
 
     def _check_keywords(self, keywords: dict[str, Any]) -> None:
-        if type(self._layouts.made) is not Partial or not torch.is_grad_enabled():
+        if type(self._layouts.computed) is not Partial or not torch.is_grad_enabled():
             return
         names = [
             name
@@ -148,7 +152,7 @@ class LocalForward:
 
     def _enter(self, index: int, value: Any) -> Any:
         layouts, axis = self._layouts, self._axis
-        given, needed = layouts.given[index], layouts.needed[index]
+        given, needed = layouts.inputs[index], layouts.desired_inputs[index]
         if given is None or needed is None:
             return value
         if not isinstance(value, torch.Tensor):
@@ -158,10 +162,10 @@ class LocalForward:
             )
         target = positive_dim(needed, value.ndim)
         # What every rank reads whole for a partial value has a partial gradient.
-        is_partial = type(target) is Replicate and type(layouts.made) is Partial
+        is_partial = type(target) is Replicate and type(layouts.computed) is Partial
         gradient = Partial() if is_partial and value.requires_grad else None
         if isinstance(value, DTensor):
-            value = settle(value)
+            value = reduce_other_partials(value)
             source, shape = layout_of(value, axis, self._where), tuple(value.shape)
             value = unwrap(value, axis)
         else:
@@ -171,8 +175,8 @@ class LocalForward:
 
     def _leave(self, output: torch.Tensor) -> torch.Tensor:
         layouts, axis = self._layouts, self._axis
-        made = positive_dim(layouts.made, output.ndim)
-        wanted = positive_dim(layouts.wanted, output.ndim)
+        made = positive_dim(layouts.computed, output.ndim)
+        wanted = positive_dim(layouts.output, output.ndim)
         shape = global_shape(tuple(output.shape), made, axis.size)
         if layouts.local_output and is_uneven(shape, wanted, axis):
             raise LayoutError(describe_uneven(shape, wanted, axis, self._where))
@@ -196,13 +200,13 @@ Layouts = Placement | tuple[Placement | None, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertParallel(PlacedStyle):
-    """Shard stacked expert weights; every rank adds the terms of its own experts.
+    """Shard stacked expert weights; every rank computes those of its own experts.
 
     The module's own forward runs on plain tensors: its parameters are this rank's
-    shards, its inputs are in ``desired_input_layouts``, and what it returns is a term of
-    the sum over the ranks. That is right for experts whose outputs are added: a dense
-    router's weights ``(tokens, experts)`` are cut to this rank's experts with
-    ``Shard(-1)``. Sharding a hidden dimension of the experts (``{"up": Shard(2),
+    shards, its inputs are in ``desired_input_layouts``, and what it returns is a
+    partial value, summed over the ranks. That is right for experts whose outputs are
+    added: a dense router's weights ``(tokens, experts)`` are cut to this rank's experts
+    with ``Shard(-1)``. Sharding a hidden dimension of the experts (``{"up": Shard(2),
     "down": Shard(1)}``) is right as well. The gradients of replicated parameters are
     summed over the ranks, in one all-reduce.
 

@@ -23,11 +23,10 @@ from torchspmd.parallel.axis import (
     Axis,
 )
 from torchspmd.parallel.parameters import (
-    GradientSum,
     describe_computed,
-    local_shards,
-    opened_parameters,
+    local_shard,
     remember_layout,
+    unwrapped_parameters,
 )
 from torchspmd.parallel.redistribute import change_layout
 from torchspmd.parallel.route import Route, build_route, check_tensor, enter_features
@@ -58,7 +57,7 @@ _WRITES = {
     _Tensor.register_post_accumulate_grad_hook: "register_post_accumulate_grad_hook",
 }
 # What looks at one tensor's memory in another shape: whoever writes there means the layer
-# as well. DTensor may have copied, so the memory does not tell.
+# as well. DTensor may have copied, so the memory is no criterion.
 _VIEW_NAMES = frozenset(
     "chunk detach flatten narrow permute reshape select split squeeze t tensor_split "
     "transpose unbind unflatten unsqueeze view view_as __getitem__".split()
@@ -162,7 +161,7 @@ def mark_copy(joined: Any, layer: str, name: str) -> torch.Tensor:
 # A Linear whose output features are several parts side by side, each sharded by itself.
 #
 # The parts are DTensor parameters of their own, so that optimizers, checkpoints and other
-# mesh sizes see honest layouts; the state dict joins them under the layer's own key.
+# mesh sizes see true layouts; the state dict joins them under the layer's own key.
 
 NAMES = ("weight", "bias")
 
@@ -213,7 +212,7 @@ class LocalFusedLinear(nn.Linear):
         whole = change_layout(
             value.tensor,
             value.layout,
-            steps.needed,
+            steps.desired_input,
             route.axis,
             value.shape,
             gradient=Partial(),
@@ -232,13 +231,10 @@ class LocalFusedLinear(nn.Linear):
         rows = []
         for part, parameter in zip(self.parts, given, strict=True):
             if part.is_shared(axis.size):
-                (shard,) = local_shards([parameter], GradientSum(axis))
-                assert shard is not None
-                shard = shard.narrow(0, *part.shared_head(axis))
+                shard = local_shard(parameter, sum_over=axis)
+                rows.append(shard.narrow(0, *part.shared_head(axis)))
             else:
-                (shard,) = local_shards([parameter])
-                assert shard is not None
-            rows.append(shard)
+                rows.append(local_shard(parameter))
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def reset_parameters(self) -> None:
@@ -279,7 +275,7 @@ class LocalFusedLinear(nn.Linear):
         held: Any = getattr(self, f"{name}_parts")
         if held is None:
             return None
-        opened = dict(opened_parameters(held))
+        opened = dict(unwrapped_parameters(held))
         given = [opened.get(str(i), part) for i, part in enumerate(held)]
         if torch.is_grad_enabled() and any(part.requires_grad for part in given):
             joined = _join_with_gradient(given, self.route.axis)
@@ -551,7 +547,7 @@ class KeyValueParallel(PlacedStyle):
         self.fused(module).place_fitting(module, place)
 
     def fused(self, module: nn.Module) -> FusedColwiseParallel:
-        """The fused style of one part that this one is."""
+        """The equal fused style, with one part."""
         size = module.out_features if isinstance(module, nn.Linear) else self.num_heads
         return FusedColwiseParallel(
             parts=(size,), num_heads=(self.num_heads,), input_layouts=self.input_layouts

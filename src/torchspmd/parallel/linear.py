@@ -16,12 +16,12 @@ from torchspmd import _torch
 from torchspmd.layout.shards import shard_bounds, shard_size
 from torchspmd.parallel.dispatch import run_on_dtensors
 from torchspmd.parallel.parameters import (
-    GradientSum,
-    close_gradient,
     describe_computed,
+    local_shard,
     local_shards,
-    open_parameter,
     place_parameter,
+    unwrap_parameter,
+    wrap_gradient,
     wrong_shard,
 )
 from torchspmd.parallel.redistribute import (
@@ -34,6 +34,7 @@ from torchspmd.parallel.redistribute import (
 )
 from torchspmd.parallel.route import (
     Route,
+    RoutedModule,
     Steps,
     Value,
     build_route,
@@ -51,13 +52,11 @@ from torchspmd.parallel.style import (
 )
 
 
-class LocalLinear(nn.Linear):
+class LocalLinear(RoutedModule, nn.Linear):
     """A Linear whose parameters are DTensors and whose forward runs on shards.
 
     ``parallelize_module`` turns an ``nn.Linear`` into one; it is not built by hand.
     """
-
-    route: Route
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The layer's output in the layout that its style asks for."""
@@ -85,10 +84,6 @@ class LocalLinear(nn.Linear):
                 route.remember(input.shape, call)
             output = _LocalLinear.apply(value.tensor, self.weight, self.bias, call)
         return leave(output, route, steps, shape)
-
-    def extra_repr(self) -> str:
-        """The layer's sizes and its style."""
-        return f"{super().extra_repr()}, {self.route}"
 
 
 class LinearCall:
@@ -133,7 +128,7 @@ def _shard_shapes(
 ) -> tuple[tuple[int, int], tuple[int]]:
     """What this rank holds of the weight and of the bias."""
     axis = route.axis
-    if type(route.made) is Shard:
+    if type(route.computed) is Shard:
         rows = shard_size(outside, axis.size, axis.rank)
         return (rows, inside), (rows,)
     return (outside, shard_size(inside, axis.size, axis.rank)), (outside,)
@@ -150,20 +145,22 @@ class _LocalLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.call = call
         ctx.dtypes = None
-        local_weight, ctx.weight_spec = open_parameter(weight)
+        local_weight, ctx.weight_spec = unwrap_parameter(weight)
         assert local_weight is not None
-        local_bias, ctx.bias_spec = open_parameter(bias)
+        local_bias, ctx.bias_spec = unwrap_parameter(bias)
         call.check(local_weight, local_bias)
         if _torch.is_autocast_enabled():
             ctx.dtypes = (input.dtype, local_weight.dtype)
             input, local_weight, local_bias = _autocast(input, local_weight, local_bias)
         steps, axis = call.steps, call.axis
-        whole = move(input, call.input_layout, steps.needed, axis, call.input_shape)
+        whole = move(
+            input, call.input_layout, steps.desired_input, axis, call.input_shape
+        )
         ctx.save_for_backward(whole, local_weight)
-        if type(steps.made) is Partial and axis.rank != 0:
+        if type(steps.computed) is Partial and axis.rank != 0:
             local_bias = None  # a replicated bias enters the sum once
         output = F.linear(whole, local_weight, local_bias)
-        return move(output, steps.made, steps.wanted, axis, call.shape, owned=True)
+        return move(output, steps.computed, steps.output, axis, call.shape, owned=True)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
@@ -173,7 +170,7 @@ class _LocalLinear(torch.autograd.Function):
         whole, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
         gradient = move(
-            gradient, steps.wanted_gradient, steps.made_gradient, axis, call.shape
+            gradient, steps.output_gradient, steps.computed_gradient, axis, call.shape
         )
         rows = _rows(gradient)
         started = of_weight = of_bias = None
@@ -190,8 +187,8 @@ class _LocalLinear(torch.autograd.Function):
             of_input, of_weight, of_bias = _cast_back(
                 of_input, of_weight, of_bias, ctx.dtypes
             )
-        of_weight = close_gradient(of_weight, ctx.weight_spec)
-        return of_input, of_weight, close_gradient(of_bias, ctx.bias_spec), None
+        of_weight = wrap_gradient(of_weight, ctx.weight_spec)
+        return of_input, of_weight, wrap_gradient(of_bias, ctx.bias_spec), None
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -207,13 +204,13 @@ def _start_input_gradient(
     gradient = rows
     if len(shape) != 2:
         gradient = rows.view(*shape[:-1], rows.size(-1))
-    if type(call.steps.input_gradient) is not Partial:
+    if type(call.steps.desired_input_gradient) is not Partial:
         return gradient
     return start_reduce(gradient, call.input_gradient, call.axis, owned=True)
 
 
 def _finish_input_gradient(started: torch.Tensor, call: LinearCall) -> torch.Tensor:
-    target, made = call.input_gradient, call.steps.input_gradient
+    target, made = call.input_gradient, call.steps.desired_input_gradient
     if type(made) is Partial:
         return finish_reduce(started, target, call.axis, call.input_shape)
     return move(started, made, target, call.axis, call.input_shape)
@@ -255,34 +252,30 @@ def _traceable(module: LocalLinear, value: Value, call: LinearCall) -> torch.Ten
     whole = change_layout(
         value.tensor,
         value.layout,
-        steps.needed,
+        steps.desired_input,
         axis,
         value.shape,
-        gradient=steps.input_gradient,
+        gradient=steps.desired_input_gradient,
         leaving=value.gradient,
     )
-    (weight,) = local_shards([module.weight])
-    assert weight is not None
+    weight = local_shard(module.weight)
     call.check(weight, None)
-    if type(steps.made) is Shard:
+    if type(steps.computed) is Shard:
         (bias,) = local_shards([module.bias])
         output = F.linear(whole, weight, bias)
-        return change_layout(output, steps.made, steps.wanted, axis, shape)
+        return change_layout(output, steps.computed, steps.output, axis, shape)
     output = F.linear(whole, weight)
-    output = change_layout(output, steps.made, steps.wanted, axis, shape)
+    output = change_layout(output, steps.computed, steps.output, axis, shape)
     if module.bias is None:
         return output
-    return output + _traceable_bias(module, steps.wanted, output.ndim)
+    return output + _traceable_bias(module, steps.output, output.ndim)
 
 
 def _traceable_bias(module: LocalLinear, wanted: Placement, ndim: int) -> torch.Tensor:
     axis = module.route.axis
     if type(wanted) is Replicate:
-        (bias,) = local_shards([module.bias])
-        assert bias is not None
-        return bias
-    (bias,) = local_shards([module.bias], GradientSum(axis))
-    assert bias is not None
+        return local_shard(module.bias)
+    bias = local_shard(module.bias, sum_over=axis)
     if type(wanted) is Partial:
         return bias if axis.rank == 0 else bias * 0
     is_last = type(wanted) is Shard and wanted.dim == ndim - 1
@@ -293,13 +286,11 @@ def _traceable_bias(module: LocalLinear, wanted: Placement, ndim: int) -> torch.
 # ``nn.Embedding`` on this rank's columns or rows of the table.
 
 
-class LocalEmbedding(nn.Embedding):
+class LocalEmbedding(RoutedModule, nn.Embedding):
     """An Embedding whose table is a DTensor and whose forward runs on its shard.
 
     ``parallelize_module`` turns an ``nn.Embedding`` into one; it is not built by hand.
     """
-
-    route: Route
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The rows of the table at these indices, in the layout of the style."""
@@ -309,29 +300,24 @@ class LocalEmbedding(nn.Embedding):
         value = enter(input, route, steps)
         # Indices have no gradient, so their layout changes in one direction only.
         index = change_layout(
-            value.tensor, value.layout, steps.needed, route.axis, value.shape
+            value.tensor, value.layout, steps.desired_input, route.axis, value.shape
         )
-        (table,) = local_shards([self.weight])
-        assert table is not None
+        table = local_shard(self.weight)
         expected = _shard_shape(self)
         if table.shape != expected:
             raise wrong_shard(route.where, "weight", table, expected)
-        if type(route.made) is Shard:
+        if type(route.computed) is Shard:
             output = F.embedding(index, table, self.padding_idx)
         else:
             output = _look_up_rows(self, index, table)
         shape = (*value.shape, self.embedding_dim)
-        output = change_layout(output, steps.made, steps.wanted, route.axis, shape)
+        output = change_layout(output, steps.computed, steps.output, route.axis, shape)
         return leave(output, route, steps, shape)
-
-    def extra_repr(self) -> str:
-        """The layer's sizes and its style."""
-        return f"{super().extra_repr()}, {self.route}"
 
 
 def _shard_shape(module: LocalEmbedding) -> tuple[int, int]:
     axis, rows, columns = module.route.axis, module.num_embeddings, module.embedding_dim
-    if type(module.route.made) is Shard:
+    if type(module.route.computed) is Shard:
         return rows, shard_size(columns, axis.size, axis.rank)
     return shard_size(rows, axis.size, axis.rank), columns
 

@@ -2,7 +2,7 @@
 
 Each rank works on its part of the classes; two small all-reduces (a maximum, then three
 sums for each row) carry all that the ranks need to know of each other. Where nobody says
-how many classes there are, the size of each rank's part rides along with the maximum.
+how many classes there are, the size of each rank's part is sent along with the maximum.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -70,13 +70,15 @@ def vocab_parallel_cross_entropy(  # noqa: PLR0913 - those of F.cross_entropy, a
         ...     )
         tensor(1.3863)
     """
-    local, axis = _open_logits(logits, mesh)
+    local, axis = _unwrap_logits(logits, mesh)
     _check(local, target, reduction, label_smoothing)
     total = _known_classes(logits, local, axis, num_classes, weight)
-    rule = Rule(axis, total, ignore_index, label_smoothing)
-    local_weight, weight_of_target, weight_sum = _weights(weight, target, rule, local)
+    options = LossOptions(axis, total, ignore_index, label_smoothing)
+    local_weight, weight_of_target, weight_sum = _weights(
+        weight, target, options, local
+    )
     rows: torch.Tensor = _RowLosses.apply(
-        local, target, local_weight, weight_of_target, weight_sum, rule
+        local, target, local_weight, weight_of_target, weight_sum, options
     )
     if reduction == "none":
         return rows
@@ -85,7 +87,7 @@ def vocab_parallel_cross_entropy(  # noqa: PLR0913 - those of F.cross_entropy, a
     return rows.sum() / weight_of_target.sum()
 
 
-class Rule(NamedTuple):
+class LossOptions(NamedTuple):
     """What is fixed in one call; ``num_classes`` is None where the ranks will find it."""
 
     axis: Axis
@@ -108,42 +110,42 @@ class _RowLosses(torch.autograd.Function):
         weight: torch.Tensor | None,
         weight_of_target: torch.Tensor,
         weight_sum: torch.Tensor | None,
-        rule: Rule,
+        options: LossOptions,
     ) -> torch.Tensor:
         wide = logits.float() if logits.dtype.itemsize < 4 else logits
-        largest, first, num_classes = _meet(wide, rule)
+        largest, first, num_classes = _exchange_maximum(wide, options)
         shifted = wide - largest.unsqueeze(-1)
         exponents = shifted.exp()
-        index, is_mine = _local_target(target, first, rule, wide.size(-1))
+        index, is_mine = _local_target(target, first, options, wide.size(-1))
         of_target = _pick(shifted, index, is_mine)
         smooth = shifted if weight is None else shifted * weight
-        terms = torch.stack((exponents.sum(-1), of_target, smooth.sum(-1)))
-        terms = _torch.wait(_torch.start_all_reduce(terms, "sum", rule.axis.group))
-        sum_of_exponents, of_target, of_all = terms.unbind()
+        sums = torch.stack((exponents.sum(-1), of_target, smooth.sum(-1)))
+        sums = _torch.wait(_torch.start_all_reduce(sums, "sum", options.axis.group))
+        sum_of_exponents, of_target, of_all = sums.unbind()
         log_sum = sum_of_exponents.log()
-        losses = (1 - rule.smoothing) * weight_of_target * (log_sum - of_target)
+        losses = (1 - options.smoothing) * weight_of_target * (log_sum - of_target)
         all_weights = num_classes if weight_sum is None else weight_sum
-        each = rule.smoothing / num_classes
-        if rule.smoothing:
+        each = options.smoothing / num_classes
+        if options.smoothing:
             losses = losses + each * (all_weights * log_sum - of_all)
         ctx.save_for_backward(
             exponents.div_(sum_of_exponents.unsqueeze(-1)), index, is_mine, weight,
-            weight_of_target, target != rule.ignore_index,
+            weight_of_target, target != options.ignore_index,
         )  # fmt: skip
-        ctx.rule, ctx.dtype = rule, logits.dtype
+        ctx.options, ctx.dtype = options, logits.dtype
         ctx.each, ctx.all_weights = each, all_weights
-        return losses.masked_fill(target == rule.ignore_index, 0)
+        return losses.masked_fill(target == options.ignore_index, 0)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         refuse_double_backward(_CALL)
         share, index, is_mine, weight, weight_of_target, counts = ctx.saved_tensors
-        rule = ctx.rule
+        options = ctx.options
         gradient = gradient * counts
-        of_target = gradient * (1 - rule.smoothing) * weight_of_target
+        of_target = gradient * (1 - options.smoothing) * weight_of_target
         spread = gradient * ctx.each
         result = share * (of_target + spread * ctx.all_weights).unsqueeze(-1)
-        if rule.smoothing:
+        if options.smoothing:
             each = spread.unsqueeze(-1)
             result = result - (each if weight is None else each * weight)
         if share.size(-1):
@@ -152,17 +154,17 @@ class _RowLosses(torch.autograd.Function):
         return result.to(ctx.dtype), None, None, None, None, None
 
 
-def _meet(
-    logits: torch.Tensor, rule: Rule
+def _exchange_maximum(
+    logits: torch.Tensor, options: LossOptions
 ) -> tuple[torch.Tensor, int | torch.Tensor, int | torch.Tensor]:
     """Each row's largest logit, where this rank's classes start, and how many all are."""
-    size, axis = logits.size(-1), rule.axis
+    size, axis = logits.size(-1), options.axis
     largest = (
         logits.amax(-1) if size else logits.new_full(logits.shape[:-1], -torch.inf)
     )
-    if rule.num_classes is not None:
-        first, _ = shard_bounds(rule.num_classes, axis.size, axis.rank)
-        return all_reduce_max(largest, axis), first, rule.num_classes
+    if options.num_classes is not None:
+        first, _ = shard_bounds(options.num_classes, axis.size, axis.rank)
+        return all_reduce_max(largest, axis), first, options.num_classes
     # Every rank writes into its own place, and reading it on the device waits for nobody.
     places = (axis.rank, axis.size - 1 - axis.rank)
     sizes = F.pad(logits.new_full((1,), size), places)
@@ -173,11 +175,11 @@ def _meet(
 
 
 def _local_target(
-    target: torch.Tensor, first: int | torch.Tensor, rule: Rule, size: int
+    target: torch.Tensor, first: int | torch.Tensor, options: LossOptions, size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each row's class among this rank's, and whether it is one of them."""
     local = target - first
-    is_mine = (local >= 0) & (local < size) & (target != rule.ignore_index)
+    is_mine = (local >= 0) & (local < size) & (target != options.ignore_index)
     return torch.where(is_mine, local, 0), is_mine
 
 
@@ -190,29 +192,32 @@ def _pick(
 
 
 def _weights(
-    weight: torch.Tensor | None, target: torch.Tensor, rule: Rule, logits: torch.Tensor
+    weight: torch.Tensor | None,
+    target: torch.Tensor,
+    options: LossOptions,
+    logits: torch.Tensor,
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
     """This rank's class weights, each row's weight, and the sum of all weights.
 
     Without weights the sum is None: it is the number of all classes.
     """
     dtype = torch.float32 if logits.dtype.itemsize < 4 else logits.dtype
-    counts = target != rule.ignore_index
-    if weight is None or rule.num_classes is None:
+    counts = target != options.ignore_index
+    if weight is None or options.num_classes is None:
         return None, counts.to(dtype), None
     whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
-    if whole.shape != (rule.num_classes,):
+    if whole.shape != (options.num_classes,):
         raise LayoutError(
             f"{_CALL}: weight has shape {tuple(whole.shape)}; pass one weight for each "
-            f"of the {rule.num_classes} classes, not of this rank's."
+            f"of the {options.num_classes} classes, not of this rank's."
         )
     whole = whole.detach().to(dtype)
     of_target = whole[torch.where(counts, target, 0)] * counts
-    first, _ = shard_bounds(rule.num_classes, rule.axis.size, rule.axis.rank)
+    first, _ = shard_bounds(options.num_classes, options.axis.size, options.axis.rank)
     return whole.narrow(0, first, logits.size(-1)), of_target, whole.sum()
 
 
-def _open_logits(
+def _unwrap_logits(
     logits: torch.Tensor, mesh: DeviceMesh | None
 ) -> tuple[torch.Tensor, Axis]:
     """This rank's logits, and the axis of their classes."""
@@ -244,7 +249,7 @@ def _known_classes(
     num_classes: int | None,
     weight: torch.Tensor | None,
 ) -> int | None:
-    """The number of all classes that the caller has said; None if the ranks must tell.
+    """The number of all classes, if the caller has said it; else the ranks exchange it.
 
     The size that a DTensor claims is not enough: ``from_local`` without ``shape=`` takes
     all parts for equal, on each rank by its own.
@@ -254,7 +259,7 @@ def _known_classes(
         if size > _MOST_CLASSES:
             raise LayoutError(
                 f"{_CALL}: the logits have {size} classes on this rank, too many to be "
-                "told to the others as a float32. Pass num_classes=."
+                "sent to the others as a float32. Pass num_classes=."
             )
         return None
     claimed = logits.size(-1) if isinstance(logits, DTensor) else num_classes

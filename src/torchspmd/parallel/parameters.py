@@ -1,7 +1,7 @@
 """From DTensor parameters to the shards that a layer computes with, and back.
 
 Parameters stay DTensors for state dicts, optimizers and checkpoints; ``local_shards``
-hands out this rank's part and turns the gradients back into DTensors.
+returns this rank's part and turns the gradients back into DTensors.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ from torchspmd.parallel.axis import (
 from torchspmd.parallel.redistribute import change_layout, refuse_double_backward
 
 # ----------------------------------------------------------------------------
-# State dicts of modules whose parameters DistributedDataParallel has opened.
+# State dicts of modules whose parameters DistributedDataParallel has unwrapped.
 #
 # It registers this rank's shards as plain parameters and, from the first forward on, puts
 # DTensors around them where no state dict looks: into plain attributes. Saving would drop
@@ -40,7 +40,7 @@ _LAYOUTS = "_torchspmd_layouts"  # on a module: the layout of each placed parame
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ParameterLayout:
     """How a parameter was laid out; shared by copies, as they talk to the same ranks."""
 
     mesh: DeviceMesh
@@ -68,9 +68,9 @@ def remember_layout(module: nn.Module, name: str, placed: DTensor) -> None:
     """Let the module save and load a parameter as it was placed."""
     known = getattr(module, _LAYOUTS, None)
     if known is None:
-        module.register_state_dict_post_hook(save_opened)
-        module.register_load_state_dict_pre_hook(load_opened)
-    layout = Layout(
+        module.register_state_dict_post_hook(save_unwrapped)
+        module.register_load_state_dict_pre_hook(load_unwrapped)
+    layout = ParameterLayout(
         placed.device_mesh,
         placed.placements,
         placed.shape,
@@ -80,7 +80,7 @@ def remember_layout(module: nn.Module, name: str, placed: DTensor) -> None:
     setattr(module, _LAYOUTS, {**(known or {}), name: layout})
 
 
-def opened_parameters(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def unwrapped_parameters(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """The DTensor of each parameter that is a plain shard now, or an attribute.
 
     What is computed with it trains the shard. A weight that a parametrization computes
@@ -100,15 +100,15 @@ def opened_parameters(module: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield name, layout.wrap(value)
 
 
-def save_opened(
+def save_unwrapped(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
 ) -> None:
-    """State-dict hook: opened parameters are saved as the DTensors that they were."""
-    for name, parameter in opened_parameters(module):
+    """State-dict hook: unwrapped parameters are saved as the DTensors that they were."""
+    for name, parameter in unwrapped_parameters(module):
         state[f"{prefix}{name}"] = parameter.detach()
 
 
-def load_opened(
+def load_unwrapped(
     module: nn.Module,
     state: dict[str, Any],
     prefix: str,
@@ -117,10 +117,10 @@ def load_opened(
     missing: list[str],
     *rest: Any,
 ) -> None:
-    """Load hook: whole tensors and DTensors go into the shards of opened parameters."""
+    """Load hook: whole tensors and DTensors go into the shards of unwrapped parameters."""
     registered = dict(module.named_parameters(recurse=False))
-    for name, opened in opened_parameters(module):
-        parameter = opened.detach()
+    for name, unwrapped in unwrapped_parameters(module):
+        parameter = unwrapped.detach()
         key = f"{prefix}{name}"
         value = state.get(key)
         if value is None and name not in registered:
@@ -205,53 +205,44 @@ def place_buffers(module: nn.Module, axis: Axis, src_data_rank: int | None) -> N
             setattr(module, name, placed)
 
 
-@dataclass(frozen=True, slots=True)
-class GradientSum:
-    """Which gradients are terms of a sum over the ranks, and the axis to sum them on."""
-
-    axis: Axis
+def local_shard(parameter: torch.Tensor, sum_over: Axis | None = None) -> torch.Tensor:
+    """This rank's shard of one parameter; see ``local_shards``."""
+    (shard,) = local_shards([parameter], sum_over)
+    assert shard is not None
+    return shard
 
 
 def local_shards(
-    parameters: Sequence[torch.Tensor | None], gradient_sum: GradientSum | None = None
+    parameters: Sequence[torch.Tensor | None], sum_over: Axis | None = None
 ) -> list[torch.Tensor | None]:
     """This rank's shard of each parameter; gradients arrive as DTensors.
 
     Args:
-        parameters: DTensors; None is handed through, a plain tensor stands for its own
+        parameters: DTensors; None is passed through, a plain tensor is its own
             shard.
-        gradient_sum: Sum the gradients over this axis first, all in one collective:
-            for replicated parameters of which every rank sees another part of the
-            data.
+        sum_over: Sum the gradients over this axis first, all in one collective: for
+            replicated parameters of which every rank sees another part of the data.
     """
     given = [p for p in parameters if isinstance(p, DTensor)]
-    if gradient_sum is not None and len(given) < len(parameters):
-        parameters = [_summed(p, gradient_sum) for p in parameters]
     if torch.compiler.is_compiling():
-        shards = iter([_traceable_shard(p, gradient_sum) for p in given])
+        shards = iter([_sum_gradient(p.to_local(), sum_over) for p in given])
     elif torch.is_grad_enabled() and any(p.requires_grad for p in given):
-        shards = iter(_LocalShards.apply(gradient_sum, *given))
+        shards = iter(_LocalShards.apply(sum_over, *given))
     else:
         shards = iter([_torch.local_tensor(p) for p in given])
-    return [next(shards) if isinstance(p, DTensor) else p for p in parameters]
+    return [
+        next(shards)
+        if isinstance(p, DTensor)
+        else p
+        if p is None
+        else _sum_gradient(p, sum_over)
+        for p in parameters
+    ]
 
 
-def _traceable_shard(
-    parameter: DTensor, gradient_sum: GradientSum | None
-) -> torch.Tensor:
-    shard: torch.Tensor = parameter.to_local()
-    if gradient_sum is None:
+def _sum_gradient(shard: torch.Tensor, axis: Axis | None) -> torch.Tensor:
+    if axis is None:
         return shard
-    return _sum_gradient(shard, gradient_sum.axis)
-
-
-def _summed(parameter: torch.Tensor | None, total: GradientSum) -> torch.Tensor | None:
-    if parameter is None or isinstance(parameter, DTensor):
-        return parameter
-    return _sum_gradient(parameter, total.axis)
-
-
-def _sum_gradient(shard: torch.Tensor, axis: Axis) -> torch.Tensor:
     layout, shape = Replicate(), tuple(shard.shape)
     return change_layout(shard, layout, layout, axis, shape, gradient=Partial())
 
@@ -259,9 +250,9 @@ def _sum_gradient(shard: torch.Tensor, axis: Axis) -> torch.Tensor:
 class _LocalShards(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, gradient_sum: GradientSum | None, *parameters: DTensor
+        ctx: Any, sum_over: Axis | None, *parameters: DTensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.gradient_sum = gradient_sum
+        ctx.sum_over = sum_over
         ctx.specs = [_torch.spec(p) for p in parameters]
         ctx.set_materialize_grads(False)
         locals_ = [_torch.local_tensor(p) for p in parameters]
@@ -270,9 +261,9 @@ class _LocalShards(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         refuse_double_backward("a parallel layer")
-        if ctx.gradient_sum is not None:
-            gradients = sum_over_axis(gradients, ctx.gradient_sum.axis)
-            return None, *map(close_gradient, gradients, ctx.specs)
+        if ctx.sum_over is not None:
+            gradients = sum_over_axis(gradients, ctx.sum_over)
+            return None, *map(wrap_gradient, gradients, ctx.specs)
         return None, *(
             None if gradient is None else _torch.wrap_local(gradient, spec)
             for gradient, spec in zip(gradients, ctx.specs, strict=True)
@@ -306,10 +297,10 @@ def wrong_shard(
     )
 
 
-def open_parameter(parameter: torch.Tensor | None) -> tuple[torch.Tensor | None, Any]:
+def unwrap_parameter(parameter: torch.Tensor | None) -> tuple[torch.Tensor | None, Any]:
     """A parameter's shard, and what makes a DTensor of its gradient.
 
-    For autograd functions that take parameters as they are. A plain tensor stands for
+    For autograd functions that take parameters as they are. A plain tensor is
     its own shard: DistributedDataParallel and ``functional_call`` put such tensors in
     the place of parameters.
     """
@@ -320,8 +311,8 @@ def open_parameter(parameter: torch.Tensor | None) -> tuple[torch.Tensor | None,
     return parameter, None
 
 
-def close_gradient(gradient: torch.Tensor | None, spec: Any) -> torch.Tensor | None:
-    """The gradient of a shard as that of the parameter it was opened from."""
+def wrap_gradient(gradient: torch.Tensor | None, spec: Any) -> torch.Tensor | None:
+    """The gradient of a shard as that of the parameter it was unwrapped from."""
     if spec is None or gradient is None:
         return gradient
     if type(gradient) is torch.Tensor and gradient.storage_offset():

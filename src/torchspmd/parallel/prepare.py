@@ -20,7 +20,7 @@ from torchspmd.parallel.axis import (
     is_uneven,
     layout_of,
 )
-from torchspmd.parallel.redistribute import hand_on, settle
+from torchspmd.parallel.redistribute import redistribute, reduce_other_partials
 from torchspmd.parallel.style import (
     Place,
     PlacedStyle,
@@ -34,7 +34,7 @@ Layouts = Placement | tuple[Placement | None, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareModuleInput(PlacedStyle):
-    """Take a module's inputs as given in some layouts, and hand them on in others.
+    """Take a module's inputs as given in some layouts, and pass them on in others.
 
     Args:
         input_layouts: Layout of each positional input that is a plain tensor; None for
@@ -42,7 +42,7 @@ class PrepareModuleInput(PlacedStyle):
         desired_input_layouts: Layout in which the module gets each of them.
         input_kwarg_layouts: The same for keyword inputs, by name.
         desired_input_kwarg_layouts: The same for keyword inputs, by name.
-        use_local_output: Hand on this rank's tensor, or a DTensor (the default).
+        use_local_output: Pass on this rank's tensor, or a DTensor (the default).
 
     Example:
         >>> import torch
@@ -123,7 +123,7 @@ class PrepareModuleInput(PlacedStyle):
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareModuleOutput(PlacedStyle):
-    """Take a module's outputs as made in some layouts, and hand them on in others.
+    """Take a module's outputs as made in some layouts, and pass them on in others.
 
     Args:
         output_layouts: Layout of each output that is a plain tensor; None for an output
@@ -387,18 +387,18 @@ def _change(
             "torch.Tensor! Write None as its layout to leave it alone."
         )
     if isinstance(value, DTensor):
-        settled: DTensor = value if desired is None else settle(value)
-        source, shape = layout_of(settled, axis, where), tuple(settled.shape)
+        reduced: DTensor = value if desired is None else reduce_other_partials(value)
+        source, shape = layout_of(reduced, axis, where), tuple(reduced.shape)
         if not local_output and desired in (None, source):
-            return settled
-        value = settled
+            return reduced
+        value = reduced
     else:
         source = positive_dim(given, value.ndim)
         shape = global_shape(tuple(value.shape), source, axis.size)
     target = source if desired is None else positive_dim(desired, value.ndim)
     if local_output and is_uneven(shape, target, axis):
         raise LayoutError(describe_uneven(shape, target, axis, where))
-    return hand_on(value, source, target, axis, shape, as_dtensor=not local_output)
+    return redistribute(value, source, target, axis, shape, as_dtensor=not local_output)
 
 
 def _check_count(

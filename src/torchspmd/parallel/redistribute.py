@@ -191,7 +191,7 @@ def change_layout(
         shape: Shape of the whole tensor.
         gradient: The layout in which the result's gradient arrives, if that is not the
             usual one of ``target``: a layer that reads a whole input and writes a
-            shard of its output gives every rank a term of the input's gradient.
+            shard of its output gives every rank a partial value of the input's gradient.
         leaving: The layout in which the gradient goes on, if that is not the usual one
             of ``source``.
     """
@@ -199,13 +199,13 @@ def change_layout(
     leaving = gradient_layout(source) if leaving is None else leaving
     if is_same(source, target) and is_same(arriving, leaving):
         return tensor
-    result: torch.Tensor = _ChangeLayout.apply(
-        tensor, source, target, (arriving, leaving), axis, shape
+    result: torch.Tensor = _Redistribute.apply(
+        tensor, (source, target), (arriving, leaving), axis, shape, False
     )
     return result
 
 
-def hand_on(
+def redistribute(
     tensor: torch.Tensor,
     source: Placement,
     target: Placement,
@@ -216,29 +216,30 @@ def hand_on(
 ) -> torch.Tensor:
     """A plain tensor or DTensor in another layout, as a plain tensor or DTensor.
 
-    One step both ways: a gradient that arrives as terms of a sum is summed straight
-    into the layout in which it leaves.
+    One collective each way: a gradient that arrives as partial values is reduced
+    straight into the layout in which it leaves.
     """
     if torch.compiler.is_compiling():
         local = unwrap(tensor, axis) if isinstance(tensor, DTensor) else tensor
         local = change_layout(local, source, target, axis, shape)
         return wrap(local, target, axis, shape) if as_dtensor else local
-    result: torch.Tensor = _HandOn.apply(
-        tensor, source, target, axis, shape, as_dtensor
+    gradients = gradient_layout(target), gradient_layout(source)
+    result: torch.Tensor = _Redistribute.apply(
+        tensor, (source, target), gradients, axis, shape, as_dtensor
     )
     return result
 
 
-def settle(tensor: DTensor) -> DTensor:
-    """The same DTensor, with a mean or a maximum still to be taken over the ranks taken.
+def reduce_other_partials(tensor: DTensor) -> DTensor:
+    """The same DTensor, with a pending mean or maximum over the ranks computed.
 
-    Layers know terms of a sum only. A DTensor on another mesh is left for ``layout_of``.
+    Layers know partial sums only. A DTensor on another mesh is left for ``layout_of``.
     """
     placements = tensor.placements
     if type(placements[0]) is not Partial or placements[0].reduce_op == "sum":
         return tensor
-    settled: DTensor = tensor.redistribute(placements=(Replicate(), *placements[1:]))
-    return settled
+    reduced: DTensor = tensor.redistribute(placements=(Replicate(), *placements[1:]))
+    return reduced
 
 
 def unwrap(
@@ -250,8 +251,8 @@ def unwrap(
     the same DTensor share one shard, so that their gradients add up as plain tensors.
     """
     if torch.compiler.is_compiling():
-        layout = None if gradient is None else (gradient,)
-        traced: torch.Tensor = tensor.to_local(grad_placements=layout)
+        gradients = None if gradient is None else (gradient,)
+        traced: torch.Tensor = tensor.to_local(grad_placements=gradients)
         return traced
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return _torch.local_tensor(tensor)
@@ -265,12 +266,16 @@ def unwrap(
     ):
         found: torch.Tensor = shared[3]
         return found
-    local: torch.Tensor = _Unwrap.apply(tensor, axis, gradient)
+    layout: Placement = tensor.placements[0]
+    leaving = gradient_layout(layout) if gradient is None else gradient
+    local: torch.Tensor = _Redistribute.apply(
+        tensor, (layout, layout), (leaving, leaving), axis, tuple(tensor.shape), False
+    )
     setattr(tensor, _SHARED, (shard, history, type(gradient), local))
     return local
 
 
-# Where a DTensor keeps the shard that was handed out.
+# Where a DTensor keeps the shard that layers share.
 _SHARED = "_torchspmd_shard"
 
 
@@ -283,12 +288,15 @@ def wrap(
         return DTensor.from_local(
             tensor, axis.mesh, (placement,), shape=meta.shape, stride=meta.stride()
         )
-    wrapped: DTensor = _Wrap.apply(tensor, placement, axis, shape)
+    gradient = gradient_layout(placement)
+    wrapped: DTensor = _Redistribute.apply(
+        tensor, (placement, placement), (gradient, gradient), axis, shape, True
+    )
     return wrapped
 
 
 def refuse_double_backward(what: str) -> None:
-    """Say in a backward that no second one will follow.
+    """Raise in a backward that is to be differentiated again.
 
     ``once_differentiable`` says it too, at several times the host time.
     """
@@ -300,110 +308,50 @@ def refuse_double_backward(what: str) -> None:
         )
 
 
-class _ChangeLayout(torch.autograd.Function):
+class _Redistribute(torch.autograd.Function):
+    """A plain tensor or DTensor in another layout, as a plain tensor or DTensor."""
+
     @staticmethod
     def forward(
         ctx: Any,
         tensor: torch.Tensor,
-        source: Placement,
-        target: Placement,
+        layouts: tuple[Placement, Placement],
         gradients: tuple[Placement, Placement],
-        axis: Axis,
-        shape: tuple[int, ...],
-    ) -> torch.Tensor:
-        ctx.gradient_move = (*gradients, axis, shape)
-        result = move(tensor, source, target, axis, shape)
-        return tensor.view_as(tensor) if result is tensor else result
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        refuse_double_backward("a layout change")
-        return move(gradient, *ctx.gradient_move), None, None, None, None, None
-
-
-class _HandOn(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        tensor: torch.Tensor,
-        source: Placement,
-        target: Placement,
         axis: Axis,
         shape: tuple[int, ...],
         as_dtensor: bool,
     ) -> torch.Tensor:
         from_dtensor = isinstance(tensor, DTensor)
-        ctx.call = (source, target, axis, shape, from_dtensor)
+        ctx.call = (*gradients, axis, shape, from_dtensor)
         local = _torch.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-        moved = move(local, source, target, axis, shape)
+        moved = move(local, *layouts, axis, shape)
         if as_dtensor:
-            return _torch.wrap_local(
-                moved.detach(), axis.spec(target, shape, moved.dtype)
-            )
+            spec = axis.spec(layouts[1], shape, moved.dtype)
+            return _torch.wrap_local(moved.detach(), spec)
+        # A fresh object: autograd writes its history into what is returned here.
         return moved.view_as(moved) if moved is local else moved
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        refuse_double_backward("a layout change")
-        source, target, axis, shape, from_dtensor = ctx.call
-        local, arriving = open_gradient(gradient, target)
-        leaving = gradient_layout(source)
-        moved = move(local, arriving, leaving, axis, shape)
+        refuse_double_backward("a parallel layer")
+        arriving, leaving, axis, shape, from_dtensor = ctx.call
+        if isinstance(gradient, DTensor):
+            gradient, arriving = unwrap_gradient(gradient, arriving)
+        moved = move(gradient, arriving, leaving, axis, shape)
         if from_dtensor:
             moved = _torch.wrap_local(moved, axis.spec(leaving, shape, moved.dtype))
         return moved, None, None, None, None, None
 
 
-class _Unwrap(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: DTensor, axis: Axis, gradient: Placement | None
-    ) -> torch.Tensor:
-        layout = gradient_layout(tensor.placements[0]) if gradient is None else gradient
-        ctx.call = (layout, axis, tuple(tensor.shape))
-        local = _torch.local_tensor(tensor)
-        # A fresh object: autograd writes its history into what is returned here.
-        return local.view_as(local)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        refuse_double_backward("a parallel layer")
-        layout, axis, shape = ctx.call
-        spec = axis.spec(layout, shape, gradient.dtype)
-        return _torch.wrap_local(gradient, spec), None, None
-
-
-class _Wrap(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        tensor: torch.Tensor,
-        placement: Placement,
-        axis: Axis,
-        shape: tuple[int, ...],
-    ) -> torch.Tensor:
-        ctx.call = (placement, axis, shape)
-        return _torch.wrap_local(
-            tensor.detach(), axis.spec(placement, shape, tensor.dtype)
-        )
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        refuse_double_backward("a parallel layer")
-        placement, axis, shape = ctx.call
-        local, arriving = open_gradient(gradient, placement)
-        return move(local, arriving, gradient_layout(placement), axis, shape), *_NONE
-
-
-_NONE = (None, None, None)
-
-
-def open_gradient(
+def unwrap_gradient(
     gradient: torch.Tensor, layout: Placement
 ) -> tuple[torch.Tensor, Placement]:
-    """A gradient's shard and the layout in which it arrived."""
+    """A gradient's shard and the layout in which it arrived.
+
+    ``layout`` is that of the tensor whose gradient it is.
+    """
     if not isinstance(gradient, DTensor):
         return gradient, gradient_layout(layout)
-    gradient = settle(gradient)
+    gradient = reduce_other_partials(gradient)
     arriving: Placement = gradient.placements[0]
     return _torch.local_tensor(gradient), arriving

@@ -1,7 +1,7 @@
-"""The way of a tensor through one parallel layer, as data.
+"""The layouts of a tensor on its way through one parallel layer.
 
-A layer is *given* an input in one layout, *needs* it in another, *makes* its output in a
-third, and is *wanted* to hand it on in a fourth. Gradients go the same way back.
+A layer gets its *input* in one layout, reads it in a second (*desired input*), computes in
+a third (*computed*) and returns its *output* in a fourth. Gradients go the same way back.
 """
 
 from dataclasses import dataclass, field
@@ -19,29 +19,33 @@ from torchspmd.layout.shards import shard_size
 from torchspmd.parallel.axis import (
     Axis,
     describe_uneven,
+    global_shape,
     gradient_layout,
     is_uneven,
     layout_of,
 )
-from torchspmd.parallel.redistribute import settle, unwrap, wrap
+from torchspmd.parallel.redistribute import reduce_other_partials, unwrap, wrap
 from torchspmd.parallel.style import ParallelStyle, Place
 
 _MAX_CALLS = 256  # shapes of inputs that one layer remembers
 
 
 class Steps(NamedTuple):
-    """The layouts of a route for tensors of one rank, shard dimensions from the front."""
+    """The layouts of a route for tensors of one rank, shard dimensions from the front.
 
-    given: Placement
-    needed: Placement
-    made: Placement
-    wanted: Placement
-    # The gradient of the output arrives as `wanted_gradient` and is used as
-    # `made_gradient`; that of the input is made as `input_gradient`.
-    wanted_gradient: Placement
-    made_gradient: Placement
+    The gradient of the output arrives as ``output_gradient`` and is used as
+    ``computed_gradient``; that of the input is computed as ``desired_input_gradient`` and
+    leaves as ``input_gradient``.
+    """
+
+    input: Placement
+    desired_input: Placement
+    computed: Placement
+    output: Placement
+    output_gradient: Placement
+    computed_gradient: Placement
+    desired_input_gradient: Placement
     input_gradient: Placement
-    given_gradient: Placement
 
 
 class Value(NamedTuple):
@@ -64,10 +68,10 @@ class Route:
         axis: The mesh axis it lies on.
         where: How errors name the module: its path, its style and its mesh.
         style: The style's name, for texts.
-        given: Layout of an input that is a plain tensor.
-        needed: Layout that the computation reads.
-        made: Layout that the computation writes.
-        wanted: Layout that the module returns.
+        input: Layout of an input that is a plain tensor.
+        desired_input: Layout that the computation reads.
+        computed: Layout that the computation writes.
+        output: Layout that the module returns.
         local_output: Return this rank's part, not a DTensor.
         calls: What a layer worked out for plain inputs of a shape; see ``remember``.
     """
@@ -75,10 +79,10 @@ class Route:
     axis: Axis
     where: str
     style: str
-    given: Placement
-    needed: Placement
-    made: Placement
-    wanted: Placement
+    input: Placement
+    desired_input: Placement
+    computed: Placement
+    output: Placement
     local_output: bool
     calls: dict[torch.Size, Any] = field(default_factory=dict, repr=False)
     _steps: dict[tuple[int, int], Steps] = field(default_factory=dict, repr=False)
@@ -98,8 +102,8 @@ class Route:
         self.calls[shape] = call
 
     def __reduce__(self) -> tuple[Any, ...]:
-        values = (self.axis, self.where, self.style, self.given, self.needed)
-        return _rebuild, (*values, self.made, self.wanted, self.local_output)
+        values = (self.axis, self.where, self.style, self.input, self.desired_input)
+        return _rebuild, (*values, self.computed, self.output, self.local_output)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
@@ -108,8 +112,18 @@ class Route:
         return f"{self.style} on {self.axis.name}={self.axis.size}"
 
 
+class RoutedModule(nn.Module):
+    """Base of the modules that compute on shards."""
+
+    route: Route
+
+    def extra_repr(self) -> str:
+        """The layer's settings and its style."""
+        return f"{super().extra_repr()}, {self.route}"
+
+
 def _rebuild(*values: Any) -> Route:
-    names = ("axis", "where", "style", "given", "needed", "made", "wanted")
+    names = ("axis", "where", "style", "input", "desired_input", "computed", "output")
     return Route(**dict(zip((*names, "local_output"), values, strict=True)))
 
 
@@ -117,35 +131,36 @@ def build_route(style: ParallelStyle, module: nn.Module, place: Place) -> Route:
     """The route of a module with one input, from the layouts of its style."""
     layouts = style.layouts(module)
     assert layouts is not None
-    (given,), (needed,) = layouts.given, layouts.needed
-    assert given is not None and needed is not None
+    (given,), (desired,) = layouts.inputs, layouts.desired_inputs
+    assert given is not None and desired is not None
     return Route(
         axis=place.axis,
         where=place.where(style),
         style=type(style).__name__,
-        given=given,
-        needed=needed,
-        made=layouts.made,
-        wanted=layouts.wanted,
+        input=given,
+        desired_input=desired,
+        computed=layouts.computed,
+        output=layouts.output,
         local_output=layouts.local_output,
     )
 
 
 def _build_steps(route: Route, input_ndim: int, output_ndim: int) -> Steps:
-    given = _checked(route, "input_layouts", route.given, input_ndim)
-    needed = positive_dim(route.needed, input_ndim)
-    made = positive_dim(route.made, output_ndim)
-    wanted = _checked(route, "output_layouts", route.wanted, output_ndim)
-    input_gradient = Partial() if type(needed) is Replicate else needed
+    given = _checked(route, "input_layouts", route.input, input_ndim)
+    desired = positive_dim(route.desired_input, input_ndim)
+    computed = positive_dim(route.computed, output_ndim)
+    output = _checked(route, "output_layouts", route.output, output_ndim)
+    is_whole = type(desired) is Replicate
     return Steps(
-        given=given,
-        needed=given if given == needed else needed,
-        made=made,
-        wanted=made if made == wanted else wanted,
-        wanted_gradient=gradient_layout(wanted),
-        made_gradient=gradient_layout(made),
-        input_gradient=input_gradient,
-        given_gradient=gradient_layout(given),
+        input=given,
+        desired_input=given if given == desired else desired,
+        computed=computed,
+        output=computed if computed == output else output,
+        output_gradient=gradient_layout(output),
+        computed_gradient=gradient_layout(computed),
+        # Ranks read the same whole input and compute different parts of the output.
+        desired_input_gradient=Partial() if is_whole else desired,
+        input_gradient=gradient_layout(given),
     )
 
 
@@ -172,30 +187,21 @@ def enter(tensor: torch.Tensor, route: Route, steps: Steps) -> Value:
 
     The shards of a plain tensor are taken as even; only a DTensor says otherwise.
     """
+    axis = route.axis
     if isinstance(tensor, DTensor):
-        settled = settle(tensor)
-        # Through a settled mean DTensor takes no gradient in terms of a sum.
-        is_settled, tensor = settled is not tensor, settled
-        layout = layout_of(tensor, route.axis, route.where)
+        reduced = reduce_other_partials(tensor)
+        layout = layout_of(reduced, axis, route.where)
         gradient = gradient_layout(layout)
-        terms = type(layout) is Replicate and type(steps.input_gradient) is Partial
-        if terms and not is_settled:
-            # Left as terms of a sum: layers that share a DTensor, such as the three
+        computed = steps.desired_input_gradient
+        # Through a computed mean DTensor takes no partial gradient.
+        if reduced is tensor and (type(layout), type(computed)) == (Replicate, Partial):
+            # Left as partial values: layers that share a DTensor, such as the three
             # projections of attention, then sum once and not once each.
-            gradient = steps.input_gradient
-            return Value(
-                unwrap(tensor, route.axis, gradient),
-                layout,
-                tuple(tensor.shape),
-                gradient,
-            )
-        return Value(unwrap(tensor, route.axis), layout, tuple(tensor.shape), gradient)
-    shape = tuple(tensor.shape)
-    given = steps.given
-    if type(given) is Shard:
-        dim, size = given.dim, tensor.size(given.dim)
-        shape = (*shape[:dim], size * route.axis.size, *shape[dim + 1 :])
-    return Value(tensor, given, shape, steps.given_gradient)
+            gradient = computed
+        shard = unwrap(reduced, axis, gradient)
+        return Value(shard, layout, tuple(reduced.shape), gradient)
+    shape = global_shape(tuple(tensor.shape), steps.input, axis.size)
+    return Value(tensor, steps.input, shape, steps.input_gradient)
 
 
 def enter_features(
@@ -247,9 +253,9 @@ def leave(
 ) -> torch.Tensor:
     """What the module returns: the local tensor, or a DTensor around it."""
     if route.local_output:
-        check_even(route, steps.wanted, shape)
+        check_even(route, steps.output, shape)
         return tensor
-    return wrap(tensor, steps.wanted, route.axis, shape)
+    return wrap(tensor, steps.output, route.axis, shape)
 
 
 def check_even(route: Route, layout: Placement, shape: tuple[int, ...]) -> None:

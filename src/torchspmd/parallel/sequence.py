@@ -12,24 +12,24 @@ from torchspmd import _torch
 from torchspmd.errors import LayoutError
 from torchspmd.parallel.dispatch import run_on_dtensors
 from torchspmd.parallel.parameters import (
-    GradientSum,
-    close_gradient,
     describe_computed,
     local_shards,
-    open_parameter,
     place_buffers,
     place_parameter,
     sum_over_axis,
+    unwrap_parameter,
+    wrap_gradient,
 )
 from torchspmd.parallel.redistribute import (
     change_layout,
     move,
-    open_gradient,
     refuse_double_backward,
     take_shard,
+    unwrap_gradient,
 )
 from torchspmd.parallel.route import (
     Route,
+    RoutedModule,
     Steps,
     build_route,
     check_even,
@@ -50,10 +50,8 @@ from torchspmd.parallel.style import (
 # Norms and dropout on this rank's part of the sequence, with replicated parameters.
 
 
-class LocalLayerNorm(nn.LayerNorm):
+class LocalLayerNorm(RoutedModule, nn.LayerNorm):
     """A LayerNorm whose forward runs on this rank's part of the sequence."""
-
-    route: Route
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The normalised input; the parameters' gradients are summed over the ranks."""
@@ -61,41 +59,29 @@ class LocalLayerNorm(nn.LayerNorm):
         local, steps, shape = _enter_shard(input, route, len(self.normalized_shape))
         if not torch.compiler.is_compiling() and not _torch.is_autocast_enabled():
             if route.local_output:
-                check_even(route, steps.wanted, shape)
-            call = NormCall(route, steps.wanted, shape, self.normalized_shape, self.eps)
+                check_even(route, steps.output, shape)
+            call = NormCall(route, steps.output, shape, self.normalized_shape, self.eps)
             output: torch.Tensor = _LocalNorm.apply(local, self.weight, self.bias, call)
             return output
-        weight, bias = local_shards([self.weight, self.bias], GradientSum(route.axis))
+        weight, bias = local_shards([self.weight, self.bias], route.axis)
         output = F.layer_norm(local, self.normalized_shape, weight, bias, self.eps)
         return leave(output, route, steps, shape)
 
-    def extra_repr(self) -> str:
-        """The layer's sizes and its style."""
-        return f"{super().extra_repr()}, {self.route}"
 
-
-class LocalRMSNorm(nn.RMSNorm):
+class LocalRMSNorm(RoutedModule, nn.RMSNorm):
     """An RMSNorm whose forward runs on this rank's part of the sequence."""
-
-    route: Route
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The normalised input; the weight's gradient is summed over the ranks."""
         route = self.route
         local, steps, shape = _enter_shard(x, route, len(self.normalized_shape))
-        (weight,) = local_shards([self.weight], GradientSum(route.axis))
+        (weight,) = local_shards([self.weight], route.axis)
         output = F.rms_norm(local, self.normalized_shape, weight, self.eps)
         return leave(output, route, steps, shape)
 
-    def extra_repr(self) -> str:
-        """The layer's sizes and its style."""
-        return f"{super().extra_repr()}, {self.route}"
 
-
-class LocalDropout(nn.Dropout):
+class LocalDropout(RoutedModule, nn.Dropout):
     """A Dropout whose forward runs on this rank's part of the sequence."""
-
-    route: Route
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The input with the elements dropped that one device would drop.
@@ -107,13 +93,9 @@ class LocalDropout(nn.Dropout):
         local, steps, shape = _enter_shard(input, route, 0)
         if self.training and self.p > 0:
             whole = F.dropout(local.new_ones(shape), self.p)
-            assert type(steps.needed) is Shard
-            local = local * take_shard(whole, steps.needed.dim, route.axis)
+            assert type(steps.desired_input) is Shard
+            local = local * take_shard(whole, steps.desired_input.dim, route.axis)
         return leave(local, route, steps, shape)
-
-    def extra_repr(self) -> str:
-        """The layer's settings and its style."""
-        return f"{super().extra_repr()}, {self.route}"
 
 
 class NormCall(NamedTuple):
@@ -138,7 +120,7 @@ class _LocalNorm(torch.autograd.Function):
         call: NormCall,
     ) -> torch.Tensor:
         (local_weight, weight_spec), (local_bias, bias_spec) = map(
-            open_parameter, (weight, bias)
+            unwrap_parameter, (weight, bias)
         )
         output, mean, scale = torch.native_layer_norm(
             input, call.normalized, local_weight, local_bias, call.eps
@@ -155,7 +137,7 @@ class _LocalNorm(torch.autograd.Function):
         refuse_double_backward(LocalLayerNorm.__name__)
         call = ctx.call
         axis, layout = call.route.axis, call.layout
-        local, arriving = open_gradient(gradient, layout)
+        local, arriving = unwrap_gradient(gradient, layout)
         local = move(local, arriving, layout, axis, call.shape)
         input, mean, scale, weight, bias = ctx.saved_tensors
         needs = list(ctx.needs_input_grad[:3])
@@ -165,8 +147,8 @@ class _LocalNorm(torch.autograd.Function):
         of_weight, of_bias = sum_over_axis((of_weight, of_bias), axis)
         weight_spec, bias_spec = ctx.specs
         parameters = (
-            close_gradient(of_weight, weight_spec),
-            close_gradient(of_bias, bias_spec),
+            wrap_gradient(of_weight, weight_spec),
+            wrap_gradient(of_bias, bias_spec),
         )
         return of_input, *parameters, None
 
@@ -178,7 +160,7 @@ def _enter_shard(
     check_tensor(tensor, route)
     steps = route.steps(tensor.ndim, tensor.ndim)
     value = enter(tensor, route, steps)
-    needed = steps.needed
+    needed = steps.desired_input
     assert type(needed) is Shard, needed
     if needed.dim >= tensor.ndim - num_normalized:
         raise LayoutError(

@@ -48,18 +48,18 @@ class StyleLayouts(NamedTuple):
     """The layouts that a style gives the inputs and the output of a module.
 
     Attributes:
-        given: Layout of each positional input that is a plain tensor; None leaves an
+        inputs: Layout of each positional input that is a plain tensor; None leaves an
             input alone.
-        needed: Layout that the computation reads, for each of them.
-        made: Layout that the computation writes.
-        wanted: Layout that the module returns.
+        desired_inputs: Layout that the computation reads, for each of them.
+        computed: Layout that the computation writes.
+        output: Layout that the module returns.
         local_output: Return this rank's part, not a DTensor.
     """
 
-    given: tuple[Placement | None, ...]
-    needed: tuple[Placement | None, ...]
-    made: Placement
-    wanted: Placement
+    inputs: tuple[Placement | None, ...]
+    desired_inputs: tuple[Placement | None, ...]
+    computed: Placement
+    output: Placement
     local_output: bool
 
 
@@ -159,13 +159,13 @@ def already_placed(module: nn.Module) -> list[str]:
 
 
 def mark_styled(module: nn.Module, part: str, style: str) -> None:
-    """Note that a style has taken a part of the module: inputs, outputs or forward."""
+    """Note that a style controls a part of the module: inputs, outputs or forward."""
     known = getattr(module, _STYLED, ())
     setattr(module, _STYLED, (*known, (part, style)))
 
 
 def describe_styled(module: nn.Module, part: str) -> list[str]:
-    """The problem of a module of which a style has taken this part already."""
+    """The problem of a module of which a style controls this part already."""
     taken = dict(getattr(module, _STYLED, ()))
     if part not in taken:
         return []

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, overload
+from typing import Any, Literal, TypedDict, Unpack, get_args, overload
 
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,38 +23,30 @@ Overlap = bool | Literal["auto"]
 _GLOBAL_BATCH = "None for the result of one device on the batches of all ranks together"
 
 
-@overload
-def compile(
-    func: None = None,
-    /,
-    *,
-    parallel: Parallel | DataParallel | None = None,
-    passes: bool | Sequence[Pass] | None = None,
-    overlap: Overlap | None = None,
-    backend: Backend | None = None,
-    mesh: DeviceMesh | None = None,
-    verify: bool | Verification = False,
-    module_override: Sequence[Override] = (),
-    parallel_mode: DataParallel | None = None,
-    gm_transformation: Transformation | None = None,
-) -> Callable[[Callable[..., Any]], CompiledStep]: ...
+class _Options(TypedDict, total=False):
+    """The options of ``compile``, for type checkers."""
+
+    parallel: Parallel | DataParallel | None
+    passes: bool | Sequence[Pass] | None
+    overlap: Overlap | None
+    backend: Backend | None
+    mesh: DeviceMesh | None
+    verify: bool | Verification
+    module_override: Sequence[Override]
+    parallel_mode: DataParallel | None
+    gm_transformation: Transformation | None
 
 
 @overload
 def compile(
-    func: Callable[..., Any],
-    /,
-    *,
-    parallel: Parallel | DataParallel | None = None,
-    passes: bool | Sequence[Pass] | None = None,
-    overlap: Overlap | None = None,
-    backend: Backend | None = None,
-    mesh: DeviceMesh | None = None,
-    verify: bool | Verification = False,
-    module_override: Sequence[Override] = (),
-    parallel_mode: DataParallel | None = None,
-    gm_transformation: Transformation | None = None,
+    func: Callable[..., Any], /, **options: Unpack[_Options]
 ) -> CompiledStep: ...
+
+
+@overload
+def compile(
+    func: None = None, /, **options: Unpack[_Options]
+) -> Callable[[Callable[..., Any]], CompiledStep]: ...
 
 
 def compile(  # noqa: PLR0913 - one for each choice

@@ -1,7 +1,7 @@
 """A compiled training step: its programs, why each exists, and how long each takes."""
 
 import functools
-import statistics
+import textwrap
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -45,38 +45,6 @@ from torchspmd.step.virtual.certificate import Certificate
 from torchspmd.step.virtual.verify import Verification
 
 # ----------------------------------------------------------------------------
-# What a program is and costs, in lines for people.
-
-
-def explain_program(program: Program) -> list[str]:
-    """Why a program was captured, what it communicates, and how long it takes."""
-    total = program.ledger.total()
-    more = [
-        *program.reason.splitlines(),
-        *program.describe_memory(),
-        *program.describe_deferral(),
-        *program.notes,
-        program.certificate.summary(),
-    ]
-    return [
-        f"  program {program.number}: {len(program.graph.graph.nodes)} nodes, "
-        f"{total.count} collectives, {total.payload_bytes} payload bytes, "
-        f"captured in {program.capture_seconds:.2f} s{_times(program)}",
-        *(f"    {line}" for line in more),
-    ]
-
-
-def _times(program: Program) -> str:
-    if program.first_run_seconds is None:
-        return ""
-    text = f", first run {program.first_run_seconds * 1e3:.1f} ms"
-    if program.step_seconds:
-        median = statistics.median(program.step_seconds)
-        text += f", step {median * 1e3:.1f} ms"
-    return text
-
-
-# ----------------------------------------------------------------------------
 # What stays of the programs of a step that was closed: what they said, not the graphs.
 
 
@@ -118,7 +86,6 @@ class ClosedProgram:
         new: dict[str, Any] = {
             "num_nodes": len(program.graph.graph.nodes),
             "step_seconds": tuple(program.step_seconds),
-            "explanation": tuple(explain_program(program)),
         }
         names = [each.name for each in fields(cls) if each.name not in new]
         return cls(**new, **{name: getattr(program, name) for name in names})
@@ -143,34 +110,6 @@ class ClosedProgram:
             f"and no graph is kept then. Look at programs[{self.number}].{name} before "
             "that; what stays is certificate, ledger, peak_memory, in_place, reason, notes "
             "and times."
-        )
-
-
-def explain(name: str, programs: Sequence[Program | ClosedProgram], closed: str) -> str:
-    """Which programs a step has, or had before it was closed, and by what."""
-    lines = [f"{name}: {len(programs)} programs{closed and f', closed by {closed}'}"]
-    for program in programs:
-        if isinstance(program, ClosedProgram):
-            lines += program.explanation
-        else:
-            lines += explain_program(program)
-    return "\n".join(lines)
-
-
-def check_usable(name: str, closed: str, spread: Spread | None) -> None:
-    """Raise where a step was closed, and by what, or has no ranks to talk to any more."""
-    if closed:
-        raise UsageError(
-            f"{name}: this compiled step was closed by {closed}, and cannot be called any "
-            "more. Compile its function again (of a decorated one, it is __wrapped__). "
-            "Between epochs call flush() instead, with one `with` around all of them."
-        )
-    if spread is not None and spread.mesh is not None and not dist.is_initialized():
-        raise UsageError(
-            f"{name}: this step was captured for the mesh {format_mesh(spread.mesh)}, "
-            "whose process groups were destroyed since, so that it cannot be called any "
-            "more. Call it before destroy_process_group(), or compile its function again "
-            "behind init_process_group()."
         )
 
 
@@ -273,7 +212,9 @@ class CompiledStep:
 
     def explain(self) -> str:
         """Which programs there are, why each was captured, and what it costs."""
-        return explain(self._name, self.programs, self._closed_by)
+        closed = f", closed by {self._closed_by}" if self._closed_by else ""
+        lines = [f"{self._name}: {len(self.programs)} programs{closed}"]
+        return "\n".join(sum((list(each.explanation) for each in self.programs), lines))
 
     def exposure(
         self, *args: Any, runs: int = 5, cost: CostModel | None = None, **kwargs: Any
@@ -367,7 +308,22 @@ class CompiledStep:
         return program, inventory
 
     def _check_open(self) -> None:
-        check_usable(self._name, self._closed_by, self._spread)
+        """Raise where the step was closed, or has no ranks to talk to any more."""
+        if self._closed_by:
+            raise UsageError(
+                f"{self._name}: this compiled step was closed by {self._closed_by}, and "
+                "cannot be called any more. Compile its function again (of a decorated "
+                "one, it is __wrapped__). Between epochs call flush() instead, with one "
+                "`with` around all of them."
+            )
+        mesh = None if self._spread is None else self._spread.mesh
+        if mesh is not None and not dist.is_initialized():
+            raise UsageError(
+                f"{self._name}: this step was captured for the mesh {format_mesh(mesh)}, "
+                "whose process groups were destroyed since, so that it cannot be called "
+                "any more. Call it before destroy_process_group(), or compile its "
+                "function again behind init_process_group()."
+            )
 
     def _build(self, inventory: Inventory) -> Program:
         number = len(self._programs)
@@ -401,10 +357,10 @@ def _check_capture(name: str, number: int, reason: str) -> None:
     if number >= MAX_PROGRAMS:
         raise CaptureError(
             f"compile on {name!r}: {MAX_PROGRAMS} programs are captured already and this "
-            f"call fits none of them.\n\n{_indented(reason)}\n\nKeep what changes "
-            "constant (pad batches to one shape), pass it as a tensor, make the optimizer "
-            "with foreach=True where a schedule changes more than its lr, or call close() "
-            "and compile again."
+            f"call fits none of them.\n\n{textwrap.indent(reason, '  ')}\n\nKeep what "
+            "changes constant (pad batches to one shape), pass it as a tensor, make the "
+            "optimizer with foreach=True where a schedule changes more than its lr, or "
+            "call close() and compile again."
         )
 
 
@@ -431,7 +387,3 @@ def _why(
     latest = programs[-1]
     lines = explain_difference(latest.signature, signature)
     return f"differs from program {latest.number}:\n" + "\n".join(lines)
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"  {line}" for line in text.splitlines())

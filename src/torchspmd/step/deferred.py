@@ -60,8 +60,8 @@ class Pending:
         self._count_early(
             "Call after call has other gradients than the call before "
             f"({', '.join(names[:2])}; {len(names)} in all), so that the updates it left "
-            "are made first. Clear gradients in the step (optim.zero_grad()), or leave out "
-            "overlap_iterations."
+            "are made first. Clear gradients in the step (optim.zero_grad()), or compile "
+            "it with overlap=False."
         )
 
     def _replaced(self, inventory: Inventory) -> list[Slot]:
@@ -78,9 +78,9 @@ class Pending:
         """Make the updates because state is read before the next call could make them."""
         self._flush_step()
         self._count_early(
-            "Again and again something looks at the model or the optimizer between two "
-            "steps (here, for one), so that the updates are made first. Look less often, "
-            "or leave out overlap_iterations."
+            "Again and again the model or the optimizer is read between two steps (here, "
+            "for one), so that the updates are made first. Read them less often, or "
+            "compile the step with overlap=False."
         )
 
     def _count_early(self, why: str) -> None:
@@ -179,7 +179,7 @@ class Pending:
                 "which still has a pending update of them. It would be made on top of the "
                 "new values, not before them.\n\nCall flush() of the step before you write "
                 "to weights or optimizer states between steps (model.parameters() and "
-                "state_dict() call it themselves), or leave out overlap_iterations. To go "
+                "state_dict() call it themselves), or compile it with overlap=False. To go "
                 "on with the update on top, call flush() now."
             )
 

@@ -23,7 +23,7 @@ from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.graph.memory import predict_peak
 from torchspmd.step.graph.reports import PassReport
 from torchspmd.step.lower.backends import Lowered, choose_backend, lower_graph
-from torchspmd.step.lower.in_place import mark_handed_out
+from torchspmd.step.lower.in_place import mark_returned
 from torchspmd.step.measure.cost import measure_graph
 from torchspmd.step.passes.runner import pass_reports, run_transformation
 from torchspmd.step.program import Program, find_loose, find_released
@@ -31,13 +31,8 @@ from torchspmd.step.progress import Progress, phase
 from torchspmd.step.rank_agreement import Agreement, CommPlan, build_comm_plan
 from torchspmd.step.transformation import GraphModuleTransformation
 from torchspmd.step.virtual.certificate import Certificate
-from torchspmd.step.virtual.certify import certify
-from torchspmd.step.virtual.verify import (
-    Verification,
-    Verifier,
-    is_pipelined,
-    without_marks,
-)
+from torchspmd.step.virtual.run import is_pipelined, without_marks
+from torchspmd.step.virtual.verify import Verification, Verifier, certify
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +168,7 @@ def _run_passes(
     """What a transformation makes of the graph; all of a user's own is checked."""
     if transformation is None:
         return graph
-    mark_handed_out(graph.graph)  # as the step was captured, before any edit
+    mark_returned(graph.graph)  # as the step was captured, before any edit
     observing = contextlib.nullcontext() if verifier is None else verifier.observing()
     made: Any
     with phase("passes"), torch.no_grad(), observing:

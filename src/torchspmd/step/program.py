@@ -1,7 +1,8 @@
 """A captured step: one functional graph, its guards, and how it is run."""
 
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -162,16 +163,6 @@ class Program:
         """Whether an update of an earlier step is still to be made, or is lost."""
         return self.state is not State.IDLE
 
-    def describe_deferral(self) -> list[str]:
-        """What is left for the next step, in one line; nothing where nothing is."""
-        if not isinstance(self.run, IterGraphModule) or not self.run.num_carried:
-            return []
-        count = len(self.run.graph.regions)
-        return [
-            f"{count} updates are made in the next step, {self.run.num_carried} values "
-            "go from one step to the next"
-        ]
-
     def flush(self, inventory: Inventory) -> None:
         """Make the updates that an earlier step left for the next one.
 
@@ -189,14 +180,39 @@ class Program:
         ):
             self.run.flush(*inventory.flat_inputs(), write=write)
 
-    def describe_memory(self) -> list[str]:
-        """Lines about memory, for people."""
-        lines = [] if self.peak_memory is None else [f"memory: {self.peak_memory}"]
-        lines.append(str(self.in_place))
-        lines += [
-            f"  {name} after the run: {why}" for name, why in self.in_place.left[:4]
-        ]
-        return lines
+    @property
+    def explanation(self) -> tuple[str, ...]:
+        """The lines of ``explain()`` about it: why, what it sends, how long it takes."""
+        total = self.ledger.total()
+        return (
+            f"  program {self.number}: {len(self.graph.graph.nodes)} nodes, "
+            f"{total.count} collectives, {total.payload_bytes} payload bytes, "
+            f"captured in {self.capture_seconds:.2f} s{self._times()}",
+            *(f"    {line}" for line in self._details()),
+        )
+
+    def _details(self) -> Iterator[str]:
+        yield from self.reason.splitlines()
+        if self.peak_memory is not None:
+            yield f"memory: {self.peak_memory}"
+        yield str(self.in_place)
+        for name, why in self.in_place.left[:4]:
+            yield f"  {name} after the run: {why}"
+        if isinstance(self.run, IterGraphModule) and self.run.num_carried:
+            yield (
+                f"{len(self.run.graph.regions)} updates are made in the next step, "
+                f"{self.run.num_carried} values go from one step to the next"
+            )
+        yield from self.notes
+        yield self.certificate.summary()
+
+    def _times(self) -> str:
+        if self.first_run_seconds is None:
+            return ""
+        text = f", first run {self.first_run_seconds * 1e3:.1f} ms"
+        if self.step_seconds:
+            text += f", step {statistics.median(self.step_seconds) * 1e3:.1f} ms"
+        return text
 
 
 def find_released(

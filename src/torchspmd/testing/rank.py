@@ -1,4 +1,4 @@
-"""The life of one rank, in its own process."""
+"""What one rank does, in its own process."""
 
 import contextlib
 import datetime
@@ -31,7 +31,7 @@ def serve(
     backend: str,
     folder: str,
 ) -> None:
-    """The life of one rank: join the group, then run what is sent until the pipe ends."""
+    """Join the group, then run what is sent until the pipe is closed."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     # As in a process that torchrun starts. Of the way in which this one was started, every
     # lock would have a name, which a rank that is killed leaves behind.

@@ -1,13 +1,13 @@
-"""See every communication operator run, whoever calls it.
+"""Observe every communication operator that runs, whoever calls it.
 
-One kernel stands in front of each operator of the communication namespaces while at
-least one listener is there, and none otherwise. Ordinary operators are not touched.
+While there is a listener, a kernel runs in front of each operator of the communication
+namespaces; without one, there is none. Other operators are not touched.
 """
 
 import threading
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -15,15 +15,8 @@ from torchspmd import _torch
 from torchspmd.comm import Operator, find_operator
 from torchspmd.comm.kinds import NAMESPACES
 
-
-class Call(NamedTuple):
-    """One call of a communication operator, before it runs."""
-
-    operator: Operator
-    arguments: Mapping[str, Any]
-
-
-Listener = Callable[[Call], None]
+# Gets a communication operator and its arguments by name, before it runs.
+Listener = Callable[[Operator, Mapping[str, Any]], None]
 
 _lock = threading.Lock()
 _listeners: tuple[Listener, ...] = ()
@@ -85,9 +78,9 @@ def _run(
         return _torch.call_below(op, keyset, args, kwargs)
     _inside.operator = True
     try:
-        call = Call(operator, {**dict(zip(names, args, strict=False)), **kwargs})
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         for listener in _listeners:
-            listener(call)
+            listener(operator, arguments)
         return _torch.call_below(op, keyset, args, kwargs)
     finally:
         _inside.operator = False

@@ -2,22 +2,30 @@
 
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
 
 from torchspmd import _torch
-from torchspmd.comm import GLOBAL, CommEvent, Ledger, Phase, Topology, measure
+from torchspmd.comm import (
+    GLOBAL,
+    CommEvent,
+    Ledger,
+    Operator,
+    Phase,
+    Topology,
+    measure,
+)
 from torchspmd.comm.event import is_check
 from torchspmd.comm.ledger import DEFAULT_MAX_EVENTS
 from torchspmd.comm.storage import write_whole
 from torchspmd.errors import UsageError
 from torchspmd.trace import tables
 from torchspmd.trace.callsite import read_call_site, read_phase
-from torchspmd.trace.intercept import Call, listen
+from torchspmd.trace.intercept import listen
 from torchspmd.trace.modules import ModuleInfo, ModuleTracker
 from torchspmd.trace.operations import OperationLog, OperationMode
 from torchspmd.trace.tables import ModuleCounts, count_modules, count_packets
@@ -86,17 +94,12 @@ class CommDebugMode:
             self._exits = exits.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: Any) -> None:
         if self._lists_operations and self._tracker.compiled:
             self.ledger.note(tables.on_compiled_modules(self._tracker.compiled))
         exits, self._exits = self._exits, None
         if exits is not None:
-            exits.__exit__(kind, error, trace)
+            exits.__exit__(*exception)
 
     def take_ledger(self) -> Ledger:
         """What was recorded so far; recording goes on in an empty ledger."""
@@ -105,13 +108,13 @@ class CommDebugMode:
 
     # --- recording --------------------------------------------------------------------
 
-    def _record(self, call: Call) -> None:
+    def _record(self, operator: Operator, arguments: Mapping[str, Any]) -> None:
         site = read_call_site(self._with_sources)
-        group = self._topology.group_of(call.arguments)
-        size = measure(call.operator, call.arguments, group.size)
+        group = self._topology.group_of(arguments)
+        size = measure(operator, arguments, group.size)
         event = CommEvent(
-            call.operator.kind,
-            call.operator.counted_as,
+            operator.kind,
+            operator.counted_as,
             size.dtype,
             size.shape,
             size.payload_bytes,

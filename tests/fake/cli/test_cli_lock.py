@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchspmd._cli import main
-from torchspmd.verify.lock.text import load_lock
+from torchspmd.verify.lock.lockfile import load_lock
 
 pytestmark = pytest.mark.fake
 

@@ -78,8 +78,8 @@ def test_redistribution_to_partial(tp2: Any) -> None:
             ([S0],) * 3,
             "in_placements has 3 entries for 2 arguments (2 leaves)",
         ),
-        (([R], ([R], [R])), "in_placements[1] is a tuple of 2, but one tensor stands"),
-        ((R, [R]), "in_placements[0] is Replicate(), but one tensor stands there"),
+        (([R], ([R], [R])), "in_placements[1] is a tuple of 2, but one tensor is"),
+        ((R, [R]), "in_placements[0] is Replicate(), but one tensor is there"),
         (
             {"q": [R], "kk": [R]},
             "in_placements['kk'] = [Replicate()]: there is nothing",
@@ -171,8 +171,8 @@ def test_not_a_function() -> None:
             [Shard(5)],
             "output: out_placements = [Shard(5)] shards dim 5 of a tensor of 2",
         ),
-        (([R], [R]), "out_placements is a tuple of 2, but one tensor stands there"),
-        (R, "out_placements is Replicate(), but one tensor stands there"),
+        (([R], [R]), "out_placements is a tuple of 2, but one tensor is there"),
+        (R, "out_placements is Replicate(), but one tensor is there"),
     ],
 )
 def test_outputs_that_do_not_fit(tp2: Any, out: Any, text: str) -> None:

@@ -82,7 +82,7 @@ def test_in_place_collectives(
         "c10d::allreduce_ over 'tp': was called in place on a tensor with a "
         "gradient; autograd does not see it"
     ) in text
-    assert "return the term as Partial() over 'tp'" in text
+    assert "return the partial value as Partial() over 'tp'" in text
     assert "t.detach().clone()" in text
     mapped(x, w.detach())  # no gradient, no question
 

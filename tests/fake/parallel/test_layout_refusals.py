@@ -19,7 +19,7 @@ from torchspmd.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torchspmd.parallel.redistribute import settle
+from torchspmd.parallel.redistribute import reduce_other_partials
 from torchspmd.testing import fake_mesh
 
 pytestmark = pytest.mark.fake
@@ -162,7 +162,7 @@ def test_a_part_that_is_larger_than_a_shard(mesh: DeviceMesh) -> None:
 
 def test_a_term_of_a_sum_needs_no_settling(mesh: DeviceMesh) -> None:
     term = DTensor.from_local(torch.randn(2, 8), mesh, (Partial(),))
-    assert settle(term) is term
+    assert reduce_other_partials(term) is term
 
 
 def test_autocast_leaves_doubles_alone(mesh: DeviceMesh) -> None:

@@ -177,7 +177,7 @@ def test_sequence_parallel_with_dtensors_between():
 
 
 def test_sequence_parallel_takes_the_layout_from_a_dtensor():
-    # The styles' own input_layouts say Replicate(); the norm hands on Shard(1).
+    # The styles' own input_layouts say Replicate(); the norm returns Shard(1).
     plan = Plan(
         {
             "embed": RowwiseParallel(input_layouts=WHOLE, output_layouts=SHARD),
@@ -386,7 +386,7 @@ def test_an_input_that_something_else_reads_is_not_shared():
     assert str(caught[0].message) == (
         "Plan.share_inputs: nothing in Reads could be shared, and the plan stays as it is."
         "\n  * 'gate', 'up': the tensor that they read is also read by mul, which would "
-        "meet a DTensor; hand them one of their own, such as the output of a norm"
+        "get a DTensor; hand them one of their own, such as the output of a norm"
     )
     assert caught[0].filename == __file__
     # A module that has a style keeps it.

@@ -12,7 +12,7 @@ from torchspmd.step import DataParallel, compile, graph_optimization_pass
 from torchspmd.step.graph.metadata import output_values, written_state
 from torchspmd.step.graph.snapshot import copy_graph
 from torchspmd.step.legality.check import check_edit
-from torchspmd.step.lower.in_place import apply_in_place, plan_in_place
+from torchspmd.step.lower.in_place import compute_in_place
 from torchspmd.step.passes import (
     comm_fusion_with_concat,
     default_passes,
@@ -93,7 +93,7 @@ def test_every_pass_is_proved(optimizer, mode, captured):
     before, mapping = copy_graph(gm.graph)
     values = output_values(gm.graph)
     states = {values[i]: place for i, place in written_state(gm.graph).items()}
-    apply_in_place(gm.graph, plan_in_place(gm.graph, states))
+    compute_in_place(gm.graph, states)
     assert str(check_edit(before, gm.graph, mapping)) == "proved equal"
 
 

@@ -59,7 +59,7 @@ class Training:
         return loss
 
     @property
-    def is_owing(self):
+    def is_pending(self):
         return any(program.is_pending for program in self.step.programs)
 
     def weights(self):
@@ -128,11 +128,11 @@ def test_a_look_makes_the_update_of_the_step(look):
     plain, looked_at = Training(), Training()
     for each in (plain, looked_at):
         each.run(3)
-        assert each.is_owing
+        assert each.is_pending
     before = looked_at.weights()
     plain.step.flush()
     look(looked_at)
-    assert not looked_at.is_owing
+    assert not looked_at.is_pending
     for was, now, expected in zip(
         before, looked_at.weights(), plain.weights(), strict=True
     ):
@@ -146,7 +146,7 @@ def test_what_a_parent_loads_stays():
     parent = nn.ModuleDict({"child": training.model})
     zeros = {name: torch.zeros(WIDTH, WIDTH) for name in parent.state_dict()}
     training.run(1)
-    assert training.is_owing
+    assert training.is_pending
     parent.load_state_dict(zeros)
     training.step.flush()
     assert not torch.cat(training.weights()).any()
@@ -164,7 +164,7 @@ def test_an_update_that_draws_random_numbers_is_not_left():
     training = Training(noise=0.1)
     with pytest.warns(PassWarning, match="randn_like_2 draws random numbers"):
         training.run(2)
-    assert not training.is_owing
+    assert not training.is_pending
     refused = training.step.programs[-1].certificate.passes[-1].outcome.refused
     assert "draws random numbers (optimizer of" in refused[0]
     assert "in the next iteration it would draw others" in refused[0]
@@ -198,7 +198,7 @@ def test_steps_that_share_a_teacher():
         each.run(3)  # the second is captured while the first one has pending
     one.run(2)
     for _ in range(3):
-        assert one.is_owing and other.is_owing
+        assert one.is_pending and other.is_pending
         one.step.flush()
         other.step.flush()
         assert set(vars(teacher)) == untouched
@@ -237,21 +237,21 @@ def test_another_thread_waits_for_the_step():
     training.run(3)
     saved = []
     look = threading.Thread(target=lambda: saved.append(training.model.state_dict()))
-    with training.step.lock:  # as it is held during a step
+    with training.step._lock:  # as it is held during a step
         look.start()
         look.join(0.2)
-        assert not saved and training.is_owing
+        assert not saved and training.is_pending
     look.join(10)
-    assert saved and not training.is_owing
+    assert saved and not training.is_pending
 
 
 def test_train_of_a_model_that_trains_leaves_the_updates():
     training = Training()
     training.run(3)
     training.model.train()
-    assert training.is_owing
+    assert training.is_pending
     training.model.eval()
-    assert not training.is_owing
+    assert not training.is_pending
 
 
 def test_looks_before_every_step_are_told():

@@ -58,7 +58,7 @@ def captured(world):
 
 
 @pytest.fixture
-def owing(captured):
+def pending(captured):
     """A model whose last update is pending, and the same after eager steps.
 
     The step is captured once for all tests; each has models of its own.
@@ -123,8 +123,8 @@ def test_a_compiled_evaluation_sees_the_latest_weights():
         assert torch.equal(evaluation(ours[0], X), evaluate(theirs[0], X))
 
 
-def test_steps_over_other_models_do_not_hurry_each_other(owing):
-    compiled, (model, _), _ = owing
+def test_steps_over_other_models_do_not_hurry_each_other(pending):
+    compiled, (model, _), _ = pending
     before = model[0].weight.detach().clone()
     other = overlapped(step)
     other(*build(), X)
@@ -145,8 +145,8 @@ LOOKS = {
 }
 
 
-def test_looks_that_flush(owing):
-    compiled, ours, theirs = owing
+def test_looks_that_flush(pending):
+    compiled, ours, theirs = pending
     for name, look in LOOKS.items():
         assert torch.equal(look(ours[0]), look(theirs[0])), name
         if name != "double":  # which is another model
@@ -154,8 +154,8 @@ def test_looks_that_flush(owing):
             step(*theirs, X)
 
 
-def test_a_model_under_the_compiler_flushes_too(owing):
-    compiled, ours, theirs = owing
+def test_a_model_under_the_compiler_flushes_too(pending):
+    compiled, ours, theirs = pending
     model = torch.compile(ours[0], backend="eager")
     for _ in range(2):
         assert torch.equal(model(X), theirs[0](X))
@@ -163,8 +163,8 @@ def test_a_model_under_the_compiler_flushes_too(owing):
         step(*theirs, X)
 
 
-def test_methods_keep_their_signature(owing):
-    _, (model, _), (plain, _) = owing
+def test_methods_keep_their_signature(pending):
+    _, (model, _), (plain, _) = pending
     for name in ("forward", "state_dict"):
         ours, theirs = (inspect.signature(getattr(m, name)) for m in (model, plain))
         assert ours == theirs
@@ -175,9 +175,9 @@ HOOKED += [(1, "state_dict"), (1, "load_state_dict"), (1, "step")]
 
 
 @pytest.mark.parametrize(("owner", "method"), HOOKED)
-def test_hooks_of_the_user_run_and_see_the_updates(owing, owner, method):
+def test_hooks_of_the_user_run_and_see_the_updates(pending, owner, method):
     """A flush removes what caused it; torch's tables of hooks must not notice."""
-    _, ours, theirs = owing
+    _, ours, theirs = pending
     register, seen = getattr(ours[owner], f"register_{method}_pre_hook"), []
     for _ in range(2):
         register(lambda *_: seen.append(ours[0]._modules["0"].weight.detach().clone()))
@@ -187,8 +187,8 @@ def test_hooks_of_the_user_run_and_see_the_updates(owing, owner, method):
     assert len(seen) == 2 and all(torch.equal(each, expected) for each in seen)
 
 
-def test_a_write_between_steps_is_told_once(owing):
-    compiled, (model, optim), _ = owing
+def test_a_write_between_steps_is_told_once(pending):
+    compiled, (model, optim), _ = pending
     with torch.no_grad():
         model[0].weight.mul_(0.5)
     for attempt in (lambda: compiled(model, optim, X), compiled.flush):
@@ -204,33 +204,33 @@ def test_a_write_between_steps_is_told_once(owing):
     compiled(model, optim, X)
 
 
-def test_a_write_to_an_optimizer_state_is_told(owing):
-    compiled, (model, optim), _ = owing
+def test_a_write_to_an_optimizer_state_is_told(pending):
+    compiled, (model, optim), _ = pending
     optim.state[model[0].weight]["exp_avg"].mul_(0.1)
     with pytest.raises(UsageError, match=r"0\.weight\.exp_avg changed since"):
         compiled(model, optim, X)
 
 
-def owing_program(compiled):
+def pending_program(compiled):
     return next(program for program in compiled.programs if program.is_pending)
 
 
 def lose_an_update(compiled, call):
     """As an exception does that comes while the update is made."""
-    owing_program(compiled).run.marks.begin(0)
+    pending_program(compiled).run.marks.begin(0)
 
 
 def lose_what_was_computed(compiled, call):
     """As an exception does that comes while results are copied at the end."""
-    run = owing_program(compiled).run
+    run = pending_program(compiled).run
     with torch.no_grad(), pytest.raises(ZeroDivisionError):
         inputs = take_inventory(call, {}, lift_numbers=True).flat_inputs()
         run.run_and_write(inputs, lambda outputs: 1 / 0, last_iter=False)
 
 
 @pytest.mark.parametrize("lose", [lose_an_update, lose_what_was_computed])
-def test_reductions_of_a_lost_update_are_waited_for(lose, owing):
-    compiled, (model, optim), _ = owing
+def test_reductions_of_a_lost_update_are_waited_for(lose, pending):
+    compiled, (model, optim), _ = pending
     before = _c10d._get_work_registry_size() - 2  # those of the update
     call = (model, optim, batches(1)[0])
     lose(compiled, call)
@@ -244,8 +244,8 @@ def test_reductions_of_a_lost_update_are_waited_for(lose, owing):
     assert _c10d._get_work_registry_size() == before
 
 
-def test_writes_through_parameters_flush_first(owing):
-    compiled, ours, theirs = owing
+def test_writes_through_parameters_flush_first(pending):
+    compiled, ours, theirs = pending
     for model, _ in (ours, theirs):
         with torch.no_grad():
             for parameter in model.parameters():
@@ -274,7 +274,7 @@ def test_tensors_that_are_arguments_do_not_wait():
         for mine, other in zip(*lists, strict=True):
             assert all(map(torch.equal, mine, other))
     refused = compiled.programs[-1].certificate.passes[-1].outcome.refused
-    assert "is an argument of the step: the caller looks at it" in refused[0]
+    assert "is an argument of the step: the caller may read it" in refused[0]
 
 
 def test_a_scaler_is_looked_at():
@@ -298,8 +298,8 @@ def test_a_scaler_is_looked_at():
     assert found[0] == found[1]
 
 
-def test_copies_are_refused_until_then(owing):
-    compiled, ours, _ = owing
+def test_copies_are_refused_until_then(pending):
+    compiled, ours, _ = pending
     ways = [
         (how, it) for how in (copy.deepcopy, copy.copy, pickle.dumps) for it in ours
     ]

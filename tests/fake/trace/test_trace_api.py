@@ -197,8 +197,8 @@ def test_dropped_events_are_counted_and_said(parallel):
             step(parallel)
     assert (len(mode.ledger.events), mode.ledger.dropped, len(mode.ledger)) == (3, 3, 6)
     assert (
-        "Note: 3 single events were dropped (the limit is 3); counts and bytes include "
-        "them."
+        "Note: 3 single events were dropped (the limit is 3), with their causes and "
+        "lines; counts and bytes include them."
     ) in mode.generate_module_tracing_table()
 
 

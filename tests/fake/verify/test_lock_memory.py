@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from torchspmd import parallelize_module
 from torchspmd.parallel import ColwiseParallel, RowwiseParallel
 from torchspmd.testing import fake_mesh
-from torchspmd.verify.lock.contents import Memory
+from torchspmd.verify.lock.lockfile import Memory
 from torchspmd.verify.lock.memory import ON_FSDP, MemoryWatch
 
 pytestmark = pytest.mark.fake

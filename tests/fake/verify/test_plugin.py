@@ -10,7 +10,7 @@ from torch import nn
 
 from torchspmd import parallelize_module
 from torchspmd.parallel import ColwiseParallel
-from torchspmd.verify.plugin import lock, ranks  # noqa: F401
+from torchspmd.verify.plugin import fixtures, ranks  # noqa: F401
 from torchspmd.verify.plugin.fixtures import MeshMaker, recording
 
 pytestmark = pytest.mark.fake

@@ -79,9 +79,7 @@ def test_an_output_that_is_not_replicated(ranks3: Any) -> None:
         "  * output: declared Replicate() over 'tp', but rank 1 of 'tp' differs from rank "
         "0 by up to "
     )
-    assert (
-        "Declare output as Partial() over 'tp' if it is one term of a sum" in texts[0]
-    )
+    assert "Declare output as Partial() over 'tp' if it is a partial value" in texts[0]
 
 
 def run_summed_twice():

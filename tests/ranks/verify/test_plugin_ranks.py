@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from torchspmd.verify.plugin import lock, ranks  # noqa: F401
+from torchspmd.verify.plugin import fixtures, ranks  # noqa: F401
 
 pytestmark = pytest.mark.ranks
 pytest_plugins = "pytester"

@@ -10,7 +10,7 @@ import pytest
 from processes import run_forked
 
 from torchspmd._cli import command
-from torchspmd._cli.output import KEPT, leave
+from torchspmd._cli.output import NEVER_FREED, exit_process
 from torchspmd.comm import CommEvent, Group, Kind, Ledger, save_ledger
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("fork_server")]
@@ -35,13 +35,13 @@ def end_with_work_left():
         time.sleep(0.2)
         print("the thread ended")
 
-    KEPT.append(Freed())
+    NEVER_FREED.append(Freed())
     executor = concurrent.futures.ThreadPoolExecutor(1)  # its worker waits for work
     executor.submit(print, "the executor worked").result()
     atexit.register(print, "the exit handler ran")
     threading.Thread(target=work).start()
     print("no newline", end="")
-    leave(7)
+    exit_process(7)
 
 
 def test_threads_handlers_and_text_come_first_and_what_is_kept_is_never_freed(tmp_path):
@@ -52,13 +52,13 @@ def test_threads_handlers_and_text_come_first_and_what_is_kept_is_never_freed(tm
     )
 
 
-def print_and_leave():
+def print_and_exit():
     print("nobody reads this")
-    leave(3)
+    exit_process(3)
 
 
 def test_a_reader_that_went_away_is_no_error(tmp_path):
-    done = run_forked(print_and_leave, folder=tmp_path, unread=True)
+    done = run_forked(print_and_exit, folder=tmp_path, unread=True)
     assert done.returncode == 3, done.stderr
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchspmd.comm.kinds import Kind
-from torchspmd.comm.wire import wire_bytes
+from torchspmd.comm.measure import wire_bytes
 
 pytestmark = pytest.mark.unit
 

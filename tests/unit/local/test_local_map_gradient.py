@@ -8,7 +8,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torchspmd.local.evidence import Evidence
 from torchspmd.local.frame import LocalAxis
 from torchspmd.local.gradient import (
-    Crossing,
+    BoundaryTensor,
     Work,
     count_shares,
     derive,
@@ -34,11 +34,11 @@ def run(
     **written: Any,
 ) -> Any:
     ins = [
-        Crossing(f"a{i}", (entry,), True, written.get(f"a{i}"))
+        BoundaryTensor(f"a{i}", (entry,), True, written.get(f"a{i}"))
         for i, entry in enumerate(arguments)
     ]
     outs = [
-        Crossing(f"o{i}", (entry,), True, written.get(f"o{i}"))
+        BoundaryTensor(f"o{i}", (entry,), True, written.get(f"o{i}"))
         for i, entry in enumerate(outputs)
     ]
     found = None if evidence is None else (lambda output, position: evidence)
@@ -138,18 +138,18 @@ def test_reductions_that_are_no_sum() -> None:
 
 
 def test_no_gradient_no_question() -> None:
-    silent = Crossing("o", (R,), needs_grad=False)
-    asked = Crossing("o", (R,), needs_grad=True)
-    written = Crossing("o", (R,), needs_grad=True, written=(P,))
+    silent = BoundaryTensor("o", (R,), needs_grad=False)
+    asked = BoundaryTensor("o", (R,), needs_grad=True)
+    written = BoundaryTensor("o", (R,), needs_grad=True, written=(P,))
     assert needs_evidence([silent, asked, written], [TP]) == [(1, 0)]
-    argument = Crossing("a", (S0,), needs_grad=False)
+    argument = BoundaryTensor("a", (S0,), needs_grad=False)
     gradients, problems = derive([argument], [silent], [TP], None)
     assert (gradients.arguments, gradients.outputs, problems) == ((None,), (None,), [])
 
 
 def test_axes_are_judged_one_by_one() -> None:
-    x, w = Crossing("x", (S0, R), True), Crossing("w", (R, S1), True)
-    y = Crossing("y", (S0, S1), True)
+    x, w = BoundaryTensor("x", (S0, R), True), BoundaryTensor("w", (R, S1), True)
+    y = BoundaryTensor("y", (S0, S1), True)
     gradients, problems = derive([x, w], [y], [DP, TP], None)
     assert not problems
     assert gradients.arguments == ((S0, P), (P, S1))

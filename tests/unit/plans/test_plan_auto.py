@@ -111,7 +111,10 @@ def test_features_are_followed_through(between):
     ("between", "reason"),
     [
         (lambda m, a, x: m.second(m.norm(a)), "the parameter 'norm.weight' is used"),
-        (lambda m, a, x: m.second(a + x), "they meet a tensor that is whole"),
+        (
+            lambda m, a, x: m.second(a + x),
+            "they are combined with a tensor that is whole",
+        ),
         (lambda m, a, x: m.second(a.softmax(-1)), "they are compared or summed up"),
         (lambda m, a, x: m.second(a / a.sum(-1, keepdim=True)), "they are summed up"),
         (lambda m, a, x: m.second(a.flip(-1)), "the torch function flip is applied"),
@@ -147,7 +150,7 @@ def test_features_are_followed_through(between):
         ),
         (
             lambda m, a, x: F.linear(F.relu(a), m.second.weight * 2),
-            "they meet a computed weight",
+            "they are multiplied with a computed weight",
         ),
     ],
 )

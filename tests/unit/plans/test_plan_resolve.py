@@ -229,24 +229,24 @@ def sequential(*styles):
     [
         (
             (COLWISE, None),
-            "'0' (ColwiseParallel()) hands on Shard(-1), but '2' has no style and needs "
+            "'0' (ColwiseParallel()) returns Shard(-1), but '2' has no style and needs "
             "the whole tensor, or its parameters get the gradients of one rank's part; "
             "give '2' RowwiseParallel(), or '0' output_layouts=Replicate()",
         ),
         (
             (COLWISE, COLWISE),
-            "'0' (ColwiseParallel()) hands on Shard(-1), but '2' (ColwiseParallel()) takes "
+            "'0' (ColwiseParallel()) returns Shard(-1), but '2' (ColwiseParallel()) takes "
             "Replicate(); give '2' RowwiseParallel(), or '0' output_layouts=Replicate()",
         ),
         (
             (None, ROWWISE),
             "'2' (RowwiseParallel()) takes Shard(-1), but '0' before it has no style and "
-            "hands on all its features; give '0' ColwiseParallel(), or '2' "
+            "returns all its features; give '0' ColwiseParallel(), or '2' "
             "input_layouts=Replicate()",
         ),
         (
             (RowwiseParallel(output_layouts=Shard(1)), COLWISE),
-            "'0' (RowwiseParallel(output_layouts=Shard(1))) hands on Shard(1), but '2' "
+            "'0' (RowwiseParallel(output_layouts=Shard(1))) returns Shard(1), but '2' "
             "(ColwiseParallel()) takes Replicate(); give '2' input_layouts=Shard(1), or "
             "'0' output_layouts=Replicate()",
         ),
@@ -266,9 +266,7 @@ def test_neighbours_that_do_not_hand_over(styles, text):
     plan, model = sequential(*styles)
     (problem,) = problems(plan, model)
     if styles == (COLWISE, COLWISE):
-        assert problem.startswith(
-            "'0' (ColwiseParallel()) hands on Shard(-1), but '2' "
-        )
+        assert problem.startswith("'0' (ColwiseParallel()) returns Shard(-1), but '2' ")
     else:
         assert text in problem
 
@@ -277,12 +275,12 @@ def test_a_whole_tensor_into_sequence_parallel_would_be_tiled():
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
     (problem,) = problems({"0": ROWWISE, "1": SequenceParallel()}, model)
     assert problem == (
-        "'0' (RowwiseParallel()) hands on Replicate(), but '1' (SequenceParallel()) takes "
+        "'0' (RowwiseParallel()) returns Replicate(), but '1' (SequenceParallel()) takes "
         "Shard(1); give '0' output_layouts=Shard(1)"
     )
     (problem,) = problems({"1": SequenceParallel(use_local_output=True)}, model)
     assert problem == (
-        "'1' (SequenceParallel(use_local_output=True)) hands on Shard(1), but '2' has no "
+        "'1' (SequenceParallel(use_local_output=True)) returns Shard(1), but '2' has no "
         "style and needs the whole tensor, or its parameters get the gradients of one "
         "rank's part; give '2' a style that takes Shard(1)"
     )
@@ -317,7 +315,7 @@ def test_a_fused_projection_cannot_be_column_wise():
 
     (problem,) = problems({"qkv": COLWISE, "o": ROWWISE}, Fused())
     assert problem == (
-        "'qkv' (ColwiseParallel()) hands on a shard of its features, which chunk then "
+        "'qkv' (ColwiseParallel()) returns a shard of its features, which chunk then "
         "takes apart: a rank's parts would not be its share of each part; give 'qkv' "
         "FusedColwiseParallel(parts=...)"
     )
@@ -351,7 +349,7 @@ class WritesInForward(nn.Module):
 def test_looking_at_a_forward_leaves_no_trace_in_the_module():
     model = WritesInForward()
     (problem,) = problems({"up": COLWISE}, model)
-    assert "hands on Shard(-1)" in problem
+    assert "returns Shard(-1)" in problem
     assert model.calls == 0
 
 
@@ -365,7 +363,7 @@ def test_a_forward_that_cannot_be_followed_is_not_judged():
 
 def test_the_styles_of_torch_are_read_as_ours():
     (problem,) = problems({"up": TorchColwise()}, MLP())
-    assert "'up' (ColwiseParallel()) hands on Shard(-1)" in problem
+    assert "'up' (ColwiseParallel()) returns Shard(-1)" in problem
     found = problems({"embed": TorchColwise()}, GPT(tied=True))
     assert "one parameter would become several" in found[0]
 
@@ -379,7 +377,7 @@ def test_all_problems_come_at_once():
         "embed": COLWISE,
     }
     found = problems(plan, GPT(tied=True), {"tp": 4})
-    kinds = ["matches no", "only support", "become several", "heads (4", "hands on"]
+    kinds = ["matches no", "only support", "become several", "heads (4", "returns"]
     assert len(found) == len(kinds)
     for problem, kind in zip(found, kinds, strict=True):
         assert kind in problem

@@ -118,8 +118,8 @@ def test_what_numbers_do_not_say():
         f"  2 x {cause} in M, forward",
         "1 of 3 belong to checks, not to training.",
         "Note: something could not be seen (2 times).",
-        "Note: 1 single events were dropped (the limit is 2); counts and bytes include "
-        "them.",
+        "Note: 1 single events were dropped (the limit is 2), with their causes and "
+        "lines; counts and bytes include them.",
     ]
 
 

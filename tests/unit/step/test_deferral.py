@@ -457,7 +457,7 @@ def test_nodes_that_a_later_pass_removed():
         return gm
 
     text = refusal(transformation)
-    assert "Nodes that were moved to the next iteration are gone: gone" in text
+    assert "  gone: moved, or the place of what is moved, and gone or replaced" in text
 
 
 def test_two_regions_that_share_a_state():

@@ -20,7 +20,7 @@ from torchspmd.step.graph.metadata import (
 from torchspmd.step.graph.snapshot import copy_graph
 from torchspmd.step.legality.check import check_edit
 from torchspmd.step.lower.deferred_in_place import write_pending_in_place
-from torchspmd.step.lower.in_place import apply_in_place, mark_handed_out, plan_in_place
+from torchspmd.step.lower.in_place import compute_in_place, mark_returned
 from torchspmd.step.passes import remove_copy_from_optimizer
 
 pytestmark = pytest.mark.unit
@@ -58,9 +58,7 @@ class Step:
     def run(self):
         """The report, the state, what was handed out, and what should have been."""
         before = fx.GraphModule(nn.Module(), copy_graph(self.graph)[0])
-        report = apply_in_place(
-            self.graph, plan_in_place(self.graph, {self.new: self.x})
-        )
+        report = compute_in_place(self.graph, {self.new: self.x})
         inputs = [torch.arange(4.0), torch.ones(4)]
         expected = before(*[each.clone() for each in inputs])[1].clone()
         state, result = fx.GraphModule(nn.Module(), self.graph)(*inputs)
@@ -78,7 +76,7 @@ def lies_in(one, other):
 )
 def test_a_copy_that_an_edit_dropped_is_made_again(returned, role):
     step = Step(returned, role)
-    mark_handed_out(step.graph)
+    mark_returned(step.graph)
     step.drop()
     report, state, result, inputs = step.run()
     assert not any(lies_in(result, each) for each in inputs)
@@ -89,7 +87,7 @@ def test_a_copy_that_an_edit_dropped_is_made_again(returned, role):
 @pytest.mark.parametrize("returned", ["new", "part", "input"])
 def test_what_the_step_itself_hands_out_stays(returned):
     step = Step(returned, copied=False)
-    mark_handed_out(step.graph)
+    mark_returned(step.graph)
     report, _, result, inputs = step.run()
     assert report.num_in_place == 1
     assert lies_in(result, inputs[returned == "input"])
@@ -98,7 +96,7 @@ def test_what_the_step_itself_hands_out_stays(returned):
 
 def test_a_copy_with_all_that_is_written_on_its_input_is_enough():
     step = Step("input")
-    mark_handed_out(step.graph)
+    mark_returned(step.graph)
     step.result.meta = {**step.y.meta}
     step.run()
     targets = [node.target for node in step.graph.nodes]
@@ -112,18 +110,18 @@ def test_a_value_that_is_copied_into_its_state():
     result = b.call(aten.clone.default, new)
     b.graph.output([new, result])
     set_roles(b.graph, [STATE, RESULT])
-    mark_handed_out(b.graph)
+    mark_returned(b.graph)
     b.graph.output_node().args = ([new, new],)
-    assert len(apply_in_place(b.graph, plan_in_place(b.graph, {new: x})).copied) == 1
+    assert len(compute_in_place(b.graph, {new: x}).copied) == 1
     inputs = [torch.zeros(4), torch.ones(4)]
     state, result = fx.GraphModule(nn.Module(), b.graph)(*inputs)
     assert state is inputs[0] and not lies_in(state, result)
     assert result.tolist() == state.tolist() == [-1] * 4
 
 
-def test_an_pending_update_whose_new_value_is_handed_out():
+def test_a_pending_update_whose_new_value_is_returned():
     step = Step("new")
-    mark_handed_out(step.graph)
+    mark_returned(step.graph)
     step.drop()
     step.new.meta[PENDING_KEY] = 0
     marks = Marks(functools.partial(print), functools.partial(print))
@@ -143,7 +141,7 @@ def test_an_pending_update_whose_new_value_is_handed_out():
 @pytest.mark.parametrize(
     "role", [RESULT, GRADIENT, CREATED], ids=lambda r: r.kind.value
 )
-def test_a_state_and_what_is_handed_out(role):
+def test_a_state_and_what_is_returned(role):
     with pytest.raises(LegalityError) as caught:
         Step("new", role).checked()
     kind = "" if role is RESULT else f"{role.kind.value} "

@@ -15,7 +15,12 @@ from torchspmd.step import (
 from torchspmd.step.graph.reports import Outcome
 from torchspmd.step.graph.snapshot import copy_graph
 from torchspmd.step.passes import split_optimizer
-from torchspmd.step.passes.runner import applied_passes, observing_passes, run_any
+from torchspmd.step.passes.runner import (
+    LeaveUnchanged,
+    applied_passes,
+    observing_passes,
+    run_any,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -65,6 +70,25 @@ def test_passes_inside_of_one_that_fails_are_forgotten(make):
     assert report.name == "inner" and str(graph) == before
     inner(gm)  # which may not run twice
     assert applied_passes(gm) == ("inner",)
+
+
+@pytest.mark.parametrize("make", [module, lambda: IterGraphModule(module())])
+def test_a_pass_that_gives_up_leaves_the_graph_unchanged(make):
+    @graph_optimization_pass(prerequisites=[], apply_after=[])
+    def give_up(gm):
+        inner(gm)
+        raise LeaveUnchanged(Outcome(1, 0, ("not worth it",)))
+
+    gm = make()
+    before, undone = text_of(gm), []
+    with observing_passes(lambda *_: None, lambda *told: undone.append(told)):
+        report = give_up(gm)
+    assert text_of(gm) == before
+    assert applied_passes(gm) == ("give_up",) and pass_reports(gm) == (report,)
+    assert report.outcome.refused == ("not worth it",)
+    assert report.proof == "proved equal" and report.before == report.after
+    assert len(undone) == 1
+    inner(gm)  # which may not run twice
 
 
 def test_passes_before_one_that_fails_are_kept():

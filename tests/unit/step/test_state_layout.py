@@ -16,8 +16,8 @@ from torchspmd.step.deferral.module import IterGraphModule, Marks
 from torchspmd.step.graph.metadata import OutputKind, OutputRole, set_roles
 from torchspmd.step.lower.deferred_in_place import write_pending_in_place
 from torchspmd.step.virtual.ranks import lay_out
-from torchspmd.step.virtual.run import Inputs
-from torchspmd.step.virtual.verify import Verifier, without_marks
+from torchspmd.step.virtual.run import Inputs, without_marks
+from torchspmd.step.virtual.verify import Verifier
 
 pytestmark = pytest.mark.unit
 

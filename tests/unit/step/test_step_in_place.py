@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchspmd.step import compile
 from torchspmd.step.graph.memory import predict_peak
-from torchspmd.step.lower.in_place import apply_in_place, plan_in_place
+from torchspmd.step.lower.in_place import compute_in_place
 
 pytestmark = pytest.mark.unit
 
@@ -43,7 +43,7 @@ class Build:
         """The report, and whether the edited graph gives the same values."""
         self.graph.output(outputs)
         before = fx.GraphModule(nn.Module(), copy.deepcopy(self.graph))
-        report = apply_in_place(self.graph, plan_in_place(self.graph, written))
+        report = compute_in_place(self.graph, written)
         after = fx.GraphModule(nn.Module(), self.graph)
         torch.manual_seed(0)
         inputs = [

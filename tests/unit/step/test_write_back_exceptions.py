@@ -140,7 +140,7 @@ def test_before_the_first_copy_the_step_can_be_repeated(training, monkeypatch, f
     assert_equal(training.snapshot(), training.references[count])
 
 
-def test_the_first_call_that_owes_is_watched_from_its_start(monkeypatch):
+def test_the_first_call_that_leaves_updates_is_watched_from_its_start(monkeypatch):
     training = Training("momentum")
     first, second = batches(2)
     training.step(first, last_train_step=True)  # nothing is pending, nothing is watched

@@ -190,9 +190,7 @@ def test_what_a_reader_must_know_is_told(ledger):
     small.note("something happened")
     text = text_of(lambda: expect(small).count(0))
     assert "Note: something happened." in text
-    assert (
-        "Note: 17 single events were dropped, so some lines of the program may" in text
-    )
+    assert "17 single events were dropped (the limit is 1), with their causes" in text
     assert text.endswith("For the lines of the program, record with sources=True.")
 
 

@@ -5,20 +5,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchspmd import CommEvent, Kind, Ledger, Phase
-from torchspmd.comm import Group
+from torchspmd.comm import Group, Total
 from torchspmd.comm.folding import fold, unfold
 from torchspmd.errors import LockError
 from torchspmd.verify.contract.claim import natural
 from torchspmd.verify.lock.changes import changes
-from torchspmd.verify.lock.contents import (
-    Amount,
+from torchspmd.verify.lock.lockfile import (
     Lock,
     Memory,
     Recipe,
     Row,
+    from_text,
+    load_lock,
     lock_ledger,
+    save_lock,
+    to_text,
 )
-from torchspmd.verify.lock.text import from_text, load_lock, save_lock, to_text
 
 pytestmark = pytest.mark.unit
 
@@ -87,16 +89,16 @@ def test_folding_loses_nothing(rows):
 FULL = Lock(
     RECIPE,
     {
-        gather("GPT.layers.0.mlp"): Amount(1, 64),
-        gather("GPT.layers.1.mlp"): Amount(1, 64),
-        gather("GPT.layers.10.mlp"): Amount(2, 128),
-        gather("GPT.head", "backward", implicit=True, cause="aten.mm: S -> R"): Amount(
+        gather("GPT.layers.0.mlp"): Total(1, 64),
+        gather("GPT.layers.1.mlp"): Total(1, 64),
+        gather("GPT.layers.10.mlp"): Total(2, 128),
+        gather("GPT.head", "backward", implicit=True, cause="aten.mm: S -> R"): Total(
             1, 8
         ),
-        Row("optimizer", "(too long ago)", "barrier", "ranks 0-7", "none"): Amount(3),
+        Row("optimizer", "(too long ago)", "barrier", "ranks 0-7", "none"): Total(3),
     },
     MEMORY,
-    setup=Amount(4, 4096),
+    setup=Total(4, 4096),
     notes=("a note with: everything # in it",),
     torch="2.13.0",
 )
@@ -160,7 +162,7 @@ _ROWS = st.builds(
     st.booleans(),
     st.none() | _WORDS,
 )
-_AMOUNTS = st.builds(Amount, st.integers(1, 3), st.integers(0, 2))
+_AMOUNTS = st.builds(Total, st.integers(1, 3), st.integers(0, 2))
 
 
 @given(st.dictionaries(_ROWS, _AMOUNTS, max_size=8), st.none() | _AMOUNTS)
@@ -250,9 +252,9 @@ def test_a_ledger_becomes_rows():
     for each in (event, event, event._replace(check=True)):
         ledger.append(each)
     made = lock_ledger(ledger, "test", setup=ledger)
-    assert made.rows == {gather("Global"): Amount(2, 64)}
+    assert made.rows == {gather("Global"): Total(2, 64)}
     assert made.sources == {gather("Global"): "a.py:3 f"}
-    assert made.setup == Amount(2, 64) == made.total()
+    assert made.setup == Total(2, 64) == made.total()
 
 
 def test_dropped_events_cannot_be_locked():
@@ -268,7 +270,7 @@ def test_dropped_events_cannot_be_locked():
 
 def test_one_more_says_what_where_and_why():
     mlp = gather("GPT.layers.3.mlp", "backward", cause="Shard(1) -> Replicate")
-    now = lock({mlp: Amount(1, 2**26)}, sources={mlp: "model.py:31 forward"})
+    now = lock({mlp: Total(1, 2**26)}, sources={mlp: "model.py:31 forward"})
     assert changes(lock({}), now) == [
         "+1 all_gather of float32 over tp, 64.0 MiB, backward of GPT.layers.3.mlp: "
         "redistribution from Shard(1) to Replicate at model.py:31 in forward"
@@ -276,12 +278,10 @@ def test_one_more_says_what_where_and_why():
 
 
 def test_alike_layers_are_one_sentence_in_the_order_of_the_step():
-    layers = {
-        gather(f"GPT.layers.{i}.mlp", "backward"): Amount(1, 8) for i in range(12)
-    }
-    first = {gather("GPT.head"): Amount(2, 64)}
+    layers = {gather(f"GPT.layers.{i}.mlp", "backward"): Total(1, 8) for i in range(12)}
+    first = {gather("GPT.head"): Total(2, 64)}
     assert changes(
-        lock({**layers, **first}), lock({gather("GPT.head"): Amount(1, 32)})
+        lock({**layers, **first}), lock({gather("GPT.head"): Total(1, 32)})
     ) == [
         "-1 all_gather of float32 over tp, 32 B, forward of GPT.head",
         "-1 all_gather of float32 over tp, 8 B, backward of GPT.layers.[0-11].mlp "
@@ -291,27 +291,27 @@ def test_alike_layers_are_one_sentence_in_the_order_of_the_step():
 
 def test_other_sizes_dtypes_and_causes():
     a, b = gather("M"), gather("M")._replace(dtype="bfloat16")
-    assert changes(lock({a: Amount(2, 64)}), lock({a: Amount(2, 32)})) == [
+    assert changes(lock({a: Total(2, 64)}), lock({a: Total(2, 32)})) == [
         "= 2 all_gather of float32 over tp, 32 B, forward of M, instead of 64 B"
     ]
-    assert changes(lock({a: Amount(2, 64)}), lock({a: Amount(1, 100)})) == [
+    assert changes(lock({a: Total(2, 64)}), lock({a: Total(1, 100)})) == [
         "-1 all_gather of float32 over tp, 100 B, forward of M, instead of 64 B"
     ]
-    assert changes(lock({a: Amount(1, 64)}), lock({b: Amount(1, 32)})) == [
+    assert changes(lock({a: Total(1, 64)}), lock({b: Total(1, 32)})) == [
         "+1 all_gather of bfloat16 over tp, 32 B, forward of M",
         "-1 all_gather of float32 over tp, 64 B, forward of M",
     ]
     old, new = a._replace(cause="Shard(0) -> Replicate"), a._replace(cause="P -> R")
-    assert changes(lock({old: Amount(1, 64)}), lock({new: Amount(1, 64)})) == [
+    assert changes(lock({old: Total(1, 64)}), lock({new: Total(1, 64)})) == [
         "= 1 all_gather of float32 over tp, 64 B, forward of M: redistribution from P to "
         "R; before, redistribution from Shard(0) to Replicate"
     ]
 
 
 def test_set_up_memory_and_notes():
-    before = lock({}, memory=MEMORY, setup=Amount(4, 64), notes=("old",))
+    before = lock({}, memory=MEMORY, setup=Total(4, 64), notes=("old",))
     more = Memory(100, 0, 100, 208, activations=2**20)
-    after = lock({}, memory=more, setup=Amount(5, 96), notes=("new",))
+    after = lock({}, memory=more, setup=Total(5, 96), notes=("new",))
     assert changes(before, after) == [
         "+1 communications before the first module call: 5, 96 B, instead of 4, 64 B",
         "+1048512 bytes of activations on a rank: 1.00 MiB instead of 64 B",

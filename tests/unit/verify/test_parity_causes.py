@@ -1,5 +1,7 @@
 """Each pattern of a difference, and the cause that is read from it."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -23,7 +25,9 @@ def cause(found, reference, layout=("R",), grid=TP, **facts):
     match = measure(found, reference, allowed, grid, layout)
     assert not match.agrees
     facts = {"kind": Kind.FORWARD, "data_axes": (), "closeness": 1e-5, **facts}
-    evidence = Evidence(match=match, reference=reference, grid=grid, **facts)
+    evidence = Evidence(
+        **dataclasses.asdict(match), reference=reference, grid=grid, **facts
+    )
     return find_cause(evidence)
 
 

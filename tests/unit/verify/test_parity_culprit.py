@@ -34,7 +34,7 @@ def place(*wrong, is_later=False, sizes=None):
         for key in keys
     ]
     found = choose_first(results, is_later=is_later)
-    return None if found is None else found.place
+    return None if found is None else found[1]
 
 
 def test_nothing_differs():

@@ -59,7 +59,7 @@ def own_style(style: Style) -> ParallelStyle | None:
 
 
 def fused_form(assignment: Assignment) -> FusedColwiseParallel | None:
-    """The style as the fused one that it stands for; None for other styles."""
+    """A fused style, or the one that is equal to a KeyValueParallel; else None."""
     style, module = assignment.style, assignment.module
     if isinstance(style, KeyValueParallel) and isinstance(module, nn.Linear):
         return style.fused(module)

@@ -38,7 +38,7 @@ def auto_plan(
     become column-wise, those that read them row-wise. A Linear that makes the model's
     output becomes column-wise with a gathered output; embeddings are cut by rows. Norms
     and biases stay whole. Everything else must be named in ``leave``, or is an error:
-    nothing is left out in silence.
+    nothing is left out silently.
 
     Args:
         model: The model; it is not changed, and may be on the meta device.

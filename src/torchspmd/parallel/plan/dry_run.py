@@ -68,7 +68,7 @@ def _feature_layouts(assignment: Assignment) -> StyleLayouts | None:
         return None
     layouts = style.layouts(assignment.module)
     assert layouts is not None
-    outside = (*layouts.given, layouts.wanted)
+    outside = (*layouts.inputs, layouts.output)
     is_plain = all(layout in (Replicate(), _FEATURES) for layout in outside)
     return layouts if is_plain else None
 
@@ -107,15 +107,16 @@ class _Collectives:
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not args:
             return None
-        (given,), (needed,) = self._layouts.given, self._layouts.needed
+        (given,), (needed,) = self._layouts.inputs, self._layouts.desired_inputs
         return (self._change(args[0], given, needed, self._read), *args[1:]), kwargs
 
     def leave(
         self, module: nn.Module, args: Any, kwargs: Any, output: torch.Tensor
     ) -> torch.Tensor:
         # What every rank sums is whole after the sum.
-        made = self._layouts.made if self._layouts.made == _FEATURES else Replicate()
-        return self._change(output, made, self._layouts.wanted, self._written)
+        computed, wanted = self._layouts.computed, self._layouts.output
+        whole = computed if computed == _FEATURES else Replicate()
+        return self._change(output, whole, wanted, self._written)
 
     def _change(
         self,

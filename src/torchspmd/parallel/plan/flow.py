@@ -46,12 +46,14 @@ def _elementwise(trails: Trails, call: FunctionCall) -> list[Trail]:
     ]
     found = {trails[id(t)].dim + output.ndim - t.ndim for t in given if id(t) in trails}
     if len(found) != 1:
-        raise Ended("tensors with features in different dimensions meet")
+        raise Ended("tensors with features in different dimensions are combined")
     (dim,) = found
     for tensor in given:
         place = dim - (output.ndim - tensor.ndim)
         if id(tensor) not in trails and place >= 0 and tensor.shape[place] != 1:
-            raise Ended("they meet a tensor that is whole in that dimension")
+            raise Ended(
+                "they are combined with a tensor that is whole in that dimension"
+            )
     sources = frozenset().union(
         *(trails[id(t)].sources for t in given if id(t) in trails)
     )
@@ -345,7 +347,10 @@ class _Follower:
         trail = self.trails.get(id(input))
         path = self._linears.get(id(weight))
         if path is None:
-            self.end(trail, f"they meet {self._name(weight)}, which no nn.Linear owns")
+            self.end(
+                trail,
+                f"they are multiplied with {self._name(weight)}, which no nn.Linear owns",
+            )
             return
         if trail is not None and trail.dim != input.ndim - 1:
             self.end(

@@ -83,7 +83,7 @@ class DTensors:
 def moves_of(
     assignment: Assignment, call: ModuleCall, dtensors: DTensors, num_ranks: int
 ) -> list[Move] | None:
-    """The layout changes of one call; None where the style does not tell.
+    """The layout changes of one call; None where it is not known.
 
     Args:
         assignment: The module and its style.
@@ -116,9 +116,9 @@ def _layer_moves(
     style: ParallelStyle, layouts: StyleLayouts, call: ModuleCall, dtensors: DTensors
 ) -> Iterator[Move]:
     """Inputs into the layouts that a layer reads, its output into that it returns."""
-    made, wanted = layouts.made, layouts.wanted
+    made, wanted = layouts.computed, layouts.output
     for info, given, needed in zip(
-        call.inputs, layouts.given, layouts.needed, strict=False
+        call.inputs, layouts.inputs, layouts.desired_inputs, strict=False
     ):
         if info is None or given is None or needed is None:
             continue
@@ -251,7 +251,7 @@ _OPS = {
 
 
 class Prediction(NamedTuple):
-    """What a plan will send, and what could not be told."""
+    """What a plan will send, and the modules for which that is not known."""
 
     events: list[CommEvent]
     unknown: list[str]

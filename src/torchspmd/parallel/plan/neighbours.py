@@ -173,7 +173,7 @@ def _split_name(node: fx.Node) -> str | None:
 # Whether what a module returns is what the next one takes.
 
 
-class _End(NamedTuple):
+class _Neighbour(NamedTuple):
     """One of two neighbours, and the layout that it returns or takes."""
 
     path: str
@@ -202,58 +202,60 @@ def _judge(
     styles: Mapping[int, ParallelStyle | None],
 ) -> Iterator[str]:
     path = _join(parent, reach.source)
-    giver = _giver(path, tree[path], styles)
-    # A hook may hand on something else than the module does.
-    if giver is None or _torch.has_forward_hooks(giver.module):
+    producer = _producer(path, tree[path], styles)
+    # A hook may return something else than the module does.
+    if producer is None or _torch.has_forward_hooks(producer.module):
         return
-    if reach.split is not None and isinstance(giver.style, ColwiseParallel):
-        if giver.layout == Shard(-1):
-            yield _split_text(giver, reach.split)
+    if reach.split is not None and isinstance(producer.style, ColwiseParallel):
+        if producer.layout == Shard(-1):
+            yield _split_text(producer, reach.split)
     for target in reach.targets:
-        taker = _taker(_join(parent, target), tree, styles, giver)
-        if taker is None or _torch.has_forward_hooks(taker.module):
+        consumer = _consumer(_join(parent, target), tree, styles, producer)
+        if consumer is None or _torch.has_forward_hooks(consumer.module):
             continue
-        if _certainly_differ(giver.layout, taker.layout):
-            yield _text(giver, taker)
+        if _certainly_differ(producer.layout, consumer.layout):
+            yield _text(producer, consumer)
 
 
-def _giver(
+def _producer(
     path: str, module: nn.Module, styles: Mapping[int, ParallelStyle | None]
-) -> _End | None:
+) -> _Neighbour | None:
     """What a module returns, as a plain tensor; None where that is not certain."""
     if id(module) not in styles:
         is_whole = type(module) is nn.Linear
-        return _End(path, module, None, Replicate()) if is_whole else None
+        return _Neighbour(path, module, None, Replicate()) if is_whole else None
     style = styles[id(module)]
     layouts = style.layouts(module) if style is not None else None
     if layouts is None or not layouts.local_output:
         return (
             None  # a DTensor, which knows its layout itself, or a style of the user's
         )
-    return _End(path, module, style, layouts.wanted)
+    return _Neighbour(path, module, style, layouts.output)
 
 
-def _taker(
+def _consumer(
     path: str,
     tree: Mapping[str, nn.Module],
     styles: Mapping[int, ParallelStyle | None],
-    giver: _End,
-) -> _End | None:
+    producer: _Neighbour,
+) -> _Neighbour | None:
     """What a module takes a plain tensor as; None where that is not certain."""
     module = tree[path]
     if id(module) not in styles:
-        return _plain_taker(path, module, giver)
+        return _plain_consumer(path, module, producer)
     style = styles[id(module)]
     layout = _taken(style, module)
     if layout is None:
         return None
-    if giver.style is None:
+    if producer.style is None:
         # A Linear without a style is whole in its features; its tokens may not be. It
         # may also have been built with the features of one rank.
-        fits = isinstance(module, nn.Linear) and _features(giver) == module.in_features
+        fits = (
+            isinstance(module, nn.Linear) and _features(producer) == module.in_features
+        )
         if layout != Shard(-1) or not fits:
             return None
-    return _End(path, module, style, layout)
+    return _Neighbour(path, module, style, layout)
 
 
 def _taken(style: ParallelStyle | None, module: nn.Module) -> Placement | None:
@@ -262,22 +264,24 @@ def _taken(style: ParallelStyle | None, module: nn.Module) -> Placement | None:
         given = style.input_layouts
         return given[0] if isinstance(given, tuple) else None
     layouts = style.layouts(module) if style is not None else None
-    return None if layouts is None else layouts.given[0]
+    return None if layouts is None else layouts.inputs[0]
 
 
-def _plain_taker(path: str, module: nn.Module, giver: _End) -> _End | None:
+def _plain_consumer(
+    path: str, module: nn.Module, producer: _Neighbour
+) -> _Neighbour | None:
     """A layer without a style needs its input whole, or its gradients are one rank's."""
     trained = any(p.requires_grad for p in module.parameters(recurse=False))
-    if giver.style is None or isinstance(giver.layout, Replicate) or not trained:
+    if producer.style is None or isinstance(producer.layout, Replicate) or not trained:
         return None
     # A layer that was built with the features of one rank is right as it is.
-    if giver.layout == Shard(-1) and _features(giver) != _read_features(module):
+    if producer.layout == Shard(-1) and _features(producer) != _read_features(module):
         return None
-    return _End(path, module, None, Replicate())
+    return _Neighbour(path, module, None, Replicate())
 
 
-def _features(giver: _End) -> int | None:
-    module = giver.module
+def _features(producer: _Neighbour) -> int | None:
+    module = producer.module
     if isinstance(module, nn.Linear):
         return module.out_features
     return module.embedding_dim if isinstance(module, nn.Embedding) else None
@@ -298,45 +302,45 @@ def _certainly_differ(first: Placement, second: Placement) -> bool:
     return type(first) is not type(second)
 
 
-def _text(giver: _End, taker: _End) -> str:
-    gives, takes = map(format_placement, (giver.layout, taker.layout))
-    if giver.style is None:
+def _text(producer: _Neighbour, consumer: _Neighbour) -> str:
+    returned, taken = map(format_placement, (producer.layout, consumer.layout))
+    if producer.style is None:
         return (
-            f"'{taker.path}' ({describe_style(taker.style)}) takes {takes}, but "
-            f"'{giver.path}' before it has no style and hands on all its features; give "
-            f"'{giver.path}' ColwiseParallel(), or '{taker.path}' "
+            f"'{consumer.path}' ({describe_style(consumer.style)}) takes {taken}, but "
+            f"'{producer.path}' before it has no style and returns all its features; give "
+            f"'{producer.path}' ColwiseParallel(), or '{consumer.path}' "
             "input_layouts=Replicate()"
         )
-    source = f"'{giver.path}' ({describe_style(giver.style)}) hands on {gives}"
-    fix = f"give {', or '.join(_fixes(giver, taker))}"
-    if taker.style is not None:
-        taking = f"'{taker.path}' ({describe_style(taker.style)}) takes {takes}"
+    source = f"'{producer.path}' ({describe_style(producer.style)}) returns {returned}"
+    fix = f"give {', or '.join(_fixes(producer, consumer))}"
+    if consumer.style is not None:
+        taking = f"'{consumer.path}' ({describe_style(consumer.style)}) takes {taken}"
         return f"{source}, but {taking}; {fix}"
     return (
-        f"{source}, but '{taker.path}' has no style and needs the whole tensor, or its "
+        f"{source}, but '{consumer.path}' has no style and needs the whole tensor, or its "
         f"parameters get the gradients of one rank's part; {fix}"
     )
 
 
-def _split_text(giver: _End, function: str) -> str:
+def _split_text(producer: _Neighbour, function: str) -> str:
     return (
-        f"'{giver.path}' ({describe_style(giver.style)}) hands on a shard of its "
+        f"'{producer.path}' ({describe_style(producer.style)}) returns a shard of its "
         f"features, which {function} then takes apart: a rank's parts would not be its "
-        f"share of each part; give '{giver.path}' FusedColwiseParallel(parts=...)"
+        f"share of each part; give '{producer.path}' FusedColwiseParallel(parts=...)"
     )
 
 
-def _fixes(giver: _End, taker: _End) -> list[str]:
+def _fixes(producer: _Neighbour, consumer: _Neighbour) -> list[str]:
     """The arguments that would make the two agree, where their styles have them."""
-    gives, takes = map(format_placement, (giver.layout, taker.layout))
+    returned, taken = map(format_placement, (producer.layout, consumer.layout))
     fixes = []
-    if giver.layout == Shard(-1) and isinstance(taker.module, nn.Linear):
-        fixes.append(f"'{taker.path}' RowwiseParallel()")
-    elif _has_argument(taker.style, "input_layouts"):
-        fixes.append(f"'{taker.path}' input_layouts={gives}")
-    if _has_argument(giver.style, "output_layouts"):
-        fixes.append(f"'{giver.path}' output_layouts={takes}")
-    return fixes or [f"'{taker.path}' a style that takes {gives}"]
+    if producer.layout == Shard(-1) and isinstance(consumer.module, nn.Linear):
+        fixes.append(f"'{consumer.path}' RowwiseParallel()")
+    elif _has_argument(consumer.style, "input_layouts"):
+        fixes.append(f"'{consumer.path}' input_layouts={returned}")
+    if _has_argument(producer.style, "output_layouts"):
+        fixes.append(f"'{producer.path}' output_layouts={taken}")
+    return fixes or [f"'{consumer.path}' a style that takes {returned}"]
 
 
 def _has_argument(style: ParallelStyle | None, name: str) -> bool:

@@ -124,7 +124,7 @@ def _layouts(
 
 
 def _cuts(assignment: Assignment, num_ranks: int) -> dict[str, Cut] | None:
-    """How each parameter of a module is cut; None when the style does not tell."""
+    """How each parameter of a module is cut; None when that is not known."""
     placed = parameter_layouts(assignment)
     fused = fused_form(assignment)
     if placed is None:

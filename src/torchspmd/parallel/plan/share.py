@@ -140,13 +140,13 @@ def _style_for(call: ModuleCall, readers: list[ModuleCall], uses: _Uses) -> Styl
     common = {identity for identity in read if read.count(identity) > 1}
     if not common:
         return "they do not read one tensor"
-    # Anything else that reads it would meet a DTensor.
+    # Anything else that reads it would get a DTensor.
     others = {identity: _others(identity, read, uses) for identity in common}
     shared = {identity for identity in common if not others[identity]}
     if not shared:
         names = listed(dict.fromkeys(name for o in others.values() for name in o))
         return (
-            f"the tensor that they read is also read by {names}, which would meet a "
+            f"the tensor that they read is also read by {names}, which would get a "
             "DTensor; hand them one of their own, such as the output of a norm"
         )
     by_place = tuple(

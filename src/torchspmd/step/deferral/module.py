@@ -122,7 +122,7 @@ class IterGraphModule:
     def lost(self) -> tuple[int, ...]:
         """The inputs that must be loaded again after an exception, by place."""
         if self.state is State.WRITING:
-            return self._places(written_state(self.graph).values())
+            return self._places(set(written_state(self.graph).values()))
         if self.state is State.UPDATING:  # the updates that have not begun are dropped
             return self.states_of(self.unfinished)
         return ()
@@ -136,10 +136,8 @@ class IterGraphModule:
         """The inputs that regions write, by place."""
         graph = self.graph
         names = {name for n in regions for name in graph.regions[n].nodes}
-        written = written_by(
-            graph, [node for node in graph.nodes if node.name in names]
-        )
-        return self._places(written)
+        moved = [node for node in graph.nodes if node.name in names]
+        return self._places(written_by(graph, moved))
 
     def _places(self, inputs: Collection[fx.Node]) -> tuple[int, ...]:
         placeholders = self.graph.find_nodes(op="placeholder")

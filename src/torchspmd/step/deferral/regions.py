@@ -12,13 +12,13 @@ from torchspmd.errors import DeferralError
 from torchspmd.step.graph.aliases import memory_root
 from torchspmd.step.graph.memory import ROLE_KEY
 from torchspmd.step.graph.metadata import (
-    OutputKind,
     is_guarded,
     output_node,
     output_values,
     owner_of,
     readable_name,
     roles_of,
+    written_state,
 )
 
 _SHOWN = 6  # problems in one message
@@ -91,7 +91,6 @@ def check_regions(
     """
     if not regions:
         return
-    _check_names(graph, regions, edit)
     problems = list(_Validity(graph, regions).problems())
     if not problems:
         return
@@ -121,53 +120,36 @@ def _shorten(names: Sequence[str], most: int) -> str:
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _check_names(graph: fx.Graph, regions: Sequence[DeferredRegion], edit: str) -> None:
-    there = {node.name for node in graph.nodes}
-    moved = [name for each in regions for name in each.nodes if name not in there]
-    places = [each.before for each in regions if each.before not in there]
-    lost = [
-        f"{what} are gone: {_shorten(list(dict.fromkeys(names)), _SHOWN)}. "
-        for what, names in (
-            ("Nodes that were moved to the next iteration", moved),
-            ("Nodes before which moved ones run in the next iteration", places),
-        )
-        if names
-    ]
-    if lost:
-        who = f"{edit} removed or replaced them, and was not taken" if edit else ""
-        raise DeferralError(
-            "".join(lost)
-            + f"{who or 'A later pass replaced them'}: move nodes after all other passes."
-        )
-
-
 class _Validity:
     """An iteration and its regions, looked up by node, and what is wrong with them."""
 
     def __init__(self, graph: fx.Graph, regions: Sequence[DeferredRegion]) -> None:
         self._graph, self._regions = graph, regions
         by_name = {node.name: node for node in graph.nodes}
-        self._members = [
-            [by_name[name] for name in region.nodes if name in by_name]
-            for region in regions
-        ]
+        named = (name for each in regions for name in (*each.nodes, each.before))
+        self._gone = [name for name in dict.fromkeys(named) if name not in by_name]
+        if self._gone:
+            return
+        self._members = [[by_name[name] for name in each.nodes] for each in regions]
+        self._places = [by_name[region.before] for region in regions]
         self._region_of: dict[fx.Node, int] = {  # of a node that is in two, the first
             node: number
             for number in reversed(range(len(regions)))
             for node in self._members[number]
         }
-        self._places = [by_name.get(region.before) for region in regions]
         self._outputs = list(zip(output_values(graph), roles_of(graph), strict=True))
-        placeholders = graph.find_nodes(op="placeholder")
         self._writer_of = {  # of a state: the region that writes it
-            placeholders[role.placeholder]: self._region_of[value]
-            for value, role in self._outputs
-            if role.kind is OutputKind.STATE
-            and isinstance(value, fx.Node)
-            and value in self._region_of
+            state: self._region_of[value]
+            for value, states in _next_values(graph).items()
+            if value in self._region_of
+            for state in states
         }
 
     def problems(self) -> Iterator[str]:
+        if self._gone:
+            names = _shorten(self._gone, _SHOWN)
+            yield f"{names}: moved, or the place of what is moved, and gone or replaced"
+            return
         yield from self._wrong_nodes()
         yield from self._early_readers()
         yield from self._users_outside()
@@ -185,15 +167,13 @@ class _Validity:
                 elif self._region_of[node] != number:
                     yield f"{node.name} is moved already"
             place = self._places[number]
-            if place is None:
-                continue
             is_moved = self._region_of.get(place, number + 1) <= number
             if is_moved or place.op == "placeholder":
                 yield f"{place.name} is no place for them: take a node that stays"
 
     def _early_readers(self) -> Iterator[str]:
         """The first node for each region that would read a state before its update."""
-        begins: dict[fx.Node | None, list[int]] = {}
+        begins: dict[fx.Node, list[int]] = {}
         for number, place in enumerate(self._places):
             begins.setdefault(place, []).append(number)
         settled: set[int] = set()  # regions that have run here, or have been reported
@@ -251,8 +231,8 @@ class _Validity:
                 )
             if state.meta.get(ROLE_KEY) == "input":
                 yield (
-                    f"{readable_name(state)} is an argument of the step: the caller looks "
-                    "at it, or passes another one next time"
+                    f"{readable_name(state)} is an argument of the step: the caller may "
+                    "read it, or pass another one next time"
                 )
 
     def _shared_states(self) -> Iterator[str]:
@@ -299,13 +279,19 @@ def first_reader(graph: fx.Graph, nodes: Sequence[fx.Node]) -> fx.Node:
 
 def written_by(graph: fx.Graph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """The inputs whose next values these nodes compute."""
-    inside = set(nodes)
-    placeholders = graph.find_nodes(op="placeholder")
-    return {
-        placeholders[role.placeholder]
-        for value, role in zip(output_values(graph), roles_of(graph), strict=True)
-        if role.kind is OutputKind.STATE and value in inside
-    }
+    values = _next_values(graph)
+    return {state for node in nodes for state in values.get(node, ())}
+
+
+def _next_values(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """For each node that is the next value of inputs: those inputs."""
+    values = output_values(graph)
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for index, state in written_state(graph).items():
+        value = values[index]
+        if isinstance(value, fx.Node):
+            found.setdefault(value, []).append(state)
+    return found
 
 
 def complete_region(graph: fx.Graph, nodes: Iterable[fx.Node]) -> list[fx.Node]:
@@ -314,63 +300,34 @@ def complete_region(graph: fx.Graph, nodes: Iterable[fx.Node]) -> list[fx.Node]:
     Such as the step counters of an optimizer: with them in the region, nothing but the
     gradients and the hyper-parameters goes from one iteration to the next.
     """
-    region = set(nodes)
-    states = _state_values(graph)
+    asked, states = set(nodes), _next_values(graph)
+    region = set(asked)
+
     for node in reversed(graph.nodes):
-        if node.op != "call_function" or not region.intersection(node.users):
+        if node.op != "call_function" or region.isdisjoint(node.users):
             continue
-        kept = all(
+        is_used_here_alone = all(
             user in region or (user.op == "output" and node in states)
             for user in node.users
         )
         # What forward and backward make is carried, not made again.
-        if kept and owner_of(node).phase is Phase.OPTIMIZER:
+        if is_used_here_alone and owner_of(node).phase is Phase.OPTIMIZER:
             region.add(node)
-    _drop_unfounded(graph, region, set(nodes), states)
-    return [node for node in graph.nodes if node in region]
-
-
-def _state_values(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For each node that is the next value of inputs: those inputs."""
-    placeholders = graph.find_nodes(op="placeholder")
-    found: dict[fx.Node, list[fx.Node]] = {}
-    for value, role in zip(output_values(graph), roles_of(graph), strict=True):
-        if isinstance(value, fx.Node):
-            found.setdefault(value, [])
-            if role.kind is OutputKind.STATE:
-                found[value].append(placeholders[role.placeholder])
-    return {value: inputs for value, inputs in found.items() if inputs}
-
-
-def _drop_unfounded(
-    graph: fx.Graph,
-    region: set[fx.Node],
-    asked: set[fx.Node],
-    states: dict[fx.Node, list[fx.Node]],
-) -> None:
-    """Take nodes out again that need something of this iteration, until none is left.
-
-    A node stays whose inputs are numbers, constants, nodes of the region, or inputs of
-    the step that the region itself renews.
-    """
-    while True:
-        renewed = {each for value in region for each in states.get(value, ())}
-        unfounded = [
+    while True:  # leave out what needs a value of this iteration, until nothing does
+        renewed = written_by(graph, region)
+        unfit = {
             node
-            for node in graph.nodes
-            if node in region - asked
-            and not all(
-                source in region
-                or source in renewed
-                or source.op == "get_attr"
-                or (source.op == "placeholder" and _is_number(source))
+            for node in region - asked
+            if not all(
+                source in region or source in renewed or _is_constant(source)
                 for source in node.all_input_nodes
             )
-        ]
-        if not unfounded:
-            return
-        region.difference_update(unfounded)
+        }
+        if not unfit:
+            return [node for node in graph.nodes if node in region]
+        region -= unfit
 
 
-def _is_number(node: fx.Node) -> bool:
-    return not isinstance(node.meta.get("val"), torch.Tensor)
+def _is_constant(node: fx.Node) -> bool:
+    is_number = not isinstance(node.meta.get("val"), torch.Tensor)
+    return node.op == "get_attr" or (node.op == "placeholder" and is_number)

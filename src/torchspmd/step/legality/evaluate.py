@@ -16,10 +16,10 @@ from torchspmd.step.legality.math_rules import (
     fused,
 )
 from torchspmd.step.legality.memory_rules import (
-    find_layouts,
+    known_layout,
     layout_read,
     reads_layout,
-    walks_memory,
+    unknown_layout,
     written_nodes,
     written_operands,
 )
@@ -30,7 +30,6 @@ from torchspmd.step.legality.values import (
     Fakes,
     Flat,
     Impossible,
-    Layouts,
     OpCall,
     Pieces,
     Rule,
@@ -140,7 +139,6 @@ class Evaluation:
 
     Attributes:
         made: The value that each node had when it ran.
-        layouts: How tensors lie; empty in a graph of which no node reads that.
         writers: The node that wrote each value that was written into memory.
         impossible: Nodes that cannot run on what they are given, and why.
     """
@@ -167,10 +165,7 @@ class Evaluation:
         self.writers: dict[int, fx.Node] = {}
         self.impossible: dict[fx.Node, str] = {}
         self._num_inputs = 0
-        self._readers = frozenset(filter(reads_layout, graph.nodes))
-        self.layouts: Layouts = {}
-        if self._readers or any(map(walks_memory, graph.nodes)):
-            self.layouts = find_layouts(table, graph, fakes)
+        self._layouts: dict[fx.Node, Hashable] = {}
         for node in graph.nodes:
             if node.op != "output":
                 self._run(node)
@@ -184,6 +179,12 @@ class Evaluation:
             return self._memory[root]
         version, value = self._shown[node]
         return value if version == self._version[root] else self._reload(node, root)
+
+    def layout(self, node: fx.Node) -> Hashable:
+        """How what a node gives lies in memory; few calls depend on it."""
+        if node not in self._layouts:
+            self._layouts[node] = known_layout(self.fakes[node])
+        return self._layouts[node]
 
     def _reload(self, node: fx.Node, root: fx.Node) -> int:
         """A view's elements after a write to its memory."""
@@ -215,6 +216,8 @@ class Evaluation:
             else:
                 value = self._compute(call)
         self.made[node] = value
+        if self.fakes.get(node) is None:
+            self._layouts[node] = unknown_layout(self, node)
         if root in self._written:
             self._shown[node] = self._version[root], value
             self._memory.setdefault(root, value)
@@ -236,8 +239,8 @@ class Evaluation:
         operands = commuted(call, children)
         if call.node in self._random:
             attributes = (self._random[call.node], attributes)
-        if call.node in self._readers:
-            operands = [*operands, layout_read(self, call, self.layouts)]
+        if reads_layout(call):
+            operands = [*operands, layout_read(self, call)]
         atom = self.table.term(call.head, attributes, operands)
         written = written_operands(call)
         if call.signature is not None and len(call.signature.written) == 1:

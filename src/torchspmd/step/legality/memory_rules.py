@@ -27,10 +27,8 @@ from torchspmd.step.legality.edit import Edit, Problem, output_name
 from torchspmd.step.legality.graph_rules import find_starts
 from torchspmd.step.legality.values import (
     Fakes,
-    Layouts,
     OpCall,
     Reader,
-    ValueTable,
     are_integers,
     find_tensor,
     read_call,
@@ -328,21 +326,11 @@ _KEEPING = frozenset(
 )  # views of the same places
 
 
-def reads_layout(node: fx.Node) -> bool:
-    """Whether what a node computes depends on how its operand lies in memory."""
-    operator = operator_of(node)
-    if operator is None:
+def reads_layout(call: OpCall) -> bool:
+    """Whether what a call computes depends on how its operand lies in memory."""
+    if call.signature is None or not isinstance(call.first, fx.Node):
         return False
-    signature = _torch.signature_of(operator)
-    is_concerned = signature.name in _BY_PLACE or signature.is_random
-    return is_concerned and isinstance(read_call(node).first, fx.Node)
-
-
-def walks_memory(node: fx.Node) -> bool:
-    """Whether a node goes through the memory of lists of tensors, item by item."""
-    operator = operator_of(node)
-    name = "" if operator is None else _torch.signature_of(operator).name
-    return name.startswith("aten::_fused_")
+    return call.signature.name in _BY_PLACE or call.signature.is_random
 
 
 def layouts_walked(reader: Reader, items: Sequence[Any]) -> list[int]:
@@ -354,18 +342,18 @@ def layouts_walked(reader: Reader, items: Sequence[Any]) -> list[int]:
     tensors = [find_tensor(reader, item) for item in items]
     shape = () if tensors[0] is None else tensors[0].shape
     # Numbers, as counts of steps are, lie nowhere else; other shapes are other values.
+    lying = [reader.layout(i) if isinstance(i, fx.Node) else None for i in items]
     walked = {
-        reader.layouts.get(item)
-        for item, found in zip(items, tensors, strict=True)
+        layout
+        for layout, found in zip(lying, tensors, strict=True)
         if shape and found is not None and found.shape == shape
     }
     if len(walked) < 2 and all(_leaves_no_gaps(shape, each) for each in walked):
         return []
-    lying = [reader.layouts.get(item) for item in items]
     return [reader.table.term(f"layouts {lying!r}", None, ())]
 
 
-def layout_read(reader: Reader, call: OpCall, layouts: Layouts) -> int:
+def layout_read(reader: Reader, call: OpCall) -> int:
     """A value for the layout of a call's operand, and for the memory that it lies in.
 
     It has no parts: where two of them differ, nothing is certain about the results.
@@ -379,31 +367,16 @@ def layout_read(reader: Reader, call: OpCall, layouts: Layouts) -> int:
         node = source
     # Through a view, places outside of it can be read too.
     memory = reader.value(node) if call.name in _BY_PLACE else None
-    head = f"layout {layouts[node]!r} of {memory} through {chain!r}"
+    head = f"layout {reader.layout(node)!r} of {memory} through {chain!r}"
     return reader.table.term(head, None, ())
 
 
-def find_layouts(table: ValueTable, graph: fx.Graph, fakes: Fakes) -> Layouts:
-    """The layout of each node's value, as far as it is known.
-
-    >>> graph = fx.Graph()
-    >>> x = graph.placeholder("x")
-    >>> find_layouts(ValueTable(), graph, {x: torch.empty(3, 2).t()})[x]
-    (1, 2)
-    """
-    layouts: dict[fx.Node, Hashable] = {}
-    for node in graph.nodes:
-        fake = fakes.get(node)
-        is_known = fake is not None
-        layouts[node] = _strides(fake) if is_known else _unknown(table, node, layouts)
-    return layouts
-
-
-def _unknown(table: ValueTable, node: fx.Node, layouts: Layouts) -> Hashable:
-    around = (str(node.target), repr(node.args), repr(node.kwargs))
-    follows = tuple(layouts[each] for each in node.all_input_nodes)
+def unknown_layout(reader: Reader, node: fx.Node) -> Hashable:
+    """The layout of a node of whose value nothing is known: it follows from its call."""
+    call = (str(node.target), repr(node.args), repr(node.kwargs))
+    follows = tuple(map(reader.layout, node.all_input_nodes))
     # By number: written out, layouts of layouts would grow without end.
-    return "unknown", table.term("unknown layout", (*around, follows), ())
+    return "unknown", reader.table.term("unknown layout", (*call, follows), ())
 
 
 def _leaves_no_gaps(shape: Sequence[Any], strides: Hashable) -> bool:
@@ -421,9 +394,14 @@ def _leaves_no_gaps(shape: Sequence[Any], strides: Hashable) -> bool:
     return True
 
 
-def _strides(value: object) -> Hashable:
+def known_layout(value: object) -> Hashable:
+    """The strides of a fake tensor.
+
+    >>> known_layout(torch.empty(3, 2).t()), known_layout(torch.empty(3, 1, 2))
+    ((1, 2), (2, 1))
+    """
     if isinstance(value, (list, tuple)):
-        return tuple(map(_strides, value))
+        return tuple(map(known_layout, value))
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
     shape, strides = value.shape, value.stride()

@@ -320,8 +320,6 @@ class ValueTable:
 
 # What a node gives, without values; None where that is not known.
 Fakes: TypeAlias = Mapping[fx.Node, Any]
-# How what a node gives lies in memory.
-Layouts: TypeAlias = Mapping[fx.Node, Hashable]
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,10 +352,12 @@ class Reader(Protocol):
 
     table: ValueTable
     fakes: Fakes
-    layouts: Layouts
 
     def value(self, node: fx.Node) -> int:
         """The value of a node at this point of the graph."""
+
+    def layout(self, node: fx.Node) -> Hashable:
+        """How what a node gives lies in memory."""
 
 
 class Unknown(Exception):  # noqa: N818 - not an error: a rule says nothing about a call

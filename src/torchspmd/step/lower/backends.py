@@ -16,8 +16,7 @@ from torchspmd.step.lower.cuda_graph import CudaGraphRun
 from torchspmd.step.lower.deferred_in_place import FormsInPlace
 from torchspmd.step.lower.in_place import (
     InPlaceReport,
-    apply_in_place,
-    plan_in_place,
+    compute_in_place,
     write_in_place,
     written_tensors,
 )
@@ -130,7 +129,7 @@ def _for_replay(run: IterGraphModule) -> fx.GraphModule:
         raise CaptureError(
             "compile(backend='cudagraph') replays one graph that is launched as it is, in "
             "which every collective ends: it takes neither work that is left for the next "
-            "step (overlap_iterations, defer_updates) nor enable_inductor. Leave them "
+            "step (overlap, defer_updates) nor enable_inductor. Leave them "
             "out, or use backend='graph' or 'inductor'."
         )
     return run.main_gm
@@ -168,8 +167,8 @@ def write_for_compiler(
     notes: tuple[str, ...] = ()
     for may_write in (is_fused_update, _never):
         edited = copy.deepcopy(graph.graph)
-        plan = plan_in_place(edited, written_tensors(edited), may_write=may_write)
-        report = apply_in_place(edited, plan)
+        written = written_tensors(edited)
+        report = compute_in_place(edited, written, may_write=may_write)
         updates = [n for n in edited.nodes if is_fused_update(n) and targets_of(n)]
         problems = (make_one_call(edited, [node], NOT_PENDING) for node in updates)
         problem = next(filter(None, problems), None)

@@ -1,7 +1,7 @@
-"""Updates that an earlier step left are made in place, and it is known which are done.
+"""Pending updates are made in place, and it is known at any time which are done.
 
 A step that fails must be repeatable. Around the writes of each update the running graph
-says that it begins and that it is done; an update is made in place as a whole or not at
+notes that it begins and that it ends; an update is made in place as a whole or not at
 all, so that after an exception each is done, not begun, or known to be lost.
 """
 
@@ -32,12 +32,284 @@ from torchspmd.step.graph.metadata import (
     roles_of,
 )
 from torchspmd.step.lower.in_place import (
-    apply_in_place,
-    keep_apart,
-    plan_in_place,
+    compute_in_place,
+    copy_results,
     write_in_place,
 )
 from torchspmd.step.lower.update_calls import make_one_call, noting, targets_of
+
+
+class FormsInPlace:
+    """Makes the forms of an iterated graph ready to run.
+
+    An iteration that leaves work and fails may be run again, so that its inputs must stay
+    as they were. Pending updates are an exception: it is noted which of them are done.
+
+    Attributes:
+        notes: What became of the pending updates, a line each.
+        running: The graphs that run, by form, before a compiler gets them.
+    """
+
+    def __init__(self, run: IterGraphModule, whole: fx.GraphModule) -> None:
+        self._run, self._whole = run, whole
+        self._left: Mapping[
+            int, str
+        ] = {}  # updates that are not made in place, and why
+        self._spare: frozenset[int] = frozenset()
+        self.notes: list[str] = []
+        self.running: dict[str, fx.Graph] = {}
+
+    def make_ready(self, name: str, form: fx.GraphModule) -> Callable[..., Any]:
+        """What is called for a form."""
+        is_compiled = self._run.enable_inductor
+        if name == "whole":
+            running = self._whole
+        elif name in ("steady", "flush"):
+            running = self._write_pending(name, form)
+        elif is_compiled:
+            running = fx.GraphModule(form, copy.deepcopy(form.graph))
+            copy_results(running.graph)
+        else:
+            running, _ = write_in_place(form, keep_inputs=True)
+        self.running[name] = running.graph
+        if not is_compiled:
+            return running
+        # Whoever asks for a flush waits for it: it is mostly updates, which are calls.
+        if name == "flush":
+            return _Noting(running.forward, self._run.marks)
+        compiled, note = lower(running)
+        self.notes.append(note)
+        return _Noting(compiled, self._run.marks)
+
+    def _write_pending(self, name: str, form: fx.GraphModule) -> fx.GraphModule:
+        """The steady form comes first: it alone shows collectives that read a state."""
+        if name == "steady":
+            self._spare = find_spare(form.graph)
+        running, report = write_pending_in_place(
+            form,
+            self._run.marks,
+            self._left,
+            self._spare,
+            as_calls=self._run.enable_inductor,
+        )
+        if name == "steady":
+            self._left = report.left
+            peak = predict_peak(running.graph)
+            self.notes += [*report.lines(), f"memory of an overlapped step: {peak}"]
+        return running
+
+
+class _Noting:
+    """Compiled code whose updates note that they begin and end."""
+
+    def __init__(self, run: Callable[..., Any], marks: Marks) -> None:
+        self._run, self._marks = run, marks
+        self._is_known = False  # whether the states themselves are written
+
+    def __call__(self, *flat: Any) -> Any:
+        with noting(self._marks, None if self._is_known else flat):
+            out = self._run(*flat)
+        self._is_known = True
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class PendingReport:
+    """Which updates are made in place.
+
+    Attributes:
+        in_place: Their numbers.
+        left: The numbers of the others, each with the reason. Their new states are fresh
+            tensors that are copied after the run.
+    """
+
+    in_place: frozenset[int] = frozenset()
+    left: Mapping[int, str] = field(default_factory=dict)
+
+    def lines(self) -> list[str]:
+        """What this comes to, for people.
+
+        >>> PendingReport(frozenset({0, 2}), {1: "it leaves a gradient"}).lines()[0]
+        '2 of 3 pending updates are made in place'
+        """
+        total = len(self.in_place) + len(self.left)
+        return [
+            f"{len(self.in_place)} of {total} pending updates are made in place",
+            *(f"update {n} is not: {why}" for n, why in sorted(self.left.items())),
+        ]
+
+
+def write_pending_in_place(
+    form: fx.GraphModule,
+    marks: Marks,
+    refused: Mapping[int, str],
+    spare: Collection[int] = (),
+    *,
+    as_calls: bool = False,
+) -> tuple[fx.GraphModule, PendingReport]:
+    """A copy of a derived graph whose pending regions write where the old values lie.
+
+    All other states stay as they are, so that the rest of the graph can be repeated.
+
+    Args:
+        form: The graph; the nodes of pending regions have their number on them.
+        marks: Called in the copy before the first and after the last write of a region.
+        refused: Regions that may not, by number, each with the reason.
+        spare: Carried values, by place, that a region may overwrite once it has begun.
+        as_calls: Make one call of each region, for a compiler; all else stays as it is.
+    """
+    left = dict(refused)
+    while True:
+        running = fx.GraphModule(form, copy.deepcopy(form.graph))
+        graph = running.graph
+        _communicate_first(graph)
+        regions, left = _find_regions(graph, left)
+        values = output_values(graph)
+        written: dict[fx.Node, fx.Node] = {}
+        for states in regions.values():
+            for index, state in states.items():
+                value = values[index]
+                assert isinstance(value, fx.Node), type(value)
+                written.setdefault(value, state)
+        scratch = {} if as_calls else find_scratch(graph, spare, regions)
+        may_write = _is_pending if as_calls else None
+        compute_in_place(graph, written, may_write=may_write, scratch=scratch)
+        writes = _find_writes(graph, regions, scratch)
+        problems = _find_problems(graph, regions, writes)
+        if as_calls and not problems:
+            problems = _make_calls(graph, writes)
+        if not problems:
+            break
+        left.update(problems)
+    if not as_calls:
+        for number, nodes in writes.items():
+            _mark(graph, number, nodes, marks)
+        reduce_in_place(graph)
+        gather_into_memory(graph)
+    running.recompile()
+    numbers = set(map(_region_of, form.graph.nodes))
+    left = {number: why for number, why in left.items() if number in numbers}
+    return running, PendingReport(frozenset(regions), left)
+
+
+def _is_pending(node: fx.Node) -> bool:
+    return PENDING_KEY in node.meta
+
+
+def _region_of(value: object) -> int | None:
+    """The pending region that a node of a form belongs to, by number."""
+    return value.meta.get(PENDING_KEY) if isinstance(value, fx.Node) else None
+
+
+def _find_regions(
+    graph: fx.Graph, refused: Mapping[int, str]
+) -> tuple[dict[int, dict[int, fx.Node]], dict[int, str]]:
+    """By region: the inputs that get a new value from it, by the index of the output.
+
+    And why others are no candidates: they give something that has no memory yet.
+    """
+    left = dict(refused)
+    found: dict[int, dict[int, fx.Node]] = {}
+    placeholders = graph.find_nodes(op="placeholder")
+    pairs = zip(output_values(graph), roles_of(graph), strict=True)
+    for index, (value, role) in enumerate(pairs):
+        number = _region_of(value)
+        if number is None or number in refused or role.kind is OutputKind.RESULT:
+            continue
+        if role.kind is not OutputKind.STATE:
+            left[number] = f"it leaves a {role.kind.value}"
+            continue
+        state = placeholders[role.placeholder]
+        if not isinstance(state.meta.get("val"), torch.Tensor):
+            left[number] = f"{readable_name(state)} is a Python number"
+        found.setdefault(number, {})[index] = state
+    return {number: found[number] for number in found if number not in left}, left
+
+
+def _communicate_first(graph: fx.Graph) -> None:
+    """Wait for what a region needs from other ranks before it writes anything.
+
+    Communication is what fails; until the first write the region can be repeated.
+    """
+    regions: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if PENDING_KEY in node.meta:
+            regions.setdefault(node.meta[PENDING_KEY], []).append(node)
+    for nodes in regions.values():
+        needed: set[fx.Node] = set()
+        for node in reversed(nodes):
+            is_used = not needed.isdisjoint(node.users)
+            if is_used or is_wait(node) or is_communication(node):
+                needed.add(node)
+        rest = [node for node in nodes if node not in needed]
+        # A random op would draw other numbers in another place.
+        if rest and not any(
+            _torch.draws_random_numbers(n.target, n.args, n.kwargs) for n in needed
+        ):
+            for node in nodes[nodes.index(rest[0]) :]:
+                if node in needed:
+                    rest[0].prepend(node)
+
+
+def _find_writes(
+    graph: fx.Graph,
+    regions: Mapping[int, Mapping[int, fx.Node]],
+    scratch: Mapping[fx.Node, int],
+) -> dict[int, list[fx.Node]]:
+    """By region: the nodes after which it cannot be repeated, in their order."""
+    owner = dict(scratch)
+    for number, states in regions.items():
+        owner.update(dict.fromkeys(states.values(), number))
+    root = find_aliases(graph).root
+    found: dict[int, list[fx.Node]] = {number: [] for number in regions}
+    for node in graph.nodes:
+        memory = {root[target] for target in targets_of(node)}
+        for number in {owner[each] for each in memory if each in owner}:
+            found[number].append(node)
+    return found
+
+
+def _find_problems(
+    graph: fx.Graph,
+    regions: Mapping[int, Mapping[int, fx.Node]],
+    writes: Mapping[int, list[fx.Node]],
+) -> dict[int, str]:
+    """Regions that are not in place as a whole, or whose writes lie apart."""
+    values = output_values(graph)
+    nodes = list(graph.nodes)
+    position = {node: place for place, node in enumerate(nodes)}
+    found: dict[int, str] = {}
+    for number, places in regions.items():
+        for index, place in places.items():
+            if values[index] is not place:
+                found[number] = f"{readable_name(place)} cannot be written in place"
+        if number not in found:
+            first, last = writes[number][0], writes[number][-1]
+            own = set(writes[number])
+            for node in nodes[position[first] : position[last]]:
+                if node not in own and _region_of(node) != number:
+                    found[number] = f"{readable_name(node)} runs between its writes"
+    return found
+
+
+def _make_calls(graph: fx.Graph, writes: Mapping[int, list[fx.Node]]) -> dict[int, str]:
+    found = {}
+    for number, nodes in writes.items():
+        update = [nodes[0]]
+        while update[-1] is not nodes[-1]:
+            update.append(update[-1].next)
+        problem = make_one_call(graph, update, number)
+        if problem is not None:
+            found[number] = problem
+    return found
+
+
+def _mark(graph: fx.Graph, number: int, writes: list[fx.Node], marks: Marks) -> None:
+    with graph.inserting_before(writes[0]):
+        graph.call_function(marks.begin, (number,))
+    with graph.inserting_after(writes[-1]):
+        graph.call_function(marks.end, (number,))
+
 
 # ----------------------------------------------------------------------------
 # Values left by the step before that one pending update alone needs: it may overwrite them.
@@ -92,282 +364,3 @@ def _carried(graph: fx.Graph) -> dict[int, fx.Node]:
         for node in graph.find_nodes(op="placeholder")
         if CARRIED_KEY in node.meta
     }
-
-
-@dataclass(frozen=True, slots=True)
-class PendingReport:
-    """Which updates are made in place.
-
-    Attributes:
-        in_place: Their numbers.
-        left: The numbers of the others, each with the reason. Their new states are fresh
-            tensors that are copied after the run.
-    """
-
-    in_place: frozenset[int] = frozenset()
-    left: Mapping[int, str] = field(default_factory=dict)
-
-    def lines(self) -> list[str]:
-        """What this comes to, for people.
-
-        >>> PendingReport(frozenset({0, 2}), {1: "it leaves a gradient"}).lines()[0]
-        '2 of 3 pending updates are made in place'
-        """
-        total = len(self.in_place) + len(self.left)
-        return [
-            f"{len(self.in_place)} of {total} pending updates are made in place",
-            *(f"update {n} is not: {why}" for n, why in sorted(self.left.items())),
-        ]
-
-
-def write_pending_in_place(
-    form: fx.GraphModule,
-    marks: Marks,
-    refused: Mapping[int, str],
-    spare: Collection[int] = (),
-    *,
-    as_calls: bool = False,
-) -> tuple[fx.GraphModule, PendingReport]:
-    """A copy of a derived graph whose pending regions write where the old values lie.
-
-    All other states stay as they are, so that the rest of the graph can be repeated.
-
-    Args:
-        form: The graph; the nodes of pending regions have their number on them.
-        marks: Called in the copy before the first and after the last write of a region.
-        refused: Regions that may not, by number, each with the reason.
-        spare: Carried values, by place, that a region may overwrite once it has begun.
-        as_calls: Make one call of each region, for a compiler; all else stays as it is.
-    """
-    left = {**_unfit(form.graph), **refused}
-    while True:
-        running = fx.GraphModule(form, copy.deepcopy(form.graph))
-        _communicate_first(running.graph)
-        regions = _states_of_regions(running.graph, left)
-        values = output_values(running.graph)
-        written: dict[fx.Node, fx.Node] = {}
-        for places in regions.values():
-            for index, place in places.items():
-                value = values[index]
-                assert isinstance(value, fx.Node), type(value)
-                written.setdefault(value, place)
-        scratch = {} if as_calls else find_scratch(running.graph, spare, regions)
-        may_write = is_pending_node if as_calls else None
-        plan = plan_in_place(
-            running.graph, written, may_write=may_write, scratch=scratch
-        )
-        apply_in_place(running.graph, plan)
-        writes = _find_writes(running.graph, regions, scratch)
-        problems = _problems(running.graph, regions, writes)
-        if as_calls and not problems:
-            problems = _make_calls(running.graph, writes)
-        if not problems:
-            break
-        left.update(problems)
-    if not as_calls:
-        for number, nodes in writes.items():
-            _mark(running.graph, number, nodes, marks)
-        reduce_in_place(running.graph)
-        gather_into_memory(running.graph)
-    running.recompile()
-    known = {number: why for number, why in left.items() if number in _numbers(form)}
-    return running, PendingReport(frozenset(regions), known)
-
-
-def _communicate_first(graph: fx.Graph) -> None:
-    """Wait for what a region needs from other ranks before it writes anything.
-
-    Communication is what fails; until the first write the region can be repeated.
-    """
-    regions: dict[int, list[fx.Node]] = {}
-    for node in graph.nodes:
-        if PENDING_KEY in node.meta:
-            regions.setdefault(node.meta[PENDING_KEY], []).append(node)
-    for nodes in regions.values():
-        needed: set[fx.Node] = set()
-        for node in reversed(nodes):
-            if _communicates(node) or needed.intersection(node.users):
-                needed.add(node)
-        rest = [node for node in nodes if node not in needed]
-        if rest and not any(map(_is_random, needed)):
-            for node in nodes[nodes.index(rest[0]) :]:
-                if node in needed:
-                    rest[0].prepend(node)
-
-
-def _communicates(node: fx.Node) -> bool:
-    return is_wait(node) or is_communication(node)
-
-
-def _is_random(node: fx.Node) -> bool:
-    """Whether another place in the graph would give it other numbers."""
-    return _torch.draws_random_numbers(node.target, node.args, node.kwargs)
-
-
-def _numbers(form: fx.GraphModule) -> set[int]:
-    return {n.meta[PENDING_KEY] for n in form.graph.nodes if PENDING_KEY in n.meta}
-
-
-def _unfit(graph: fx.Graph) -> dict[int, str]:
-    """Regions that give something which no memory waits for: it would be lost."""
-    found: dict[int, str] = {}
-    placeholders = graph.find_nodes(op="placeholder")
-    for value, role in zip(output_values(graph), roles_of(graph), strict=True):
-        number = _number_of(value)
-        if number is None or role.kind is OutputKind.RESULT:
-            continue
-        if role.kind is not OutputKind.STATE:
-            found[number] = f"it leaves a {role.kind.value}"
-        else:
-            place = placeholders[role.placeholder]
-            if not isinstance(place.meta.get("val"), torch.Tensor):
-                found[number] = f"{readable_name(place)} is a Python number"
-    return found
-
-
-def _number_of(value: object) -> int | None:
-    return value.meta.get(PENDING_KEY) if isinstance(value, fx.Node) else None
-
-
-def _states_of_regions(
-    graph: fx.Graph, left: Collection[int]
-) -> dict[int, dict[int, fx.Node]]:
-    """By region: the inputs that get a new value from it, by the place of the output."""
-    placeholders = graph.find_nodes(op="placeholder")
-    found: dict[int, dict[int, fx.Node]] = {}
-    pairs = zip(output_values(graph), roles_of(graph), strict=True)
-    for index, (value, role) in enumerate(pairs):
-        number = _number_of(value)
-        if role.kind is OutputKind.STATE and number is not None and number not in left:
-            found.setdefault(number, {})[index] = placeholders[role.placeholder]
-    return found
-
-
-def _find_writes(
-    graph: fx.Graph,
-    regions: Mapping[int, Mapping[int, fx.Node]],
-    scratch: Mapping[fx.Node, int],
-) -> dict[int, list[fx.Node]]:
-    """By region: the nodes after which it cannot be repeated, in their order."""
-    states = {place: n for n, places in regions.items() for place in places.values()}
-    owner = {**states, **scratch}
-    root = find_aliases(graph).root
-    found: dict[int, list[fx.Node]] = {number: [] for number in regions}
-    for node in graph.nodes:
-        touched = {owner.get(root[target]) for target in targets_of(node)}
-        for number in touched - {None}:
-            assert number is not None
-            found[number].append(node)
-    return found
-
-
-def _problems(
-    graph: fx.Graph,
-    regions: Mapping[int, Mapping[int, fx.Node]],
-    writes: Mapping[int, list[fx.Node]],
-) -> dict[int, str]:
-    """Regions that are not in place as a whole, or whose writes lie apart."""
-    values = output_values(graph)
-    nodes = list(graph.nodes)
-    position = {node: place for place, node in enumerate(nodes)}
-    found: dict[int, str] = {}
-    for number, places in regions.items():
-        for index, place in places.items():
-            if values[index] is not place:
-                found[number] = f"{readable_name(place)} cannot be written in place"
-        if number not in found:
-            own = set(writes[number])
-            first, last = (position[writes[number][n]] for n in (0, -1))
-            for node in nodes[first : last + 1]:
-                if node not in own and _number_of(node) != number:
-                    found[number] = f"{readable_name(node)} runs between its writes"
-    return found
-
-
-def is_pending_node(node: fx.Node) -> bool:
-    """Whether a node of a derived graph does what an earlier step left."""
-    return PENDING_KEY in node.meta
-
-
-def _make_calls(graph: fx.Graph, writes: Mapping[int, list[fx.Node]]) -> dict[int, str]:
-    found = {}
-    for number, nodes in writes.items():
-        update = [nodes[0]]
-        while update[-1] is not nodes[-1]:
-            update.append(update[-1].next)
-        problem = make_one_call(graph, update, number)
-        if problem is not None:
-            found[number] = problem
-    return found
-
-
-def _mark(graph: fx.Graph, number: int, writes: list[fx.Node], marks: Marks) -> None:
-    with graph.inserting_before(writes[0]):
-        graph.call_function(marks.begin, (number,))
-    with graph.inserting_after(writes[-1]):
-        graph.call_function(marks.end, (number,))
-
-
-class FormsInPlace:
-    """Makes the forms of an iterated graph ready to run.
-
-    An iteration that leaves work and fails may be run again, so that its inputs must stay
-    as they were. Pending updates are an exception: which of them are done is written down.
-    """
-
-    def __init__(self, run: IterGraphModule, whole: fx.GraphModule) -> None:
-        self._run, self._whole = run, whole
-        self._pending = PendingReport()  # of the steady form
-        self._spare: frozenset[int] = frozenset()
-        self.notes: list[str] = []
-        self.running: dict[str, fx.Graph] = {}  # before a compiler gets them
-
-    def make_ready(self, name: str, form: fx.GraphModule) -> Callable[..., Any]:
-        """What is called for a form."""
-        is_compiled = self._run.enable_inductor
-        if name == "whole":
-            running = self._whole
-        elif name in ("steady", "flush"):
-            # A collective under way that reads a state shows in the steady form only.
-            if name == "steady":
-                self._spare = find_spare(form.graph)
-            running, report = write_pending_in_place(
-                form,
-                self._run.marks,
-                self._pending.left,
-                self._spare,
-                as_calls=is_compiled,
-            )
-            if name == "steady":
-                self._pending = report
-                peak = predict_peak(running.graph)
-                self.notes += report.lines()
-                self.notes.append(f"memory of an overlapped step: {peak}")
-        elif is_compiled:
-            running = fx.GraphModule(form, copy.deepcopy(form.graph))
-            keep_apart(running.graph)
-        else:
-            running, _ = write_in_place(form, keep_inputs=True)
-        self.running[name] = running.graph
-        if not is_compiled:
-            return running
-        # Whoever asks for a flush waits for it: it is mostly updates, which are calls.
-        if name == "flush":
-            return _Noting(running.forward, self._run.marks)
-        compiled, note = lower(running)
-        self.notes.append(note)
-        return _Noting(compiled, self._run.marks)
-
-
-class _Noting:
-    """Compiled code whose updates note that they begin and end."""
-
-    def __init__(self, run: Callable[..., Any], marks: Marks) -> None:
-        self._run, self._marks = run, marks
-        self._is_known = False  # whether the states themselves are written
-
-    def __call__(self, *flat: Any) -> Any:
-        with noting(self._marks, None if self._is_known else flat):
-            out = self._run(*flat)
-        self._is_known = True
-        return out

@@ -8,7 +8,7 @@ made, which is what eager optimizers do.
 
 import copy
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,227 +25,6 @@ from torchspmd.step.graph.metadata import (
     roles_of,
     written_state,
 )
-
-# ----------------------------------------------------------------------------
-# What an operator's in-place form would write, and what speaks against it.
-
-
-@dataclass(frozen=True, slots=True)
-class Write:
-    """One tensor that an in-place form writes, and the node of its new value.
-
-    ``place`` is its place in the list that it stands in, or -1.
-    """
-
-    target: fx.Node
-    out: fx.Node | None
-    place: int = -1
-
-
-def find_writes(node: fx.Node) -> tuple[Write, ...]:
-    """What a node's in-place form would write; nothing where it has none."""
-    form = _torch.in_place_form(operator_of(node))
-    if form is None:
-        return ()
-    if isinstance(node.args[0], fx.Node):
-        return (Write(node.args[0], node),)
-    if not isinstance(node.args[0], (list, tuple)):
-        return ()  # 2 ** x: the number is no memory
-    return tuple(_list_writes(node, _torch.written_arguments(form)))
-
-
-def _list_writes(node: fx.Node, places: tuple[int, ...]) -> Iterator[Write]:
-    """The lists of ``_foreach_add`` or ``_fused_adam``, tensor by tensor."""
-    results = _items(node)
-    for number, place in enumerate(places):
-        if place == 1 and node.kwargs.get("grad_scale") is None:
-            continue  # a fused optimizer writes gradients only where it unscales them
-        if len(places) > 1:
-            whole = results.get(number)
-            outs = {} if whole is None else _items(whole)
-        else:
-            outs = results
-        tensors = node.args[place]
-        assert isinstance(tensors, (list, tuple)), type(tensors)
-        for index, tensor in enumerate(tensors):
-            assert isinstance(tensor, fx.Node), type(tensor)
-            yield Write(tensor, outs.get(index), index)
-
-
-def _items(node: fx.Node) -> dict[Any, fx.Node]:
-    return {
-        user.args[1]: user for user in node.users if user.target is operator.getitem
-    }
-
-
-def find_obstacle(
-    node: fx.Node,
-    writes: tuple[Write, ...],
-    aliases: Aliases,
-    scratch: Collection[fx.Node] = (),
-) -> str | None:
-    """Why a node must not write in place, as far as it alone can be judged."""
-    is_list = not isinstance(node.args[0], fx.Node)
-    if is_list and len(_items(node)) != len(node.users):
-        return "its results are not taken one by one"
-    form = _torch.in_place_form(operator_of(node))
-    is_fused = len(_torch.written_arguments(form)) > 1
-    if is_fused and _hands_gradients_on(node):
-        return "the gradients that it hands on are used"
-    read_at = _places_of_arguments(node, aliases)
-    for write in writes:
-        root = aliases.root[write.target]
-        if write.out is None and not is_fused:
-            return "not all of its results are used"
-        reason = _memory_obstacle(write, root, aliases, scratch)
-        if reason is None and aliases.last_read[root] > aliases.position[node]:
-            reason = f"{write.target.name} is read later"
-        if reason is None and not _reads_itself_only(write, read_at[root], is_fused):
-            reason = f"{write.target.name} is read through another argument too"
-        if reason is not None:
-            return reason
-    return None
-
-
-def _hands_gradients_on(node: fx.Node) -> bool:
-    gradients = _items(node).get(1)
-    return gradients is not None and any(item.users for item in gradients.users)
-
-
-def _memory_obstacle(
-    write: Write, root: fx.Node, aliases: Aliases, scratch: Collection[fx.Node]
-) -> str | None:
-    if root in aliases.pinned or root.op not in ("placeholder", "call_function"):
-        return f"{root.name} is a constant, or used in a way that is not known"
-    is_input = root.op == "placeholder" and root not in scratch
-    if write.target is not root and is_input:
-        return f"{write.target.name} is a view of an input"
-    if write.out is not None and not same_form(write.target, write.out):
-        return f"{write.out.name} has another shape, layout or dtype"
-    value, base = write.target.meta.get("val"), root.meta.get("val")
-    if not isinstance(value, torch.Tensor) or not isinstance(base, torch.Tensor):
-        return f"the layout of {write.target.name} is not known"
-    if overlaps_itself(value):
-        return f"{write.target.name} has several elements in one place"
-    if base.numel() != value.numel():
-        return f"{write.target.name} is a part of another tensor"
-    return None
-
-
-def _places_of_arguments(
-    node: fx.Node, aliases: Aliases
-) -> dict[fx.Node, list[tuple[fx.Node, int]]]:
-    """For each memory, which arguments lie in it and at which places of their lists."""
-    found: dict[fx.Node, list[tuple[fx.Node, int]]] = {}
-    for argument in (*node.args, *node.kwargs.values()):
-        is_list = isinstance(argument, (list, tuple))
-        items: Any = argument if is_list else [argument]
-        for place, item in enumerate(items):
-            if isinstance(item, fx.Node):
-                entry = (item, place if is_list else -1)
-                found.setdefault(aliases.root[item], []).append(entry)
-    return found
-
-
-def _reads_itself_only(
-    write: Write, arguments: list[tuple[fx.Node, int]], is_fused: bool
-) -> bool:
-    """Whether the memory is read at the element that is written, and nowhere else."""
-    if is_fused and len(arguments) > 1:
-        return False
-    return all(
-        item is write.target and place == write.place for item, place in arguments
-    )
-
-
-def same_form(one: fx.Node, other: fx.Node) -> bool:
-    """Whether two values have the same shape, dtype, device and strides."""
-    a, b = one.meta.get("val"), other.meta.get("val")
-    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-        return False
-    same_type = a.dtype == b.dtype and a.device == b.device
-    return same_type and a.shape == b.shape and a.stride() == b.stride()
-
-
-def overlaps_itself(value: torch.Tensor) -> bool:
-    """Whether several elements lie in one place, as after ``expand``."""
-    pairs = zip(value.shape, value.stride(), strict=True)
-    return any(size > 1 and step == 0 for size, step in pairs)
-
-
-# ----------------------------------------------------------------------------
-# Results that are not the memory of a state, unless the user's own step made them so.
-#
-# ``return model.weight`` gives the weight itself, as in eager. An edit that drops the copy
-# of ``return model.weight.clone()`` makes the same graph. So what the captured step hands
-# out is written on its inputs, before anything edits it.
-
-_KEY = "torchspmd_handed_out"
-_CLONE = torch.ops.aten.clone.default
-
-
-def mark_handed_out(graph: fx.Graph) -> None:
-    """Write on each input whether a captured step hands its memory to the caller.
-
-    >>> graph = fx.Graph()
-    >>> x, y = graph.placeholder("x"), graph.placeholder("y")
-    >>> x.meta["val"] = y.meta["val"] = torch.empty(1)
-    >>> output = graph.output([x, graph.call_function(_CLONE, (y,))])
-    >>> mark_handed_out(graph)
-    >>> x.meta["torchspmd_handed_out"], y.meta["torchspmd_handed_out"]
-    (True, False)
-    """
-    root = find_aliases(graph).root
-    handed_out = {root[value] for _, value in _handed_out(graph)}
-    values = output_values(graph)
-    for node in graph.find_nodes(op="placeholder"):
-        if isinstance(node.meta.get("val"), torch.Tensor):
-            node.meta[_KEY] = node in handed_out
-    for index, state in written_state(graph).items():
-        value = values[index]
-        if isinstance(value, fx.Node) and root[value] in handed_out:
-            state.meta[_KEY] = True
-
-
-def keep_apart(graph: fx.Graph) -> int:
-    """Copy what would be handed out as the memory of an input; how many there are.
-
-    Where nothing was written on the inputs, nothing is known, and nothing is copied.
-
-    Args:
-        graph: A graph whose new values are in place; each output is as the caller gets
-            it right after the run, so that the end is the place for the copies.
-    """
-    inputs = graph.find_nodes(op="placeholder")
-    own = {node for node in inputs if node.meta.get(_KEY) is False}
-    if not own:
-        return 0
-    root = find_aliases(graph).root
-    places: dict[int, fx.Node] = {}
-    output = output_node(graph)
-    for place, value in _handed_out(graph):
-        if root[value] in own:
-            with graph.inserting_before(output):
-                places[place] = graph.call_function(_CLONE, (value,))
-            places[place].meta["val"] = value.meta.get("val")
-    _replace(output, places)
-    return len(places)
-
-
-def _handed_out(graph: fx.Graph) -> Iterator[tuple[int, fx.Node]]:
-    """The outputs that the caller gets as they are, by place."""
-    pairs = zip(output_values(graph), roles_of(graph), strict=True)
-    for place, (value, role) in enumerate(pairs):
-        if isinstance(value, fx.Node) and role.kind is not OutputKind.STATE:
-            yield place, value
-
-
-def _replace(output: fx.Node, places: Mapping[int, fx.Node]) -> None:
-    (values,) = output.args
-    if isinstance(values, (list, tuple)):
-        output.args = ([places.get(place, v) for place, v in enumerate(values)],)
-    else:
-        output.args = (places.get(0, values),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,30 +57,55 @@ class InPlaceReport:
 
 
 @dataclass(frozen=True, slots=True)
-class InPlacePlan:
-    """Which nodes will write into memory that exists.
+class _Write:
+    """One tensor that an in-place form writes, and the node of its new value.
 
-    Attributes:
-        calls: Operators that get their in-place form, in graph order.
-        forwarded: Copies that add nothing, each with the value that it copies.
-        copies: A new value, the input to copy it to, and the node after which to do so.
-        report: What this comes to.
+    ``place`` is its place in the list that it stands in, or -1.
     """
 
-    calls: tuple[fx.Node, ...]
-    forwarded: Mapping[fx.Node, fx.Node]
-    copies: tuple[tuple[fx.Node, fx.Node, fx.Node], ...]
-    report: InPlaceReport
+    target: fx.Node
+    out: fx.Node | None
+    place: int = -1
 
 
-def plan_in_place(
+def write_in_place(
+    graph: fx.GraphModule, *, keep_inputs: bool = False
+) -> tuple[fx.GraphModule, InPlaceReport]:
+    """A copy of a functional graph that writes new values where the old ones lie.
+
+    With ``keep_inputs`` it does so only for values that the graph itself made.
+    """
+    edited = copy.deepcopy(graph.graph)
+    written = {} if keep_inputs else written_tensors(edited)
+    report = compute_in_place(edited, written)
+    reduce_in_place(edited)
+    gather_into_memory(edited)
+    return fx.GraphModule(graph, edited), report
+
+
+def written_tensors(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """The states that are tensors and get a new value, by the node of that value."""
+    values = output_values(graph)
+    written: dict[fx.Node, fx.Node] = {}
+    for index, state in written_state(graph).items():
+        value = values[index]
+        is_tensor = isinstance(state.meta.get("val"), torch.Tensor)
+        if is_tensor and isinstance(value, fx.Node):
+            written.setdefault(value, state)
+    return written
+
+
+def compute_in_place(
     graph: fx.Graph,
     written: Mapping[fx.Node, fx.Node],
     *,
     may_write: Callable[[fx.Node], bool] | None = None,
     scratch: Collection[fx.Node] = (),
-) -> InPlacePlan:
-    """Find what may be computed in place, without changing the graph.
+) -> InPlaceReport:
+    """Let operators write into memory whose value nothing needs any more.
+
+    New values that are in place are outputs as their inputs. A result that would so become
+    the memory of a state, and was not so when the step was captured, is copied last.
 
     Args:
         graph: A functional graph; its nodes have fake values in ``meta["val"]``.
@@ -312,71 +116,72 @@ def plan_in_place(
     """
     forwarded = _find_forwarded(written)
     aliases = find_aliases(graph, forwarded)
-    calls: dict[fx.Node, tuple[Write, ...]] = {}
+    calls: dict[fx.Node, tuple[_Write, ...]] = {}
     obstacles: dict[fx.Node, str] = {}
     for node in graph.nodes:
         is_left = may_write is not None and not may_write(node)
-        writes = () if is_left or node in forwarded else find_writes(node)
+        writes = () if is_left or node in forwarded else _find_writes(node)
         if writes:
-            obstacle = find_obstacle(node, writes, aliases, scratch)
+            obstacle = _find_obstacle(node, writes, aliases, scratch)
             if obstacle is None:
                 calls[node] = writes
             else:
                 obstacles.update((write.out or node, obstacle) for write in writes)
     ends = {forwarded.get(value, value): place for value, place in written.items()}
-    held = _settle(calls, ends, aliases, scratch)
+    held = _drop_conflicts(calls, ends, aliases, scratch)
     nodes = list(graph.nodes)
     copies, copied, left = [], [], []
     for value, place in ends.items():
         if held.get(value) is place:
             continue
+        name = str(place.meta.get("torchspmd_name", place.name))
         after, reason = _place_of_copy(nodes, value, place, aliases)
         if after is None:
-            left.append((_name(place), reason))
+            left.append((name, reason))
         else:
             copies.append((value, place, after))
-            copied.append((_name(place), obstacles.get(value) or _why(value)))
+            copied.append((name, obstacles.get(value) or _why(value)))
     inputs = set(held.values())
-    num_in_place = sum(place in inputs for place in ends.values())
-    temporaries = [
-        call
-        for call, writes in calls.items()
-        if all(aliases.root[write.target] not in inputs for write in writes)
-        and all(write.out not in held for write in writes)
-    ]
-    report = InPlaceReport(num_in_place, len(temporaries), tuple(copied), tuple(left))
-    return InPlacePlan(tuple(calls), forwarded, tuple(copies), report)
+    report = InPlaceReport(
+        sum(place in inputs for place in ends.values()),
+        sum(
+            not any(w.out in held or aliases.root[w.target] in inputs for w in writes)
+            for writes in calls.values()
+        ),
+        tuple(copied),
+        tuple(left),
+    )
+    for copy_node, source in forwarded.items():
+        copy_node.replace_all_uses_with(source)
+        graph.erase_node(copy_node)
+    _edit(graph, calls, copies)
+    copy_results(graph)
+    graph.lint()
+    return report
 
 
-def apply_in_place(graph: fx.Graph, plan: InPlacePlan) -> InPlaceReport:
-    """Do what a plan for this graph says; values in place are outputs as their inputs.
-
-    A result that would so become the memory of a state, and was not so when the step was
-    captured, is copied last.
-    """
-    for copied, source in plan.forwarded.items():
-        copied.replace_all_uses_with(source)
-        graph.erase_node(copied)
+def _edit(
+    graph: fx.Graph,
+    calls: Iterable[fx.Node],
+    copies: Sequence[tuple[fx.Node, fx.Node, fx.Node]],
+) -> None:
+    """Give operators their in-place form, and copy new values to inputs after nodes."""
     moved: dict[fx.Node, fx.Node] = {}  # a node that is gone -> the call in its place
     became: dict[fx.Node, fx.Node] = {}  # its value -> what was written
-    for node in plan.calls:
-        writes = find_writes(node)
+    for node in calls:
+        writes = _find_writes(node)  # again: targets may have been replaced
         became.update((write.out, write.target) for write in writes if write.out)
         call = moved[node] = _write_in_place(graph, node, writes)
         moved.update((write.out, call) for write in writes if write.out)
-    (output,) = graph.find_nodes(op="output")
-    for value, place, after in plan.copies:
+    for value, place, after in copies:
         source = became.get(value, value)
         with graph.inserting_after(moved.get(after, after)):
             graph.call_function(torch.ops.aten.copy_.default, (place, source))
-        output.replace_input_with(source, place)
-    keep_apart(graph)
-    graph.lint()
-    return plan.report
+        output_node(graph).replace_input_with(source, place)
 
 
 def _write_in_place(
-    graph: fx.Graph, node: fx.Node, writes: tuple[Write, ...]
+    graph: fx.Graph, node: fx.Node, writes: tuple[_Write, ...]
 ) -> fx.Node:
     form = _torch.in_place_form(operator_of(node))
     assert form is not None
@@ -394,8 +199,8 @@ def _write_in_place(
     return call
 
 
-def _settle(
-    calls: dict[fx.Node, tuple[Write, ...]],
+def _drop_conflicts(
+    calls: dict[fx.Node, tuple[_Write, ...]],
     ends: Mapping[fx.Node, fx.Node],
     aliases: Aliases,
     scratch: Collection[fx.Node],
@@ -440,7 +245,7 @@ def _find_forwarded(written: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node
         source = value.args[1]
         assert isinstance(source, fx.Node), type(source)
         is_made = source.op == "call_function" and source not in written
-        if is_made and len(source.users) == 1 and same_form(source, value):
+        if is_made and len(source.users) == 1 and _same_form(source, value):
             found[value] = source
     return found
 
@@ -453,7 +258,7 @@ def _place_of_copy(
     if root.op != "call_function" or {root, place} & aliases.pinned:
         return None, "its new value is another input, or a constant"
     target = place.meta.get("val")
-    if not isinstance(target, torch.Tensor) or overlaps_itself(target):
+    if not isinstance(target, torch.Tensor) or _overlaps_itself(target):
         return None, "its layout is not known, or several elements lie in one place"
     last = max(aliases.position[value], aliases.last_read.get(place, -1))
     if nodes[last].op == "output":
@@ -469,33 +274,206 @@ def _why(value: fx.Node) -> str:
     return "the chain that ends in it does not begin at its old value"
 
 
-def _name(place: fx.Node) -> str:
-    return str(place.meta.get("torchspmd_name", place.name))
+# ----------------------------------------------------------------------------
+# What an operator's in-place form would write, and what speaks against it.
 
 
-def write_in_place(
-    graph: fx.GraphModule, *, keep_inputs: bool = False
-) -> tuple[fx.GraphModule, InPlaceReport]:
-    """A copy of a functional graph that writes new values where the old ones lie.
+def _find_writes(node: fx.Node) -> tuple[_Write, ...]:
+    """What a node's in-place form would write; nothing where it has none."""
+    form = _torch.in_place_form(operator_of(node))
+    if form is None:
+        return ()
+    if isinstance(node.args[0], fx.Node):
+        return (_Write(node.args[0], node),)
+    if not isinstance(node.args[0], (list, tuple)):
+        return ()  # 2 ** x: the number is no memory
+    return tuple(_list_writes(node, _torch.written_arguments(form)))
 
-    With ``keep_inputs`` it does so only for values that the graph itself made.
+
+def _list_writes(node: fx.Node, places: tuple[int, ...]) -> Iterator[_Write]:
+    """The lists of ``_foreach_add`` or ``_fused_adam``, tensor by tensor."""
+    results = _items(node)
+    for number, place in enumerate(places):
+        if place == 1 and node.kwargs.get("grad_scale") is None:
+            continue  # a fused optimizer writes gradients only where it unscales them
+        if len(places) > 1:
+            whole = results.get(number)
+            outs = {} if whole is None else _items(whole)
+        else:
+            outs = results
+        tensors = node.args[place]
+        assert isinstance(tensors, (list, tuple)), type(tensors)
+        for index, tensor in enumerate(tensors):
+            assert isinstance(tensor, fx.Node), type(tensor)
+            yield _Write(tensor, outs.get(index), index)
+
+
+def _items(node: fx.Node) -> dict[Any, fx.Node]:
+    return {
+        user.args[1]: user for user in node.users if user.target is operator.getitem
+    }
+
+
+def _find_obstacle(
+    node: fx.Node,
+    writes: tuple[_Write, ...],
+    aliases: Aliases,
+    scratch: Collection[fx.Node] = (),
+) -> str | None:
+    """Why a node must not write in place, as far as it alone can be judged."""
+    is_list = not isinstance(node.args[0], fx.Node)
+    if is_list and len(_items(node)) != len(node.users):
+        return "its results are not taken one by one"
+    form = _torch.in_place_form(operator_of(node))
+    is_fused = len(_torch.written_arguments(form)) > 1
+    if is_fused and _hands_gradients_on(node):
+        return "the gradients that it hands on are used"
+    read_at = _places_of_arguments(node, aliases)
+    for write in writes:
+        root = aliases.root[write.target]
+        if write.out is None and not is_fused:
+            return "not all of its results are used"
+        reason = _memory_obstacle(write, root, aliases, scratch)
+        if reason is None and aliases.last_read[root] > aliases.position[node]:
+            reason = f"{write.target.name} is read later"
+        if reason is None and not _reads_itself_only(write, read_at[root], is_fused):
+            reason = f"{write.target.name} is read through another argument too"
+        if reason is not None:
+            return reason
+    return None
+
+
+def _hands_gradients_on(node: fx.Node) -> bool:
+    gradients = _items(node).get(1)
+    return gradients is not None and any(item.users for item in gradients.users)
+
+
+def _memory_obstacle(
+    write: _Write, root: fx.Node, aliases: Aliases, scratch: Collection[fx.Node]
+) -> str | None:
+    if root in aliases.pinned or root.op not in ("placeholder", "call_function"):
+        return f"{root.name} is a constant, or used in a way that is not known"
+    is_input = root.op == "placeholder" and root not in scratch
+    if write.target is not root and is_input:
+        return f"{write.target.name} is a view of an input"
+    if write.out is not None and not _same_form(write.target, write.out):
+        return f"{write.out.name} has another shape, layout or dtype"
+    value, base = write.target.meta.get("val"), root.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not isinstance(base, torch.Tensor):
+        return f"the layout of {write.target.name} is not known"
+    if _overlaps_itself(value):
+        return f"{write.target.name} has several elements in one place"
+    if base.numel() != value.numel():
+        return f"{write.target.name} is a part of another tensor"
+    return None
+
+
+def _places_of_arguments(
+    node: fx.Node, aliases: Aliases
+) -> dict[fx.Node, list[tuple[fx.Node, int]]]:
+    """For each memory, which arguments lie in it and at which places of their lists."""
+    found: dict[fx.Node, list[tuple[fx.Node, int]]] = {}
+    for argument in (*node.args, *node.kwargs.values()):
+        is_list = isinstance(argument, (list, tuple))
+        items: Any = argument if is_list else [argument]
+        for place, item in enumerate(items):
+            if isinstance(item, fx.Node):
+                entry = (item, place if is_list else -1)
+                found.setdefault(aliases.root[item], []).append(entry)
+    return found
+
+
+def _reads_itself_only(
+    write: _Write, arguments: list[tuple[fx.Node, int]], is_fused: bool
+) -> bool:
+    """Whether the memory is read at the element that is written, and nowhere else."""
+    if is_fused and len(arguments) > 1:
+        return False
+    return all(
+        item is write.target and place == write.place for item, place in arguments
+    )
+
+
+def _same_form(one: fx.Node, other: fx.Node) -> bool:
+    """Whether two values have the same shape, dtype, device and strides."""
+    a, b = one.meta.get("val"), other.meta.get("val")
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return False
+    same_type = a.dtype == b.dtype and a.device == b.device
+    return same_type and a.shape == b.shape and a.stride() == b.stride()
+
+
+def _overlaps_itself(value: torch.Tensor) -> bool:
+    """Whether several elements lie in one place, as after ``expand``."""
+    pairs = zip(value.shape, value.stride(), strict=True)
+    return any(size > 1 and step == 0 for size, step in pairs)
+
+
+# ----------------------------------------------------------------------------
+# Results that are not the memory of a state, unless the user's own step made them so.
+#
+# ``return model.weight`` gives the weight itself, as in eager. An edit that drops the copy
+# of ``return model.weight.clone()`` makes the same graph. So which inputs
+# the captured step returns is written on them, before anything edits it.
+
+_KEY = "torchspmd_returned"
+_CLONE = torch.ops.aten.clone.default
+
+
+def mark_returned(graph: fx.Graph) -> None:
+    """Write on each input whether a captured step returns its memory.
+
+    >>> graph = fx.Graph()
+    >>> x, y = graph.placeholder("x"), graph.placeholder("y")
+    >>> x.meta["val"] = y.meta["val"] = torch.empty(1)
+    >>> output = graph.output([x, graph.call_function(_CLONE, (y,))])
+    >>> mark_returned(graph)
+    >>> x.meta["torchspmd_returned"], y.meta["torchspmd_returned"]
+    (True, False)
     """
-    edited = copy.deepcopy(graph.graph)
-    written = {} if keep_inputs else written_tensors(edited)
-    report = apply_in_place(edited, plan_in_place(edited, written))
-    reduce_in_place(edited)
-    gather_into_memory(edited)
-    return fx.GraphModule(graph, edited), report
-
-
-def written_tensors(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """The states that are tensors and get a new value, by the node of that value."""
+    root = find_aliases(graph).root
+    returned = {root[value] for _, value in _results(graph)}
     values = output_values(graph)
-    written: dict[fx.Node, fx.Node] = {}
-    for index, place in written_state(graph).items():
+    for node in graph.find_nodes(op="placeholder"):
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            node.meta[_KEY] = node in returned
+    for index, state in written_state(graph).items():
         value = values[index]
-        if isinstance(value, fx.Node) and isinstance(
-            place.meta.get("val"), torch.Tensor
-        ):
-            written.setdefault(value, place)
-    return written
+        if isinstance(value, fx.Node) and root[value] in returned:
+            state.meta[_KEY] = True
+
+
+def copy_results(graph: fx.Graph) -> None:
+    """Copy each result that would be the memory of an input that is not returned.
+
+    Where nothing was written on the inputs, nothing is known, and nothing is copied.
+
+    Args:
+        graph: A graph whose new values are in place; each output is as the caller gets
+            it right after the run, so that the end is the place for the copies.
+    """
+    inputs = graph.find_nodes(op="placeholder")
+    own = {node for node in inputs if node.meta.get(_KEY) is False}
+    if not own:
+        return
+    root = find_aliases(graph).root
+    output = output_node(graph)
+    copies: dict[int, fx.Node] = {}
+    for place, value in _results(graph):
+        if root[value] in own:
+            with graph.inserting_before(output):
+                copies[place] = graph.call_function(_CLONE, (value,))
+            copies[place].meta["val"] = value.meta.get("val")
+    (values,) = output.args
+    if isinstance(values, (list, tuple)):
+        output.args = ([copies.get(place, v) for place, v in enumerate(values)],)
+    else:
+        output.args = (copies.get(0, values),)
+
+
+def _results(graph: fx.Graph) -> Iterator[tuple[int, fx.Node]]:
+    """The outputs that the caller gets as they are, by place."""
+    pairs = zip(output_values(graph), roles_of(graph), strict=True)
+    for place, (value, role) in enumerate(pairs):
+        if isinstance(value, fx.Node) and role.kind is not OutputKind.STATE:
+            yield place, value

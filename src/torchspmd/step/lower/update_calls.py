@@ -26,18 +26,26 @@ NOT_PENDING = -1  # the number of an update that this step makes for itself
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Where updates are noted, and in which memory they must be made, if that is asked."""
+    """A run of compiled code.
+
+    Attributes:
+        marks: Called around each pending update.
+        memory: Addresses that updates must write to; None where that is known already.
+    """
 
     marks: Marks
     memory: frozenset[int] | None
 
 
+# Which run calls an update cannot be an argument of its operator: that takes tensors,
+# numbers and strings only, and these are part of the compiled code, which torch keeps in a
+# cache for other steps and processes. Threads may run several steps at a time.
 _RUN: contextvars.ContextVar[_Run] = contextvars.ContextVar("torchspmd_run")
 
 
 @contextlib.contextmanager
 def noting(marks: Marks, inputs: Sequence[object] | None = None) -> Iterator[None]:
-    """Updates with a number that are made meanwhile are noted there.
+    """Call marks around the pending updates that compiled code makes inside.
 
     Given the inputs of the compiled code, an update must write into them: what is written
     into a copy is not done when the update ends.
@@ -137,5 +145,5 @@ def _check_memory(written: Sequence[torch.Tensor], memory: Collection[int]) -> N
         raise CaptureError(
             f"compile: Inductor gave an update copies of {strange} of its {len(written)} "
             "states. A step that fails after it could not tell what is done. Use "
-            "backend='graph', or leave out overlap_iterations."
+            "backend='graph', or overlap=False."
         )

@@ -147,11 +147,11 @@ def _run(gm: Any, key: str, edit: Callable[[], Any], rules: _Rules) -> PassRepor
         _history(gm).append((key, report))
         return report
     with _undone_on_failure(gm) as snapshot:
-        mapping = snapshot.mapping
+        mapping, done = snapshot.mapping, len(_history(gm))
         try:
             said = edit()
         except LeaveUnchanged as left:
-            said, mapping = left.outcome, snapshot.restore(gm)
+            said, mapping = left.outcome, _undo(gm, snapshot, done)
         _check_returned(gm, _names([key]), said)
         proof = _check(gm, key, snapshot, mapping, rules.reorders_collectives)
         num = num_changes(snapshot.graph, gm.graph)
@@ -216,18 +216,23 @@ def run_transformation(gm: fx.GraphModule, function: Pass) -> Any:
 @contextlib.contextmanager
 def _undone_on_failure(gm: Any) -> Iterator[Snapshot]:
     """Give a snapshot; after a failure inside, graph and history are as they were."""
-    history, snapshot = _history(gm), Snapshot.of(gm)
-    done = len(history)
+    snapshot, done = Snapshot.of(gm), len(_history(gm))
     try:
         yield snapshot
     except BaseException:
-        undone = [report for _, report in history[done:]]
-        del history[done:]
-        for each in _observers.get():
-            if undone and each.forget is not None:
-                each.forget(undone, snapshot.graph)
-        snapshot.restore(gm)
+        _undo(gm, snapshot, done)
         raise
+
+
+def _undo(gm: Any, snapshot: Snapshot, done: int) -> dict[fx.Node, fx.Node]:
+    """Restore a graph, forget all passes but the first ones; which node is which."""
+    history = _history(gm)
+    undone = [report for _, report in history[done:]]
+    del history[done:]
+    for each in _observers.get():
+        if undone and each.forget is not None:
+            each.forget(undone, snapshot.graph)
+    return snapshot.restore(gm)
 
 
 def _check(

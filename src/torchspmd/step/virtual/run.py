@@ -11,11 +11,16 @@ from torch import fx
 
 from torchspmd import _torch
 from torchspmd.comm import Kind
-from torchspmd.errors import UsageError
+from torchspmd.errors import UsageError, VirtualRanksError
 from torchspmd.step.capture.inventory import Role
+from torchspmd.step.deferral.forms import Stage, creates_state, derive
+from torchspmd.step.deferral.iter_graph import IterGraph
+from torchspmd.step.deferral.module import Marks
 from torchspmd.step.graph.memory import ROLE_KEY
 from torchspmd.step.graph.metadata import written_state
 from torchspmd.step.graph.options import check_integers
+from torchspmd.step.graph.snapshot import copy_graph
+from torchspmd.step.virtual.collectives import InFlight
 from torchspmd.step.virtual.ranks import (
     DEFAULT_SIZE,
     Graphs,
@@ -216,6 +221,75 @@ def with_state(
         [s if keep else g for g, s, keep in zip(fresh, kept, is_state, strict=True)]
         for fresh, kept in zip(given, state, strict=True)
     ]
+
+
+# ----------------------------------------------------------------------------
+# A run with work moved to the next iteration.
+
+
+def is_pipelined(graph: fx.Graph) -> bool:
+    """Whether a graph is run in several forms."""
+    return (
+        isinstance(graph, IterGraph)
+        and bool(graph.regions)
+        and not creates_state(graph)
+    )
+
+
+def run_pipelined(
+    ranks: VirtualRanks,
+    graph: IterGraph,
+    inputs: InputSource,
+    steps: int,
+    constants: object,
+    running: Mapping[str, fx.Graph] | None = None,
+) -> Iterator[list[list[Any]]]:
+    """What each step gives: a first one, steady ones and a last one.
+
+    Args:
+        ranks: The virtual ranks.
+        graph: One iteration and its marks.
+        inputs: What a rank takes at a step.
+        steps: How many.
+        constants: The module that holds the constants of the graphs.
+        running: What is run in the place of derived graphs, by form.
+    """
+    pipeline = derive(graph, graph.regions)
+    names = ["first", *["steady"] * (steps - 2), "last"]
+    carried: list[list[Any]] = [[] for _ in range(ranks.size)]
+    state: list[list[Any]] | None = None
+    for step, name in enumerate(names):
+        form: Stage = getattr(pipeline, name)
+        run = (running or {}).get(name, form.graph)
+        given = [list(inputs(step, rank)) for rank in range(ranks.size)]
+        given = given if state is None else with_state(graph, given, state)
+        taken = [[*own, *left] for own, left in zip(given, carried, strict=True)]
+        # Work that is left for the next step may be on its way.
+        values = ranks.run(run, taken, constants=constants, keep_started=True)
+        outputs = [_placed(form, row, pipeline.num_outputs) for row in values]
+        carried = [row[len(form.outputs) :] for row in values]
+        state = next_inputs(graph, given, outputs)
+        yield outputs  # to be read now: a later step may write into them
+
+
+def without_marks(graph: fx.Graph, marks: Marks) -> fx.Graph:
+    """A copy without the marks of progress, which only real steps report."""
+    copy, _ = copy_graph(graph)
+    for node in list(copy.nodes):
+        if node.target in (marks.begin, marks.end):
+            copy.erase_node(node)
+    return copy
+
+
+def _placed(form: Stage, values: list[Any], num_outputs: int) -> list[Any]:
+    outputs: list[Any] = [None] * num_outputs
+    for place, value in zip(form.outputs, values, strict=False):
+        if isinstance(value, InFlight) and not value.is_done:
+            raise VirtualRanksError(
+                f"virtual ranks: output {place} is a result that nobody has waited for."
+            )
+        outputs[place] = value.value if isinstance(value, InFlight) else value
+    return outputs
 
 
 # ----------------------------------------------------------------------------

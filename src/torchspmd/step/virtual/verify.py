@@ -17,17 +17,14 @@ from torchspmd.errors import (
     VerificationError,
     VirtualRanksError,
 )
-from torchspmd.step.deferral.forms import Stage, creates_state, derive
 from torchspmd.step.deferral.iter_graph import IterGraph
-from torchspmd.step.deferral.module import Marks
 from torchspmd.step.graph.metadata import output_values
 from torchspmd.step.graph.options import check_integers
 from torchspmd.step.graph.reports import ORDERS, PassReport
 from torchspmd.step.graph.snapshot import copy_graph, num_changes
 from torchspmd.step.legality.edit import output_name
 from torchspmd.step.passes.runner import observing_passes
-from torchspmd.step.virtual.certificate import EQUAL, Check, describe_claim
-from torchspmd.step.virtual.collectives import InFlight
+from torchspmd.step.virtual.certificate import EQUAL, Certificate, Check, describe_claim
 from torchspmd.step.virtual.compare import (
     Digests,
     Trace,
@@ -41,9 +38,9 @@ from torchspmd.step.virtual.run import (
     Inputs,
     InputSource,
     StepWatcher,
-    next_inputs,
+    is_pipelined,
+    run_pipelined,
     run_steps,
-    with_state,
 )
 
 
@@ -257,7 +254,8 @@ class Verifier:
         steps, layout, inputs = len(plain), self.layouts["rank"], self._inputs["rank"]
         ranks = self._ranks("rank")
         with self._running(what):
-            forms = [*run_pipelined(ranks, graph, inputs, steps, self._module, running)]
+            done = run_pipelined(ranks, graph, inputs, steps, self._module, running)
+            forms = list(map(digests_of, done))
         differing = _differing_outputs(graph, plain, forms)
         if differing:
             raise VerificationError(
@@ -408,64 +406,6 @@ def _fits(graph: fx.Graph, layout: RankLayout) -> bool:
     return all(known.get(axis.label, axis.size) == axis.size for axis in fixed)
 
 
-# ----------------------------------------------------------------------------
-# A run with work moved to the next iteration.
-
-
-def is_pipelined(graph: fx.Graph) -> bool:
-    """Whether a graph is run in several forms."""
-    return (
-        isinstance(graph, IterGraph)
-        and bool(graph.regions)
-        and not creates_state(graph)
-    )
-
-
-def run_pipelined(
-    ranks: VirtualRanks,
-    graph: IterGraph,
-    inputs: InputSource,
-    steps: int,
-    constants: object,
-    running: Mapping[str, fx.Graph] | None = None,
-) -> Iterator[Digests]:
-    """What each step gives: a first one, steady ones and a last one.
-
-    Args:
-        ranks: The virtual ranks.
-        graph: One iteration and its marks.
-        inputs: What a rank takes at a step.
-        steps: How many.
-        constants: The module that holds the constants of the graphs.
-        running: What is run in the place of derived graphs, by form.
-    """
-    pipeline = derive(graph, graph.regions)
-    names = ["first", *["steady"] * (steps - 2), "last"]
-    carried: list[list[Any]] = [[] for _ in range(ranks.size)]
-    state: list[list[Any]] | None = None
-    for step, name in enumerate(names):
-        form: Stage = getattr(pipeline, name)
-        run = (running or {}).get(name, form.graph)
-        given = [list(inputs(step, rank)) for rank in range(ranks.size)]
-        given = given if state is None else with_state(graph, given, state)
-        taken = [[*own, *left] for own, left in zip(given, carried, strict=True)]
-        # Work that is left for the next step may be on its way.
-        values = ranks.run(run, taken, constants=constants, keep_started=True)
-        outputs = [_placed(form, row, pipeline.num_outputs) for row in values]
-        carried = [row[len(form.outputs) :] for row in values]
-        state = next_inputs(graph, given, outputs)
-        yield digests_of(outputs)  # now: a later step may write into them
-
-
-def without_marks(graph: fx.Graph, marks: Marks) -> fx.Graph:
-    """A copy without the marks of progress, which only real steps report."""
-    copy, _ = copy_graph(graph)
-    for node in list(copy.nodes):
-        if node.target in (marks.begin, marks.end):
-            copy.erase_node(node)
-    return copy
-
-
 def _differing_outputs(
     graph: IterGraph, plain: Sequence[Digests], pipelined: Sequence[Digests]
 ) -> list[int]:
@@ -488,12 +428,69 @@ def _differing_outputs(
     return sorted(found)
 
 
-def _placed(form: Stage, values: list[Any], num_outputs: int) -> list[Any]:
-    outputs: list[Any] = [None] * num_outputs
-    for place, value in zip(form.outputs, values, strict=False):
-        if isinstance(value, InFlight) and not value.is_done:
-            raise VirtualRanksError(
-                f"virtual ranks: output {place} is a result that nobody has waited for."
+# ----------------------------------------------------------------------------
+# What is known about a program once it is built.
+
+
+def certify(
+    name: str,
+    reports: Sequence[PassReport],
+    verifier: Verifier | None,
+    *,
+    is_graph: bool,
+    is_compiled: bool,
+    is_pipelined: bool,
+) -> Certificate:
+    """Say what was checked about a program and what was not.
+
+    Args:
+        name: The step and the number of its program.
+        reports: What the passes said.
+        verifier: What compared graphs; None where none were compared.
+        is_graph: Whether a graph is run, not a callable of the user's own.
+        is_compiled: Whether Inductor compiles it.
+        is_pipelined: Whether it leaves work for the next step.
+    """
+    left = ["the captured graph was not compared with the eager step"]
+    if not is_graph:
+        left.append(
+            "the transformation returned a callable that is not a graph: what it computes "
+            "cannot be checked"
+        )
+    if is_compiled:
+        left.append("the code that Inductor made was not compared with its graph")
+    if verifier is None:
+        left.append("nothing was run on virtual ranks (verify=True)")
+        return Certificate(name, tuple(reports), (), tuple(left))
+    if verifier.refusal:
+        left.insert(0, f"graphs were not compared: {verifier.refusal}")
+    else:
+        if is_pipelined:
+            which = "no form" if is_compiled else "neither the last form nor the flush"
+            left.append(
+                f"{which} of an overlapped step was compared as it writes in place"
             )
-        outputs[place] = value.value if isinstance(value, InFlight) else value
-    return outputs
+        left += _not_shown(verifier)
+    return Certificate(name, tuple(reports), tuple(verifier.checks), tuple(left))
+
+
+def _not_shown(verifier: Verifier) -> Iterator[str]:
+    if not verifier.layouts["rank"].groups:
+        yield "the graph communicates nothing: it was run on one virtual rank"
+        return
+    yield (
+        "every virtual rank ran the graph of this rank: constants that differ between "
+        "ranks, such as where a shard begins, were this rank's"
+    )
+    for order, why in verifier.skipped.items():
+        yield f"{order} order: {why}"
+    run = {check.order for check in verifier.checks}
+    small = {
+        f"{order} order was run on {axis.size} ranks along {axis.label}, as many as the "
+        "graph is made for: sums of so few terms do not show every order"
+        for order, layout in verifier.layouts.items()
+        for axis in layout.axes
+        if axis.size < 4 and order in run
+    }
+    yield from sorted(small)
+    yield "reduction orders of other backends: ring is the one of gloo"

@@ -18,7 +18,7 @@ from torchspmd.verify.contract.claim import (
     matches,
     read_claims,
 )
-from torchspmd.verify.contract.text import honesty_lines, near_misses, origin_lines
+from torchspmd.verify.contract.text import near_misses, note_lines, origin_lines
 
 
 def expect(
@@ -211,7 +211,7 @@ class Contract:
         first = "expect: the ledger differs from what was expected."
         if len(problems) > 1:
             first = f"expect: the ledger differs from {len(problems)} expectations."
-        notes = "\n".join(honesty_lines(self._ledger))
+        notes = "\n".join(note_lines(self._ledger))
         raise ContractError(
             "\n\n".join([first, *problems, *([notes] if notes else [])])
         )

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from torchspmd.comm import CommEvent, Key, Ledger, Total, format_bytes
 from torchspmd.comm.folding import fold, unfold
+from torchspmd.comm.ledger import key_of
 
 _MAX_LINES = 12
 _MAX_REASONS = 2
@@ -109,11 +110,6 @@ def _reasons(events: Iterable[CommEvent]) -> dict[Key, dict[str, None]]:
     return reasons
 
 
-def key_of(event: CommEvent) -> Key:
-    """The row that an event is counted in."""
-    return Key(*(getattr(event, field) for field in Key._fields))
-
-
 def near_misses(
     rows: Iterable[tuple[Key, Total]], almost: Callable[[Key], bool]
 ) -> str | None:
@@ -128,14 +124,9 @@ def near_misses(
     return ", ".join(f"{count} {place}" for place, count in sums.items())
 
 
-def honesty_lines(ledger: Ledger) -> list[str]:
+def note_lines(ledger: Ledger) -> list[str]:
     """What a reader of the numbers must know."""
-    lines = [f"Note: {text}." for text in ledger.notes]
-    if ledger.dropped:
-        lines.append(
-            f"Note: {ledger.dropped} single events were dropped, so some lines of the "
-            "program may be missing above; the numbers are exact."
-        )
+    lines = ledger.note_lines()
     if ledger.events and not any(event.source for event in ledger.events):
         lines.append("For the lines of the program, record with sources=True.")
     return lines

@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from torchspmd.comm import Phase, format_bytes
+from torchspmd.comm import Phase, Total, format_bytes
 from torchspmd.comm.folding import fold
 from torchspmd.verify.contract.claim import natural
 from torchspmd.verify.contract.text import describe, reason
-from torchspmd.verify.lock.contents import NOTHING, Amount, Lock, Memory, Row
+from torchspmd.verify.lock.lockfile import NOTHING, Lock, Memory, Row
 
 _PHASES = tuple(phase.value for phase in Phase)
 
@@ -16,8 +16,8 @@ class _Change(NamedTuple):
     """What there is more or less of than before, and why; in sentences, all of it."""
 
     row: Row
-    was: Amount
-    now: Amount
+    was: Total
+    now: Total
     why: str
 
 
@@ -25,7 +25,7 @@ def changes(locked: Lock, now: Lock) -> list[str]:
     """A sentence for each difference; empty when the step is as it was locked.
 
     >>> row = Row("forward", "GPT.head", "all_gather", "tp", "float32")
-    >>> changes(Lock("test", {}), Lock("test", {row: Amount(1, 2**20)}))
+    >>> changes(Lock("test", {}), Lock("test", {row: Total(1, 2**20)}))
     ['+1 all_gather of float32 over tp, 1.00 MiB, forward of GPT.head']
     """
     return [
@@ -71,7 +71,7 @@ def _changes_at(
         yield _Change(place, was, is_now, why)
 
 
-def _total(amounts: Iterable[Amount]) -> Amount:
+def _total(amounts: Iterable[Total]) -> Total:
     return sum(amounts, NOTHING)
 
 
@@ -101,7 +101,7 @@ def _sentence(change: _Change) -> str:
     return f"{times} {what}" + (f": {why}" if why else "")
 
 
-def _setup_change(was: Amount | None, now: Amount | None) -> list[str]:
+def _setup_change(was: Total | None, now: Total | None) -> list[str]:
     if was is None or now is None or was == now:
         return []
     return [

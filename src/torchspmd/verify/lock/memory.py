@@ -8,7 +8,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -21,7 +20,7 @@ from torch.optim.optimizer import (
 
 from torchspmd import _torch
 from torchspmd.trace.modules import follow, unfollow
-from torchspmd.verify.lock.contents import Memory
+from torchspmd.verify.lock.lockfile import Memory
 
 ON_FSDP = "parameters that FSDP2 gathers for a while are not part of the memory"
 
@@ -49,13 +48,8 @@ class MemoryWatch:
         self._saving.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._saving.__exit__(kind, error, trace)
+    def __exit__(self, *exception: Any) -> None:
+        self._saving.__exit__(*exception)
         unfollow(self)
         for hook in self._hooks:
             hook.remove()
@@ -87,7 +81,9 @@ class MemoryWatch:
         self._measure(_parameters_of(optimizer))
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        self._optimizers[id(optimizer)] = sum(map(_bytes, _tensors(optimizer.state)))
+        leaves, _ = _torch.flatten_tree(list(optimizer.state.values()))
+        state = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self._optimizers[id(optimizer)] = sum(map(_bytes, state))
 
     def _measure(self, more: Iterable[torch.Tensor] = ()) -> None:
         roots = list(self._roots)
@@ -186,17 +182,6 @@ def _is_fully_sharded(module: nn.Module) -> bool:
 def _parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
 
 
 def _bytes(tensor: torch.Tensor) -> int:

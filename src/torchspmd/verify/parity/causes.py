@@ -11,7 +11,7 @@ import torch
 
 from torchspmd.verify.parity.match import Match, difference, largest
 from torchspmd.verify.recording.files import Kind
-from torchspmd.verify.recording.layouts import Grid, Layout, cut
+from torchspmd.verify.recording.layouts import Grid, cut
 
 # ----------------------------------------------------------------------------
 # What is known of a difference, and the questions that patterns ask of it.
@@ -28,41 +28,15 @@ class Cause:
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
+class Evidence(Match):
     """A difference between what ranks hold and what one device has."""
 
     kind: Kind
-    match: Match
     reference: torch.Tensor
     grid: Grid
     data_axes: tuple[str, ...]
     closeness: float  # relative difference up to which a pattern fits
     before: torch.Tensor | None = None  # the reference one step earlier
-
-    @property
-    def found(self) -> tuple[torch.Tensor, ...]:
-        """What each rank holds."""
-        return self.match.found
-
-    @property
-    def expected(self) -> tuple[torch.Tensor, ...]:
-        """What each rank should hold."""
-        return self.match.expected
-
-    @property
-    def layout(self) -> Layout:
-        """How the value lies over the mesh."""
-        return self.match.layout
-
-    @property
-    def error(self) -> float:
-        """The largest absolute difference."""
-        return self.match.error
-
-    @property
-    def wrong_ranks(self) -> tuple[int, ...]:
-        """The ranks that hold something else than they should."""
-        return self.match.wrong_ranks
 
     def cut(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """Each rank's part of another whole value."""

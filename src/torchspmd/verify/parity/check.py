@@ -20,9 +20,9 @@ from torchspmd.errors import ParityError, UsageError, WorldError
 from torchspmd.testing import Ranks
 from torchspmd.verify.parity.compare import Asked, compare_recordings
 from torchspmd.verify.parity.run import (
+    DOES_NOT_FIT,
     Job,
     RunOptions,
-    explain_memory,
     explain_world,
     is_out_of_memory,
     run_rank,
@@ -128,7 +128,7 @@ def check_parity(  # noqa: PLR0913 - what to run, how it is spread, how it is ju
         dtype=dtype,
         options=run,
     )
-    problems = [*_world_problems(job, world_size, ranks), *travel_problems(job.sent)]
+    problems = [*_world_problems(job, world_size, ranks), *pickling_problems(job.sent)]
     if steps < 1:
         problems.append(f"steps={steps}: at least one step is needed")
     if problems:
@@ -173,7 +173,7 @@ def _world_problems(job: Job, world_size: int | None, ranks: Ranks | None) -> li
     return found
 
 
-def travel_problems(given: Mapping[str, Any]) -> list[str]:
+def pickling_problems(given: Mapping[str, Any]) -> list[str]:
     """Functions, by the argument's name, that pickle cannot send to another process."""
     found = []
     for name, value in given.items():
@@ -247,7 +247,8 @@ def _run_on_one_device(job: Job, folder: Path) -> None:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise UsageError(explain_memory(error)) from error
+        reason = f"{type(error).__name__} in the reference run"
+        raise UsageError(DOES_NOT_FIT.format(reason=reason)) from error
 
 
 def _refuse_randomness(one: Path, again: Path) -> None:

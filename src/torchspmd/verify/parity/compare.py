@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -11,7 +12,6 @@ from torchspmd.errors import RecordingError, UsageError
 from torchspmd.verify.parity.causes import Cause, Evidence, find_cause
 from torchspmd.verify.parity.step import (
     RESULTS,
-    Beginning,
     Result,
     Sides,
     Status,
@@ -140,13 +140,14 @@ class _Comparison:
                     "on one device, but nothing follows from it"
                 ] = None
             return None, []
-        beginning = choose_first(results, is_later=step > 0)
-        assert beginning is not None, wrong
+        chosen = choose_first(results, is_later=step > 0)
+        assert chosen is not None, wrong
+        beginning, place = chosen
         explained = {
             result.key: self._explain(step, result, comparison, before)
-            for result in [beginning.result, *wrong[:_MAX_EXPLAINED]]
+            for result in [beginning, *wrong[:_MAX_EXPLAINED]]
         }
-        first = _at(explained.pop(beginning.result.key), beginning)
+        first = replace(explained.pop(beginning.key), place=place)
         rest = [each for each in explained.values() if each.kind in RESULTS]
         return first, [first, *rest]
 
@@ -189,8 +190,12 @@ class _Comparison:
                 describe_layout(header.grid, match.layout),
             )
             evidence = Evidence(
+                match.layout,
+                match.found,
+                match.expected,
+                match.excess,
+                match.error,
                 kind=result.key.kind,
-                match=match,
                 reference=comparison.references[result.key],
                 grid=header.grid,
                 data_axes=header.data_axes,
@@ -261,11 +266,6 @@ def _cause_without_match(result: Result) -> Cause:
         return Cause("shape", result.note)
     what = "it was never computed, is frozen there, or is cut off from autograd"
     return Cause("missing", f"the parallel run has no such value: {what}")
-
-
-def _at(difference: Difference, beginning: Beginning) -> Difference:
-    values = {name: getattr(difference, name) for name in difference.__slots__}
-    return Difference(**{**values, "place": beginning.place})
 
 
 def default_tolerance(reference: Recording) -> Tolerance:

@@ -15,7 +15,7 @@ from torchspmd.errors import UsageError
 from torchspmd.local.api import Region
 from torchspmd.local.arguments import Options
 from torchspmd.testing import Ranks
-from torchspmd.verify.parity.check import check_parity, travel_problems
+from torchspmd.verify.parity.check import check_parity, pickling_problems
 from torchspmd.verify.parity.compare import Asked
 from torchspmd.verify.parity.run import RunOptions
 from torchspmd.verify.parity.verdict import Verdict
@@ -66,7 +66,7 @@ def check_local_parity(  # noqa: PLR0913 - the function, its arguments, how it i
             "Give one layout for each argument, None for what is no tensor."
         )
     function, reference = _sendable(function), _sendable(reference)
-    problems = travel_problems({"function": function, "reference": reference})
+    problems = pickling_problems({"function": function, "reference": reference})
     if problems:
         raise UsageError("check_local_parity: " + "; ".join(problems) + ".")
     return check_parity(
@@ -93,12 +93,12 @@ def _sendable(function: Callable[..., Any]) -> Callable[..., Any]:
     ``mapped = local_map(reference, ...)`` has the name of ``reference``, and pickle sends
     functions by name: of such a one, the function and its layouts are sent.
     """
-    if not inspect.isfunction(function) or not travel_problems({"": function}):
+    if not inspect.isfunction(function) or not pickling_problems({"": function}):
         return function
     for held in inspect.getclosurevars(function).nonlocals.values():
         if isinstance(held, Region):
             sent = functools.partial(_call_mapped, held.options)
-            return function if travel_problems({"": sent}) else sent
+            return function if pickling_problems({"": sent}) else sent
     return function
 
 

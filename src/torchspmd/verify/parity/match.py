@@ -66,7 +66,7 @@ def _join(
     assert piece.grid is not None and piece.layout is not None
     if not piece.is_sketch:
         return join(parts, piece.grid, piece.layout, piece.shape)
-    # A sketch is linear: shards and terms add up alike.
+    # A sketch is linear: shards and partial values add up alike.
     layout = tuple("R" if text == "R" else "P(sum)" for text in piece.layout)
     shape = tuple(next(iter(parts.values())).shape)
     return join(parts, piece.grid, layout, shape)
@@ -106,13 +106,12 @@ def measure(
         expected.append(part)
         bound = cut(allowed, grid, layout, rank) if allowed.ndim else allowed
         gap = difference(value, part)
-        over = gap - bound
-        excess.append(float(over.max()) if over.numel() else 0.0)
-        error = max(error, float(gap.max()) if gap.numel() else 0.0)
+        excess.append(_max(gap - bound))
+        error = max(error, _max(gap))
     return Match(layout, tuple(values), tuple(expected), tuple(excess), error)
 
 
-def sharpen(
+def match_by_shard(
     match: Match, allowed: torch.Tensor, grid: Grid, pieces: Sequence[Piece]
 ) -> Match:
     """A match of whole DTensors as one of their shards, to tell which ranks are wrong."""
@@ -128,10 +127,9 @@ def sharpen(
         if allowed.ndim:
             bound = cut(allowed, grid, match.layout, rank)
             bound = cut(bound, piece.grid, piece.layout, rank)
-        over = difference(value, part) - bound
         found.append(value)
         expected.append(part)
-        excess.append(float(over.max()) if over.numel() else 0.0)
+        excess.append(_max(difference(value, part) - bound))
     return Match(layout, tuple(found), tuple(expected), tuple(excess), match.error)
 
 
@@ -154,8 +152,11 @@ def _common_layout(layout: Layout, grid: Grid, piece: Piece) -> Layout | None:
 def largest(value: torch.Tensor) -> float:
     """The size of the largest finite element; 0 for an empty tensor."""
     sizes = value.double().abs()
-    sizes = sizes[sizes.isfinite()]
-    return float(sizes.max()) if sizes.numel() else 0.0
+    return _max(sizes[sizes.isfinite()])
+
+
+def _max(value: torch.Tensor) -> float:
+    return float(value.max()) if value.numel() else 0.0
 
 
 def difference(value: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ from torchspmd.verify.recording.recorder import Recorder, grid_of, record
 # What this machine can hold: one model on one device, and how many ranks.
 
 _RANK_BYTES = 400 << 20  # a process with torch loaded, and room for a small model
-_DOES_NOT_FIT = (
+DOES_NOT_FIT = (
     "check_parity: the model does not fit one device ({reason}): check a smaller "
     "configuration of it (fewer layers, the same widths), or record two parallel layouts "
     "with torchspmd.verify.record and compare those with `torchspmd parity a b`."
@@ -37,11 +37,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     text = str(error).lower()
     words = ("can't allocate memory", "out of memory", "cannot allocate memory")
     return isinstance(error, MemoryError) or any(word in text for word in words)
-
-
-def explain_memory(error: BaseException) -> str:
-    """One sentence on a model that one device cannot hold."""
-    return _DOES_NOT_FIT.format(reason=f"{type(error).__name__} in the reference run")
 
 
 def explain_size(parameter_bytes: int, world_size: int) -> str | None:
@@ -57,7 +52,7 @@ def explain_size(parameter_bytes: int, world_size: int) -> str | None:
     reason = (
         f"{parameter_bytes / 2**30:.3g} GiB of parameters, {free / 2**30:.3g} GiB free"
     )
-    return _DOES_NOT_FIT.format(reason=reason)
+    return DOES_NOT_FIT.format(reason=reason)
 
 
 def explain_world(world_size: int) -> str | None:

@@ -13,7 +13,7 @@ from torchspmd.verify.parity.match import (
     difference,
     find_match,
     largest,
-    sharpen,
+    match_by_shard,
     whole_values,
 )
 from torchspmd.verify.parity.vacuous import Watch
@@ -59,18 +59,10 @@ class Result:
     note: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Beginning:
-    """The first difference and the place to look at."""
-
-    result: Result
-    place: str
-
-
 def choose_first(
     results: Sequence[Result], *, is_later: bool = False
-) -> Beginning | None:
-    """The difference that the others follow from.
+) -> tuple[Result, str] | None:
+    """The difference that the others follow from, and the place to look at.
 
     In a later step, small differences of activations are left out beside large ones:
     rounding of earlier updates has come in.
@@ -79,7 +71,7 @@ def choose_first(
     wrong = [
         result
         for result in ordered
-        if result.status is Status.DIFFERS and not _is_put_right(result, ordered)
+        if result.status is Status.DIFFERS and not _is_corrected(result, ordered)
     ]
     if is_later:
         inside = [r.relative for r in wrong if r.key.kind in _INSIDE]
@@ -93,7 +85,7 @@ def choose_first(
         place = _common_place(first, ordered)
     if first.key.kind is Kind.GRAD_OUTPUT:
         place = _where_it_arrived(first, ordered)
-    return Beginning(first, place or place_of(first.key))
+    return first, place or place_of(first.key)
 
 
 def _where_it_arrived(first: Result, ordered: Sequence[Result]) -> str:
@@ -123,8 +115,8 @@ def _where_it_arrived(first: Result, ordered: Sequence[Result]) -> str:
     return f"{module_of(name) or '(model)'}, after {name}"
 
 
-def _is_put_right(result: Result, ordered: Sequence[Result]) -> bool:
-    """Whether a module around it gives the right value: then it was a term or a part.
+def _is_corrected(result: Result, ordered: Sequence[Result]) -> bool:
+    """Whether a module around it gives the right value: then it was partial or a shard.
 
     A layer inside a parallel layer of the user's own may well hold partial sums.
     """
@@ -340,7 +332,7 @@ def _same(value: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 # ----------------------------------------------------------------------------
-# Micro-batches: rows meet in other calls on ranks than on one device.
+# Micro-batches: a call on a rank has other rows than the same call on one device.
 #
 # Two micro-batches of eight rows are rows 0-3 and 4-7 on one device, but rows 0 and 1 on
 # the first of four ranks. Over all calls of a step together, the rows are the same.
@@ -403,25 +395,25 @@ class History:
     """What is known of each parameter from the steps before."""
 
     values: dict[str, torch.Tensor] = field(default_factory=dict)
-    doubt: dict[str, torch.Tensor] = field(default_factory=dict)
+    uncertainty: dict[str, torch.Tensor] = field(default_factory=dict)
     moved: dict[str, float] = field(default_factory=dict)
 
     def note_gradient(self, name: str, gradient: torch.Tensor, noise: float) -> None:
         """Remember the relative error of each element of a gradient, at most 1."""
         size = gradient.double().abs()
-        doubt = torch.where(size > 0, noise / size, 0.0).clamp(max=1.0)
-        known = self.doubt.get(name)
-        if known is not None and known.shape == doubt.shape:
-            doubt = torch.maximum(known, doubt)
-        self.doubt[name] = doubt
+        uncertainty = torch.where(size > 0, noise / size, 0.0).clamp(max=1.0)
+        known = self.uncertainty.get(name)
+        if known is not None and known.shape == uncertainty.shape:
+            uncertainty = torch.maximum(known, uncertainty)
+        self.uncertainty[name] = uncertainty
 
     def note_found(
         self, name: str, gradient: torch.Tensor, found: torch.Tensor
     ) -> None:
-        """Doubt a zero that the parallel run does not have: it is rounding there."""
-        doubt = self.doubt.get(name)
-        if doubt is not None and doubt.shape == found.shape:
-            doubt[(gradient == 0) & (found != 0)] = 1.0
+        """A zero that is none in the parallel run is uncertain: it is rounding there."""
+        uncertainty = self.uncertainty.get(name)
+        if uncertainty is not None and uncertainty.shape == found.shape:
+            uncertainty[(gradient == 0) & (found != 0)] = 1.0
 
     def note_value(self, name: str, value: torch.Tensor) -> None:
         """Remember a parameter's value after a step, and how far it moved."""
@@ -437,11 +429,11 @@ class History:
         Where the gradient is nothing but rounding, its step may have any size that steps
         have at all.
         """
-        doubt = self.doubt.get(name)
-        if doubt is None or doubt.shape != like.shape:
+        uncertainty = self.uncertainty.get(name)
+        if uncertainty is None or uncertainty.shape != like.shape:
             return torch.zeros((), dtype=torch.float64)
         own, any_step = self.moved.get(name, 0.0), max(self.moved.values(), default=0.0)
-        return 2 * torch.where(doubt < 1, own * doubt, any_step)
+        return 2 * torch.where(uncertainty < 1, own * uncertainty, any_step)
 
 
 # Kinds whose agreement is the verdict; the others tell where a difference begins.
@@ -611,7 +603,7 @@ class StepComparison:
             summed = find_match(self._summed(values), reference, allowed, header.grid)
             if summed is not None and summed.agrees:
                 return summed
-        return sharpen(match, allowed, header.grid, pieces) if pieces else match
+        return match_by_shard(match, allowed, header.grid, pieces) if pieces else match
 
     def _summed(self, values: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """For each rank the sum over the ranks that have other rows."""

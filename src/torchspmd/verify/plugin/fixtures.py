@@ -1,21 +1,33 @@
-"""What the fixture ``spmd_mesh`` gives: meshes of real or of simulated ranks."""
+"""What tests use: meshes of real or simulated ranks, a ledger, and a lock of it."""
 
 import contextlib
 import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
+from pathlib import Path
 from typing import Self
 
+import pytest
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchspmd.comm import Ledger, format_bytes
-from torchspmd.errors import UsageError, WorldError
+from torchspmd.errors import LockError, UsageError, WorldError
 from torchspmd.testing import fake_world
 from torchspmd.trace import CommDebugMode
 from torchspmd.trace.modules import follow, unfollow
+from torchspmd.verify.lock.changes import changes
+from torchspmd.verify.lock.lockfile import (
+    Lock,
+    load_lock,
+    lock_ledger,
+    save_lock,
+    to_text,
+)
+from torchspmd.verify.plugin.rank import RankPlugin
+from torchspmd.verify.plugin.ranks import LOCK
 
 # Ranks serve many tests, and groups that a mesh made are never given back.
 _meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
@@ -33,12 +45,7 @@ class MeshMaker:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._kept.clear()
         self._world.close()
 
@@ -149,7 +156,7 @@ class _Start:
         self._begun = True
         setup = self._ledger.total()
         # The test holds this very ledger already, so it is begun anew, not replaced.
-        Ledger.__init__(self._ledger, max_events=self._ledger.max_events)
+        self._ledger.clear()
         if setup.count:
             self._ledger.note(
                 f"what was sent before the first module call is left out: {setup.count} "
@@ -158,3 +165,104 @@ class _Start:
 
     def leave(self) -> None:
         """A module's call ends: nothing to do."""
+
+
+# ----------------------------------------------------------------------------
+# What the mark ``comm_lock`` does: one small lock file for each test that has it.
+
+FOLDER = "comm_locks"
+
+_WRITTEN: pytest.StashKey[list[str]] = pytest.StashKey()
+_UPDATE = "pytest --comm-lock-update"
+
+
+def check_use(item: pytest.Item) -> None:
+    """Refuse the mark where there is nothing to compare."""
+    if "comm_ledger" not in getattr(item, "fixturenames", ()):
+        pytest.fail(
+            f"{item.name}: the mark comm_lock compares what comm_ledger records: let "
+            "the test take that fixture.",
+            pytrace=False,
+        )
+
+
+def lock_test(item: pytest.Item, rank: RankPlugin | None) -> None:
+    """Compare a test's communication with its lock, or write the lock."""
+    if item.get_closest_marker("spmd") is not None and rank is None:
+        lock = item.stash[LOCK]
+    else:
+        lock = lock_ledger(_ledger_of(item), _identity(item))
+    if rank is not None:
+        rank.lock = lock
+        return
+    if lock is None:
+        pytest.fail(f"{item.name}: rank 0 sent no ledger to lock.", pytrace=False)
+    path = _path(item)
+    if item.config.getoption("comm_lock_update"):
+        _write(item, lock, path)
+    else:
+        _compare(lock, path)
+
+
+def written(config: pytest.Config) -> list[str]:
+    """A line for each lock that this run wrote."""
+    return config.stash.get(_WRITTEN, [])
+
+
+def _ledger_of(item: pytest.Item) -> Ledger:
+    assert isinstance(item, pytest.Function), item
+    ledger = item.funcargs["comm_ledger"]
+    assert isinstance(ledger, Ledger), ledger
+    return ledger
+
+
+def _identity(item: pytest.Item) -> str:
+    """The test's name from its file on, the same wherever pytest was started."""
+    return f"{item.path.name}::{item.nodeid.partition('::')[2]}"
+
+
+def _path(item: pytest.Item) -> Path:
+    name = re.sub(r"[^\w.-]+", "-", item.nodeid.partition("::")[2].replace("::", "."))
+    return item.path.parent / FOLDER / f"{item.path.stem}.{name}.lock"
+
+
+def _write(item: pytest.Item, lock: Lock, path: Path) -> None:
+    if path.is_file() and path.read_text(encoding="utf-8") == to_text(lock):
+        return
+    path.parent.mkdir(exist_ok=True)
+    save_lock(lock, path)
+    lines = item.config.stash.setdefault(_WRITTEN, [])
+    lines.append(f"comm locks: wrote {_shown(item, path)}")
+
+
+def _shown(item: pytest.Item, path: Path) -> str:
+    root = item.config.rootpath
+    return str(path.relative_to(root) if path.is_relative_to(root) else path)
+
+
+def _compare(lock: Lock, path: Path) -> None:
+    if not path.is_file():
+        pytest.fail(f"there is no lock {path}: write it with {_UPDATE}.", pytrace=False)
+    try:
+        locked = load_lock(path)
+    except LockError as error:
+        pytest.fail(f"{error} ({_UPDATE})", pytrace=False)
+    if locked.made_by != lock.made_by:
+        pytest.fail(
+            f"{path} is the lock of {locked.made_by}, not of {lock.made_by}: give one "
+            "of the tests another name.",
+            pytrace=False,
+        )
+    sentences = changes(locked, lock)
+    if sentences:
+        version = (
+            f"\nThe lock was made with torch {locked.torch}, this is {lock.torch}."
+            if locked.torch != lock.torch
+            else ""
+        )
+        pytest.fail(
+            f"{lock.made_by} does not communicate what its lock says:\n  "
+            + "\n  ".join(sentences)
+            + f"{version}\nTo accept: {_UPDATE}",
+            pytrace=False,
+        )

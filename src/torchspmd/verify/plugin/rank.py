@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from torchspmd.verify.lock.contents import Lock
+from torchspmd.verify.lock.lockfile import Lock
 
 # The parent decides these for the whole run; on a rank they would end or narrow it.
 _NOT_FOR_RANKS = frozenset(

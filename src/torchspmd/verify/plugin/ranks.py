@@ -17,7 +17,7 @@ import pytest
 from torchspmd.comm.folding import ranges
 from torchspmd.errors import RankError, SpmdError
 from torchspmd.testing import Ranks
-from torchspmd.verify.lock.contents import Lock
+from torchspmd.verify.lock.lockfile import Lock
 from torchspmd.verify.plugin.rank import RankResult, RankTask, run_test, warm_up
 
 # Made once for a whole run of pytest, and ended by the plugin.

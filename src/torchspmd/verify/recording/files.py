@@ -10,7 +10,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -145,7 +145,7 @@ def _row(key: Key, piece: Piece, stored: str, start: int) -> dict[str, Any]:
         "size": list(piece.value.shape),
         "shape": list(piece.shape),
         "dtype": piece.dtype,
-        "grid": None if piece.grid is None else _grid_to_dict(piece.grid),
+        "grid": None if piece.grid is None else asdict(piece.grid),
         "layout": piece.layout,
         "is_sketch": piece.is_sketch,
     }
@@ -153,13 +153,8 @@ def _row(key: Key, piece: Piece, stored: str, start: int) -> dict[str, Any]:
 
 def write_header(folder: Path, header: Header) -> None:
     """Say that a rank is done, and what it did."""
-    data = {
-        "format": FORMAT,
-        "version": VERSION,
-        "torch": torch.__version__,
-        **{name: getattr(header, name) for name in Header.__dataclass_fields__},
-        "grid": _grid_to_dict(header.grid),
-    }
+    about = {"format": FORMAT, "version": VERSION, "torch": torch.__version__}
+    data = {**about, **asdict(header)}
     path = folder / f"rank{header.rank}.json"
     part = path.with_suffix(".part")
     part.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
@@ -284,14 +279,6 @@ def _piece(row: dict[str, Any], values: Mapping[str, torch.Tensor]) -> Piece:
         layout=None if row["layout"] is None else tuple(row["layout"]),
         is_sketch=row["is_sketch"],
     )
-
-
-def _grid_to_dict(grid: Grid) -> dict[str, list[Any]]:
-    return {
-        "names": list(grid.names),
-        "shape": list(grid.shape),
-        "ranks": list(grid.ranks),
-    }
 
 
 def _step_file(rank: int, step: int) -> str:

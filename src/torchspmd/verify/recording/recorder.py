@@ -6,7 +6,7 @@ compares puts them together. One step is in memory at a time.
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -253,20 +253,17 @@ def record(  # noqa: PLR0913 - what to record, and what it means
         [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     )
     rank = dist.get_rank() if dist.is_initialized() else 0
-    about = _About(grid, tuple(data_axes), loss_reduction, modules, max_bytes, rank)
-    return Recorder(Path(folder), model, optimizers, about)
-
-
-@dataclass(frozen=True, slots=True)
-class _About:
-    """What is fixed for a whole recording."""
-
-    grid: Grid
-    data_axes: tuple[str, ...]
-    loss_reduction: str
-    modules: bool
-    max_bytes: int
-    rank: int
+    header = Header(
+        rank,
+        world_size=len(grid.ranks),
+        num_steps=0,
+        grid=grid,
+        data_axes=tuple(data_axes),
+        loss_reduction=loss_reduction,
+        wrappers=_wrappers_of(model),
+        sees_modules=modules,
+    )
+    return Recorder(Path(folder), model, optimizers, header, max_bytes)
 
 
 def _world() -> Grid:
@@ -282,24 +279,25 @@ class Recorder:
         folder: Path,
         model: nn.Module,
         optimizers: list[torch.optim.Optimizer],
-        about: _About,
+        header: Header,
+        max_bytes: int,
     ) -> None:
         self._folder = folder
         self._model = unwrapped(model)
-        self._wrappers = _wrappers_of(model)
         self._optimizers = optimizers
-        self._about = about
+        self._header = header
+        self._max_bytes = max_bytes
         self._step = INITIAL
         self._pieces: dict[Key, Piece] = {}
         self._has_gradients = False
         self._saw_gradients = False
         self._depth = 1
         self._parameters: dict[str, nn.Parameter] = {}
-        self._hooks = ModuleHooks(model, self._keep) if about.modules else None
+        self._hooks = ModuleHooks(model, self._keep) if header.sees_modules else None
         self._handles: list[Any] = []
 
     def __enter__(self) -> Self:
-        self._folder = prepare_folder(self._folder, self._about.rank)
+        self._folder = prepare_folder(self._folder, self._header.rank)
         self._find_parameters()
         self._keep_values()
         self._write()
@@ -327,7 +325,7 @@ class Recorder:
                 f"record: something ran after the last end_step() of {self._folder}. "
                 "Call end_step(loss) once after each step, the last one too."
             )
-        write_header(self._folder, self._header())
+        write_header(self._folder, self._finished_header())
 
     def end_step(self, loss: Any, outputs: Any = None) -> None:
         """Close a step: keep loss, outputs, and the model and optimizer as they are now.
@@ -393,32 +391,24 @@ class Recorder:
             self._keep(Key(kind, name, call, leaf), value)
 
     def _keep(self, key: Key, value: torch.Tensor) -> None:
-        about = self._about
-        self._pieces[key] = take(value, about.rank, about.max_bytes)
+        self._pieces[key] = take(value, self._header.rank, self._max_bytes)
 
     def _write(self) -> None:
-        write_step(self._folder, self._about.rank, self._step, self._pieces)
+        write_step(self._folder, self._header.rank, self._step, self._pieces)
         self._pieces = {}
         self._step += 1
 
-    def _header(self) -> Header:
-        about, model = self._about, self._model
+    def _finished_header(self) -> Header:
         ties: dict[int, list[str]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
             ties.setdefault(id(parameter), []).append(plain_name(name))
         named = self._parameters.items()
-        return Header(
-            rank=about.rank,
-            world_size=len(about.grid.ranks),
+        return replace(
+            self._header,
             num_steps=self._step,
-            grid=about.grid,
-            data_axes=about.data_axes,
-            loss_reduction=about.loss_reduction,
             ties=tuple(tuple(sorted(names)) for names in ties.values() if names[1:]),
             frozen=tuple(name for name, value in named if not value.requires_grad),
-            wrappers=self._wrappers,
             notes=() if self._hooks is None else tuple(self._hooks.notes),
-            sees_modules=self._hooks is not None,
             sees_gradients=self._saw_gradients,
             depth=self._depth,
         )

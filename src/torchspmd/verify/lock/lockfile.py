@@ -1,19 +1,147 @@
-"""A lock as text: sorted lines, one fact each, the same on every machine; and back."""
+"""A lock: what a step communicates and holds in memory, as a value and as a text file."""
 
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from torchspmd.comm import Kind, Phase
+import torch
+
+from torchspmd.comm import Kind, Ledger, Phase, Total
 from torchspmd.comm.folding import fold, unfold
 from torchspmd.comm.storage import write_whole
 from torchspmd.errors import LockError
 from torchspmd.verify.contract.claim import natural
-from torchspmd.verify.lock.contents import Amount, Lock, Memory, Recipe, Row
+
+
+class Row(NamedTuple):
+    """What makes two communications the same one, before and after a change."""
+
+    phase: str
+    module: str
+    kind: str
+    axis: str
+    dtype: str
+    implicit: bool = False
+    cause: str | None = None
+
+
+# Of a lock, the number of communications and their payload bytes together.
+NOTHING = Total()
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of one rank: what training holds, and the most that waits for backward."""
+
+    parameters: int
+    buffers: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How the lock was made, and how to make it again.
+
+    Attributes:
+        script: Path of the script, relative to the lock's folder, with slashes.
+        mesh: Axes and sizes, as in ``dp=2,tp=4``; their product is the world size.
+        rank: The rank that was played.
+        steps: How many optimizer steps were recorded; 0 for all.
+        skip: How many were let pass before.
+        arguments: What the script was given.
+    """
+
+    script: str
+    mesh: str
+    rank: int = 0
+    steps: int = 1
+    skip: int = 0
+    arguments: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Lock:
+    """The communication of one step, by row.
+
+    Attributes:
+        made_by: The script and how it was run, or the name of a test.
+        rows: Everything that was sent, by row.
+        memory: What one rank holds; None where it was not watched.
+        setup: What was sent before the first module was called; None: not recorded.
+        notes: What a reader of the ledger must know.
+        torch: The version it was made with.
+        sources: Lines of the program behind the rows; not part of the file.
+    """
+
+    made_by: Recipe | str
+    rows: Mapping[Row, Total]
+    memory: Memory | None = None
+    setup: Total | None = None
+    notes: tuple[str, ...] = ()
+    torch: str = str(torch.__version__).partition("+")[0]
+    sources: Mapping[Row, str] = field(default_factory=dict, compare=False)
+
+    def total(self) -> Total:
+        """Everything together."""
+        return sum(self.rows.values(), NOTHING)
+
+
+def lock_ledger(
+    ledger: Ledger,
+    made_by: Recipe | str,
+    *,
+    memory: Memory | None = None,
+    setup: Ledger | None = None,
+) -> Lock:
+    """Lock what was recorded; communication of run-time checks is left out.
+
+    >>> lock_ledger(Ledger(), "a test").total()
+    Total(count=0, payload_bytes=0, wire_bytes=0)
+
+    Raises:
+        LockError: Single events were dropped, and with them the reasons.
+    """
+    if ledger.dropped:
+        raise LockError(
+            f"{ledger.dropped} of {len(ledger)} communications were dropped from the "
+            "ledger, and a lock needs all: record fewer steps."
+        )
+    rows: dict[Row, Total] = {}
+    sources: dict[Row, str] = {}
+    for event in ledger.events:
+        if event.check:
+            continue
+        row = Row(
+            event.phase.value,
+            event.module,
+            event.kind.value,
+            event.axis,
+            event.dtype,
+            event.implicit,
+            event.cause,
+        )
+        rows[row] = rows.get(row, NOTHING) + Total(1, event.payload_bytes)
+        if event.source is not None:
+            sources.setdefault(row, event.source)
+    before = None if setup is None else _without_wire(setup.total(check=False))
+    return Lock(
+        made_by, rows, memory, before, tuple(sorted(ledger.notes)), sources=sources
+    )
+
+
+def _without_wire(total: Total) -> Total:
+    """Wire bytes follow from the payload: a lock does not keep them."""
+    return Total(total.count, total.payload_bytes)
+
+
+# ----------------------------------------------------------------------------
+# As text: sorted lines, one fact each, the same on every machine; and back.
 
 VERSION = 1
 
@@ -53,7 +181,7 @@ def to_text(lock: Lock) -> str:
     """The lock's lines.
 
     >>> row = Row("forward", "GPT.layers.0.mlp", "all_reduce", "tp", "float32")
-    >>> print(to_text(Lock("a test", {row: Amount(1, 64)})).splitlines()[-1])
+    >>> print(to_text(Lock("a test", {row: Total(1, 64)})).splitlines()[-1])
     forward GPT.layers.0.mlp all_reduce tp float32 1 64
     """
     of_script = isinstance(lock.made_by, Recipe)
@@ -95,7 +223,7 @@ def _order(row: Row) -> tuple[Any, ...]:
     return (_PHASES.index(row.phase), natural(row.module), *rest)
 
 
-def _row_line(row: Row, amount: Amount) -> str:
+def _row_line(row: Row, amount: Total) -> str:
     words = [*map(_quoted, row[:5]), str(amount.count), str(amount.payload_bytes)]
     if row.implicit:
         words.append("implicit")
@@ -137,9 +265,9 @@ class _Draft:
     version: int = 0
     header: dict[str, str] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
-    setup: Amount | None = None
+    setup: Total | None = None
     notes: list[str] = field(default_factory=list)
-    rows: dict[Row, Amount] = field(default_factory=dict)
+    rows: dict[Row, Total] = field(default_factory=dict)
 
 
 def _read_line(draft: _Draft, line: str) -> None:
@@ -154,7 +282,8 @@ def _read_line(draft: _Draft, line: str) -> None:
         name, size = rest.split()
         draft.memory[_MEMORY[_MEMORY.index(name)]] = int(size)
     elif first == "setup":
-        draft.setup = Amount(*map(int, rest.split()))
+        count, payload_bytes = map(int, rest.split())
+        draft.setup = Total(count, payload_bytes)
     elif first == "note":
         draft.notes.append(rest)
     elif first in _HEADER_WORDS and first not in draft.header:
@@ -171,7 +300,7 @@ def _read_row(draft: _Draft, line: str) -> None:
     if reasons and (reasons[0] != "for" or len(reasons) != 2):
         raise ValueError(f"{' '.join(reasons)!r} has no meaning")
     cause = reasons[1] if reasons else None
-    amount = Amount(int(count), int(size))
+    amount = Total(int(count), int(size))
     for name in unfold(module):
         row = Row(phase, name, Kind(kind).value, axis, dtype, implicit, cause)
         if row in draft.rows:
