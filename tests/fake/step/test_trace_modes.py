@@ -52,7 +52,7 @@ def printed_parameter(model, loss, batch):
 
 
 def printed_in_a_hook(model, loss, batch):
-    loss.register_hook(lambda gradient: print("got", gradient))
+    loss.register_hook(lambda gradient: print(gradient, "here"))
     loss.backward()
 
 

@@ -232,14 +232,14 @@ def _refuse_partial_write(func: Any) -> RefusalError:
 
 _aten = torch.ops.aten
 _ATTENTION = (
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    "_scaled_dot_product_flash_attention_for_cpu.default",
+    "_scaled_dot_product_flash_attention_for_cpu_backward.default",
 )
 
 
 def _attention(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """The kernel, or its backward, on this rank's part of the batch or of the heads."""
-    first = 0 if func is _ATTENTION[0] else 1  # a backward takes the gradient before
+    first = int("backward" in func.name())  # which takes the gradient before
     given = args[first : first + 3]  # query, key, value
     query = next(value for value in (*given, *args) if isinstance(value, DTensor))
     layout = tuple(_part(axis, given) for axis in range(query.device_mesh.ndim))
@@ -607,61 +607,41 @@ def _index_put(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
 
 
 _Rule = Callable[[Any, tuple[Any, ...], Any], Any]
+_OPERATORS: dict[_Rule, tuple[str, ...]] = {
+    _any_or_all: (
+        *("any.default", "any.dim", "any.dims"),
+        *("all.default", "all.dim", "all.dims"),
+    ),
+    _over_all_dims: (
+        *("sum.dim_IntList", "mean.dim", "nansum.default"),
+        *("amax.default", "amin.default", "linalg_vector_norm.default"),
+        *("var.correction", "std.correction"),
+        *("var_mean.correction", "std_mean.correction"),
+    ),
+    _row_by_row: (
+        *("hardshrink_backward.default", "softshrink_backward.default"),
+        *("avg_pool2d_backward.default", "avg_pool3d_backward.default"),
+        *(f"adaptive_max_pool{n}d_backward.default" for n in (2, 3)),
+        "_adaptive_avg_pool3d_backward.default",
+        "max_pool3d_with_indices_backward.default",
+        *(f"replication_pad{n}d_backward.default" for n in (1, 2, 3)),
+    ),
+    _attention: _ATTENTION,
+    _copy: ("copy.default",),
+    _embedding: ("embedding.default",),
+    _index_put: ("index_put.default", "index_put_.default"),
+    _add_number: ("add.Tensor", "add_.Tensor", "sub.Tensor", "sub_.Tensor"),
+    _copy_into: ("copy_.default",),
+    _fill: ("fill_.Scalar", "fill_.Tensor"),
+    _loss_mean: ("nll_loss_forward.default", "nll_loss2d_forward.default"),
+}
+
+
+def _operator(name: str) -> Any:
+    packet, overload = name.split(".")
+    return getattr(getattr(_aten, packet), overload)
+
+
 _RULES: dict[Any, _Rule] = {
-    **dict.fromkeys(
-        (
-            _aten.any.default,
-            _aten.any.dim,
-            _aten.any.dims,
-            _aten.all.default,
-            _aten.all.dim,
-            _aten.all.dims,
-        ),
-        _any_or_all,
-    ),
-    **dict.fromkeys(
-        (
-            _aten.sum.dim_IntList,
-            _aten.mean.dim,
-            _aten.nansum.default,
-            _aten.amax.default,
-            _aten.amin.default,
-            _aten.linalg_vector_norm.default,
-            _aten.var.correction,
-            _aten.std.correction,
-            _aten.var_mean.correction,
-            _aten.std_mean.correction,
-        ),
-        _over_all_dims,
-    ),
-    **dict.fromkeys(
-        (
-            _aten.hardshrink_backward.default,
-            _aten.softshrink_backward.default,
-            _aten.avg_pool2d_backward.default,
-            _aten.avg_pool3d_backward.default,
-            _aten.adaptive_max_pool2d_backward.default,
-            _aten.adaptive_max_pool3d_backward.default,
-            _aten._adaptive_avg_pool3d_backward.default,
-            _aten.max_pool3d_with_indices_backward.default,
-            _aten.replication_pad1d_backward.default,
-            _aten.replication_pad2d_backward.default,
-            _aten.replication_pad3d_backward.default,
-        ),
-        _row_by_row,
-    ),
-    **dict.fromkeys(_ATTENTION, _attention),
-    _aten.copy.default: _copy,
-    _aten.embedding.default: _embedding,
-    _aten.index_put.default: _index_put,
-    _aten.index_put_.default: _index_put,
-    _aten.add.Tensor: _add_number,
-    _aten.add_.Tensor: _add_number,
-    _aten.sub.Tensor: _add_number,
-    _aten.sub_.Tensor: _add_number,
-    _aten.copy_.default: _copy_into,
-    _aten.fill_.Scalar: _fill,
-    _aten.fill_.Tensor: _fill,
-    _aten.nll_loss_forward.default: _loss_mean,
-    _aten.nll_loss2d_forward.default: _loss_mean,
+    _operator(name): rule for rule, names in _OPERATORS.items() for name in names
 }
