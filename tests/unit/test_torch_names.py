@@ -6,22 +6,32 @@ Those that need a process group are tested in tests/fake/test_torch_names_fake.p
 import ast
 import copy
 import inspect
+import math
+import operator
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import fx, nn
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.amp import GradScaler
+from torch.autograd.graph import register_multi_grad_hook
+from torch.optim import _adafactor, asgd
+from torch.overrides import TorchFunctionMode
 
-from torchspmd import _torch
+from torchspmd import CommDebugMode, _torch
 from torchspmd._torch import LANDMARKS, Landmark
 from torchspmd.testing import fake_world
 
 pytestmark = pytest.mark.unit
 
 _TESTS = Path(__file__).parents[1]
+
+
 _TORCH = Path(torch.__file__).parent
 
 
@@ -35,8 +45,6 @@ def _functions_in(path):
 
 
 # The lists themselves.
-
-
 def test_every_exported_function_has_a_test_of_its_name():
     files = [Path(__file__), *_TESTS.rglob("test_torch_names_*.py")]
     tested = set().union(*map(_functions_in, files))
@@ -63,8 +71,6 @@ def test_every_landmark_means_something():
 
 
 # Autograd.
-
-
 def test_sequence_number():
     before = _torch.sequence_number()
     output = torch.ones(1, requires_grad=True) * 2
@@ -102,8 +108,6 @@ def test_current_node():
 
 
 # Compilation.
-
-
 def test_is_tracing_for_compile():
     assert not _torch.is_tracing_for_compile()
     with tracing(TracingContext(FakeTensorMode())):
@@ -151,8 +155,6 @@ def test_graph_replay_is_torchs_own_again():
 
 
 # The dispatcher.
-
-
 @pytest.fixture
 def twice():
     library = torch.library.Library("torchspmd_test", "FRAGMENT")
@@ -225,8 +227,6 @@ def test_call_below(twice):
 
 
 # Landmarks.
-
-
 def test_landmark_of_generated_code():
     graph = torch.fx.symbolic_trace(nn.Linear(2, 2))
     assert _torch.landmark(graph.forward.__code__) == Landmark.GRAPH
@@ -275,8 +275,6 @@ def test_is_torch_code():
 
 
 # Trees and tensors.
-
-
 def test_flatten_tree():
     leaves, structure = _torch.flatten_tree({"a": [1, (2, None)], "b": 3})
     assert leaves == [1, 2, None, 3]
@@ -343,8 +341,6 @@ def test_foreach_norm():
 
 
 # Stores.
-
-
 def test_fake_store():
     assert isinstance(_torch.fake_store(), torch.distributed.Store)
     assert "fake" in torch.distributed.Backend.backend_list
@@ -367,3 +363,576 @@ def test_keep_from_compiler():
     torch._dynamo.utils.counters.clear()
     assert torch.compile(kept, backend="eager")(torch.zeros(1)) == 1
     assert not torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+# ----------------------------------------------------------------------------
+# Private torch names that sharded parameters need; see tests/unit/test_torch_names.py.
+
+
+def test_version_of():
+    tensor = torch.zeros(2)
+    before = _torch.version_of(tensor)
+    tensor.detach().add_(1)
+    assert _torch.version_of(tensor) == before + 1
+
+
+def test_is_view():
+    aten = torch.ops.aten
+    assert _torch.is_view(aten.t.default)
+    assert _torch.is_view(aten.slice.Tensor)
+    assert not _torch.is_view(aten.mm.default)
+    assert not _torch.is_view(len)
+
+
+# ----------------------------------------------------------------------------
+# Private torch names around recurrent layers; see test_torch_names.py.
+
+
+def test_rnn_layer():
+    x, state = torch.randn(3, 5, 4), torch.zeros(5, 4)
+    weights = (*torch.randn(2, 16, 4), *torch.randn(2, 16))
+    options = (False, [], 2, 4, 1, True, False, False, True)
+    with torch.no_grad():
+        out, _, _, kept = _torch.rnn_layer(x, *weights, state, state, *options)
+    assert out.shape == (3, 5, 4)
+    assert not kept.requires_grad
+    assert kept.numel() > 0  # the plain kernel keeps nothing here
+
+
+def test_keep_flat_weights():
+    layer = nn.LSTM(4, 4)
+    model, own = nn.Sequential(layer), list(layer.parameters())
+    with _torch.keep_flat_weights([model]):
+        layer.weight_ih_l0 = nn.Parameter(torch.zeros(16, 4))
+        assert layer._flat_weights[0] is not own[0]
+    assert layer._flat_weights[0] is own[0]
+    assert layer._flat_weight_refs[0]() is own[0]
+
+
+def test_renew_flat_weights():
+    layer, new = nn.LSTM(4, 4), nn.Parameter(torch.zeros(16, 4))
+    layer._parameters["weight_ih_l0"] = new
+    _torch.renew_flat_weights([nn.Sequential(layer)])
+    assert layer._flat_weights[0] is new
+    assert layer._flat_weight_refs[0]() is new
+    assert not layer._weights_have_changed()
+
+
+# ----------------------------------------------------------------------------
+# Private torch names for dataclasses in trees and for what optimizers note.
+
+
+@dataclass(frozen=True)
+class Pair:
+    one: int
+    two: int
+
+
+def test_record_fields():
+    assert list(_torch.record_fields(Pair(1, 2))) == [("one", 1), ("two", 2)]
+
+
+def test_record():
+    pair = Pair(1, 2)
+    leaves, structure = _torch.flatten_tree([_torch.Record(pair, [1, [2, 3]])])
+    assert leaves == [1, 2, 3]
+    (made,) = _torch.unflatten_tree([4, 5, 6], structure)
+    assert made == Pair(4, [5, 6])
+    assert _torch.flatten_tree(pair)[0] == [pair]  # the user's class stays a leaf
+
+
+def test_bookkeeping():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optim = torch.optim.SGD([parameter], fused=True)
+    torch.optim.lr_scheduler.StepLR(optim, 1)
+    before = dict(vars(optim))
+    parameter.grad = torch.ones(2)
+    optim.step()
+    changed = {
+        key for key, value in vars(optim).items() if before.get(key) is not value
+    }
+    assert {"_opt_called", "_need_device_dtype_check_for_fused"} <= changed
+    assert changed <= {*_torch.OPTIMIZER_BOOKKEEPING, "state"}
+
+
+# ----------------------------------------------------------------------------
+# What torch says in schemas, as the legality check reads it.
+
+
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+
+
+def test_signature_of():
+    add = _torch.signature_of(aten.add_.Tensor)
+    assert (add.name, add.overload) == ("aten::add", "Tensor")
+    assert (add.arguments, add.written) == (("self", "other", "alpha"), ("self",))
+    assert add.defaults == {"alpha": 1}
+    assert add.is_elementwise and not add.is_random
+    assert _torch.signature_of(aten.bernoulli.p).is_random
+    assert not _torch.signature_of(aten.mm.default).is_elementwise
+
+
+def test_signatures_of_collectives_and_lists():
+    into = _torch.signature_of(c10d.all_gather_into_tensor_out.default)
+    plain = _torch.signature_of(c10d.all_gather_into_tensor.default)
+    assert (into.name, into.arguments) == (plain.name, plain.arguments)
+    assert (into.written, plain.written) == (("out",), ())
+    fused = _torch.signature_of(aten._fused_adamw_.tensor_lr)
+    assert (fused.name, fused.overload) == ("aten::_fused_adamw", "tensor_lr")
+    assert fused.written == (
+        "self",
+        "grads",
+        "exp_avgs",
+        "exp_avg_sqs",
+        "max_exp_avg_sqs",
+    )
+    assert _torch.signature_of(aten._foreach_add_.List).name == "aten::_foreach_add"
+
+
+def test_draws_random_numbers():
+    """Attention draws only for dropout."""
+    cudnn = aten._scaled_dot_product_cudnn_attention
+    tensors = (None,) * 4
+    assert not _torch.draws_random_numbers(cudnn.default, (*tensors, True), {})
+    assert not _torch.draws_random_numbers(cudnn.default, (*tensors, True, 0.0), {})
+    assert _torch.draws_random_numbers(cudnn.default, (*tensors, True, 0.1), {})
+    # It is given the seed of its forward.
+    backward = aten._scaled_dot_product_cudnn_attention_backward.default
+    assert torch.Tag.nondeterministic_seeded in backward.tags
+    assert not _torch.draws_random_numbers(backward, (None,) * 13 + (0.1,), {})
+    assert not _torch.signature_of(backward).is_random
+    assert _torch.draws_random_numbers(aten.bernoulli.p, (None, 0.5), {})
+    assert not _torch.draws_random_numbers(len, (), {})
+
+
+def test_only_has_effects():
+    library = torch.library.Library("only_has_effects", "FRAGMENT")
+    library.define("log(Tensor x) -> ()")
+    library.define("write(Tensor(a!) x) -> ()")
+    operators = torch.ops.only_has_effects
+    assert _torch.only_has_effects(operators.log.default)
+    assert not _torch.only_has_effects(operators.write.default)
+    assert not _torch.only_has_effects(aten.add.Tensor)
+    assert not _torch.only_has_effects(aten._assert_async.msg)  # known to fx
+    assert not _torch.only_has_effects(len)
+
+
+def test_decomposition():
+    """From torch's table, or what a composite operator is made of."""
+    value = torch.tensor([1.0, 3.0])
+    loss = _torch.decomposition(aten.mse_loss.default)
+    assert loss is not None
+    assert loss(value, value - 2).item() == 4.0
+    composite = _torch.decomposition(aten.log_sigmoid.default)
+    assert composite is not None
+    torch.testing.assert_close(composite(value), F.logsigmoid(value))
+    assert _torch.decomposition(aten.avg_pool2d_backward.default) is None
+
+
+# ----------------------------------------------------------------------------
+# Private torch names about hooks; see tests/unit/test_torch_names.py.
+
+
+def same(value):
+    return None
+
+
+def test_optimizer_hook_tables():
+    optim = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
+    first, second = _torch.OPTIMIZER_HOOK_TABLES
+    before = optim.register_step_pre_hook(print)
+    after = optim.register_step_post_hook(print)
+    assert list(_torch.hooks_of(optim, (first,))) == [(first, before.id, print)]
+    assert list(_torch.hooks_of(optim, (second,))) == [(second, after.id, print)]
+
+
+def test_gradient_hook_tables():
+    parameter = nn.Parameter(torch.zeros(2))
+    tables = _torch.GRADIENT_HOOK_TABLES
+    assert list(_torch.hooks_of(parameter, tables)) == []
+    before = parameter.register_hook(same)
+    after = parameter.register_post_accumulate_grad_hook(same)
+    assert list(_torch.hooks_of(parameter, tables)) == [
+        (tables[0], before.id, same),
+        (tables[1], after.id, same),
+    ]
+
+
+def test_gradient_hook_keys():
+    tensors = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    assert _torch.gradient_hook_keys(tensors) == []
+    before = tensors[1].register_hook(same)
+    after = tensors[2].register_post_accumulate_grad_hook(same)
+    keys = _torch.gradient_hook_keys(tensors)
+    assert keys == [(1, (before.id,), ()), (2, (), (after.id,))]
+    before.remove()
+    after.remove()
+    assert _torch.gradient_hook_keys(tensors) == []
+
+
+def test_add_gradient_hook():
+    one, other = (nn.Parameter(torch.zeros(2)) for _ in range(2))
+    seen = []
+    one.register_hook(lambda gradient: seen.append("before"))
+    one.register_post_accumulate_grad_hook(lambda tensor: seen.append("after"))
+    for table, _, hook in _torch.hooks_of(one, _torch.GRADIENT_HOOK_TABLES):
+        _torch.add_gradient_hook(other, table, hook)
+    other.sum().backward()
+    assert seen == ["before", "after"]
+
+
+@pytest.mark.parametrize(("mode", "expected"), (("all", True), ("any", False)))
+def test_waits_for_nodes(mode, expected):
+    parameter = nn.Parameter(torch.zeros(2))
+    register_multi_grad_hook([parameter], same, mode=mode)
+    ((_, _, hook),) = _torch.hooks_of(parameter, _torch.GRADIENT_HOOK_TABLES)
+    assert _torch.waits_for_nodes(hook) is expected
+    assert not _torch.waits_for_nodes(same)
+    assert not _torch.waits_for_nodes(_torch.LaysOutGradient())
+
+
+def test_hooks_of():
+    tensor = torch.ones(1, requires_grad=True)
+    assert list(_torch.hooks_of(tensor, _torch.GRADIENT_HOOK_TABLES)) == []
+
+    def hook(gradient):
+        return None
+
+    handle = tensor.register_hook(hook)
+    ((table, key, found),) = _torch.hooks_of(tensor, _torch.GRADIENT_HOOK_TABLES)
+    assert (table, key) == ("_backward_hooks", handle.id) and found is hook
+
+
+# ----------------------------------------------------------------------------
+# Private names of torch behind in-place forms, loss scaling and backward contexts.
+
+
+def test_in_place_form():
+    assert _torch.in_place_form(aten.add.Tensor) is aten.add_.Tensor
+    assert _torch.in_place_form(aten.lerp.Scalar) is aten.lerp_.Scalar
+    assert _torch.in_place_form(aten.copy.default) is aten.copy_.default
+    assert _torch.in_place_form(aten._foreach_mul.Scalar) is aten._foreach_mul_.Scalar
+    fused = _torch.in_place_form(aten._fused_adamw.tensor_lr)
+    assert fused is aten._fused_adamw_.tensor_lr
+    for other in (aten.add_.Tensor, aten.mm.default, aten.cumsum.default, len, None):
+        assert _torch.in_place_form(other) is None
+
+
+def test_written_arguments():
+    assert _torch.written_arguments(aten.add_.Tensor) == (0,)
+    assert _torch.written_arguments(aten.add.Tensor) == ()
+    assert _torch.written_arguments(aten._fused_adam_.default) == (0, 1, 2, 3, 4)
+    assert _torch.written_arguments(len) == ()
+
+
+def test_shared_arguments():
+    assert _torch.shared_arguments(aten.t.default) == (0,)
+    assert _torch.shared_arguments(aten.split.Tensor) == (0,)
+    assert _torch.shared_arguments(aten._unsafe_view.default) == (0,)
+    wait = torch.ops._c10d_functional.wait_tensor.default
+    assert _torch.shared_arguments(wait) == (0,)
+    assert _torch.shared_arguments(aten.add.Tensor) == ()
+    values, indices = 4, 5
+    assert _torch.shared_arguments(aten.sort.values_stable) == (values, indices)
+    assert _torch.shared_arguments(aten.sort.values_stable, 1) == (indices,)
+    assert _torch.shared_arguments(aten.native_dropout.default, 0) == (0,)
+    assert _torch.shared_arguments(aten.native_dropout.default, 1) == ()
+    assert _torch.shared_arguments(aten.split.Tensor, 3) == (0,)
+
+
+def test_gives_one_tensor():
+    assert _torch.gives_one_tensor(aten.relu.default)
+    for several in (aten.split.Tensor, aten.native_dropout.default):
+        assert not _torch.gives_one_tensor(several)
+    assert not _torch.gives_one_tensor(aten._foreach_add_.List)  # gives nothing
+
+
+def test_tensor_methods():
+    assert _torch.tensor_methods("t") == (aten.t.default,)
+    assert aten.view.default in _torch.tensor_methods("view")
+    for other in ("name", "no_such_method", "arange"):
+        assert _torch.tensor_methods(other) == ()
+
+
+def test_silent_views_really_share_memory():
+    x = torch.ones(4, 4)
+    assert aten._unsafe_view(x, [16]).data_ptr() == x.data_ptr()
+    assert aten.unsafe_split(x, 2)[0].data_ptr() == x.data_ptr()
+    assert aten.unsafe_split_with_sizes(x, [2, 2])[0].data_ptr() == x.data_ptr()
+    assert aten.conj_physical(x).data_ptr() == x.data_ptr()
+    assert aten.lift(x).data_ptr() == x.data_ptr()
+    assert aten.relu(x).data_ptr() != x.data_ptr()
+
+
+def test_storage_bytes():
+    assert _torch.storage_bytes(torch.ones(8)[2:4]) == 32
+
+
+def test_scaler_tensors():
+    scaler = GradScaler("cpu")
+    tensors = _torch.scaler_tensors(scaler, torch.device("cpu"))
+    assert [t.item() for t in tensors.values()] == [65536.0, 0]
+    assert set(tensors) <= set(vars(scaler))
+    off = GradScaler("cpu", enabled=False)
+    assert _torch.scaler_tensors(off, torch.device("cpu")) == {}
+
+
+def test_scaler_facts():
+    scaler = GradScaler("cpu", growth_interval=5)
+    assert _torch.scaler_facts(scaler) == ("GradScaler", True, 2.0, 0.5, 5)
+
+
+def test_choosing_steps():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler = GradScaler("cpu")
+    calls = []
+    with _torch.choosing_steps(scaler, lambda *args: calls.append(args)) as is_updated:
+        scaler.scale(parameter.sum()).backward()
+        scaler.step(optimizer)
+        assert not is_updated()
+        scaler.update()
+        assert is_updated()
+    ((stepped, found, make),) = calls
+    assert stepped is optimizer and found.item() == 0.0
+    assert parameter.tolist() == [1, 1]
+    make()
+    assert parameter.tolist() == [0, 0]
+    assert "_maybe_opt_step" not in vars(scaler)
+
+
+def test_backward_under():
+    seen = []
+
+    class Names(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    def region(x):
+        return x.sin().relu()
+
+    leaf = torch.ones(2, requires_grad=True)
+    with Names() as mode:
+        out = torch.utils.checkpoint.checkpoint(region, leaf, use_reentrant=False).sum()
+        with _torch.backward_under(mode):
+            out.backward()
+    assert seen.count("sin") == 2  # the recomputation is seen too
+
+
+def test_hook_tables():
+    module = nn.Linear(2, 2)
+    module.register_forward_pre_hook(print)
+    module.register_forward_hook(print)
+    module.register_full_backward_pre_hook(print)
+    module.register_full_backward_hook(print)
+    for name in _torch.HOOK_TABLES:
+        assert len(getattr(module, name)) == 1
+
+
+def test_reduction_in_place():
+    functional = torch.ops._c10d_functional
+    form = _torch.reduction_in_place(functional.all_reduce.default)
+    assert form is functional.all_reduce_.default
+    assert _torch.written_arguments(form) == (0,)
+    for other in (functional.reduce_scatter_tensor.default, aten.add.Tensor, None):
+        assert _torch.reduction_in_place(other) is None
+
+
+def test_update_operator():
+    seen = []
+    name = "a name of this test"
+    call = _torch.update_operator(name, lambda *args: seen.append(args))
+    weight = torch.ones(1)
+    assert call(name, 3, [weight], []) is None
+    (number, written, read) = seen[0]
+    assert (number, list(read)) == (3, []) and written[0] is weight
+
+
+# ----------------------------------------------------------------------------
+# Private torch names behind numbers that an optimizer reads and chooses by.
+
+
+def traced(function, *inputs):
+    world = _torch.FakeWorld()
+    fakes = [world.fake(each) for each in inputs]
+    with world.mode, world.reading_values(), torch.no_grad():
+        return _torch.trace(lambda *args: function(world, *args), fakes), world
+
+
+def test_real_tensors():
+    seen = []
+
+    def step(world, x):
+        with _torch.numbers.real_tensors():
+            value = torch.ones(()) + 1
+        seen.append((type(value), value.item(), value.requires_grad))
+        return x + 1
+
+    graph, _ = traced(step, torch.ones(2))
+    assert seen == [(torch.Tensor, 2.0, False)]
+    assert [n.name for n in graph.graph.nodes if n.op == "call_function"] == ["add"]
+
+
+def test_stand_in_and_same_number():
+    def step(world, x, y):
+        first = world.number("count", 3.0)
+        second = world.same_number(first)
+        _torch.numbers.stand_in(first, x.item())
+        _torch.numbers.stand_in(second, y.item())
+        assert _torch.symbol_of(first) == _torch.symbol_of(second)
+        return torch.ones(()) * (first + 1 if first > 2 else 0), x * (second + 1)
+
+    graph, world = traced(step, torch.ones(()), torch.ones(()))
+    (assumption,) = world.assumptions()
+    assert len(assumption.free_symbols) == 1
+    # Each is its own node, with the values of the run.
+    got = graph(torch.tensor(5.0), torch.tensor(6.0))
+    assert [each.item() for each in got] == [6.0, 35.0]
+
+
+def test_same_number_of_an_integer():
+    world = _torch.FakeWorld()
+    number = world.number("count", 3)
+    assert isinstance(world.same_number(number), torch.SymInt)
+
+
+def test_copy_number():
+    def step(world, x):
+        return x * (x.item() + 1)
+
+    graph, _ = traced(step, torch.ones(()))
+    (add,) = graph.graph.find_nodes(op="call_function", target=operator.add)
+
+    def again(world, x):
+        return x * _torch.numbers.copy_number(add, (x.item(), 2))
+
+    copied, _ = traced(again, torch.ones(()))
+    assert copied(torch.tensor(3.0)).item() == 15.0
+
+
+@pytest.mark.parametrize("choose", [max, min])
+def test_extreme(choose):
+    def step(world, x):
+        return x * choose_in_graph(1.0, x.item())
+
+    def choose_in_graph(first, second):
+        return _torch.numbers.extreme(choose, first, second)
+
+    graph, world = traced(step, torch.ones(()))
+    assert not world.assumptions()
+    for value in (0.5, 2.0):
+        assert graph(torch.tensor(value)).item() == value * choose(1.0, value)
+    (node,) = graph.graph.find_nodes(op="call_function", target=choose)
+    assert node.args[0] == 1.0  # the order matters for NaN
+    assert choose(1.0, math.nan) == 1.0
+    assert choose_in_graph(2, 3) == choose(2, 3)
+
+
+def test_extremes_in_graph():
+    for module in (_adafactor, asgd):
+        assert "max(" in inspect.getsource(module)
+        assert "max" not in vars(module) and "min" not in vars(module)
+    with _torch.numbers.extremes_in_graph():
+        assert _adafactor.max(1, 2) == asgd.max(1, 2) == 2
+        assert _adafactor.min(1, 2) == 1
+    assert "max" not in vars(asgd) and "min" not in vars(_adafactor)
+
+
+OPTIONS = {"weight_decay": 0.0, "momentum": 0.9, "dampening": 0.0}
+
+
+FLAGS = {"nesterov": False, "maximize": False, "is_first_step": False}
+
+
+def test_fused_sgd_has_a_kernel_while_tracing():
+    def step(world, x, y, rate):
+        for lr in (0.1, rate):
+            torch._fused_sgd_([x], [y], [x.clone()], lr=lr, **OPTIONS, **FLAGS)
+        return x
+
+    names = ("aten::_fused_sgd_", "aten::_fused_sgd_.tensor_lr")
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    before = [has_kernel(name, "Meta") for name in names]
+    graph, _ = traced(step, torch.ones(2), torch.ones(2), torch.ones(()))
+    nodes = [n.target for n in graph.graph.nodes if "_fused_sgd_" in n.name]
+    packet = torch.ops.aten._fused_sgd
+    forms = [_torch.functional_optimizer(target) for target in nodes]
+    assert forms == [packet.default, packet.tensor_lr]
+    assert [has_kernel(name, "Meta") for name in names] == before
+
+
+def test_lazy_module():
+    graph = fx.symbolic_trace(lambda x: x + 1).graph
+    module = _torch.lazy_module(nn.Module(), graph)
+    assert isinstance(module, fx.GraphModule)
+    assert module(torch.ones(())).item() == 2.0
+    assert "x + 1" in module.code
+
+
+def test_without_autocast():
+    x = torch.ones(2, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (x @ x).dtype is torch.bfloat16
+        with _torch.without_autocast():
+            assert (x @ x).dtype is torch.float32
+        assert (x @ x).dtype is torch.bfloat16
+
+
+# ----------------------------------------------------------------------------
+# Private torch names that passes need to add nodes; see tests/unit/test_torch_names.py.
+
+
+def test_operators():
+    for op, name in (
+        (_torch.ALL_REDUCE, "all_reduce"),
+        (_torch.ALL_GATHER, "all_gather_into_tensor"),
+        (_torch.REDUCE_SCATTER, "reduce_scatter_tensor"),
+        (_torch.WAIT, "wait_tensor"),
+    ):
+        assert _torch.packet_name(op) == f"_c10d_functional::{name}"
+
+
+@pytest.mark.parametrize("make", [_torch.FakeWorld().fake, lambda t: t.to("meta")])
+def test_fake_result(make):
+    whole, number = make(torch.ones(8, 3).bfloat16()), make(torch.ones(()))
+    with CommDebugMode() as mode:
+        for target, args, shape in (
+            (_torch.ALL_REDUCE, (whole.t(), "sum", "0"), (3, 8)),
+            (_torch.ALL_GATHER, (whole, 4, "0"), (32, 3)),
+            (_torch.REDUCE_SCATTER, (whole, "sum", 4, "0"), (2, 3)),
+            (_torch.WAIT, (whole,), (8, 3)),
+            (torch.ops.aten.cat.default, ([whole, whole], 1), (8, 6)),
+        ):
+            made = _torch.fake_result(target, args)
+            assert made.shape == shape and made.dtype == torch.bfloat16
+            assert _torch.is_fake(made)
+        assert mode.get_total_counts() == 0
+    pieces = _torch.fake_result(torch.ops.aten.split.Tensor, (whole, 4))
+    assert _torch.fake_result(operator.getitem, (pieces, 1)).shape == (4, 3)
+    assert not _torch.fake_result(torch.ops.aten.neg.default, (number,)).requires_grad
+
+
+# ----------------------------------------------------------------------------
+# The private names of torch that plans use, on the installed torch.
+
+
+def test_has_forward_hooks():
+    module = nn.Linear(2, 2)
+    assert not _torch.has_forward_hooks(module)
+    handle = module.register_forward_hook(lambda *_: None)
+    assert _torch.has_forward_hooks(module)
+    handle.remove()
+    module.register_forward_pre_hook(lambda *_: None)
+    assert _torch.has_forward_hooks(module)
+
+
+# ----------------------------------------------------------------------------
+# The private name of torch behind the memory figures of a lock.
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_storage_key(device):
+    tensor, other = torch.empty(4, device=device), torch.empty(4, device=device)
+    assert _torch.storage_key(tensor) == _torch.storage_key(tensor[1:].detach())
+    assert _torch.storage_key(tensor) != _torch.storage_key(other)

@@ -1,14 +1,25 @@
 """The graph of a fully sharded step: where parameters are gathered, for how long."""
 
+import copy
+import operator
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 from training import train as step
+from training import train_keeping_gradients
 
 from torchspmd import CommDebugMode
 from torchspmd.comm import Phase
+from torchspmd.errors import CaptureError, UsageError
+from torchspmd.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torchspmd.step import DataParallel, compile
 from torchspmd.step.graph.metadata import owner_of
 from torchspmd.testing import fake_mesh
@@ -16,6 +27,8 @@ from torchspmd.testing import fake_mesh
 pytestmark = pytest.mark.fake
 
 GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+
+
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
@@ -283,3 +296,368 @@ def deep():
     return nn.Sequential(
         *(nn.Linear(8, 64) if n % 2 == 0 else nn.Linear(64, 8) for n in range(4))
     )
+
+
+# ----------------------------------------------------------------------------
+# Fully sharded micro-batches: reduced in each backward, or once for all of them.
+
+
+class BatchesNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 10), nn.Linear(10, 6)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x))) * self.scale
+
+
+def accumulate(model, optim, batches):
+    for batch in batches:
+        model(batch).square().mean().backward()
+    optim.step()
+    optim.zero_grad()
+
+
+def train_batches(function=accumulate, *, shape=(4,), **options):
+    with fake_mesh(shape, ("dp", "tp")[: len(shape)]) as mesh:
+        model = BatchesNet()
+        if len(shape) == 2:
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(model, mesh["tp"], plan)
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        mode = DataParallel("fully_shard", **options)
+        step = compile(parallel_mode=mode, mesh=mesh["dp"])(function)
+        step(model, optim, [torch.randn(3, 8) for _ in range(3)])
+        return step
+
+
+def counts(step):
+    totals = step.programs[0].ledger.total_by("kind", "phase")
+    return {key: total.count for key, total in totals.items()}
+
+
+def test_each_backward_reduces_by_default():
+    found = counts(train_batches())
+    assert found["reduce_scatter", "backward"] == 3 * 4
+    assert found["all_gather", "forward"] == 3 * 4
+    assert found["all_reduce", "backward"] == 1  # nothing is saved by keeping shards
+
+
+@pytest.mark.parametrize("shape", ((4,), (2, 2)))
+def test_one_reduction_for_all(shape):
+    step = train_batches(shape=shape, sync_each_backward=False)
+    found = counts(step)
+    assert found["reduce_scatter", "backward"] == 4
+    assert found["all_gather", "forward"] == 3 * 4
+    assert "10 reductions of micro-batches joined" in step.explain()
+
+
+def test_kept_parameters_are_gathered_once():
+    found = counts(train_batches(sync_each_backward=False, reshard_after_forward=False))
+    assert found == {
+        ("all_gather", "forward"): 4,
+        ("reduce_scatter", "backward"): 4,
+        ("all_reduce", "backward"): 1,
+    }
+
+
+def test_what_is_read_in_between_is_reduced():
+    def clips(model, optim, batches):
+        for batch in batches:
+            model(batch).square().mean().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optim.step()
+
+    found = counts(train_batches(clips, sync_each_backward=False))
+    assert found["reduce_scatter", "backward"] == 3 * 4
+
+
+def test_a_parameter_that_changed_is_gathered_anew():
+    def steps(model, optim, batches):
+        for batch in batches:
+            model(batch).square().mean().backward()
+            optim.step()
+            optim.zero_grad()
+
+    found = counts(
+        train_batches(steps, sync_each_backward=False, reshard_after_forward=False)
+    )
+    assert (
+        found["all_gather", "forward"] + found.get(("all_gather", "optimizer"), 0) == 12
+    )
+    assert found["reduce_scatter", "backward"] == 12
+
+
+def test_an_option_without_effect():
+    with pytest.raises(UsageError, match="reduces micro-batches once by itself"):
+        DataParallel("replicate", sync_each_backward=False)
+
+
+# ----------------------------------------------------------------------------
+# Fully sharded: hooks of our own styles pass, hooks on shards run, others are refused.
+
+
+MODE = DataParallel("fully_shard")
+
+
+class Linear(nn.Linear):
+    """A type without a local form: DTensor runs it."""
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def forward(self, x):
+        return x * x.square().mean(-1, keepdim=True).rsqrt() * self.weight
+
+
+class HooksNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.norm = Linear(8, 12), Linear(12, 6), Scale()
+
+    def forward(self, x):
+        return self.norm(self.down(torch.relu(self.up(x))))
+
+
+PLAN = {
+    "up": ColwiseParallel(),
+    "down": RowwiseParallel(output_layouts=Shard(0)),
+    "norm": SequenceParallel(sequence_dim=0, use_local_output=True),
+}
+
+
+def step_hooks(model, optim, batch):
+    optim.zero_grad()
+    model(batch).square().mean().backward()
+    optim.step()
+
+
+def build(mesh):
+    model = parallelize_module(HooksNet(), mesh["tp"], PLAN)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_hooks_of_our_styles():
+    with fake_mesh((2, 2), ("dp", "tp")) as mesh:
+        model, optim = build(mesh)
+        assert all(
+            p._backward_hooks for p in model.parameters()
+        )  # or nothing is tested
+        compiled = compile(parallel_mode=MODE, mesh=mesh["dp"])(step_hooks)
+        compiled(model, optim, torch.randn(4, 8))
+    names = {len(p.placements) for p in model.parameters()}
+    assert names == {2}
+    totals = compiled.programs[0].ledger.total_by("axis", "kind", "phase")
+    assert totals["dp", "reduce_scatter", "backward"].count == 5
+    # Of the norm's weight, whose gradient is a sum over the tokens of each rank.
+    assert totals["tp", "all_reduce", "backward"].count == 1
+
+
+def test_other_hooks_beside_ours():
+    with fake_mesh((2, 2), ("dp", "tp")) as mesh:
+        model, optim = build(mesh)
+        model.up.bias.register_hook(zero)
+        before = list(model.parameters())
+        with pytest.raises(CaptureError) as caught:
+            compile(parallel_mode=MODE, mesh=mesh["dp"])(step_hooks)(
+                model, optim, torch.randn(4, 8)
+            )
+        after = model.parameters()
+        assert all(p is q for p, q in zip(before, after, strict=True))
+    text = str(caught.value)
+    assert text.count("gradient hook") == 1
+    assert (
+        "Net.up.bias has a gradient hook (zero), which its shard would not have: do that "
+        "in the step, after backward"
+    ) in text
+
+
+def zero(gradient):
+    return gradient * 0
+
+
+def test_hooks_on_shards_run():
+    with fake_mesh(2, ("dp",)) as mesh:
+        model = nn.Linear(4, 4)
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        compiled = compile(parallel_mode=MODE, mesh=mesh)(step_hooks)
+        for _ in range(2):
+            compiled(model, optim, torch.randn(3, 4))
+        model.weight.register_hook(zero)
+        before = [p.to_local().clone() for p in model.parameters()]
+        compiled(model, optim, torch.randn(3, 4))
+        after = [p.to_local() for p in model.parameters()]
+    assert torch.equal(before[0], after[0])
+    assert not torch.equal(before[1], after[1])
+    reason = compiled.programs[-1].reason
+    assert "gradient hooks of Linear.weight: absent -> zero" in reason
+
+
+# ----------------------------------------------------------------------------
+# Fully sharded steps that write between two uses, and the states that stay plain.
+
+
+def forward_step_forward(model, optim, batch):
+    before = model(batch).square().mean()
+    optim.step()
+    optim.zero_grad()
+    after = model(batch).square().mean()
+    after.backward()
+    return before.detach(), after.detach()
+
+
+@pytest.mark.parametrize("kind", [{"foreach": True}, {"fused": True}])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+def test_weights_are_gathered_again_after_an_update(optimizer, kind):
+    torch.manual_seed(0)
+    batch, model = torch.randn(4, 4), nn.Linear(4, 4)
+    runs = []
+    with fake_mesh(1, ("dp",)) as mesh:
+        mode = DataParallel("fully_shard")
+        compiled = compile(mesh=mesh, parallel_mode=mode)(forward_step_forward)
+        for step in (forward_step_forward, compiled):
+            ours = copy.deepcopy(model)
+            ours(batch).square().mean().backward()
+            optim = optimizer(ours.parameters(), lr=0.1, **kind)
+            runs.append([step(ours, optim, batch) for _ in range(3)])
+    torch.testing.assert_close(runs[1], runs[0], rtol=0, atol=0)
+    assert runs[0][0][0] != runs[0][0][1]
+
+
+def test_lists_of_shards_are_gathered_again():
+    def step(model, batch):
+        before = model(batch).sum()
+        with torch.no_grad():
+            torch._foreach_mul_(list(model.parameters()), 2.0)
+        return before.detach(), model(batch).sum().detach()
+
+    with fake_mesh(1, ("dp",)) as mesh:
+        mode = DataParallel("fully_shard")
+        compiled = compile(mesh=mesh, parallel_mode=mode)(step)
+        before, after = compiled(nn.Linear(4, 4), torch.randn(4, 4))
+    torch.testing.assert_close(after, before * 2)
+
+
+WRITES = {
+    "/=": lambda x: operator.itruediv(x, 2),
+    "+=": lambda x: operator.iadd(x, 2),
+    "&=": lambda x: operator.iand(x, 2),
+    "|=": lambda x: operator.ior(x, 2),
+    "^=": lambda x: operator.ixor(x, 2),
+    "<<=": lambda x: operator.ilshift(x, 2),
+    ">>=": lambda x: operator.irshift(x, 2),
+}
+
+
+@pytest.mark.parametrize("kind", WRITES)
+def test_a_frozen_weight_is_written_as_a_shard(kind):
+    def step(model, batch):
+        WRITES[kind](model.kept)
+        return model(batch)
+
+    model = nn.Linear(4, 4)
+    numbers = torch.arange(4.0) if kind in ("/=", "+=") else torch.arange(4)
+    model.kept = nn.Parameter(numbers, requires_grad=False)
+    WRITES[kind](wanted := numbers.clone())
+    with fake_mesh(1, ("dp",)) as mesh:
+        mode = DataParallel("fully_shard")
+        compile(mesh=mesh, parallel_mode=mode)(step)(model, torch.randn(3, 4))
+        assert torch.equal(model.kept.to_local(), wanted)
+
+
+class Doubled(torch.optim.Optimizer):
+    """Doubles the gradients and lets another optimizer step."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        super().__init__([p for g in inner.param_groups for p in g["params"]], {})
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad = parameter.grad * 2
+        self.inner.step()
+
+
+@pytest.mark.parametrize("name", ["replicate", "fully_shard"])
+def test_an_optimizer_gets_the_gradients_of_the_one_around_it(name):
+    def step(model, outer, inner, batch):
+        model(batch).sum().backward()
+        outer.step()
+        outer.zero_grad()
+
+    torch.manual_seed(0)
+    batch, eager = torch.randn(4, 4), nn.Linear(4, 4)
+    model = copy.deepcopy(eager)
+    with fake_mesh(1, ("dp",)) as mesh:
+        compiled = compile(mesh=mesh, parallel_mode=DataParallel(name))(step)
+        for function, each in ((step, eager), (compiled, model)):
+            inner = torch.optim.SGD(each.parameters(), lr=0.1)
+            function(each, Doubled(inner), inner, batch)
+        got = model.weight
+        got = got.to_local() if isinstance(got, DTensor) else got
+        assert torch.equal(got, eager.weight)
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x):
+        return self.linear(x) * self.scale
+
+
+COUNTERS = {torch.optim.NAdam: {"step", "mu_product"}}
+
+
+COUNTERS[torch.optim.ASGD] = {"step", "eta", "mu"}
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+@pytest.mark.parametrize("optimizer", COUNTERS)
+def test_counters_of_a_single_number_stay_plain(optimizer, is_warm):
+    batch = torch.randn(3, 4)
+    with fake_mesh(2, ("dp",)) as mesh:
+        model = Scaled()
+        optim = optimizer(model.parameters(), lr=0.1)
+        if is_warm:
+            train_keeping_gradients(model, optim, batch)
+        step = compile(mesh=mesh, parallel_mode=DataParallel("fully_shard"))(
+            train_keeping_gradients
+        )
+        for _ in range(2):
+            step(model, optim, batch)
+        for parameter in (model.scale, model.linear.weight):
+            state = optim.state[parameter]
+            plain = {k for k, v in state.items() if not isinstance(v, DTensor)}
+            assert plain == COUNTERS[optimizer]
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_recurrent_layers_and_lists_of_parameters(is_kept):
+    def step(model, optim, batch):
+        loss = model(batch)[0].square().mean()
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        return loss.detach()
+
+    torch.manual_seed(0)
+    batch, model = torch.randn(4, 5, 4), nn.LSTM(4, 4)
+    runs = []
+    with fake_mesh(1, ("dp",)) as mesh:
+        mode = DataParallel("fully_shard")
+        for wrap in (lambda step: step, compile(mesh=mesh, parallel_mode=mode)):
+            ours = copy.deepcopy(model)
+            if is_kept:
+                ours.kept = list(ours.parameters())
+            optim, compiled = torch.optim.Adam(ours.parameters()), wrap(step)
+            runs.append([compiled(ours, optim, batch) for _ in range(3)])
+    torch.testing.assert_close(runs[1], runs[0])
+    assert all(map(operator.is_, ours._flat_weights, ours.parameters()))

@@ -7,7 +7,12 @@ from training import train
 
 from torchspmd import CommDebugMode
 from torchspmd.errors import CaptureError, UsageError
-from torchspmd.step import DataParallel, build_ledger, compile
+from torchspmd.step import (
+    DataParallel,
+    GraphModuleTransformation,
+    build_ledger,
+    compile,
+)
 from torchspmd.testing import fake_mesh
 
 pytestmark = pytest.mark.fake
@@ -143,3 +148,34 @@ def test_a_model_with_layouts_needs_a_choice():
         compiled(model, optim, torch.randn(3, 8))
         ledger = compiled.programs[0].ledger
         assert ledger.total(axis="dp", phase="backward").count == 2
+
+
+# ----------------------------------------------------------------------------
+# A step that outlives its process groups says so.
+
+
+def test_a_step_whose_groups_were_destroyed():
+    model = nn.Linear(4, 4)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    overlapping = GraphModuleTransformation(
+        enable_graph_optimization=True, overlap_iterations=True
+    )
+    step = compile(
+        train,
+        parallel_mode=DataParallel("replicate"),
+        gm_transformation=overlapping,
+    )
+    with fake_mesh(2, names=("data",)):
+        for _ in range(3):
+            step(model, optim, torch.ones(2, 4))
+    for batch in (torch.ones(2, 4), torch.ones(3, 4)):  # known, and to be captured
+        for use in (step, step.exposure):
+            with pytest.raises(UsageError) as caught:
+                use(model, optim, batch)
+            assert str(caught.value) == (
+                "train: this step was captured for the mesh data=2, whose process groups "
+                "were destroyed since, so that it cannot be called any more. Call it "
+                "before destroy_process_group(), or compile its function again behind "
+                "init_process_group()."
+            )
+    step.close()  # what is pending needs no group any more

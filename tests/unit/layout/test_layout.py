@@ -4,9 +4,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper,
+)
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
+from torchspmd.layout.names import inner_module, parameter_names, plain_name, unwrapped
 from torchspmd.layout.shards import (
     Cut,
     full_shard_size,
@@ -65,3 +70,20 @@ def test_two_axes_as_torch_counts_them(size: int, is_strided: bool) -> None:
             assert offset == (positions[0],)
         held += positions
     assert sorted(held) == list(range(size))
+
+
+# ----------------------------------------------------------------------------
+# Names without the parts that wrappers add.
+
+
+def test_wrappers_inside_of_each_other() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    inner = model[0]
+    model[0] = checkpoint_wrapper(torch.compile(checkpoint_wrapper(inner)))
+    assert inner_module(model[0]) is inner
+    assert unwrapped(torch.compile(model)) is model
+    assert list(parameter_names(model)) == ["0.weight", "0.bias"]
+
+
+def test_a_users_own_attribute_called_module_stays() -> None:
+    assert plain_name("module._fsdp_wrapped_module.weight") == "module.weight"

@@ -1,5 +1,6 @@
 """Edits that leave ``meta["val"]`` as it was: what calls give is computed again."""
 
+import json
 import operator
 
 import pytest
@@ -8,19 +9,25 @@ from edit_graphs import GraphBuilder, aten, c10d
 from torch import fx
 
 from torchspmd import _torch
-from torchspmd.errors import LegalityError
+from torchspmd.errors import LegalityError, PassWarning
+from torchspmd.step import graph_optimization_pass, pass_reports
 from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.graph.edit import NodeMaker, fake_result
 from torchspmd.step.graph.metadata import Owner
+from torchspmd.step.graph.reports import Outcome
 from torchspmd.step.graph.snapshot import copy_graph
+from torchspmd.step.legality import check
 from torchspmd.step.legality.check import check_edit
+from torchspmd.step.legality.edit import Edit
+from torchspmd.step.passes.runner import run_any
+from torchspmd.step.virtual.certificate import Certificate
 
 pytestmark = pytest.mark.unit
 
 PROVED, UNPROVED = "proved equal", "checked: 1 of 1 outputs not proved: output 0"
 
 
-def check(graph, edit):
+def check_values(graph, edit):
     before, mapping = copy_graph(graph)
     edit()
     return str(check_edit(before, graph, mapping))
@@ -28,7 +35,7 @@ def check(graph, edit):
 
 def refusal(graph, edit):
     with pytest.raises(LegalityError) as caught:
-        check(graph, edit)
+        check_values(graph, edit)
     return str(caught.value)
 
 
@@ -44,8 +51,6 @@ def built(make, *shapes):
 
 
 # Dtypes.
-
-
 @pytest.mark.parametrize(
     ("target", "rest"),
     [
@@ -61,7 +66,7 @@ def test_another_dtype_of_a_filled_tensor(target, rest):
         return filled, b.call(aten.mul.Tensor, x, filled)
 
     graph, (filled, _) = built(make, (4,))
-    assert check(graph, lambda: None) == PROVED
+    assert check_values(graph, lambda: None) == PROVED
     text = refusal(graph, option(filled, dtype=torch.bfloat16))
     assert f"another number or option: {filled.name} was where {filled.name}" in text
 
@@ -72,7 +77,7 @@ def test_another_dtype_of_what_is_copied_into():
         return empty, b.call(aten.copy.default, empty, x)
 
     graph, (empty, copied) = built(make, (4,))
-    assert check(graph, option(empty, dtype=torch.bfloat16)).startswith(UNPROVED)
+    assert check_values(graph, option(empty, dtype=torch.bfloat16)).startswith(UNPROVED)
     # Whoever reads the graph next is told the truth.
     assert [n.meta["val"].dtype for n in (empty, copied)] == [torch.bfloat16] * 2
     assert type(empty.meta["val"]) is torch.Tensor  # of no mode, like all others here
@@ -94,7 +99,7 @@ def test_another_dtype_a_few_calls_further_on():
         half.meta["val"] = y.meta["val"]  # as if nothing had happened
         y.replace_all_uses_with(half, delete_user_cb=lambda user: user is not half)
 
-    assert check(graph, edit).startswith(UNPROVED)
+    assert check_values(graph, edit).startswith(UNPROVED)
     assert cast.meta["val"].dtype == torch.bfloat16
 
 
@@ -112,12 +117,10 @@ def test_a_kind_that_is_not_known():
         like.target = opaque  # which is not called to see what it gives
         like.meta["val"] = x.meta["val"]
 
-    assert check(b.graph, edit).startswith(UNPROVED)
+    assert check_values(b.graph, edit).startswith(UNPROVED)
 
 
 # What is computed, and what is not.
-
-
 def test_a_call_that_can_no_longer_run(caplog):
     def make(b, x):
         filled = b.call(aten.full.default, [3], 1.0, dtype=torch.float64, device="meta")
@@ -145,7 +148,7 @@ def test_values_that_were_not_written_down_are():
         two.args = (clone, two.args[1])
         one.meta.pop("val")
 
-    assert check(graph, edit) == PROVED
+    assert check_values(graph, edit) == PROVED
     assert two.args[0].meta["val"].shape == one.meta["val"].shape == (3, 3)
 
 
@@ -165,7 +168,7 @@ def test_what_only_moves_is_not_computed(monkeypatch):
         three.append(one)
         three.args = three.args[::-1]  # of the same shape, dtype and strides
 
-    assert check(graph, edit) == PROVED
+    assert check_values(graph, edit) == PROVED
 
 
 def test_operators_in_place_leave_what_is_written_of_their_operands():
@@ -191,7 +194,7 @@ def test_graphs_of_fake_tensors_stay_in_their_mode():
     made = graph.call_function(aten.ones.default, ([3],))
     made.meta["val"] = world.fake(torch.empty(3))
     graph.output([graph.call_function(aten.mul.Tensor, (x, made))])
-    assert check(graph, option(made, dtype=torch.float64)).startswith(UNPROVED)
+    assert check_values(graph, option(made, dtype=torch.float64)).startswith(UNPROVED)
     with world.mode:  # which refuses tensors of another one
         assert (made.meta["val"] + x.meta["val"]).dtype == torch.float64
 
@@ -220,7 +223,7 @@ def test_padding_with_a_number_that_is_known_only_when_the_graph_runs():
         with b.graph.inserting_before(out):
             out.args = ([b.graph.call_function(aten.alias.default, (pad,))],)
 
-    assert check(b.graph, edit).startswith(UNPROVED)
+    assert check_values(b.graph, edit).startswith(UNPROVED)
 
 
 def test_tensors_with_values_are_not_touched():
@@ -235,8 +238,6 @@ def test_tensors_with_values_are_not_touched():
 
 
 # Layouts in front of fused optimizers.
-
-
 def fused_step(turned=()):
     """A step of AdamW whose first state is made from the parameter."""
     b = GraphBuilder()
@@ -266,8 +267,8 @@ def test_fused_optimizers_walk_through_memory(updates_meta):
         if updates_meta:
             m.meta["val"] = turned.meta["val"]
 
-    assert check(graph, lambda: None) == PROVED
-    assert check(graph, edit).startswith(UNPROVED)
+    assert check_values(graph, lambda: None) == PROVED
+    assert check_values(graph, edit).startswith(UNPROVED)
 
 
 def test_a_clone_that_lies_the_same_may_stand_before_them():
@@ -277,18 +278,16 @@ def test_a_clone_that_lies_the_same_may_stand_before_them():
         with graph.inserting_before(m):
             m.args = (graph.call_function(aten.clone.default, (p,)),)
 
-    assert check(graph, edit) == PROVED
+    assert check_values(graph, edit) == PROVED
 
 
 # Arguments.
-
-
 def test_a_node_inside_of_a_slice():
     graph = fx.Graph()
     x, n = graph.placeholder("x"), graph.placeholder("n")
     more = graph.call_function(operator.add, (n, 1))
     graph.output([graph.call_function(operator.getitem, (x, slice(None, more)))])
-    assert check(graph, lambda: None) == PROVED
+    assert check_values(graph, lambda: None) == PROVED
     text = refusal(graph, lambda: setattr(more, "args", (n, 2)))
     assert "another number or option: add was where add is now" in text
 
@@ -302,7 +301,7 @@ def test_a_memory_format_by_its_number(wanted):
         ),
         (3, 4),
     )
-    found = check(graph, option(clone, memory_format=wanted))
+    found = check_values(graph, option(clone, memory_format=wanted))
     assert found.startswith(PROVED if wanted else UNPROVED)  # 1 keeps the strides
 
 
@@ -322,7 +321,7 @@ def test_writes_into_expanded_memory():
         ),
         (1, 3),
     )
-    assert check(graph, lambda: None) == PROVED
+    assert check_values(graph, lambda: None) == PROVED
 
     def edit():
         with graph.inserting_before(clone):
@@ -351,8 +350,6 @@ def test_swapped_targets_of_inputs():
 
 
 # Costs.
-
-
 def test_the_cost_of_a_product_of_which_no_shape_is_known():
     _, (product,) = built(lambda b, x: (b.call(aten.mm.default, x, x),), (64, 64))
     cost = CostModel()
@@ -362,3 +359,302 @@ def test_the_cost_of_a_product_of_which_no_shape_is_known():
     product.args[0].meta["val"] = value
     product.meta.pop("val")
     assert cost.launch_seconds <= cost.compute_seconds(product) < known
+
+
+# ----------------------------------------------------------------------------
+# Edits that look like the graph before and compute something else.
+
+
+LOOKS_UNPROVED = "checked: 1 of 1 outputs not proved: output 0"
+
+
+def check_looks(graph, edit):
+    before, mapping = copy_graph(graph)
+    edit()
+    return str(check_edit(before, graph, mapping))
+
+
+# Functions.
+def scaled_by(factor):
+    def scale(x):
+        return x * factor
+
+    return scale
+
+
+def test_another_function_of_the_same_name():
+    b = GraphBuilder()
+    node = b.graph.call_function(scaled_by(1.0), (b.input("x", 4),))
+    b.graph.output([node])
+    function = scaled_by(100.0)
+    assert check_looks(b.graph, lambda: None) == "proved equal"
+    assert check_looks(b.graph, lambda: setattr(node, "target", function)).startswith(
+        LOOKS_UNPROVED
+    )
+
+
+# Layouts.
+def read_by_place(x_shape, *between, reader=aten.as_strided.default, args=((4,), (1,))):
+    """A graph that clones a transposed tensor and then reads it in the order of memory."""
+    b = GraphBuilder()
+    x = b.input("x", *x_shape)
+    clone = node = b.call(aten.clone.default, b.call(aten.t.default, x))
+    for target, *rest in between:
+        node = b.call(target, node, *rest)
+    read = b.call(reader, node, *args)
+    b.graph.output([read])
+    return b.graph, clone
+
+
+@pytest.mark.parametrize("updates_meta", [False, True])
+@pytest.mark.parametrize(
+    "between",
+    [
+        pytest.param([], id="alone"),
+        pytest.param([(aten.mul.Tensor, 2.0)], id="behind an operator"),
+        pytest.param([(aten.slice.Tensor, 0, 1, 3), (aten.detach.default,)], id="view"),
+        pytest.param([(aten.clone.default,)], id="behind another clone"),
+    ],
+)
+def test_a_clone_in_another_memory_format(between, updates_meta):
+    graph, clone = read_by_place((3, 4), *between)
+
+    def edit():
+        clone.kwargs = {"memory_format": torch.contiguous_format}
+        if updates_meta:
+            clone.meta["val"] = clone.meta["val"].contiguous()
+
+    assert check_looks(graph, lambda: None) == "proved equal"
+    assert check_looks(graph, edit).startswith(LOOKS_UNPROVED)
+
+
+def test_random_numbers_are_given_out_in_the_order_of_memory():
+    graph, clone = read_by_place((3, 4), reader=aten.rand_like.default, args=())
+    wanted = {"memory_format": torch.contiguous_format}
+    assert check_looks(graph, lambda: None) == "proved equal"
+    assert check_looks(graph, lambda: setattr(clone, "kwargs", wanted)).startswith(
+        LOOKS_UNPROVED
+    )
+
+
+def test_a_format_that_is_the_same_is_proved():
+    graph, clone = read_by_place((1, 4))  # one row lies like one column
+    wanted = {"memory_format": torch.contiguous_format}
+    assert (
+        check_looks(graph, lambda: setattr(clone, "kwargs", wanted)) == "proved equal"
+    )
+
+
+def test_places_outside_of_a_view():
+    """The part that is shown is the same; what lies behind it is not."""
+    b = GraphBuilder()
+    x, y, z = (b.input(name, 4) for name in "xyz")
+    joined = b.call(aten.cat.default, [x, y])
+    view = b.call(aten.slice.Tensor, joined, 0, 0, 4)
+    b.graph.output([b.call(aten.as_strided.default, view, [8], [1])])
+    edited = check_looks(b.graph, lambda: setattr(joined, "args", ([x, z],)))
+    assert edited.startswith(LOOKS_UNPROVED)
+
+
+def test_layouts_that_nothing_reads_are_free():
+    b = GraphBuilder()
+    clone = b.call(aten.clone.default, b.call(aten.t.default, b.input("x", 3, 4)))
+    b.graph.output([b.call(aten.tanh.default, clone)])
+    wanted = {"memory_format": torch.contiguous_format}
+    assert (
+        check_looks(b.graph, lambda: setattr(clone, "kwargs", wanted)) == "proved equal"
+    )
+
+
+# Numbers.
+def packed(pairs, numbers):
+    """``_foreach_addcmul`` over some of two pairs, with its numbers in one tensor."""
+    b = GraphBuilder()
+    inputs = [b.input(name, 3) for name in "abcd"]
+    scalars = b.input("s", 2)
+    chosen = [(inputs[i], inputs[i + 2]) for i in pairs]
+    if len(pairs) < 2:
+        scalars = b.call(aten.slice.Tensor, scalars, 0, numbers, numbers + 1)
+    lists = [[one for one, _ in chosen], *[[two for _, two in chosen]] * 2]
+    made = b.graph.call_function(aten._foreach_addcmul.Tensor, (*lists, scalars))
+    made.meta["val"] = [node.meta["val"] for node in lists[0]]
+    return b, b.items(made)
+
+
+def test_items_swapped_beside_a_tensor_of_numbers():
+    graphs = []
+    for order in ([0, 1], [1, 0]):
+        b, items = packed(order, 0)
+        b.graph.output([items[i] for i in order])
+        graphs.append(b.graph)
+    with pytest.raises(LegalityError, match=r"output 0 .*other elements"):
+        check_edit(*graphs, {})
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_item_taken_apart_from_the_others(number):
+    both, items = packed([0, 1], 0)
+    both.graph.output([items[1]])
+    alone, (item,) = packed([1], number)
+    alone.graph.output([item])
+    if number == 1:
+        assert str(check_edit(both.graph, alone.graph, {})) == "proved equal"
+        return
+    with pytest.raises(LegalityError, match="other elements"):
+        check_edit(both.graph, alone.graph, {})
+
+
+@pytest.mark.parametrize("shape", [(3,), (1,), (2, 1), ()])
+def test_numbers_that_are_not_one_for_each_item(shape):
+    """The operator refuses them, though each item may find its own."""
+    graphs = []
+    for given in ((2,), shape):
+        b, items = packed([0, 1], 0)
+        b.graph.output(items)
+        numbers = next(n for n in b.graph.nodes if n.name == "s")
+        numbers.meta["val"] = torch.empty(given, dtype=torch.float64, device="meta")
+        graphs.append(b.graph)
+    with pytest.raises(LegalityError) as caught:
+        check_edit(*graphs, {})
+    assert f"takes numbers of shape {list(shape)} for 2 items" in str(caught.value)
+
+
+def test_large_integers_keep_their_last_bits():
+    b = GraphBuilder()
+    full = b.call(aten.full.default, [2], 2**53 + 1, dtype=torch.int64)
+    b.graph.output([full])
+    with pytest.raises(LegalityError, match="another number or option: full_default"):
+        check_looks(b.graph, lambda: setattr(full, "args", ([2], 2**53)))
+
+
+# What is not proved is told.
+def double(gm):
+    x, output = next(iter(gm.graph.nodes)), gm.graph.output_node()
+    with gm.graph.inserting_before(output):
+        new = [
+            gm.graph.call_function(
+                torch.neg, (gm.graph.call_function(torch.neg, (one,)),)
+            )
+            for one in output.args[0]
+        ]
+    output.args = (new,)
+    return Outcome(matched=len(new), changed=len(new)) if x.users else None
+
+
+declared = graph_optimization_pass(prerequisites=[], apply_after=[])(double)
+
+
+@pytest.mark.parametrize("apply", [declared, lambda gm: run_any(gm, double)])
+def test_outputs_that_are_not_proved_give_one_warning(apply):
+    gm = fx.symbolic_trace(lambda x: [x + 1, x + 2, x + 3, x + 4])
+    with pytest.warns(PassWarning) as caught:
+        apply(gm)
+    assert [str(each.message) for each in caught] == [
+        "double: 4 of 4 outputs could not be proved equal to those before: output 0 (add), "
+        "output 1 (add_1), output 2 (add_2) and 1 more. Nothing is known to be wrong; "
+        "compile(verify=True) runs both graphs and compares them."
+    ]
+    (report,) = pass_reports(gm)
+    assert report.unproved == 4
+    certificate = Certificate("step, program 0", (report,), (), ())
+    assert certificate.summary() == (
+        "certificate: double (4 outputs not proved), not verified on virtual ranks"
+    )
+    assert json.loads(certificate.to_json())["passes"][0]["unproved"] == 4
+
+
+# ----------------------------------------------------------------------------
+# An edit that leaves a graph as it was is told apart without evaluating the graph.
+
+
+def graph():
+    """Two sums and a sum along dimensions, with a list and a dtype among arguments."""
+    made = fx.Graph()
+    x, y = made.placeholder("x"), made.placeholder("y")
+    first = made.call_function(aten.add.Tensor, (x, y), {"alpha": 0.0})
+    second = made.call_function(aten.add.Tensor, (y, x), {"alpha": 2})
+    total = made.call_function(
+        aten.sum.dim_IntList, (first, [0, 1]), {"dtype": torch.float32}
+    )
+    made.output((second, total))
+    return made
+
+
+def nodes(made):
+    return {node.name: node for node in made.nodes}
+
+
+def other_alpha(made):
+    nodes(made)["add_tensor"].kwargs = {"alpha": -0.0}
+
+
+def other_dimension(made):
+    nodes(made)["sum_dim_int_list"].args = (nodes(made)["add_tensor"], [0, 0])
+
+
+def other_operand(made):
+    nodes(made)["add_tensor"].args = (nodes(made)["x"], nodes(made)["x"])
+
+
+def other_operator(made):
+    nodes(made)["add_tensor"].target = aten.sub.Tensor
+
+
+def other_order(made):
+    nodes(made)["add_tensor"].prepend(nodes(made)["add_tensor_1"])
+
+
+def one_more(made):
+    with made.inserting_before(made.output_node()):
+        made.call_function(aten.neg.default, (nodes(made)["x"],))
+
+
+def one_less(made):
+    made.output_node().args = (
+        (nodes(made)["add_tensor_1"], nodes(made)["add_tensor"]),
+    )
+    made.erase_node(nodes(made)["sum_dim_int_list"])
+
+
+def replaced(made):
+    """Another node that does the same under the same name."""
+    old = nodes(made)["add_tensor_1"]
+    with made.inserting_before(old):
+        new = made.call_function(old.target, old.args, dict(old.kwargs))
+    old.replace_all_uses_with(new)
+    made.erase_node(old)
+
+
+def test_nothing_was_done():
+    made = graph()
+    before, mapping = copy_graph(made)
+    assert Edit.of(before, made, mapping).is_empty
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        other_alpha,
+        other_dimension,
+        other_operand,
+        other_operator,
+        other_order,
+        one_more,
+        one_less,
+        replaced,
+    ],
+)
+def test_something_was_done(change):
+    made = graph()
+    before, mapping = copy_graph(made)
+    change(made)
+    assert not Edit.of(before, made, mapping).is_empty
+
+
+def test_nothing_is_evaluated_for_nothing(monkeypatch):
+    made = graph()
+    before, mapping = copy_graph(made)
+    monkeypatch.setattr(check, "Equivalence", None)
+    proof = check_edit(before, made, mapping)
+    assert str(proof) == "proved equal"
+    assert proof.num_outputs == 2
