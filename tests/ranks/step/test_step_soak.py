@@ -9,7 +9,7 @@ from torchspmd.step.graph.collectives import gather_into_memory
 
 pytestmark = pytest.mark.ranks
 
-STEPS = 400
+STEPS = 1000
 ops = torch.ops._c10d_functional
 
 
