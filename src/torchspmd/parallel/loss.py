@@ -116,6 +116,7 @@ class _RowLosses(torch.autograd.Function):
         largest, first, num_classes = _exchange_maximum(wide, options)
         shifted = wide - largest.unsqueeze(-1)
         exponents = shifted.exp()
+        is_class = _known_targets(target, num_classes, options)
         index, is_mine = _local_target(target, first, options, wide.size(-1))
         of_target = _pick(shifted, index, is_mine)
         smooth = shifted if weight is None else shifted * weight
@@ -128,6 +129,7 @@ class _RowLosses(torch.autograd.Function):
         each = options.smoothing / num_classes
         if options.smoothing:
             losses = losses + each * (all_weights * log_sum - of_all)
+        losses = losses.masked_fill(~is_class, torch.nan)
         ctx.save_for_backward(
             exponents.div_(sum_of_exponents.unsqueeze(-1)), index, is_mine, weight,
             weight_of_target, target != options.ignore_index,
@@ -141,7 +143,7 @@ class _RowLosses(torch.autograd.Function):
         refuse_double_backward(_CALL)
         share, index, is_mine, weight, weight_of_target, counts = ctx.saved_tensors
         options = ctx.options
-        gradient = gradient * counts
+        gradient = gradient.masked_fill(~counts, 0)  # also where it is infinite
         of_target = gradient * (1 - options.smoothing) * weight_of_target
         spread = gradient * ctx.each
         result = share * (of_target + spread * ctx.all_weights).unsqueeze(-1)
@@ -172,6 +174,25 @@ def _exchange_maximum(
     sizes = both[-axis.size :].long()
     largest = both[: -axis.size].view(largest.shape)
     return largest, sizes[: axis.rank].sum(), sizes.sum().to(logits.dtype)
+
+
+def _known_targets(
+    target: torch.Tensor, num_classes: int | torch.Tensor, options: LossOptions
+) -> torch.Tensor:
+    """Which targets are a class, or ignored; on the CPU, all of them or an error.
+
+    The loss of any other is NaN: on a GPU, reading them here would wait for it.
+    """
+    ignored = target == options.ignore_index
+    known = ignored | ((target >= 0) & (target < num_classes))
+    has_values = type(target) is torch.Tensor and not torch.compiler.is_compiling()
+    if has_values and target.device.type == "cpu" and not bool(known.all()):
+        raise UsageError(
+            f"{_CALL}: {int((~known).sum())} of {target.numel()} targets are no class. "
+            f"Classes are 0 to {int(num_classes) - 1}; rows to leave out have the target "
+            f"ignore_index={options.ignore_index}."
+        )
+    return known
 
 
 def _local_target(

@@ -1,5 +1,6 @@
 """``compile``: the public way in."""
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchspmd.errors import UsageError
 from torchspmd.step.capture.override import Override
-from torchspmd.step.compiled import CompiledStep
+from torchspmd.step.compiled import CompiledStep, name_of_step
 from torchspmd.step.modes.data_parallel import DataParallel
 from torchspmd.step.transformation import GraphModuleTransformation, Pass
 from torchspmd.step.virtual.verify import Verification
@@ -126,7 +127,7 @@ def compile(  # noqa: PLR0913 - one for each choice
                 f"compile: {type(function).__name__} cannot be called. Decorate the "
                 "function of your training step."
             )
-        _check_own_keyword(function)
+        _check_function(function)
         return CompiledStep(
             function,
             gm_transformation=asked.make_transformation(),
@@ -290,16 +291,38 @@ def _wrong_values(mesh: object, verify: object) -> Iterator[str]:
         yield f"compile(verify={verify!r}): pass True, False or a Verification."
 
 
-def _check_own_keyword(function: Callable[..., Any]) -> None:
-    """Refuse a parameter that the compiled step would keep for itself."""
+def _check_function(function: Callable[..., Any]) -> None:
+    """Refuse functions that cannot be captured as one step."""
+    name = name_of_step(function)
+    if isinstance(function, CompiledStep):
+        raise UsageError(
+            f"compile on {name!r}: it is compiled already. Pass the function itself, and "
+            "all options in one call of compile."
+        )
+    plain = function
+    while isinstance(plain, functools.partial):
+        plain = plain.func
+    for is_kind, kind in _NO_STEPS.items():
+        if is_kind(plain):
+            raise UsageError(
+                f"compile on {name!r}: a step that is {kind} does its work after the call, "
+                "so that nothing of it would be captured. Make it a plain function that "
+                "runs one step and returns its results."
+            )
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # some built-in functions have no signature
         return
     if "last_train_step" in parameters:
-        name = getattr(function, "__qualname__", repr(function))
         raise UsageError(
             f"compile on {name!r}: the step has a parameter last_train_step, which a "
             "compiled step takes for itself (nothing is left for a next step), so that "
             "yours would never get a value. Give your parameter another name."
         )
+
+
+_NO_STEPS = {
+    inspect.iscoroutinefunction: "a coroutine (async def)",
+    inspect.isgeneratorfunction: "a generator (yield)",
+    inspect.isasyncgenfunction: "an asynchronous generator",
+}

@@ -118,6 +118,17 @@ MAX_PROGRAMS = 8
 _made: dict[str, int] = {}  # how many steps of each name this process has compiled
 
 
+def name_of_step(function: Callable[..., Any]) -> str:
+    """What a step is called in messages and between ranks: the same on every rank.
+
+    >>> name_of_step(functools.partial(max, 0))
+    'max'
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
 @final
 class CompiledStep:
     """What ``compile`` returns: call it like the step that it was made from.
@@ -138,7 +149,7 @@ class CompiledStep:
         verify: Verification | None = None,
     ) -> None:
         functools.update_wrapper(self, function)
-        self._name = getattr(function, "__qualname__", repr(function))
+        self._name = name_of_step(function)
         self._options = StepOptions(
             function,
             self._name,

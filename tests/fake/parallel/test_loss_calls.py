@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torchspmd import CommDebugMode
 from torchspmd.errors import LayoutError, UsageError
 from torchspmd.parallel import vocab_parallel_cross_entropy
+from torchspmd.testing import fake_mesh
 
 pytestmark = pytest.mark.fake
 
@@ -101,3 +102,24 @@ def test_a_target_that_is_a_dtensor(tp4: object) -> None:
     target = DTensor.from_local(TARGET, tp4, (Shard(0),))
     with pytest.raises(UsageError, match="pass its full_tensor"):
         vocab_parallel_cross_entropy(torch.randn(24, 4), target, mesh=tp4)
+
+
+@pytest.mark.parametrize("target", [4, -1, 10**6])
+def test_targets_that_are_no_class(target: int) -> None:
+    """As in torch, where it is an IndexError."""
+    targets = torch.tensor([0, target, -100])
+    with fake_mesh(1, ("tp",)) as mesh, pytest.raises(UsageError) as caught:
+        vocab_parallel_cross_entropy(torch.zeros(3, 4), targets, mesh=mesh)
+    assert "1 of 3 targets are no class. Classes are 0 to 3;" in str(caught.value)
+
+
+def test_all_targets_ignored_give_no_gradient() -> None:
+    logits = torch.zeros(2, 4, requires_grad=True)
+    with fake_mesh(1, ("tp",)) as mesh:
+        loss = vocab_parallel_cross_entropy(
+            logits, torch.tensor([-100, -100]), mesh=mesh
+        )
+    loss.backward()
+    assert loss.isnan()
+    assert logits.grad is not None
+    assert logits.grad.tolist() == [[0.0] * 4] * 2

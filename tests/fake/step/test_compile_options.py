@@ -1,5 +1,6 @@
 """``compile(parallel=..., passes=..., overlap=..., backend=...)``: what each turns on."""
 
+import functools
 import logging
 import re
 
@@ -274,3 +275,44 @@ def test_a_transformation_takes_auto():
         GraphModuleTransformation(
             enable_graph_optimization=True, overlap_iterations="maybe"
         )
+
+
+async def coroutine(model, optim, batch):
+    return model(batch)
+
+
+def generator(model, optim, batch):
+    yield model(batch)
+
+
+async def asynchronous_generator(model, optim, batch):
+    yield model(batch)
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (coroutine, "a step that is a coroutine (async def) does its work after"),
+        (generator, "a step that is a generator (yield) does its work after"),
+        (functools.partial(generator, None), "'generator': a step that is a generator"),
+        (asynchronous_generator, "a step that is an asynchronous generator does its"),
+        (compile(step), "'step': it is compiled already"),
+    ],
+)
+def test_functions_that_are_no_step(function, text):
+    with pytest.raises(UsageError, match=re.escape(text)):
+        compile(function)
+
+
+class Step:
+    def __call__(self, model, optim, batch):
+        return step(model, optim, batch)
+
+
+@pytest.mark.parametrize(
+    ("function", "name"), [(functools.partial(step), "step"), (Step(), "Step")]
+)
+def test_ranks_know_a_callable_object_by_one_name(function, name):
+    """Its ``repr`` has an address, which other ranks would wait for in vain."""
+    _, compiled = run(function, parallel="replicate")
+    assert compiled.explain().startswith(f"{name}: 2 programs")
