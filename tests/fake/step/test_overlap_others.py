@@ -287,7 +287,10 @@ def test_a_scaler_is_looked_at():
         return loss
 
     found = []
-    for function in (scaled_step, overlapped(scaled_step)):
+    for function in (
+        scaled_step,
+        compile(scaled_step, parallel="replicate", overlap=True),
+    ):
         model, optim = build()
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
         scales = []
@@ -332,3 +335,33 @@ def test_a_norm_over_all_gradients_keeps_updates_from_waiting():
     assert len(outcome.refused) == outcome.matched > 1
     assert "its update needs other reductions too, from" in outcome.refused[0]
     assert "a norm for clipping" in outcome.refused[0]
+
+
+def scaled_step(model, optim, scaler, batch):
+    loss = model(batch).square().mean()
+    scaler.scale(loss).backward()
+    scaler.step(optim)
+    scaler.update()
+    optim.zero_grad()
+    return loss.detach()
+
+
+def test_the_scale_is_that_of_the_last_step_however_often_a_program_is_found():
+    """From the third call on a program is found by the guard fast path."""
+    scales = []
+    for function in (
+        scaled_step,
+        compile(scaled_step, parallel="replicate", overlap=True),
+    ):
+        model, _ = build()
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+        found = []
+        for batch in batches():
+            function(model, optim, scaler, batch)
+            found.append(scaler.get_scale())
+        scales.append(found)
+    assert scales[1] == scales[0] == [8.0, 16.0, 32.0, 64.0, 128.0]
+    assert (
+        "pending updates are made in place" in function.explain()
+    )  # else nothing waits

@@ -120,6 +120,9 @@ class Unchanged:
         self._optimizer_names = [
             (name, weakref.ref(optimizer)) for name, optimizer in inventory.optimizers
         ]
+        self._scaler_names = [
+            (name, weakref.ref(scaler)) for name, scaler in inventory.scalers
+        ]
 
     def _keep_tensors(self, inventory: Inventory) -> None:
         passing = {*inventory.inputs.values(), *inventory.gradients.values()}
@@ -166,12 +169,14 @@ class Unchanged:
         numbers = [_reread(number, leaves) for number in self._inventory.numbers]
         optimizers: list[Any] = [(name, ref()) for name, ref in self._optimizer_names]
         modules: list[Any] = [(name, ref()) for name, ref in self._module_names]
+        scalers: list[Any] = [(name, ref()) for name, ref in self._scaler_names]
         return replace(
             self._inventory,
             leaves=leaves,
             structure=structure,
             modules=modules,
             optimizers=optimizers,
+            scalers=scalers,
             saved_states=[each.state for _, each in optimizers],
             slots=slots,
             numbers=numbers,
