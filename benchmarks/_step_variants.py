@@ -119,7 +119,7 @@ def ours(
     megabytes: float | None = None,
     inductor: bool = False,
     rows: bool = False,
-    backend: str = "graph",
+    backend: str | None = None,
 ) -> tuple[nn.Module, Step]:
     transformation = None
     if passes:
