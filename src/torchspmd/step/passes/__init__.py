@@ -1,4 +1,4 @@
-"""Passes over a step's graph, one a file; ``default`` shows the usual order."""
+"""Passes over a step's graph, one family a file; ``pipeline`` shows the usual order."""
 
 from torchspmd.step.passes.bucket import comm_fusion_with_concat
 from torchspmd.step.passes.dedupe import dedupe_collectives, remove_dead_code
