@@ -9,6 +9,7 @@ import inspect
 import math
 import operator
 import sys
+from collections import UserDict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -287,6 +288,19 @@ def test_unflatten_tree():
     assert _torch.unflatten_tree(leaves, structure) == tree
     changed = _torch.unflatten_tree([0, 0, 0, 0], structure)
     assert changed == {"a": [0, (0, 0)], "b": 0}
+
+
+def test_map_tree():
+    assert _torch.map_tree(str, {"a": [1, (2,)]}) == {"a": ["1", ("2",)]}
+
+
+def test_leaves_of():
+    class Own(UserDict):  # which torch takes for a leaf
+        pass
+
+    tree = {"a": [1, ("x", 2)], "b": Own(c=3, d=["y"]), "e": None}
+    assert list(_torch.leaves_of(int, tree)) == [1, 2, 3]
+    assert list(_torch.leaves_of(str, tree)) == ["x", "y"]
 
 
 def test_leaf_paths():

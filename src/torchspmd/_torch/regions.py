@@ -3,11 +3,11 @@
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from enum import Enum
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,23 @@ def flatten_tree(tree: Any) -> tuple[list[Any], Any]:
 def unflatten_tree(leaves: list[Any], structure: Any) -> Any:
     """The tree that ``flatten_tree`` took apart, with other leaves."""
     return torch.utils._pytree.tree_unflatten(leaves, structure)
+
+
+def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
+    """A tree with a function applied to every leaf."""
+    return torch.utils._pytree.tree_map(function, tree)
+
+
+_T = TypeVar("_T")
+
+
+def leaves_of(kind: type[_T], tree: Any) -> Iterator[_T]:
+    """The leaves of one type, in order, also of mappings that torch takes for a leaf."""
+    for leaf in torch.utils._pytree.tree_leaves(tree):
+        if isinstance(leaf, kind):
+            yield leaf
+        elif isinstance(leaf, Mapping):
+            yield from leaves_of(kind, list(leaf.values()))
 
 
 def leaf_paths(tree: Any) -> list[tuple[Any, ...]]:

@@ -10,6 +10,7 @@ import torch
 from torch._ops import OpOverload
 
 from torchspmd._torch.operators import argument_names, packet_name, signature_of
+from torchspmd._torch.regions import leaves_of, map_tree
 
 _functional = torch.ops._c10d_functional
 ALL_REDUCE = _functional.all_reduce.default
@@ -38,19 +39,17 @@ def fake_result(
     Collectives are not called: whoever records communication would count them. The result
     is None for one whose shape is not known here.
     """
-    from torch.utils._pytree import tree_leaves
-
     options = options or {}
-    own = _fake_mode_of(tree_leaves((args, options))) or _fake_mode_of(near)
+    own = _fake_mode_of(leaves_of(torch.Tensor, (args, options))) or _fake_mode_of(near)
     with torch.no_grad(), own or _mode_for_plain_tensors(), _failures_not_logged():
         if isinstance(target, OpOverload) and target.namespace == _FUNCTIONAL:
             made = _of_collective(target, args, options)
         else:
             if isinstance(target, OpOverload) and signature_of(target).written:
                 # An operator that works in place may change the strides of its operand.
-                args, options = _map_tensors(torch.Tensor.detach, (args, options))
+                args, options = map_tree(_detached, (args, options))
             made = target(*args, **options)
-    return made if own else _map_tensors(_without_mode, made)
+    return made if own else map_tree(_without_mode, made)
 
 
 def _fake_mode_of(values: Iterable[Any]) -> Any:
@@ -97,13 +96,11 @@ def _reshaped(kind: str, sent: torch.Tensor, group_size: int) -> torch.Tensor | 
     return None
 
 
-def _map_tensors(function: Callable[[torch.Tensor], Any], values: Any) -> Any:
-    from torch.utils._pytree import tree_map_only
-
-    return tree_map_only(torch.Tensor, function, values)
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
-def _without_mode(value: torch.Tensor) -> torch.Tensor:
+def _without_mode(value: Any) -> Any:
     if not hasattr(value, "fake_mode"):
         return value
     return torch.empty_strided(

@@ -3,7 +3,7 @@
 Only shapes and dtypes are read, so real, fake and meta tensors measure alike.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -39,7 +39,7 @@ def measure(
     if isinstance(buffer, torch.Tensor):
         dtype, shape, payload = _measure_one(buffer)
     else:
-        tensors = list(_tensors(buffer))
+        tensors = list(_torch.leaves_of(torch.Tensor, buffer))
         dtype, shape = _dtype(tensors), _shape(tensors)
         payload = sum(map(_bytes, tensors))
     if operator.is_shard:
@@ -63,17 +63,10 @@ def _measure_one(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], int]:
 def _buffer(operator: Operator, arguments: Mapping[str, object]) -> object:
     if operator.kind is Kind.UNKNOWN:
         return next(
-            (a for a in arguments.values() if any(True for _ in _tensors(a))), None
+            (a for a in arguments.values() if [*_torch.leaves_of(torch.Tensor, a)]),
+            None,
         )
     return arguments.get(operator.buffer)
-
-
-def _tensors(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
 
 
 def _dtype(tensors: list[torch.Tensor]) -> str:

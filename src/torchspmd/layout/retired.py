@@ -60,8 +60,7 @@ class _Freed:
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        leaves, _ = _torch.flatten_tree((args, kwargs))
-        name = _name_of(next(leaf for leaf in leaves if isinstance(leaf, cls)))
+        name = _name_of(next(_torch.leaves_of(cls, (args, kwargs))))
         raise UsageError(
             f"{name}: this is the whole parameter from before the first step; "
             "DataParallel('fully_shard') put a shard in its place. Take it from the model "

@@ -191,7 +191,7 @@ class Watch:
         """Note tensors with a gradient that lie in memory written before."""
         if not self._written:
             return
-        for tensor in _tensors(values):
+        for tensor in _torch.leaves_of(torch.Tensor, values):
             if not tensor.requires_grad or isinstance(tensor, DTensor):
                 continue
             target, writes = self._written.get(
@@ -214,21 +214,11 @@ class Watch:
             return
         axes = group_axes(self._mesh, group) & self._axes
         writes = frozenset(Unseen(axis, name) for axis in axes)
-        for tensor in _tensors(next(iter(given.values()))):
+        for tensor in _torch.leaves_of(torch.Tensor, next(iter(given.values()))):
             if tensor.requires_grad:
                 self.unseen |= writes
             elif writes:
                 self._written[_torch.storage_key(tensor)] = tensor, writes
-
-
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, (tuple, list)):
-        for value in values:
-            yield from _tensors(value)
-    elif isinstance(values, Mapping):
-        yield from _tensors(list(values.values()))
 
 
 def describe_unseen(

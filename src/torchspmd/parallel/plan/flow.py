@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchspmd.parallel.plan.run import FunctionCall, Inputs, record, tensors_in
+from torchspmd import _torch
+from torchspmd.parallel.plan.run import FunctionCall, Inputs, record
 
 # ----------------------------------------------------------------------------
 # How torch functions pass on the features of Linears: one rule for a family.
@@ -292,7 +293,7 @@ def follow(model: nn.Module, inputs: Inputs) -> Flow:
     follower = _Follower(model, recording.state)
     for call in recording.function_calls:
         follower.pass_on(call)
-    for tensor in tensors_in(recording.output):
+    for tensor in _torch.leaves_of(torch.Tensor, recording.output):
         follower.end(follower.trails.get(id(tensor)), OUTPUT)
     return follower.flow
 

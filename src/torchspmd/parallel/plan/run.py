@@ -18,6 +18,8 @@ from torch.nn.modules.module import (
 )
 from torch.overrides import TorchFunctionMode
 
+from torchspmd import _torch
+
 Inputs = Mapping[str, Any] | tuple[Any, ...]
 
 
@@ -58,7 +60,7 @@ class FunctionCall(NamedTuple):
     @property
     def inputs(self) -> list[torch.Tensor]:
         """Its tensor arguments."""
-        return list(tensors_in([self.args, self.kwargs]))
+        return list(_torch.leaves_of(torch.Tensor, (self.args, self.kwargs)))
 
     def argument(self, place: int, name: str, default: Any = None) -> Any:
         """An argument that may be passed by position or by name."""
@@ -216,17 +218,6 @@ def meta_state(model: nn.Module) -> dict[str, torch.Tensor]:
     return {path: made[id(tensor)] for path, tensor in state}
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested tuples, lists and dicts."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from tensors_in(list(value.values()))
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-
-
 class _FunctionRecorder(TorchFunctionMode):
     def __init__(self, calls: list[FunctionCall]) -> None:
         super().__init__()
@@ -242,7 +233,8 @@ class _FunctionRecorder(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
-        outputs = [args[0]] if name == "__setitem__" else list(tensors_in(result))
+        made = args[0] if name == "__setitem__" else result
+        outputs = list(_torch.leaves_of(torch.Tensor, made))
         self._calls.append(FunctionCall(func, name, args, kwargs, outputs))
         return result
 

@@ -16,7 +16,7 @@ import torch
 from torchspmd import _torch
 from torchspmd.step.capture.inventory import Inventory
 from torchspmd.step.capture.refusals import is_spread, refuse_read
-from torchspmd.step.capture.trace_modes import FunctionMode, map_tree
+from torchspmd.step.capture.trace_modes import FunctionMode
 
 # What counters are made of. Anything else is not followed: what is read from its result
 # has no value while the step is traced, and a choice by it is refused.
@@ -59,8 +59,8 @@ class _Call:
     @property
     def takes(self) -> list[int]:
         """The places of the values that it takes, and may write."""
-        leaves = _torch.flatten_tree((self.args, self.kwargs))[0]
-        return [leaf.index for leaf in leaves if isinstance(leaf, _Place)]
+        places = _torch.leaves_of(_Place, (self.args, self.kwargs))
+        return [place.index for place in places]
 
 
 def _filled(argument: Any, values: dict[int, Any]) -> Any:
@@ -213,12 +213,13 @@ class HostValues(FunctionMode):
         self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], result: Any
     ) -> None:
         """Run a call once more, on real values, and follow what it makes and writes."""
-        made = [each for each in _tensors(result) if id(each) not in self._known]
+        tensors = _torch.leaves_of(torch.Tensor, result)
+        made = [each for each in tensors if id(each) not in self._known]
         if any(each.ndim for each in made):
             return
         places = [self._known[id(tensor)][1] for tensor in given]
         family = frozenset().union(*(self._families[place] for place in places))
-        args, kwargs = map_tree(self._as_place, (args, kwargs))
+        args, kwargs = _torch.map_tree(self._as_place, (args, kwargs))
         makes = tuple(self._follow(tensor, family) for tensor in made)
         self._run(_Call(func, args, kwargs, makes))
         for tensor, place in zip(given, places, strict=True):
@@ -283,8 +284,3 @@ def _as_tensor(
 
 def _real(inventory: Inventory, slot: int) -> torch.Tensor:
     return _torch.plain_tensor(inventory.slots[slot].tensor)
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    leaves = _torch.flatten_tree(tree)[0]
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

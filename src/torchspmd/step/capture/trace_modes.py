@@ -51,12 +51,6 @@ def replaced(*attributes: tuple[Any, str, Any]) -> Iterator[None]:
         yield
 
 
-def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
-    """A tree with a function applied to every leaf."""
-    leaves, structure = _torch.flatten_tree(tree)
-    return _torch.unflatten_tree(list(map(function, leaves)), structure)
-
-
 # ----------------------------------------------------------------------------
 # Functions of torch that are no operators, so that no graph could hold them.
 

@@ -76,7 +76,7 @@ class CostModel:
         counted = (
             _flops(operator, values[0], values[1], out) if _is_known(node) else 0.0
         )
-        moved = sum(map(_num_bytes, _tensors((values, out))))
+        moved = sum(map(_num_bytes, _torch.leaves_of(torch.Tensor, (values, out))))
         busy = max(counted / self.flops, moved / self.memory_bytes)
         return self.launch_seconds + busy
 
@@ -180,11 +180,6 @@ def _is_known(node: fx.Node) -> bool:
 
 def _value(node: fx.Node) -> Any:
     return node.meta.get("val")
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    leaves, _ = _torch.flatten_tree(tree)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:

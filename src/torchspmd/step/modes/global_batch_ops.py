@@ -7,7 +7,7 @@ dims. An operator without a rule is decomposed into some that have rules, or run
 that all ranks have. A random op runs for the global batch on every rank.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
 from torchspmd.step.capture.refusals import RefusalError, calling_line, is_spread
-from torchspmd.step.capture.trace_modes import OperatorMode, map_tree, written_values
+from torchspmd.step.capture.trace_modes import OperatorMode, written_values
 
 
 @final
@@ -90,7 +90,7 @@ def _on_plain(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         args = tuple(map(reduce_partial, args))  # rules take 3 / x for linear in x
     if args and isinstance(args[0], torch.Tensor) and _torch.written_arguments(func):
         # A tensor that the step made is the same on all ranks, and stays so.
-        args, kwargs = map_tree(full_value, (args, kwargs))
+        args, kwargs = _torch.map_tree(full_value, (args, kwargs))
     return func(*args, **kwargs)
 
 
@@ -162,7 +162,7 @@ def full_value(value: Any) -> Any:
 
 def _on_reduced_values(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """A call on reduced values; what it writes is written into the partial ones."""
-    whole_args, whole_kwargs = map_tree(reduce_partial, (args, kwargs))
+    whole_args, whole_kwargs = _torch.map_tree(reduce_partial, (args, kwargs))
     made = func(*whole_args, **whole_kwargs)
     if not _torch.written_arguments(func):
         return made
@@ -173,7 +173,7 @@ def _on_reduced_values(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         if old is not new:
             _write_partial(func, old, new)
             partials[id(new)] = old
-    return map_tree(lambda leaf: partials.get(id(leaf), leaf), made)
+    return _torch.map_tree(lambda leaf: partials.get(id(leaf), leaf), made)
 
 
 def _on_replicated_values(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -181,18 +181,14 @@ def _on_replicated_values(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
 
     ``NotImplemented`` where an argument lies over ranks.
     """
-    whole_args, whole_kwargs = map_tree(reduce_partial, (args, kwargs))
-    given = [
-        leaf
-        for leaf in _torch.flatten_tree((whole_args, whole_kwargs))[0]
-        if isinstance(leaf, DTensor)
-    ]
+    whole_args, whole_kwargs = _torch.map_tree(reduce_partial, (args, kwargs))
+    given = [*_torch.leaves_of(DTensor, (whole_args, whole_kwargs))]
     if not given or any(map(is_spread, given)):
         return NotImplemented
-    local_args, local_kwargs = map_tree(full_value, (whole_args, whole_kwargs))
+    local_args, local_kwargs = _torch.map_tree(full_value, (whole_args, whole_kwargs))
     made = func(*local_args, **local_kwargs)
     mesh = given[0].device_mesh
-    return map_tree(lambda leaf: as_replicated(leaf, mesh), made)
+    return _torch.map_tree(lambda leaf: as_replicated(leaf, mesh), made)
 
 
 def as_replicated(value: Any, mesh: DeviceMesh) -> Any:
@@ -347,11 +343,11 @@ class CopiedViews:
         """Refuse a call that writes a copy, or that reads one of what was written since."""
         if not self._copies:
             return
-        for value in _dtensors((args, kwargs)):
+        for value in _torch.leaves_of(DTensor, (args, kwargs)):
             copy = self._copies.get(_memory(value))
             if copy is not None and copy.written_at:
                 raise _stale(copy)
-        for value in _dtensors(written_values(operator, args, kwargs)):
+        for value in _torch.leaves_of(DTensor, written_values(operator, args, kwargs)):
             copy = self._copies.get(_memory(value))
             if copy is not None:
                 raise _lost(operator, copy)
@@ -362,10 +358,6 @@ class CopiedViews:
 
 def _memory(value: DTensor) -> int:
     return _torch.storage_key(_torch.local_tensor(value))
-
-
-def _dtensors(tree: Any) -> Iterator[DTensor]:
-    return (leaf for leaf in _torch.flatten_tree(tree)[0] if isinstance(leaf, DTensor))
 
 
 _FIX = (

@@ -81,8 +81,7 @@ class MemoryWatch:
         self._measure(_parameters_of(optimizer))
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        leaves, _ = _torch.flatten_tree(list(optimizer.state.values()))
-        state = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        state = _torch.leaves_of(torch.Tensor, list(optimizer.state.values()))
         self._optimizers[id(optimizer)] = sum(map(_bytes, state))
 
     def _measure(self, more: Iterable[torch.Tensor] = ()) -> None:

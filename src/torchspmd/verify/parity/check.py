@@ -198,22 +198,20 @@ def _batches(job: Job, batch: Any, steps: int) -> tuple[Any, ...]:
 
 
 def _converted(batch: Any, dtype: torch.dtype | None, device: str) -> Any:
-    leaves, structure = _torch.flatten_tree(batch)
-    moved = [
-        leaf.detach().to(device, dtype if leaf.is_floating_point() else None)
-        if isinstance(leaf, torch.Tensor)
-        else leaf
-        for leaf in leaves
-    ]
-    return _torch.unflatten_tree(moved, structure)
+    def convert(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return leaf.detach().to(device, dtype if leaf.is_floating_point() else None)
+
+    return _torch.map_tree(convert, batch)
 
 
 def _check_rows(batch: Any, mesh: Mapping[str, int], axes: tuple[str, ...]) -> None:
     size = math.prod(mesh[axis] for axis in axes)
     uneven = {
         leaf.shape[0]
-        for leaf in _torch.flatten_tree(batch)[0]
-        if isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] % size
+        for leaf in _torch.leaves_of(torch.Tensor, batch)
+        if leaf.ndim and leaf.shape[0] % size
     }
     if uneven:
         raise UsageError(

@@ -151,11 +151,7 @@ def _lay_out(
 
 
 def _weighted_step(model: nn.Module, optim: Any, batch: Any) -> Any:
-    outputs = [
-        leaf
-        for leaf in _torch.flatten_tree(model())[0]
-        if isinstance(leaf, torch.Tensor)
-    ]
+    outputs = [*_torch.leaves_of(torch.Tensor, model())]
     generator = torch.Generator().manual_seed(0)
     loss = torch.zeros(())
     for output in outputs:

@@ -256,9 +256,7 @@ def _own_part(job: Job, batch: Any, mesh: DeviceMesh) -> Any:
         return job.options.split(batch, mesh)
     grid = grid_of(mesh)
     layout = tuple("S(0)" if name in job.data_axes else "R" for name in grid.names)
-    leaves, structure = _torch.flatten_tree(batch)
-    parts = [_part(leaf, grid, layout) for leaf in leaves]
-    return _torch.unflatten_tree(parts, structure)
+    return _torch.map_tree(lambda leaf: _part(leaf, grid, layout), batch)
 
 
 def _part(leaf: Any, grid: Grid, layout: tuple[str, ...]) -> Any:
