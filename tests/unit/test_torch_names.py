@@ -639,6 +639,13 @@ def test_written_arguments():
     assert _torch.written_arguments(len) == ()
 
 
+def test_written_values():
+    assert _torch.written_values(aten.add_.Tensor, ("x", "y"), {}) == ["x"]
+    assert _torch.written_values(aten.add.out, ("x", "y"), {"out": "z"}) == ["z"]
+    assert _torch.written_values(aten.add.out, ("x", "y"), {}) == [None]
+    assert _torch.written_values(len, ("x",), {}) == []
+
+
 def test_shared_arguments():
     assert _torch.shared_arguments(aten.t.default) == (0,)
     assert _torch.shared_arguments(aten.split.Tensor) == (0,)

@@ -122,6 +122,7 @@ from torchspmd._torch.operators import storage_bytes as storage_bytes
 from torchspmd._torch.operators import storage_key as storage_key
 from torchspmd._torch.operators import tensor_methods as tensor_methods
 from torchspmd._torch.operators import written_arguments as written_arguments
+from torchspmd._torch.operators import written_values as written_values
 from torchspmd._torch.profiling import profiled as profiled
 from torchspmd._torch.regions import LOCAL_NODE_TYPES as LOCAL_NODE_TYPES
 from torchspmd._torch.regions import NodeKind as NodeKind

@@ -155,6 +155,24 @@ def written_arguments(operator: Any) -> tuple[int, ...]:
     return _written(operator) if isinstance(operator, OpOverload) else ()
 
 
+def written_values(
+    operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Any]:
+    """What a call gives for each argument that its operator writes into."""
+    return [
+        args[place] if place < len(args) else kwargs.get(name)
+        for place, name in _written_by_name(operator)
+    ]
+
+
+@cache
+def _written_by_name(operator: Any) -> tuple[tuple[int, str], ...]:
+    places = written_arguments(operator)
+    if not places:
+        return ()
+    return tuple(zip(places, signature_of(operator).written, strict=True))
+
+
 def _written(operator: OpOverload) -> tuple[int, ...]:
     return tuple(
         place

@@ -87,10 +87,15 @@ def test_every_problem_at_once():
     assert "SGD.group0.params[4] is in no module that the step takes" in text
 
 
-def test_a_write_inside_of_forward():
+@pytest.mark.parametrize(
+    "write",
+    [lambda weight: weight.clamp_(-1, 1), lambda w: torch.clamp(w, -1, 1, out=w)],
+    ids=["in place", "by name"],
+)
+def test_a_write_inside_of_forward(write):
     class Clamped(nn.Linear):
         def forward(self, x):
-            self.weight.data.clamp_(-1, 1)
+            write(self.weight.data)
             return super().forward(x)
 
     text = refusal(nn.Sequential(Clamped(8, 4)))

@@ -32,6 +32,11 @@ def written(own, same, groups):
     return same
 
 
+def written_by_name(own, same, groups):
+    torch.add(own, 1, out=same)
+    return same
+
+
 def read_before_the_write(own, same, groups):
     made = same + 1
     same.copy_(own)
@@ -51,6 +56,7 @@ FLOWS = {
     "form": (lambda own, same, groups: torch.ones_like(own), False),
     "view": (lambda own, same, groups: own.view(2, 2).t(), True),
     "written": (written, True),
+    "written by name": (written_by_name, True),
     "read before the write": (read_before_the_write, False),
     "memory of a value": (equal_memory_written_over, True),  # sooner too much than less
     "sum": (lambda own, same, g: OPS.all_reduce(own, "sum", g["tp"]), False),

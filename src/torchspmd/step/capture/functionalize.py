@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from torchspmd import _torch
-from torchspmd.step.graph.aliases import operator_of
+from torchspmd.step.graph.aliases import operator_of, written_nodes
 from torchspmd.step.graph.metadata import META_KEY, annotate_after, last_node
 
 
@@ -119,20 +119,9 @@ def _can_cut(graph: fx.Graph, crossing: list[fx.Node]) -> bool:
 
 
 def _written_memory(graph: fx.Graph) -> set[int]:
-    written: set[int] = set()
-    for node in graph.nodes:
-        places = _torch.written_arguments(node.target)
-        arguments = [node.args[place] for place in places if place < len(node.args)]
-        if len(arguments) < len(places):
-            arguments += node.kwargs.values()  # written by name: any of them
-        sources = _torch.flatten_tree(arguments)[0]
-        values = [s.meta.get("val") for s in sources if isinstance(s, fx.Node)]
-        written.update(
-            _torch.storage_key(value)
-            for value in values
-            if isinstance(value, torch.Tensor)
-        )
-    return written
+    written = (each for node in graph.nodes for each in written_nodes(node))
+    values = [node.meta.get("val") for node in written]
+    return {_torch.storage_key(v) for v in values if isinstance(v, torch.Tensor)}
 
 
 def _joined(

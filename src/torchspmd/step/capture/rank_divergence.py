@@ -21,7 +21,7 @@ from torchspmd.comm import Kind, find_operator
 from torchspmd.errors import CaptureError
 from torchspmd.step.capture.inventory import Role, Slot
 from torchspmd.step.capture.refusals import calling_line
-from torchspmd.step.graph.aliases import find_aliases, operator_of
+from torchspmd.step.graph.aliases import find_aliases, operator_of, written_nodes
 from torchspmd.step.graph.metadata import last_node, output_node, output_values
 
 _EQUALIZING = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.BROADCAST)
@@ -98,11 +98,7 @@ def _ranks_of(group: Any) -> frozenset[int]:
 
 def _written_by(node: fx.Node, root: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
     """The memory that a node writes into, by the node that brought it in."""
-    written: set[fx.Node] = set()
-    for place in _torch.written_arguments(node.target):
-        targets, _ = _torch.flatten_tree(node.args[place : place + 1])
-        written |= {root[target] for target in targets if isinstance(target, fx.Node)}
-    return written
+    return {root[written] for written in written_nodes(node)}
 
 
 # ----------------------------------------------------------------------------

@@ -108,7 +108,7 @@ class CheckOperators(OperatorMode):
         """Check and run an operator."""
         _check_operator(func)
         result = func(*args, **kwargs)
-        for value in written_values(func, args, kwargs):
+        for value in _torch.written_values(func, args, kwargs):
             if isinstance(value, (list, tuple)):
                 torch.autograd.graph.increment_version(list(_parts(value)))
         return result
@@ -136,22 +136,6 @@ def _check_operator(operator: Any) -> None:
 
 # Kept for each operator: asked at every call of a traced step.
 _only_has_effects = functools.cache(_torch.only_has_effects)
-
-
-def written_values(operator: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The arguments that an operator writes into."""
-    return [
-        args[place] if place < len(args) else kwargs.get(name)
-        for place, name in _written(operator)
-    ]
-
-
-@functools.cache
-def _written(operator: Any) -> tuple[tuple[int, str], ...]:
-    places = _torch.written_arguments(operator)
-    if not places:
-        return ()
-    return tuple(zip(places, _torch.signature_of(operator).written, strict=True))
 
 
 def _parts(tensors: Any) -> Iterator[torch.Tensor]:

@@ -3,7 +3,7 @@
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -84,6 +84,56 @@ def node_arguments(node: fx.Node) -> dict[str, Any]:
     names = () if target is None else _torch.argument_names(target)
     found = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     return {name: found[name] for name in names if name in found}
+
+
+class Write(NamedTuple):
+    """A value that a call writes into.
+
+    Attributes:
+        node: The node that gives the value.
+        argument: Which of the arguments that the operator writes into.
+        item: Which item of that argument, where it is a list.
+    """
+
+    node: fx.Node
+    argument: int
+    item: int | None = None
+
+
+def find_writes(node: fx.Node) -> list[Write]:
+    """What a node writes into, as its operator's schema says; nothing for other calls.
+
+    >>> graph = fx.Graph()
+    >>> x, y = graph.placeholder("x"), graph.placeholder("y")
+    >>> added = graph.call_function(torch.ops.aten.add.out, (x, y), {"out": y})
+    >>> find_writes(added) == [Write(y, 0)], find_writes(x)
+    (True, [])
+    """
+    target = operator_of(node)
+    if target is None:
+        return []
+    found: list[Write] = []
+    values = _torch.written_values(target, node.args, node.kwargs)
+    for argument, value in enumerate(values):
+        if argument == 1 and _keeps_gradients(node):
+            continue
+        if isinstance(value, fx.Node):
+            found.append(Write(value, argument))
+        elif isinstance(value, (list, tuple)):
+            items = enumerate(value)
+            found += [Write(n, argument, i) for i, n in items if isinstance(n, fx.Node)]
+    return found
+
+
+def _keeps_gradients(node: fx.Node) -> bool:
+    """Whether a node is a fused optimizer: it writes gradients only where it unscales."""
+    is_fused = getattr(node.target, "__name__", "").startswith("_fused_")
+    return is_fused and node.kwargs.get("grad_scale") is None
+
+
+def written_nodes(node: fx.Node) -> list[fx.Node]:
+    """The nodes into whose values a node writes."""
+    return [write.node for write in find_writes(node)]
 
 
 def memory_sources(node: fx.Node) -> list[fx.Node]:

@@ -31,6 +31,7 @@ from torchspmd.step.graph.aliases import (
     is_wait,
     node_arguments,
     operator_of,
+    written_nodes,
 )
 from torchspmd.step.graph.edit import HasGraph
 from torchspmd.step.graph.metadata import owner_of
@@ -207,12 +208,7 @@ def get_all_comm_blocks(
 
 def writes_in_place(graph: fx.Graph) -> fx.Node | None:
     """The first node that writes into memory, over which nothing may be moved."""
-    return next(filter(_writes, graph.nodes), None)
-
-
-def _writes(node: fx.Node) -> bool:
-    target = operator_of(node)
-    return target is not None and bool(_torch.written_arguments(target))
+    return next(filter(written_nodes, graph.nodes), None)
 
 
 def _block(
@@ -231,7 +227,7 @@ def _block(
 
 
 def _problem(start: fx.Node, event: CommEvent, waits: tuple[fx.Node, ...]) -> str:
-    if _writes(start):
+    if written_nodes(start):
         return f"{start.name}: it writes into its input"
     if not waits:
         return f"{start.name}: nothing waits for it"

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from torchspmd.step.graph.aliases import find_aliases
+from torchspmd.step.graph.aliases import find_aliases, find_writes, written_nodes
 from torchspmd.step.legality.collective_rules import COLLECTIVE_RULES
 from torchspmd.step.legality.math_rules import (
     MATH_RULES,
@@ -20,8 +20,6 @@ from torchspmd.step.legality.memory_rules import (
     layout_read,
     reads_layout,
     unknown_layout,
-    written_nodes,
-    written_operands,
 )
 from torchspmd.step.legality.shape_rules import SHAPE_RULES
 from torchspmd.step.legality.values import (
@@ -154,7 +152,7 @@ class Evaluation:
         self.fakes = fakes
         self._random = random
         self.made: dict[fx.Node, int] = {}
-        written = written_nodes(graph)
+        written = [each for node in graph.nodes for each in written_nodes(node)]
         # Few graphs write at all, and then nothing need be known about memory.
         self._root = find_aliases(graph).root if written else {}
         self._written = {self._root[node] for node in written}
@@ -242,10 +240,10 @@ class Evaluation:
         if reads_layout(call):
             operands = [*operands, layout_read(self, call)]
         atom = self.table.term(call.head, attributes, operands)
-        written = written_operands(call)
         if call.signature is not None and len(call.signature.written) == 1:
-            if written and not written[0][2]:
-                return self._like(written[0][1], atom)
+            written = find_writes(call.node)
+            if written and written[0].item is None:
+                return self._like(written[0].node, atom)
         return self._shaped(call.node, atom)
 
     def _shaped(self, node: fx.Node, atom: int) -> int:
@@ -256,11 +254,11 @@ class Evaluation:
         """Write what an in-place operator computes; return what the node itself holds."""
         assert call.signature is not None
         is_several = len(call.signature.written) > 1
-        for number, node, path in written_operands(call):
+        for node, number, item in find_writes(call.node):
+            path = () if item is None else (item,)
             new = _at(self.table, result, (number, *path) if is_several else path)
             if new is None:
-                place = path[0] if path else 0
-                atom = self.table.term("written", (number, place), (result,))
+                atom = self.table.term("written", (number, item or 0), (result,))
                 new = self._like(node, atom)
             self._write(node, new)
             self.writers.setdefault(new, call.node)

@@ -10,7 +10,7 @@ from torch import fx
 
 from torchspmd import _torch
 from torchspmd.comm import find_operator
-from torchspmd.step.graph.aliases import is_view, is_wait, operator_of
+from torchspmd.step.graph.aliases import find_writes, is_view, is_wait, operator_of
 from torchspmd.step.graph.metadata import output_values, readable_name, roles_of
 from torchspmd.step.legality.edit import Edit, Problem, output_name, show
 from torchspmd.step.legality.values import read_call
@@ -159,11 +159,7 @@ def _follow(start: fx.Node) -> Started:
 
 def _written_buffers(start: fx.Node) -> list[tuple[fx.Node, object]]:
     """What an in-place collective writes into: it too must not be used before the wait."""
-    target = operator_of(start)
-    places = _torch.written_arguments(target)
-    given = [start.args[place] for place in places if place < len(start.args)]
-    given += [start.kwargs[name] for name in start.kwargs if name == "out"]
-    return [(node, None) for node in given if isinstance(node, fx.Node)]
+    return [(write.node, write.item) for write in find_writes(start)]
 
 
 def check_waits(edit: Edit) -> list[Problem]:

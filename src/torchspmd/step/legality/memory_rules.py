@@ -6,14 +6,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from torchspmd import _torch
 from torchspmd.step.graph.aliases import (
     find_aliases,
     is_view,
     is_wait,
     memory_root,
-    operator_of,
     view_source,
+    written_nodes,
 )
 from torchspmd.step.graph.memory import ROLE_KEY
 from torchspmd.step.graph.metadata import (
@@ -34,33 +33,6 @@ from torchspmd.step.legality.values import (
     read_call,
     split_arguments,
 )
-
-
-def written_nodes(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes that a graph writes into."""
-    return [each for node in graph.nodes for each in nodes_written_by(node)]
-
-
-def nodes_written_by(node: fx.Node) -> list[fx.Node]:
-    """The nodes that a call writes into."""
-    target = operator_of(node)
-    if target is None or not _torch.signature_of(target).written:
-        return []
-    return [written for _, written, _ in written_operands(read_call(node))]
-
-
-def written_operands(call: OpCall) -> list[tuple[int, fx.Node, tuple[int, ...]]]:
-    """Which written argument, which node, and where it is in a list of them."""
-    found: list[tuple[int, fx.Node, tuple[int, ...]]] = []
-    for number, name in enumerate(call.signature.written if call.signature else ()):
-        given = call.arguments.get(name, call.node.kwargs.get(name))
-        if isinstance(given, fx.Node):
-            found.append((number, given, ()))
-        for place, each in enumerate(given if isinstance(given, (list, tuple)) else ()):
-            if isinstance(each, fx.Node):
-                found.append((number, each, (place,)))
-    return found
-
 
 # ----------------------------------------------------------------------------
 # Reads and writes of the same memory keep their order, aliases included.
@@ -85,7 +57,7 @@ class Accesses:
     def __init__(self, graph: fx.Graph) -> None:
         self.last_write: dict[_Access, fx.Node | None] = {}
         self.writes: dict[fx.Node, list[fx.Node]] = {}
-        written = written_nodes(graph)
+        written = [each for node in graph.nodes for each in written_nodes(node)]
         self.root = find_aliases(graph).root if written else {}
         shared = {self.root[node] for node in written}
         for node in graph.nodes if written else ():
@@ -96,7 +68,7 @@ class Accesses:
                 self.writes.setdefault(root, []).append(node)
 
     def _written_by(self, node: fx.Node) -> set[fx.Node]:
-        return {self.root[each] for each in nodes_written_by(node)}
+        return {self.root[each] for each in written_nodes(node)}
 
     def _used_by(self, node: fx.Node) -> set[fx.Node]:
         """The memory that a node reads or writes; making a view touches none."""
@@ -188,7 +160,7 @@ def _in_flight(
 def _check_overlaps(edit: Edit, fakes: Fakes) -> Iterator[Problem]:
     """Nothing is written into memory that overlaps itself: torch refuses to."""
     for node in edit.after.nodes:
-        for written in nodes_written_by(node):
+        for written in written_nodes(node):
             old = edit.old.get(written)
             was_so = old is not None and _overlaps(old.meta.get("val"))
             if _overlaps(fakes.get(written)) and not (was_so and node in edit.old):

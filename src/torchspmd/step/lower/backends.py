@@ -9,6 +9,7 @@ from torch import fx
 
 from torchspmd.errors import CaptureError
 from torchspmd.step.deferral.module import IterGraphModule
+from torchspmd.step.graph.aliases import written_nodes
 from torchspmd.step.graph.inductor import check_compilable, lower
 from torchspmd.step.graph.metadata import OutputKind, roles_of
 from torchspmd.step.graph.optimizer_lists import is_fused_update
@@ -23,7 +24,6 @@ from torchspmd.step.lower.in_place import (
 from torchspmd.step.lower.update_calls import (
     NOT_PENDING,
     make_one_call,
-    targets_of,
 )
 
 
@@ -169,7 +169,7 @@ def write_for_compiler(
         edited = copy.deepcopy(graph.graph)
         written = written_tensors(edited)
         report = compute_in_place(edited, written, may_write=may_write)
-        updates = [n for n in edited.nodes if is_fused_update(n) and targets_of(n)]
+        updates = [n for n in edited.nodes if is_fused_update(n) and written_nodes(n)]
         problems = (make_one_call(edited, [node], NOT_PENDING) for node in updates)
         problem = next(filter(None, problems), None)
         if problem is None:

@@ -17,7 +17,7 @@ from torch import fx
 from torchspmd import _torch
 from torchspmd.step.deferral.forms import CARRIED_KEY, PENDING_KEY
 from torchspmd.step.deferral.module import IterGraphModule, Marks
-from torchspmd.step.graph.aliases import find_aliases, is_wait
+from torchspmd.step.graph.aliases import find_aliases, is_wait, written_nodes
 from torchspmd.step.graph.collectives import (
     gather_into_memory,
     is_communication,
@@ -36,7 +36,7 @@ from torchspmd.step.lower.in_place import (
     copy_results,
     write_in_place,
 )
-from torchspmd.step.lower.update_calls import make_one_call, noting, targets_of
+from torchspmd.step.lower.update_calls import make_one_call, noting
 
 
 class FormsInPlace:
@@ -263,7 +263,7 @@ def _find_writes(
     root = find_aliases(graph).root
     found: dict[int, list[fx.Node]] = {number: [] for number in regions}
     for node in graph.nodes:
-        memory = {root[target] for target in targets_of(node)}
+        memory = {root[target] for target in written_nodes(node)}
         for number in {owner[each] for each in memory if each in owner}:
             found[number].append(node)
     return found

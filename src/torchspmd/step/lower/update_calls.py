@@ -18,8 +18,7 @@ from torch import fx
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
 from torchspmd.step.deferral.module import Marks
-from torchspmd.step.graph.aliases import find_aliases, operator_of
-from torchspmd.step.graph.optimizer_lists import is_fused_update
+from torchspmd.step.graph.aliases import find_aliases, written_nodes
 
 NOT_PENDING = -1  # the number of an update that this step makes for itself
 
@@ -69,7 +68,7 @@ def make_one_call(graph: fx.Graph, nodes: Sequence[fx.Node], number: int) -> str
     """
     aliases = find_aliases(graph)
     inside = set(nodes)
-    written = list(dict.fromkeys(t for node in nodes for t in targets_of(node)))
+    written = list(dict.fromkeys(t for node in nodes for t in written_nodes(node)))
     sources = dict.fromkeys(s for node in nodes for s in node.all_input_nodes)
     read = [s for s in sources if s not in inside and s not in written]
     memory = {aliases.root[target] for target in written}
@@ -92,18 +91,6 @@ def make_one_call(graph: fx.Graph, nodes: Sequence[fx.Node], number: int) -> str
     for node in reversed(nodes):
         graph.erase_node(node)
     return None
-
-
-def targets_of(node: fx.Node) -> list[fx.Node]:
-    """What a node writes into, as far as its schema says."""
-    found: list[fx.Node] = []
-    for place in _torch.written_arguments(operator_of(node)):
-        if place == 1 and is_fused_update(node) and not node.kwargs.get("grad_scale"):
-            continue  # gradients are written only where they are unscaled
-        argument = node.args[place] if place < len(node.args) else None
-        items = argument if isinstance(argument, (list, tuple)) else [argument]
-        found += [item for item in items if isinstance(item, fx.Node)]
-    return found
 
 
 def _body(

@@ -30,7 +30,7 @@ from torchspmd.errors import CaptureError
 from torchspmd.step.capture.inventory import Inventory
 from torchspmd.step.capture.refusals import calling_line
 from torchspmd.step.capture.trace_modes import FunctionMode
-from torchspmd.step.graph.aliases import find_aliases
+from torchspmd.step.graph.aliases import find_aliases, written_nodes
 from torchspmd.step.graph.metadata import META_KEY, OwnerLog, last_node, owner_of
 from torchspmd.step.modes.shard_layout import Sharding
 
@@ -373,17 +373,15 @@ def check_writes(traced: fx.GraphModule) -> None:
         if GATHERED in node.meta
     }
     for node in traced.graph.nodes:
-        for place in _torch.written_arguments(node.target):
-            written, _ = _torch.flatten_tree(node.args[place : place + 1])
-            for target in written:
-                root = aliases.root.get(target)
-                if root in names:
-                    raise CaptureError(
-                        f"compile: {owner_of(node).module} writes into {names[root]} "
-                        "inside of forward, where it is a gathered copy that is thrown "
-                        "away. Write to it in the step itself, under torch.no_grad(), "
-                        "where it is the shard."
-                    )
+        for written in written_nodes(node):
+            root = aliases.root[written]
+            if root in names:
+                raise CaptureError(
+                    f"compile: {owner_of(node).module} writes into {names[root]} "
+                    "inside of forward, where it is a gathered copy that is thrown "
+                    "away. Write to it in the step itself, under torch.no_grad(), "
+                    "where it is the shard."
+                )
 
 
 # ----------------------------------------------------------------------------

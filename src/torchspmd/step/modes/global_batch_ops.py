@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
 from torchspmd.step.capture.refusals import RefusalError, calling_line, is_spread
-from torchspmd.step.capture.trace_modes import OperatorMode, written_values
+from torchspmd.step.capture.trace_modes import OperatorMode
 
 
 @final
@@ -166,8 +166,10 @@ def _on_reduced_values(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     made = func(*whole_args, **whole_kwargs)
     if not _torch.written_arguments(func):
         return made
-    before = _torch.flatten_tree(written_values(func, args, kwargs))[0]
-    after = _torch.flatten_tree(written_values(func, whole_args, whole_kwargs))[0]
+    before = _torch.flatten_tree(_torch.written_values(func, args, kwargs))[0]
+    after = _torch.flatten_tree(_torch.written_values(func, whole_args, whole_kwargs))[
+        0
+    ]
     partials = {}
     for old, new in zip(before, after, strict=True):
         if old is not new:
@@ -347,7 +349,9 @@ class CopiedViews:
             copy = self._copies.get(_memory(value))
             if copy is not None and copy.written_at:
                 raise _stale(copy)
-        for value in _torch.leaves_of(DTensor, written_values(operator, args, kwargs)):
+        for value in _torch.leaves_of(
+            DTensor, _torch.written_values(operator, args, kwargs)
+        ):
             copy = self._copies.get(_memory(value))
             if copy is not None:
                 raise _lost(operator, copy)
