@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchspmd.errors import UsageError
 from torchspmd.step.capture.override import Override
 from torchspmd.step.compiled import CompiledStep, name_of_step
+from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.modes.data_parallel import DataParallel
 from torchspmd.step.transformation import GraphModuleTransformation, Pass
 from torchspmd.step.virtual.verify import Verification
@@ -20,6 +21,7 @@ Transformation = Callable[[fx.GraphModule], Any]
 Backend = Literal["graph", "inductor", "cudagraph"]
 Parallel = Literal["replicate", "fully_shard"]
 Overlap = bool | Literal["auto"]
+Cost = CostModel | Literal["measure"]
 
 _GLOBAL_BATCH = "None for the result of one device on the batches of all ranks together"
 
@@ -30,6 +32,7 @@ class _Options(TypedDict, total=False):
     parallel: Parallel | DataParallel | None
     passes: bool | Sequence[Pass] | None
     overlap: Overlap | None
+    cost: Cost | None
     backend: Backend | None
     mesh: DeviceMesh | None
     verify: bool | Verification
@@ -57,6 +60,7 @@ def compile(  # noqa: PLR0913 - one for each choice
     parallel: Parallel | DataParallel | None = None,
     passes: bool | Sequence[Pass] | None = None,
     overlap: Overlap | None = None,
+    cost: Cost | None = None,
     backend: Backend | None = None,
     mesh: DeviceMesh | None = None,
     verify: bool | Verification = False,
@@ -83,6 +87,11 @@ def compile(  # noqa: PLR0913 - one for each choice
             says that the step is faster by 1 %. True: wherever that is legal. End a run
             with ``last_train_step=True``, ``flush()``, or use the step as a context
             manager.
+        cost: The rates by which the passes choose the size of buckets, the order of
+            deferred reductions and, with ``overlap="auto"``, whether to defer at all.
+            ``"measure"`` measures them on the ranks that compile, with the operators of the
+            captured step, which takes some seconds; a ``CostModel`` states them, the same
+            on all ranks. A coarse guess for the kind of device by default.
         backend: ``"graph"``, the default, runs generated Python, ``"inductor"`` compiled
             code, ``"cudagraph"`` replays what was launched once.
         mesh: The data axis, a mesh of one axis; all ranks when there is a process group.
@@ -92,7 +101,7 @@ def compile(  # noqa: PLR0913 - one for each choice
             ``Override``. Each module is offered once, the model itself too.
         parallel_mode: The same as ``parallel``, as a ``DataParallel``, without passes.
         gm_transformation: Called with the captured ``fx.GraphModule``; what it returns is
-            run instead. In the place of ``passes`` and ``overlap``; see
+            run instead. In the place of ``passes``, ``overlap`` and ``cost``; see
             ``GraphModuleTransformation``.
 
     Returns:
@@ -115,7 +124,9 @@ def compile(  # noqa: PLR0913 - one for each choice
         >>> len(train_step.programs)
         1
     """
-    asked = _Asked(parallel, parallel_mode, passes, overlap, backend, gm_transformation)
+    asked = _Asked(
+        parallel, parallel_mode, passes, overlap, cost, backend, gm_transformation
+    )
     problems = [*asked.wrong_values(), *_wrong_values(mesh, verify)]
     if problems := problems or [*asked.contradictions()]:
         raise UsageError("\n".join(problems))
@@ -149,6 +160,7 @@ class _Asked:
     parallel_mode: Any
     passes: Any
     overlap: Any
+    cost: Any
     backend: Any
     transformation: Any
 
@@ -216,6 +228,11 @@ class _Asked:
             )
         if not (self.overlap in (None, "auto") or isinstance(self.overlap, bool)):
             yield f"compile(overlap={self.overlap!r}): pass True, False or 'auto'."
+        if not (self.cost in (None, "measure") or isinstance(self.cost, CostModel)):
+            yield (
+                f"compile(cost={self.cost!r}): pass a CostModel, 'measure', or None for a "
+                "guess."
+            )
         if self.backend not in (None, *get_args(Backend)):
             yield (
                 f"compile(backend={self.backend!r}): choose among "
@@ -234,9 +251,8 @@ class _Asked:
                 "compile(parallel=..., parallel_mode=...): both say how the step is spread "
                 "over ranks. Pass parallel alone."
             )
-        chosen = [
-            name for name in ("passes", "overlap") if getattr(self, name) is not None
-        ]
+        options = ("passes", "overlap", "cost")
+        chosen = [name for name in options if getattr(self, name) is not None]
         if chosen and self.transformation is not None:
             yield (
                 f"compile({', '.join(chosen)}=..., gm_transformation=...): the "
@@ -250,22 +266,23 @@ class _Asked:
                 "GraphModuleTransformation(enable_inductor=True)): these are two backends. "
                 "Leave out enable_inductor, or pass backend='inductor'."
             )
-        yield from self._overlap_problems()
-
-    def _overlap_problems(self) -> Iterator[str]:
-        if not self.overlap:
-            return
-        if not self._runs_passes:
-            yield (
-                f"compile(overlap={self.overlap!r}) would have no effect without passes. "
-                "Set parallel='replicate', or passes=True."
-            )
-        elif not isinstance(self.passes, bool | None):
-            yield (
-                f"compile(overlap={self.overlap!r}, passes=[...]) would have no effect: it "
-                "is for the default passes alone. Add defer_updates to the list."
-            )
-        elif self.overlap is True and self._cannot_overlap:
+        given = {}
+        if self.overlap:
+            given[f"overlap={self.overlap!r}"] = "Add defer_updates to the list."
+        if self.cost is not None:
+            given["cost=..."] = "Give it to those passes that take a cost."
+        for option, instead in given.items():
+            if not self._runs_passes:
+                yield (
+                    f"compile({option}) would have no effect without passes. Set "
+                    "parallel='replicate', or passes=True."
+                )
+            elif not isinstance(self.passes, bool | None):
+                yield (
+                    f"compile({option}, passes=[...]) would have no effect: it is for the "
+                    f"default passes alone. {instead}"
+                )
+        if self.overlap is True and self._runs_passes and self._cannot_overlap:
             yield f"compile(overlap=True) is not available: {self._cannot_overlap}."
 
     def make_transformation(self) -> Transformation | None:
@@ -278,7 +295,7 @@ class _Asked:
         overlap: Overlap = "auto" if self.overlap is None else self.overlap
         if self._cannot_overlap:
             overlap = False
-        return GraphModuleTransformation.by_default(overlap)
+        return GraphModuleTransformation.by_default(overlap, self.cost)
 
 
 def _wrong_values(mesh: object, verify: object) -> Iterator[str]:

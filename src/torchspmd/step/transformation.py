@@ -148,9 +148,15 @@ class GraphModuleTransformation:
         self._dumps: Dumps | None = None
 
     @classmethod
-    def by_default(cls, overlap: bool | Literal["auto"]) -> Self:
+    def by_default(
+        cls,
+        overlap: bool | Literal["auto"],
+        cost: CostModel | Literal["measure"] | None,
+    ) -> Self:
         """What ``compile(passes=True)`` runs; does not warn where nothing can be done."""
-        made = cls(enable_graph_optimization=True, overlap_iterations=overlap)
+        made = cls(
+            enable_graph_optimization=True, overlap_iterations=overlap, cost=cost
+        )
         made._is_default = True
         return made
 

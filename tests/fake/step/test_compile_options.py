@@ -1,4 +1,4 @@
-"""``compile(parallel=..., passes=..., overlap=..., backend=...)``: what each turns on."""
+"""``compile(parallel=, passes=, overlap=, cost=, backend=)``: what each turns on."""
 
 import functools
 import logging
@@ -125,24 +125,14 @@ def test_no_overlap():
 def test_auto_defers_where_the_simulation_gains():
     """A network that is as slow as computing: half of the reductions can hide."""
     cost = CostModel(flops=1e9, memory_bytes=1e9, network_bytes=1e8)
-    transformation = GraphModuleTransformation(
-        enable_graph_optimization=True, overlap_iterations="auto", cost=cost
-    )
-    mode = DataParallel("replicate")
-    program, _ = run(
-        width=256, layers=4, parallel_mode=mode, gm_transformation=transformation
-    )
+    program, _ = run(width=256, layers=4, parallel="replicate", cost=cost)
     assert program.is_deferring
-    assert transformation.notes == ()
+    assert not [each for each in program.notes if each.startswith("overlap='auto'")]
 
 
 def test_auto_leaves_updates_where_nothing_is_gained():
     cost = CostModel(network_bytes=1e18, latency_seconds=0.0)
-    transformation = GraphModuleTransformation(
-        enable_graph_optimization=True, overlap_iterations="auto", cost=cost
-    )
-    mode = DataParallel("replicate")
-    program, compiled = run(parallel_mode=mode, gm_transformation=transformation)
+    program, compiled = run(parallel="replicate", cost=cost)
     assert not program.is_deferring
     (line,) = [each for each in program.notes if each.startswith("overlap='auto'")]
     assert re.match(
@@ -205,6 +195,9 @@ REFUSED = {
     "compile(passes=3): pass True, False or a list of functions, each called with the "
     "IterGraphModule.": {"passes": 3},
     "compile(overlap='yes'): pass True, False or 'auto'.": {"overlap": "yes"},
+    "compile(cost='fast'): pass a CostModel, 'measure', or None for a guess.": {
+        "cost": "fast"
+    },
     "compile(backend='triton'): choose among graph, inductor, cudagraph.": {
         "backend": "triton"
     },
@@ -218,10 +211,12 @@ REFUSED = {
         "parallel": "replicate",
         "parallel_mode": DataParallel("replicate"),
     },
-    "compile(passes, overlap=..., gm_transformation=...): the transformation says which "
-    "passes run. Leave it out, or set the options of GraphModuleTransformation instead.": {
+    "compile(passes, overlap, cost=..., gm_transformation=...): the transformation says "
+    "which passes run. Leave it out, or set the options of GraphModuleTransformation "
+    "instead.": {
         "passes": True,
         "overlap": "auto",
+        "cost": "measure",
         "gm_transformation": GRAPH,
     },
     "compile(backend='cudagraph', gm_transformation=GraphModuleTransformation("
@@ -240,6 +235,13 @@ REFUSED = {
     },
     "compile(overlap=True, passes=[...]) would have no effect: it is for the default "
     "passes alone. Add defer_updates to the list.": {"overlap": True, "passes": []},
+    "compile(cost=...) would have no effect without passes. Set parallel='replicate', or "
+    "passes=True.": {"cost": CostModel()},
+    "compile(cost=..., passes=[...]) would have no effect: it is for the default passes "
+    "alone. Give it to those passes that take a cost.": {
+        "cost": "measure",
+        "passes": [],
+    },
     "compile(overlap=True) is not available: with 'fully_shard' the next step gathers what "
     "an update has written before its forward can begin.": {
         "parallel": "fully_shard",

@@ -11,7 +11,6 @@ from training import train as step
 from torchspmd.comm import Phase
 from torchspmd.errors import PassWarning, UsageError
 from torchspmd.step import (
-    DataParallel,
     GraphModuleTransformation,
     compile,
 )
@@ -108,13 +107,7 @@ def test_collectives_are_made_up_for(monkeypatch):
     monkeypatch.setattr(measured_operators, "time_operators", keep)
     with fake_world(4):
         model = Net()
-        compiled = compile(
-            step,
-            gm_transformation=GraphModuleTransformation(
-                enable_graph_optimization=True, cost="measure"
-            ),
-            parallel_mode=DataParallel("fully_shard"),
-        )
+        compiled = compile(step, parallel="fully_shard", cost="measure")
         optim = torch.optim.SGD(model.parameters(), lr=0.1)
         compiled(model, optim, torch.arange(6).view(2, 3))
     graph, found = seen[0]
@@ -209,13 +202,9 @@ def test_the_step_says_what_was_measured():
 
 def test_that_nothing_could_be_measured_is_said(monkeypatch):
     monkeypatch.setattr(measured_operators, "time_operators", lambda *_: ({}, ()))
-    transformation = GraphModuleTransformation(
-        enable_graph_optimization=True, cost="measure"
-    )
-    compiled = compile(step, gm_transformation=transformation)
+    compiled = compile(step, passes=True, cost="measure")
     model = nn.Linear(4, 4)
-    with pytest.warns(PassWarning):
-        compiled(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(2, 4))
+    compiled(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(2, 4))
     assert "could not be run on every rank, estimates count" in compiled.explain()
 
 
