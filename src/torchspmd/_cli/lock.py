@@ -12,7 +12,7 @@ from unittest import mock
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchspmd._cli.output import Progress
+from torchspmd._cli.output import status_line
 from torchspmd._cli.plan import parse_mesh
 from torchspmd._cli.script import (
     StepWindow,
@@ -44,10 +44,10 @@ def simulate(recipe: Recipe, folder: Path, command: str) -> Lock | None:
     script = Path(os.path.relpath(folder / recipe.script))
     _check(recipe, script, world_size)
     what = f"locking {script} as rank {recipe.rank} of {world_size} (simulated)"
-    progress = Progress(what)
+    line = status_line(what)
     mode, watch = CommDebugMode(sources=True, max_events=_MAX_EVENTS), MemoryWatch()
-    window = StepWindow(mode, skip=recipe.skip, steps=recipe.steps, progress=progress)
-    with progress, _one_rank(world_size, recipe.rank) as made:
+    window = StepWindow(mode, skip=recipe.skip, steps=recipe.steps, line=line)
+    with line, _one_rank(world_size, recipe.rank) as made:
         arguments = recipe.arguments
         if not run_script(script, arguments, mode, watch, window):
             print(

@@ -11,9 +11,11 @@ import io
 import os
 import sys
 import threading
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 from rich.console import Console
+
+from torchspmd.step.progress import StatusLine
 
 
 class _IgnoresClosedPipe(io.FileIO):
@@ -71,30 +73,9 @@ def exit_process(code: int) -> NoReturn:
     os._exit(code)
 
 
-# ----------------------------------------------------------------------------
-# Progress of long work, on standard error: a moving line, or a plain one in a log.
-
-
-class Progress:
-    """Says what is being done; quiet for ranks that do not report."""
-
-    def __init__(self, what: str, *, quiet: bool = False) -> None:
-        self._what = what
-        self._console = Console(stderr=True, quiet=quiet)
-        self._status = self._console.status(what)
-
-    def __enter__(self) -> Self:
-        if self._console.is_terminal:
-            self._status.start()
-        else:
-            self._console.print(f"{self._what} ...", highlight=False, markup=False)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._status.stop()
-
-    def step(self, number: int, of: int) -> None:
-        """One more step has begun."""
-        if self._console.is_terminal:
-            total = f" of {of}" if of else ""
-            self._status.update(f"{self._what}, step {number}{total}")
+def status_line(what: str, *, quiet: bool = False) -> StatusLine:
+    """A line that says what is being done: a moving one, or a plain one in a log."""
+    line = StatusLine(what, Console(stderr=True, quiet=quiet))
+    if not line.console.is_terminal:
+        line.print(f"{what} ...")
+    return line

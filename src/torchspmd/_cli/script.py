@@ -17,10 +17,10 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from torchspmd import _torch
-from torchspmd._cli.output import Progress
 from torchspmd.comm import Ledger
 from torchspmd.errors import UsageError
 from torchspmd.step.compiled import CompiledStep
+from torchspmd.step.progress import StatusLine
 from torchspmd.trace import CommDebugMode
 from torchspmd.trace.modules import follow, unfollow
 
@@ -93,14 +93,14 @@ class StepWindow:
     """
 
     def __init__(
-        self, mode: CommDebugMode, *, skip: int, steps: int, progress: Progress
+        self, mode: CommDebugMode, *, skip: int, steps: int, line: StatusLine
     ) -> None:
         self.setup: Ledger | None = None
         self.num_optimizer_steps = 0
         self._mode = mode
         self._skip = skip
         self._steps = steps
-        self._progress = progress
+        self._line = line
         self._at_boundary = True
         self._in_compiled_step = self._captured_update = False
         # Compiled steps that update parameters: seen while one is captured, not later.
@@ -162,7 +162,8 @@ class StepWindow:
         done = self.num_optimizer_steps
         if self._steps and done >= self._skip + self._steps:
             raise EndOfWindow
-        self._progress.step(done + 1, self._skip + self._steps)
+        total = self._skip + self._steps
+        self._line.show(f"step {done + 1}" + (f" of {total}" if self._steps else ""))
         if self.setup is None:
             self.setup = self._mode.take_ledger()
         elif done == self._skip:

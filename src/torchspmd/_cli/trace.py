@@ -17,7 +17,7 @@ from torchspmd._cli.gather import (
     gather_ledgers,
     hold_store,
 )
-from torchspmd._cli.output import NEVER_FREED, Progress
+from torchspmd._cli.output import NEVER_FREED, status_line
 from torchspmd._cli.script import (
     StepWindow,
     add_script_options,
@@ -76,13 +76,13 @@ def run(options: argparse.Namespace) -> int:
     _check(options)
     world = _world(options)
     mode = CommDebugMode(sources=options.sources)
-    progress = Progress(
+    line = status_line(
         f"tracing {options.script} as {world}",
         quiet=not world.simulated and world.rank != 0,
     )
-    window = StepWindow(mode, skip=options.skip, steps=options.steps, progress=progress)
+    window = StepWindow(mode, skip=options.skip, steps=options.steps, line=line)
     left = None if world.simulated else NEVER_FREED
-    with progress, _surroundings(world) as held:
+    with line, _surroundings(world) as held:
         succeeded = run_script(
             options.script, options.arguments, mode, window, left=left
         )

@@ -5,7 +5,6 @@ import logging
 import time
 from collections.abc import Iterator
 from contextvars import ContextVar
-from types import TracebackType
 from typing import Self, final
 
 import torch.distributed as dist
@@ -15,6 +14,37 @@ from torch.profiler import record_function
 logger = logging.getLogger("torchspmd")
 
 _TOLD_AFTER = 2.0  # seconds: a quicker capture leaves no line behind
+
+
+class StatusLine:
+    """A line on standard error that says what is being done, for as long as it lasts.
+
+    Args:
+        what: What is being done.
+        console: Where the line is shown; a quiet console on ranks that do not report.
+    """
+
+    def __init__(self, what: str, console: Console) -> None:
+        self.what = what
+        self.console = console
+        self._status = console.status(what)
+
+    def __enter__(self) -> Self:
+        if self.console.is_terminal:
+            self._status.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._status.stop()
+
+    def show(self, detail: str) -> None:
+        """Add to the line how far it is; nothing where there is no terminal."""
+        if self.console.is_terminal:
+            self._status.update(f"{self.what}: {detail}")
+
+    def print(self, text: str) -> None:
+        """Write a line that stays."""
+        self.console.print(text, highlight=False, markup=False)
 
 
 @final
@@ -31,30 +61,24 @@ class Progress:
 
     def __init__(self, what: str, console: Console | None = None) -> None:
         is_first = not dist.is_initialized() or dist.get_rank() == 0
-        self._console = console or Console(stderr=True, quiet=not is_first)
+        self._line = StatusLine(
+            what, console or Console(stderr=True, quiet=not is_first)
+        )
         self.what = what
-        self._status = self._console.status(what)
         self.seconds: dict[str, float] = {}
         self._inside = [0.0]  # of each open phase: the seconds of phases within it
 
     def __enter__(self) -> Self:
         self._token = _current.set(self)
-        if self._console.is_terminal:
-            self._status.start()
+        self._line.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._status.stop()
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._line.__exit__()
         _current.reset(self._token)
         is_long = sum(self.seconds.values()) > _TOLD_AFTER
-        if error is None and is_long and self._console.is_terminal:
-            text = f"{self.what}: {self.describe()}"
-            self._console.print(text, highlight=False, markup=False)
+        if error is None and is_long and self._line.console.is_terminal:
+            self._line.print(f"{self.what}: {self.describe()}")
 
     def describe(self) -> str:
         """The total and each phase, in seconds.
@@ -70,8 +94,7 @@ class Progress:
     def begin(self, name: str) -> None:
         """Show what is being done now."""
         self._inside.append(0.0)
-        if self._console.is_terminal:
-            self._status.update(f"{self.what}: {name}")
+        self._line.show(name)
 
     def end(self, name: str, took: float) -> None:
         """Note how long a phase took; what lies within it is a phase of its own."""
@@ -80,6 +103,8 @@ class Progress:
         self.seconds[name] = self.seconds.get(name, 0.0) + own
 
 
+# Phases are entered far below what shows them, in capture, passes and lowering: as an
+# argument, the display would go through every function in between. No result depends on it.
 _current: ContextVar[Progress | None] = ContextVar("progress", default=None)
 
 
