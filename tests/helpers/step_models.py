@@ -21,6 +21,22 @@ class Tied(nn.Module):
         return self.head(self.embed(tokens)).mean(1)
 
 
+class Heads(nn.Module):
+    """A norm for each head between column-wise and row-wise layers, as in Qwen3."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = (
+            nn.Linear(8, 16),
+            nn.RMSNorm(4),
+            nn.Linear(16, 8),
+        )
+
+    def forward(self, x):
+        heads = self.up(x).unflatten(-1, (-1, 4))
+        return self.down(self.norm(heads).flatten(-2))
+
+
 class Attention(nn.Module):
     """A pre-norm attention block on sequences of four."""
 

@@ -103,11 +103,17 @@ from torchspmd._torch.landmarks import is_torch_code as is_torch_code
 from torchspmd._torch.landmarks import landmark as landmark
 from torchspmd._torch.landmarks import redistribution as redistribution
 from torchspmd._torch.landmarks import running_node as running_node
+from torchspmd._torch.operators import ALL_GATHER as ALL_GATHER
+from torchspmd._torch.operators import ALL_GATHER_OUT as ALL_GATHER_OUT
+from torchspmd._torch.operators import ALL_REDUCE as ALL_REDUCE
+from torchspmd._torch.operators import REDUCE_SCATTER as REDUCE_SCATTER
+from torchspmd._torch.operators import WAIT as WAIT
 from torchspmd._torch.operators import Kernel as Kernel
 from torchspmd._torch.operators import Signature as Signature
 from torchspmd._torch.operators import argument_names as argument_names
 from torchspmd._torch.operators import call_below as call_below
 from torchspmd._torch.operators import draws_random_numbers as draws_random_numbers
+from torchspmd._torch.operators import fake_result as fake_result
 from torchspmd._torch.operators import gives_one_tensor as gives_one_tensor
 from torchspmd._torch.operators import in_place_form as in_place_form
 from torchspmd._torch.operators import observe as observe
@@ -142,9 +148,3 @@ from torchspmd._torch.regions import observe_calls as observe_calls
 from torchspmd._torch.regions import record_fields as record_fields
 from torchspmd._torch.regions import strided_spec as strided_spec
 from torchspmd._torch.regions import unflatten_tree as unflatten_tree
-from torchspmd._torch.rewriting import ALL_GATHER as ALL_GATHER
-from torchspmd._torch.rewriting import ALL_GATHER_OUT as ALL_GATHER_OUT
-from torchspmd._torch.rewriting import ALL_REDUCE as ALL_REDUCE
-from torchspmd._torch.rewriting import REDUCE_SCATTER as REDUCE_SCATTER
-from torchspmd._torch.rewriting import WAIT as WAIT
-from torchspmd._torch.rewriting import fake_result as fake_result

@@ -429,9 +429,12 @@ class ColwiseParallel(ShardedStyle):
         >>> from torchspmd.testing import fake_mesh
         >>> from torchspmd.parallel import parallelize_module
         >>> with fake_mesh(4, ("tp",)) as mesh:
-        ...     linear = parallelize_module(nn.Linear(8, 16), mesh, ColwiseParallel())
-        ...     linear(torch.ones(2, 8)).shape
-        torch.Size([2, 4])
+        ...     plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+        ...     model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+        ...     first, second = parallelize_module(model, mesh, plan)
+        ...     hidden = first(torch.ones(2, 8))
+        ...     hidden.shape, second(hidden).shape
+        (torch.Size([2, 4]), torch.Size([2, 8]))
     """
 
     _default_input = Replicate()
@@ -459,22 +462,13 @@ class RowwiseParallel(ShardedStyle):
 
     Each rank computes a partial value of the output; these are summed into the output's
     layout, by one all-reduce (``Replicate()``) or reduce-scatter (``Shard(dim)``). A
-    bias is added once, after the sum.
+    bias is added once, after the sum. The example of ``ColwiseParallel`` shows both.
 
     Args:
         input_layouts: Layout of an input that is a plain tensor; default ``Shard(-1)``.
             The indices of an Embedding are usually ``Replicate()``.
         output_layouts: Layout of the output; default ``Replicate()``.
         use_local_output: Return this rank's tensor (the default), or a DTensor.
-
-    Example:
-        >>> import torch
-        >>> from torchspmd.testing import fake_mesh
-        >>> from torchspmd.parallel import parallelize_module
-        >>> with fake_mesh(4, ("tp",)) as mesh:
-        ...     linear = parallelize_module(nn.Linear(8, 16), mesh, RowwiseParallel())
-        ...     linear(torch.ones(2, 2)).shape
-        torch.Size([2, 16])
     """
 
     _default_input = Shard(-1)

@@ -35,8 +35,7 @@ from torchspmd.step.graph.memory import PeakMemory
 from torchspmd.step.lower.in_place import InPlaceReport
 from torchspmd.step.measure.exposure import check_request, measure_program
 from torchspmd.step.measure.exposure_report import ExposureReport
-from torchspmd.step.modes.data_parallel import DataParallel
-from torchspmd.step.modes.resolve import resolve_spread
+from torchspmd.step.modes.data_parallel import DataParallel, resolve_spread
 from torchspmd.step.pipeline import StepOptions, build_program
 from torchspmd.step.program import Program
 from torchspmd.step.progress import logger, phase

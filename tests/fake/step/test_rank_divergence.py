@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from step_models import Heads
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor import parallel as torch_tp
@@ -95,22 +96,6 @@ def test_flows(flow):
         sink = Sink(output_node(graph), value, "result")
         found = find_divergent(graph, frozenset({0, 1}), {own}, [sink])
     assert found == (["result"] if differs else [])
-
-
-class Heads(nn.Module):
-    """A norm for each head between column-wise and row-wise, as in Qwen3."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.norm, self.down = (
-            nn.Linear(8, 16),
-            nn.RMSNorm(4),
-            nn.Linear(16, 8),
-        )
-
-    def forward(self, x):
-        heads = self.up(x).unflatten(-1, (-1, 4))
-        return self.down(self.norm(heads).flatten(-2))
 
 
 class Tokens(nn.Module):

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from torch import nn
+from step_models import Heads
 from torch.distributed.device_mesh import init_device_mesh
+from training import train
 
 from torchspmd.errors import CaptureError
 from torchspmd.parallel import (
@@ -19,30 +20,6 @@ pytestmark = pytest.mark.ranks
 PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
-class Heads(nn.Module):
-    """A norm for each head, as in Qwen3."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.norm, self.down = (
-            nn.Linear(8, 16),
-            nn.RMSNorm(4),
-            nn.Linear(16, 8),
-        )
-
-    def forward(self, x):
-        heads = self.up(x).unflatten(-1, (-1, 4))
-        return self.down(self.norm(heads).flatten(-2))
-
-
-def step(model, optim, batch):
-    loss = model(batch).square().mean()
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss
-
-
 def build():
     torch.manual_seed(0)
     model = Heads().double()
@@ -51,7 +28,7 @@ def build():
 
 def run_mode(mode):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    compiled = compile(parallel_mode=DataParallel(mode), mesh=mesh["dp"])(step)
+    compiled = compile(parallel_mode=DataParallel(mode), mesh=mesh["dp"])(train)
     model, batch = build()
     parallelize_module(model, mesh["tp"], PLAN)
     optim = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -72,7 +49,7 @@ def test_a_norm_without_a_style_is_refused_and_with_one_is_right(mode, ranks4):
     model, batch = build()
     optim = torch.optim.SGD(model.parameters(), lr=0.5)
     for _ in range(2):
-        step(model, optim, batch)
+        train(model, optim, batch)
     for text, weights in ranks4.run(run_mode, mode):
         assert "Heads.norm.weight: along tp every rank has a gradient" in text
         for found, expected in zip(weights, model.parameters(), strict=True):

@@ -1,5 +1,6 @@
 """What a pass did to a graph, as data."""
 
+import textwrap
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -112,3 +113,13 @@ class PassReport:
     def as_dict(self) -> dict[str, Any]:
         """The same for JSON."""
         return asdict(self)
+
+
+def wrap_text(text: str, indent: int) -> list[str]:
+    """The lines of a report's sentence, the first indented by so many blanks.
+
+    >>> wrap_text("word " * 20, 2)[1]
+    '    word word word word word'
+    """
+    first, others = " " * indent, " " * (indent + 2)
+    return textwrap.wrap(text, 80, initial_indent=first, subsequent_indent=others)

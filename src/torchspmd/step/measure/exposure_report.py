@@ -1,7 +1,6 @@
 """How long computation waits for each collective of a step, measured, and why."""
 
 import json
-import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -10,9 +9,9 @@ from torchspmd.comm import CommEvent, Kind, Phase, format_bytes
 from torchspmd.step.graph.clock import HIDDEN_SECONDS, Reading
 from torchspmd.step.graph.collectives import CommBlock
 from torchspmd.step.graph.metadata import owner_of
+from torchspmd.step.graph.reports import wrap_text
 from torchspmd.step.graph.simulate import Exposure, explain
 
-_WIDTH = 80
 _HIDDEN_MS = HIDDEN_SECONDS * 1e3
 _FAR = 0.5  # of the larger one: two times are said to differ
 _SOME = 0.05  # of its time under way: a collective is said to wait for others
@@ -146,13 +145,13 @@ class ExposureReport:
 
     def __str__(self) -> str:
         """The sums, the five that are exposed longest, and the notes; 80 columns."""
-        lines = textwrap.wrap(self.summary(), _WIDTH, subsequent_indent="  ")
+        lines = wrap_text(self.summary(), 0)
         for each in self.worst(5):
             head, *reason = str(each).splitlines()
-            lines += _wrapped(head, 2)
-            lines += [text for line in reason for text in _wrapped(line, 4)]
+            lines += wrap_text(head, 2)
+            lines += [text for line in reason for text in wrap_text(line, 4)]
         for note in self.notes:
-            lines += _wrapped(f"* {note}", 2)
+            lines += wrap_text(f"* {note}", 2)
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
@@ -243,9 +242,3 @@ def _whose(block: CommBlock, count: int) -> str:
     is_reduction = block.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)
     is_gradient = is_reduction and block.event.phase is not Phase.FORWARD
     return f"bucket of {count} {'gradients' if is_gradient else 'tensors'}"
-
-
-def _wrapped(text: str, indent: int) -> list[str]:
-    return textwrap.wrap(
-        text, _WIDTH, initial_indent=" " * indent, subsequent_indent=" " * (indent + 2)
-    )

@@ -1,13 +1,10 @@
 """What is known about a compiled step: its passes, their claims, what was checked."""
 
 import json
-import textwrap
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torchspmd.step.graph.reports import ORDERS, PassReport
-
-_WIDTH = 80
+from torchspmd.step.graph.reports import ORDERS, PassReport, wrap_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,24 +90,24 @@ class Certificate:
         lines = [f"Certificate of {self.program}"]
         lines += ["  passes: none"] if not self.passes else ["  passes:"]
         for report in self.passes:
-            lines += _wrapped(str(report).splitlines()[0], 4)
-            lines += _wrapped(describe_claim(report), 6)
+            lines += wrap_text(str(report).splitlines()[0], 4)
+            lines += wrap_text(describe_claim(report), 6)
         if self.checks:
             lines.append("  verified on virtual ranks:")
             for check in self.checks:
-                lines += _wrapped(str(check), 4)
+                lines += wrap_text(str(check), 4)
                 if check.vacuous:
                     names = ", ".join(check.vacuous)
-                    lines += _wrapped(f"shows nothing (all zero or NaN): {names}", 6)
+                    lines += wrap_text(f"shows nothing (all zero or NaN): {names}", 6)
                 if check.settled:
                     names = ", ".join(check.settled)
-                    lines += _wrapped(f"not proved, compared here: {names}", 6)
+                    lines += wrap_text(f"not proved, compared here: {names}", 6)
         else:
             lines.append("  not verified on virtual ranks")
         if self.not_checked:
             lines.append("  not checked:")
             for line in self.not_checked:
-                lines += _wrapped(f"* {line}", 4)
+                lines += wrap_text(f"* {line}", 4)
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
@@ -158,9 +155,3 @@ def describe_claim(report: PassReport) -> str:
     left = [order for order in ORDERS if order not in claim]
     rest = f"; not under {', '.join(left)}" if left else ""
     return f"claims to keep bits under {', '.join(claim)}{rest}"
-
-
-def _wrapped(text: str, indent: int) -> list[str]:
-    return textwrap.wrap(
-        text, _WIDTH, initial_indent=" " * indent, subsequent_indent=" " * (indent + 2)
-    )
