@@ -17,11 +17,16 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchspmd import _torch
-from torchspmd.comm import Kind, find_operator
+from torchspmd.comm import Kind
 from torchspmd.errors import CaptureError
 from torchspmd.step.capture.inventory import Role, Slot
 from torchspmd.step.capture.refusals import calling_line
-from torchspmd.step.graph.aliases import find_aliases, operator_of, written_nodes
+from torchspmd.step.graph.aliases import (
+    communication_of,
+    find_aliases,
+    operator_of,
+    written_nodes,
+)
 from torchspmd.step.graph.metadata import last_node, output_node, output_values
 
 _EQUALIZING = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.BROADCAST)
@@ -76,14 +81,11 @@ def find_divergent(
 
 def _is_equalized(node: fx.Node, ranks: frozenset[int]) -> bool:
     """Whether a node's value is the same on all these ranks, whatever goes in."""
+    operator = communication_of(node)
+    if operator is not None:
+        return operator.kind in _EQUALIZING and ranks <= _ranks_of(node.args[-1])
     target = operator_of(node)
-    if target is None:
-        return False
-    name = _torch.packet_name(target)
-    operator = find_operator(name)
-    if operator is None:
-        return name in _FORM_ONLY
-    return operator.kind in _EQUALIZING and ranks <= _ranks_of(node.args[-1])
+    return target is not None and _torch.packet_name(target) in _FORM_ONLY
 
 
 def _ranks_of(group: Any) -> frozenset[int]:
@@ -227,17 +229,12 @@ def _is_reduced_later(
     reductions = [
         Sink(node, value, "reduced")
         for node in graph.nodes
-        if _is_collective(node) and _is_equalized(node, ranks)
+        if communication_of(node) is not None and _is_equalized(node, ranks)
         for value in node.all_input_nodes
         if value.meta["val"].numel() >= max(size, 2)
     ]
     nobody = frozenset({-1})  # no reduction stops what is followed
     return bool(find_divergent(graph, nobody, {gradient}, reductions))
-
-
-def _is_collective(node: fx.Node) -> bool:
-    target = operator_of(node)
-    return target is not None and find_operator(_torch.packet_name(target)) is not None
 
 
 # ----------------------------------------------------------------------------

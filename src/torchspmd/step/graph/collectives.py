@@ -34,7 +34,7 @@ from torchspmd.step.graph.aliases import (
     written_nodes,
 )
 from torchspmd.step.graph.edit import HasGraph
-from torchspmd.step.graph.metadata import owner_of
+from torchspmd.step.graph.metadata import output_node, owner_of
 from torchspmd.step.graph.options import check_module
 from torchspmd.step.graph.reports import GraphSize
 
@@ -336,7 +336,7 @@ def hoist(block: CommBlock, place: fx.Node) -> None:
 
 def latest_place(block: CommBlock) -> fx.Node:
     """The node directly before which a block's waits and tail can be placed."""
-    return min(block.readers(), default=_output(block.start.graph))
+    return min(block.readers(), default=output_node(block.start.graph))
 
 
 def sink(block: CommBlock, place: fx.Node) -> None:
@@ -366,11 +366,6 @@ def remember(nodes: Sequence[fx.Node]) -> Callable[[], None]:
 def _last_input(graph: fx.Graph) -> fx.Node | None:
     nodes = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
     return nodes[-1] if nodes else None
-
-
-def _output(graph: fx.Graph) -> fx.Node:
-    node: fx.Node = graph.output_node()
-    return node
 
 
 # ----------------------------------------------------------------------------

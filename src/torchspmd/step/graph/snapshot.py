@@ -180,7 +180,7 @@ def _mark(value: object) -> object:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor | None:
-    if not _is_plain(tensor) or tensor.numel() * tensor.element_size() > _MOST_KEPT:
+    if not _is_plain(tensor) or tensor.nbytes > _MOST_KEPT:
         return None
     copy = tensor.detach().clone()
     return copy if _is_plain(copy) else None

@@ -9,8 +9,13 @@ import torch
 from torch import fx
 
 from torchspmd import _torch
-from torchspmd.comm import find_operator
-from torchspmd.step.graph.aliases import find_writes, is_view, is_wait, operator_of
+from torchspmd.step.graph.aliases import (
+    communication_of,
+    find_writes,
+    is_view,
+    is_wait,
+    operator_of,
+)
 from torchspmd.step.graph.metadata import output_values, readable_name, roles_of
 from torchspmd.step.legality.edit import Edit, Problem, output_name, show
 from torchspmd.step.legality.values import read_call
@@ -133,14 +138,15 @@ def find_starts(graph: fx.Graph) -> list[Started]:
 
 def _is_start(node: fx.Node) -> bool:
     target = operator_of(node)
-    if target is None or target.namespace not in _ASYNCHRONOUS:
-        return False
-    return find_operator(_torch.packet_name(target)) is not None
+    is_asynchronous = target is not None and target.namespace in _ASYNCHRONOUS
+    return is_asynchronous and communication_of(node) is not None
 
 
 def _follow(start: fx.Node) -> Started:
     found = Started(start)
-    waiting: list[tuple[fx.Node, object]] = [(start, None), *_written_buffers(start)]
+    waiting: list[tuple[fx.Node, object]] = [(start, None)]
+    # What an in-place collective writes into must not be used before the wait either.
+    waiting += [(write.node, write.item) for write in find_writes(start)]
     while waiting:
         node, item = waiting.pop()
         for user in node.users:
@@ -155,11 +161,6 @@ def _follow(start: fx.Node) -> Started:
             elif user is not start:
                 found.early.append(user)
     return found
-
-
-def _written_buffers(start: fx.Node) -> list[tuple[fx.Node, object]]:
-    """What an in-place collective writes into: it too must not be used before the wait."""
-    return [(write.node, write.item) for write in find_writes(start)]
 
 
 def check_waits(edit: Edit) -> list[Problem]:
@@ -372,8 +373,7 @@ def _by_group(
     """The collectives on each group, in order, and their values."""
     groups: dict[str, dict[fx.Node, int]] = {}
     for node in graph.nodes:
-        target = operator_of(node)
-        if target is not None and find_operator(_torch.packet_name(target)):
+        if communication_of(node) is not None:
             groups.setdefault(_group_of(node), {})[node] = values[node]
     return groups
 

@@ -33,7 +33,7 @@ def digest(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return f"{type(value).__name__} {value!r}"
     data = value.detach().contiguous().cpu()
-    size = data.numel() * data.element_size()
+    size = data.nbytes
     # The bytes where they lie: a copy, or numpy, is not needed.
     memory = (ctypes.c_char * size).from_address(data.data_ptr()) if size else b""
     bits = hashlib.blake2b(memory, digest_size=16).hexdigest()

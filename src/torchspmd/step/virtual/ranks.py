@@ -15,9 +15,9 @@ import torch
 from torch import fx
 
 from torchspmd import _torch
-from torchspmd.comm import Group, Kind, Operator, Topology, find_operator
+from torchspmd.comm import Group, Kind, Operator, Topology
 from torchspmd.errors import UsageError, VirtualRanksError
-from torchspmd.step.graph.aliases import is_wait, node_arguments, operator_of
+from torchspmd.step.graph.aliases import communication_of, is_wait, node_arguments
 from torchspmd.step.graph.metadata import readable_name
 from torchspmd.step.graph.reports import ORDERS
 from torchspmd.step.virtual.collectives import InFlight, communicate, wait
@@ -98,8 +98,7 @@ class RankLayout:
 
 def collective(node: fx.Node) -> tuple[Operator, dict[str, Any]] | None:
     """The operator of a node that communicates and its arguments by name, or None."""
-    target = operator_of(node)
-    found = None if target is None else find_operator(_torch.packet_name(target))
+    found = communication_of(node)
     return None if found is None else (found, node_arguments(node))
 
 

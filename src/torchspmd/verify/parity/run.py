@@ -133,7 +133,7 @@ def run_reference(job: Job, folder: str) -> None:
     """The step on one device with the whole batch."""
     with _one_thread(), torch.random.fork_rng():
         model = _build(job)
-        size = sum(p.numel() * p.element_size() for p in model.parameters())
+        size = sum(p.nbytes for p in model.parameters())
         if job.device_type == "cpu" and (text := explain_size(size, job.world_size)):
             raise UsageError(text)
         optimizer = _optimizer(job, model)
