@@ -68,6 +68,7 @@ _histories: weakref.WeakKeyDictionary[Any, list[tuple[str, PassReport]]] = (
     weakref.WeakKeyDictionary()
 )
 # Passes are called by user code: whoever verifies or dumps graphs cannot be an argument.
+# Nor can it be kept by module, as histories are: user code may make a module of its own.
 _observers: ContextVar[tuple[_Observing, ...]] = ContextVar("observers", default=())
 _rules: dict[str, _Rules] = {}
 _declared: set[Pass] = set()
