@@ -15,8 +15,18 @@ def real_tensors() -> Iterator[None]:
     """Inside, operators run on tensors with values, whatever is traced outside."""
     from torch.utils._python_dispatch import _disable_current_modes
 
-    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
-        yield
+    native: Any = torch._C
+    traced = native._get_tracing_state()  # of torch.jit.trace, in this thread
+    native._set_tracing_state(None)
+    try:
+        with (
+            torch._C.DisableTorchFunction(),
+            _disable_current_modes(),
+            torch.no_grad(),
+        ):
+            yield
+    finally:
+        native._set_tracing_state(traced)
 
 
 def stand_in(number: Any, made: Any) -> Any:

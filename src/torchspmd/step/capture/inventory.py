@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -192,13 +191,20 @@ def _add_module(inventory: Inventory, argument: str, module: nn.Module) -> None:
     for prefix, child in module.named_modules():
         path = f"{root}.{prefix}" if prefix else root
         for table, role in (
-            (child._parameters, Role.PARAMETER),
-            (child._buffers, Role.BUFFER),
+            (own_table(child._parameters), Role.PARAMETER),
+            (own_table(child._buffers), Role.BUFFER),
         ):
             for key, tensor in table.items():
                 if tensor is not None:
                     slot = inventory.add(f"{path}.{key}", role, tensor)
                     inventory.places.append(Place(table, key, slot))
+
+
+def own_table(table: Any) -> Any:
+    """A module's own table, below what stands there while an update is pending."""
+    while getattr(type(table), "belongs_to_compiled_step", False):
+        table = table.own
+    return table
 
 
 def _check_module(argument: str, module: nn.Module) -> None:
@@ -330,30 +336,6 @@ def is_liftable(value: Any) -> bool:
     """Whether a number can be an input of the graph."""
     # Infinity and NaN have no symbol; they stay constants.
     return type(value) is float and math.isfinite(value)
-
-
-def check_memory(inventory: Inventory) -> None:
-    """Refuse tensors that share memory: a functional graph would pull them apart."""
-    spans: list[tuple[int, int, int, str]] = []
-    for slot in inventory.slots:
-        tensor = _torch.plain_tensor(slot.tensor)
-        if slot.role is Role.INPUT or tensor.numel() == 0 or tensor.is_meta:
-            continue
-        extent = 1 + sum(
-            (size - 1) * step
-            for size, step in zip(tensor.shape, tensor.stride(), strict=True)
-        )
-        start = tensor.data_ptr()
-        end = start + extent * tensor.element_size()
-        spans.append((tensor.untyped_storage().data_ptr(), start, end, slot.name))
-    spans.sort()
-    for (storage, _, end, name), (other, start, _, second) in pairwise(spans):
-        if storage == other and start < end:
-            raise CaptureError(
-                f"compile: {name} and {second} are two tensors on the same memory, and a "
-                "graph that writes one would not change the other. Tie weights by "
-                "assigning the parameter itself, not its data."
-            )
 
 
 # ----------------------------------------------------------------------------
