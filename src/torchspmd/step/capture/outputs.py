@@ -261,9 +261,9 @@ def find_roles(
                 roles.append(OutputRole(OutputKind.STATE, num_slots + number))
             case NewGradient(parameter, is_fresh):
                 may_wait = is_fresh and parameter not in read
-                roles.append(OutputRole(OutputKind.GRADIENT, may_wait=may_wait))
-            case NewState():
-                roles.append(OutputRole(OutputKind.CREATED))
+                roles.append(OutputRole(OutputKind.GRADIENT, parameter, may_wait))
+            case NewState(_, parameter, _):
+                roles.append(OutputRole(OutputKind.CREATED, parameter))
             case Result():
                 roles.append(OutputRole(OutputKind.RESULT))
     return roles
