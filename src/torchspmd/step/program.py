@@ -351,7 +351,9 @@ def _like(owner: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return value if layout is None else _torch.wrap_local(value, layout)
 
 
-def _like_if_shaped(owner: torch.Tensor, key: str, value: torch.Tensor) -> torch.Tensor:
+def _like_if_shaped(owner: torch.Tensor, key: str, value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
     # A counter is the same on every rank, whatever the layout of its parameter.
     if is_counter(key, value) or value.shape != _torch.plain_tensor(owner).shape:
         return value

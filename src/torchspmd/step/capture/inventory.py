@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
+from torchspmd.step.capture.facts import simple_fact
 from torchspmd.step.capture.refusals import check_optimizer
 
 
@@ -101,6 +102,7 @@ class Inventory:
     numbers: list[Number] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)
     states: list[StatePlace] = field(default_factory=list)
+    constants: list[tuple[str, Any]] = field(default_factory=list)  # of optimizers
     groups: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
     gradients: dict[int, int] = field(default_factory=dict)
     inputs: dict[int, int] = field(default_factory=dict)
@@ -307,6 +309,32 @@ def _add_states(
         elif type(value) in (int, float):
             # A counter that is a Python number changes at each step.
             inventory.numbers.append(Number(name, value, state, key, is_state=True))
+        else:
+            inventory.constants.append((name, constant_state(name, value)))
+
+
+def constant_state(name: str, value: Any) -> Any:
+    """What is guarded about a state that is no tensor and no number; or refuse it."""
+    items = value if type(value) is tuple else (value,)
+    facts = tuple(map(simple_fact, items))
+    is_numpy = any(type(each).__module__ == "numpy" for each in items)
+    if is_numpy or any(fact is None for fact in facts):
+        raise CaptureError(
+            f"compile: an optimizer keeps {name} as {_described(value)}, which a captured "
+            "step would make once and lose. Keep every tensor under a key of its own, as "
+            "state[p]['left'] and state[p]['right'], and counters as tensors, ints or "
+            "floats; flags, strings and tuples of them may stay."
+        )
+    return facts if type(value) is tuple else facts[0]
+
+
+def _described(value: Any) -> str:
+    kind = type(value).__name__
+    if not isinstance(value, (list, tuple, dict, set)):
+        return f"a {kind}"
+    parts = value.values() if isinstance(value, dict) else value
+    kinds = dict.fromkeys(type(part).__name__ for part in parts)
+    return f"a {kind} of {', '.join(kinds)}" if kinds else f"an empty {kind}"
 
 
 def _add_gradients(inventory: Inventory) -> None:
