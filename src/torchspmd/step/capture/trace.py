@@ -35,6 +35,7 @@ from torchspmd.step.capture.refusals import (
     is_ours,
     needs_values,
     refuse,
+    runs_for_user,
 )
 from torchspmd.step.capture.rng import (
     KnownComparisons,
@@ -269,6 +270,7 @@ def _tracing(
         CheckOperators(),
         refusing_schedulers(name),
         fake_for_transformers(),
+        _torch.numbers.plain_for(runs_for_user),
         _torch.keep_flat_weights(module for _, module in inventory.modules),
     ):
         yield
