@@ -781,6 +781,23 @@ def traced(function, *inputs):
         return _torch.trace(lambda *args: function(world, *args), fakes), world
 
 
+def test_plain_for():
+    seen = []
+
+    def step(world, x):
+        number = world.number("lr", 2.0)
+        for answer in (True, False):
+            with _torch.numbers.plain_for(lambda frame, answer=answer: answer):
+                seen.append((isinstance(number, float), str(number), number // 0.4))
+        return x * number
+
+    _, world = traced(step, torch.ones(2))
+    assert seen[0] == (True, "2.0", 4.0)
+    assert seen[1][0] is False and seen[1][2] == 4.0
+    assert len(world.assumptions()) == 1
+    assert "__format__" not in vars(torch.SymFloat)
+
+
 def test_real_tensors():
     seen = []
 

@@ -1,7 +1,10 @@
 """Numbers that a step reads from tensors while it is traced, and what it does with them."""
 
 import contextlib
-from collections.abc import Iterator
+import operator
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -15,8 +18,18 @@ def real_tensors() -> Iterator[None]:
     """Inside, operators run on tensors with values, whatever is traced outside."""
     from torch.utils._python_dispatch import _disable_current_modes
 
-    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
-        yield
+    native: Any = torch._C
+    traced = native._get_tracing_state()  # of torch.jit.trace, in this thread
+    native._set_tracing_state(None)
+    try:
+        with (
+            torch._C.DisableTorchFunction(),
+            _disable_current_modes(),
+            torch.no_grad(),
+        ):
+            yield
+    finally:
+        native._set_tracing_state(traced)
 
 
 def stand_in(number: Any, made: Any) -> Any:
@@ -74,6 +87,97 @@ def extremes_in_graph() -> Iterator[None]:
             for name in names:
                 del table[name]
             table.update(held)
+
+
+# ----------------------------------------------------------------------------
+# Symbols in Python code of the user's, which expects floats and ints there.
+
+_PLAIN: tuple[tuple[Any, type[Any]], ...] = (
+    (torch.SymFloat, float),
+    (torch.SymInt, int),
+)
+# Torch has other results for them than Python: 2.0 // 0.4 is 4.0, floor(2.0 / 0.4) is 5.
+_DIVISIONS = ("floordiv", "mod", "divmod")
+
+
+@contextlib.contextmanager
+def plain_for(is_user: Callable[[FrameType], bool]) -> Iterator[None]:
+    """Let symbols pass for the numbers that they stand for where a user's code asks.
+
+    ``isinstance(lr, float)`` is true there. What a graph cannot follow (text, hashes,
+    copies, divisions with a remainder) gets the value of now, which the graph then assumes:
+    another value is another program.
+
+    Args:
+        is_user: Whether the code of a frame is the user's, and not that of a tracer.
+    """
+    with contextlib.ExitStack() as stack:
+        for kind, plain in _PLAIN:
+            for name, method in _plain_methods(kind, plain, is_user).items():
+                before = vars(kind).get(name)
+                if before is None:
+                    stack.callback(delattr, kind, name)
+                else:
+                    stack.callback(setattr, kind, name, before)
+                setattr(kind, name, method)
+        yield
+
+
+def _plain_methods(
+    kind: Any, plain: type[Any], is_user: Callable[[FrameType], bool]
+) -> dict[str, Callable[..., Any]]:
+    native_repr, native_get = kind.__repr__, kind.__getattribute__
+
+    def get(self: Any, name: str) -> Any:
+        if name == "__class__" and is_user(sys._getframe(1)):
+            return plain
+        return native_get(self, name)
+
+    def text(self: Any) -> str:
+        is_asked = is_user(sys._getframe(1))
+        return repr(plain(self)) if is_asked else str(native_repr(self))
+
+    def formatted(self: Any, spec: str) -> str:
+        is_asked = is_user(sys._getframe(1))
+        return format(plain(self) if is_asked else str(native_repr(self)), spec)
+
+    methods: dict[str, Callable[..., Any]] = {
+        "__getattribute__": get,
+        "__repr__": text,
+        "__format__": formatted,
+        "__reduce_ex__": lambda self, protocol: (plain, (plain(self),)),
+    }
+    if plain is float:
+        methods["__round__"] = lambda self, *digits: round(float(self), *digits)
+    for name in _DIVISIONS:
+        choose = divmod if name == "divmod" else getattr(operator, name)
+        for prefix in ("", "r"):
+            native = getattr(kind, f"__{prefix}{name}__", None)
+            methods[f"__{prefix}{name}__"] = _division(choose, native, bool(prefix))
+    return methods
+
+
+def _division(choose: Any, native: Any, is_swapped: bool) -> Callable[..., Any]:
+    def divide(self: Any, other: Any) -> Any:
+        whole = isinstance(self, torch.SymInt) and isinstance(
+            other, (int, torch.SymInt)
+        )
+        if whole and native is not None:
+            return native(self, other)
+        if not isinstance(other, (int, float, *SYMBOLIC)):
+            return NotImplemented
+        pair = _value(self), _value(other)
+        return choose(*(reversed(pair) if is_swapped else pair))
+
+    return divide
+
+
+def _value(number: Any) -> Any:
+    """The number itself; of a symbol its value of now, which is assumed from here on."""
+    for kind, plain in _PLAIN:
+        if isinstance(number, kind):
+            return plain(number)
+    return number
 
 
 def _call(target: Any, args: tuple[Any, ...]) -> Any:

@@ -36,7 +36,7 @@ class Pending:
         self._inventory: Inventory | None = None
         self._hooks = contextlib.ExitStack()
         self._written: list[tuple[str, torch.Tensor]] = []  # what the updates write
-        self._versions: list[int] = []
+        self._versions: list[tuple[int, int]] = []
         self._lost: LostStates | None = None
         self._at_exit = weakref.finalize(self, _report_unflushed, name)
 
@@ -135,7 +135,7 @@ class Pending:
     def _flush_before_load(self) -> None:
         """Make the updates, unless one is lost: loading is what helps then."""
         if self._find_lost() is None:
-            self._flush_step()
+            self._flush_early()
 
     def _find_lost(self) -> "LostStates | None":
         if self._lost is None and self._run.state.is_lost:
@@ -183,8 +183,12 @@ class Pending:
                 "on with the update on top, call flush() now."
             )
 
-    def _read_versions(self) -> list[int]:
-        return [_torch.version_of(tensor) for _, tensor in self._written]
+    def _read_versions(self) -> list[tuple[int, int]]:
+        """How often each tensor was written, and where it lies: `p.data = ...` moves it."""
+        return [
+            (_torch.version_of(tensor), tensor.data_ptr())
+            for _, tensor in self._written
+        ]
 
 
 # What is pending in this process: another step may use the same tensors.

@@ -94,6 +94,9 @@ def flush_on_access(
         refuse_copies(module, _COPIES_OF_MODULES)
         hook = module.register_forward_pre_hook(_FlushHook(flush), prepend=True)
         hooks.callback(hook.remove)
+        for name in ("_parameters", "_buffers"):
+            if vars(module)[name]:
+                hooks.callback(WatchedTable(module, name, flush_before_load).remove)
     for _, optimizer in inventory.optimizers:
         wrap(optimizer, _OF_OPTIMIZERS, flush)
         wrap(optimizer, _OF_GRADIENTS if leaves_gradients else (), flush)
@@ -164,6 +167,75 @@ class WrappedMethod:
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         _refuse_copy(type(self._owner).__name__)
+
+
+class WatchedTable(dict[str, Any]):
+    """Stands for a module's table of tensors, and flushes before one is taken from it.
+
+    A method of the user's that reads a parameter and then calls a layer would otherwise
+    see the old value of the one and the new value of the other. It flushes as before a
+    load, which goes through these tables, too. Several may stack up.
+
+    Attributes:
+        own: The table that it stands for, which all changes go to.
+    """
+
+    belongs_to_compiled_step = True
+
+    def __init__(
+        self, module: nn.Module, name: str, before: Callable[[], None]
+    ) -> None:
+        self.own: dict[str, Any] = vars(module)[name]
+        super().__init__(self.own)
+        self._module, self._name, self._before = module, name, before
+        vars(module)[name] = self
+
+    def remove(self) -> None:
+        """Put the table back, also from below another one that was put there since."""
+        top: Any = vars(self._module).get(self._name)
+        if top is self:
+            vars(self._module)[self._name] = self.own
+        while isinstance(top, WatchedTable):
+            if top.own is self:
+                top.own = self.own
+            top = top.own
+
+    def __getitem__(self, key: str) -> Any:
+        return self._flushed()[key]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """As of a dict."""
+        return self._flushed().get(key, default)
+
+    def values(self) -> Any:
+        """As of a dict."""
+        return self._flushed().values()
+
+    def items(self) -> Any:
+        """As of a dict."""
+        return self._flushed().items()
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._flushed()[key] = value
+        super().__setitem__(key, value)
+
+    def __delitem__(self, key: str) -> None:
+        del self._flushed()[key]
+        super().__delitem__(key)
+
+    def pop(self, key: str, *default: Any) -> Any:
+        """As of a dict."""
+        super().pop(key, None)
+        return self._flushed().pop(key, *default)
+
+    def _flushed(self) -> dict[str, Any]:
+        """The table that it stands for, once all updates are made."""
+        if not _is_paused.get():
+            self._before()
+        return self.own
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        _refuse_copy(type(self._module).__name__)
 
 
 class _FlushHook:

@@ -116,6 +116,7 @@ def build_program(
             symbols=captured.symbols,
             assumptions=captured.assumptions,
             reads=captured.reads,
+            memory=captured.memory,
             run=lowered.run,
             released=released,
             loose=find_loose(captured.outputs, lowered),

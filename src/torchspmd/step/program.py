@@ -22,6 +22,7 @@ from torchspmd.step.capture.outputs import (
     Outputs,
     Result,
 )
+from torchspmd.step.capture.shared_memory import SharedMemory
 from torchspmd.step.deferral.module import IterGraphModule
 from torchspmd.step.deferral.state import State
 from torchspmd.step.graph.memory import PeakMemory
@@ -42,6 +43,7 @@ class Program:
         ledger: What the graph communicates.
         certificate: Which passes ran, what they claim, what was checked and what not.
         in_place: Which new values are computed in the memory of the old ones.
+        memory: What no two tensors of a call may share.
         peak_memory: What is alive at the worst moment, read from the graph; None for a
             transformation that returns a callable of its own.
         released: Inputs that are given up before the run: gradients that the step
@@ -60,6 +62,7 @@ class Program:
     outputs: Outputs
     symbols: tuple[Any, ...]
     assumptions: tuple[Any, ...]
+    memory: SharedMemory
     run: Callable[..., Any]
     reason: str
     ledger: Ledger
@@ -126,6 +129,7 @@ class Program:
         start = time.perf_counter()
         with torch.no_grad(), _torch.without_autocast():  # casts are nodes already
             flat = inventory.flat_inputs()
+            self.memory.check(inventory, flat)
             for parameter, gradient in inventory.gradients.items():
                 if gradient in self.released:
                     _release(inventory, flat, parameter, gradient)
@@ -347,7 +351,9 @@ def _like(owner: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return value if layout is None else _torch.wrap_local(value, layout)
 
 
-def _like_if_shaped(owner: torch.Tensor, key: str, value: torch.Tensor) -> torch.Tensor:
+def _like_if_shaped(owner: torch.Tensor, key: str, value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
     # A counter is the same on every rank, whatever the layout of its parameter.
     if is_counter(key, value) or value.shape != _torch.plain_tensor(owner).shape:
         return value

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import zip_longest
@@ -17,7 +18,8 @@ from torchspmd.comm.exchange import Exchanged, exchange, post_failure
 from torchspmd.errors import AgreementError
 from torchspmd.layout.names import format_mesh
 from torchspmd.step.graph.collectives import events_of, peers_of
-from torchspmd.step.graph.metadata import output_values, readable_name, written_state
+from torchspmd.step.graph.memory import ROLE_KEY
+from torchspmd.step.graph.metadata import OutputKind, output_values, roles_of
 from torchspmd.step.progress import phase
 
 # ----------------------------------------------------------------------------
@@ -34,14 +36,17 @@ class Collective:
         text: Kind, dtype and shape.
         axis: What this rank calls the group. Ranks may know one group by several names.
         ranks: The members of the group.
+        states: The states of the step that it sends, where it sends nothing else.
     """
 
     text: str
     axis: str
     ranks: tuple[int, ...]
+    states: str = ""
 
     def __str__(self) -> str:
-        return f"{self.text} over {self.axis} ({len(self.ranks)} ranks)"
+        what = f"{self.text} of {self.states}" if self.states else self.text
+        return f"{what} over {self.axis} ({len(self.ranks)} ranks)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +58,15 @@ class CommPlan:
         inputs: Its tensor arguments.
         values: Tensors that must be equal on all ranks, each with a checksum.
         deferred: What it leaves for the next step.
+        updates: Its states and gradients that follow from what was sent, each with the
+            collectives that it follows from.
     """
 
     collectives: tuple[Collective, ...] = ()
     inputs: tuple[str, ...] = ()
     values: tuple[str, ...] = ()
     deferred: tuple[str, ...] = ()
+    updates: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """The plan as it travels."""
@@ -68,7 +76,7 @@ class CommPlan:
     def from_json(cls, text: str) -> "CommPlan":
         """The plan that ``to_json`` made a text of."""
         collectives, *others = json.loads(text)
-        sent = tuple(Collective(a, b, tuple(ranks)) for a, b, ranks in collectives)
+        sent = tuple(Collective(a, b, tuple(c), d) for a, b, c, d in collectives)
         return cls(sent, *map(tuple, others))
 
 
@@ -79,19 +87,84 @@ def build_comm_plan(
     deferred: Sequence[str] = (),
 ) -> CommPlan:
     """The plan of a graph; see ``CommPlan`` for the other arguments."""
+    states = _states_behind(graph.graph)
     sent = tuple(
         Collective(
             f"{event.kind.value} {event.dtype}{list(event.shape)}" + _reduction(node),
             event.axis,
             event.group.ranks,
+            states.get(node, ""),
         )
         for node, event in events_of(graph.graph)
     )
-    return CommPlan(sent, tuple(inputs), tuple(values), tuple(deferred))
+    updates = tuple(
+        f"{name} from collective {_numbers(bits)}"
+        for name, bits in _updates(graph.graph)
+    )
+    return CommPlan(sent, tuple(inputs), tuple(values), tuple(deferred), updates)
 
 
 def _reduction(node: fx.Node) -> str:
     return f" ({node.args[1]})" if isinstance(node.args[1], str) else ""
+
+
+# Which parameter is sent: layers of one shape send the same kind, dtype and shape.
+
+
+def _states_behind(graph: fx.Graph) -> dict[fx.Node, str]:
+    """Of each collective that sends nothing but states of the step: which ones."""
+    inputs = graph.find_nodes(op="placeholder")
+    others = sum(
+        1 << place
+        for place, node in enumerate(inputs)
+        if node.meta.get(ROLE_KEY) in (None, "input")
+    )
+    behind = _bits_behind(graph, inputs)
+    return {
+        node: ", ".join(
+            inputs[place].meta.get("torchspmd_name", inputs[place].name)
+            for first, end in _runs(behind[node])
+            for place in range(first, end)
+        )
+        for node, _ in events_of(graph)
+        if not behind[node] & others
+    }
+
+
+def _updates(graph: fx.Graph) -> Iterator[tuple[str, int]]:
+    """What the step writes, by name, and a bit for each collective behind it."""
+    behind = _bits_behind(graph, [node for node, _ in events_of(graph)])
+    for name, value in _named_outputs(graph):
+        if behind[value]:
+            yield name, behind[value]
+
+
+def _bits_behind(graph: fx.Graph, numbered: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    """For each node, a bit for each of the numbered ones that it is or depends on."""
+    bits = {node: 1 << place for place, node in enumerate(numbered)}
+    found: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        found[node] = bits.get(node, 0)
+        for source in node.all_input_nodes:
+            found[node] |= found[source]
+    return found
+
+
+def _runs(bits: int) -> list[tuple[int, int]]:
+    """The first and the end of each run of set bits."""
+    return [run.span() for run in re.finditer("1+", f"{bits:b}"[::-1])]
+
+
+def _numbers(bits: int) -> str:
+    """The places of set bits as text.
+
+    >>> _numbers(0b100111)
+    '0-2, 5'
+    """
+    return ", ".join(
+        f"{first}-{end - 1}" if end - first > 1 else str(first)
+        for first, end in _runs(bits)
+    )
 
 
 def differences(plans: Mapping[int, CommPlan]) -> list[str]:
@@ -124,6 +197,7 @@ def _compare(plans: Mapping[int, CommPlan], rank: int) -> Iterator[str]:
         ("collective", reference.collectives, plan.collectives),
         ("values", reference.values, plan.values),
         ("deferred", reference.deferred, plan.deferred),
+        ("update", reference.updates, plan.updates),
     ):
         for place, (a, b) in enumerate(zip_longest(ours, theirs)):
             if _essence(a) != _essence(b):
@@ -135,7 +209,9 @@ def _compare(plans: Mapping[int, CommPlan], rank: int) -> Iterator[str]:
 
 def _essence(item: object) -> object:
     """What must be equal on ranks whose groups have other members and other names."""
-    return (item.text, len(item.ranks)) if isinstance(item, Collective) else item
+    if isinstance(item, Collective):
+        return item.text, item.states, len(item.ranks)
+    return item
 
 
 def _compare_groups(plans: Mapping[int, CommPlan]) -> Iterator[str]:
@@ -267,6 +343,12 @@ def _ranks_of(mesh: DeviceMesh) -> list[int]:
     return [int(rank) for rank in mesh.mesh.flatten().tolist()]
 
 
+def _unnamed(plan: CommPlan) -> CommPlan:
+    """A plan without the names of what is sent."""
+    sent = tuple(replace(each, states="") for each in plan.collectives)
+    return replace(plan, collectives=sent, updates=())
+
+
 def _title_and_cure(plans: dict[int, CommPlan]) -> tuple[str, str]:
     if differ_in_values_only(plans):
         return "ranks hold other values of the same tensors", (
@@ -274,6 +356,13 @@ def _title_and_cure(plans: dict[int, CommPlan]) -> tuple[str, str]:
             "ranks that hold other values would mix two models.\nGive every rank the same "
             "seed before the model is built, load the same checkpoint, or broadcast from "
             "one rank first."
+        )
+    if not differences({rank: _unnamed(plan) for rank, plan in plans.items()}):
+        return "ranks would send different parameters to each other", (
+            "What ranks send fits by shape, but belongs to other parameters on each of "
+            "them.\nEvery rank must use the same parameters in the same order: choose a "
+            "layer by data with torch.where, or add 0 times the output of the others, "
+            "instead of a choice by rank."
         )
     return "ranks would not run the same communication", (
         "Every rank must send the same sequence, or the step would hang.\n"
@@ -377,23 +466,18 @@ def _facts(program: _Program) -> _Facts:
         (event.kind, event.group.name, event.dtype, event.shape)
         for event in program.ledger.events
     ]
-    needed: dict[fx.Node, int] = {}  # a bit for each collective that a node depends on
-    starts = {node: 1 << place for place, (node, _) in enumerate(events_of(graph))}
-    for node in graph.nodes:
-        needed[node] = starts.get(node, 0)
-        for source in node.all_input_nodes:
-            needed[node] |= needed[source]
-    outputs = [
-        (place, needed[value])
-        for place, value in _named_outputs(graph)
-        if needed[value]
-    ]
-    return (*sent, *outputs)
+    return (*sent, *_updates(graph))
 
 
 def _named_outputs(graph: fx.Graph) -> Iterator[tuple[str, fx.Node]]:
-    states = written_state(graph)
-    for place, value in enumerate(output_values(graph)):
+    inputs = graph.find_nodes(op="placeholder")
+    outputs = zip(output_values(graph), roles_of(graph), strict=True)
+    for place, (value, role) in enumerate(outputs):
+        name = f"output {place}"
+        if role.placeholder >= 0:
+            owner = inputs[role.placeholder]
+            name = owner.meta.get("torchspmd_name", owner.name)
+            if role.kind is not OutputKind.STATE:
+                name = f"{role.kind.value} of {name}"
         if isinstance(value, fx.Node):
-            state = states.get(place)
-            yield readable_name(state) if state else f"output {place}", value
+            yield name, value

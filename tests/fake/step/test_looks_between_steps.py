@@ -43,6 +43,7 @@ class Training:
         torch.manual_seed(0)
         layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)]
         self.model = nn.Sequential(*layers)
+        self.held = [layer.weight for layer in layers]
         self.optim = optimizer(self.model.parameters(), **options)
         self.transformation = GraphModuleTransformation(
             enable_graph_optimization=True, overlap_iterations=True, bucket_size_mb=1e-4
@@ -64,7 +65,7 @@ class Training:
 
     def weights(self):
         """As they are, without a look that would flush."""
-        return [layer._parameters["weight"].detach().clone() for layer in self.model]
+        return [weight.detach().clone() for weight in self.held]
 
 
 @pytest.fixture(autouse=True)
@@ -107,6 +108,29 @@ def state_dict_of_a_parent(training):
     nn.ModuleDict({"child": training.model}).state_dict()
 
 
+def by_torch_jit(training):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        traced = torch.jit.trace(training.model, training.batch, check_trace=False)
+    before = training.weights()
+    traced(training.batch)
+    assert all(map(torch.equal, before, training.weights()))
+
+
+def by_torch_export(training):
+    program = torch.export.export(training.model, (training.batch,))
+    assert not [node for node in program.graph.nodes if "sub" in node.name]
+
+
+def a_parameter_alone(training):
+    (taken, *_) = (layer.weight for layer in training.model)
+    assert taken is training.held[0]
+
+
+def a_table_of_parameters(training):
+    list(training.model[1]._parameters.values())
+
+
 def while_it_is_traced(training):
     fx.symbolic_trace(nn.Sequential(training.model))
 
@@ -120,6 +144,10 @@ def while_it_is_traced(training):
         state_dict_with_fake_tensors,
         while_it_is_recorded,
         while_it_is_traced,
+        by_torch_jit,
+        by_torch_export,
+        a_parameter_alone,
+        a_table_of_parameters,
         parameters_of_a_parent,
         state_dict_of_a_parent,
     ],

@@ -14,6 +14,7 @@ from training import train as step
 from torchspmd.errors import LostStateError, PassWarning, UsageError
 from torchspmd.step import DataParallel, GraphModuleTransformation, compile
 from torchspmd.step.capture.inventory import take_inventory
+from torchspmd.step.flush_hooks import without_flushing
 from torchspmd.testing import fake_world
 
 pytestmark = [
@@ -73,6 +74,12 @@ def pending(captured):
     captured.flush()
 
 
+def weight_of(model, place=0, name="weight"):
+    """A parameter, without a look that would flush."""
+    with without_flushing():
+        return getattr(model[place], name)
+
+
 def test_two_steps_over_one_model():
     first, second = overlapped(step), overlapped(step)
     ours, theirs = build(), build()
@@ -125,12 +132,13 @@ def test_a_compiled_evaluation_sees_the_latest_weights():
 
 def test_steps_over_other_models_do_not_hurry_each_other(pending):
     compiled, (model, _), _ = pending
-    before = model[0].weight.detach().clone()
+    weight = weight_of(model)
+    before = weight.detach().clone()
     other = overlapped(step)
     other(*build(), X)
-    assert torch.equal(model[0].weight, before)  # a direct look does not flush
+    assert torch.equal(weight, before)
     compiled.flush()
-    assert not torch.equal(model[0].weight, before)
+    assert not torch.equal(weight, before)
 
 
 LOOKS = {
@@ -189,11 +197,12 @@ def test_hooks_of_the_user_run_and_see_the_updates(pending, owner, method):
 
 def test_a_write_between_steps_is_told_once(pending):
     compiled, (model, optim), _ = pending
+    bias = weight_of(model, 2, "bias")
     with torch.no_grad():
-        model[0].weight.mul_(0.5)
+        weight_of(model).mul_(0.5)
     for attempt in (lambda: compiled(model, optim, X), compiled.flush):
         with torch.no_grad():
-            model[2].bias.mul_(0.5)
+            bias.mul_(0.5)
         with pytest.raises(UsageError) as error:
             attempt()
         text = str(error.value)
@@ -204,9 +213,25 @@ def test_a_write_between_steps_is_told_once(pending):
     compiled(model, optim, X)
 
 
+def test_other_memory_for_a_parameter_is_told(pending):
+    compiled, (model, optim), _ = pending
+    weight = weight_of(model)
+    weight.data = torch.ones_like(weight)
+    with pytest.raises(UsageError, match=r"0\.weight changed since the last step"):
+        compiled(model, optim, X)
+
+
+def test_a_parameter_is_written_after_the_update(pending):
+    compiled, ours, theirs = pending
+    for model, _ in (ours, theirs):
+        model[0].weight.data.mul_(0.5)
+    for batch in batches(2):
+        assert torch.equal(compiled(*ours, batch), step(*theirs, batch))
+
+
 def test_a_write_to_an_optimizer_state_is_told(pending):
     compiled, (model, optim), _ = pending
-    optim.state[model[0].weight]["exp_avg"].mul_(0.1)
+    optim.state[weight_of(model)]["exp_avg"].mul_(0.1)
     with pytest.raises(UsageError, match=r"0\.weight\.exp_avg changed since"):
         compiled(model, optim, X)
 

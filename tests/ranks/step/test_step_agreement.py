@@ -51,6 +51,45 @@ def with_another_step():
     return refused(model, torch.ones(3, 4))
 
 
+class ByRank(nn.Module):
+    """Each rank takes another one of two layers of the same shape."""
+
+    def __init__(self, frozen):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 4)
+        self.ways = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.ways.requires_grad_(not frozen)
+
+    def forward(self, x):
+        return self.ways[dist.get_rank()](self.first(x))
+
+
+def with_another_parameter(mode, frozen):
+    return refused(ByRank(frozen), torch.ones(2, 4), mode)
+
+
+REDUCED = "rank 0 has ByRank.ways.0.weight from collective 1, rank 1 has ByRank.ways.1"
+GATHERED = "rank 0 has all_gather float32[2] of ByRank.ways.0.bias over data (2 ranks)"
+
+
+@pytest.mark.parametrize(
+    ("mode", "frozen", "line"),
+    [
+        (None, False, REDUCED),
+        (DataParallel("replicate"), False, REDUCED),
+        (DataParallel("fully_shard"), False, GATHERED),
+        (DataParallel("fully_shard"), True, GATHERED),
+    ],
+)
+def test_another_parameter_of_the_same_shape(ranks2, mode, frozen, line):
+    for text, _, unchanged in ranks2.run(with_another_parameter, mode, frozen):
+        assert "ranks would send different parameters to each other" in text
+        assert line in text
+        assert "Every rank must use the same parameters in the same order" in text
+        assert unchanged
+
+
 def test_another_layer(ranks2):
     for text, seconds, unchanged in ranks2.run(with_another_layer):
         assert "ranks would not run the same communication" in text

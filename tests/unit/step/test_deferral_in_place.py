@@ -14,6 +14,7 @@ from training import train, train_keeping_gradients
 from torchspmd.errors import LostStateError, UsageError
 from torchspmd.step import IterGraphModule, compile, find_node
 from torchspmd.step.deferral.state import State
+from torchspmd.step.flush_hooks import without_flushing
 from torchspmd.step.graph.memory import predict_peak
 from torchspmd.step.graph.metadata import OutputKind, output_values, roles_of
 from torchspmd.step.lower.in_place import write_in_place
@@ -77,10 +78,11 @@ class Training:
         return copy.deepcopy((self.model.state_dict(), self.optim.state_dict()))
 
     def tensors(self):
-        """By a direct look, which flushes nothing."""
+        """As they are, which flushes nothing."""
         found = []
-        for module in self.model._modules.values():
-            found += [*module._parameters.values(), *module._buffers.values()]
+        with without_flushing():
+            for module in self.model._modules.values():
+                found += [*module._parameters.values(), *module._buffers.values()]
         found += [v for s in self.optim.state.values() for v in s.values()]
         return [each for each in found if isinstance(each, torch.Tensor)]
 

@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from step_models import OPTIMIZERS, build, difference
@@ -233,3 +234,106 @@ def test_a_fused_optimizer_is_found_in_the_graph():
         (block,) = get_all_fused_optimizer_blocks(program.graph, "_fused_sgd")
         assert block.step.add_node is None
     assert "8 computed in place" in str(step.programs[1].in_place)
+
+
+# ----------------------------------------------------------------------------
+# State that is neither a tensor nor a number: guarded by value, or refused.
+
+
+class ByRule(torch.optim.Optimizer):
+    """Updates each parameter by a rule that gets its state."""
+
+    def __init__(self, params, rule):
+        super().__init__(params, {"lr": 0.1})
+        self.rule = rule
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.rule(p, self.state[p], group["lr"])
+
+
+def by_flag(p, state, lr):
+    p.sub_(p.grad, alpha=lr * (10 if state.get("first", True) else 1))
+    state["first"] = False
+
+
+def by_name(p, state, lr):
+    p.sub_(p.grad, alpha=lr * (3 if state.get("mode") == "late" else 1))
+    state["mode"] = "late"
+
+
+def by_shape(p, state, lr):
+    p.sub_(p.grad, alpha=lr / len(state.get("shape", "once")))
+    state["shape"] = tuple(p.shape)
+
+
+def by_last_rate(p, state, lr):
+    p.sub_(p.grad, alpha=lr + state.get("last", 0.0))
+    state["last"] = lr
+
+
+def in_dict(p, state, lr):
+    state.setdefault("both", {"m": torch.zeros_like(p)})["m"].add_(p.grad)
+
+
+def in_list(p, state, lr):
+    state.setdefault("both", [torch.zeros_like(p)])[0].add_(p.grad)
+
+
+def in_history(p, state, lr):
+    state.setdefault("both", []).append(1)
+
+
+def in_numpy(p, state, lr):
+    state["both"] = state.get("both", np.int64(0)) + 1
+
+
+def trained_by(rule, step, calls=4, state=None):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2, bias=False)
+    optim = ByRule(model.parameters(), rule)
+    if state is not None:
+        optim.state[model.weight]["both"] = state
+    losses = []
+    for call in range(calls):
+        optim.param_groups[0]["lr"] = 0.1 / (call + 1)
+        losses.append(step(model, optim, torch.ones(3, 4)).item())
+    return losses, list(optim.state[model.weight].items())
+
+
+@pytest.mark.parametrize("rule", [by_flag, by_name, by_shape, by_last_rate])
+def test_plain_state_is_kept_and_guarded(rule):
+    step = compile(train)
+    assert trained_by(rule, step) == trained_by(rule, train)
+    assert len(step.programs) == 2
+
+
+@pytest.mark.parametrize(
+    ("rule", "kind"),
+    [
+        (in_dict, "a dict of Tensor"),
+        (in_list, "a list of Tensor"),
+        (in_history, "a list of int"),
+        (in_numpy, "a int64"),
+    ],
+)
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_other_state_is_refused(rule, kind, is_warm):
+    state = None
+    if is_warm:
+        ((_, state),) = trained_by(rule, train, calls=1)[1]
+    with pytest.raises(CaptureError) as error:
+        trained_by(rule, compile(train), state=state)
+    text = str(error.value).replace("Parameter", "Tensor")
+    assert f"keeps Linear.weight.both as {kind}" in text.replace("FakeTensor", "Tensor")
+    assert "Keep every tensor under a key of its own" in text
+
+
+def test_state_that_a_step_removes_is_refused():
+    def rule(p, state, lr):
+        state.pop("both", None)
+
+    with pytest.raises(CaptureError, match=r"removes Linear\.weight\.both"):
+        trained_by(rule, compile(train), state=torch.ones(2))

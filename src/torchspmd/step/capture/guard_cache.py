@@ -25,7 +25,14 @@ from torchspmd.step.capture.facts import (
     simple_fact,
 )
 from torchspmd.step.capture.guards import ambient_facts, watch_data
-from torchspmd.step.capture.inventory import Inventory, Number, Role, Slot, is_liftable
+from torchspmd.step.capture.inventory import (
+    Inventory,
+    Number,
+    Role,
+    Slot,
+    is_liftable,
+    own_table,
+)
 
 _form = attrgetter("shape", "dtype", "device", "requires_grad")
 _gradient = attrgetter("grad")
@@ -268,7 +275,8 @@ class ModuleFacts:
         self._type = type(module)
         values = vars(module)
         self._keys, self._values = list(values), list(values.values())
-        containers = (module._modules, module._parameters, module._buffers)
+        named = (module._modules, module._parameters, module._buffers)
+        containers = [own_table(table) for table in named]
         self._tables = [(t, list(t), list(t.values())) for t in containers if t]
         hooks = {name: values[name] for name in _torch.HOOK_TABLES}
         # By key: what a hook holds is not held here, and no key is given twice.

@@ -32,6 +32,7 @@ def sign(inventory: Inventory) -> Signature:
         *_data_facts(inventory, _begin_walk(inventory)),
         *_gradient_hook_facts(inventory),
         *_optimizer_facts(inventory),
+        *inventory.constants,
     )
 
 

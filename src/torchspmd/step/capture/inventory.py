@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch.optim import Optimizer
 
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
+from torchspmd.step.capture.facts import simple_fact
 from torchspmd.step.capture.refusals import check_optimizer
 
 
@@ -102,6 +102,7 @@ class Inventory:
     numbers: list[Number] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)
     states: list[StatePlace] = field(default_factory=list)
+    constants: list[tuple[str, Any]] = field(default_factory=list)  # of optimizers
     groups: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
     gradients: dict[int, int] = field(default_factory=dict)
     inputs: dict[int, int] = field(default_factory=dict)
@@ -192,13 +193,20 @@ def _add_module(inventory: Inventory, argument: str, module: nn.Module) -> None:
     for prefix, child in module.named_modules():
         path = f"{root}.{prefix}" if prefix else root
         for table, role in (
-            (child._parameters, Role.PARAMETER),
-            (child._buffers, Role.BUFFER),
+            (own_table(child._parameters), Role.PARAMETER),
+            (own_table(child._buffers), Role.BUFFER),
         ):
             for key, tensor in table.items():
                 if tensor is not None:
                     slot = inventory.add(f"{path}.{key}", role, tensor)
                     inventory.places.append(Place(table, key, slot))
+
+
+def own_table(table: Any) -> Any:
+    """A module's own table, below what stands there while an update is pending."""
+    while getattr(type(table), "belongs_to_compiled_step", False):
+        table = table.own
+    return table
 
 
 def _check_module(argument: str, module: nn.Module) -> None:
@@ -301,6 +309,32 @@ def _add_states(
         elif type(value) in (int, float):
             # A counter that is a Python number changes at each step.
             inventory.numbers.append(Number(name, value, state, key, is_state=True))
+        else:
+            inventory.constants.append((name, constant_state(name, value)))
+
+
+def constant_state(name: str, value: Any) -> Any:
+    """What is guarded about a state that is no tensor and no number; or refuse it."""
+    items = value if type(value) is tuple else (value,)
+    facts = tuple(map(simple_fact, items))
+    is_numpy = any(type(each).__module__ == "numpy" for each in items)
+    if is_numpy or any(fact is None for fact in facts):
+        raise CaptureError(
+            f"compile: an optimizer keeps {name} as {_described(value)}, which a captured "
+            "step would make once and lose. Keep every tensor under a key of its own, as "
+            "state[p]['left'] and state[p]['right'], and counters as tensors, ints or "
+            "floats; flags, strings and tuples of them may stay."
+        )
+    return facts if type(value) is tuple else facts[0]
+
+
+def _described(value: Any) -> str:
+    kind = type(value).__name__
+    if not isinstance(value, (list, tuple, dict, set)):
+        return f"a {kind}"
+    parts = value.values() if isinstance(value, dict) else value
+    kinds = dict.fromkeys(type(part).__name__ for part in parts)
+    return f"a {kind} of {', '.join(kinds)}" if kinds else f"an empty {kind}"
 
 
 def _add_gradients(inventory: Inventory) -> None:
@@ -330,30 +364,6 @@ def is_liftable(value: Any) -> bool:
     """Whether a number can be an input of the graph."""
     # Infinity and NaN have no symbol; they stay constants.
     return type(value) is float and math.isfinite(value)
-
-
-def check_memory(inventory: Inventory) -> None:
-    """Refuse tensors that share memory: a functional graph would pull them apart."""
-    spans: list[tuple[int, int, int, str]] = []
-    for slot in inventory.slots:
-        tensor = _torch.plain_tensor(slot.tensor)
-        if slot.role is Role.INPUT or tensor.numel() == 0 or tensor.is_meta:
-            continue
-        extent = 1 + sum(
-            (size - 1) * step
-            for size, step in zip(tensor.shape, tensor.stride(), strict=True)
-        )
-        start = tensor.data_ptr()
-        end = start + extent * tensor.element_size()
-        spans.append((tensor.untyped_storage().data_ptr(), start, end, slot.name))
-    spans.sort()
-    for (storage, _, end, name), (other, start, _, second) in pairwise(spans):
-        if storage == other and start < end:
-            raise CaptureError(
-                f"compile: {name} and {second} are two tensors on the same memory, and a "
-                "graph that writes one would not change the other. Tie weights by "
-                "assigning the parameter itself, not its data."
-            )
 
 
 # ----------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from torch import fx
 
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
-from torchspmd.step.capture.inventory import Inventory, Role, Slot
+from torchspmd.step.capture.inventory import Inventory, Role, Slot, constant_state
 from torchspmd.step.capture.side_effects import find_traced
 from torchspmd.step.capture.substitute import Substitution
 from torchspmd.step.graph.metadata import OutputKind, OutputRole
@@ -171,6 +171,7 @@ def _state_values(
         }
         for parameter, entries in optimizer.state.items():
             slot = by_tensor[id(parameter)]
+            _check_kept(inventory, index, slot, entries)
             for key, value in entries.items():
                 address = NewState(index, slot, key)
                 before = known.get((index, slot, key))
@@ -183,9 +184,27 @@ def _state_values(
                     created.append(address)
                     if isinstance(value, torch.Tensor):
                         found.append((address, _torch.plain_tensor(value.detach())))
+                    elif isinstance(value, _torch.numbers.SYMBOLIC):
+                        found.append((address, value))
                     else:
+                        constant_state(f"{inventory.slots[slot].name}.{key}", value)
                         constants.append((address, value))
     return constants, created
+
+
+def _check_kept(inventory: Inventory, index: int, slot: int, entries: Any) -> None:
+    owner = inventory.slots[slot]
+    gone = [
+        key
+        for key in inventory.saved_states[index].get(owner.tensor, ())
+        if key not in entries
+    ]
+    if gone:
+        raise CaptureError(
+            f"compile: the step removes {owner.name}.{gone[0]} from the state of "
+            f"{inventory.optimizers[index][0]}, which would happen once, at capture. Keep "
+            "it, or remove it between two steps."
+        )
 
 
 def _parameters(inventory: Inventory) -> list[int]:
@@ -261,9 +280,9 @@ def find_roles(
                 roles.append(OutputRole(OutputKind.STATE, num_slots + number))
             case NewGradient(parameter, is_fresh):
                 may_wait = is_fresh and parameter not in read
-                roles.append(OutputRole(OutputKind.GRADIENT, may_wait=may_wait))
-            case NewState():
-                roles.append(OutputRole(OutputKind.CREATED))
+                roles.append(OutputRole(OutputKind.GRADIENT, parameter, may_wait))
+            case NewState(_, parameter, _):
+                roles.append(OutputRole(OutputKind.CREATED, parameter))
             case Result():
                 roles.append(OutputRole(OutputKind.RESULT))
     return roles

@@ -19,6 +19,8 @@ _OWN_FOLDERS = (
     str(Path(torch.__file__).parent),
     str(Path(__file__).resolve().parents[2]),
 )
+_LIBRARY = (str(Path(linecache.__file__).parent), "<frozen ")
+_INSTALLED = ("site-packages", "dist-packages")  # inside of that folder, or elsewhere
 
 
 class RefusalError(Exception):
@@ -270,6 +272,19 @@ def printing_line() -> str | None:
 def _is_own(code: CodeType) -> bool:
     """Whether code is torch's or this package's."""
     return code.co_filename.startswith(_OWN_FOLDERS)
+
+
+def runs_for_user(frame: FrameType | None) -> bool:
+    """Whether code runs for the user, and not for torch or this package.
+
+    Of code of the standard library, whoever called it decides.
+    """
+    while frame is not None and not _is_own(frame.f_code):
+        file = frame.f_code.co_filename
+        if not file.startswith(_LIBRARY) or any(each in file for each in _INSTALLED):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _innermost(frames: Iterable[tuple[FrameType, int]]) -> str:

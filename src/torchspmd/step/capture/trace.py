@@ -14,10 +14,11 @@ from torchspmd.comm import Phase
 from torchspmd.step.capture.functionalize import clean, make_functional
 from torchspmd.step.capture.guards import describe_unguarded
 from torchspmd.step.capture.host_values import HostValues, Reads
-from torchspmd.step.capture.inventory import Inventory, Number, check_memory
+from torchspmd.step.capture.inventory import Inventory, Number
 from torchspmd.step.capture.micro_batches import join_reductions
 from torchspmd.step.capture.optimizers import installed_optimizers
 from torchspmd.step.capture.outputs import (
+    NewValue,
     Outputs,
     collect,
     drop_unchanged,
@@ -34,12 +35,14 @@ from torchspmd.step.capture.refusals import (
     is_ours,
     needs_values,
     refuse,
+    runs_for_user,
 )
 from torchspmd.step.capture.rng import (
     KnownComparisons,
     RandomReplay,
     check_recomputation,
 )
+from torchspmd.step.capture.shared_memory import SharedMemory, check_memory
 from torchspmd.step.capture.side_effects import (
     Change,
     PythonState,
@@ -79,6 +82,7 @@ class Captured:
         reads: What optimizers read from their states.
         relayout: Shards that are to take the place of the step's tensors.
         values: A checksum of each tensor that must be equal along the data axis.
+        memory: What no two tensors of a call may share.
         notes: What else there is to say about it, a line each.
     """
 
@@ -89,6 +93,7 @@ class Captured:
     reads: Reads
     relayout: Relayout | None
     values: tuple[str, ...]
+    memory: SharedMemory
     notes: tuple[str, ...]
 
 
@@ -146,9 +151,22 @@ def capture(
     elif compare_values:
         values = checksum_parameters(inventory, spread)
     symbols = tuple(map(_torch.symbol_of, inputs.numbers))
+    memory = _shared_memory(inventory, graph, outputs)
     return Captured(
-        graph, outputs, symbols, assumptions, reads, relayout, values, notes
+        graph, outputs, symbols, assumptions, reads, relayout, values, memory, notes
     )
+
+
+def _shared_memory(
+    inventory: Inventory, graph: fx.GraphModule, outputs: Outputs
+) -> SharedMemory:
+    """The check of this call, made once, for all calls to come."""
+    written = [d.slot for d in outputs.destinations if isinstance(d, NewValue)]
+    inputs = graph.graph.find_nodes(op="placeholder")
+    slots = range(len(inventory.slots))
+    memory = SharedMemory(inventory, written, (n for n in slots if inputs[n].users))
+    memory.check(inventory, inventory.flat_inputs())
+    return memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +270,7 @@ def _tracing(
         CheckOperators(),
         refusing_schedulers(name),
         fake_for_transformers(),
+        _torch.numbers.plain_for(runs_for_user),
         _torch.keep_flat_weights(module for _, module in inventory.modules),
     ):
         yield

@@ -40,7 +40,8 @@ class OutputRole:
 
     Attributes:
         kind: Where it goes.
-        placeholder: For state, the index of the input whose next value it is.
+        placeholder: For state, the index of the input whose next value it is; for a
+            gradient or a new state, that of its parameter.
         may_wait: For a gradient, whether the next step clears it unread.
     """
 
