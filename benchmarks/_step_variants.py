@@ -87,17 +87,16 @@ def ddp_blocks_compiled(model: nn.Module) -> tuple[nn.Module, Step]:
     return ddp(model)
 
 
-def fsdp(model: nn.Module) -> tuple[nn.Module, Step]:
+def fsdp(
+    model: nn.Module, *, reshard: bool | None = None, compiled: bool = False
+) -> tuple[nn.Module, Step]:
+    """FSDP2 by blocks, each compiled by itself where asked."""
     for block in blocks_of(model):
-        fully_shard(block)
-    fully_shard(model)
+        if compiled:
+            block.compile()
+        fully_shard(block, reshard_after_forward=reshard)
+    fully_shard(model, reshard_after_forward=reshard)
     return model, train_step
-
-
-def fsdp_blocks_compiled(model: nn.Module) -> tuple[nn.Module, Step]:
-    for block in blocks_of(model):
-        block.compile()
-    return fsdp(model)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -136,6 +135,20 @@ def ours(
         parallel_mode=DataParallel("replicate"),
         backend=backend,
     )(train_step)
+    return model, step
+
+
+def ours_sharded(
+    model: nn.Module, *, passes: bool, reshard: bool = True, inductor: bool = False
+) -> tuple[nn.Module, Step]:
+    """Fully sharded parameters, gathered by our passes."""
+    transformation = None
+    if passes:
+        transformation = GraphModuleTransformation(
+            enable_graph_optimization=True, cost="measure", enable_inductor=inductor
+        )
+    mode = DataParallel("fully_shard", reshard_after_forward=reshard)
+    step = compile(gm_transformation=transformation, parallel_mode=mode)(train_step)
     return model, step
 
 
@@ -184,7 +197,24 @@ PEERS: dict[str, Variant] = {
     "FSDP2": fsdp,
     "FSDP2 + torch.compile": fsdp_compiled,
     "DDP + torch.compile of blocks": ddp_blocks_compiled,
-    "FSDP2 + torch.compile of blocks": fsdp_blocks_compiled,
+    "FSDP2 + torch.compile of blocks": functools.partial(fsdp, compiled=True),
+    "FSDP2, no reshard": functools.partial(fsdp, reshard=False),
+    "FSDP2, no reshard + torch.compile of blocks": functools.partial(
+        fsdp, reshard=False, compiled=True
+    ),
+}
+SHARDED: dict[str, Variant] = {
+    "torchspmd, sharded, no passes": functools.partial(ours_sharded, passes=False),
+    "torchspmd, sharded": functools.partial(ours_sharded, passes=True),
+    "torchspmd, sharded, inductor": functools.partial(
+        ours_sharded, passes=True, inductor=True
+    ),
+    "torchspmd, sharded, no reshard": functools.partial(
+        ours_sharded, passes=True, reshard=False
+    ),
+    "torchspmd, sharded, no reshard, inductor": functools.partial(
+        ours_sharded, passes=True, reshard=False, inductor=True
+    ),
 }
 VARIANTS: dict[str, Variant] = {
     "both at once, nothing waits": functools.partial(at_once, compiled=False),
@@ -210,6 +240,7 @@ VARIANTS: dict[str, Variant] = {
     "torchspmd, overlapped, rows, inductor": functools.partial(
         ours, passes=True, overlap=True, inductor=True, rows=True
     ),
+    **SHARDED,
 }
 
 

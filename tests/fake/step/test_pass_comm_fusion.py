@@ -269,20 +269,25 @@ def test_what_leaves_the_graph_is_a_copy(layout):
     assert len({each.untyped_storage().data_ptr() for each in found}) == 3
 
 
-def test_gathers_of_inputs_stay_where_they_are_needed():
+def test_gathers_of_inputs_start_with_the_first_of_their_bucket():
     def function(x, *shards):
-        for pair in zip(shards[::2], shards[1::2], strict=True):
-            first, second = [all_gather(each, 4) for each in pair]
-            x = x * first + second
+        for each in shards:  # read before the next one starts
+            x = x * all_gather(each, 4)
         return [x]
 
-    gm = captured(function, *ones(8, 2, 2, 2, 2))
-    assert fuse(gm).keeps_bits == ("rank", "ring", "tree")
-    order = names(gm, "all_gather", "mul")
-    assert order == [f"{n}{i}" for i in ("", "_1") for n in (_GATHER, "mul")]
-
-
-_GATHER = "all_gather_into_tensor_default"
+    gm = captured(function, *ones(8, 2, 2, 2))
+    outcome = comm_fusion_with_concat(gm, 64 / 2**20, first_bucket_mb=None).outcome
+    assert outcome.keeps_bits == ("rank", "ring", "tree")
+    assert names(gm, "all_gather", "mul") == [
+        "all_gather_into_tensor_default",
+        "mul",
+        "mul_1",
+        "all_gather_into_tensor_2",
+        "mul_2",
+    ]
+    assert outcome.refused == (
+        "all_gather_into_tensor_2: alone in its bucket, no other of its kind is left",
+    )
 
 
 @pytest.mark.parametrize(

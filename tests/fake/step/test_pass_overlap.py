@@ -16,6 +16,7 @@ from torchspmd.comm import Phase
 from torchspmd.errors import PassWarning, UsageError
 from torchspmd.step import DataParallel, compile
 from torchspmd.step.graph.collectives import get_all_comm_blocks
+from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.graph.memory import live_bytes
 from torchspmd.step.graph.metadata import META_KEY, Owner
 from torchspmd.step.graph.reports import ORDERS
@@ -25,6 +26,11 @@ from torchspmd.step.passes import (
     prefetch_gathers,
     remove_dead_code,
     schedule_comm_wait,
+)
+from torchspmd.step.passes.overlap import (
+    Transfer,
+    plan_transfers,
+    simulate_transfers,
 )
 from torchspmd.testing import fake_mesh
 
@@ -310,6 +316,36 @@ def test_prefetch_fires(distance, expected):
         prefetch_gathers(gm, distance)
 
 
+TRANSFERS = {  # gathers (seconds, needed), others (start, seconds) -> starts, step
+    "just in time": ([(1, 4), (1, 5)], [], [3, 4], 5),
+    "one behind the other": ([(2, 5), (2, 5)], [], [1, 3], 5),
+    "the first cannot hide": ([(2, 0), (1, 5)], [], [0, 4], 7),
+    "before what would be in its way": ([(1, 6)], [(4, 3)], [3], 10),
+    "with those before it": ([(1, 5), (1, 6)], [(4, 3)], [2, 2], 10),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFERS)
+def test_gathers_start_as_late_as_nothing_waits_for_them(name):
+    gathers, others, starts, seconds = TRANSFERS[name]
+    planned = plan_transfers(
+        [Transfer(needed, length, needed) for length, needed in gathers],
+        [Transfer(start, length, 10) for start, length in others],
+    )
+    assert [each.start for each in planned] == starts
+    assert simulate_transfers(planned, [Transfer(*o, 10) for o in others])[0] == seconds
+
+
+@pytest.mark.parametrize(
+    ("network", "expected"), [(1e12, "GGGGLGGLGGLL"), (1e6, "GGGGGGGGLLLL")]
+)
+def test_prefetch_by_cost(network, expected):
+    gm = four_layers()
+    cost = CostModel(network_bytes=network, latency_seconds=0.0)
+    prefetch_gathers(gm, cost=cost)
+    assert stages(gm) == expected
+
+
 def test_it_leaves_other_collectives_alone():
     def function(x, shard):
         return [all_gather(x.exp(), 4) + reduce_scatter(shard, 4).sum()]
@@ -374,6 +410,8 @@ def test_refusals_of_prefetch():
         "prefetch_gathers: distance=0: a gather starts 1 or more layers ahead, a "
         "whole number; in_flight_mb=0: use more than 0, a finite number of MiB, or None."
     )
+    with pytest.raises(UsageError, match="both say when gathers start"):
+        prefetch_gathers(gm, 2, cost=CostModel())
     writing = captured(lambda x: [all_gather(x, 4) + 1, x.add_(1)], torch.ones(8))
     with pytest.warns(PassWarning, match="writes in place: prefetch before new"):
         prefetch_gathers(writing)
@@ -431,6 +469,13 @@ def test_equal_views_of_one_value_are_equal():
     gm = captured(function, *ones((2, 4)))
     assert dedupe_collectives(gm).outcome.changed == 1
     assert names(gm, "cat") == ["cat"]
+
+
+@pytest.mark.parametrize(("keep_mb", "changed"), [(127 / 2**20, 0), (128 / 2**20, 1)])
+@pytest.mark.filterwarnings("ignore:dedupe_collectives changed nothing")
+def test_a_little_may_be_kept_between_phases(keep_mb, changed):
+    outcome = dedupe_collectives(two_phases(), keep_mb=keep_mb).outcome
+    assert (outcome.matched, outcome.changed) == (1, changed)
 
 
 def test_two_outputs_keep_memory_of_their_own():

@@ -171,6 +171,11 @@ REFUSED = [
         "dedupe_collectives(across_phases=1): pass True or False.",
     ),
     (
+        lambda: dedupe_collectives(graph_module(), keep_mb=-1),
+        "dedupe_collectives(keep_mb=-1): use 0 or more, a finite number of MiB, or leave "
+        "it out.",
+    ),
+    (
         lambda: prefetch_gathers(graph_module(), "1", in_flight_mb=math.inf),
         "prefetch_gathers: distance='1': a gather starts 1 or more layers ahead, a whole "
         "number; in_flight_mb=inf: use more than 0, a finite number of MiB, or None.",

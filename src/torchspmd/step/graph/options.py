@@ -133,11 +133,13 @@ for instance step.programs[0].graph, or an IterGraphModule.
             )
 
 
-def check_budget(rise_mb: object, what: str, otherwise: str) -> None:
-    """Refuse a memory budget that is no number of MiB."""
-    if not is_size(rise_mb):
+def check_budget(
+    size_mb: object, what: str, otherwise: str, name: str = "memory_budget_mb"
+) -> None:
+    """Refuse an amount of memory that is no number of MiB."""
+    if not is_size(size_mb):
         raise UsageError(
-            f"{what}(memory_budget_mb={rise_mb!r}): use 0 or more, a finite number of MiB, "
+            f"{what}({name}={size_mb!r}): use 0 or more, a finite number of MiB, "
             f"{otherwise}."
         )
 

@@ -8,6 +8,7 @@ after the other.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -187,6 +188,12 @@ def schedule_of(graph: fx.Graph, cost: CostModel, num_carried: int = 0) -> list[
         elif seconds := cost.compute_seconds(node):
             work.append(Work(Do.COMPUTE, seconds))
     return work
+
+
+def begin_seconds(graph: fx.Graph, cost: CostModel) -> dict[fx.Node, float]:
+    """When each node begins, if computation waits for nothing."""
+    seconds = map(cost.compute_seconds, graph.nodes)
+    return dict(zip(graph.nodes, accumulate(seconds, initial=0.0), strict=False))
 
 
 def simulate(graph: fx.Graph, cost: CostModel) -> Timeline:

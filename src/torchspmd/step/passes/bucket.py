@@ -1,5 +1,6 @@
 """Small collectives joined to buckets, so that fewer and larger ones are sent."""
 
+import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from torchspmd.step.graph.collectives import (
     writes_in_place,
 )
 from torchspmd.step.graph.edit import HasGraph, NodeMaker, common_owner, tensor_value
+from torchspmd.step.graph.metadata import owner_of
 from torchspmd.step.graph.options import is_size
 from torchspmd.step.graph.reduction_order import ring_chunks
 from torchspmd.step.graph.reports import ORDERS, Outcome
@@ -49,6 +51,8 @@ def comm_fusion_with_concat(
 
     Collectives of one kind, group, reduction, dtype and device are taken in graph order.
     A bucket starts once its last input is there, and ends before a result of it is read.
+    Gathers of what the step takes in, as of sharded parameters, start with the first of
+    their bucket; those of forward and of backward are in buckets of their own.
     The new collectives are called ``all_reduce_default``, ``all_reduce_default_1``, ...
 
     Args:
@@ -135,11 +139,15 @@ def _why_alone(block: CommBlock) -> str:
 
 
 def _alike(blocks: Sequence[CommBlock]) -> list[list[CommBlock]]:
-    """Blocks that may be in one bucket: of one kind, group, reduction, dtype and device."""
+    """Blocks that may be in one bucket: of one kind, group, reduction, dtype and device.
+
+    A parameter that is gathered for forward would be kept until backward in its bucket.
+    """
     found: dict[Any, list[CommBlock]] = {}
     for block in blocks:
         value, op = tensor_value(block.inputs[0]), block.argument("reduce_op")
-        key = block.kind, block.group.name, op, value.dtype, value.device
+        phase = owner_of(block.start).phase if block.gathers_inputs() else None
+        key = block.kind, block.group.name, op, value.dtype, value.device, phase
         found.setdefault(key, []).append(block)
     return list(found.values())
 
@@ -211,7 +219,7 @@ def _fill(
         later = None if after is None else after.start
         if obstacle := bucket.obstacle(block, most):
             bucket, is_first = close(obstacle), False
-        reader = latest_place(block)
+        reader = _deadline(block)
         # One early reader does not close a bucket that can go on without its block.
         would_end = later is not None and reader < later and bucket.is_open_until(later)
         if bucket.blocks and would_end:
@@ -225,8 +233,23 @@ def _fill(
     return buckets, refused
 
 
+def _deadline(block: CommBlock) -> fx.Node:
+    """The node before which a block's bucket must start.
+
+    None, so the output, for what needs the step's inputs alone: its bucket starts where
+    the first member does.
+    """
+    if block.gathers_inputs():
+        output: fx.Node = block.start.graph.output_node()
+        return output
+    return latest_place(block)
+
+
 def _fuse(graph: fx.Graph, bucket: list[CommBlock], layout: str) -> fx.Node:
-    """Replace blocks by one, where the last of them starts."""
+    """Replace blocks by one, where the last starts; where the first does, for inputs."""
+    if bucket[0].gathers_inputs():
+        for before, block in itertools.pairwise(bucket):
+            hoist(block, before.start)
     rows = _lay_out(bucket, layout)
     last = bucket[-1].start
     make = NodeMaker(graph, common_owner([block.start for block in bucket]))

@@ -1,5 +1,6 @@
 """Collectives that send the same thing twice, sent once."""
 
+import math
 from typing import Any
 
 from torch import fx
@@ -13,8 +14,9 @@ from torchspmd.step.graph.collectives import (
     writes_in_place,
 )
 from torchspmd.step.graph.edit import HasGraph
+from torchspmd.step.graph.memory import value_bytes
 from torchspmd.step.graph.metadata import owner_of
-from torchspmd.step.graph.options import check_flags
+from torchspmd.step.graph.options import check_budget, check_flags
 from torchspmd.step.graph.reports import ORDERS, Outcome
 from torchspmd.step.passes.runner import graph_optimization_pass
 
@@ -23,7 +25,9 @@ _NEVER = (Kind.SEND, Kind.RECV, Kind.SEND_RECV, Kind.BARRIER, Kind.UNKNOWN)
 
 
 @graph_optimization_pass(prerequisites=[], apply_after=[], undoes_others=False)
-def dedupe_collectives(gm: HasGraph, *, across_phases: bool = False) -> Outcome:
+def dedupe_collectives(
+    gm: HasGraph, *, across_phases: bool = False, keep_mb: float = 0.0
+) -> Outcome:
     """Keep one of several equal collectives on the same value.
 
     Equal means: the same operator, group and arguments, and the same input, or the same
@@ -34,24 +38,33 @@ def dedupe_collectives(gm: HasGraph, *, across_phases: bool = False) -> Outcome:
         across_phases: Also join collectives of different phases. The result then lives
             from one phase to the other: fully sharded parameters that backward gathers
             again would stay gathered.
+        keep_mb: MiB of such results that may live from one phase to the other all the
+            same, those first that are needed again soonest.
     """
     check_flags("dedupe_collectives", across_phases=across_phases)
+    check_budget(keep_mb, "dedupe_collectives", "or leave it out", "keep_mb")
     blocks = [each for each in get_all_comm_blocks(gm) if each.kind not in _NEVER]
     if (writer := writes_in_place(gm.graph)) is not None:
         reason = f"{writer.name} writes in place: join collectives before new values do"
         return Outcome(len(blocks), 0, (reason,))
     first: dict[Any, CommBlock] = {}
     detail, refused = [], []
-    for block in blocks:
+    room = math.inf if across_phases else keep_mb * 2**20
+    for block in blocks:  # of those of backward, the first are needed again soonest
         kept = first.setdefault(_key(block), block)
         if kept is block:
             continue
         names = f"{block.start.name} is {kept.start.name}"
-        reason = _obstacle(kept, block, across_phases)
+        is_across = owner_of(kept.start).phase is not owner_of(block.start).phase
+        size = value_bytes(block.wait.meta.get("val")) if is_across else 0
+        reason = _obstacle(kept, block) or (
+            "" if size <= room else _too_long(kept, block)
+        )
         if reason:
             refused.append(f"{names}: {reason}")
             first[_key(block)] = block
         else:
+            room -= size
             _join(gm.graph, kept, block)
             detail.append(f"{names}: {format_bytes(block.event.payload_bytes)} saved")
     found = len(detail) + len(refused)
@@ -74,7 +87,7 @@ def _form(value: Any, own: set[fx.Node]) -> Any:
     return repr(value)
 
 
-def _obstacle(kept: CommBlock, block: CommBlock, across_phases: bool) -> str:
+def _obstacle(kept: CommBlock, block: CommBlock) -> str:
     for each in (kept, block):
         if each.problem:
             return each.problem
@@ -82,13 +95,15 @@ def _obstacle(kept: CommBlock, block: CommBlock, across_phases: bool) -> str:
             return "it has several waits"
     if all(_is_output(each.wait) for each in (kept, block)):
         return "both are outputs of the step, which have memory of their own"
-    phases = owner_of(kept.start).phase, owner_of(block.start).phase
-    if phases[0] is not phases[1] and not across_phases:
-        return (
-            f"joining {phases[0]} and {phases[1]} keeps the result alive in between; "
-            "across_phases=True does it"
-        )
     return ""
+
+
+def _too_long(kept: CommBlock, block: CommBlock) -> str:
+    phases = owner_of(kept.start).phase, owner_of(block.start).phase
+    return (
+        f"joining {phases[0]} and {phases[1]} keeps the result alive in between; "
+        "across_phases=True does it"
+    )
 
 
 def _is_output(node: fx.Node | None) -> bool:

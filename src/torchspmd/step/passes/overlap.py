@@ -1,7 +1,10 @@
 """Collectives that start as early and are waited for as late as possible."""
 
-from collections.abc import Callable
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import fx
 
@@ -11,6 +14,7 @@ from torchspmd.step.graph.collectives import (
     CommBlock,
     after_start,
     earliest_place,
+    events_of,
     get_all_comm_blocks,
     hoist,
     latest_place,
@@ -18,10 +22,12 @@ from torchspmd.step.graph.collectives import (
     sink,
     writes_in_place,
 )
+from torchspmd.step.graph.cost import CostModel, check_cost
 from torchspmd.step.graph.edit import HasGraph
 from torchspmd.step.graph.memory import LiveBytes, held_until_wait, value_bytes
 from torchspmd.step.graph.options import check_budget, is_size, is_whole
 from torchspmd.step.graph.reports import ORDERS, Outcome
+from torchspmd.step.graph.simulate import begin_seconds
 from torchspmd.step.passes.bucket import comm_fusion_with_concat
 from torchspmd.step.passes.embedding_rows import gather_embedding_gradients
 from torchspmd.step.passes.runner import graph_optimization_pass
@@ -231,35 +237,49 @@ def _moves(
 )
 def prefetch_gathers(
     gm: HasGraph,
-    distance: int = 1,
+    distance: int | None = None,
     *,
+    cost: CostModel | None = None,
     in_flight_mb: float | None = None,
     memory_budget_mb: float | None = None,
 ) -> Outcome:
-    """Start the gathers of a layer's parameters before an earlier layer computes.
+    """Start the gathers of a layer's parameters before earlier layers compute.
 
     A gather of something that the step takes in, as ``DataParallel("fully_shard")`` makes
-    them in forward and again in backward, needs nothing that the step computes. Gathers
-    with the same first reader count as one layer. Where a limit is reached, a gather
-    starts before a nearer layer, or stays.
+    them in forward and again in backward, needs nothing that the step computes. Where a
+    limit is reached, a gather starts later, or stays.
 
     Args:
         gm: The graph module to edit.
-        distance: How many layers ahead a gather starts.
+        distance: How many layers ahead a gather starts; 1 by default. Gathers with the
+            same first reader count as one layer.
+        cost: Instead of a distance: each gather starts as late as the simulation says that
+            nothing waits for it, with a network that is slower beside computation.
         in_flight_mb: MiB of gathered values that may be on their way at once; None for no
             limit.
         memory_budget_mb: MiB by which the peak of the memory that the graph's values take
             may rise; None for no limit.
     """
-    limit = _limit(distance, in_flight_mb)
+    if distance is not None and cost is not None:
+        raise UsageError(
+            "prefetch_gathers(distance=..., cost=...): both say when gathers start. Give "
+            "one of them."
+        )
+    if cost is not None:
+        check_cost(cost, "prefetch_gathers")
+    limit = _limit(1 if distance is None else distance, in_flight_mb)
     gathers = [each for each in get_all_comm_blocks(gm) if each.gathers_inputs()]
     if (writer := writes_in_place(gm.graph)) is not None:
         reason = f"{writer.name} writes in place: prefetch before new values do"
         return Outcome(len(gathers), 0, (reason,))
     budget = MemoryBudget(gm, memory_budget_mb, "prefetch_gathers")
     ahead = _Prefetch(gathers, budget, limit)
-    for block in gathers:
-        ahead.move(block, distance)
+    if cost is None:
+        for block in gathers:
+            ahead.move(block, distance or 1)
+    else:
+        for block, place in _plan_starts(gm.graph, gathers, cost):
+            ahead.move_to(block, place)
     return Outcome(
         len(gathers), len(ahead.moved), tuple(ahead.refused), tuple(ahead.moved), ORDERS
     )
@@ -315,6 +335,22 @@ class _Prefetch:
         if obstacle:
             self.refused.append(f"{block.start.name}: {obstacle}")
 
+    def move_to(self, block: CommBlock, wanted: fx.Node) -> None:
+        """Start a gather behind a node, or behind the first one that can be afforded."""
+        wanted = wanted if self.last is None else max(wanted, self.last)
+        place = self.budget.earliest(block, wanted)
+        if place < block.start.prev:
+            obstacle = self._hoist(block, place)
+            if not obstacle:
+                self.moved.append(f"{block.start.name}: starts behind {place.name}")
+            if place is not wanted:
+                obstacle = obstacle or "the memory budget is used up"
+            if obstacle:
+                self.refused.append(
+                    f"{block.start.name}: does not start behind {wanted.name}: {obstacle}"
+                )
+        self.last = block.start
+
     def _place(self, reader: fx.Node) -> fx.Node:
         """Directly before a reader, but behind the gather that came before."""
         place = reader.prev
@@ -333,3 +369,124 @@ class _Prefetch:
             return f"{total} would be on their way, more than in_flight_mb"
         is_moved = self.budget.hoist(block, place)
         return "" if is_moved else "the memory budget is used up"
+
+
+# ----------------------------------------------------------------------------
+# When each gather should start, by simulating computation and one network.
+
+
+class Transfer(NamedTuple):
+    """One collective on the network; times are those of computation alone.
+
+    Attributes:
+        start: When it starts.
+        seconds: How long it takes.
+        needed: When its result is read.
+    """
+
+    start: float
+    seconds: float
+    needed: float
+
+
+_SLOWDOWN = 1.3  # of a network beside computation that wants the same memory and cores
+_MOST_MOVES = 200
+_GAIN = 1e-4  # of a step: what a move must gain
+
+
+def _plan_starts(
+    graph: fx.Graph, gathers: Sequence[CommBlock], cost: CostModel
+) -> list[tuple[CommBlock, fx.Node]]:
+    """The node behind which each gather should start, in the order of their readers."""
+    nodes = list(graph.nodes)
+    clock = begin_seconds(graph, cost)
+    gathers = sorted(gathers, key=latest_place)
+    own = {block.start for block in gathers}
+    others = [
+        Transfer(clock[node], cost.comm_seconds(event) * _SLOWDOWN, clock[nodes[-1]])
+        for node, event in events_of(graph)
+        if node not in own
+    ]
+    wanted = [
+        Transfer(
+            clock[block.start],
+            cost.comm_seconds(block.event) * _SLOWDOWN,
+            clock[latest_place(block)],
+        )
+        for block in gathers
+    ]
+    begins = list(clock.values())
+    places = []
+    for block, transfer in zip(gathers, plan_transfers(wanted, others), strict=True):
+        running = bisect_right(begins, transfer.start) - 1  # the node at that moment
+        place = max(nodes[max(running - 1, 0)], earliest_place(block))
+        places.append((block, place))
+    return places
+
+
+def plan_transfers(
+    gathers: Sequence[Transfer], others: Sequence[Transfer]
+) -> list[Transfer]:
+    """Gathers that start as late as possible without making the step longer.
+
+    Args:
+        gathers: What needs the step's inputs alone, in the order in which it is read.
+        others: What shares the network with it and starts when it is ready.
+    """
+    planned: list[Transfer] = []
+    free = math.inf  # until when the network is free for this gather
+    for each in reversed(gathers):
+        free = max(0.0, min(free, each.needed) - each.seconds)
+        planned.insert(0, each._replace(start=free))
+    total, waits = simulate_transfers(planned, others)
+    for _ in range(_MOST_MOVES):
+        for late in sorted(range(len(planned)), key=waits.__getitem__, reverse=True):
+            if waits[late] <= 0.0:
+                return planned
+            trial = _moved(planned, late, waits[late])
+            found, its_waits = simulate_transfers(trial, others)
+            if found < total * (1.0 - _GAIN):
+                planned, total, waits = trial, found, its_waits
+                break
+        else:
+            break
+    return planned
+
+
+def _moved(planned: Sequence[Transfer], late: int, by: float) -> list[Transfer]:
+    """The same with one gather earlier, and those before it no later than it."""
+    start = max(0.0, planned[late].start - by)
+    return [
+        each._replace(start=min(each.start, start)) if place <= late else each
+        for place, each in enumerate(planned)
+    ]
+
+
+def simulate_transfers(
+    gathers: Sequence[Transfer], others: Sequence[Transfer]
+) -> tuple[float, list[float]]:
+    """Seconds of a step, and how long computation waits for each gather."""
+    starts = [(each.start, 1, place) for place, each in enumerate(gathers)]
+    starts += [(each.start, 2, place) for place, each in enumerate(others)]
+    reads = [(each.needed, 0, place) for place, each in enumerate(gathers)]
+    last = max((each.needed for each in (*gathers, *others)), default=0.0)
+    now = at = free = 0.0
+    ends: dict[int, float] = {}
+    waits = [0.0] * len(gathers)
+    # What is read at a moment must have started before: starts at one moment come first.
+    for moment, kind, place in sorted([*starts, *reads], key=_starts_first):
+        now, at = now + moment - at, moment
+        if kind == 0:
+            waits[place] = max(0.0, ends[place] - now)
+            now = max(now, ends[place])
+        else:
+            transfer = (gathers if kind == 1 else others)[place]
+            free = max(now, free) + transfer.seconds
+            if kind == 1:
+                ends[place] = free
+    return max(now + last - at, free), waits
+
+
+def _starts_first(event: tuple[float, int, int]) -> tuple[float, bool, int, int]:
+    moment, kind, place = event
+    return moment, kind == 0, kind, place

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from torchspmd.comm import Kind
 from torchspmd.step.graph.collectives import events_of
 from torchspmd.step.graph.cost import CostModel, check_cost, device_of
+from torchspmd.step.graph.memory import predict_peak
 from torchspmd.step.graph.options import check_bucket_size, check_flags, check_overlap
 from torchspmd.step.graph.reports import PassReport
 from torchspmd.step.passes.bucket import comm_fusion_with_concat
@@ -18,6 +19,8 @@ from torchspmd.step.passes.optimizer import remove_copy_from_optimizer
 from torchspmd.step.passes.overlap import prefetch_gathers, schedule_comm_wait
 
 _SMALLEST_MB, _LARGEST_MB, _MORE = 1.0, 64.0, 2.0
+_IN_FLIGHT = 2  # buckets that are gathered where memory is at its peak
+_KEPT = 0.01  # of the peak memory
 
 
 def default_passes(
@@ -43,9 +46,10 @@ def default_passes(
     check_overlap("default_passes", overlap_iterations)
     check_cost(cost, "default_passes")
     passes: tuple[Callable[[Any], Any], ...] = (
-        dedupe_collectives,  # the same bytes are not sent twice
+        _dedupe,  # the same bytes are not sent twice
         functools.partial(_fuse, bucket_size_mb=bucket_size_mb, cost=cost),
-        prefetch_gathers,  # of fully sharded parameters, before the layer that needs them
+        # fully sharded parameters, before the layers that need them
+        functools.partial(_prefetch, bucket_size_mb=bucket_size_mb, cost=cost),
         schedule_comm_wait,  # starts early, waits late
         remove_copy_from_optimizer,
     )
@@ -55,6 +59,28 @@ def default_passes(
         is_auto = overlap_iterations == "auto"
         passes += (functools.partial(defer_updates, cost=cost, only_if_faster=is_auto),)
     return passes
+
+
+def _dedupe(gm: Any) -> PassReport:
+    """Whole parameters that cost next to no memory are kept from forward to backward."""
+    peak = predict_peak(gm.graph, frozenset()).total_bytes / 2**20
+    report: PassReport = dedupe_collectives(gm, keep_mb=_KEPT * peak)
+    return report
+
+
+def _or_guess(gm: Any, cost: CostModel | None) -> CostModel:
+    return cost or CostModel.for_device(device_of(gm.graph))
+
+
+def _prefetch(
+    gm: Any, bucket_size_mb: float | None, cost: CostModel | None
+) -> PassReport:
+    """Two buckets may be on their way when memory is at its peak, as FSDP2 has them."""
+    size = choose_bucket_size(gm, cost) if bucket_size_mb is None else bucket_size_mb
+    report: PassReport = prefetch_gathers(
+        gm, cost=_or_guess(gm, cost), memory_budget_mb=_IN_FLIGHT * size
+    )
+    return report
 
 
 def _fuse(gm: Any, bucket_size_mb: float | None, cost: CostModel | None) -> PassReport:
@@ -74,7 +100,7 @@ def choose_bucket_size(gm: Any, cost: CostModel | None = None) -> float:
     computed: there computing counts instead of w.
     """
     check_cost(cost, "choose_bucket_size")
-    cost = cost or CostModel.for_device(device_of(gm.graph))
+    cost = _or_guess(gm, cost)
     events = [
         event
         for _, event in events_of(gm.graph)

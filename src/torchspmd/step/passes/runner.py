@@ -298,12 +298,21 @@ def _record(
         compared.update(each.observe(report, seen or before, gm.graph) or ())
     is_quiet = any(each.is_quiet for each in _observers.get())
     if outcome.changed == 0 and not is_quiet:
-        why = "; ".join(outcome.refused) or "it found nothing to work on"
+        why = _first_of(outcome.refused) or "it found nothing to work on"
         warnings.warn(f"{report.name} changed nothing: {why}.", PassWarning, 4)
     if not compared.issuperset(proof.unproved):
         warnings.warn(proof.doubt(report.name, compared), PassWarning, 4)
     _history(gm).append((key, report))
     return report
+
+
+_SHOWN = 4  # reasons in one warning; the report has all
+
+
+def _first_of(reasons: Sequence[str]) -> str:
+    rest = len(reasons) - _SHOWN
+    more = [f"and {rest} more (see the report)"] if rest > 0 else []
+    return "; ".join([*reasons[:_SHOWN], *more])
 
 
 @contextlib.contextmanager
