@@ -102,6 +102,24 @@ def test_graph_task():
     assert 0 <= first < second
 
 
+def test_after_backward():
+    order = []
+
+    def first():
+        order.append("first")
+        _torch.after_backward(lambda: order.append("last"))
+
+    def ask(gradient):
+        _torch.after_backward(first)
+        _torch.after_backward(lambda: order.append("second"))
+
+    tensor = torch.ones(1, requires_grad=True)
+    tensor.register_hook(ask)
+    tensor.register_post_accumulate_grad_hook(lambda t: order.append("added"))
+    (tensor * 2).backward()
+    assert order == ["added", "first", "second", "last"]
+
+
 def test_current_node():
     _, (first, second) = _during_backward(lambda: _torch.current_node().name())
     assert _torch.current_node() is None

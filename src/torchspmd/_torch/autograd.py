@@ -25,6 +25,10 @@ graph_task: Callable[[], int] = torch._C._current_graph_task_id
 # The autograd node whose backward runs now in this thread; None outside of one.
 current_node: Callable[[], Any] = torch._C._current_autograd_node
 
+# Call something when the backward pass that runs now is done, in the order of the calls.
+after_backward: Callable[[Callable[[], None]], None]
+after_backward = torch.autograd.Variable._execution_engine.queue_callback
+
 # The number of the nodes that add to a parameter's gradient: they run as soon as they can.
 ACCUMULATE_SEQUENCE = 2**64 - 1
 

@@ -1,7 +1,7 @@
 """``parallelize_module``: check everything, then put the styles on the modules."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from torch import nn
@@ -24,6 +24,7 @@ from torchspmd.parallel.axis import (
 from torchspmd.parallel.plan.assignment import Assignment
 from torchspmd.parallel.plan.plan import Style
 from torchspmd.parallel.plan.resolve import resolve
+from torchspmd.parallel.replicas import Replicas, is_meant
 from torchspmd.parallel.style import ParallelStyle, Place
 
 M = TypeVar("M", bound=nn.Module)
@@ -37,6 +38,7 @@ def parallelize_module(
     parallelize_plan: Style | Mapping[str, Style] | None = None,
     *,
     src_data_rank: int | None = 0,
+    per_rank: Collection[str] = (),
 ) -> M:
     """Lay a module over one axis of a mesh, by a style or a plan.
 
@@ -55,6 +57,10 @@ def parallelize_module(
             the empty pattern is the module itself.
         src_data_rank: Rank of the axis whose values all ranks get, so that the result
             is that of one device; None keeps each rank's own values.
+        per_rank: Patterns of parameters (or modules) that are each rank's own on purpose,
+            such as shards that were cut by hand. All others that every rank holds whole
+            are compared at the end of backward passes 1, 2, 4, 8, ...: a rank with other
+            values or gradients is a ``CheckError`` there.
 
     Raises:
         PlanError: The plan does not fit; lists every problem.
@@ -77,11 +83,33 @@ def parallelize_module(
             "style, or a dict from module patterns to styles."
         )
     assignments = resolve(parallelize_plan, module, axis).assignments
+    _check_patterns(module, per_rank)
+    axis = replace(axis, replicas=Replicas(module, axis.mesh, per_rank))
     slots = _plain_slots(module)
     for assignment in assignments:
         _place(assignment, axis, src_data_rank)
     _retire_replaced(slots)
     return module
+
+
+def _check_patterns(module: nn.Module, per_rank: Collection[str]) -> None:
+    if isinstance(per_rank, str):
+        raise UsageError(
+            f"parallelize_module: per_rank is the text {per_rank!r}; pass a list of "
+            "patterns."
+        )
+    names = [name for name, _ in module.named_parameters()]
+    unused = [
+        repr(pattern)
+        for pattern in per_rank
+        if not any(is_meant(pattern, name) for name in names)
+    ]
+    if unused:
+        raise UsageError(
+            f"parallelize_module: per_rank names {', '.join(unused)}, which no parameter "
+            f"of {type(module).__name__} matches. Pass names of parameters or modules, in "
+            "which * and ? are wildcards."
+        )
 
 
 def _place(assignment: Assignment, axis: Axis, src_data_rank: int | None) -> None:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torchspmd import _torch
 from torchspmd.errors import LayoutError, UsageError, WorldError
 from torchspmd.layout.names import axis_names, format_mesh
+from torchspmd.parallel.replicas import Replicas
 
 _MAX_SPECS = 256  # shapes of activations that one axis remembers
 
@@ -21,6 +22,7 @@ class Axis:
     """A mesh of one axis: its name, its group, and this rank's place in it.
 
     It is shared, never copied: a deep copy of a module keeps talking to the same ranks.
+    ``replicas`` are those of the module that was laid over it, to be compared.
     """
 
     mesh: DeviceMesh
@@ -28,6 +30,7 @@ class Axis:
     size: int
     rank: int
     group: str
+    replicas: Replicas | None = field(default=None, repr=False)
     _specs: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
 
     def spec(

@@ -25,10 +25,10 @@ from torchspmd.parallel.parameters import (
     wrong_shard,
 )
 from torchspmd.parallel.redistribute import (
+    begin_backward,
     change_layout,
     finish_reduce,
     move,
-    refuse_double_backward,
     start_reduce,
     take_shard,
 )
@@ -164,9 +164,9 @@ class _LocalLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        refuse_double_backward(LocalLinear.__name__)
         call = ctx.call
         steps, axis = call.steps, call.axis
+        begin_backward(LocalLinear.__name__, gradient, axis)
         whole, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
         gradient = move(

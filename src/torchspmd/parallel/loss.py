@@ -22,7 +22,7 @@ from torchspmd.parallel.axis import (
 )
 from torchspmd.parallel.redistribute import (
     all_reduce_max,
-    refuse_double_backward,
+    begin_backward,
     unwrap,
 )
 
@@ -140,7 +140,7 @@ class _RowLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        refuse_double_backward(_CALL)
+        begin_backward(_CALL, gradient, None)
         share, index, is_mine, weight, weight_of_target, counts = ctx.saved_tensors
         options = ctx.options
         gradient = gradient.masked_fill(~counts, 0)  # also where it is infinite

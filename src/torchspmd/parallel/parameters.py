@@ -27,7 +27,8 @@ from torchspmd.layout.retired import set_successor, successor
 from torchspmd.parallel.axis import (
     Axis,
 )
-from torchspmd.parallel.redistribute import change_layout, refuse_double_backward
+from torchspmd.parallel.redistribute import begin_backward, change_layout
+from torchspmd.parallel.replicas import LAYOUTS
 
 # ----------------------------------------------------------------------------
 # State dicts of modules whose parameters DistributedDataParallel has unwrapped.
@@ -35,8 +36,6 @@ from torchspmd.parallel.redistribute import change_layout, refuse_double_backwar
 # It registers this rank's shards as plain parameters and, from the first forward on, puts
 # DTensors around them where no state dict looks: into plain attributes. Saving would drop
 # the parameters silently, or take one rank's shard for the whole.
-
-_LAYOUTS = "_torchspmd_layouts"  # on a module: the layout of each placed parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,7 @@ class ParameterLayout:
 
 def remember_layout(module: nn.Module, name: str, placed: DTensor) -> None:
     """Let the module save and load a parameter as it was placed."""
-    known = getattr(module, _LAYOUTS, None)
+    known = getattr(module, LAYOUTS, None)
     if known is None:
         module.register_state_dict_post_hook(save_unwrapped)
         module.register_load_state_dict_pre_hook(load_unwrapped)
@@ -77,7 +76,7 @@ def remember_layout(module: nn.Module, name: str, placed: DTensor) -> None:
         placed.stride(),
         _torch.local_tensor(placed).shape,
     )
-    setattr(module, _LAYOUTS, {**(known or {}), name: layout})
+    setattr(module, LAYOUTS, {**(known or {}), name: layout})
 
 
 def unwrapped_parameters(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -90,7 +89,7 @@ def unwrapped_parameters(module: nn.Module) -> Iterator[tuple[str, Any]]:
         **vars(module),
         **dict(module.named_parameters(recurse=False, remove_duplicate=False)),
     }
-    for name, layout in getattr(module, _LAYOUTS, {}).items():
+    for name, layout in getattr(module, LAYOUTS, {}).items():
         value: Any = held.get(name)
         if isinstance(value, DTensor) and not isinstance(value, nn.Parameter):
             yield name, value
@@ -260,7 +259,8 @@ class _LocalShards(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        refuse_double_backward("a parallel layer")
+        given = next((gradient for gradient in gradients if gradient is not None), None)
+        begin_backward("a parallel layer", given, ctx.sum_over)
         if ctx.sum_over is not None:
             gradients = sum_over_axis(gradients, ctx.sum_over)
             return None, *map(wrap_gradient, gradients, ctx.specs)

@@ -295,17 +295,23 @@ def wrap(
     return wrapped
 
 
-def refuse_double_backward(what: str) -> None:
-    """Raise in a backward that is to be differentiated again.
+def begin_backward(what: str, gradient: torch.Tensor | None, axis: Axis | None) -> None:
+    """What every backward of a layer begins with: checks that are nearly free.
 
-    ``once_differentiable`` says it too, at several times the host time.
+    ``once_differentiable`` refuses second derivatives too, at several times the host time.
     """
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        return
+    if torch.is_grad_enabled():
         raise UsageError(
             f"backward of {what} with create_graph=True: the gradients of parallel "
             "layers cannot be differentiated again. Use the layer without its style, or "
             "torch.distributed.tensor.parallel, where second derivatives are needed."
         )
+    if axis is not None and axis.replicas is not None and gradient is not None:
+        if isinstance(gradient, DTensor):
+            gradient = _torch.local_tensor(gradient)
+        axis.replicas.note_backward(gradient)
 
 
 class _Redistribute(torch.autograd.Function):
@@ -333,8 +339,8 @@ class _Redistribute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        refuse_double_backward("a parallel layer")
         arriving, leaving, axis, shape, from_dtensor = ctx.call
+        begin_backward("a parallel layer", gradient, axis)
         if isinstance(gradient, DTensor):
             gradient, arriving = unwrap_gradient(gradient, arriving)
         moved = move(gradient, arriving, leaving, axis, shape)

@@ -21,9 +21,9 @@ from torchspmd.parallel.parameters import (
     wrap_gradient,
 )
 from torchspmd.parallel.redistribute import (
+    begin_backward,
     change_layout,
     move,
-    refuse_double_backward,
     take_shard,
     unwrap_gradient,
 )
@@ -134,9 +134,9 @@ class _LocalNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        refuse_double_backward(LocalLayerNorm.__name__)
         call = ctx.call
         axis, layout = call.route.axis, call.layout
+        begin_backward(LocalLayerNorm.__name__, gradient, axis)
         local, arriving = unwrap_gradient(gradient, layout)
         local = move(local, arriving, layout, axis, call.shape)
         input, mean, scale, weight, bias = ctx.saved_tensors

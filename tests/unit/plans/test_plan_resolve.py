@@ -1,6 +1,9 @@
 """Every reason why a plan does not fit, and that nothing has changed then."""
 
+import random
 import re
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from torchspmd.parallel import (
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
+    auto_plan,
 )
 from torchspmd.parallel.plan.plan import Plan
 from torchspmd.parallel.plan.resolve import resolve
@@ -278,7 +282,12 @@ def test_a_whole_tensor_into_sequence_parallel_would_be_tiled():
         "'0' (RowwiseParallel()) returns Replicate(), but '1' (SequenceParallel()) takes "
         "Shard(1); give '0' output_layouts=Shard(1)"
     )
-    (problem,) = problems({"1": SequenceParallel(use_local_output=True)}, model)
+    before, problem = problems({"1": SequenceParallel(use_local_output=True)}, model)
+    assert before == (
+        "'1' (SequenceParallel(use_local_output=True)) takes Shard(1), but '0' before it "
+        "has no style, so that its parameters get the gradients of one rank's part; give "
+        "'0' SequenceParallel(), or '1' a style that takes Replicate()"
+    )
     assert problem == (
         "'1' (SequenceParallel(use_local_output=True)) returns Shard(1), but '2' has no "
         "style and needs the whole tensor, or its parameters get the gradients of one "
@@ -334,23 +343,94 @@ def test_layers_built_with_the_features_of_one_rank_are_not_judged():
     assert resolve({"0": COLWISE, "2": ROWWISE}, model, {"tp": 2})
 
 
+def test_a_norm_without_a_style_before_a_layer_that_takes_a_part_of_the_tokens():
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    plan = {
+        "1": ColwiseParallel(input_layouts=Shard(0)),
+        "3": RowwiseParallel(output_layouts=Shard(0)),
+    }
+    (problem,) = problems(plan, model)
+    assert "'0' before it has no style" in problem
+    assert "give '0' SequenceParallel(sequence_dim=0), or '1' a style" in problem
+    model[0].weight.register_hook(lambda gradient: gradient)  # may add it up
+    assert resolve(plan, model, {"tp": 2})
+    assert resolve(plan, model.requires_grad_(False), {"tp": 2})
+
+
 class WritesInForward(nn.Module):
     def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
         self.calls = 0
+        self.seen, self.config = [], {"nested": [SimpleNamespace(calls=0)]}
+        self.register_buffer("ema", torch.ones(8))
+        self.up.register_forward_hook(self.note)
+        kept = self.kept = []
+        self.up.register_forward_hook(lambda module, args, output: kept.append(output))
+
+    shared: ClassVar[list[Any]] = []
+
+    def note(self, module, args, output):
+        self.seen.append(output)
 
     def forward(self, x):
+        print("forward")
         self.calls += 1
-        self.last = self.up(x)
+        self.up.calls = self.config["nested"][0].calls = self.calls
+        self.ema.mul_(0.9)
+        self.seen.append(x)
+        self.shared.append(x)
+        self.last = self.up(x) + torch.rand(()) + random.random()
         return self.down(self.last)
 
 
-def test_looking_at_a_forward_leaves_no_trace_in_the_module():
+@pytest.mark.parametrize("way", (resolve, auto_plan, Plan.preview))
+def test_looking_at_a_forward_leaves_no_trace_in_the_module(way, capsys):
     model = WritesInForward()
-    (problem,) = problems({"up": COLWISE}, model)
-    assert "returns Shard(-1)" in problem
-    assert model.calls == 0
+    names, ema = set(vars(model)), model.ema
+    states = torch.get_rng_state(), random.getstate()
+    if way is resolve:
+        assert resolve({"up": COLWISE, "down": ROWWISE}, model, {"tp": 2})
+    elif way is auto_plan:
+        auto_plan(model, leave=("up", "down"))
+    else:
+        Plan({"up": COLWISE, "down": ROWWISE}).preview(model, {"tp": 2})
+    assert set(vars(model)) == names and not hasattr(model.up, "calls")
+    assert (model.calls, model.config["nested"][0].calls) == (0, 0)
+    assert not (model.seen or model.kept or model.shared)
+    assert model.ema is ema and ema.eq(1).all()
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert not capsys.readouterr().out
+
+
+CALLS = []
+
+
+class WritesGlobals(WritesInForward):
+    def forward(self, x):
+        CALLS.append(x)
+        return self.down(self.up(x))
+
+
+class WritesThroughAMethod(WritesInForward):
+    def forward(self, x):
+        return self._run(x)
+
+    def _run(self, x):
+        count_globally()
+        return self.down(self.up(x))
+
+
+def count_globally():
+    global CALLS  # noqa: PLW0603
+    CALLS = [*CALLS, 1]
+
+
+@pytest.mark.parametrize("kind", (WritesGlobals, WritesThroughAMethod))
+def test_a_forward_that_may_change_globals_is_not_run(kind):
+    assert resolve({"up": COLWISE}, kind(), {"tp": 2})
+    assert not CALLS
 
 
 def test_a_forward_that_cannot_be_followed_is_not_judged():

@@ -23,12 +23,13 @@ from torchspmd.parallel.plan.assignment import (
     own_style,
     parameter_layouts,
 )
+from torchspmd.parallel.plan.copies import copy_to_meta
 from torchspmd.parallel.plan.run import (
     Inputs,
     NotRunnableError,
     call_on_meta,
-    meta_state,
     module_hooks,
+    state_of,
 )
 from torchspmd.parallel.style import StyleLayouts
 
@@ -45,13 +46,18 @@ def find_fixed_sizes(
     layouts = [_feature_layouts(assignment) for assignment in assignments]
     if num_ranks == 1 or None in layouts:
         return None
+    model = copy_to_meta(model)
     state = _local_state(model, assignments, num_ranks)
     with contextlib.ExitStack() as hooks:
         for assignment, known in zip(assignments, layouts, strict=True):
             assert known is not None
             collectives = _Collectives(assignment.module, known, num_ranks)
             hooks.enter_context(
-                module_hooks(assignment.module, collectives.enter, collectives.leave)
+                module_hooks(
+                    model.get_submodule(assignment.path),
+                    collectives.enter,
+                    collectives.leave,
+                )
             )
         try:
             with torch.no_grad():
@@ -77,7 +83,7 @@ def _local_state(
     model: nn.Module, assignments: Sequence[Assignment], num_ranks: int
 ) -> dict[str, torch.Tensor]:
     """Tensors without values, as rank 0 holds the parameters; ties are kept."""
-    state = meta_state(model)
+    state = state_of(model)
     made: dict[int, torch.Tensor] = {}
     for assignment in assignments:
         for path, layout in (parameter_layouts(assignment) or {}).items():

@@ -5,7 +5,6 @@ nodes. What cannot be traced (control flow, shapes in the code) is not judged he
 shape is then an error at the first call.
 """
 
-import copy
 import dataclasses
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from torchspmd.layout.placements import (
 )
 from torchspmd.parallel.linear import ColwiseParallel
 from torchspmd.parallel.plan.assignment import Assignment, own_style
-from torchspmd.parallel.plan.run import random_numbers_kept
+from torchspmd.parallel.plan.copies import copy_to_meta, reaches_globals, traces_kept
 from torchspmd.parallel.plan.text_form import (
     describe_style,
 )
@@ -95,7 +94,10 @@ class Reach:
 
 
 def follow_outputs(parent: nn.Module) -> list[Reach]:
-    """Where the output of each module inside ``parent`` goes; empty if not traceable."""
+    """Where the output of each module inside ``parent`` goes; empty if not traceable.
+
+    Its forward is run: give a copy.
+    """
     graph = _trace(parent)
     nodes = [] if graph is None else [n for n in graph.nodes if n.op == "call_module"]
     return [_reach(node, parent) for node in nodes]
@@ -109,16 +111,11 @@ class _LeafChildren(fx.Tracer):
 
 
 def _trace(module: nn.Module) -> fx.Graph | None:
-    if isinstance(module, _CONTAINERS):
+    if isinstance(module, _CONTAINERS) or reaches_globals(module):
         return None
-    # A forward may write to its module; a copy of the module's own namespace keeps
-    # traces of this tracing out of the user's.
     try:
-        traced = copy.copy(module)
-        for name in ("_modules", "_buffers", "_parameters"):
-            setattr(traced, name, dict(getattr(module, name)))
-        with random_numbers_kept():
-            return _LeafChildren().trace(traced)
+        with traces_kept():
+            return _LeafChildren().trace(module)
     except Exception:  # the user's code on fx proxies can raise anything
         return None
 
@@ -189,8 +186,10 @@ def find_mismatched_neighbours(
     styles = {id(a.module): own_style(a.style) for a in assignments}
     parents = dict.fromkeys(a.path.rpartition(".")[0] for a in assignments if a.path)
     problems: list[str] = []
+    copied = copy_to_meta(tree[""]) if parents else None
     for parent in parents:
-        for reach in follow_outputs(tree[parent]):
+        assert copied is not None
+        for reach in follow_outputs(copied.get_submodule(parent)):
             problems += _judge(reach, parent, tree, styles)
     return list(dict.fromkeys(problems))
 
@@ -222,8 +221,8 @@ def _producer(
 ) -> _Neighbour | None:
     """What a module returns, as a plain tensor; None where that is not certain."""
     if id(module) not in styles:
-        is_whole = type(module) is nn.Linear
-        return _Neighbour(path, module, None, Replicate()) if is_whole else None
+        is_known = type(module) is nn.Linear or _is_trained_leaf(module)
+        return _Neighbour(path, module, None, Replicate()) if is_known else None
     style = styles[id(module)]
     layouts = style.layouts(module) if style is not None else None
     if layouts is None or not layouts.local_output:
@@ -247,15 +246,30 @@ def _consumer(
     layout = _taken(style, module)
     if layout is None:
         return None
-    if producer.style is None:
-        # A Linear without a style is whole in its features; its tokens may not be. It
-        # may also have been built with the features of one rank.
-        fits = (
-            isinstance(module, nn.Linear) and _features(producer) == module.in_features
-        )
-        if layout != Shard(-1) or not fits:
-            return None
+    if producer.style is None and not _can_judge_plain(producer, module, layout):
+        return None
     return _Neighbour(path, module, style, layout)
+
+
+def _can_judge_plain(
+    producer: _Neighbour, module: nn.Module, layout: Placement
+) -> bool:
+    """Whether a module before this one, without a style, is certainly wrong there."""
+    if layout == Shard(-1):
+        # A Linear without a style is whole in its features. It may also have been built
+        # with the features of one rank.
+        fits = isinstance(module, nn.Linear) and isinstance(producer.module, nn.Linear)
+        return fits and _features(producer) == _read_features(module)
+    # Whatever it gets, what comes back is the gradient of one rank's part.
+    return isinstance(layout, Shard) and _is_trained_leaf(producer.module)
+
+
+def _is_trained_leaf(module: nn.Module) -> bool:
+    """A layer whose gradients nobody reduces by a hook."""
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    hooks = (_torch.hooks_of(p, _torch.GRADIENT_HOOK_TABLES) for p in parameters)
+    is_leaf = next(module.children(), None) is None
+    return is_leaf and bool(parameters) and not any(map(list, hooks))
 
 
 def _taken(style: ParallelStyle | None, module: nn.Module) -> Placement | None:
@@ -304,6 +318,13 @@ def _certainly_differ(first: Placement, second: Placement) -> bool:
 
 def _text(producer: _Neighbour, consumer: _Neighbour) -> str:
     returned, taken = map(format_placement, (producer.layout, consumer.layout))
+    if producer.style is None and consumer.layout != Shard(-1):
+        return (
+            f"'{consumer.path}' ({describe_style(consumer.style)}) takes {taken}, but "
+            f"'{producer.path}' before it has no style, so that its parameters get the "
+            f"gradients of one rank's part; give '{producer.path}' {_summing(consumer)}, "
+            f"or '{consumer.path}' a style that takes Replicate()"
+        )
     if producer.style is None:
         return (
             f"'{consumer.path}' ({describe_style(consumer.style)}) takes {taken}, but "
@@ -320,6 +341,12 @@ def _text(producer: _Neighbour, consumer: _Neighbour) -> str:
         f"{source}, but '{consumer.path}' has no style and needs the whole tensor, or its "
         f"parameters get the gradients of one rank's part; {fix}"
     )
+
+
+def _summing(consumer: _Neighbour) -> str:
+    assert isinstance(consumer.layout, Shard)
+    dim = consumer.layout.dim
+    return f"SequenceParallel({f'sequence_dim={dim}' if dim != 1 else ''})"
 
 
 def _split_text(producer: _Neighbour, function: str) -> str:

@@ -19,6 +19,7 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 
 from torchspmd import _torch
+from torchspmd.parallel.plan.copies import copy_to_meta, to_meta, traces_kept
 
 Inputs = Mapping[str, Any] | tuple[Any, ...]
 
@@ -105,7 +106,8 @@ def record(model: nn.Module, inputs: Inputs, paths: Collection[str] = ()) -> Rec
     Raises:
         NotRunnableError: The model needs values to run.
     """
-    state = meta_state(model)
+    model = copy_to_meta(model)
+    state = state_of(model)
     module_calls: list[ModuleCall] = []
     function_calls: list[FunctionCall] = []
     with contextlib.ExitStack() as stack:
@@ -121,7 +123,7 @@ def record(model: nn.Module, inputs: Inputs, paths: Collection[str] = ()) -> Rec
 def call_on_meta(
     model: nn.Module, state: dict[str, torch.Tensor], inputs: Inputs
 ) -> Any:
-    """The model's output on the meta device, with these tensors as its state."""
+    """The output of a copied model on the meta device, with these tensors as its state."""
     positional: tuple[Any, ...] = ()
     named: dict[str, Any] = {}
     if isinstance(inputs, Mapping):
@@ -130,7 +132,7 @@ def call_on_meta(
         positional = tuple(map(to_meta, inputs))
     running: list[str] = []
     try:
-        with torch.device("meta"), random_numbers_kept(), _noting(model, running):
+        with torch.device("meta"), traces_kept(), _noting(model, running):
             return functional_call(model, state, positional, named)
     except Exception as error:  # the user's forward can raise anything
         first_line = str(error).strip().partition("\n")[0]
@@ -168,13 +170,6 @@ def module_hooks(module: nn.Module, enter: Any, leave: Any) -> Iterator[None]:
         yield
 
 
-def random_numbers_kept() -> contextlib.AbstractContextManager[None]:
-    """A context after which the user's generators are as before."""
-    is_used = torch.cuda.is_available() and torch.cuda.is_initialized()
-    devices = range(torch.cuda.device_count()) if is_used else ()
-    return torch.random.fork_rng(devices=list(devices))
-
-
 def guess_inputs(model: nn.Module, batch: int, seq: int) -> Inputs:
     """Token ids for a model with an embedding, else features for its first Linear."""
     for module in model.modules():
@@ -199,23 +194,12 @@ def describe_inputs(inputs: Inputs) -> str:
     )
 
 
-def to_meta(value: Any) -> Any:
-    """A tensor without values; anything else as it is."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return torch.empty_like(value, device="meta", requires_grad=value.requires_grad)
-
-
-def meta_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A tensor without values for each parameter and buffer, ties kept."""
-    made: dict[int, torch.Tensor] = {}
-    state = [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
-    for _, tensor in state:
-        made.setdefault(id(tensor), to_meta(tensor))
-    return {path: made[id(tensor)] for path, tensor in state}
+def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter and buffer, under each of its names."""
+    state: dict[str, torch.Tensor] = {}
+    state |= model.named_parameters(remove_duplicate=False)
+    state |= model.named_buffers(remove_duplicate=False)
+    return state
 
 
 class _FunctionRecorder(TorchFunctionMode):
