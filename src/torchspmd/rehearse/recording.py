@@ -61,6 +61,8 @@ class Site(NamedTuple):
     line: str
 
 
+NOWHERE = Site("", Phase.INIT, 0, "")
+
 # ----------------------------------------------------------------------------
 # Memory
 
@@ -72,7 +74,7 @@ class Alloc(NamedTuple):
         storage: Its number, the key into ``Recording.storages``.
         nbytes: Bytes that were asked for, before the allocator rounds them up.
         stream: The stream that was current.
-        op_index: ``index`` of the operator that made it; -1 outside of operators.
+        op: ``number`` of the operator that made it; -1 outside of operators.
         site: Module, phase, step and line.
         workspace: True for memory that a kernel uses while it runs, and that no tensor
             shows: its ``Free`` follows at once.
@@ -81,7 +83,7 @@ class Alloc(NamedTuple):
     storage: int
     nbytes: int
     stream: int
-    op_index: int
+    op: int
     site: Site
     workspace: bool = False
 
@@ -93,7 +95,7 @@ class Free(NamedTuple):
 
 
 class RecordStream(NamedTuple):
-    """``tensor.record_stream``: the storage, once freed, waits for what this stream holds."""
+    """``record_stream``: the storage, once freed, waits for what this stream holds."""
 
     storage: int
     stream: int
@@ -125,7 +127,7 @@ class Op(NamedTuple):
     """One operator that ran on the device (or copied from or to it).
 
     Attributes:
-        index: Its place among operators and communications.
+        number: Its place among operators and communications.
         name: As in ``aten.mm.default``.
         inputs: Tensor arguments, flattened, in order.
         outputs: Tensor results, flattened; those of in-place operators are inputs too.
@@ -139,7 +141,7 @@ class Op(NamedTuple):
         views: Whether it launches nothing: its results are views of its arguments.
     """
 
-    index: int
+    number: int
     name: str
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
@@ -155,7 +157,7 @@ class Comm(NamedTuple):
     """One communication, issued from ``stream``, run on ``comm_stream``.
 
     Attributes:
-        index: Its place among operators and communications.
+        number: Its place among operators and communications.
         kind: As in ``all_gather``, ``reduce_scatter``, ``send``.
         op: ``namespace.name`` of the operator.
         group: Name of the process group.
@@ -172,7 +174,7 @@ class Comm(NamedTuple):
         site: Module, phase, step and line.
     """
 
-    index: int
+    number: int
     kind: str
     op: str
     group: str
@@ -194,9 +196,9 @@ class Comm(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """``stream`` waits for the communication with this index."""
+    """``stream`` waits for the communication of this number."""
 
-    comm_index: int
+    comm: int
     stream: int
     site: Site
 
@@ -291,7 +293,7 @@ class StorageInfo:
     name: str = ""
     module: str = ""
     saved: bool = False
-    site: Site = Site("", Phase.INIT, 0, "")
+    site: Site = NOWHERE
 
 
 @dataclass(slots=True)
