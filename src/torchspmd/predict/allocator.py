@@ -276,10 +276,10 @@ class _Addresses:
         self._gaps: list[tuple[int, int]] = []  # address and size, by address
 
     def take(self, nbytes: int) -> int:
-        for place, (_, size) in enumerate(self._gaps):
-            if size >= nbytes:
-                address, size = self._gaps.pop(place)
-                break
+        gaps = enumerate(self._gaps)
+        place = next((place for place, gap in gaps if gap[1] >= nbytes), None)
+        if place is not None:
+            address, size = self._gaps.pop(place)
         else:
             size = -(-nbytes // _ADDRESS_CHUNK) * _ADDRESS_CHUNK
             address = self._bottom = self._bottom - size
