@@ -395,6 +395,10 @@ class Allocator:
                 elif not block.is_split:
                     self._release(pool, block)
 
+    def lift_limits(self) -> None:
+        """From now on the device has as much memory as is asked for."""
+        self.capacity = self._allowed = None
+
     # Blocks of the cache
 
     def _pool(self, block: Block) -> _Pool:
