@@ -1,0 +1,143 @@
+"""Train a model on random data, on one GPU or under torchrun.
+
+    python benchmarks/training/train.py --model llama --precision autocast --recompute
+    torchrun --nproc-per-node 4 benchmarks/training/train.py --parallel fsdp2
+
+An ordinary training script: it knows nothing of rehearsals. At the end of each step it
+prints what ``torch.cuda`` says of memory since the last one, as any such script may.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+
+import torch
+import torch.distributed as dist
+from models import MODELS
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=MODELS, default="gpt")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--batch", type=int, default=8, help="on each rank")
+    parser.add_argument("--sequence", type=int, default=1024)
+    parser.add_argument(
+        "--precision", choices=["fp32", "bf16", "autocast"], default="bf16"
+    )
+    parser.add_argument("--recompute", action="store_true", help="checkpoint blocks")
+    parser.add_argument(
+        "--optimizer",
+        choices=["adamw-fused", "adamw-foreach", "sgd"],
+        default="adamw-fused",
+    )
+    parser.add_argument("--clip", type=float, help="largest norm of the gradients")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument(
+        "--parallel", choices=["none", "ddp", "fsdp2", "hsdp"], default="none"
+    )
+    parser.add_argument("--steps", type=int, default=4)
+    return parser.parse_args()
+
+
+def build(options: argparse.Namespace, device: torch.device) -> nn.Module:
+    kind, _ = MODELS[options.model]
+    with device:
+        model = kind(
+            layers=options.layers,
+            width=options.width,
+            sequence=options.sequence,
+            recompute=options.recompute,
+        )
+    if options.precision == "bf16" and options.parallel not in ("fsdp2", "hsdp"):
+        model = model.to(torch.bfloat16)
+    return parallelize(model, options, device)
+
+
+def parallelize(
+    model: nn.Module, options: argparse.Namespace, device: torch.device
+) -> nn.Module:
+    if options.parallel == "ddp":
+        return DistributedDataParallel(model, device_ids=[device.index])
+    if options.parallel in ("fsdp2", "hsdp"):
+        world_size = dist.get_world_size()
+        if options.parallel == "hsdp":
+            shape, names = (2, world_size // 2), ("replicate", "shard")
+        else:
+            shape, names = (world_size,), ("shard",)
+        mesh = init_device_mesh("cuda", shape, mesh_dim_names=names)
+        policy = MixedPrecisionPolicy()
+        if options.precision == "bf16":
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
+
+
+def build_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    fused = name == "adamw-fused"
+    return torch.optim.AdamW(
+        model.parameters(), lr=1e-4, fused=fused, foreach=not fused
+    )
+
+
+def report(phase: str) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        figures = {
+            "phase": phase,
+            "allocated_peak": torch.cuda.max_memory_allocated(),
+            "reserved_peak": torch.cuda.max_memory_reserved(),
+            "allocated": torch.cuda.memory_allocated(),
+            "reserved": torch.cuda.memory_reserved(),
+        }
+        print(json.dumps(figures), flush=True)
+    torch.cuda.reset_peak_memory_stats()
+
+
+def main() -> None:
+    options = arguments()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    if device.index >= torch.cuda.device_count():  # ranks that share one GPU
+        device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    torch.manual_seed(0)
+    if options.parallel != "none":
+        dist.init_process_group("nccl", device_id=device)
+    model = build(options, device)
+    optim = build_optimizer(options.optimizer, model)
+    run = torch.compile(model) if options.compile else model
+    image_dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
+    make_batch = MODELS[options.model][1]
+    report("initialisation")
+    for step in range(options.steps):
+        inputs, targets = make_batch(
+            options.batch, options.sequence, device, image_dtype
+        )
+        autocast = (
+            torch.autocast("cuda", dtype=torch.bfloat16)
+            if options.precision == "autocast"
+            else contextlib.nullcontext()
+        )
+        with autocast:
+            loss = run(inputs, targets)
+        loss.backward()
+        if options.clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), options.clip)
+        optim.step()
+        optim.zero_grad()
+        report(f"step {step}")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

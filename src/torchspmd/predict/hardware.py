@@ -1,0 +1,162 @@
+"""GPUs and networks by name: every figure with its source.
+
+The figures are TOML files beside this module, or a file of the user's own. Each is a value
+and where it comes from, so that a prediction can say what it rests on.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+from torchspmd.errors import UsageError
+
+__all__ = ["Figure", "Hardware", "load_gpu", "load_network"]
+
+_FOLDER = Path(__file__).parent / "hardware"
+Rows: TypeAlias = tuple[tuple[float, ...], ...]
+
+# What memory is counted with: a file without them is refused when it is read.
+_NEEDED = {
+    "GPU": (
+        "memory.total",
+        "memory.context",
+        "memory.kernels",
+        "memory.cublas_handle",
+        "memory.cublas_workspace",
+        "memory.cublaslt_workspace",
+        "memory.nccl_library",
+        "memory.nccl_communicator",
+    ),
+    "network": ("network.port", "network.efficiency", "network.latency"),
+}
+
+
+class Figure(NamedTuple):
+    """A number, or rows of numbers, and where it comes from."""
+
+    value: float | Rows
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """A GPU, or the network between nodes.
+
+    Attributes:
+        name: As on the command line.
+        title: As its maker calls it.
+        compute_capability: Of a GPU, as in ``9.0``; "" for a network.
+        figures: By ``table.key`` of the file.
+    """
+
+    name: str
+    title: str
+    compute_capability: str
+    figures: Mapping[str, Figure]
+
+    def number(self, key: str) -> float:
+        """The figure of this key.
+
+        Raises:
+            UsageError: The file has none, or has rows in its place.
+        """
+        figure = self.figures.get(key)
+        if figure is None or isinstance(figure.value, tuple):
+            wrong = "has no" if figure is None else "has rows, not a number, for"
+            table, _, entry = key.rpartition(".")
+            raise UsageError(
+                f"The hardware file of {self.name} {wrong} {key}: add {entry} = "
+                f"{{ value = ..., source = ... }} under [{table}]."
+            )
+        return figure.value
+
+    def nbytes(self, key: str) -> int:
+        """The figure ``memory.<key>``, in bytes."""
+        return int(self.number(f"memory.{key}"))
+
+
+def load_gpu(name: str) -> Hardware:
+    """A GPU by name, as in ``h100``, or from a TOML file by its path.
+
+    Raises:
+        UsageError: No GPU of this name, or a file that is not one; the text has the names,
+            or every problem of the file.
+    """
+    return _load(name, "GPU", _FOLDER)
+
+
+def load_network(name: str) -> Hardware:
+    """A network by name, as in ``ib-ndr400``, or from a TOML file by its path.
+
+    Raises:
+        UsageError: As ``load_gpu``.
+    """
+    return _load(name, "network", _FOLDER / "networks")
+
+
+def _load(name: str, kind: str, folder: Path) -> Hardware:
+    path = Path(name) if name.endswith(".toml") else folder / f"{name.lower()}.toml"
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        names = ", ".join(sorted(path.stem for path in folder.glob("*.toml")))
+        raise UsageError(
+            f"There is no {kind} {name!r}: choose one of {names}, or give the path of a "
+            "TOML file of your own."
+        ) from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"{kind} file {path}: {error}.") from None
+    problems: list[str] = []
+    figures = _figures(data, problems)
+    problems += [f"{key} is missing" for key in _NEEDED[kind] if key not in figures]
+    if problems:
+        raise UsageError(
+            f"{kind} file {path}: {'; '.join(problems)}. The files of "
+            f"{folder} are examples."
+        )
+    return Hardware(
+        name=path.stem,
+        title=str(data.get("title", path.stem)),
+        compute_capability=str(data.get("compute_capability", "")),
+        figures=figures,
+    )
+
+
+def _figures(data: Mapping[str, Any], problems: list[str]) -> dict[str, Figure]:
+    figures: dict[str, Figure] = {}
+    for table, entries in data.items():
+        if not isinstance(entries, dict):
+            continue  # the title
+        for key, entry in entries.items():
+            figure = _figure(entry)
+            if figure is None:
+                problems.append(
+                    f"{table}.{key} is not a table with a value, a number of 0 or more or "
+                    "rows of such numbers, and a source"
+                )
+            else:
+                figures[f"{table}.{key}"] = figure
+    return figures
+
+
+def _figure(entry: object) -> Figure | None:
+    if not isinstance(entry, dict) or set(entry) != {"value", "source"}:
+        return None
+    value, source = entry["value"], entry["source"]
+    if not isinstance(source, str) or not source:
+        return None
+    if _is_number(value):
+        return Figure(value, source)
+    if isinstance(value, list) and value and all(map(_is_row, value)):
+        return Figure(tuple(tuple(row) for row in value), source)
+    return None
+
+
+def _is_row(row: object) -> bool:
+    return isinstance(row, list) and bool(row) and all(map(_is_number, row))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0

@@ -1,0 +1,325 @@
+"""What one rank of a training script did: operators, storages, streams, in program order.
+
+A recording holds no tensors and nothing of torch: it is data, for whoever adds memory up or
+prices operators. One list has every event in the order in which the script's process issued
+it; frees stand where the last reference went away.
+
+Streams are small numbers: 0 is the device's default stream, others are numbered as they are
+made. A collective runs on the stream of its communicator (``Comm.comm_stream``): it starts
+after what its issuing stream held at that moment, and ``Wait`` makes a stream wait for it.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple, TypeAlias
+
+
+class Phase(StrEnum):
+    """What the script was doing."""
+
+    INIT = "init"  # before the first call of a module
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    RECOMPUTE = "recompute"  # activation checkpointing, inside of backward
+    OPTIMIZER = "optimizer"
+    OTHER = (
+        "other"  # between: losses outside of modules, logging, zero_grad, evaluation
+    )
+
+
+class Category(StrEnum):
+    """What a storage was for, as far as the rehearsal can tell.
+
+    The first one that applies, in this order. A storage that is none of these is an
+    activation when ``saved`` (autograd kept it for backward), else a temporary.
+    """
+
+    PARAMETER = "parameter"
+    GRADIENT = "gradient"
+    OPTIMIZER_STATE = "optimizer state"
+    BUFFER = "buffer"
+    GATHERED_PARAMETER = "gathered parameter"  # FSDP: whole parameters of one group
+    COMMUNICATION = "communication"  # FSDP's and DDP's buffers, results of collectives
+    INPUT = "input"  # copied from the host
+    ACTIVATION = "activation"
+    TEMPORARY = "temporary"
+
+
+class Site(NamedTuple):
+    """Where an event comes from. Sites are shared between events.
+
+    Attributes:
+        module: Path of the module, as in ``Llama.layers.3.mlp``; "" outside of modules.
+        phase: What the script was doing.
+        step: Optimizer steps finished before, so 0 in the first step.
+        line: ``file:line function`` of the user's code; "" where there was none.
+    """
+
+    module: str
+    phase: Phase
+    step: int
+    line: str
+
+
+NOWHERE = Site("", Phase.INIT, 0, "")
+
+# ----------------------------------------------------------------------------
+# Memory
+
+
+class Alloc(NamedTuple):
+    """A new storage on the device.
+
+    Attributes:
+        storage: Its number, the key into ``Recording.storages``.
+        nbytes: Bytes that were asked for, before the allocator rounds them up.
+        stream: The stream that was current.
+        op: ``number`` of the operator that made it; -1 outside of operators.
+        site: Module, phase, step and line.
+        workspace: True for memory that a kernel uses while it runs, and that no tensor
+            shows: its ``Free`` follows at once.
+    """
+
+    storage: int
+    nbytes: int
+    stream: int
+    op: int
+    site: Site
+    workspace: bool = False
+
+
+class Free(NamedTuple):
+    """The last reference to a storage went away, or it was resized to nothing."""
+
+    storage: int
+
+
+class RecordStream(NamedTuple):
+    """``record_stream``: the storage, once freed, waits for what this stream holds."""
+
+    storage: int
+    stream: int
+
+
+# ----------------------------------------------------------------------------
+# Work
+
+
+class TensorSpec(NamedTuple):
+    """A tensor argument or result of an operator.
+
+    Attributes:
+        shape: Its local size.
+        stride: In elements.
+        dtype: As in ``bfloat16``.
+        device: ``cuda`` or ``cpu``.
+        storage: The storage's number; -1 for those on the host.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+    device: str
+    storage: int
+
+
+class Op(NamedTuple):
+    """One operator that ran on the device (or copied from or to it).
+
+    Attributes:
+        number: Its place among operators and communications.
+        name: As in ``aten.mm.default``.
+        inputs: Tensor arguments, flattened, in order.
+        outputs: Tensor results, flattened; those of in-place operators are inputs too.
+        scalars: Arguments that are no tensors and that a cost depends on, by name, such as
+            ``is_causal``, ``stride``, ``padding``, ``groups``.
+        stream: The stream that was current.
+        site: Module, phase, step and line.
+        region: Number of the ``torch.compile`` region that it is fused into; None: eager.
+        through: How the host got to it: ``eager``, ``dtensor``, ``compiled`` or ``graph``
+            (of a compiled step).
+        views: Whether it launches nothing: its results are views of its arguments.
+    """
+
+    number: int
+    name: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    scalars: tuple[tuple[str, object], ...]
+    stream: int
+    site: Site
+    region: int | None = None
+    through: str = "eager"
+    views: bool = False
+
+
+class Comm(NamedTuple):
+    """One communication, issued from ``stream``, run on ``comm_stream``.
+
+    Attributes:
+        number: Its place among operators and communications.
+        kind: As in ``all_gather``, ``reduce_scatter``, ``send``.
+        op: ``namespace.name`` of the operator.
+        group: Name of the process group.
+        ranks: Global ranks of the group, in its order.
+        axis: The mesh axis that owns the group; None when no mesh does.
+        payload_bytes: Bytes of the whole tensor, as the ledger counts them.
+        dtype: Element type.
+        inputs: What is sent.
+        outputs: What is received.
+        stream: The stream that was current: the communication starts after what it held.
+        comm_stream: The communicator's stream, where it runs.
+        is_async: False when the issuing stream waits for it at once.
+        peer: The other rank of a send or receive; -1 for collectives.
+        site: Module, phase, step and line.
+    """
+
+    number: int
+    kind: str
+    op: str
+    group: str
+    ranks: tuple[int, ...]
+    axis: str | None
+    payload_bytes: int
+    dtype: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    stream: int
+    comm_stream: int
+    is_async: bool
+    peer: int
+    site: Site
+
+
+# ----------------------------------------------------------------------------
+# Order
+
+
+class Wait(NamedTuple):
+    """``stream`` waits for the communication of this number."""
+
+    comm: int
+    stream: int
+    site: Site
+
+
+class EventRecord(NamedTuple):
+    """The event stands for all that ``stream`` holds now."""
+
+    event: int
+    stream: int
+
+
+class EventWait(NamedTuple):
+    """``stream`` waits for what the event stands for."""
+
+    event: int
+    stream: int
+
+
+class StreamWait(NamedTuple):
+    """``stream`` waits for all that ``other`` holds now."""
+
+    stream: int
+    other: int
+
+
+class Synchronize(NamedTuple):
+    """The host waits: for a stream, for an event, or for all (both None).
+
+    Attributes:
+        stream: The stream.
+        event: The event.
+        reason: The call, as in ``torch.cuda.synchronize`` or ``aten._local_scalar_dense``.
+    """
+
+    stream: int | None
+    event: int | None
+    reason: str
+
+
+class MarkKind(StrEnum):
+    """What a mark says."""
+
+    INIT_END = "init end"  # the first module is called
+    STEP_BEGIN = "step begin"  # value: the step's number, from 0
+    STEP_END = "step end"  # optimizer.step() has returned; the value is the same
+    RESET_PEAK = "reset peak"  # torch.cuda.reset_peak_memory_stats()
+    EMPTY_CACHE = "empty cache"  # torch.cuda.empty_cache()
+    SCRIPT_END = "script end"
+
+
+class Mark(NamedTuple):
+    """A point in the script's run."""
+
+    kind: MarkKind
+    value: int
+    phase: Phase = Phase.OTHER
+
+
+Event: TypeAlias = (
+    Alloc
+    | Free
+    | RecordStream
+    | Op
+    | Comm
+    | Wait
+    | EventRecord
+    | EventWait
+    | StreamWait
+    | Synchronize
+    | Mark
+)
+
+# ----------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class StorageInfo:
+    """One storage on the device, filled in while the script runs.
+
+    Attributes:
+        nbytes: Its size; the last one, where it was resized (each size has an ``Alloc``).
+        category: What it was for; see ``Category``.
+        name: Name of the parameter, gradient, state or buffer, as in
+            ``Llama.layers.0.wq.weight``; "" for others.
+        module: The module that made it.
+        saved: Whether autograd kept it for backward.
+        site: Where it was allocated.
+    """
+
+    nbytes: int
+    category: Category = Category.TEMPORARY
+    name: str = ""
+    module: str = ""
+    saved: bool = False
+    site: Site = NOWHERE
+
+
+@dataclass(slots=True)
+class Recording:
+    """All that one rank did.
+
+    Attributes:
+        world_size: Ranks of the rehearsed world.
+        rank: The one that was played.
+        gpus_per_node: Ranks on one node, in rank order.
+        events: In program order.
+        storages: Every storage that was ever on the device, by number.
+        streams: What each stream is for: ``default``, ``user``, ``communicator dp``.
+        groups: Process groups that communicated: ranks by name.
+        notes: What was assumed.
+        skipped: What was not done.
+        steps: Optimizer steps that the events have, finished ones.
+    """
+
+    world_size: int = 1
+    rank: int = 0
+    gpus_per_node: int = 8
+    events: list[Event] = field(default_factory=list)
+    storages: dict[int, StorageInfo] = field(default_factory=dict)
+    streams: dict[int, str] = field(default_factory=lambda: {0: "default"})
+    groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    steps: int = 0

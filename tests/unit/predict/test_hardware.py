@@ -1,0 +1,102 @@
+"""Hardware files: the package's own, a user's, and what is wrong with one."""
+
+from pathlib import Path
+
+import pytest
+
+from torchspmd.errors import UsageError
+from torchspmd.predict import hardware
+from torchspmd.predict.hardware import load_gpu, load_network
+
+pytestmark = pytest.mark.unit
+
+FOLDER = Path(hardware.__file__).parent / "hardware"
+GPUS = ["a100", "a100-40gb", "b200", "h100", "h200"]
+
+
+def test_the_files_are_those_that_the_docs_name():
+    assert sorted(path.stem for path in FOLDER.glob("*.toml")) == GPUS
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_every_gpu_has_what_memory_and_time_need(name):
+    gpu = load_gpu(name)
+    total = gpu.nbytes("total")
+    assert 39 * 2**30 < total < 192 * 2**30
+    assert gpu.nbytes("context") + gpu.nbytes("nccl_communicator") < 0.04 * total
+    assert gpu.number("flops.bfloat16") > gpu.number("flops.bfloat16_achieved") > 2e14
+    assert gpu.number("bandwidth.memory") > 1e12
+    assert gpu.number("launch.eager") > gpu.number("launch.compiled")
+    assert all(figure.source for figure in gpu.figures.values())
+    hopper = float(gpu.compute_capability) >= 9
+    assert gpu.nbytes("cublas_workspace") == (32 << 20 if hopper else 8519680)
+
+
+@pytest.mark.parametrize("name", ["ib-hdr200", "ib-ndr400", "efa-400"])
+def test_every_network_has_a_rate(name):
+    assert load_network(name).number("network.port") > 1e10
+
+
+def test_rows_are_sorted_by_size():
+    for name in GPUS:
+        rows = load_gpu(name).figures["collectives.all_reduce"].value
+        assert list(rows) == sorted(rows)
+
+
+def test_names_are_found_in_any_case():
+    assert load_gpu("H100").title == "NVIDIA H100 SXM 80GB"
+
+
+def test_an_unknown_name_lists_those_there_are():
+    with pytest.raises(
+        UsageError,
+        match=r"There is no GPU 'v100': choose one of a100, a100-40gb, b200, h100, h200, "
+        r"or give the path of a TOML file of your own\.",
+    ):
+        load_gpu("v100")
+    with pytest.raises(UsageError, match="no network 'x': choose one of efa-400, ib-"):
+        load_network("x")
+    with pytest.raises(UsageError, match=r"no GPU 'none\.toml'"):
+        load_gpu("none.toml")
+
+
+def test_a_file_of_the_users_own(tmp_path):
+    path = tmp_path / "mine.toml"
+    text = (FOLDER / "h100.toml").read_text()
+    path.write_text(text.replace("NVIDIA H100 SXM 80GB", "Mine"))
+    gpu = load_gpu(str(path))
+    assert (gpu.name, gpu.title) == ("mine", "Mine")
+    assert gpu.figures == load_gpu("h100").figures
+
+
+def test_every_problem_of_a_file_is_told_at_once(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        "[memory]\ntotal = 5\ncontext = { value = -1, source = 'x' }\n"
+        "kernels = { value = 1, source = '' }\n"
+        "cublas_workspace = { value = [[1, true]], source = 'x' }\n"
+    )
+    with pytest.raises(UsageError) as caught:
+        load_gpu(str(path))
+    text = str(caught.value)
+    for key in ("total", "context", "kernels", "cublas_workspace"):
+        assert f"memory.{key} is not a table with a value" in text
+    assert "memory.nccl_library is missing" in text
+    assert "are examples" in text
+
+
+@pytest.mark.parametrize("text", ["[memory", "\0"])
+def test_a_file_that_is_no_toml(tmp_path, text):
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=r"GPU file .*mine\.toml: .*\(at "):
+        load_gpu(str(path))
+
+
+def test_a_figure_that_is_not_there_is_asked_for_by_name():
+    with pytest.raises(
+        UsageError, match=r"of h100 has no flops\.int4: add int4 = .* \[flops\]"
+    ):
+        load_gpu("h100").number("flops.int4")
+    with pytest.raises(UsageError, match="has rows, not a number, for collectives"):
+        load_gpu("h100").number("collectives.all_reduce")
