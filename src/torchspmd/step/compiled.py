@@ -310,7 +310,10 @@ class CompiledStep:
         with _torch.profiled("torchspmd::inventory"):
             # Compiled code takes tensors only: hyper-parameters become constants.
             lift_numbers = self._options.backend == "graph"
-            inventory = take_inventory(args, kwargs, lift_numbers=lift_numbers)
+            function = self._options.function
+            inventory = take_inventory(
+                args, kwargs, lift_numbers=lift_numbers, function=function
+            )
         programs = self._by_signature.get(sign(inventory), ())
         program = next((each for each in programs if each.accepts(inventory)), None)
         if program is not None:
@@ -368,9 +371,11 @@ def _check_capture(name: str, number: int, reason: str) -> None:
         raise CaptureError(
             f"compile on {name!r}: {MAX_PROGRAMS} programs are captured already and this "
             f"call fits none of them.\n\n{textwrap.indent(reason, '  ')}\n\nKeep what "
-            "changes constant (pad batches to one shape), pass it as a tensor, make the "
-            "optimizer with foreach=True where a schedule changes more than its lr, or "
-            "call close() and compile again."
+            "changes constant (pad batches to one shape), pass it as a tensor (also a "
+            "number that the step reads from an object or a variable and that is another "
+            "one in each call: torch.tensor(x), or a float argument), count what the step "
+            "does not need where it is called, make the optimizer with foreach=True where "
+            "a schedule changes more than its lr, or call close() and compile again."
         )
 
 

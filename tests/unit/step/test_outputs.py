@@ -116,4 +116,4 @@ def test_places_around_the_step(keep, path):
 
     with pytest.raises(CaptureError, match="stores a tensor in") as caught:
         compile(step)(model, torch.ones(3, 4))
-    assert f"in {path}," in str(caught.value) and not SEEN
+    assert f"{path}," in str(caught.value) and not SEEN

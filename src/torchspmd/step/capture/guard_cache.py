@@ -18,13 +18,9 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from torchspmd import _torch
-from torchspmd.step.capture.facts import (
-    Fact,
-    is_same_items,
-    is_same_table,
-    simple_fact,
-)
+from torchspmd.step.capture.facts import Fact, simple_fact
 from torchspmd.step.capture.guards import ambient_facts, watch_data
+from torchspmd.step.capture.held import is_same_items, is_same_table
 from torchspmd.step.capture.inventory import (
     Inventory,
     Number,
@@ -171,7 +167,7 @@ class Unchanged:
             return None
         if not all(facts.hold() for facts in self._optimizers):
             return None
-        if not all(holds() for holds in self._data):
+        if not all(held.holds() for held in self._data):
             return None
         numbers = [_reread(number, leaves) for number in self._inventory.numbers]
         optimizers: list[Any] = [(name, ref()) for name, ref in self._optimizer_names]

@@ -1,6 +1,6 @@
 """The signature of a call: all that a program took for granted, as one comparable value."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -8,15 +8,11 @@ from torch import nn
 
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
-from torchspmd.step.capture.facts import (
-    BOOKS_OF_MODULES,
-    MAX_DEPTH,
-    MAX_LEAVES,
-    Walk,
-    differing,
-    simple_fact,
-)
+from torchspmd.step.capture.facts import differing, simple_fact
+from torchspmd.step.capture.held import Held
 from torchspmd.step.capture.inventory import Inventory, Role
+from torchspmd.step.capture.reach import Reach
+from torchspmd.step.capture.walk import BOOKS_OF_MODULES, MAX_DEPTH, MAX_LEAVES, Walk
 
 # Each guarded fact by its name. Two calls may share a program when all facts are equal.
 Signature: TypeAlias = tuple[tuple[str, Any], ...]
@@ -36,12 +32,17 @@ def sign(inventory: Inventory) -> Signature:
     )
 
 
-def watch_data(inventory: Inventory) -> list[Callable[[], bool]]:
-    """For each container and object in guarded data: whether it holds what it held."""
+def walk_data(inventory: Inventory) -> Walk:
+    """A walk through all data that is guarded, with what each container holds."""
     walk = _begin_walk(inventory)
     for _ in _data_facts(inventory, walk):
         pass
-    return list(walk.holding.values())
+    return walk
+
+
+def watch_data(inventory: Inventory) -> list[Held]:
+    """For each container and object in guarded data, what it holds."""
+    return list(walk_data(inventory).held.values())
 
 
 def _begin_walk(inventory: Inventory) -> Walk:
@@ -52,10 +53,8 @@ def _begin_walk(inventory: Inventory) -> Walk:
 
 def describe_unguarded(inventory: Inventory, limit: int = 8) -> tuple[str, ...]:
     """A line about values that are too many or too deep to be compared, if any."""
-    walk = _begin_walk(inventory)
-    for _ in _data_facts(inventory, walk):
-        pass
-    if not (names := walk.beyond):
+    names = walk_data(inventory).beyond
+    if not names:
         return ()
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return (
@@ -64,11 +63,24 @@ def describe_unguarded(inventory: Inventory, limit: int = 8) -> tuple[str, ...]:
     )
 
 
+def check_iterators(inventory: Inventory) -> None:
+    """Refuse what gives another value whenever a step asks, and shows no state."""
+    names = list(walk_data(inventory).iterators.values())
+    if names:
+        raise CaptureError(
+            f"compile: {', '.join(names)}: an iterator that the step can reach. A captured "
+            "step would take from it once, while it is captured, and use that value for "
+            "ever. Call next() outside of the step, and pass what it gives."
+        )
+
+
 def _data_facts(inventory: Inventory, walk: Walk) -> Iterator[tuple[str, Any]]:
-    """Arguments that are no tensors, modules, and the classes of all that was found."""
+    """Arguments that are no tensors, modules, and all that the step's code can reach."""
     yield from _constant_facts(inventory, walk)
     yield from _module_facts(inventory, walk)
-    yield from walk.class_facts()
+    for _, optimizer in inventory.optimizers:
+        walk.add_class(type(optimizer))
+    yield from Reach(walk).facts(inventory.function)
 
 
 def explain_difference(old: Signature, new: Signature, *, limit: int = 8) -> list[str]:
@@ -219,6 +231,7 @@ def _attribute_facts(
     simple: list[Any] = [type(module)]
     for key, value in sorted(_own_attributes(module).items()):
         if (fact := simple_fact(value)) is not None:
+            walk.add_function(f"{path}.{key}", value)
             simple.append((key, fact))
         elif key not in BOOKS_OF_MODULES:
             yield f"{path}.{key}", walk.fact(f"{path}.{key}", value)

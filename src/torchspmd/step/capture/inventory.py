@@ -5,7 +5,7 @@ since the last call is simply the one that is used.
 """
 
 import math
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -109,6 +109,7 @@ class Inventory:
     by_id: dict[int, int] = field(default_factory=dict)
     # Each optimizer's state as it was: a substitution puts another in its place.
     saved_states: list[Any] = field(default_factory=list)
+    function: Callable[..., Any] | None = None  # the step: its code reaches more
 
     def add(self, name: str, role: Role, tensor: torch.Tensor) -> int:
         """The slot of a tensor; one object has one slot, so tied weights stay tied."""
@@ -140,12 +141,17 @@ class Inventory:
 
 
 def take_inventory(
-    args: tuple[Any, ...], kwargs: dict[str, Any], *, lift_numbers: bool
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    lift_numbers: bool,
+    function: Callable[..., Any] | None = None,
 ) -> Inventory:
     """Find every module, optimizer, tensor and number in a call's arguments."""
     leaves, structure = _torch.flatten_tree((args, kwargs))
     paths = _torch.leaf_paths((args, kwargs))
     inventory = Inventory(leaves, structure, [_argument_name(path) for path in paths])
+    inventory.function = function
     for name, leaf in zip(inventory.names, leaves, strict=True):
         if isinstance(leaf, nn.Module):
             _add_module(inventory, name, leaf)

@@ -1,11 +1,11 @@
 """What a step changes in Python while it is traced: it would happen once, at capture."""
 
 import contextlib
-import inspect
+import functools
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
@@ -21,7 +21,18 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
 from torchspmd.layout.retired import is_retired
-from torchspmd.step.capture.guards import ambient_facts
+from torchspmd.step.capture.guards import ambient_facts, walk_data
+from torchspmd.step.capture.held import (
+    MISSING,
+    Difference,
+    Held,
+    HeldAttributes,
+    HeldDict,
+    HeldItems,
+    HeldRandom,
+    describe_change,
+    is_plain,
+)
 from torchspmd.step.capture.inventory import Inventory, Role
 from torchspmd.step.capture.refusals import calling_line
 from torchspmd.step.capture.trace_modes import replaced
@@ -31,7 +42,6 @@ from torchspmd.step.capture.trace_modes import replaced
 
 _DEPTH = 4  # levels of what an attribute holds that are looked into
 _LATEST = 1000  # items of a container that are looked at: new ones are the last
-_CONTAINERS = (dict, set, frozenset, list, tuple, deque)
 _CLOSED = (
     *(nn.Module, Optimizer, torch.Tensor, type, ModuleType, FunctionType),
     *(str, bytes, int, float, type(None)),
@@ -96,24 +106,28 @@ def closed_arguments(inventory: Inventory) -> list[str]:
     ]
 
 
-def check_leaks(inventory: Inventory, function: Callable[..., Any]) -> None:
-    """Refuse what kept a traced tensor: it would hold no value."""
+def check_leaks(inventory: Inventory, stored: Sequence[str]) -> None:
+    """Refuse what kept a traced tensor: it would hold no value.
+
+    Args:
+        inventory: What the step works on; its modules and optimizers are searched.
+        stored: Where else the step stored one; it is gone from there.
+    """
     seen: set[int] = set()
     kept = [
         (found, table, key)
-        for path, table, key in (*_attributes(inventory), *_reached_by(function))
+        for path, table, key in _attributes(inventory)
         for found in find_traced(table[key], path, depth=_DEPTH, seen=seen)
     ]
-    if not kept:
-        return
     for _, table, key in kept:
         _forget(table, key)
-    paths = ", ".join(dict.fromkeys(path for path, _, _ in kept))
-    raise CaptureError(
-        f"compile: the step stores a tensor in {paths}, where a captured step cannot put "
-        "its value. Return the tensor from the step, or register a buffer and write into "
-        "it with copy_()."
-    )
+    paths = ", ".join(dict.fromkeys((*stored, *(path for path, _, _ in kept))))
+    if paths:
+        raise CaptureError(
+            f"compile: the step stores a tensor in {paths}, where a captured step cannot "
+            "put its value. Return the tensor from the step, or register a buffer and "
+            "write into it with copy_()."
+        )
 
 
 def _attributes(inventory: Inventory) -> Iterator[tuple[str, Any, str]]:
@@ -121,28 +135,6 @@ def _attributes(inventory: Inventory) -> Iterator[tuple[str, Any, str]]:
         yield from ((f"{path}.{key}", vars(child), key) for key in vars(child))
     for name, optimizer in inventory.optimizers:
         yield from ((f"{name}.{key}", vars(optimizer), key) for key in vars(optimizer))
-
-
-def _reached_by(function: Callable[..., Any]) -> Iterator[tuple[str, Any, str]]:
-    """Variables around the step's function, and around functions of its file it calls."""
-    waiting, seen = [function], {id(function)}
-    while waiting:
-        current = waiting.pop()
-        if not isinstance(current, FunctionType):
-            continue
-        for name, value in (scope := _scope(current)).items():
-            if isinstance(value, FunctionType):
-                is_near = value.__module__ == current.__module__
-                if is_near and id(value) not in seen:
-                    seen.add(id(value))
-                    waiting.append(value)
-            elif isinstance(value, _CONTAINERS):
-                yield name, scope, name
-
-
-def _scope(function: FunctionType) -> dict[str, Any]:
-    variables = inspect.getclosurevars(function)
-    return {**variables.globals, **variables.nonlocals}
 
 
 def _forget(table: Any, key: str) -> None:
@@ -173,6 +165,10 @@ class Fix(StrEnum):
     ARGUMENT = (
         "Return what is to be kept, and change a copy of an argument (dict(batch))."
     )
+    OBJECT = (
+        "Count outside of the step, where it is called, and pass what the step needs; "
+        "return what is to be kept."
+    )
     RANDOM = (
         "Draw with torch's operators, which draw anew in each step, or draw outside of the "
         "step and pass what was drawn; set seeds outside."
@@ -186,112 +182,6 @@ class Change:
 
     text: str
     fix: Fix | None  # None for what may stay
-
-
-_SIMPLE = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
-_MUTABLE = (list, dict, set, deque)
-_MISSING = object()
-
-
-class _Snapshot:
-    """What was in a dict of some object.
-
-    A plain attribute that is there for the first time, of a class that has none of its
-    name, is what a module notes about itself in its first call: it may stay.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        table: Any,
-        fix: Fix,
-        ignored: Any = (),
-        kind: type | None = None,
-    ) -> None:
-        self._name, self._table, self._fix = name, table, fix
-        self._kind = kind
-        self._ignored = frozenset(ignored)
-        self._before = dict(table)
-        self._contents = {
-            key: _contents(value)
-            for key, value in self._before.items()
-            if isinstance(value, _MUTABLE) and key not in self._ignored
-        }
-
-    def changes(self, *, all_values: bool = False) -> Iterator[Change]:
-        """What is other than it was, which is put back; by default only plain values."""
-        for key in {**self._before, **self._table}:
-            if key in self._ignored:
-                continue
-            before, now = (t.get(key, _MISSING) for t in (self._before, self._table))
-            if before is now:
-                if key in self._contents:
-                    yield from self._content_changes(key, now)
-            elif not _is_same(before, now):
-                is_plain = _is_plain(before) and _is_plain(now)
-                if is_plain and before is _MISSING and self._may_begin(key):
-                    text = f"{self._name}.{key} was set in this capture, and not again"
-                    yield Change(text, None)
-                elif is_plain or all_values:
-                    yield Change(
-                        f"{self._name}.{key}{_describe_values(before, now)}", self._fix
-                    )
-                    self._put_back(key)
-
-    def _may_begin(self, key: str) -> bool:
-        return self._kind is not None and not hasattr(self._kind, key)
-
-    def _content_changes(self, key: str, value: Any) -> Iterator[Change]:
-        before, now = self._contents[key], _contents(value)
-        same = len(now) == len(before) and all(map(_is_same_item, before, now))
-        if not same:
-            path = f"{self._name}.{key}"
-            traced = ", ".join(dict.fromkeys(find_traced(value, path)))
-            text = f"{traced}: a tensor of the step" if traced else f"{path}: its items"
-            yield Change(text, self._fix)
-            _refill(value, before)
-
-    def _put_back(self, key: str) -> None:
-        if key in self._before:
-            self._table[key] = self._before[key]
-        else:
-            del self._table[key]
-
-
-def _contents(value: Any) -> list[Any]:
-    return list(value.items()) if isinstance(value, dict) else list(value)
-
-
-def _refill(value: Any, items: list[Any]) -> None:
-    value.clear()
-    (value.extend if isinstance(value, (list, deque)) else value.update)(items)
-
-
-def _is_plain(value: Any) -> bool:
-    return (
-        value is _MISSING
-        or isinstance(value, _SIMPLE)
-        or (type(value) in (tuple, list) and all(map(_is_plain, value)))
-    )
-
-
-def _is_same(before: Any, now: Any) -> bool:
-    if before is now:
-        return True
-    is_plain = type(before) is type(now) and _is_plain(before) and _is_plain(now)
-    return is_plain and bool(before == now)
-
-
-def _is_same_item(before: Any, now: Any) -> bool:
-    if isinstance(before, tuple) and isinstance(now, tuple):
-        return len(before) == len(now) and all(map(_is_same, before, now))
-    return _is_same(before, now)
-
-
-def _describe_values(before: Any, now: Any) -> str:
-    if not isinstance(before, _SIMPLE) or not isinstance(now, _SIMPLE):
-        return "" if before is not _MISSING else ": new"
-    return f": {before!r} -> {now!r}"
 
 
 class PythonState:
@@ -308,19 +198,21 @@ class PythonState:
             for slot, traced in zip(inventory.slots, shown, strict=True)
             if slot.role is Role.PARAMETER
         ]
-        self._groups = [
-            _Snapshot(f"{name}.group{number}", group, Fix.GROUP)
-            for name, optimizer in inventory.optimizers
-            for number, group in enumerate(optimizer.param_groups)
-        ]
-        self._objects = list(_objects(inventory))
+        self._held = hold_python(inventory)
+        self.stored: list[str] = []
+
+    def put_back(self) -> None:
+        """Undo what a step did before it failed."""
+        for _ in self.changes():
+            pass
 
     def changes(self) -> Iterator[Change]:
-        """What is other than before."""
-        for table in self._groups:
-            yield from table.changes(all_values=True)
-        for table in self._objects:
-            yield from table.changes()
+        """What is other than before; it is put back where it may not stay."""
+        for held, fix, kind in self._held:
+            for difference in list(held.differences()):
+                yield from self._change(difference, fix, kind)
+                if not _may_stay(difference, fix, kind):
+                    held.put_back(difference)
         for name, own, traced, gradient in self._parameters:
             if own.requires_grad != traced.requires_grad:
                 text = f"{own.requires_grad} -> {traced.requires_grad}"
@@ -338,6 +230,44 @@ class PythonState:
             if fact != self._ambient[name]:
                 yield Change(f"{name}: {self._ambient[name]} -> {fact}", Fix.AMBIENT)
 
+    def _change(
+        self, difference: Difference, fix: Fix, kind: type | None
+    ) -> Iterator[Change]:
+        path = difference.path
+        traced = list(find_traced(difference.now, path, depth=_DEPTH))
+        is_container = difference.key is None and fix is not Fix.OBJECT
+        if fix is Fix.GROUP:
+            yield Change(describe_change(difference), fix)
+        elif traced and not is_container:
+            self.stored += traced
+        elif traced:
+            text = f"{', '.join(dict.fromkeys(traced))}: a tensor of the step"
+            yield Change(text, fix)
+        elif _may_stay(difference, fix, kind):
+            yield Change(f"{path} was set in this capture, and not again", None)
+        else:
+            yield Change(describe_change(difference), fix)
+
+
+def _may_stay(difference: Difference, fix: Fix, kind: type | None) -> bool:
+    """Whether a value is what a module or an object notes about itself in a first call.
+
+    A plain attribute that is there for the first time, of a class that has none of its
+    name, or an object in the place of nothing: a cache.
+    """
+    key, before, now = difference.key, difference.before, difference.now
+    if (
+        key is None
+        or fix is Fix.GROUP
+        or next(find_traced(now, "", depth=_DEPTH), None)
+    ):
+        return False
+    if isinstance(getattr(kind, str(key), None), functools.cached_property):
+        return before is MISSING
+    if is_plain(now):
+        return before is MISSING and kind is not None and not hasattr(kind, key)
+    return before is MISSING or before is None
+
 
 def _is_other(before: Any, now: Any) -> bool:
     return before is not now
@@ -352,38 +282,78 @@ def _named(arguments: Any) -> list[tuple[str, Any]]:
 
 
 # Tables of a module that capture itself works on.
-_TABLES = ("_parameters", "_buffers", "_modules")
+_TABLES = ("_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs")
 
 
-def _objects(inventory: Inventory) -> Iterator[_Snapshot]:
-    for path, child in inventory.named_modules():
-        yield _Snapshot(path, vars(child), Fix.ATTRIBUTE, _TABLES, type(child))
+def _held_by(inventory: Inventory) -> Iterator[tuple[Held, Fix, type | None]]:
+    """All that holds something a step could change; the fix, and the class of a module."""
     for name, optimizer in inventory.optimizers:
-        ignored = {"state", *_torch.OPTIMIZER_BOOKKEEPING}
-        yield _Snapshot(name, vars(optimizer), Fix.ATTRIBUTE, ignored)
+        for number, group in enumerate(optimizer.param_groups):
+            yield from _held_in(f"{name}.group{number}", group, group, Fix.GROUP)
+    for path, child in inventory.named_modules():
+        yield from _held_in(path, child, vars(child), Fix.ATTRIBUTE, _TABLES)
+    for name, optimizer in inventory.optimizers:
+        ignored = ("state", *_torch.OPTIMIZER_BOOKKEEPING)
+        yield from _held_in(name, optimizer, vars(optimizer), Fix.ATTRIBUTE, ignored)
     own = (nn.Module, Optimizer, GradScaler, torch.Tensor, type)
     for name, leaf in zip(inventory.names, inventory.leaves, strict=True):
         if hasattr(leaf, "__dict__") and not isinstance(leaf, own):
-            yield _Snapshot(name, vars(leaf), Fix.ATTRIBUTE)
+            yield HeldAttributes(name, leaf), Fix.OBJECT, None
+    for held in walk_data(inventory).held.values():
+        yield held, Fix.RANDOM if isinstance(held, HeldRandom) else Fix.OBJECT, None
+    for name, generator in _global_generators():
+        yield HeldRandom(name, generator), Fix.RANDOM, None
 
 
-def random_changes(before: dict[str, Any]) -> Iterator[Change]:
-    """Which random generators have another state now than before."""
-    for name, state in random_states().items():
-        if name in before and state != before[name]:
-            yield Change(f"the state of {name}", Fix.RANDOM)
+PythonHold = list[tuple[Held, Fix, type | None]]
 
 
-def random_states() -> dict[str, Any]:
-    """States of random generators that a graph knows nothing of."""
-    states: dict[str, Any] = {"Python's random": random.getstate()}
-    state = torch.default_generator.get_state()
-    states["torch's generator"] = state.numpy().tobytes()
-    numpy = sys.modules.get("numpy.random")
-    if numpy is not None:
-        kind, keys, *rest = numpy.get_state()
-        states["numpy.random"] = (kind, keys.tobytes(), *rest)
-    return states
+def hold_python(inventory: Inventory) -> PythonHold:
+    """All that a step could change in Python, as it is now."""
+    return list(_held_by(inventory))
+
+
+def undo_python(held: PythonHold) -> list[str]:
+    """Put back what was changed since; what may not stay, as text."""
+    texts = []
+    for each, fix, kind in held:
+        for difference in list(each.differences()):
+            if not _may_stay(difference, fix, kind):
+                texts.append(describe_change(difference))
+            each.put_back(difference)
+    return texts
+
+
+def _held_in(
+    name: str, holder: Any, table: dict[str, Any], fix: Fix, ignored: Any = ()
+) -> Iterator[tuple[Held, Fix, type | None]]:
+    """What a module, an optimizer or a group holds, and the containers it keeps."""
+    kind = type(holder) if isinstance(holder, nn.Module) else None
+    yield HeldAttributes(name, holder, table=table, ignored=ignored), fix, kind
+    for key, value in table.items():
+        if key in ignored:
+            continue
+        if isinstance(value, dict):
+            yield HeldDict(f"{name}.{key}", value), fix, None
+        elif isinstance(value, (list, set, deque)):
+            yield HeldItems(f"{name}.{key}", value), fix, None
+
+
+def _global_generators() -> Iterator[tuple[str, Any]]:
+    yield "Python's random", random
+    if (numpy := sys.modules.get("numpy.random")) is not None:
+        yield "numpy.random", numpy
+
+
+def state_of_torch() -> bytes:
+    """The state of torch's random generator, which a trace does not draw from."""
+    return bytes(torch.default_generator.get_state().numpy().tobytes())
+
+
+def torch_changes(before: bytes) -> Iterator[Change]:
+    """Whether torch's random generator has another state now than before."""
+    if state_of_torch() != before:
+        yield Change("the state of torch's generator", Fix.RANDOM)
 
 
 _HOOKS_FIX = (

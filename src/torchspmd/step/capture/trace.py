@@ -12,7 +12,7 @@ from torch import fx
 from torchspmd import _torch
 from torchspmd.comm import Phase
 from torchspmd.step.capture.functionalize import clean, make_functional
-from torchspmd.step.capture.guards import describe_unguarded
+from torchspmd.step.capture.guards import check_iterators, describe_unguarded
 from torchspmd.step.capture.host_values import HostValues, Reads
 from torchspmd.step.capture.inventory import Inventory, Number
 from torchspmd.step.capture.micro_batches import join_reductions
@@ -48,10 +48,10 @@ from torchspmd.step.capture.side_effects import (
     PythonState,
     check_leaks,
     closed_arguments,
-    random_changes,
-    random_states,
     refuse_changes,
     refusing_schedulers,
+    state_of_torch,
+    torch_changes,
 )
 from torchspmd.step.capture.spread import (
     Relayout,
@@ -116,6 +116,7 @@ def capture(
     """
     check_layouts(spread, inventory.slots)
     check_memory(inventory)
+    check_iterators(inventory)
     relayout = spread.lay_out(inventory)
     if relayout is not None:
         inventory = relayout.inventory
@@ -217,6 +218,7 @@ def _trace(
     log = OwnerLog(inventory.modules)
     found: list[tuple[Outputs, Reads]] = []
     changes: list[Change] = []
+    stored: list[str] = []
 
     def run(*flat: Any) -> list[Any]:
         with _tracing(name, inventory, spread, log):
@@ -230,14 +232,19 @@ def _trace(
                 leaves = substitution.leaves()
                 args, kwargs = _torch.unflatten_tree(leaves, inventory.structure)
                 state = PythonState(inventory, substitution.shown, (args, kwargs))
-                returned = function(*args, **kwargs)
+                try:
+                    returned = function(*args, **kwargs)
+                except BaseException:
+                    state.put_back()
+                    raise
                 changes.extend(state.changes())
+                stored.extend(state.stored)
                 with torch.no_grad(), log.owned(Phase.FORWARD):
                     flat_out, outputs = collect(substitution, returned)
         found.append((outputs, values.reads()))
         return flat_out
 
-    random_before = random_states()
+    random_before = state_of_torch()
     try:
         with phase("capture"), inputs.world.mode, torch.enable_grad():
             graph = _torch.trace(run, inputs.flat)
@@ -248,8 +255,8 @@ def _trace(
         closed = closed_arguments(inventory)
         cause = None if is_explained else error
         raise refuse(name, error, log.latest(), closed) from cause
-    refuse_changes(name, [*changes, *random_changes(random_before)])
-    check_leaks(inventory, function)
+    refuse_changes(name, [*changes, *torch_changes(random_before)])
+    check_leaks(inventory, stored)
     notes = tuple(change.text for change in changes if change.fix is None)
     return _Traced(graph, *found[-1], log, notes)
 

@@ -72,13 +72,13 @@ class Replicated(Spread):
 
     def __init__(self, mesh: DeviceMesh, reduce: Literal["avg", "sum"]) -> None:
         self.mesh: DeviceMesh = mesh
-        self._reduce = reduce
+        self.averages = reduce == "avg"
 
     def reduce(self, gradient: torch.Tensor) -> torch.Tensor:
         """Sum the gradient over the data axis; divide where an average was asked for."""
         layout = _torch.layout_of(gradient)
         total = _torch.sum_over(_torch.plain_tensor(gradient), self.mesh.get_group())
-        if self._reduce == "avg":  # gloo has no average: the sum is scaled everywhere
+        if self.averages:  # gloo has no average: the sum is scaled everywhere
             total = total / self.mesh.size()
         return total if layout is None else _torch.wrap_local(total, layout)
 

@@ -40,7 +40,7 @@ class FullySharded(Spread):
         sync_each_backward: bool,
     ) -> None:
         self.mesh: DeviceMesh = mesh
-        self._average = reduce == "avg"
+        self.averages = reduce == "avg"
         self._reshard = reshard_after_forward
         self._sync_each_backward = sync_each_backward
         # Of the step that is captured, by slot. Meshes cannot be asked while it is traced.
@@ -57,7 +57,7 @@ class FullySharded(Spread):
     ) -> Iterator[None]:
         """Gather parameters where the step uses them."""
         gathering = Gathering(
-            inventory, shown, log, self._shardings, average=self._average
+            inventory, shown, log, self._shardings, average=self.averages
         )
         with contextlib.ExitStack() as stack:
             for module, table in gathering_tables(inventory, gathering):

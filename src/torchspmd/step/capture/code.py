@@ -1,0 +1,149 @@
+"""What a function's code names: globals, variables around it, attributes.
+
+A captured step is stale when a value that its code reads has changed since. Which values
+those are is read from the code, as Dynamo reads it: a counter that no line names may count.
+"""
+
+import dis
+import functools
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+
+# They take the names of attributes as text, or all attributes at once.
+_BY_TEXT = frozenset({"getattr", "hasattr", "setattr", "attrgetter"})
+_ALL_AT_ONCE = frozenset({"vars", "__dict__", "asdict", "astuple", "__getattribute__"})
+_GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
+_ATTRIBUTES = ("ATTR", "METHOD")  # how the names of such instructions end
+# What torch calls by itself: a module's forward, an autograd function's backward.
+CALLED_BY_TORCH = frozenset({"forward", "backward", "setup_context"})
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """The names in a function's code, and in the functions written inside of it.
+
+    Attributes:
+        globals: Variables of its file.
+        attributes: Attributes and methods of any object.
+        is_open: Whether it may read attributes by names that are not written there.
+    """
+
+    globals: frozenset[str]
+    attributes: frozenset[str]
+    is_open: bool
+
+
+@functools.lru_cache(maxsize=4096)
+def names_in(code: CodeType) -> Names:
+    """What a function's code names."""
+    variables: set[str] = set()
+    attributes: set[str] = set()
+    is_formatting = False
+    for each in dis.get_instructions(code):
+        if each.opname in _GLOBALS:
+            variables.add(each.argval)
+        elif each.opname.endswith(_ATTRIBUTES):
+            attributes.add(each.argval)
+        is_formatting = is_formatting or each.opname == "BUILD_STRING"
+    texts = {each for each in code.co_consts if isinstance(each, str)}
+    is_by_text = not _BY_TEXT.isdisjoint(variables | attributes)
+    if is_by_text:
+        attributes |= texts
+    is_open = is_by_text and (is_formatting or not texts)
+    is_open = is_open or not _ALL_AT_ONCE.isdisjoint(variables | attributes)
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            found = names_in(inner)
+            variables |= found.globals
+            attributes |= found.attributes
+            is_open = is_open or found.is_open
+    return Names(frozenset(variables), frozenset(attributes), is_open)
+
+
+# ----------------------------------------------------------------------------
+# Whose code it is.
+
+_INSTALLED = ("site-packages", "dist-packages")
+_OWN = tuple(
+    str(path)
+    for path in (
+        Path(torch.__file__).parent,
+        Path(__file__).resolve().parents[2],
+        sysconfig.get_path("stdlib"),
+    )
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_users_file(filename: str) -> bool:
+    """Whether a file is the user's own: of no installed package.
+
+    >>> is_users_file(torch.__file__), is_users_file("train.py")
+    (False, True)
+    """
+    if filename.startswith(("<frozen", *_OWN)):
+        return False
+    return not any(folder in Path(filename).parts for folder in _INSTALLED)
+
+
+def is_users_function(value: Any) -> bool:
+    """Whether a value is a Python function of the user's own."""
+    return isinstance(value, FunctionType) and is_users_file(value.__code__.co_filename)
+
+
+# ----------------------------------------------------------------------------
+# The functions of a class that a step may call.
+
+# Not called on an object that is there already.
+_MAKING = frozenset({"__init__", "__new__", "__post_init__"})
+_UNCALLED = frozenset(
+    {"__repr__", "__str__", "__del__", "__getstate__", "__setstate__"}
+)
+
+
+def methods_of(
+    kind: type, names: frozenset[str] | set[str], *, is_made: bool
+) -> Iterator[tuple[str, FunctionType]]:
+    """The functions of a class that may be called: by name, or by an operator.
+
+    Args:
+        kind: The class.
+        names: Names of attributes and methods that the step's code has.
+        is_made: Whether the step may make objects of it.
+    """
+    for key, value in vars(kind).items():
+        is_special = key.startswith("__") and key.endswith("__")
+        if key in _MAKING:
+            is_called = is_made
+        else:
+            is_called = key in names or (is_special and key not in _UNCALLED)
+        if is_called:
+            for function in _functions_in(value):
+                yield key, function
+
+
+def _functions_in(value: Any) -> Iterator[FunctionType]:
+    """The functions behind a method, a property or a decorator."""
+    if isinstance(value, FunctionType):
+        yield value
+    elif isinstance(value, property):
+        for each in (value.fget, value.fset):
+            yield from _functions_in(each)
+    else:
+        for key in ("__func__", "func", "__wrapped__"):
+            inner = getattr(value, key, None)
+            if isinstance(inner, FunctionType):
+                yield inner
+                return
+
+
+def unwrapped(value: Any) -> Callable[..., Any] | None:
+    """The Python function that a decorator of the standard library keeps, if any."""
+    inner = getattr(value, "__wrapped__", None)
+    return inner if isinstance(inner, FunctionType) else None

@@ -1,0 +1,592 @@
+"""Python that a tracer gets wrong: what becomes of each piece in a compiled step.
+
+Each row is a small step, run eagerly and compiled, with what changes between two calls. The
+outcome is one of three: the results are equal (in one program or several), the step is
+refused with a text, or it is stale. docs/what_a_step_may_do.md is this table in words.
+"""
+
+import collections
+import dataclasses
+import functools
+import itertools
+import os
+import random
+import types
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from torchspmd.errors import CaptureError
+from torchspmd.step import compile
+
+pytestmark = pytest.mark.unit
+
+EQUAL = "equal"
+STALE = "stale"
+CALLS = 5
+
+
+@dataclasses.dataclass
+class World:
+    """A step, its further arguments, what happens before each call, and what it leaves."""
+
+    step: object
+    extra: tuple = ()
+    change: object = lambda number: None
+    left: object = lambda: None
+    model: object = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A step that is made anew for each run, and what becomes of it.
+
+    Attributes:
+        make: Makes it.
+        alone: Without shadow steps: equal, stale, or words of the refusal.
+        programs: How many are captured where results are equal.
+    """
+
+    make: object
+    alone: str = EQUAL
+    programs: int = 1
+
+
+def train(model, optim, batch, scale=1.0):
+    loss = model(batch).square().mean() * scale
+    loss.backward()
+    optim.step()
+    optim.zero_grad()
+    return loss.detach()
+
+
+# ----------------------------------------------------------------------------
+# Values that change between two calls, where the step reads them.
+
+
+@dataclasses.dataclass
+class Config:
+    scale: float = 1.0
+    other: int = 0
+
+
+class Schedule:
+    def __init__(self):
+        self.t = 0
+
+    @property
+    def weight(self):
+        return 1.0 + self.halves()
+
+    def halves(self):
+        return self.t / 2
+
+
+class Trainer:
+    kind = 1.0
+
+    def __init__(self):
+        self.w, self.count, self.seen, self.log = 1.0, 0, 0, []
+        self.schedule, self.rng = Schedule(), np.random.default_rng(0)
+        self.settings = {"scales": [1.0]}
+
+    def reads(self, model, optim, batch):
+        return train(model, optim, batch, self.w)
+
+    def reads_deep(self, model, optim, batch):
+        return train(model, optim, batch, self.settings["scales"][0])
+
+    def reads_property(self, model, optim, batch):
+        return train(model, optim, batch, self.schedule.weight)
+
+    def reads_by_text(self, model, optim, batch):
+        return train(model, optim, batch, getattr(self, "w"))  # noqa: B009
+
+    def reads_by_computed_text(self, model, optim, batch):
+        name = "ww"
+        return train(model, optim, batch, getattr(self, f"{name[0]}"))
+
+    def counts(self, model, optim, batch):
+        self.count += 1
+        return train(model, optim, batch, self.count)
+
+    def appends(self, model, optim, batch):
+        self.log.append(1)
+        return train(model, optim, batch)
+
+    def draws(self, model, optim, batch):
+        return train(model, optim, batch, float(self.rng.uniform()))
+
+    __call__ = reads
+
+
+def method(name, **changes):
+    """A method as the step; attributes are set to the number of the call."""
+
+    def make():
+        trainer = Trainer()
+
+        def change(number):
+            for key, value in changes.items():
+                setattr(trainer, key, value(number))
+
+        step = trainer if name == "__call__" else getattr(trainer, name)
+        return World(step, change=change, left=lambda: (trainer.count, trainer.log))
+
+    return make
+
+
+def halved(number):
+    return 1.0 / (1 + number // 2)
+
+
+def schedule_of_a_method():
+    trainer = Trainer()
+
+    def change(number):
+        trainer.schedule.t = number // 2
+
+    return World(trainer.reads_property, change=change)
+
+
+def deep_in_self():
+    trainer = Trainer()
+
+    def change(number):
+        trainer.settings["scales"][0] = halved(number)
+
+    return World(trainer.reads_deep, change=change)
+
+
+def trainer_with_a_model():
+    trainer, model = Trainer(), nn.Linear(4, 4)
+    trainer.model = model
+
+    def change(number):
+        trainer.w, trainer.seen = halved(number), number
+
+    return World(trainer.reads, change=change, model=model)
+
+
+def closure():
+    scale = 1.0
+
+    def step(model, optim, batch):
+        return train(model, optim, batch, scale)
+
+    def change(number):
+        nonlocal scale
+        scale = halved(number)
+
+    return World(step, change=change)
+
+
+SCALE = 1.0
+COUNT = 0
+COUNTS = collections.Counter()
+
+
+def scaled_by_a_helper():
+    return SCALE
+
+
+def global_of_a_helper():
+    def step(model, optim, batch):
+        return train(model, optim, batch, scaled_by_a_helper())
+
+    def change(number):
+        global SCALE  # noqa: PLW0603
+        SCALE = halved(number)
+
+    return World(step, change=change)
+
+
+def twice(function):
+    settings = Config()
+
+    @functools.wraps(function)
+    def inner(*args):
+        return function(*args, settings.scale)
+
+    inner.settings = settings
+    return inner
+
+
+def decorated():
+    step = twice(train)
+
+    def change(number):
+        step.settings.scale = halved(number)
+
+    return World(step, change=change)
+
+
+def cached():
+    @functools.lru_cache
+    def weight():
+        return SCALE
+
+    def step(model, optim, batch):
+        return train(model, optim, batch, weight())
+
+    def change(number):
+        global SCALE  # noqa: PLW0603
+        weight.cache_clear()
+        SCALE = halved(number)
+
+    return World(step, change=change)
+
+
+def partial():
+    config = Config()
+
+    def step(config, model, optim, batch):
+        return train(model, optim, batch, config.scale)
+
+    def change(number):
+        config.scale = halved(number)
+
+    return World(functools.partial(step, config), change=change)
+
+
+SETTINGS = types.ModuleType("settings_of_the_user")
+SETTINGS.__file__ = "settings_of_the_user.py"
+
+
+def file_of_the_user():
+    def step(model, optim, batch):
+        return train(model, optim, batch, SETTINGS.scale)
+
+    def change(number):
+        SETTINGS.scale = halved(number)
+
+    change(0)
+    return World(step, change=change)
+
+
+class ReadsGlobal(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * SCALE
+
+
+def global_of_a_forward():
+    def change(number):
+        global SCALE  # noqa: PLW0603
+        SCALE = halved(number)
+
+    change(0)
+    return World(train, change=change, model=ReadsGlobal(4, 4))
+
+
+def counted_beside():
+    trainer = Trainer()
+
+    def change(number):
+        trainer.seen = number
+        trainer.log.append(number)
+
+    return World(trainer.reads, change=change)
+
+
+def attribute_of_an_argument():
+    config = Config()
+
+    def step(model, optim, batch, config):
+        return train(model, optim, batch, config.scale)
+
+    def change(number):
+        config.scale = halved(number)
+
+    return World(step, (config,), change)
+
+
+# ----------------------------------------------------------------------------
+# What the step itself changes.
+
+
+def nonlocal_counter():
+    count = 0
+
+    def step(model, optim, batch):
+        nonlocal count
+        count += 1
+        return train(model, optim, batch, count)
+
+    return World(step, left=lambda: count)
+
+
+def global_counter():
+    global COUNT  # noqa: PLW0603
+    COUNT = 0
+
+    def step(model, optim, batch):
+        global COUNT  # noqa: PLW0603
+        COUNT += 1
+        return train(model, optim, batch, COUNT)
+
+    return World(step, left=lambda: COUNT)
+
+
+def global_container():
+    COUNTS.clear()
+
+    def step(model, optim, batch):
+        COUNTS["calls"] += 1
+        return train(model, optim, batch, COUNTS["calls"])
+
+    return World(step, left=lambda: dict(COUNTS))
+
+
+def random_argument(make):
+    def step(model, optim, batch, rng):
+        return train(model, optim, batch, float(rng.random()))
+
+    def world():
+        rng = make()
+        return World(step, (rng,), left=rng.random)
+
+    return world
+
+
+class Noisy(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.rng = np.random.default_rng(0)
+
+    def forward(self, x):
+        return super().forward(x) * float(self.rng.random())
+
+
+def random_of_a_module():
+    model = Noisy()
+    return World(train, model=model, left=model.rng.random)
+
+
+def iterator_argument():
+    def step(model, optim, batch, numbers):
+        return train(model, optim, batch, next(numbers))
+
+    return World(step, (iter(range(1, 99)),))
+
+
+def generator_around_the_step():
+    numbers = (float(n) for n in itertools.count(1))
+
+    def step(model, optim, batch):
+        return train(model, optim, batch, next(numbers))
+
+    return World(step)
+
+
+class Holds(nn.Linear):
+    count = 0
+
+    def __init__(self, kind):
+        super().__init__(4, 4)
+        self.kind, self.config, self.array = kind, Config(), np.zeros(2)
+
+    def forward(self, x):
+        if self.kind == "object":
+            self.config.other += 1
+        elif self.kind == "array":
+            self.array[0] += 1
+        elif self.kind == "class":
+            type(self).count += 1
+        else:
+            self.config = Config(other=self.config.other + 1)
+        number = max(self.config.other, self.array[0], self.count)
+        return super().forward(x) * float(number)
+
+
+def of_a_module(kind):
+    def make():
+        Holds.count = 0
+        model = Holds(kind)
+        return World(
+            train,
+            model=model,
+            left=lambda: (model.config, model.array.tolist(), Holds.count),
+        )
+
+    return make
+
+
+class Lazy(nn.Linear):
+    cache = None
+
+    def forward(self, x):
+        if self.cache is None:
+            self.cache = Config(scale=2.0)
+        return super().forward(x) * self.cache.scale * self.width
+
+    @functools.cached_property
+    def width(self):
+        return self.in_features
+
+
+def made_in_the_first_call():
+    model = Lazy(4, 4)
+    return World(train, model=model, left=lambda: (model.cache, vars(model)["width"]))
+
+
+# ----------------------------------------------------------------------------
+# What no guard sees.
+
+
+def environment():
+    def step(model, optim, batch):
+        return train(model, optim, batch, float(os.environ["TORCHSPMD_TEST_SCALE"]))
+
+    def change(number):
+        os.environ["TORCHSPMD_TEST_SCALE"] = str(halved(number))
+
+    return World(step, change=change)
+
+
+def far_down_a_list():
+    numbers = [1.0] * 5000
+
+    def step(model, optim, batch):
+        return train(model, optim, batch, sum(numbers) / 5000)
+
+    def change(number):
+        numbers[7] = 5000.0 * number
+
+    return World(step, change=change)
+
+
+ROWS = {
+    "self.w changed between calls": Row(method("reads", w=halved), programs=3),
+    "self.w read by getattr": Row(method("reads_by_text", w=halved), programs=3),
+    "self.w, the name computed": Row(
+        method("reads_by_computed_text", w=halved), programs=3
+    ),
+    "an object that can be called": Row(method("__call__", w=halved), programs=3),
+    "a property of an object of self": Row(schedule_of_a_method, programs=3),
+    "a list in a dict of self": Row(deep_in_self, programs=3),
+    "self holds the model": Row(trainer_with_a_model, programs=3),
+    "a variable around the step": Row(closure, programs=3),
+    "a global of a helper": Row(global_of_a_helper, programs=3),
+    "a global of a forward": Row(global_of_a_forward, programs=3),
+    "a variable of a decorator": Row(decorated, programs=3),
+    "a global behind a cache": Row(cached, programs=3),
+    "an argument of functools.partial": Row(partial, programs=3),
+    "a variable of another file": Row(file_of_the_user, programs=3),
+    "an attribute of an argument": Row(attribute_of_an_argument, programs=3),
+    "a class attribute": Row(method("reads", w=lambda n: Trainer.kind)),
+    "counters that the step does not read": Row(counted_beside),
+    "what a module notes in its first call": Row(made_in_the_first_call),
+    "self.count += 1": Row(method("counts"), "self.count: 0 -> 1"),
+    "self.log.append()": Row(method("appends"), "self.log: its items"),
+    "self.rng drawn": Row(method("draws"), "the state of self.rng"),
+    "nonlocal counter": Row(nonlocal_counter, "count around step: 0 -> 1"),
+    "global counter": Row(global_counter, ".COUNT: 0 -> 1"),
+    "global Counter": Row(global_container, ".COUNTS: its items"),
+    "numpy Generator": Row(
+        random_argument(lambda: np.random.default_rng(0)), "the state of args[3]"
+    ),
+    "numpy RandomState": Row(
+        random_argument(lambda: np.random.RandomState(0)), "the state of args[3]"
+    ),
+    "random.Random": Row(
+        random_argument(lambda: random.Random(0)), "the state of args[3]"
+    ),
+    "numpy Generator of a module": Row(random_of_a_module, "the state of Noisy.rng"),
+    "an iterator": Row(iterator_argument, "args[3]: an iterator"),
+    "a generator around the step": Row(
+        generator_around_the_step, "numbers around step: an iterator"
+    ),
+    "an object of a module": Row(of_a_module("object"), "Holds.config.other: 0 -> 1"),
+    "an array of a module": Row(of_a_module("array"), "Holds.array: its items"),
+    "a class of a module": Row(of_a_module("class"), "class Holds.count: 0 -> 1"),
+    "another object in a module": Row(of_a_module("other"), "  * Holds.config\n"),
+    "the environment": Row(environment, STALE),
+    "a list of thousands": Row(far_down_a_list, STALE),
+}
+
+
+def run(row, wrap):
+    """Losses, weights and what is left, after a few steps."""
+    torch.manual_seed(0)
+    world = row.make()
+    torch.manual_seed(0)
+    model = world.model or nn.Linear(4, 4)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
+    optim = torch.optim.SGD(model.parameters(), lr=0.01)
+    step = wrap(world.step)
+    losses = []
+    for number in range(CALLS):
+        world.change(number)
+        batch = torch.full((2, 4), 1.0 + number)
+        losses.append(step(model, optim, batch, *world.extra).item())
+    return [losses, model.weight.tolist(), world.left()], step
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_capture_alone(name):
+    row = ROWS[name]
+    if row.alone in (EQUAL, STALE):
+        eager, _ = run(row, lambda step: step)
+        compiled, step = run(row, compile)
+        assert (compiled == eager) is (row.alone == EQUAL)
+        assert len(step.programs) == row.programs
+    else:
+        with pytest.raises(CaptureError) as caught:
+            run(row, compile)
+        assert row.alone in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "left"),
+    (
+        ("self.count += 1", (0, [])),
+        ("self.log.append()", (0, [])),
+        ("nonlocal counter", 0),
+        ("global counter", 0),
+        ("global Counter", {}),
+        ("an object of a module", (Config(), [0.0, 0.0], 0)),
+        ("an array of a module", (Config(), [0.0, 0.0], 0)),
+        ("a class of a module", (Config(), [0.0, 0.0], 0)),
+        ("another object in a module", (Config(), [0.0, 0.0], 0)),
+        ("numpy Generator", np.random.default_rng(0).random()),
+        ("random.Random", random.Random(0).random()),
+        ("numpy RandomState", np.random.RandomState(0).random()),
+    ),
+)
+@pytest.mark.parametrize("fails", (False, True))
+def test_a_refused_step_changes_nothing(name, left, fails):
+    world = ROWS[name].make()
+    model = world.model or nn.Linear(4, 4)
+    optim = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step(*args):
+        loss = world.step(*args)
+        return loss.item() if fails else loss
+
+    with pytest.raises(CaptureError):
+        compile(step)(model, optim, torch.ones(2, 4), *world.extra)
+    assert world.left() == left
+
+
+def test_a_value_that_changes_in_each_call_is_named():
+    trainer = Trainer()
+    step = compile(trainer.reads)
+    model = nn.Linear(4, 4)
+    optim = torch.optim.SGD(model.parameters(), lr=0.01)
+    with pytest.raises(CaptureError) as caught:
+        for number in range(9):
+            trainer.w = 1.0 + number
+            step(model, optim, torch.ones(2, 4))
+    text = str(caught.value)
+    assert "self.w: 8.0 -> 9.0" in text
+    assert "torch.tensor(x), or a float argument" in text
+
+
+def test_what_is_not_looked_at_is_said():
+    _, step = run(ROWS["a list of thousands"], compile)
+    assert "numbers around step" in step.explain()
+    assert "not guarded" in step.explain()
