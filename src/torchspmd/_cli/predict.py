@@ -57,7 +57,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu", required=True, help="its name, as in h100, or a TOML file"
     )
-    parser.add_argument("--gpus-per-node", type=int, default=8, help="ranks of a node (8)")
+    parser.add_argument(
+        "--gpus-per-node", type=int, default=8, help="ranks of a node (8)"
+    )
     parser.add_argument("--json", type=Path, help="write the prediction here")
 
 

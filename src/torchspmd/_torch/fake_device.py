@@ -79,7 +79,7 @@ class FakeDeviceMode(FakeTensorMode):
         converter.set_tensor_memo = lambda tensor, fake: None
 
     # Nothing of a real device is ever initialised, whatever torch.cuda says.
-    avoid_device_init = False  # type: ignore[assignment]
+    avoid_device_init = False
 
     def __torch_dispatch__(
         self,
@@ -127,8 +127,11 @@ class FakeDeviceMode(FakeTensorMode):
             self._inside = False
 
     def _without_values(self, value: Any) -> Any:
-        """Real tensors as fake ones of the host, made anew: torch's own way keeps weak
-        references to them, and a module with such parameters could not be moved."""
+        """Real tensors as fake ones of the host, made anew.
+
+        torch's own way keeps weak references to them, and a module with such parameters
+        could not be moved.
+        """
         if isinstance(value, tuple | list):
             if not any(_is_container_or_real(each) for each in value):
                 return value
@@ -149,7 +152,7 @@ def _is_container_or_real(value: object) -> bool:
     )
 
 
-def _has_subclass(types: Sequence[type]) -> bool:
+def _has_subclass(types: Sequence[Any]) -> bool:
     """DTensors and the like come first: their own operators follow."""
     return any(
         not issubclass(kind, FakeTensor)
@@ -204,7 +207,7 @@ class ShownAsCuda(TorchFunctionMode):
             tensor.to: self._to,
             tensor.cuda: self._cuda,
             tensor.type: self._type,
-            tensor.device.__get__: self._device,  # type: ignore[attr-defined]
+            tensor.device.__get__: self._device,
             tensor.is_cuda.__get__: self._is_cuda,  # type: ignore[attr-defined]
             tensor.data.__set__: self._set_data,  # type: ignore[attr-defined]
             tensor.get_device: self._get_device,
@@ -327,9 +330,7 @@ class ShownAsCuda(TorchFunctionMode):
 _FROM_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 
 
-def _on_host(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> torch.Tensor:
+def _on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """A tensor from Python's data; on the host, as it cannot be made elsewhere."""
     data = args[0] if args else kwargs["data"]
     if isinstance(data, FakeTensor):
@@ -369,7 +370,7 @@ def fake_device(
         yield
 
 
-def _foreach_types() -> list[list[type]]:
+def _foreach_types() -> list[list[Any]]:
     from torch.optim import optimizer
     from torch.utils import _foreach_utils
 
@@ -435,9 +436,9 @@ def _backward_under(
 class _Chunks:
     """The chunks of a tensor, each made when it is asked for."""
 
-    def __init__(self, tensor: torch.Tensor, count: int, dim: int) -> None:
+    def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
         self._tensor, self._dim = tensor, dim
-        self._step = -(-tensor.size(dim) // count)
+        self._step = -(-tensor.size(dim) // num_chunks)
 
     def __getitem__(self, place: int) -> torch.Tensor:
         size = self._tensor.size(self._dim)
@@ -455,6 +456,6 @@ def own_chunks_only() -> Iterator[None]:
     with mock.patch.object(
         _fsdp_param,
         "_chunk_with_empty",
-        lambda tensor, num_chunks, dim: _Chunks(tensor, num_chunks, dim),
+        _Chunks,
     ):
         yield

@@ -436,7 +436,7 @@ def find_overload(name: str) -> OpOverload | None:
 
 def library_name(operator: OpOverload) -> str:
     """What ``torch.library.Library.impl`` knows an operator as."""
-    return operator.name().partition("::")[2]
+    return str(operator.name()).partition("::")[2]
 
 
 def remove_library(library: torch.library.Library) -> None:
@@ -451,7 +451,7 @@ def no_autocast() -> contextlib.AbstractContextManager[None]:
 
 def below_autograd() -> contextlib.AbstractContextManager[None]:
     """Operators that are called inside are those that autograd would have called."""
-    return torch._C._AutoDispatchBelowAutograd()  # type: ignore[attr-defined]
+    return torch._C._AutoDispatchBelowAutograd()
 
 
 _AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)

@@ -83,5 +83,7 @@ def _marks(account: MemoryAccount, rows: list[int]) -> list[dict[str, Any]]:
         if isinstance(event, Mark) and event.kind in _MARKS:
             while point < len(events) - 1 and events[point] < place:
                 point += 1
-            marks.append({"point": point, "name": _MARKS[event.kind].format(event.value)})
+            marks.append(
+                {"point": point, "name": _MARKS[event.kind].format(event.value)}
+            )
     return marks

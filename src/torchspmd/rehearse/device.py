@@ -56,116 +56,116 @@ class MemoryCounter(Protocol):
 class _Device:
     """The state behind ``torch.cuda``."""
 
-    def __init__(
-        self, recorder: Recorder, shown: _torch.ShownAsCuda, gpu: Gpu
-    ) -> None:
+    def __init__(self, recorder: Recorder, shown: _torch.ShownAsCuda, gpu: Gpu) -> None:
         self.recorder, self.shown, self.gpu = recorder, shown, gpu
         self.num_events = 0
-        self.default = _stream_class(self)(number=0)
+        self.stream_class = type("Stream", (_Stream,), {"owner": self})
+        self.event_class = type("Event", (_Event,), {"owner": self})
+        self.default = self.stream_class(number=0)
         self.current = self.default
 
-    def switch(self, stream: Any) -> None:
+    def switch(self, stream: "_Stream") -> None:
         self.current = stream
         self.recorder.stream = stream.number
 
-
-def _stream_class(device: _Device) -> type[Any]:
-    recorder = device.recorder
-
-    class Stream:
-        """A queue of the device: its place in the recording is a number."""
-
-        def __init__(
-            self,
-            device: Any = None,
-            priority: int = 0,
-            *,
-            number: int | None = None,
-            **_: Any,
-        ) -> None:
-            self.number = recorder.new_stream("user") if number is None else number
-            self.priority = priority
-            self._outer: list[Any] = []
-
-        @property
-        def device(self) -> torch.device:
-            return device.shown.shown
-
-        cuda_stream = stream_id = property(lambda self: self.number)
-        device_index = property(lambda self: device.shown.index)
-        device_type = 1
-
-        def wait_stream(self, stream: Any) -> None:
-            recorder.recording.events.append(StreamWait(self.number, stream.number))
-
-        def wait_event(self, event: Any) -> None:
-            event.wait(self)
-
-        def record_event(self, event: Any = None) -> Any:
-            event = event or torch.cuda.Event()
-            event.record(self)
-            return event
-
-        def synchronize(self) -> None:
-            recorder.synchronize("torch.cuda.Stream.synchronize", stream=self.number)
-
-        def query(self) -> bool:
-            return True
-
-        def is_capturing(self) -> bool:
-            return False
-
-        def __enter__(self) -> Self:
-            self._outer.append(device.current)
-            device.switch(self)
-            return self
-
-        def __exit__(self, *exception: object) -> None:
-            device.switch(self._outer.pop())
-
-        def __eq__(self, other: object) -> bool:
-            return isinstance(other, Stream) and other.number == self.number
-
-        def __hash__(self) -> int:
-            return hash(self.number)
-
-    return Stream
+    def append(self, event: EventRecord | EventWait | StreamWait) -> None:
+        self.recorder.recording.events.append(event)
 
 
-def _event_class(device: _Device) -> type[Any]:
-    recorder = device.recorder
+class _Stream:
+    """A queue of the device: its place in the recording is a number."""
 
-    class Event:
-        """A point in a stream."""
+    owner: _Device
+    device_type = 1
 
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self.number: int | None = None
+    def __init__(
+        self,
+        device: Any = None,
+        priority: int = 0,
+        *,
+        number: int | None = None,
+        **_: Any,
+    ) -> None:
+        if number is None:
+            number = self.owner.recorder.new_stream("user")
+        self.number, self.priority = number, priority
+        self._outer: list[_Stream] = []
 
-        def record(self, stream: Any = None) -> None:
-            self.number = device.num_events
-            device.num_events += 1
-            stream = stream or device.current
-            recorder.recording.events.append(EventRecord(self.number, stream.number))
+    @property
+    def device(self) -> torch.device:
+        return self.owner.shown.shown
 
-        def wait(self, stream: Any = None) -> None:
-            if self.number is not None:
-                stream = stream or device.current
-                recorder.recording.events.append(EventWait(self.number, stream.number))
+    cuda_stream = stream_id = property(lambda self: self.number)
+    device_index = property(lambda self: self.owner.shown.index)
 
-        def query(self) -> bool:
-            return True
+    def wait_stream(self, stream: "_Stream") -> None:
+        self.owner.append(StreamWait(self.number, stream.number))
 
-        def synchronize(self) -> None:
-            if self.number is not None:
-                recorder.synchronize("torch.cuda.Event.synchronize", event=self.number)
+    def wait_event(self, event: "_Event") -> None:
+        event.wait(self)
 
-        def elapsed_time(self, end: Any) -> float:
-            recorder.values.note(
-                "torch.cuda.Event.elapsed_time was asked for: 1.0 ms was given."
-            )
-            return 1.0
+    def record_event(self, event: "_Event | None" = None) -> "_Event":
+        event = event or self.owner.event_class()
+        event.record(self)
+        return event
 
-    return Event
+    def synchronize(self) -> None:
+        reason = "torch.cuda.Stream.synchronize"
+        self.owner.recorder.synchronize(reason, stream=self.number)
+
+    def query(self) -> bool:
+        return True
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def __enter__(self) -> Self:
+        self._outer.append(self.owner.current)
+        self.owner.switch(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.owner.switch(self._outer.pop())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream) and other.number == self.number
+
+    def __hash__(self) -> int:
+        return hash(self.number)
+
+
+class _Event:
+    """A point in a stream."""
+
+    owner: _Device
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.number: int | None = None
+
+    def record(self, stream: _Stream | None = None) -> None:
+        owner = self.owner
+        self.number = owner.num_events
+        owner.num_events += 1
+        owner.append(EventRecord(self.number, (stream or owner.current).number))
+
+    def wait(self, stream: _Stream | None = None) -> None:
+        if self.number is not None:
+            waiting = stream or self.owner.current
+            self.owner.append(EventWait(self.number, waiting.number))
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        if self.number is not None:
+            reason = "torch.cuda.Event.synchronize"
+            self.owner.recorder.synchronize(reason, event=self.number)
+
+    def elapsed_time(self, end: Any) -> float:
+        self.owner.recorder.values.note(
+            "torch.cuda.Event.elapsed_time was asked for: 1.0 ms was given."
+        )
+        return 1.0
 
 
 @contextlib.contextmanager
@@ -228,9 +228,7 @@ def _facts(device: _Device) -> dict[str, Any]:
         def __exit__(self, *exception: object) -> None:
             shown.index = self._before
 
-    properties = _Properties(
-        gpu.name, gpu.nbytes, *gpu.capability, gpu.processors
-    )
+    properties = _Properties(gpu.name, gpu.nbytes, *gpu.capability, gpu.processors)
     return {
         **_effects("_lazy_init", "init", "_lazy_call", "ipc_collect"),
         **_effects("is_available", "is_initialized", "is_bf16_supported", result=True),
@@ -263,7 +261,6 @@ class _Properties:
     regs_per_multiprocessor: int = 65536
     max_threads_per_multi_processor: int = 2048
     shared_memory_per_block: int = 49152
-    shared_memory_per_block_optin: int = 232448
     shared_memory_per_multiprocessor: int = 233472
     L2_cache_size: int = 50 << 20
     is_integrated: int = 0
@@ -283,8 +280,8 @@ def _streams(device: _Device) -> dict[str, Any]:
             yield
 
     return {
-        "Stream": type(device.default),
-        "Event": _event_class(device),
+        "Stream": device.stream_class,
+        "Event": device.event_class,
         "stream": use,
         "StreamContext": use,
         "set_stream": device.switch,

@@ -52,7 +52,7 @@ def _register(library: Any, name: str, make: Any) -> None:
 # Attention, dropout, RMS norm
 
 
-def _attention(
+def _attention(  # noqa: PLR0913  # torch's signature
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -116,7 +116,7 @@ def _flash(
         query, key, value = (
             torch.nn.functional.pad(x, (0, missing)) for x in (query, key, value)
         )
-    result = _aten._scaled_dot_product_flash_attention.default(
+    result: torch.Tensor = _aten._scaled_dot_product_flash_attention.default(
         query, key, value, dropout_p, is_causal, False, scale=scale
     )[0]
     return result[..., :width] if missing else result
@@ -153,9 +153,7 @@ def _efficient(
         length = mask.size(-1)
         if missing := -length % 16:
             mask = torch.nn.functional.pad(mask, (0, missing))[..., :length]
-        mask = mask.expand(
-            query.size(0), query.size(1), query.size(2), mask.size(-1)
-        )
+        mask = mask.expand(query.size(0), query.size(1), query.size(2), mask.size(-1))
     saves = torch.is_grad_enabled() and any(
         x.requires_grad for x in (query, key, value)
     )

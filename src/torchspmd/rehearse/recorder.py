@@ -130,9 +130,8 @@ class Recorder:
             del self._events[place:]
             return result
         if facts.communicates is not None:
-            self._communicate(
-                facts, args, kwargs, place, number, inputs, outputs, site
-            )
+            arguments = {**dict(zip(facts.arguments, args, strict=False)), **kwargs}
+            self._communicate(facts, arguments, place, number, (inputs, outputs), site)
             return result
         if facts.waits:
             del self._events[place:]
@@ -271,7 +270,7 @@ class Recorder:
     def record_stream(self, tensor: torch.Tensor, stream: int) -> None:
         """A tensor is used on another stream."""
         local = local_tensor(tensor)
-        if _torch.is_device_tensor(local):
+        if local is not None and _torch.is_device_tensor(local):
             number = self._number(local, -1, None)
             self._events.append(RecordStream(number, stream))
 
@@ -320,9 +319,7 @@ class Recorder:
         path = self.tracker.path(CommPhase.FORWARD, root)
         for name, parameter in root.named_parameters():
             whole = f"{path}.{name}"
-            self._name(
-                parameter, Category.PARAMETER, whole, whole.rpartition(".")[0]
-            )
+            self._name(parameter, Category.PARAMETER, whole, whole.rpartition(".")[0])
         for name, buffer in root.named_buffers():
             whole = f"{path}.{name}"
             self._name(buffer, Category.BUFFER, whole, whole.rpartition(".")[0])
@@ -339,17 +336,15 @@ class Recorder:
     def _communicate(
         self,
         facts: _Facts,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        arguments: Mapping[str, Any],
         place: int,
         number: int,
-        inputs: tuple[TensorSpec, ...],
-        outputs: tuple[TensorSpec, ...],
+        specs: tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]],
         site: Site,
     ) -> None:
         operator = facts.communicates
         assert operator is not None
-        arguments = {**dict(zip(facts.arguments, args, strict=False)), **kwargs}
+        inputs, outputs = specs
         group = self._topology.group_of(arguments)
         size = measure(operator, arguments, group.size)
         sent = arguments.get(operator.buffer)

@@ -8,9 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from torchspmd import _torch
 from torchspmd.errors import UsageError
 
 __all__ = ["READS_VALUE", "NoValueError", "Values"]
@@ -74,7 +72,7 @@ class Values:
         """What ``.item()`` gives."""
         known = getattr(tensor, "known_value", None)
         if known is not None:
-            return tensor.dtype.is_floating_point and float(known) or known
+            return float(known) if tensor.dtype.is_floating_point else known
         plausible = _plausible(tensor.dtype)
         self.note(f"{line or 'the script'} reads a value: {plausible} was given.")
         return plausible
@@ -82,7 +80,9 @@ class Values:
     def array(self, call: str, tensor: torch.Tensor, line: str) -> object:
         """What ``.tolist()`` and ``.numpy()`` give."""
         plausible = _plausible(tensor.dtype)
-        self.note(f"{line or 'the script'} reads values: {plausible} was given for each.")
+        self.note(
+            f"{line or 'the script'} reads values: {plausible} was given for each."
+        )
         real = torch.full(tuple(tensor.shape), plausible, dtype=tensor.dtype)
         return real.tolist() if call == "tolist" else real.numpy()
 

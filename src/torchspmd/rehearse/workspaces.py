@@ -34,8 +34,10 @@ def _up(value: int, multiple: int) -> int:
 
 
 def _flash_backward(op: Op) -> int:
-    """The gradient of queries in single precision, a number for each row, and keys' and
-    values' gradients for each query head where several heads share them."""
+    """The gradient of queries in single precision, and a number for each row.
+
+    Keys' and values' gradients for each query head, where several heads share them.
+    """
     _, query, key, *_ = op.inputs
     batch, heads, length, width = query.shape
     rows = batch * heads * _up(length, 128)

@@ -1,4 +1,4 @@
-"""The other ranks of a rehearsed world: a process group of any size that answers at once."""
+"""The other ranks of a rehearsed world: process groups of any size that answer at once."""
 
 import contextlib
 import os
@@ -64,6 +64,7 @@ def fake_ranks(world: World, recorder: Recorder) -> Iterator[None]:
         for owner, name, value in _replacements(world, recorder):
             stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(_torch.ddp_on_fake_groups())
+        stack.enter_context(_torch.ddp_without_values())
         stack.enter_context(_torch.own_chunks_only())
         stack.callback(_end)
         yield
