@@ -25,7 +25,7 @@ from torchspmd.predict.live import LiveMemory
 from torchspmd.predict.memory import Fits, MemoryAccount, count_memory
 from torchspmd.predict.structure import mesh_json, modules_json
 from torchspmd.predict.suggestions import suggest
-from torchspmd.predict.text import describe_memory
+from torchspmd.predict.text import describe_memory, size_text
 from torchspmd.rehearse.device import Gpu
 from torchspmd.rehearse.recording import Recording
 from torchspmd.rehearse.rehearsal import rehearsal
@@ -172,7 +172,7 @@ def _as_json(options: argparse.Namespace, account: MemoryAccount) -> dict[str, A
         "modules": modules_json(account),
         "mesh": mesh_json(recording),
         "assumptions": [
-            {"what": part.name, "value": part.nbytes, "source": part.source}
+            {"what": part.name, "value": size_text(part.nbytes), "source": part.source}
             for part in account.fixed
         ],
         "notes": recording.notes,
