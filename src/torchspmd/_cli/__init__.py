@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import torchspmd
-from torchspmd._cli import calibrate, check, diff, lock, parity, plan, trace
+from torchspmd._cli import calibrate, check, diff, lock, parity, plan, predict, trace
 from torchspmd._cli.output import exit_process, ignore_closed_pipes
 from torchspmd._cli.script import refuse_words, split_words
 from torchspmd.errors import SpmdError
@@ -19,6 +19,7 @@ _EPILOG = """\
 examples:
   torchspmd trace train.py --world-size 8          simulate 8 ranks on this machine
   torchrun --nproc-per-node 4 -m torchspmd trace train.py
+  torchspmd predict train.py --world-size 1024 --gpu h100   does it fit
   torchspmd diff before.json after.json            exit code 1 when they differ
   torchspmd plan model.py:build --mesh tp=8        what a plan does to every parameter
   torchspmd lock train.py --mesh dp=2,tp=4         write down what it communicates
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=torchspmd.__version__)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for command in (trace, diff, plan, lock, check, parity, calibrate):
+    for command in (trace, predict, diff, plan, lock, check, parity, calibrate):
         subparser = subparsers.add_parser(
             command.__name__.rpartition(".")[2],
             help=command.HELP,

@@ -120,14 +120,13 @@ def _by_ranks(table: str, ranks: int, figures: Figures) -> tuple[float, float]:
 
 def _all_reduce_on_node(nbytes: int, ranks: int, figures: Figures) -> float:
     latency, rate = _by_ranks("all_reduce_ranks", ranks, figures)
-    ring = latency + nbytes / rate
-    hardware, rows = figures.table("collectives.all_reduce")
-    if ranks <= 4 or float(hardware.compute_capability or 0) < 9:
-        # Reduction in the switch needs Hopper, and more than four ranks.
-        return ring
+    _, rows = figures.table("collectives.all_reduce")
+    if ranks <= 4 or not rows:
+        return latency + nbytes / rate
+    # Of eight ranks, with what they do in the switch on Hopper and later.
     bus = Line([(math.log2(size), rate) for size, rate in rows])
-    switch = 2 * (ranks - 1) / ranks * nbytes / bus.at(math.log2(max(nbytes, 1)))
-    return min(ring, max(latency, switch))
+    seconds = 2 * (ranks - 1) / ranks * nbytes / bus.at(math.log2(max(nbytes, 1)))
+    return max(latency, seconds)
 
 
 def _over_nodes(kind: str, nbytes: int, where: Placement, figures: Figures) -> float:

@@ -71,6 +71,13 @@ _REDUCING = frozenset(
     smooth_l1_loss_backward soft_margin_loss _local_scalar_dense item equal
     """.split()
 )
+# Launch nothing, and are no views of their arguments to torch.
+_FREE = frozenset(
+    """
+    _reshape_alias _unsafe_view alias detach detach_ empty empty_like empty_strided
+    lift_fresh new_empty new_empty_strided resize_ set_
+    """.split()
+)
 # Figures under other names than the operator's.
 _KEYS = {
     "zero_": "fill",
@@ -167,7 +174,7 @@ class Pricer:
         if _copies_to_host(op):
             seconds = self.floor + nbytes / 2 / self.figures.number("bandwidth.host")
             return Cost(seconds, nbytes, 0.0, "copy")
-        if base in ("empty", "empty_like", "empty_strided", "new_empty", "lift_fresh"):
+        if base in _FREE:
             return Cost(0.0, 0, 0.0, "view")
         if shape is not None:
             seconds = self._matmul(op, shape)
@@ -377,6 +384,7 @@ def _reduction_key(op: Op) -> str:
 def _is_known(base: str) -> bool:
     return (
         base in _ELEMENTWISE
+        or base in _FREE
         or base in _REDUCING
         or base in _KEYS
         or base.startswith(("_foreach_", "_fused_", "convolution", "cudnn_convolution"))
@@ -449,9 +457,8 @@ def _ideal_matmul(rates: _Rates, shape: tuple[int, int, int, int]) -> float:
         if waves == 1:  # the depth is split where tiles are few
             used = max(used, min(1.0, used * max(1, k // 1024)))
         filled = max(filled, used * part)
-    return max(
-        flops / (rates.achieved * ramp * max(filled, 1e-3)), nbytes / rates.memory
-    )
+    computing: float = flops / (rates.achieved * ramp * max(filled, 1e-3))
+    return max(computing, nbytes / rates.memory)
 
 
 def _ideal_convolution(rates: _Rates, case: Sequence[float], direction: str) -> float:

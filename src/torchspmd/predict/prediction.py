@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchspmd.predict.account import Part, StepAccount, account_for
+from torchspmd.predict.collectives import Link
 from torchspmd.predict.figures import Figures
 from torchspmd.predict.hardware import Hardware
 from torchspmd.predict.operators import Pricer
@@ -99,6 +100,11 @@ class TimePrediction:
         return account is not None and (
             account.parts[Part.HOST] >= 0.1 * account.seconds
         )
+
+    @property
+    def crosses_nodes(self) -> bool:
+        """Whether a group of the step is on several nodes."""
+        return any(item.link is Link.NETWORK for item in self.program.items)
 
     def notes(self) -> list[str]:
         """What was assumed for this prediction, and what was not known."""

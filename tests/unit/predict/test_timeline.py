@@ -178,7 +178,7 @@ def test_the_parts_add_up_to_the_step():
 
 def stage(micro_batches, first, forward=1.0, backward=2.0):
     """GPipe on one of two stages: all forwards, then all backwards."""
-    me, peer = (0, 1) if first else (1, 0)
+    peer = 1 if first else 0
     pair = {"group": "pp", "ranks": (0, 1), "peer": peer, "is_async": False}
     items = []
     for number in range(micro_batches):
