@@ -10,7 +10,17 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import torchspmd
-from torchspmd._cli import calibrate, check, diff, lock, parity, plan, predict, trace
+from torchspmd._cli import (
+    calibrate,
+    check,
+    diff,
+    lock,
+    parity,
+    plan,
+    predict,
+    search,
+    trace,
+)
 from torchspmd._cli.output import exit_process, ignore_closed_pipes
 from torchspmd._cli.script import refuse_words, split_words
 from torchspmd.errors import SpmdError
@@ -25,6 +35,7 @@ examples:
   torchspmd lock train.py --mesh dp=2,tp=4         write down what it communicates
   torchspmd check comm.lock                        exit code 1 when that changed
   torchspmd parity runs/one runs/tp4               do two recorded runs compute the same
+  torchspmd search train.py --gpu h100 -- --tp {1,2}   the fastest arguments that fit
   torchspmd calibrate --out my.toml                measure this GPU for predictions
 """
 
@@ -39,7 +50,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=torchspmd.__version__)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for command in (trace, predict, diff, plan, lock, check, parity, calibrate):
+    for command in (
+        trace,
+        predict,
+        search,
+        diff,
+        plan,
+        lock,
+        check,
+        parity,
+        calibrate,
+    ):
         subparser = subparsers.add_parser(
             command.__name__.rpartition(".")[2],
             help=command.HELP,

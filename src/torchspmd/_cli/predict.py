@@ -25,7 +25,7 @@ from torchspmd.predict.live import LiveMemory
 from torchspmd.predict.memory import Fits, MemoryAccount, count_memory
 from torchspmd.predict.prediction import TimePrediction, predict_time
 from torchspmd.predict.structure import mesh_json, modules_json
-from torchspmd.predict.suggestions import suggest
+from torchspmd.predict.suggestions import Suggestion, suggest
 from torchspmd.predict.text import describe_memory
 from torchspmd.predict.time_suggestions import Gain, suggest_faster
 from torchspmd.predict.time_text import describe_time
@@ -69,6 +69,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", type=Path, help="write the prediction here")
     parser.add_argument(
+        "--brief", action="store_true", help="no slices, curve or suggestions"
+    )
+    parser.add_argument(
         "--no-timeline", action="store_true", help="leave the slices out of the file"
     )
 
@@ -108,10 +111,11 @@ def run(options: argparse.Namespace) -> int:
         recording.notes.append(
             f"No --network was given: {network.title} is taken to be between the nodes."
         )
-    faster = suggest_faster(timed)
-    _report(account, timed, faster)
+    faster = [] if options.brief else suggest_faster(timed)
+    smaller = [] if options.brief else suggest(account)
+    _report(account, timed, smaller, faster)
     if options.json is not None:
-        data = _as_json(options, account, timed, faster)
+        data = _as_json(options, account, timed, smaller, faster)
         data["ledger"] = ledger_to_dict(mode.ledger)
         options.json.write_text(json.dumps(data) + "\n", encoding="utf-8")
         print(f"Prediction written to {options.json}.")
@@ -160,9 +164,14 @@ def _hint(left: list[object]) -> str:
     return ""
 
 
-def _report(account: MemoryAccount, timed: TimePrediction, faster: list[Gain]) -> None:
+def _report(
+    account: MemoryAccount,
+    timed: TimePrediction,
+    smaller: list[Suggestion],
+    faster: list[Gain],
+) -> None:
     recording = account.recording
-    memory = describe_memory(account, suggest(account))
+    memory = describe_memory(account, smaller)
     parts = [memory, describe_time(timed, faster)]
     print("", *parts, sep="\n\n")
     notes = [*recording.notes, *timed.notes()]
@@ -175,10 +184,11 @@ def _as_json(
     options: argparse.Namespace,
     account: MemoryAccount,
     timed: TimePrediction,
+    smaller: list[Suggestion],
     faster: list[Gain],
 ) -> dict[str, Any]:
     recording = account.recording
-    time = timed.as_json(timeline=not options.no_timeline)
+    time = timed.as_json(timeline=not (options.no_timeline or options.brief))
     figures = time.pop("assumptions")
     return {
         "format": "torchspmd/prediction",
@@ -192,7 +202,10 @@ def _as_json(
         "network": timed.figures.network and timed.figures.network.name,
         "steps": recording.steps,
         "fits": account.fits.value,
-        "memory": {**account.as_json(), "curve": curve_json(account)},
+        "memory": {
+            **account.as_json(),
+            "curve": None if options.brief else curve_json(account),
+        },
         **time,
         "suggestions": [
             *(
@@ -201,7 +214,7 @@ def _as_json(
             ),
             *(
                 {"what": each.text, "gain_bytes": each.saved_bytes, "of": each.of}
-                for each in suggest(account)
+                for each in smaller
             ),
         ],
         "modules": modules_json(account, timed),
