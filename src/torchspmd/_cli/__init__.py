@@ -18,6 +18,7 @@ from torchspmd._cli import (
     parity,
     plan,
     predict,
+    search,
     trace,
 )
 from torchspmd._cli.output import exit_process, ignore_closed_pipes
@@ -28,6 +29,7 @@ from torchspmd.errors import SpmdError
 _COMMANDS = (
     trace,
     predict,
+    search,
     diff,
     plan,
     lock,
@@ -46,6 +48,7 @@ examples:
   torchspmd lock train.py --mesh dp=2,tp=4         write down what it communicates
   torchspmd check comm.lock                        exit code 1 when that changed
   torchspmd parity runs/one runs/tp4               do two recorded runs compute the same
+  torchspmd search train.py --gpu h100 -- --tp {1,2}   the fastest arguments that fit
   torchspmd calibrate --out my.toml                measure this GPU for predictions
 """
 
