@@ -376,7 +376,7 @@ def _memory(root: dict[str, Any], layers: int, fits: str) -> dict[str, Any]:
     device = {
         "yes": in_use + (9 << 30),
         "at risk": in_use + (1 << 30),
-        "no": in_use - (3 << 30),
+        "no": in_use * 7 // 8,
     }[fits]
     at = {
         "module": "Llama.model.layers.1",

@@ -114,7 +114,7 @@ function buildSearch(root, data) {
       { key: "mark", label: "", show: (value) => value }, ...names.map((name) => ({ key: `argument ${name}`, label: name, unit: rows.every((row) => typeof row[`argument ${name}`] === "number") ? "n" : "text" })),
       { key: "step_seconds", label: "step", unit: "s", bar: true }, { key: "peak_bytes", label: "peak", unit: "B", bar: true },
       has("mfu") && { key: "mfu", label: "MFU", unit: "%" }, has("exposed_seconds") && { key: "exposed_seconds", label: "exposed", unit: "s" },
-      { key: "fits", label: "fits" }, { key: "why_not", label: "why not" },
+      { key: "fits", label: "fits", class: "nowrap" }, { key: "why_not", label: "why not" },
     ].filter(Boolean), rows, { onrow: openCandidate })));
   requestAnimationFrame(draw);
   root.view = { count: data.candidates.length, drawn: drawn.length, front: front.length };

@@ -100,6 +100,9 @@ function memoryChart(root, data, curve, page) {
     context.fillStyle = palette.bad;
     context.textAlign = "right";
     const text = outside ? `device, ${bytes(limit)} less ${bytes(outside)} of libraries` : `device, ${bytes(limit)}`;
+    context.fillStyle = palette.back;
+    context.fillRect(width - 17 - context.measureText(text).width, at - 17, context.measureText(text).width + 6, 15);
+    context.fillStyle = palette.bad;
     context.fillText(text, width - 14, at - 9);
     context.textAlign = "left";
   }

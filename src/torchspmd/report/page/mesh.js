@@ -4,7 +4,7 @@ const MOST_RANKS = 4096;
 
 function buildMesh(root, data) {
   if (data.missing) return root.append(missing(data));
-  const state = { axis: data.groups.length ? data.groups[0].axis : (data.axes[0] || {}).name, node: data.gpus_per_node || Math.min(8, data.world_size), rank: data.rank || 0 };
+  const state = { axis: data.plan_axis || (data.groups.length ? data.groups[0].axis : (data.axes[0] || {}).name), node: data.gpus_per_node || Math.min(8, data.world_size), rank: data.rank || 0 };
   const picture = h("div", { class: "picture" });
   const words = h("p", { class: "hint" });
   const links = h("div", {});
@@ -166,7 +166,8 @@ function buildMesh(root, data) {
     data.gpus_per_node ? null : h("span", { class: "hint" }, "the result does not say how many; change it here"),
     h("span", { class: "legend" }, h("span", {}, h("i", { class: "swatch self" }), "the rank"), h("span", {}, h("i", { class: "swatch own" }), "its group"),
       h("span", {}, h("i", { class: "stroke inside" }), "link inside a node"), h("span", {}, h("i", { class: "stroke between" }), "link between nodes"))),
-  picture, words, section("Groups of this rank", links));
+  picture, words);
+  if (!data.parameters) root.append(section("Groups of this rank", links));
   if (data.parameters) root.append(section(`Which rank of ${data.plan_axis} holds which part`, partsOf(data)));
   update();
   root.view = { state, ranks: () => picture.querySelectorAll("rect.gpu").length, own: () => picture.querySelectorAll("rect.own").length };

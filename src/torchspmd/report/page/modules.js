@@ -92,15 +92,24 @@ function rangesOf(numbers) {
   return runs.map(([low, high]) => (low === high ? low : `${low}-${high}`)).join();
 }
 
+// A module with nothing but one child is one row with it: mlp.up.weight.
+function chained(node) {
+  node.children = node.children.map(chained);
+  if (node.children.length !== 1 || node.texts) return node;
+  const [child] = node.children;
+  child.name = `${node.name}.${child.name}`;
+  return child;
+}
+
 const MOST_ROWS = 3000;
 
 function buildModules(root, data, page) {
   if (data.missing) return root.append(missing(data));
   const width = data.columns.length;
-  const plain = treeOf(data.rows, width);
+  const plain = data.texts ? treeOf(data.rows, width).map(chained) : treeOf(data.rows, width);
   let trees = plain;
   const state = { fold: data.foldable !== false, find: "", sort: -1, down: true, open: new Set(), chosen: null };
-  const most = data.columns.map((_, column) => Math.max(...data.rows.map((row) => (row.values || [])[column] || 0), 0));
+  const most = data.columns.map((column, place) => (column.bar ? Math.max(0, ...plain.map((tree) => tree.values[place] || 0)) : 0));
 
   function refold() {
     trees = state.fold ? plain.map((tree) => folded(tree, width)) : plain;

@@ -138,7 +138,7 @@ function buildTimeline(root, data, page) {
   }
 
   function draw(context, width) {
-    left = width < 600 ? 74 : 110;
+    left = width < 600 ? 88 : 110;
     context.font = "11px " + FONT;
     context.textBaseline = "middle";
     drawRuler(context, width);
@@ -360,7 +360,7 @@ function buildTimeline(root, data, page) {
       ["starts at", seconds(data.start[place] * 1e-6)],
       ["takes", seconds(length)],
       detail && ["shapes", detail],
-      data.bytes[place] ? ["bytes", `${bytes(data.bytes[place])}${length ? `, ${bytes(data.bytes[place] / length)}/s` : ""}`] : null,
+      data.bytes[place] ? ["bytes", `${bytes(data.bytes[place])}${length && !exposed ? `, ${bytes(data.bytes[place] / length)}/s` : ""}`] : null,
       data.flops[place] ? ["work", `${show(data.flops[place], "flop")}${length ? `, ${show(data.flops[place] / length, "flop")}/s` : ""}`] : null,
       exposed ? ["exposed", EXPOSED[exposed]] : null,
       sent >= 0 ? ["waits for", `${kind} on ${data.lanes[data.lane[sent]].name}`] : null,

@@ -1,8 +1,10 @@
 """The preview of a plan: which rank holds which part of each parameter."""
 
 import math
+from typing import Any
 
 from torchspmd.comm import format_bytes
+from torchspmd.comm.folding import fold, unfold
 from torchspmd.report.views.parts import (
     PREDICT,
     Document,
@@ -13,6 +15,8 @@ from torchspmd.report.views.parts import (
     missing,
     plural,
 )
+
+_MOST = 12  # rows of the verdict
 
 
 def plan_page(document: Document) -> Page:
@@ -84,13 +88,32 @@ def _verdict(document: Document, size: int) -> View:
                 column("count", "count", "n"),
                 column("wire_bytes", "a rank sends", "B", bar=True),
             ],
-            "rows": sorted(communication or [], key=lambda r: -int(r["wire_bytes"]))[
-                :12
-            ],
+            "rows": _largest(communication or [])[:_MOST],
         },
         "notes": list(document.get("notes") or []),
         "command": document.get("command"),
     }
+
+
+def _largest(communication: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What sends most, layers folded; paths as the parameters have them."""
+    contents = (
+        (row["module"], (row["kind"], row["phase"], row["count"], row["wire_bytes"]))
+        for row in communication
+    )
+    rows: list[dict[str, Any]] = []
+    for path, (kind, phase, count, wire) in fold(contents):
+        times = len(unfold(path))
+        rows.append(
+            {
+                "module": path.partition(".")[2] or path,
+                "kind": kind,
+                "phase": phase,
+                "count": count * times,
+                "wire_bytes": wire * times,
+            }
+        )
+    return sorted(rows, key=lambda row: -int(row["wire_bytes"]))
 
 
 def _modules(document: Document) -> View:
