@@ -10,7 +10,16 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import torchspmd
-from torchspmd._cli import check, diff, lock, parity, plan, show, trace
+from torchspmd._cli import (
+    calibrate,
+    check,
+    diff,
+    lock,
+    parity,
+    plan,
+    show,
+    trace,
+)
 from torchspmd._cli.output import exit_process, ignore_closed_pipes
 from torchspmd._cli.script import refuse_words, split_words
 from torchspmd.errors import SpmdError
@@ -24,6 +33,7 @@ examples:
   torchspmd lock train.py --mesh dp=2,tp=4         write down what it communicates
   torchspmd check comm.lock                        exit code 1 when that changed
   torchspmd parity runs/one runs/tp4               do two recorded runs compute the same
+  torchspmd calibrate --out my.toml                measure this GPU for predictions
   torchspmd show report.json --open                any saved result as a page to look at
 """
 
@@ -38,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=torchspmd.__version__)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for command in (trace, diff, plan, lock, check, parity, show):
+    for command in (trace, diff, plan, lock, check, parity, calibrate, show):
         subparser = subparsers.add_parser(
             command.__name__.rpartition(".")[2],
             help=command.HELP,
