@@ -148,6 +148,13 @@ def test_a_timeline_with_columns_of_two_lengths():
         build_page(document)
 
 
+def test_a_broken_entry_is_named():
+    document = prediction(layers=1)
+    del document["modules"][0]["path"]
+    with pytest.raises(UsageError, match=r"with a broken entry .KeyError: 'path'"):
+        build_page(document)
+
+
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(UsageError, match=r"cannot read .*nothing\.json: No such file"):
         read_result(tmp_path / "nothing.json")

@@ -50,7 +50,11 @@ function show(value, unit) {
   if (unit === "flop") return `${short(value)}FLOP`.replace(/ ?FLOP/, value >= 1e4 ? "FLOP" : " FLOP");
   if (unit === "%") return percent(value);
   if (unit === "short") return short(value).replace(" ", "");
-  if (typeof value === "number") return Number.isInteger(value) ? value.toLocaleString("en-US") : digits(value);
+  if (typeof value === "number") {
+    if (Math.abs(value) >= 1e7 && unit !== "n") return short(value);
+    if (Number.isInteger(value)) return value.toLocaleString("en-US");
+    return Math.abs(value) < 0.01 ? value.toPrecision(2) : digits(value);
+  }
   return String(value);
 }
 

@@ -143,7 +143,7 @@ function buildMesh(root, data) {
       update();
     } }));
     const sum = { inside: 0, between: 0 };
-    for (const row of rows) {
+    for (const row of rows.filter((each) => typeof each.wire === "number")) {
       const each = hops(row.group.ranks);
       sum.inside += each.inside * row.wire;
       sum.between += each.between * row.wire;

@@ -12,6 +12,12 @@ class TreeNode {
   }
 }
 
+// Of `__main__.GPT`, the last part; a shape with a dtype has no such dots.
+function className(row) {
+  const name = row.class || "";
+  return /^[\w.]+$/.test(name) ? name.split(".").at(-1) : name;
+}
+
 function treeOf(rows, width) {
   const root = new TreeNode("", "");
   const known = new Map([["", root]]);
@@ -29,7 +35,7 @@ function treeOf(rows, width) {
   };
   for (const row of rows) {
     const node = row.path === "" ? root : make(row.path);
-    node.cls = row.class || "";
+    node.cls = className(row);
     node.values = row.values;
     node.texts = row.texts || null;
   }

@@ -352,7 +352,8 @@ function buildTimeline(root, data, page) {
     const length = data.duration[place] * 1e-6;
     const sent = data.waits_for[place];
     const kind = sent >= 0 ? slices.text("name", sent) : "";
-    const cause = causes.get(`${kind}\n${slices.text("module", place)}`);
+    const plain = kind.split(" ")[0]; // "all_gather tp" is an all_gather
+    const cause = causes.get(`${plain}\n${slices.text("module", place)}`);
     return [
       ["module", slices.text("module", place)],
       ["phase", slices.text("phase", place)],
@@ -507,7 +508,7 @@ function buildTimeline(root, data, page) {
       for (const place of slices.exposed) {
         if (!app.isInside(slices.text("module", place), module)) continue;
         const sent = data.waits_for[place];
-        if (kind && sent >= 0 && slices.text("name", sent) !== kind) continue;
+        if (kind && sent >= 0 && slices.text("name", sent).split(" ")[0] !== kind) continue;
         if (best < 0 || data.duration[place] > data.duration[best]) best = place;
       }
       if (best >= 0) choose(best, true);

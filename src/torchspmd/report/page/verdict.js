@@ -13,7 +13,7 @@ function buildVerdict(root, data) {
   if (data.causes) root.append(section(data.causes.title, causesTable(data.causes)));
   const columns = h("div", { class: "columns" });
   if (data.suggestions && data.suggestions.length) columns.append(section("What would help", h("ul", { class: "plain" }, data.suggestions.map((each) => h("li", {},
-    h("b", {}, each.what), each.value ? `: ${show(each.value, each.unit)}${each.unit === "B" ? " less" : " faster"}` : "", each.module && h("div", {}, moduleLink(each.module)))))));
+    h("b", {}, each.what), each.value ? `: ${show(each.value, each.unit)}${each.unit === "B" ? " less" : " faster"}` : "", each.how && h("div", { class: "soft" }, each.how), each.module && h("div", {}, moduleLink(each.module)))))));
   for (const each of data.tables || []) columns.append(section(each.title, table(each.columns, each.rows)));
   root.append(columns);
   for (const note of data.notes || []) root.append(h("p", { class: "hint" }, note));

@@ -8,6 +8,7 @@ where the result has no data for it. Values are numbers with a unit (``B``, ``s`
 from collections.abc import Callable
 from typing import Any
 
+from torchspmd.errors import SpmdError, UsageError
 from torchspmd.report.results import (
     COMPARISON,
     EXPOSURE,
@@ -47,6 +48,18 @@ def build_page(document: Any, where: str = "the document") -> Page:
         UsageError: It is not a result, or one of another version.
     """
     name = check_result(document, where)
+    try:
+        return _build(name, document, where)
+    except SpmdError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise UsageError(
+            f"{where} is a {name} with a broken entry ({type(error).__name__}: {error}). "
+            "docs/prediction_format.md says what it must have; write it again."
+        ) from error
+
+
+def _build(name: str, document: Document, where: str) -> Page:
     if name == COMPARISON:
         before, after = document["before"], document["after"]
         names = [str(each) for each in document["names"]]

@@ -91,6 +91,7 @@ def _verdict(document: Document) -> View:
                 "value": each.get("gain_seconds") or each.get("gain_bytes"),
                 "unit": "s" if each.get("gain_seconds") else "B",
                 "module": each.get("module"),
+                "how": each.get("how"),
             }
             for each in document.get("suggestions") or []
         ],
@@ -135,10 +136,9 @@ def _figures(document: Document) -> list[dict[str, Any]]:
         figure("peak, allocated", memory.get("allocated_peak_bytes"), "B"),
         figure("peak, reserved", memory.get("reserved_peak_bytes"), "B"),
     ]
-    if groups:
-        figures.append(
-            figure("sent by the rank", sum(g["wire_bytes"] for g in groups), "B")
-        )
+    sent = [group.get("wire_bytes") for group in groups]
+    if sent and None not in sent:
+        figures.append(figure("sent by the rank", sum(sent), "B"))
     return figures
 
 
@@ -305,6 +305,7 @@ def _mesh(document: Document) -> View:
 
 def _assumptions(document: Document) -> View:
     rows = list(document.get("assumptions") or [])
+    named = {row["what"] for row in rows}
     fixed = (document.get("memory") or {}).get("fixed") or []
     rows += [
         {
@@ -314,6 +315,7 @@ def _assumptions(document: Document) -> View:
             "error": None,
         }
         for part in fixed
+        if part["name"] not in named
     ]
     if document.get("step_error") is not None:
         rows.append(
