@@ -19,6 +19,7 @@ from torchspmd._cli import (
     plan,
     predict,
     search,
+    show,
     trace,
 )
 from torchspmd._cli.output import exit_process, ignore_closed_pipes
@@ -30,6 +31,7 @@ _COMMANDS = (
     trace,
     predict,
     search,
+    show,
     diff,
     plan,
     lock,
@@ -50,6 +52,7 @@ examples:
   torchspmd parity runs/one runs/tp4               do two recorded runs compute the same
   torchspmd search train.py --gpu h100 -- --tp {1,2}   the fastest arguments that fit
   torchspmd calibrate --out my.toml                measure this GPU for predictions
+  torchspmd show report.json --open                any saved result as a page to look at
 """
 
 
@@ -74,13 +77,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         command.add_options(subparser)
         subparser.set_defaults(run=command.run)
-    own, for_script = split_words(
-        sys.argv[1:] if arguments is None else list(arguments)
-    )
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    own, for_script = split_words(words)
     options, unknown = parser.parse_known_args(own)
     if unknown:
         refuse_words(subparsers.choices[options.command], options, unknown)
     options.arguments = for_script
+    options.words = words
     try:
         return int(options.run(options))
     except SpmdError as error:
