@@ -10,11 +10,22 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import torchspmd
-from torchspmd._cli import check, diff, doctor, lock, parity, plan, trace
+from torchspmd._cli import calibrate, check, diff, doctor, lock, parity, plan, trace
 from torchspmd._cli.output import exit_process, ignore_closed_pipes
 from torchspmd._cli.script import refuse_words, split_words
 from torchspmd.errors import SpmdError
 
+# In the order of the help.
+_COMMANDS = (
+    trace,
+    diff,
+    plan,
+    lock,
+    check,
+    parity,
+    calibrate,
+    doctor,
+)
 _EPILOG = """\
 examples:
   torchspmd trace train.py --world-size 8          simulate 8 ranks on this machine
@@ -24,6 +35,7 @@ examples:
   torchspmd lock train.py --mesh dp=2,tp=4         write down what it communicates
   torchspmd check comm.lock                        exit code 1 when that changed
   torchspmd parity runs/one runs/tp4               do two recorded runs compute the same
+  torchspmd calibrate --out my.toml                measure this GPU for predictions
   torchspmd doctor                                 what works on this machine
 """
 
@@ -38,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=torchspmd.__version__)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for command in (trace, diff, plan, lock, check, parity, doctor):
+    for command in _COMMANDS:
         subparser = subparsers.add_parser(
             command.__name__.rpartition(".")[2],
             help=command.HELP,
