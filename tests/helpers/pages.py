@@ -4,7 +4,8 @@
 ```` ```python ````                     runs; names go on from block to block of the page
 ```` ```python title="train.py" ````    is written into the folder where the page runs
 ```` ```console ````                    ``$`` lines are run; what follows is their output,
-                                        in which ``...`` stands for anything
+                                        in which ``...`` stands for anything; a command
+                                        that fails has ``# exits with 1`` behind it
 ``<!-- python`` ... ``-->``             runs too, and readers do not see it
 ======================================  ================================================
 
@@ -33,6 +34,7 @@ _BLOCK = re.compile(
     r"|^<!-- python\n(?P<hidden>.*?)^-->$",
     re.DOTALL | re.MULTILINE,
 )
+_EXITS = re.compile(r"# exits with (\d+)")
 _FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 _MODULES = {"torchrun": "torch.distributed.run", "pytest": "pytest"}
 
@@ -81,9 +83,10 @@ def run_page(path: Path) -> int:
 def _run_console(block: Block, path: Path) -> None:
     for part in re.split(r"^\$ ", block.code, flags=re.MULTILINE)[1:]:
         command, _, wanted = part.replace("\\\n", " ").partition("\n")
+        exits = _EXITS.search(command)
         returned, output = _run_command(command)
         is_met = doctest.OutputChecker().check_output(wanted, output, _FLAGS)
-        if returned != 0 or not is_met:
+        if returned != (int(exits[1]) if exits else 0) or not is_met:
             raise AssertionError(
                 f"{path}:{block.line}: $ {command}\nexit code {returned}\n"
                 f"--- the page says\n{wanted}--- it printed\n{output}"
