@@ -10,7 +10,17 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import torchspmd
-from torchspmd._cli import calibrate, check, diff, doctor, lock, parity, plan, trace
+from torchspmd._cli import (
+    calibrate,
+    check,
+    diff,
+    doctor,
+    lock,
+    parity,
+    plan,
+    predict,
+    trace,
+)
 from torchspmd._cli.output import exit_process, ignore_closed_pipes
 from torchspmd._cli.script import refuse_words, split_words
 from torchspmd.errors import SpmdError
@@ -18,6 +28,7 @@ from torchspmd.errors import SpmdError
 # In the order of the help.
 _COMMANDS = (
     trace,
+    predict,
     diff,
     plan,
     lock,
@@ -30,6 +41,7 @@ _EPILOG = """\
 examples:
   torchspmd trace train.py --world-size 8          simulate 8 ranks on this machine
   torchrun --nproc-per-node 4 -m torchspmd trace train.py
+  torchspmd predict train.py --world-size 1024 --gpu h100   does it fit
   torchspmd diff before.json after.json            exit code 1 when they differ
   torchspmd plan model.py:build --mesh tp=8        what a plan does to every parameter
   torchspmd lock train.py --mesh dp=2,tp=4         write down what it communicates
