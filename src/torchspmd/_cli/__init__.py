@@ -14,6 +14,7 @@ from torchspmd._cli import (
     calibrate,
     check,
     diff,
+    doctor,
     lock,
     parity,
     plan,
@@ -38,8 +39,8 @@ _COMMANDS = (
     check,
     parity,
     calibrate,
+    doctor,
 )
-
 _EPILOG = """\
 examples:
   torchspmd trace train.py --world-size 8          simulate 8 ranks on this machine
@@ -53,6 +54,7 @@ examples:
   torchspmd search train.py --gpu h100 -- --tp {1,2}   the fastest arguments that fit
   torchspmd calibrate --out my.toml                measure this GPU for predictions
   torchspmd show report.json --open                any saved result as a page to look at
+  torchspmd doctor                                 what works on this machine
 """
 
 
