@@ -23,11 +23,11 @@ from torchspmd.parallel.plan.assignment import (
     own_style,
     parameter_layouts,
 )
-from torchspmd.parallel.plan.copies import copy_to_meta
+from torchspmd.parallel.plan.copies import copy_shapes
 from torchspmd.parallel.plan.run import (
     Inputs,
     NotRunnableError,
-    call_on_meta,
+    call_on_shapes,
     module_hooks,
     state_of,
 )
@@ -46,7 +46,7 @@ def find_fixed_sizes(
     layouts = [_feature_layouts(assignment) for assignment in assignments]
     if num_ranks == 1 or None in layouts:
         return None
-    model = copy_to_meta(model)
+    model = copy_shapes(model)
     state = _local_state(model, assignments, num_ranks)
     with contextlib.ExitStack() as hooks:
         for assignment, known in zip(assignments, layouts, strict=True):
@@ -61,7 +61,7 @@ def find_fixed_sizes(
             )
         try:
             with torch.no_grad():
-                call_on_meta(model, state, inputs)
+                call_on_shapes(model, state, inputs)
         except NotRunnableError as error:
             return f"in '{error.path}': {error}"
     return None

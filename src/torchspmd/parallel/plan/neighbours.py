@@ -22,7 +22,7 @@ from torchspmd.layout.placements import (
 )
 from torchspmd.parallel.linear import ColwiseParallel
 from torchspmd.parallel.plan.assignment import Assignment, own_style
-from torchspmd.parallel.plan.copies import copy_to_meta, reaches_globals, traces_kept
+from torchspmd.parallel.plan.copies import copy_shapes, reaches_globals, traces_kept
 from torchspmd.parallel.plan.text_form import (
     describe_style,
 )
@@ -186,7 +186,7 @@ def find_mismatched_neighbours(
     styles = {id(a.module): own_style(a.style) for a in assignments}
     parents = dict.fromkeys(a.path.rpartition(".")[0] for a in assignments if a.path)
     problems: list[str] = []
-    copied = copy_to_meta(tree[""]) if parents else None
+    copied = copy_shapes(tree[""]) if parents else None
     for parent in parents:
         assert copied is not None
         for reach in follow_outputs(copied.get_submodule(parent)):

@@ -1,6 +1,6 @@
 """One run of a model on shapes, recorded: the calls of modules and of torch functions.
 
-The model runs once on the meta device: no weights are read, no memory is used, any size
+The model runs once on fake tensors: no weights are read, no memory is used, any size
 will do. What needs values (``.item()``, ``nonzero``) cannot run so, and is reported.
 """
 
@@ -19,9 +19,11 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 
 from torchspmd import _torch
-from torchspmd.parallel.plan.copies import copy_to_meta, to_meta, traces_kept
+from torchspmd.parallel.plan.copies import copy_shapes, to_shape, traces_kept
 
 Inputs = Mapping[str, Any] | tuple[Any, ...]
+# What fake tensors raise where a program reads values: a number, a size that depends on them.
+_NEEDS_VALUES = ("DataDependentOutputException", "DynamicOutputShapeException")
 
 
 class TensorInfo(NamedTuple):
@@ -106,7 +108,7 @@ def record(model: nn.Module, inputs: Inputs, paths: Collection[str] = ()) -> Rec
     Raises:
         NotRunnableError: The model needs values to run.
     """
-    model = copy_to_meta(model)
+    model = copy_shapes(model)
     state = state_of(model)
     module_calls: list[ModuleCall] = []
     function_calls: list[FunctionCall] = []
@@ -116,28 +118,38 @@ def record(model: nn.Module, inputs: Inputs, paths: Collection[str] = ()) -> Rec
             module = model.get_submodule(path)
             stack.enter_context(module_hooks(module, watcher.enter, watcher.leave))
         stack.enter_context(_FunctionRecorder(function_calls))
-        output = call_on_meta(model, state, inputs)
+        output = call_on_shapes(model, state, inputs)
     return Recording(state, module_calls, function_calls, output)
 
 
-def call_on_meta(
+def call_on_shapes(
     model: nn.Module, state: dict[str, torch.Tensor], inputs: Inputs
 ) -> Any:
-    """The output of a copied model on the meta device, with these tensors as its state."""
+    """The output of a copied model on shapes, with these tensors as its state."""
     positional: tuple[Any, ...] = ()
     named: dict[str, Any] = {}
     if isinstance(inputs, Mapping):
-        named = {name: to_meta(value) for name, value in inputs.items()}
+        named = {name: to_shape(value) for name, value in inputs.items()}
     else:
-        positional = tuple(map(to_meta, inputs))
+        positional = tuple(map(to_shape, inputs))
     running: list[str] = []
     try:
-        with torch.device("meta"), traces_kept(), _noting(model, running):
+        with (
+            _torch.shape_mode(),
+            torch.device("cpu"),
+            traces_kept(),
+            _noting(model, running),
+            _GroupedProducts(),
+        ):
             return functional_call(model, state, positional, named)
     except Exception as error:  # the user's forward can raise anything
+        path = running[-1] if running else ""
         first_line = str(error).strip().partition("\n")[0]
-        text = f"{type(error).__name__}: {first_line}"
-        raise NotRunnableError(text, running[-1] if running else "") from error
+        if type(error).__name__ in _NEEDS_VALUES:
+            text = f"'{path}' needs the values of tensors, by {first_line}"
+        else:
+            text = f"{type(error).__name__} in '{path}': {first_line}"
+        raise NotRunnableError(text, path) from error
 
 
 @contextlib.contextmanager
@@ -202,6 +214,23 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return state
 
 
+class _GroupedProducts(TorchFunctionMode):
+    """On shapes these take bfloat16 only, although they compute with other types."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if getattr(func, "__name__", "") not in ("grouped_mm", "_grouped_mm"):
+            return func(*args, **(kwargs or {}))
+        first, second, *rest = args
+        half = first.to(torch.bfloat16), second.to(torch.bfloat16)
+        return func(*half, *rest, **(kwargs or {})).to(first.dtype)
+
+
 class _FunctionRecorder(TorchFunctionMode):
     def __init__(self, calls: list[FunctionCall]) -> None:
         super().__init__()
@@ -215,8 +244,8 @@ class _FunctionRecorder(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
+        result = func(*args, **kwargs)
         made = args[0] if name == "__setitem__" else result
         outputs = list(_torch.leaves_of(torch.Tensor, made))
         self._calls.append(FunctionCall(func, name, args, kwargs, outputs))
