@@ -71,6 +71,9 @@ from torchspmd._torch.dtensor import is_autocast_enabled as is_autocast_enabled
 from torchspmd._torch.dtensor import is_view as is_view
 from torchspmd._torch.dtensor import join_axes as join_axes
 from torchspmd._torch.dtensor import local_tensor as local_tensor
+from torchspmd._torch.dtensor import (
+    register_attention_on_cpu as register_attention_on_cpu,
+)
 from torchspmd._torch.dtensor import sister_axis as sister_axis
 from torchspmd._torch.dtensor import spec as spec
 from torchspmd._torch.dtensor import start_all_gather as start_all_gather
