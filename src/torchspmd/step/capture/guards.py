@@ -26,7 +26,7 @@ def sign(inventory: Inventory) -> Signature:
         *_tensor_facts(inventory),
         *_wiring_facts(inventory),
         *_data_facts(inventory, _begin_walk(inventory)),
-        *_gradient_hook_facts(inventory),
+        *_parameter_facts(inventory),
         *_optimizer_facts(inventory),
         *inventory.constants,
     )
@@ -283,11 +283,15 @@ def _hooks(holder: Any, tables: tuple[str, ...]) -> HookFact:
     )
 
 
-def _gradient_hook_facts(inventory: Inventory) -> Iterator[tuple[str, Any]]:
+def _parameter_facts(inventory: Inventory) -> Iterator[tuple[str, Any]]:
+    """Hooks on gradients, and what was set on parameters."""
     for slot in inventory.slots:
         if slot.role is Role.PARAMETER:
             if hooks := _hooks(slot.tensor, _torch.GRADIENT_HOOK_TABLES):
                 yield f"gradient hooks of {slot.name}", hooks
+            for key, value in vars(slot.tensor).items():
+                if (fact := simple_fact(value)) is not None:
+                    yield f"{slot.name}.{key}", fact
 
 
 def _optimizer_facts(inventory: Inventory) -> Iterator[tuple[str, Any]]:
