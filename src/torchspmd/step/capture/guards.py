@@ -45,6 +45,22 @@ def watch_data(inventory: Inventory) -> list[Held]:
     return list(walk_data(inventory).held.values())
 
 
+def walk_hooks(inventory: Inventory) -> Walk:
+    """A walk through what the user's hooks can reach; guards do not compare it."""
+    walk = _begin_walk(inventory)
+    holders: list[tuple[Any, tuple[str, ...]]] = [
+        *((child, _torch.HOOK_TABLES) for _, child in inventory.named_modules()),
+        *((o, _torch.OPTIMIZER_HOOK_TABLES) for _, o in inventory.optimizers),
+        *((slot.tensor, _torch.GRADIENT_HOOK_TABLES) for slot in inventory.slots),
+    ]
+    for holder, tables in holders:
+        for _, _, hook in _torch.hooks_of(holder, tables):
+            if not is_of_step(hook):
+                for _ in Reach(walk).facts(hook):
+                    pass
+    return walk
+
+
 def _begin_walk(inventory: Inventory) -> Walk:
     known = {id(optimizer): name for name, optimizer in inventory.optimizers}
     known |= {id(scaler): name for name, scaler in inventory.scalers}

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
 from torchspmd.layout.retired import is_retired
-from torchspmd.step.capture.guards import ambient_facts, walk_data
+from torchspmd.step.capture.guards import ambient_facts, walk_data, walk_hooks
 from torchspmd.step.capture.held import (
     MISSING,
     Difference,
@@ -325,6 +325,11 @@ PythonHold = list[tuple[Held, Fix, type | None]]
 def hold_python(inventory: Inventory) -> PythonHold:
     """All that a step could change in Python, as it is now."""
     return list(_held_by(inventory))
+
+
+def hold_hooks(inventory: Inventory) -> PythonHold:
+    """All that the user's hooks could change in Python, as it is now."""
+    return [(held, Fix.OBJECT, None) for held in walk_hooks(inventory).held.values()]
 
 
 def undo_python(held: PythonHold) -> list[str]:
