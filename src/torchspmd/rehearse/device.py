@@ -18,7 +18,7 @@ from torchspmd.rehearse.recording import (
     StreamWait,
 )
 
-__all__ = ["Gpu", "MemoryCounter", "fake_cuda"]
+__all__ = ["Gpu", "MemoryCounter", "NoMemory", "fake_cuda"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,21 @@ class MemoryCounter(Protocol):
 
     def reset_peaks(self) -> None:
         """Forget the peaks."""
+
+
+class NoMemory:
+    """Counts nothing: for rehearsals that memory is not asked of."""
+
+    def count(self) -> tuple[int, int]:
+        """Nothing is allocated."""
+        return 0, 0
+
+    def peaks(self) -> tuple[int, int]:
+        """Nothing ever was."""
+        return 0, 0
+
+    def reset_peaks(self) -> None:
+        """There are none."""
 
 
 class _Device:
