@@ -77,7 +77,9 @@ def _check(recipe: Recipe, script: Path, world_size: int) -> None:
 
 
 @contextlib.contextmanager
-def _one_rank(world_size: int, rank: int, *, fake: bool) -> Iterator[dict[str, set[int]]]:
+def _one_rank(
+    world_size: int, rank: int, *, fake: bool
+) -> Iterator[dict[str, set[int]]]:
     """A simulated world without devices; gives the axes of the meshes that are made."""
     made: dict[str, set[int]] = {}
     plain_mesh = DeviceMesh.__init__

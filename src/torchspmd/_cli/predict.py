@@ -105,6 +105,11 @@ def run(options: argparse.Namespace) -> int:
         )
         return 2
     left.clear()
+    if not recording.storages:
+        recording.notes.append(
+            "The script put no tensor on the GPU: nothing was counted. Does it ask for "
+            "another device than cuda?"
+        )
     account = count_memory(recording, gpu, settings)
     timed = predict_time(recording, gpu, network)
     if not options.network and timed.crosses_nodes:

@@ -425,7 +425,7 @@ def _replacements(
             return _inner_device(args[0])
         return plain_dispatch(func, types, args, kwargs or {})
 
-    plain_device = torch.Tensor.device.__get__  # type: ignore[attr-defined]
+    plain_device = torch.Tensor.device.__get__
 
     def outer_device(tensor: Any) -> torch.device:
         # Of DTensors and the like, where no function mode is on.
