@@ -233,6 +233,7 @@ class ShownAsCuda(TorchFunctionMode):
             tensor.__array__: self._numpy,
             tensor.tolist: self._numpy,
             tensor.__bool__: self._numpy,
+            torch._C._nn._parse_to: self._parse_to,
         }
 
     @property
@@ -249,6 +250,8 @@ class ShownAsCuda(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if kwargs:
+            if type(kwargs.get("device")) is int:  # as in device=local_rank
+                kwargs = {**kwargs, "device": torch.device("cuda", kwargs["device"])}
             if _is_cuda(kwargs.get("device")):
                 kwargs = {**kwargs, "device": self._inner(kwargs["device"])}
                 if func in _FROM_DATA:
@@ -275,6 +278,13 @@ class ShownAsCuda(TorchFunctionMode):
         if rest and type(rest[0]) is int:
             rest[0] = torch.device("cuda", rest[0])
         return func(tensor, *map(self._inner, rest), **kwargs)
+
+    def _parse_to(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if args and type(args[0]) is int:  # as in module.to(local_rank)
+            args = (torch.device("cuda", args[0]), *args[1:])
+        return func(*args, **kwargs)
 
     def _cuda(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device = args[1] if len(args) > 1 else kwargs.get("device")
@@ -433,6 +443,7 @@ def _replacements(
     yield FakeTensor, "is_cuda", property(is_device_tensor)
     yield torch.UntypedStorage, "resize_", resize
     yield fake_tensor, "init_gpu_context", lambda device: None
+    yield torch._C, "_get_accelerator", lambda: torch.device("cuda")
 
 
 def _backward_under(
@@ -455,9 +466,38 @@ def shapes_apart() -> Iterator[None]:
     if not hasattr(_sharding_prop, "detect_fake_mode"):
         yield
         return
-    mode = FakeTensorMode()
+    mode = _ShapeMode()
     with mock.patch.object(_sharding_prop, "detect_fake_mode", lambda: mode):
         yield
+
+
+class _ShapeMode(FakeTensorMode):
+    """In-place operators give what they are given: those of random numbers, for one, ask
+    for a generator of the device in their shape functions.
+    """
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if isinstance(func, OpOverload) and _keeps_its_shape(func):
+            return args[0]
+        return super().__torch_dispatch__(func, types, args, kwargs or {})
+
+
+def _keeps_its_shape(operator: OpOverload) -> bool:
+    schema = operator._schema
+    return (
+        schema.name.endswith("_")
+        and torch.Tag.inplace_view not in operator.tags
+        and len(schema.returns) == 1
+        and bool(schema.arguments)
+        and schema.arguments[0].alias_info is not None
+        and schema.arguments[0].alias_info.is_write
+    )
 
 
 # ----------------------------------------------------------------------------

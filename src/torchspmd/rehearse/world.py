@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 
 from torchspmd import _torch
+from torchspmd.errors import UsageError
 from torchspmd.rehearse.recorder import Recorder
 
 __all__ = ["World", "fake_ranks"]
@@ -127,7 +128,22 @@ def _objects() -> Iterator[tuple[Any, str, Any]]:
         if objects:
             output[0] = objects[0]
 
+    def send(objects: list[Any], *args: Any, **kwargs: Any) -> None:
+        """Nobody takes them."""
+
+    def receive(
+        objects: list[Any], src: int | None = None, *args: Any, **kwargs: Any
+    ) -> int:
+        sender = "another rank" if src is None else f"rank {src}"
+        raise UsageError(
+            f"recv_object_list: the objects would come from {sender}, and only one rank is "
+            "rehearsed. Stages of a pipeline that know their shapes ask for none: "
+            "PipelineStage(..., input_args=..., output_args=...)."
+        )
+
     for module in (dist, distributed_c10d):
+        yield module, "send_object_list", send
+        yield module, "recv_object_list", receive
         yield module, "broadcast_object_list", broadcast
         yield module, "all_gather_object", all_gather
         yield module, "gather_object", gather
