@@ -28,7 +28,7 @@ _TILES = ((128, 256, 1.0), (128, 128, 0.9), (64, 128, 0.7), (64, 64, 0.5))
 _CORNER = (
     1.5  # how sharp the corner of the roofline is; infinite would be the ideal one
 )
-_MEASURED_CHANNELS = 64  # of the batch norms in hardware files
+_CHANNELS = (64, 512, 2048)  # of the batch norms in hardware files
 _SHORT = 300.0  # keys at which attention reaches half of its best rate
 
 _ELEMENTWISE = frozenset(
@@ -309,16 +309,24 @@ class Pricer:
 
     def _memory_bound(self, op: Op, nbytes: int) -> float:
         key = memory_key(op, self._has)
-        if key.startswith("batch_norm") and op.inputs[0].dtype != "bfloat16":
-            # cuDNN's, which torch takes for other types: reads its inputs twice.
-            return self._by_bytes("elementwise_2", int(1.6 * nbytes))
-        seconds = self._by_bytes(key, nbytes)
         if key.startswith("batch_norm") and len(op.inputs[0].shape) > 1:
-            # One block of threads for each channel, measured with few of them.
-            blocks = min(op.inputs[0].shape[1], 2 * self.figures.number("chip.sms"))
-            seconds *= _MEASURED_CHANNELS / max(blocks, _MEASURED_CHANNELS)
-            seconds = max(seconds, 1.5 * self._ideal(self.figures.gpu, nbytes))
-        return seconds
+            return self._batch_norm(key, op, nbytes)
+        return self._by_bytes(key, nbytes)
+
+    def _batch_norm(self, key: str, op: Op, nbytes: int) -> float:
+        """One block of threads for each channel; cuDNN's for other types than bfloat16."""
+        channels = op.inputs[0].shape[1]
+        measured = min(_CHANNELS, key=lambda count: abs(math.log(count / channels)))
+        suffix = "" if measured == _CHANNELS[0] else f"_{measured}"
+        if op.inputs[0].dtype != "bfloat16":
+            suffix = ("" if measured == _CHANNELS[0] else "_512") + "_float32"
+        if self._has(key + suffix):
+            return self._by_bytes(key + suffix, nbytes)
+        if op.inputs[0].dtype != "bfloat16":
+            return self._by_bytes("elementwise_2", int(1.6 * nbytes))
+        blocks = min(channels, 2 * self.figures.number("chip.sms"))
+        seconds = self._by_bytes(key, nbytes) * _CHANNELS[0] / max(blocks, _CHANNELS[0])
+        return max(seconds, 1.5 * self._ideal(self.figures.gpu, nbytes))
 
     def fused(self, nbytes: int) -> float:
         """A kernel of ``torch.compile`` that moves these bytes."""
