@@ -25,6 +25,19 @@ from torchspmd._cli.output import exit_process, ignore_closed_pipes
 from torchspmd._cli.script import refuse_words, split_words
 from torchspmd.errors import SpmdError
 
+# In the order of the help.
+_COMMANDS = (
+    trace,
+    predict,
+    search,
+    diff,
+    plan,
+    lock,
+    check,
+    parity,
+    calibrate,
+)
+
 _EPILOG = """\
 examples:
   torchspmd trace train.py --world-size 8          simulate 8 ranks on this machine
@@ -50,17 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=torchspmd.__version__)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for command in (
-        trace,
-        predict,
-        search,
-        diff,
-        plan,
-        lock,
-        check,
-        parity,
-        calibrate,
-    ):
+    for command in _COMMANDS:
         subparser = subparsers.add_parser(
             command.__name__.rpartition(".")[2],
             help=command.HELP,

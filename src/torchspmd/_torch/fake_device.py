@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 import torch.utils
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
@@ -78,6 +78,7 @@ class FakeDeviceMode(FakeTensorMode):
         converter: Any = self.fake_tensor_converter
         converter.set_tensor_memo = lambda tensor, fake: None
 
+    supports_higher_order_operators = True
     # Nothing of a real device is ever initialised, whatever torch.cuda says.
     avoid_device_init = False
 
@@ -90,11 +91,24 @@ class FakeDeviceMode(FakeTensorMode):
     ) -> Any:
         if func is _DEVICE:
             return _inner_device(args[0])
+        if isinstance(func, HigherOrderOperator):
+            return self._higher_order(func, args, kwargs or {})
         if types and _has_subclass(types):
             return NotImplemented
         # Below, nobody names a device in Python's words: the other mode can rest.
         with torch._C.DisableTorchFunction():
             return self._dispatch(func, types, args, kwargs or {})
+
+    def _higher_order(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        if func.name() == "run_dtensor_rng_op":  # two offsets, an operator, its arguments
+            with self:
+                return args[2](*args[3:], **kwargs)
+        handler = func.python_key_table.get(FakeTensorMode)
+        if handler is None:
+            return super().__torch_dispatch__(func, (), args, kwargs)
+        return handler(self, *args, **kwargs)
 
     def _dispatch(
         self,
@@ -427,6 +441,23 @@ def _backward_under(
     from torchspmd._torch.autograd import backward_under
 
     return backward_under(context)
+
+
+# ----------------------------------------------------------------------------
+# DTensor asks for shapes by running operators on fake tensors of the whole size.
+
+
+@contextlib.contextmanager
+def shapes_apart() -> Iterator[None]:
+    """DTensor asks in a mode of its own, and not in the one that is in force."""
+    from torch.distributed.tensor import _sharding_prop
+
+    if not hasattr(_sharding_prop, "detect_fake_mode"):
+        yield
+        return
+    mode = FakeTensorMode()
+    with mock.patch.object(_sharding_prop, "detect_fake_mode", lambda: mode):
+        yield
 
 
 # ----------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torchspmd import _torch
 
-__all__ = ["Maker", "Place", "read_place"]
+__all__ = ["Maker", "Place", "is_called_by_torch", "read_place"]
 
 
 class Maker(Enum):
@@ -65,6 +65,14 @@ def read_place() -> Place:
             maker = meaning
         frame = frame.f_back
     return Place("", maker)
+
+
+def is_called_by_torch() -> bool:
+    """Whether the function that led here was called by torch, and not by the user."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_OWN_FOLDER):
+        frame = frame.f_back
+    return frame is not None and _torch.is_torch_code(frame.f_code)
 
 
 def _remember(code: CodeType) -> object:

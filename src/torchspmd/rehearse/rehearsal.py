@@ -10,7 +10,7 @@ from torchspmd import _torch
 from torchspmd.rehearse.compilation import eager_compilation
 from torchspmd.rehearse.device import Gpu, MemoryCounter, fake_cuda
 from torchspmd.rehearse.kernels import cuda_kernels
-from torchspmd.rehearse.place import read_place
+from torchspmd.rehearse.place import is_called_by_torch, read_place
 from torchspmd.rehearse.recorder import Recorder
 from torchspmd.rehearse.recording import Recording
 from torchspmd.rehearse.values import Values
@@ -37,7 +37,7 @@ def rehearsal(
     def no_value(call: str, tensor: torch.Tensor) -> object:
         line = read_place().line
         if call == "__bool__":
-            return values.truth(tensor, line)
+            return values.truth(tensor, line, by_torch=is_called_by_torch())
         return values.array(call, tensor, line)
 
     def record_stream(tensor: torch.Tensor, stream: Any) -> None:
@@ -51,6 +51,7 @@ def rehearsal(
         enter(cuda_kernels())
         enter(eager_compilation(recorder))
         enter(fake_ranks(world, recorder))
+        enter(_torch.shapes_apart())
         enter(_torch.fake_device(mode, shown, recorder.on_resize))
         enter(_torch.after_each_backward(recorder.wait_for_all))
         recorder.start()

@@ -86,14 +86,19 @@ class Values:
         real = torch.full(tuple(tensor.shape), plausible, dtype=tensor.dtype)
         return real.tolist() if call == "tolist" else real.numpy()
 
-    def truth(self, tensor: torch.Tensor, line: str) -> bool:
+    def truth(self, tensor: torch.Tensor, line: str, *, by_torch: bool) -> bool:
         """What ``if tensor:`` gives.
+
+        Args:
+            tensor: The condition.
+            line: The user's line.
+            by_torch: Whether torch itself asks, as to draw again what is out of bounds.
 
         Raises:
             NoValueError: Nobody can tell.
         """
         known = getattr(tensor, "known_value", None)
-        if known is not None:
+        if known is not None or by_torch:
             return bool(known)
         raise NoValueError(
             f"{line or 'the script'} branches on a value that a rehearsal does not have. "
