@@ -25,9 +25,7 @@ __all__ = ["HostModel"]
 
 _PYTHON = frozenset({Phase.INIT, Phase.FORWARD, Phase.RECOMPUTE, Phase.OTHER})
 _SAVED = "detach"  # while recomputing: one for each tensor that is kept for backward
-_FOREACH_OPS = (
-    12  # of one AdamW step: the measured time of a parameter is for all of them
-)
+_FOREACH_OPS = 12  # of one AdamW step: what is measured is for all of them
 # Operators whose figure has another name.
 _KEYS = {
     "_to_copy": "to_copy",
