@@ -474,8 +474,9 @@ def shapes_apart() -> Iterator[None]:
 
 
 class _ShapeMode(FakeTensorMode):
-    """In-place operators give what they are given: those of random numbers, for one, ask
-    for a generator of the device in their shape functions.
+    """In-place operators give what they are given.
+
+    Those of random numbers, for one, ask for a generator in their shape functions.
     """
 
     def __torch_dispatch__(
@@ -530,5 +531,50 @@ def own_chunks_only() -> Iterator[None]:
         _fsdp_param,
         "_chunk_with_empty",
         _Chunks,
+    ):
+        yield
+
+
+# ----------------------------------------------------------------------------
+# Stages of a pipeline tell each other shapes before the first step.
+
+
+@contextlib.contextmanager
+def stages_like_this_one() -> Iterator[None]:
+    """Other stages know their shapes where this one does; gradients are like the outputs.
+
+    What the stage before it sends can be told by rehearsing that one. The stage behind it
+    would have to wait for this one first.
+    """
+    from torch.distributed.pipelining import stage as stages
+
+    kind: Any = stages.PipelineStage
+    mode: Any = getattr(stages, "InferenceMode", None)
+    answer: Any = getattr(stages, "_StageBackwardMeta", None)
+    if answer is None:  # torch 2.11 does not vote, and asks for no gradients
+        yield
+        return
+    plain_receive, plain_vote = kind._recv_meta, kind._warmup_forward_vote
+    plain_result = kind._warmup_backward_result
+    votes: dict[int, bool] = {}
+
+    def receive(stage: Any, src_stage: int) -> Any:
+        if src_stage > stage.stage_index:
+            return answer(backward_metas=stage._stage_meta.outputs)
+        return plain_receive(stage, src_stage)
+
+    def vote(stage: Any, has_backward: bool, received_acc: Any = None) -> Any:
+        asks = mode.needs_dynamic(stage._user_meta, has_backward)
+        votes[stage.stage_index] = not asks
+        return plain_vote(stage, has_backward, received_acc)
+
+    def result(stage: Any, received_result: Any = None) -> Any:
+        plain_result(stage, received_result)
+        return torch.tensor([int(votes[stage.stage_index])], dtype=torch.int32)
+
+    with (
+        mock.patch.object(kind, "_recv_meta", receive),
+        mock.patch.object(kind, "_warmup_forward_vote", vote),
+        mock.patch.object(kind, "_warmup_backward_result", result),
     ):
         yield
