@@ -5,9 +5,11 @@ import json
 import os
 import shlex
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
+from torchspmd._cli.other_ranks import OtherRanks
 from torchspmd._cli.output import status_line
 from torchspmd._cli.script import (
     StepWindow,
@@ -79,6 +81,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Rehearse the script and report; 1 when it does not fit."""
     _check(options)
+    with tempfile.TemporaryDirectory() as folder:
+        return _predict(options, OtherRanks(options, folder))
+
+
+def _predict(options: argparse.Namespace, others: OtherRanks) -> int:
     gpu = load_gpu(options.gpu)
     network = load_network(options.network or DEFAULT_NETWORK)
     settings = _settings()
@@ -90,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
     )
     window = StepWindow(mode, skip=options.skip, steps=options.steps, line=line)
     stage = rehearsal(
-        recording, world, _gpu(gpu, world), LiveMemory(recording, gpu, settings)
+        recording, world, _gpu(gpu, world), LiveMemory(recording, gpu, settings), others
     )
     left: list[object] = []
     with line:
@@ -110,8 +117,11 @@ def run(options: argparse.Namespace) -> int:
             "The script put no tensor on the GPU: nothing was counted. Does it ask for "
             "another device than cuda?"
         )
+    if others.is_asked:
+        others.answer(recording)
+        return 0
     account = count_memory(recording, gpu, settings)
-    timed = predict_time(recording, gpu, network)
+    timed = predict_time(others.stages(recording), gpu, network)
     if not options.network and timed.crosses_nodes:
         recording.notes.append(
             f"No --network was given: {network.title} is taken to be between the nodes."

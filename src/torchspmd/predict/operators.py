@@ -25,8 +25,10 @@ __all__ = ["Cost", "Pricer"]
 
 # Rows and columns of an output tile, and the part of the best rate that it reaches.
 _TILES = ((128, 256, 1.0), (128, 128, 0.9), (64, 128, 0.7), (64, 64, 0.5))
-_RIDGE = 150.0  # operations a byte at which a product reaches half of its best rate
-_STEEP = 1.47
+_CORNER = (
+    1.5  # how sharp the corner of the roofline is; infinite would be the ideal one
+)
+_CHANNELS = (64, 512, 2048)  # of the batch norms in hardware files
 _SHORT = 300.0  # keys at which attention reaches half of its best rate
 
 _ELEMENTWISE = frozenset(
@@ -57,7 +59,7 @@ _ELEMENTWISE = frozenset(
 _REDUCING = frozenset(
     """
     all amax amin any argmax argmin aminmax cummax cumsum linalg_vector_norm logsumexp max
-    mean min norm prod std sum var var_mean topk sort argsort nll_loss_forward
+    mean min norm prod std sum var var_mean _safe_softmax topk sort argsort nll_loss_forward
     nll_loss_backward _softmax _softmax_backward_data _log_softmax
     _log_softmax_backward_data native_layer_norm native_layer_norm_backward
     _fused_rms_norm _fused_rms_norm_backward native_group_norm native_group_norm_backward
@@ -102,14 +104,13 @@ _KEYS = {
     "index_add_": "index_add",
     "index_select": "index",
     "silu_": "silu",
-    "cudnn_batch_norm": "batch_norm",
     "native_batch_norm": "batch_norm",
     "_native_batch_norm_legit": "batch_norm",
     "_batch_norm_with_update": "batch_norm",
     "_batch_norm_impl_index": "batch_norm",
-    "cudnn_batch_norm_backward": "batch_norm_backward",
     "native_batch_norm_backward": "batch_norm_backward",
     "argsort": "sort",
+    "_safe_softmax": "_softmax",
 }
 
 
@@ -307,7 +308,25 @@ class Pricer:
     # --- memory -----------------------------------------------------------------------
 
     def _memory_bound(self, op: Op, nbytes: int) -> float:
-        return self._by_bytes(memory_key(op, self._has), nbytes)
+        key = memory_key(op, self._has)
+        if key.startswith("batch_norm") and len(op.inputs[0].shape) > 1:
+            return self._batch_norm(key, op, nbytes)
+        return self._by_bytes(key, nbytes)
+
+    def _batch_norm(self, key: str, op: Op, nbytes: int) -> float:
+        """One block of threads for each channel; cuDNN's for other types than bfloat16."""
+        channels = op.inputs[0].shape[1]
+        measured = min(_CHANNELS, key=lambda count: abs(math.log(count / channels)))
+        suffix = "" if measured == _CHANNELS[0] else f"_{measured}"
+        if op.inputs[0].dtype != "bfloat16":
+            suffix = ("" if measured == _CHANNELS[0] else "_512") + "_float32"
+        if self._has(key + suffix):
+            return self._by_bytes(key + suffix, nbytes)
+        if op.inputs[0].dtype != "bfloat16":
+            return self._by_bytes("elementwise_2", int(1.6 * nbytes))
+        blocks = min(channels, 2 * self.figures.number("chip.sms"))
+        seconds = self._by_bytes(key, nbytes) * _CHANNELS[0] / max(blocks, _CHANNELS[0])
+        return max(seconds, 1.5 * self._ideal(self.figures.gpu, nbytes))
 
     def fused(self, nbytes: int) -> float:
         """A kernel of ``torch.compile`` that moves these bytes."""
@@ -443,12 +462,10 @@ def _rates(figures: Figures, hardware: Hardware, dtype: str) -> _Rates:
 
 
 def _ideal_matmul(rates: _Rates, shape: tuple[int, int, int, int]) -> float:
-    """Operations at the rate of their intensity, in whole waves of tiles; or its bytes."""
+    """A roofline: operations in whole waves of tiles, and bytes."""
     batch, m, n, k = shape
     flops = 2.0 * batch * m * n * k
     nbytes = rates.item * batch * (m * k + k * n + m * n)
-    intensity = (flops / nbytes) ** _STEEP
-    ramp = intensity / (intensity + _RIDGE**_STEEP)
     filled = 0.0
     for rows, columns, part in _TILES:
         tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)
@@ -457,8 +474,9 @@ def _ideal_matmul(rates: _Rates, shape: tuple[int, int, int, int]) -> float:
         if waves == 1:  # the depth is split where tiles are few
             used = max(used, min(1.0, used * max(1, k // 1024)))
         filled = max(filled, used * part)
-    computing: float = flops / (rates.achieved * ramp * max(filled, 1e-3))
-    return max(computing, nbytes / rates.memory)
+    computing: float = flops / (rates.achieved * max(filled, 1e-3))
+    moving: float = nbytes / rates.memory
+    return float((computing**_CORNER + moving**_CORNER) ** (1 / _CORNER))
 
 
 def _ideal_convolution(rates: _Rates, case: Sequence[float], direction: str) -> float:

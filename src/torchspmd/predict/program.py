@@ -18,6 +18,7 @@ from torchspmd.rehearse.recording import (
     Event,
     MarkKind,
     Op,
+    Phase,
     Recording,
     Synchronize,
     TensorSpec,
@@ -25,6 +26,7 @@ from torchspmd.rehearse.recording import (
 
 __all__ = ["Program", "price_step"]
 
+_BACKWARD = frozenset({Phase.BACKWARD, Phase.RECOMPUTE})
 _LASTING = frozenset(
     {
         Category.PARAMETER,
@@ -89,6 +91,7 @@ def price_step(
     events = recording.events
     if fuse_all:
         events = [_in_region(event) for event in events]
+    events = _with_compiled_backward(events, places)
     host = HostModel(pricer.figures, recording)
     fused = _fused(events, places, recording, pricer)
     for place in places:
@@ -142,6 +145,26 @@ def _in_region(event: Event) -> Event:
         if event.site.phase.value in ("forward", "backward", "recompute"):
             return event._replace(region=0)
     return event
+
+
+def _with_compiled_backward(events: list[Event], places: range) -> list[Event]:
+    """Backward of a compiled region is one, too: give its operators a region."""
+    regions: dict[str, int] = {}
+    for place in places:
+        event = events[place]
+        if isinstance(event, Op) and event.region is not None:
+            regions[event.site.module] = event.region
+    if not regions:
+        return events
+    result = list(events)
+    for place in places:
+        event = events[place]
+        if not isinstance(event, Op) or event.region is not None:
+            continue
+        region = regions.get(event.site.module)
+        if region is not None and event.site.phase in _BACKWARD:
+            result[place] = event._replace(region=-1 - region)
+    return result
 
 
 def _fused(

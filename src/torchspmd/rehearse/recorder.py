@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchspmd import _torch
-from torchspmd.comm import GLOBAL, Operator, Topology, find_operator, measure
+from torchspmd.comm import GLOBAL, Kind, Operator, Topology, find_operator, measure
 from torchspmd.comm import Phase as CommPhase
 from torchspmd.layout.names import plain_name
 from torchspmd.rehearse.place import Maker, read_place
@@ -88,6 +88,8 @@ class Recorder:
         self._sites: dict[tuple[str, Phase, int, str], Site] = {}
         self._numbers: dict[int, int] = {}  # of storages, by address
         self._held: dict[int, weakref.ref[Any]] = {}  # by number
+        # A batch of receives gives one work for all: what reads a tensor waits for it.
+        self._received: dict[int, int] = {}
         self._started: dict[int, int] = {}  # collective of a storage, by number
         self._fresh: set[int] = set()  # storages that backward may find alive
         self._next_storage = self._next_op = 0
@@ -132,6 +134,9 @@ class Recorder:
         site, maker = self._here()
         if self._fresh and site.phase is Phase.BACKWARD:
             self._mark_saved()
+        for spec in inputs if self._received else ():
+            if (received := self._received.pop(spec.storage, None)) is not None:
+                self.wait(received, site)
         number = self._next_op
         self._next_op += 1
         place = len(self._events)
@@ -364,6 +369,7 @@ class Recorder:
         group = self._topology.group_of(arguments)
         size = measure(operator, arguments, group.size)
         sent = arguments.get(operator.buffer)
+        peer = _peer(arguments)
         self.recording.groups.setdefault(group.name, group.ranks)
         for event in self._events[place + 1 :]:
             if isinstance(event, Alloc):
@@ -381,9 +387,9 @@ class Recorder:
             self._specs((sent,)) if sent is not None else inputs,
             _received(outputs, inputs),
             self.stream,
-            self._comm_stream(group.name, group.axis),
+            self._comm_stream(group.name, group.axis, operator.kind.value, peer),
             bool(arguments.get("asyncOp", True)),
-            _peer(arguments),
+            peer,
             site,
         )
         if site.phase is Phase.BACKWARD:
@@ -392,12 +398,16 @@ class Recorder:
         for spec in outputs:
             if spec.storage >= 0:
                 self._started[spec.storage] = number
+        if operator.kind is Kind.RECV:
+            self._received.update((spec.storage, number) for spec in inputs)
 
-    def _comm_stream(self, group: str, axis: str | None) -> int:
-        stream = self._comm_streams.get(group)
+    def _comm_stream(self, group: str, axis: str | None, kind: str, peer: int) -> int:
+        key, name = group, f"communicator {axis or group}"
+        if peer >= 0:  # sends and receives of one batch go on at the same time
+            key = name = f"{kind} {'to' if kind == 'send' else 'from'} rank {peer}"
+        stream = self._comm_streams.get(key)
         if stream is None:
-            stream = self.new_stream(f"communicator {axis or group}")
-            self._comm_streams[group] = stream
+            stream = self._comm_streams[key] = self.new_stream(name)
         return stream
 
     def _wait_for(self, inputs: tuple[TensorSpec, ...], site: Site) -> None:
