@@ -253,7 +253,8 @@ def test_the_host_pays_for_operators_modules_and_wrappers():
     assert seconds(add._replace(through="dtensor")) > seconds(add) + 5e-6
     assert seconds(add._replace(through="graph")) < seconds(add)
     compiled = add._replace(region=1)
-    assert seconds(*[compiled] * 50) < seconds(*[add] * 50)
+    entry = seconds(compiled) - (seconds(compiled, compiled) - seconds(compiled))
+    assert entry > 2e-5  # once for a region, not for each kernel
     other = add._replace(site=SITE._replace(module="net.other.layer"))
     assert seconds(add, other, add) > seconds(add, add, add)
 
