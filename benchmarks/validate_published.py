@@ -86,6 +86,26 @@ def _mpt(
     return Row(name, _SOURCE, "h100", network, gpus, layers, arguments, tokens, rate)
 
 
+def _vtrain(  # noqa: PLR0913
+    gpus: int,
+    batch: int,
+    micro_batch: int,
+    width: int,
+    heads: int,
+    layers: int,
+    sequence: int,
+    milliseconds: float,
+) -> Row:
+    """Data parallel rows of vTrain's validation, full recomputation."""
+    accumulate = batch // gpus // micro_batch
+    arguments = f"--width {width} --heads {heads} --sequence {sequence} --bias "
+    arguments += f"--batch {micro_batch} --accumulate {accumulate} "
+    arguments += "--parallel megatron --recompute"
+    name = f"vTrain {width} x {layers} {gpus} GPUs, {accumulate} x {micro_batch}"
+    source, network = "Megatron-DeepSpeed, A100", "ib-hdr200"
+    return Row(name, source, "a100", network, gpus, layers, arguments, 0, milliseconds)
+
+
 # Tokens a second and GPU; rows with one or few micro-batches, so that the optimizer counts.
 ROWS = [
     _mpt("760m", 8, 24, 63147),
@@ -113,17 +133,11 @@ ROWS = [
     _mpt("30b", 128, 8, 2199, recompute=True),
     _mpt("70b", 64, 8, 1039, recompute=True),
     _mpt("70b", 128, 8, 1058, recompute=True),
-    Row(
-        "vTrain 3.6b 64 GPUs, 8 x 2048",
-        "Megatron-DeepSpeed, A100",
-        "a100",
-        "ib-hdr200",
-        64,
-        30,
-        "--width 3072 --heads 32 --bias --parallel megatron --recompute --batch 8",
-        0,
-        3566.5,
-    ),
+    _vtrain(2, 16, 4, 2048, 16, 12, 1024, 304.09996),
+    _vtrain(4, 32, 2, 2048, 16, 16, 1024, 406.355066),
+    _vtrain(8, 64, 2, 2048, 16, 16, 1024, 406.061957),
+    _vtrain(8, 32, 1, 2048, 16, 20, 1024, 334.638746),
+    _vtrain(64, 512, 8, 3072, 32, 30, 2048, 3566.5),
 ]
 
 

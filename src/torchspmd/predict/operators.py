@@ -28,6 +28,8 @@ _CORNER = (
     1.5  # how sharp the corner of the roofline is; infinite would be the ideal one
 )
 _CHANNELS = (64, 512, 2048)  # of the batch norms in hardware files
+_REACHED = 0.87  # of the memory's bandwidth, by long simple kernels
+_STRIDED = 2.0  # slower than dense ones, where no table says so
 _SHORT = 300.0  # keys at which attention reaches half of its best rate
 
 _ELEMENTWISE = frozenset(
@@ -121,12 +123,14 @@ class Cost(NamedTuple):
         nbytes: That it moves.
         flops: Floating-point operations.
         kind: ``matmul``, ``attention``, ``convolution``, ``memory``, ``copy`` or ``view``.
+        kernels: That it launches; those of torch's own operators count as one.
     """
 
     seconds: float
     nbytes: int
     flops: float
     kind: str
+    kernels: int = 1
 
 
 class Pricer:
@@ -315,7 +319,11 @@ class Pricer:
         key = memory_key(op, self._has)
         if key.startswith("batch_norm") and len(op.inputs[0].shape) > 1:
             return self._batch_norm(key, op, nbytes)
-        return self._by_bytes(key, nbytes)
+        seconds = self._by_bytes(key, nbytes)
+        if key in ("concatenate", "broadcast") or key.startswith("elementwise"):
+            if any(not _is_dense(spec) for spec in op.inputs) or _is_strided(op):
+                seconds *= _STRIDED
+        return seconds
 
     def _batch_norm(self, key: str, op: Op, nbytes: int) -> float:
         """One block of threads for each channel; cuDNN's for other types than bfloat16."""
@@ -350,7 +358,14 @@ class Pricer:
                 ]
             )
         ratio = self._lines[table].at(math.log2(max(nbytes, 1)))
-        return max(self.floor, self._ideal(self.figures.gpu, nbytes) * ratio)
+        seconds = max(self.floor, self._ideal(self.figures.gpu, nbytes) * ratio)
+        is_cached = nbytes < self.figures.number("chip.l2_bytes") / 4
+        if not is_cached and not key.startswith("nll_loss"):  # reads one of each row
+            # What is measured over and over again comes from the cache; in a step, others
+            # have used it meanwhile.
+            moving = nbytes / (_REACHED * self.figures.number("bandwidth.memory"))
+            seconds = max(seconds, moving)
+        return seconds
 
     def _ideal(self, hardware: Hardware, nbytes: float) -> float:
         floor = hardware.figures.get("launch.kernel")

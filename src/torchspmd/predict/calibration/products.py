@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -147,7 +148,7 @@ def _time_sustained(label: str, meter: Meter, limits: Limits) -> Measured:
 # Attention: [batch, heads, key heads, queries, keys, width, causal, seconds]
 
 # The first one is what torch chooses by itself.
-_KERNELS = {
+_KERNELS: dict[str, Any] = {
     "default": [
         SDPBackend.CUDNN_ATTENTION,
         SDPBackend.FLASH_ATTENTION,
