@@ -86,7 +86,7 @@ def _mpt(
     return Row(name, _SOURCE, "h100", network, gpus, layers, arguments, tokens, rate)
 
 
-def _vtrain(  # noqa: PLR0913
+def _vtrain(  # noqa: PLR0913, PLR0917
     gpus: int,
     batch: int,
     micro_batch: int,

@@ -91,6 +91,25 @@ def price_step(
     events = recording.events
     if fuse_all:
         events = [_in_region(event) for event in events]
+    _price(program, events, places, pricer, keep)
+    return program
+
+
+def price_events(recording: Recording, pricer: Pricer, places: range) -> list[Item]:
+    """Any part of a recording, priced."""
+    program = Program(recording)
+    _price(program, recording.events, places, pricer, lambda event: True)
+    return program.items
+
+
+def _price(
+    program: Program,
+    events: list[Event],
+    places: range,
+    pricer: Pricer,
+    keep: Callable[[Event], bool],
+) -> None:
+    recording = program.recording
     events = _with_compiled_backward(events, places)
     host = HostModel(pricer.figures, recording)
     fused = _fused(events, places, recording, pricer)
@@ -100,11 +119,9 @@ def price_step(
             continue
         match event:
             case Op():
-                cost = fused.get(place) if event.region is not None else None
-                if cost is None:
-                    cost = pricer.price(event)
                 if event.region is not None and place not in fused:
                     continue  # a view, or inside of a kernel
+                cost = fused.get(place) or pricer.price(event)
                 program.costs[place] = cost
                 program.items.append(_op_item(host, event, cost, place))
             case Comm():
@@ -120,7 +137,6 @@ def price_step(
             case _:
                 program.items.append(_order_item(host, event, place))
     program.items = [item for item in program.items if item.event or item.host]
-    return program
 
 
 def _op_item(host: HostModel, op: Op, cost: Cost, place: int) -> Item:
