@@ -231,6 +231,11 @@ def refuse_words(
     parser.error(f"unrecognized arguments: {words}{hint}")
 
 
+def typed_command(options: argparse.Namespace) -> str:
+    """The command as it can be typed again."""
+    return shlex.join(["torchspmd", *options.words])
+
+
 # ----------------------------------------------------------------------------
 # Files that a command is given, looked at before anything runs.
 
@@ -244,6 +249,15 @@ def add_script_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--skip", type=int, default=0, help="optimizer steps to let pass before (0)"
+    )
+
+
+def add_fake_option(parser: argparse.ArgumentParser) -> None:
+    """Whether tensors hold memory."""
+    parser.add_argument(
+        "--fake",
+        action="store_true",
+        help="tensors hold no memory: for models of any size, and scripts for GPUs",
     )
 
 

@@ -425,6 +425,13 @@ def _replacements(
             return _inner_device(args[0])
         return plain_dispatch(func, types, args, kwargs or {})
 
+    plain_device = torch.Tensor.device.__get__
+
+    def outer_device(tensor: Any) -> torch.device:
+        # Of DTensors and the like, where no function mode is on.
+        own: torch.device = plain_device(tensor)
+        return shown.shown if own == _INNER else own
+
     def device(tensor: Any) -> torch.device:
         if tensor.fake_mode.in_kernel_invocation:
             return torch.device("meta")
@@ -443,8 +450,9 @@ def _replacements(
 
     yield torch.Tensor, "_make_subclass", staticmethod(make)
     yield FakeTensor, "__torch_dispatch__", classmethod(dispatch)
+    yield torch.Tensor, "device", property(outer_device)
+    yield torch.Tensor, "is_cuda", property(is_device_tensor)
     yield FakeTensor, "device", property(device)
-    yield FakeTensor, "is_cuda", property(is_device_tensor)
     yield FakeTensor, "data_ptr", lambda tensor: 0
     yield FakeTensor, "__deepcopy__", _deepcopy
     # Refuses other streams than its own before a mode is asked.

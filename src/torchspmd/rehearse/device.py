@@ -18,7 +18,7 @@ from torchspmd.rehearse.recording import (
     StreamWait,
 )
 
-__all__ = ["Gpu", "MemoryCounter", "fake_cuda"]
+__all__ = ["Gpu", "MemoryCounter", "NoMemory", "fake_cuda"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,21 @@ class MemoryCounter(Protocol):
 
     def reset_peaks(self) -> None:
         """Forget the peaks."""
+
+
+class NoMemory:
+    """Counts nothing: for rehearsals that memory is not asked of."""
+
+    def count(self) -> tuple[int, int]:
+        """Nothing is allocated."""
+        return 0, 0
+
+    def peaks(self) -> tuple[int, int]:
+        """Nothing ever was."""
+        return 0, 0
+
+    def reset_peaks(self) -> None:
+        """There are none."""
 
 
 class _Device:
@@ -162,6 +177,9 @@ class _Event:
             self.owner.recorder.synchronize(reason, event=self.number)
 
     def elapsed_time(self, end: Any) -> float:
+        elapsed = self.owner.recorder.elapsed
+        if elapsed is not None and self.number is not None and end.number is not None:
+            return elapsed(self.number, end.number)
         self.owner.recorder.values.note(
             "torch.cuda.Event.elapsed_time was asked for: 1.0 ms was given."
         )

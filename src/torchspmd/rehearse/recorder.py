@@ -79,6 +79,8 @@ class Recorder:
         self.recording = recording
         self.values = values
         self.tracker = ModuleTracker()
+        # Predicted milliseconds between two events, by their numbers.
+        self.elapsed: Callable[[int, int], float] | None = None
         self.stream = 0  # the current one
         self.region: int | None = None  # of torch.compile, while one runs
         self.last_comm = -1  # number of the last communication
@@ -100,6 +102,7 @@ class Recorder:
         self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._names: dict[int, str] = {}  # of parameters, by storage number
         self._exits: list[Callable[[], None]] = []
+        self._older_meshes: list[Any] = []
 
     # --- operators --------------------------------------------------------------------
 
@@ -463,6 +466,7 @@ class Recorder:
         """Begin to follow modules and optimizers."""
         from torch.optim import optimizer
 
+        self._older_meshes = _torch.live_meshes()
         self.tracker.start()
         follow(self)
         before = optimizer.register_optimizer_step_pre_hook(self._before_step)
@@ -487,8 +491,9 @@ class Recorder:
     def _describe(self) -> None:
         """What there is of meshes, at the end."""
         for mesh in _torch.live_meshes():
-            for name in mesh.mesh_dim_names or ():
-                self.recording.axes[name] = mesh[name].size()
+            if not any(mesh is older for older in self._older_meshes):
+                names = mesh.mesh_dim_names or ()
+                self.recording.axes |= dict(zip(names, mesh.shape, strict=False))
 
     def enter(self, module: nn.Module) -> None:
         """A module's call begins."""

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from torchspmd.predict.account import Part
+from torchspmd.predict.clock import LiveClock
 from torchspmd.predict.hardware import load_gpu, load_network
 from torchspmd.predict.prediction import predict_time
 from torchspmd.predict.time_suggestions import suggest_faster
@@ -12,6 +13,7 @@ from torchspmd.predict.time_text import describe_time
 from torchspmd.rehearse.recording import (
     Category,
     Comm,
+    EventRecord,
     Mark,
     MarkKind,
     Op,
@@ -19,6 +21,7 @@ from torchspmd.rehearse.recording import (
     Recording,
     Site,
     StorageInfo,
+    Synchronize,
     TensorSpec,
     Wait,
 )
@@ -302,3 +305,24 @@ def test_parameters_cost_the_host_at_the_end_of_backward():
         return predict_time(recording, H100, NETWORK).host_issue_seconds
 
     assert issue(100) > issue(0) + 1e-4
+
+
+def test_the_clock_of_a_script_tells_predicted_time():
+    script = Script()
+    clock = LiveClock(script.recording, H100, None)
+    assert clock.now() == 0
+    script.events.append(EventRecord(0, 0))
+    script.product(8192)
+    script.product(8192)
+    script.events.append(EventRecord(1, 0))
+    issued = clock.now()
+    assert 0 < issued < 1e-3  # the host only issues
+    both = clock.elapsed(0, 1)
+    assert 2 < both < 6  # milliseconds
+    script.events.append(Synchronize(None, None, "torch.cuda.synchronize"))
+    waited = clock.now()
+    assert waited >= both / 1e3
+    script.product(8192)
+    script.events.append(Synchronize(None, None, "torch.cuda.synchronize"))
+    assert clock.now() - waited == pytest.approx(both / 2e3, rel=0.1)
+    assert clock.elapsed(0, 99) == 0
