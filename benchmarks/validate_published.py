@@ -10,13 +10,9 @@ rehearsed with two and with four of them, and the difference is extended to all.
 """
 
 import argparse
-import concurrent.futures
-import json
 import math
 import statistics
-import subprocess
 import sys
-import tempfile
 from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,8 +20,12 @@ from typing import Any, NamedTuple
 from _harness import publish
 from _rows import markdown
 
+from torchspmd._cli.search import predict_script
+from torchspmd.predict.ranking import Outcome
+from torchspmd.predict.search import run_candidates
+from torchspmd.predict.space import Candidate
+
 SCRIPT = Path(__file__).parent.parent / "examples" / "predict" / "gpt.py"
-LIMIT = 900  # seconds, for one rehearsal
 
 
 class Row(NamedTuple):
@@ -86,6 +86,26 @@ def _mpt(
     return Row(name, _SOURCE, "h100", network, gpus, layers, arguments, tokens, rate)
 
 
+def _vtrain(  # noqa: PLR0913, PLR0917
+    gpus: int,
+    batch: int,
+    micro_batch: int,
+    width: int,
+    heads: int,
+    layers: int,
+    sequence: int,
+    milliseconds: float,
+) -> Row:
+    """Data parallel rows of vTrain's validation, full recomputation."""
+    accumulate = batch // gpus // micro_batch
+    arguments = f"--width {width} --heads {heads} --sequence {sequence} --bias "
+    arguments += f"--batch {micro_batch} --accumulate {accumulate} "
+    arguments += "--parallel megatron --recompute"
+    name = f"vTrain {width} x {layers} {gpus} GPUs, {accumulate} x {micro_batch}"
+    source, network = "Megatron-DeepSpeed, A100", "ib-hdr200"
+    return Row(name, source, "a100", network, gpus, layers, arguments, 0, milliseconds)
+
+
 # Tokens a second and GPU; rows with one or few micro-batches, so that the optimizer counts.
 ROWS = [
     _mpt("760m", 8, 24, 63147),
@@ -113,17 +133,11 @@ ROWS = [
     _mpt("30b", 128, 8, 2199, recompute=True),
     _mpt("70b", 64, 8, 1039, recompute=True),
     _mpt("70b", 128, 8, 1058, recompute=True),
-    Row(
-        "vTrain 3.6b 64 GPUs, 8 x 2048",
-        "Megatron-DeepSpeed, A100",
-        "a100",
-        "ib-hdr200",
-        64,
-        30,
-        "--width 3072 --heads 32 --bias --parallel megatron --recompute --batch 8",
-        0,
-        3566.5,
-    ),
+    _vtrain(2, 16, 4, 2048, 16, 12, 1024, 304.09996),
+    _vtrain(4, 32, 2, 2048, 16, 16, 1024, 406.355066),
+    _vtrain(8, 64, 2, 2048, 16, 16, 1024, 406.061957),
+    _vtrain(8, 32, 1, 2048, 16, 20, 1024, 334.638746),
+    _vtrain(64, 512, 8, 3072, 32, 30, 2048, 3566.5),
 ]
 
 
@@ -141,41 +155,43 @@ def main() -> None:
         for row in ROWS
         if not options.only or any(map(row.name.startswith, options.only))
     ]
-    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        predicted = list(pool.map(predict, rows))
-    table = compare(rows, predicted)
+    table = compare(rows, predict(rows, options.jobs))
     if options.markdown:
         print(*markdown(table), sep="\n")
     publish("Predicted and published steps, ms", table, options.json)
     print(*summary(table), sep="\n")
 
 
-def predict(row: Row) -> float | str:
-    """Seconds of a step; a text where it could not be rehearsed."""
-    try:
-        two, four = (rehearse(row, layers) for layers in (2, 4))
-    except (subprocess.SubprocessError, ValueError) as error:
-        print(f"{row.name}: failed: {error}", file=sys.stderr, flush=True)
-        return "failed"
-    print(f"{row.name}: done", file=sys.stderr, flush=True)
-    return two + (four - two) / 2 * (row.layers - 2)
+def predict(rows: list[Row], jobs: int) -> list[float | str]:
+    """Seconds of a step of each; a text where it could not be rehearsed."""
+    points = [
+        Candidate({"row": row.name, "layers": layers}, ())
+        for row in rows
+        for layers in (2, 4)
+    ]
+    found = list(run_candidates(points, rehearse, jobs=jobs, progress=show))
+    result: list[float | str] = []
+    for row, two, four in zip(rows, found[::2], found[1::2], strict=True):
+        each = (four.seconds - two.seconds) / 2
+        whole = two.seconds + each * (row.layers - 2)
+        result.append(two.problem or four.problem or whole)
+    return result
 
 
-def rehearse(row: Row, layers: int) -> float:
-    """A step with this many blocks."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "predicted.json"
-        command = [sys.executable, "-m", "torchspmd", "predict", str(SCRIPT)]
-        command += ["--gpu", row.gpu, "--network", row.network, "--brief"]
-        command += ["--world-size", str(row.gpus), "--json", str(path), "--"]
-        command += [*row.arguments.split(), "--layers", str(layers)]
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=LIMIT, check=False
-        )
-        if not path.exists():
-            raise ValueError(done.stderr.strip().splitlines()[-1])
-        seconds = json.loads(path.read_text())["step_seconds"]
-    return float(seconds)
+def show(outcome: Outcome, done: int, total: int) -> None:
+    told = outcome.problem or f"{1e3 * outcome.seconds:.2f} ms"
+    print(
+        f"{done} of {total}: {outcome.candidate}: {told}", file=sys.stderr, flush=True
+    )
+
+
+def rehearse(candidate: Candidate) -> dict[str, Any]:
+    """A step of a row with some of its blocks, in a process of its own."""
+    row = next(row for row in ROWS if row.name == candidate.values["row"])
+    command = ["--gpu", row.gpu, "--network", row.network]
+    command += ["--world-size", str(row.gpus)]
+    words = (*row.arguments.split(), "--layers", str(candidate.values["layers"]))
+    return predict_script(Candidate({}, words), command=command, script=SCRIPT)
 
 
 def compare(rows: list[Row], predicted: list[float | str]) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
-"""Pretrain a decoder of any shape: DDP, FSDP2 or Megatron's tensor parallelism.
+r"""Pretrain a decoder of any shape: DDP, FSDP2 or Megatron's tensor parallelism.
 
     torchrun --nproc-per-node 8 examples/predict/gpt.py --layers 32 --width 4096
-    torchspmd predict examples/predict/gpt.py --world-size 64 --gpu a100 \\
+    torchspmd predict examples/predict/gpt.py --world-size 64 --gpu a100 \
         -- --layers 30 --width 3072 --heads 32 --parallel megatron --recompute
 
 An ordinary script for GPUs: it knows nothing of rehearsals.

@@ -6,6 +6,7 @@ pays once to enter and a little for each kernel.
 """
 
 from torchspmd.predict.figures import Figures
+from torchspmd.predict.operators import memory_key
 from torchspmd.predict.traffic import base_name
 from torchspmd.rehearse.recording import (
     Category,
@@ -25,6 +26,7 @@ __all__ = ["HostModel"]
 
 _PYTHON = frozenset({Phase.INIT, Phase.FORWARD, Phase.RECOMPUTE, Phase.OTHER})
 _SAVED = "detach"  # while recomputing: one for each tensor that is kept for backward
+_SEVERAL = 5  # times the shortest kernel: it is more than one
 _FOREACH_OPS = 12  # of one AdamW step: what is measured is for all of them
 # Operators whose figure has another name.
 _KEYS = {
@@ -142,9 +144,19 @@ class HostModel:
                 if backward
                 else (number(f"{table}.{base}") - view)
             )
-        default = "add" if not backward else "mul"
-        seconds = number(f"{table}.{base}", f"{table}.{default}")
-        return seconds / _CALLS.get(base, 1)
+        if self.figures.has_number(f"{table}.{base}"):
+            return number(f"{table}.{base}") / _CALLS.get(base, 1)
+        default = number(f"{table}.{'mul' if backward else 'add'}")
+        return default + self._more_kernels(op) * number("host_forward.no_grad_add")
+
+    def _more_kernels(self, op: Op) -> int:
+        """Those that an operator launches beside the first, by its shortest time."""
+        key = memory_key(op, lambda key: self.figures.has(f"operators.{key}"))
+        _, rows = self.figures.table(f"operators.{key}")
+        if not rows:
+            return 0
+        kernels = min(row[-1] for row in rows) / self.figures.number("launch.kernel")
+        return int(kernels) - 1 if kernels > _SEVERAL else 0
 
     def _optimizer(self, op: Op) -> float:
         base = base_name(op.name)

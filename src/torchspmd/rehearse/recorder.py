@@ -79,6 +79,8 @@ class Recorder:
         self.recording = recording
         self.values = values
         self.tracker = ModuleTracker()
+        # Predicted milliseconds between two events, by their numbers.
+        self.elapsed: Callable[[int, int], float] | None = None
         self.stream = 0  # the current one
         self.region: int | None = None  # of torch.compile, while one runs
         self.last_comm = -1  # number of the last communication
@@ -128,15 +130,12 @@ class Recorder:
         result = run()
         if result is NotImplemented:
             return result
-        inputs = self._specs(args)
-        if kwargs:
-            inputs += self._specs(kwargs.values())
+        inputs = self._specs((*args, *kwargs.values()) if kwargs else args)
         site, maker = self._here()
         if self._fresh and site.phase is Phase.BACKWARD:
             self._mark_saved()
-        for spec in inputs if self._received else ():
-            if (received := self._received.pop(spec.storage, None)) is not None:
-                self.wait(received, site)
+        if self._received:
+            self._wait_for(inputs, site, self._received)
         number = self._next_op
         self._next_op += 1
         place = len(self._events)
@@ -151,7 +150,7 @@ class Recorder:
             return result
         if facts.waits:
             del self._events[place:]
-            self._wait_for(inputs, site)
+            self._wait_for(inputs, site, self._started)
             return result
         op = Op(
             number,
@@ -410,9 +409,11 @@ class Recorder:
             stream = self._comm_streams[key] = self.new_stream(name)
         return stream
 
-    def _wait_for(self, inputs: tuple[TensorSpec, ...], site: Site) -> None:
+    def _wait_for(
+        self, inputs: tuple[TensorSpec, ...], site: Site, under_way: dict[int, int]
+    ) -> None:
         for spec in inputs:
-            number = self._started.pop(spec.storage, None)
+            number = under_way.pop(spec.storage, None)
             if number is not None:
                 self.wait(number, site)
 

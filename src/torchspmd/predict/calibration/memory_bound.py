@@ -147,6 +147,18 @@ def _operators() -> list[_Operator]:  # noqa: C901
         a = matrix(meter, n, 512)
         return a, [indices(meter, len(a), len(a))], torch.randn_like(a), True
 
+    def heads(meter: Meter, n: int) -> torch.Tensor:
+        """As attention has them: positions and heads swapped, so not contiguous."""
+        return meter.random(1, max(1, n // 1024), 16, 64).transpose(1, 2)
+
+    def strided(meter: Meter, n: int) -> tuple[Any, ...]:
+        a = heads(meter, n)
+        return a, torch.randn_like(a, memory_format=torch.contiguous_format)
+
+    def strided_halves(meter: Meter, n: int) -> tuple[Any, ...]:
+        a = heads(meter, n)
+        return [a[..., 32:], a[..., :32]], -1
+
     def lists(meter: Meter, n: int, count: int, **kwargs: Any) -> tuple[Any, ...]:
         part = max(1, n // 16)
         return tuple(
@@ -192,6 +204,8 @@ def _operators() -> list[_Operator]:  # noqa: C901
         ("cast_down", _cast_down, lambda m, n: (x(m, n, dtype=f32),)),
         ("transpose", _transposed, lambda m, n: (matrix(m, n, 1024),)),
         ("concatenate", aten.cat.default, lambda m, n: ([x(m, n), x(m, n)],)),
+        ("strided", aten.add.Tensor, strided),
+        ("concatenate_strided", aten.cat.default, strided_halves),
         ("random", aten.normal_.default, lambda m, n: (x(m, n),)),
         ("reduce", aten.sum.default, lambda m, n: (x(m, n),)),
         ("reduce_rows", aten.sum.dim_IntList, lambda m, n: (matrix(m, n, 1024), [1])),
