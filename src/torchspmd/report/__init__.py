@@ -3,11 +3,13 @@
 from torchspmd.comm import format_bytes
 from torchspmd.report.exposure import print_exposure
 from torchspmd.report.html import page_html, write_page
+from torchspmd.report.notebook import Summary
 from torchspmd.report.perfetto import perfetto_trace, write_perfetto
 from torchspmd.report.results import compare_results, read_result
 from torchspmd.report.text import print_changes, print_ledger
 
 __all__ = [
+    "Summary",
     "compare_results",
     "format_bytes",
     "page_html",
