@@ -238,7 +238,10 @@ def test_a_step_that_was_not_made():
     document |= {"step_seconds": None, "mfu": None, "exposed_seconds": None}
     page = build_page(document)
     assert figures(page)["step"] is None
-    assert page["views"]["verdict"]["step"] is None
+    verdict = page["views"]["verdict"]
+    assert verdict["step"] is None
+    assert verdict["figures"][0]["note"] == "no time was predicted"
+    assert build_page({**document, "exposed": []})["views"]["verdict"]["causes"] is None
 
 
 def test_modules_of_a_prediction_have_a_column_for_each_axis():

@@ -130,7 +130,7 @@ def _figures(document: Document) -> list[dict[str, Any]]:
     note = None if error is None else f"± {100 * error:.0f} % expected"
     share = f"{100 * exposed / step:.0f} % of the step" if step and exposed else None
     figures = [
-        figure("step", step, "s", note if step else "the script made no step"),
+        figure("step", step, "s", note if step else _no_step(document)),
         figure("MFU", document.get("mfu"), "%"),
         figure("exposed communication", exposed, "s", share),
         figure("peak, allocated", memory.get("allocated_peak_bytes"), "B"),
@@ -140,6 +140,10 @@ def _figures(document: Document) -> list[dict[str, Any]]:
     if sent and None not in sent:
         figures.append(figure("sent by the rank", sum(sent), "B"))
     return figures
+
+
+def _no_step(document: Document) -> str:
+    return "no time was predicted" if document.get("steps") else "the script made none"
 
 
 def _step(document: Document) -> View | None:
@@ -175,7 +179,7 @@ def _ms(seconds: float) -> str:
 
 def _causes(document: Document) -> View | None:
     exposed = document.get("exposed")
-    if exposed is None:
+    if exposed is None or (not exposed and not document.get("step_seconds")):
         return None
     grouped = _by_layers(exposed)
     rows = grouped[:_MOST]
