@@ -12,7 +12,6 @@ from torchspmd.comm import CommEvent, Group, Kind, Ledger, Phase, ledger_to_dict
 from torchspmd.errors import UsageError
 from torchspmd.report import compare_results, page_html, read_result, write_page
 from torchspmd.report.views import build_page
-from torchspmd.report.views.search import pareto_front
 from torchspmd.step import ExposureReport
 
 pytestmark = pytest.mark.unit
@@ -350,27 +349,38 @@ def test_a_search_marks_its_front_and_its_best():
     page = build_page(document)
     candidates = page["views"]["compare"]["candidates"]
     assert len(candidates) == len(document["candidates"])
-    best = [each for each in candidates if each["best"]]
+    (best,) = (each for each in candidates if each["best"])
     fitting = [each for each in candidates if each["fits"] == "yes"]
-    assert best == [min(fitting, key=lambda each: each["step_seconds"])]
-    for each in candidates:
-        if each["front"]:
-            assert not any(
-                other["step_seconds"] < each["step_seconds"]
-                and other["peak_bytes"] < each["peak_bytes"]
-                for other in candidates
-                if other["fits"] != "no"
-            )
+    assert best == min(fitting, key=lambda each: each["seconds"])
+    assert best["seconds"] == 1 / best["work_per_second"]
+    front = [each["place"] for each in candidates if each["pareto"]]
+    wanted = [
+        place for place, each in enumerate(document["candidates"]) if each["pareto"]
+    ]
+    assert front == wanted
     assert candidates[-1]["page"] is None
+    assert candidates[-1]["why_not"].startswith("8 key-value heads")
     assert len(page["pages"]) == len(candidates) - 1
-    assert page["views"]["verdict"]["answer"]["text"] == best[0]["name"]
+    assert page["views"]["verdict"]["answer"]["text"] == best["name"]
 
 
 def test_a_search_without_anything_that_fits():
-    document = search(4, layers=1)
+    document = {**search(4, layers=1), "best": None}
     for each in document["candidates"]:
-        each["fits"] = "no"
-    assert pareto_front(document["candidates"]) == set()
+        each |= {"fits": "no", "pareto": False}
     answer = build_page(document)["views"]["verdict"]["answer"]
     assert answer["text"] == "No candidate fits"
     assert "the smallest is" in answer["detail"]
+
+
+def test_a_search_that_kept_the_least():
+    document = search(4, layers=1)
+    for key in ("command", "script", "world_size", "gpu", "device_bytes", "notes"):
+        del document[key]
+    for each in document["candidates"]:
+        each.pop("prediction", None)
+        each["work_per_second"] = None
+    page = build_page(document)
+    assert page["pages"] == []
+    assert page["views"]["compare"]["time"] == "step time"
+    assert "torchspmd predict" in page["views"]["memory"]["command"]

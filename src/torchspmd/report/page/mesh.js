@@ -120,8 +120,8 @@ function buildMesh(root, data) {
       const { inside, between } = hops(group.ranks);
       return {
         axis: group.axis || "–", ranks: group.ranks.length, nodes: new Set(group.ranks.map((rank) => Math.floor(rank / state.node))).size,
-        count: group.count, payload: group.payload_bytes, wire: group.wire_bytes, inside: inside ? `${inside} × ${bytes(group.wire_bytes)}` : "–",
-        between: between ? `${between} × ${bytes(group.wire_bytes)}` : "–", group,
+        count: group.count, payload: group.payload_bytes, wire: group.wire_bytes, inside: linkText(inside, group.wire_bytes),
+        between: linkText(between, group.wire_bytes), group,
       };
     });
   }
@@ -142,8 +142,9 @@ function buildMesh(root, data) {
       select.value = state.axis;
       update();
     } }));
+    if (rows.some((row) => typeof row.wire !== "number")) return;
     const sum = { inside: 0, between: 0 };
-    for (const row of rows.filter((each) => typeof each.wire === "number")) {
+    for (const row of rows) {
       const each = hops(row.group.ranks);
       sum.inside += each.inside * row.wire;
       sum.between += each.between * row.wire;
@@ -172,6 +173,11 @@ function buildMesh(root, data) {
   update();
   root.view = { state, ranks: () => picture.querySelectorAll("rect.gpu").length, own: () => picture.querySelectorAll("rect.own").length };
   return { resize: draw };
+}
+
+function linkText(count, wire) {
+  if (!count) return "–";
+  return typeof wire === "number" ? `${count} × ${bytes(wire)}` : String(count);
 }
 
 // ---------------------------------------------------------------------------- a tensor in parts

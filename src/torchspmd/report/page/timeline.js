@@ -138,8 +138,9 @@ function buildTimeline(root, data, page) {
   }
 
   function draw(context, width) {
-    left = width < 600 ? 88 : 110;
     context.font = "11px " + FONT;
+    const widest = Math.max(...slices.lanes.map((lane) => context.measureText(lane.name).width));
+    left = Math.ceil(Math.max(72, Math.min(widest + 22, width / 4)));
     context.textBaseline = "middle";
     drawRuler(context, width);
     drawPhases(context, width);
@@ -152,6 +153,10 @@ function buildTimeline(root, data, page) {
       for (const row of lane.rows) {
         context.fillStyle = palette.panel;
         context.fillRect(left, row.y, width - left - 8, ROW - 2);
+        if (!row.places.length) {
+          context.fillStyle = palette.soft;
+          context.fillText("nothing in this step", left + 6, row.y + ROW / 2 - 1);
+        }
       }
     }
     context.save();

@@ -128,7 +128,7 @@ def _figures(document: Document) -> list[dict[str, Any]]:
     exposed = document.get("exposed_seconds")
     groups = (document.get("mesh") or {}).get("groups") or []
     note = None if error is None else f"± {100 * error:.0f} % expected"
-    share = f"{100 * exposed / step:.0f} % of the step" if step and exposed else None
+    share = f"{100 * exposed / step:.1f} % of the step" if step and exposed else None
     figures = [
         figure("step", step, "s", note if step else _no_step(document)),
         figure("MFU", document.get("mfu"), "%"),
