@@ -495,7 +495,7 @@ function buildTimeline(root, data, page) {
   app.onModule(page, light);
   // For scripts that look at the page: what is drawn, and where.
   root.view = {
-    count: slices.count, exposed: slices.exposed.length, range, state, slices, choose,
+    count: slices.count, exposed: slices.exposed.length, range, state, slices, choose, draw: main.drawNow,
     pixel: (place) => [x((slices.start[place] + slices.end[place]) / 2), slices.rows[slices.rowOf[place]].y + ROW / 2],
   };
   return {
