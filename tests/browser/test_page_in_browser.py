@@ -430,6 +430,10 @@ def test_the_mesh_shows_groups_and_links(browser, pages, document):
         tab.js("document.querySelector(\"rect[data-rank='3']\")"
                ".dispatchEvent(new MouseEvent('click'))")  # fmt: skip
         assert tab.js(own) == [rank + 3 for rank in dp["ranks"]]
+        assert tab.js("document.querySelector(\"[aria-label='Rank']\").value") == "3"
+        tab.js("(i => { i.value = 5; i.dispatchEvent(new Event('change')); })"
+               "(document.querySelector(\"[aria-label='Rank']\"))")  # fmt: skip
+        assert tab.js(own) == [rank + 5 for rank in dp["ranks"]]
 
 
 def test_a_plan_shows_who_holds_what(browser, pages):

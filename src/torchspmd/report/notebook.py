@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torchspmd.comm import format_bytes
 from torchspmd.comm.notebook import html_table
+from torchspmd.report.figures import figure_text
 from torchspmd.report.views import build_page
 
 __all__ = ["Summary"]
@@ -37,22 +37,14 @@ class Summary:
         page = build_page(self.document)
         verdict = page["views"]["verdict"]
         rows = [
-            [each["label"], _text(each["value"], each["unit"]), each["note"] or ""]
+            [
+                each["label"],
+                figure_text(each["value"], each["unit"]),
+                each["note"] or "",
+            ]
             for each in verdict["figures"]
         ]
         notes = [repr(self)]
         if verdict["command"]:
             notes.append(verdict["command"])
         return html_table(page["title"], ("figure", "value", ""), rows, notes)
-
-
-def _text(value: Any, unit: str) -> str:
-    if value is None:
-        return "-"
-    if unit == "B":
-        return format_bytes(round(value))
-    if unit == "s":
-        return f"{value * 1e3:.4g} ms"
-    if unit == "%":
-        return f"{value:.1%}"
-    return str(value)

@@ -127,6 +127,7 @@ function buildMesh(root, data) {
   }
 
   function update() {
+    which.value = state.rank;
     draw();
     clear(links);
     const rows = linkRows();
@@ -161,8 +162,13 @@ function buildMesh(root, data) {
     state.node = Math.max(1, Number(perNode.value) || 1);
     update();
   } });
+  const which = h("input", { type: "number", min: 0, max: data.world_size - 1, value: state.rank, "aria-label": "Rank", onchange: () => {
+    state.rank = Math.min(Math.max(0, Math.floor(Number(which.value)) || 0), data.world_size - 1);
+    update();
+  } });
   root.append(h("div", { class: "bar-of-tools" },
     axes.length ? h("label", {}, "axis ", select) : null,
+    h("label", {}, "rank ", which),
     h("label", {}, "GPUs in a node ", perNode),
     data.gpus_per_node ? null : h("span", { class: "hint" }, "the result does not say how many; change it here"),
     h("span", { class: "legend" }, h("span", {}, h("i", { class: "swatch self" }), "the rank"), h("span", {}, h("i", { class: "swatch own" }), "its group"),
