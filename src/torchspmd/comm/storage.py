@@ -55,7 +55,12 @@ def save_ledger(
 
 
 def load_ledger(path: str | os.PathLike[str]) -> Ledger:
-    """Read a ledger that ``save_ledger`` wrote.
+    """Read a ledger that ``save_ledger`` or ``torchspmd trace --out`` wrote.
+
+    >>> load_ledger("missing.json")
+    Traceback (most recent call last):
+        ...
+    torchspmd.errors.LedgerError: cannot read missing.json: No such file or directory.
 
     Raises:
         LedgerError: The file cannot be read, is not a ledger, or has another version.

@@ -135,8 +135,14 @@ def _cuts(assignment: Assignment, num_ranks: int) -> dict[str, Cut] | None:
         return None
     if fused is None:
         return {path: (Slab(None, layout),) for path, layout in placed.items()}
-    parts = tuple(Slab(part.size, part.layout(num_ranks)) for part in fused.split())
-    return dict.fromkeys(placed, parts)
+    return {
+        path: tuple(
+            Slab(part.size, part.layout(num_ranks, layout.dim))
+            for part in fused.split()
+        )
+        for path, layout in placed.items()
+        if isinstance(layout, Shard)
+    }
 
 
 def _row(
@@ -179,7 +185,7 @@ def _layout_text(cut: Cut | None, ndim: int, style: str | None) -> str | None:
 def _local_shapes(
     shape: tuple[int, ...], cut: Cut, num_ranks: int
 ) -> tuple[tuple[int, ...], ...]:
-    """The shape on each rank; slabs lie one below the other on dimension 0."""
+    """The shape on each rank; slabs lie side by side on the dimension that is cut."""
     if not any(isinstance(slab.layout, Shard) for slab in cut):
         return (shape,)
     if len(cut) == 1 and cut[0].size is None:
@@ -188,7 +194,7 @@ def _local_shapes(
         dim = layout.dim
         cut = (Slab(shape[dim], layout),)
     else:
-        dim = 0
+        dim = next(s.layout.dim for s in cut if isinstance(s.layout, Shard))
     sizes = (
         sum(_on_rank(s, num_ranks, rank) for s in cut) for rank in range(num_ranks)
     )
