@@ -53,9 +53,16 @@ function buildSearch(root, data) {
     if (!drawn.length) return place.append(h("p", { class: "hint" }, "No candidate has both a time and a peak."));
     const width = Math.max(320, place.clientWidth || 1200), height = 330;
     const left = 70, right = 16, top = 20, bottom = 40;
-    const most = Math.max(...drawn.map((each) => each.peak_bytes), data.device_bytes || 0) * 1.05;
-    const least = Math.min(...drawn.map((each) => each.peak_bytes)) * 0.9;
-    const slow = Math.max(...drawn.map((each) => each.seconds)) * 1.06, fast = Math.min(...drawn.map((each) => each.seconds)) * 0.9;
+    const peaks = drawn.map((each) => each.peak_bytes);
+    // A limit far away would press the candidates together.
+    const near = data.device_bytes && Math.max(...peaks) > 0.3 * data.device_bytes;
+    let least = Math.min(...peaks), most = Math.max(...peaks, near ? data.device_bytes : 0);
+    const room = (most - least || most) * 0.05;
+    least = Math.max(0, least - room);
+    most += room;
+    const times = drawn.map((each) => each.seconds);
+    const air = (Math.max(...times) - Math.min(...times) || Math.max(...times)) * 0.08;
+    const slow = Math.max(...times) + air, fast = Math.max(0, Math.min(...times) - air);
     const x = (value) => left + (value - least) / (most - least) * (width - left - right);
     const y = (value) => height - bottom - (value - fast) / (slow - fast) * (height - top - bottom);
     const image = svg("svg", { width, height, role: "group", "aria-label": `Candidates: ${data.time} over peak memory` });
@@ -66,7 +73,8 @@ function buildSearch(root, data) {
       image.append(svg("text", { x: x(value * 2 ** 30), y: height - bottom + 18, class: "axis middle" }, bytes(value * 2 ** 30)));
     }
     image.append(svg("text", { x: width - right, y: height - 4, class: "axis end" }, "peak memory →"), svg("text", { x: 4, y: 12, class: "axis" }, `↑ ${data.time}`));
-    if (data.device_bytes) {
+    if (data.device_bytes && !near) image.append(svg("text", { x: width - right, y: 12, class: "axis end" }, `the device has ${bytes(data.device_bytes)}, far to the right`));
+    if (near) {
       image.append(svg("line", { x1: x(data.device_bytes), x2: x(data.device_bytes), y1: top, y2: height - bottom, class: "limit" }),
         svg("text", { x: x(data.device_bytes) - 6, y: top + 4, class: "axis end bad" }, `device ${bytes(data.device_bytes)}`));
     }

@@ -246,7 +246,7 @@ function buildTimeline(root, data, page) {
       context.fillRect(begin, row.y, Math.max(1, end - begin - (wide > 4 ? 1 : 0)), ROW - 2);
       if (end - begin > 34) {
         context.fillStyle = inkOn(palette[names[place]]);
-        const text = fit(context, slices.text("name", place), end - begin - 8);
+        const text = fit(context, shortName(slices.text("name", place)), end - begin - 8);
         if (text.length > 2) context.fillText(text, Math.max(begin, left) + 4, row.y + ROW / 2 - 1);
       }
     }
@@ -519,6 +519,11 @@ function buildTimeline(root, data, page) {
       if (best >= 0) choose(best, true);
     },
   };
+}
+
+// On a slice: mm of aten.mm.default.
+function shortName(name) {
+  return name.replace(/^aten\./, "").replace(/\.default$/, "");
 }
 
 function legendOf(slices, names) {

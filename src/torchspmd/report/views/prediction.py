@@ -236,7 +236,7 @@ def _timeline(document: Document) -> View:
     timeline = document.get("timeline")
     if timeline is None:
         why = "The prediction was made without a timeline."
-        return missing(why, _without(document, "--no-timeline"))
+        return missing(why, _command(document))
     if not timeline["start"]:
         return missing("The script made no step, so there is no timeline.", PREDICT)
     causes = [
@@ -247,16 +247,19 @@ def _timeline(document: Document) -> View:
     return {**timeline, "causes": causes}
 
 
-def _without(document: Document, option: str) -> str:
-    command = document.get("command")
-    return str(command).replace(f" {option}", "") if command else PREDICT
+def _command(document: Document) -> str:
+    """That gives what this prediction left out."""
+    command = str(document.get("command") or PREDICT)
+    for option in (" --no-timeline", " --brief"):
+        command = command.replace(option, "")
+    return command
 
 
 def _memory(document: Document) -> View:
     memory = document.get("memory")
     if not memory:
         return missing("The prediction has no memory account.", PREDICT)
-    why = "The prediction has the peaks, but not the curve over the run."
+    why = "The prediction was kept with its peaks, but without the curve over the run."
     return {**memory, "no_curve": None if memory.get("curve") else why}
 
 
@@ -264,7 +267,9 @@ def prediction_modules(document: Document) -> View:
     """Every module with its figures; those of the communication by axis."""
     modules = document["modules"]
     if not modules:
-        return missing("The prediction has no modules.", PREDICT)
+        return missing(
+            "The prediction was kept without its modules.", _command(document)
+        )
     axes = list(dict.fromkeys(a for m in modules for a in m.get("bytes_by_axis") or {}))
     figures = [
         (key, label, unit)
