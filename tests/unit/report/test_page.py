@@ -291,6 +291,21 @@ def test_an_empty_ledger_says_so():
     assert "missing" in views["mesh"]
 
 
+def test_two_groups_of_one_axis_are_told_apart():
+    found = Ledger()
+    for ranks, payload in (((0, 1), 32), ((0, 2), 64)):
+        group = Group(str(ranks), ranks, "tp")
+        found.append(
+            CommEvent(Kind.ALL_REDUCE, "x", "float32", (8,), payload, payload, group)
+        )
+    document = ledger_to_dict(found)
+    groups = build_page(document)["views"]["mesh"]["groups"]
+    assert [group["payload_bytes"] for group in groups] == [32, 64]
+    document |= {"dropped_events": 2, "events": []}
+    groups = build_page(document)["views"]["mesh"]["groups"]
+    assert [group["payload_bytes"] for group in groups] == [48, 48]
+
+
 def test_groups_without_an_axis_are_known_by_their_ranks():
     found = Ledger()
     group = Group("default", (0, 1, 2, 3))
