@@ -241,9 +241,9 @@ def _sent_by_group(document: Document, ranks: int) -> list[list[int]]:
     for row in document["totals"]:
         places = [place for place, label in enumerate(labels) if label == row["axis"]]
         for place in places:
-            for entry, name in enumerate(names):
+            for which, name in enumerate(names):
                 share = row[name] if ranks > 1 else row[name] // len(places)
-                sums[place][entry] += share
+                sums[place][which] += share
     return sums
 
 
