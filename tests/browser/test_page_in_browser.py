@@ -201,6 +201,18 @@ def test_the_timeline_has_every_slice(browser, pages, document):
         assert rows == counts
 
 
+def test_layers_are_marked_and_highlight_their_module(browser, pages):
+    with browser.open(pages / "prediction.html") as tab:
+        open_view(tab, "timeline")
+        paths = state(tab, "timeline", "view.spans.map(span => span.path)")
+        forward = [f"Llama.model.layers.{layer}" for layer in range(6)]
+        # The last one of forward is the first of backward, without a gap.
+        assert paths == [*forward, *forward[-2::-1]]
+        x, y, width, _ = canvas_box(tab, "timeline")
+        tab.click_at(x + width * 0.5, y + 46)
+        assert "Llama.model.layers." in tab.text("#view-timeline .chip")
+
+
 def test_an_exposed_wait_is_drawn_in_its_colour(browser, pages):
     with browser.open(pages / "prediction.html") as tab:
         open_view(tab, "timeline")

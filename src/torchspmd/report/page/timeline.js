@@ -3,7 +3,7 @@
 
 const EXPOSED = ["", "waits for communication", "waits for the host", "waits for another stage"];
 const EXPOSED_COLOURS = ["", "exposed", "hostwait", "bubble"];
-const GAP = 8, RULER = 22, PHASES = 18;
+const GAP = 8, RULER = 22, PHASES = 18, LAYERS = 17;
 const TOGETHER = 0.01; // microseconds: slices that overlap by less were rounded
 
 class Slices {
@@ -62,6 +62,25 @@ class Slices {
     return low;
   }
 
+  // Stretches of the computation by layer: the module down to its first number.
+  layers() {
+    const of = this.data.strings.map((text) => {
+      const parts = text.split(".");
+      const number = parts.findIndex((part) => /^\d+$/.test(part));
+      return number < 0 ? "" : parts.slice(0, number + 1).join(".");
+    });
+    const rows = this.lanes.filter((lane) => lane.kind === "compute").map((lane) => lane.rows[0]);
+    const main = rows.reduce((best, row) => (best && best.places.length >= row.places.length ? best : row), null);
+    const spans = [];
+    for (const place of main ? main.places : []) {
+      const path = of[this.data.module[place]] ?? "";
+      const last = spans.at(-1);
+      if (last && last.path === path) last.end = this.end[place];
+      else spans.push({ path, start: this.start[place], end: this.end[place] });
+    }
+    return spans.filter((span) => span.path);
+  }
+
   colourName(place) {
     const exposed = this.data.exposed[place];
     if (exposed) return EXPOSED_COLOURS[exposed] || "exposed";
@@ -82,7 +101,8 @@ function buildTimeline(root, data, page) {
   const state = { chosen: -1, hover: -1, find: "", lit: null, drawn: 0 };
   // Few rows are drawn high, many low.
   const ROW = Math.max(20, Math.min(30, Math.floor(300 / slices.rows.length)));
-  let y = RULER + PHASES + 6;
+  const spans = slices.layers();
+  let y = RULER + PHASES + (spans.length ? LAYERS : 0) + 6;
   for (const lane of slices.lanes) {
     lane.y = y;
     for (const row of lane.rows) {
@@ -144,6 +164,7 @@ function buildTimeline(root, data, page) {
     context.textBaseline = "middle";
     drawRuler(context, width);
     drawPhases(context, width);
+    drawLayers(context, width);
     state.drawn = 0;
     for (const lane of slices.lanes) {
       context.fillStyle = palette.soft;
@@ -202,6 +223,28 @@ function buildTimeline(root, data, page) {
       const text = fit(context, phase.name, to - from - 10);
       if (text.length > 2) context.fillText(text, from + 5, RULER + PHASES / 2 - 1);
     }
+  }
+
+  function drawLayers(context, width) {
+    if (!spans.length) return;
+    const top = RULER + PHASES;
+    context.fillStyle = palette.soft;
+    context.textAlign = "right";
+    context.fillText("layer", left - 8, top + LAYERS / 2 - 2);
+    context.textAlign = "left";
+    spans.forEach((span, place) => {
+      const from = Math.max(x(span.start), left), to = Math.min(x(span.end), width - 8);
+      if (to - from < 1) return;
+      const chosen = app.state.module && app.isInside(span.path, app.state.module);
+      context.fillStyle = chosen ? palette.accent : palette.line;
+      context.globalAlpha = chosen ? 0.5 : place % 2 ? 0.55 : 1;
+      context.fillRect(from, top, Math.max(1, to - from - 1), LAYERS - 4);
+      context.globalAlpha = 1;
+      context.fillStyle = palette.text;
+      const parts = span.path.split(".");
+      const text = [parts.slice(-2).join("."), parts.at(-1)].find((each) => context.measureText(each).width < to - from - 6);
+      if (text) context.fillText(text, from + 4, top + LAYERS / 2 - 2);
+    });
   }
 
   function drawRow(context, row, width) {
@@ -375,6 +418,11 @@ function buildTimeline(root, data, page) {
   }
 
   function hover(event, time) {
+    const span = layerAt(event, time);
+    if (span) {
+      return showTip(event.clientX, event.clientY, [h("div", { class: "tip-head" }, span.path),
+        tipRow("takes", seconds((span.end - span.start) * 1e-6)), h("div", { class: "tip-more" }, "click to highlight it")]);
+    }
     const [place, count] = at(event, time);
     if (place !== state.hover) {
       state.hover = place;
@@ -445,6 +493,18 @@ function buildTimeline(root, data, page) {
     }
   }
 
+  function layerAt(event, time) {
+    const top = RULER + PHASES;
+    if (event.offsetX < left || event.offsetY < top || event.offsetY >= top + LAYERS) return null;
+    return spans.find((span) => span.start <= time && time < span.end) || null;
+  }
+
+  function click(event, time) {
+    const span = layerAt(event, time);
+    if (span) app.selectModule(app.state.module === span.path ? null : span.path);
+    else choose(at(event, time)[0]);
+  }
+
   steer(main.canvas, range, () => left, () => main.size.width - left - 8, {
     hover,
     leave: () => {
@@ -452,7 +512,7 @@ function buildTimeline(root, data, page) {
       hideTip();
       main.draw();
     },
-    click: (event, time) => choose(at(event, time)[0]),
+    click,
     keys: {
       n: () => nextExposed(1), p: () => nextExposed(-1), ",": () => neighbour(-1), ".": () => neighbour(1),
       ArrowUp: () => otherLane(-1), ArrowDown: () => otherLane(1), Escape: () => choose(-1),
@@ -495,7 +555,7 @@ function buildTimeline(root, data, page) {
   app.onModule(page, light);
   // For scripts that look at the page: what is drawn, and where.
   root.view = {
-    count: slices.count, exposed: slices.exposed.length, range, state, slices, choose, draw: main.drawNow,
+    count: slices.count, exposed: slices.exposed.length, range, state, slices, spans, choose, draw: main.drawNow,
     pixel: (place) => [x((slices.start[place] + slices.end[place]) / 2), slices.rows[slices.rowOf[place]].y + ROW / 2],
   };
   return {
