@@ -201,6 +201,26 @@ def test_the_timeline_has_every_slice(browser, pages, document):
         assert rows == counts
 
 
+def test_slices_before_the_step_are_reached_by_moving(browser, tmp_path):
+    document = prediction(layers=2)
+    timeline = document["timeline"]
+    ahead = 3 * max(timeline["start"])
+    timeline["start"] = [
+        start - ahead if lane == 0 else start
+        for start, lane in zip(timeline["start"], timeline["lane"], strict=True)
+    ]
+    write_page(document, tmp_path / "page.html")
+    with browser.open(tmp_path / "page.html") as tab:
+        open_view(tab, "timeline")
+        assert state(tab, "timeline", "view.range.low") == 0
+        tab.js("document.querySelector('canvas.timeline').focus()")
+        for _ in range(30):
+            tab.key("ArrowLeft")
+        assert state(tab, "timeline", "view.range.low") == pytest.approx(-ahead)
+        tab.key("0")
+        assert state(tab, "timeline", "view.range.low") == 0
+
+
 def test_layers_are_marked_and_highlight_their_module(browser, pages):
     with browser.open(pages / "prediction.html") as tab:
         open_view(tab, "timeline")

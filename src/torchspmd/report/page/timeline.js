@@ -126,6 +126,9 @@ function buildTimeline(root, data, page) {
     overview.draw();
   });
   range.least = Math.min(1, slices.last / 100);
+  // The host may run ahead by more than a step: that can be reached, but is not shown at first.
+  range.first = slices.start.reduce((least, start) => Math.min(least, start), 0);
+  range.home = 0;
   const x = (time) => left + (time - range.low) / range.span * (main.size.width - left - 8);
 
   function light() {
@@ -174,9 +177,10 @@ function buildTimeline(root, data, page) {
       for (const row of lane.rows) {
         context.fillStyle = palette.panel;
         context.fillRect(left, row.y, width - left - 8, ROW - 2);
-        if (!row.places.length) {
+        const text = elsewhere(row);
+        if (text) {
           context.fillStyle = palette.soft;
-          context.fillText("nothing in this step", left + 6, row.y + ROW / 2 - 1);
+          context.fillText(fit(context, text, width - left - 20), left + 6, row.y + ROW / 2 - 1);
         }
       }
     }
@@ -188,6 +192,16 @@ function buildTimeline(root, data, page) {
     drawJoins(context);
     for (const place of [state.hover, state.chosen]) outline(context, place);
     context.restore();
+  }
+
+  // What a row without a slice in sight says.
+  function elsewhere(row) {
+    const count = row.places.length;
+    if (!count) return "nothing in this step";
+    const last = slices.end[row.places[count - 1]], first = slices.start[row.places[0]];
+    if (last <= range.low) return `← ${count.toLocaleString("en-US")} slices, the last ${seconds((range.low - last) * 1e-6)} before`;
+    if (first >= range.high) return `→ ${count.toLocaleString("en-US")} slices, the first ${seconds((first - range.high) * 1e-6)} later`;
+    return "";
   }
 
   function drawRuler(context, width) {
@@ -370,8 +384,8 @@ function buildTimeline(root, data, page) {
     }
     context.strokeStyle = palette.accent;
     context.lineWidth = 2;
-    const from = left + range.low * scale;
-    context.strokeRect(from + 1, 1, Math.max(3, range.span * scale - 2), high - 2);
+    const from = left + Math.max(0, range.low) * scale, to = left + Math.max(0, range.high) * scale;
+    context.strokeRect(from + 1, 1, Math.max(3, to - from - 2), high - 2);
     context.fillStyle = palette.soft;
     context.font = "11px " + FONT;
     context.textBaseline = "middle";
