@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import Placement, Shard
 
 from torchspmd.comm import Ledger, Total, format_bytes
+from torchspmd.comm.notebook import html_table
 from torchspmd.errors import UsageError
 from torchspmd.layout.placements import (
     format_placement,
@@ -293,6 +294,24 @@ class Preview:
 
     def __str__(self) -> str:
         return _format_preview(self)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: every parameter, layers folded."""
+        rows = [
+            [
+                row.name,
+                row.style or "-",
+                row.layout or "-",
+                " x ".join(map(str, row.local_shapes[0])) or "scalar",
+                format_bytes(row.local_bytes[0]),
+            ]
+            for row in self.rows
+        ]
+        header = ("parameter", "style", "layout", "shape on a rank", "on a rank")
+        title = f"{self.model} on {self.mesh.axis}={self.mesh.size} of the {self.mesh}"
+        return html_table(
+            title, header, rows, [*_summary(self).split("\n"), *self.notes]
+        )
 
 
 def build_preview(
