@@ -258,6 +258,19 @@ class VerificationError(SpmdError, RuntimeError):
     page = "docs/errors/passes.md#verificationerror"
 
 
+class ShadowError(SpmdError, RuntimeError):
+    """A compiled step did not do what the step does eagerly; found while it ran.
+
+    Cause: the text names the first value that differs and the likely cause.
+    Cure: the last lines of the text. Model, optimizer and arguments are as the compiled
+    step left them.
+    """
+
+
+class ShadowWarning(UserWarning):
+    """Calls of a compiled step could not be compared with eager ones; the text says why."""
+
+
 class UnsupportedPassError(SpmdError, NotImplementedError):
     """A pass does not know this kind of node; the text says which it knows."""
 

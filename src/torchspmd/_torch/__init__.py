@@ -47,6 +47,7 @@ from torchspmd._torch.capture import renew_flat_weights as renew_flat_weights
 from torchspmd._torch.capture import rnn_layer as rnn_layer
 from torchspmd._torch.capture import scaler_facts as scaler_facts
 from torchspmd._torch.capture import scaler_tensors as scaler_tensors
+from torchspmd._torch.capture import shape_mode as shape_mode
 from torchspmd._torch.capture import sum_over as sum_over
 from torchspmd._torch.capture import symbol_of as symbol_of
 from torchspmd._torch.capture import trace as trace
@@ -71,6 +72,9 @@ from torchspmd._torch.dtensor import is_autocast_enabled as is_autocast_enabled
 from torchspmd._torch.dtensor import is_view as is_view
 from torchspmd._torch.dtensor import join_axes as join_axes
 from torchspmd._torch.dtensor import local_tensor as local_tensor
+from torchspmd._torch.dtensor import (
+    register_attention_on_cpu as register_attention_on_cpu,
+)
 from torchspmd._torch.dtensor import sister_axis as sister_axis
 from torchspmd._torch.dtensor import spec as spec
 from torchspmd._torch.dtensor import start_all_gather as start_all_gather
@@ -121,6 +125,7 @@ from torchspmd._torch.operators import WAIT as WAIT
 from torchspmd._torch.operators import Kernel as Kernel
 from torchspmd._torch.operators import Signature as Signature
 from torchspmd._torch.operators import argument_names as argument_names
+from torchspmd._torch.operators import autocast_names as autocast_names
 from torchspmd._torch.operators import below_autograd as below_autograd
 from torchspmd._torch.operators import call_below as call_below
 from torchspmd._torch.operators import draws_random_numbers as draws_random_numbers
@@ -151,6 +156,7 @@ from torchspmd._torch.regions import Record as Record
 from torchspmd._torch.regions import dtensor_slots as dtensor_slots
 from torchspmd._torch.regions import finished as finished
 from torchspmd._torch.regions import flatten_tree as flatten_tree
+from torchspmd._torch.regions import has_backward as has_backward
 from torchspmd._torch.regions import is_fake as is_fake
 from torchspmd._torch.regions import is_in_custom_function as is_in_custom_function
 from torchspmd._torch.regions import leaf_paths as leaf_paths
