@@ -121,7 +121,13 @@ def _run_pytest(words: list[str]) -> int:
     return int(pytest.main([*words, "-W", known]))
 
 
-_COMMANDS = {"torchspmd": main, "pytest": _run_pytest}
+def _run_python(words: list[str]) -> int:
+    (script,) = words
+    runpy.run_path(script, run_name="__main__")
+    return 0
+
+
+_COMMANDS = {"torchspmd": main, "pytest": _run_pytest, "python": _run_python}
 
 
 def _run_torchrun(words: list[str]) -> tuple[int, str]:
