@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet \
 	--numprocesses 2 --dist worksteal
 
-.PHONY: demo test check format pytest docs bench clean help
+.PHONY: demo test check format pytest docs wheel bench clean help
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -45,6 +45,9 @@ $(VENV)/.installed-docs: $(STAMP)
 docs: $(VENV)/.installed-docs ## the documentation as pages in site/; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "open site/index.html, or for its search: python -m http.server -d site"
+
+wheel: $(STAMP) ## the package as a wheel in dist/
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 bench: $(STAMP) ## the communication-tracing benchmarks, as a table and JSON
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_trace_overhead.py
