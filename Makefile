@@ -40,10 +40,16 @@ format: $(STAMP) ## rewrite files in the house format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: $(STAMP) ## the documentation as pages in site/; a broken link is an error
+$(VENV)/.installed-docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
+docs: $(VENV)/.installed-docs ## the documentation as pages in site/; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "open site/index.html, or for its search: python -m http.server -d site"
+
+wheel: $(STAMP) ## the package as a wheel in dist/
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 bench: $(STAMP) ## the communication-tracing benchmarks, as a table and JSON
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_trace_overhead.py

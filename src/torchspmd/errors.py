@@ -262,9 +262,11 @@ class ShadowError(SpmdError, RuntimeError):
     """A compiled step did not do what the step does eagerly; found while it ran.
 
     Cause: the text names the first value that differs and the likely cause.
-    Cure: the last lines of the text. Model, optimizer and arguments are as the compiled
+    Fix: the last lines of the text. Model, optimizer and arguments are as the compiled
     step left them.
     """
+
+    page = "docs/errors/capture.md#shadowerror"
 
 
 class ShadowWarning(UserWarning):
