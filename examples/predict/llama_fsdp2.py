@@ -182,7 +182,9 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
         )
 
 
-def build(options: argparse.Namespace, device: torch.device) -> tuple[Llama, DeviceMesh]:
+def build(
+    options: argparse.Namespace, device: torch.device
+) -> tuple[Llama, DeviceMesh]:
     world_size = dist.get_world_size()
     mesh = init_device_mesh(
         "cuda",

@@ -102,7 +102,9 @@ class FakeDeviceMode(FakeTensorMode):
     def _higher_order(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        if func.name() == "run_dtensor_rng_op":  # two offsets, an operator, its arguments
+        if (
+            func.name() == "run_dtensor_rng_op"
+        ):  # two offsets, an operator, its arguments
             with self:
                 return args[2](*args[3:], **kwargs)
         handler = func.python_key_table.get(FakeTensorMode)

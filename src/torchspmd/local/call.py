@@ -49,6 +49,7 @@ RULE = (
     "A gradient is derived only where layouts and the recorded graph leave one answer; "
     "see docs/local_map.md."
 )
+_LOST = "a gradient is lost"
 _MAX_KEPT = 256  # entries of one table; a program has few, a leak would have many
 
 
@@ -231,7 +232,11 @@ class RegionCall:
                 for output, value in zip(outputs.items, values, strict=True)
             ]
         )
-        if not any(needs) or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return None
+        if not any(needs):
+            lost = describe_lost(_list_unseen(self.watch, values), self.plan.frame.axes)
+            refuse(self.options.name, self.plan.frame.mesh, _LOST, lost, RULE)
             return None
         gradients = self._gradients(outputs, values, needs)
         checker = self._checker(gradients) if self.is_checked else None

@@ -125,6 +125,30 @@ class Plan(Mapping[str, Style]):
 
         return self | shared_inputs(self, model, example_inputs)
 
+    def replicate_others(self, model: nn.Module) -> "Plan":
+        """The same plan, with ``ReplicateParallel()`` for each other layer that is trained.
+
+        All parameters are then DTensors, which is what functions that take them together
+        need: ``torch.nn.utils.clip_grad_norm_`` and fused optimizers refuse a mixture of
+        plain tensors and DTensors. (``torchspmd.clip_grad_norm_`` takes a mixture.)
+
+        Args:
+            model: The model; it is not changed.
+
+        Raises:
+            PlanError: A module with layers inside has parameters of its own, which no
+                style covers.
+
+        Example:
+            >>> from torchspmd.parallel import ColwiseParallel
+            >>> model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
+            >>> list(Plan({"1": ColwiseParallel()}).replicate_others(model))
+            ['1', '0']
+        """
+        from torchspmd.parallel.plan.resolve import other_layers
+
+        return self | other_layers(self, model)
+
     def save(self, path: str | Path) -> None:
         """Write the plan as TOML."""
         Path(path).write_text(self.to_toml())

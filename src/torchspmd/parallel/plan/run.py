@@ -237,11 +237,12 @@ def describe_inputs(inputs: Inputs) -> str:
 
 
 def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter and buffer, under each of its names."""
+    """A fake tensor for every parameter and buffer, under each of its names."""
     state: dict[str, torch.Tensor] = {}
     state |= model.named_parameters(remove_duplicate=False)
     state |= model.named_buffers(remove_duplicate=False)
-    return state
+    fakes = {id(tensor): to_shape(tensor) for tensor in state.values()}
+    return {path: fakes[id(tensor)] for path, tensor in state.items()}
 
 
 class _GroupedProducts(TorchFunctionMode):
