@@ -9,9 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from torchspmd import _torch
-from torchspmd.layout.placements import (
-    Layout,
-)
+from torchspmd.layout.placements import Layout
 from torchspmd.local.arguments import Argument, CallPlan, DTensorLeaf, Options
 from torchspmd.local.boundary import (
     Copies,
@@ -41,9 +39,7 @@ from torchspmd.local.evidence import (
 from torchspmd.local.frame import whole_stride
 from torchspmd.local.gradient import BoundaryTensor, Gradients, derive, needs_evidence
 from torchspmd.local.outputs import Output, build_outputs, build_shape
-from torchspmd.local.specs import (
-    refuse,
-)
+from torchspmd.local.specs import refuse
 
 RULE = (
     "A gradient is derived only where layouts and the recorded graph leave one answer; "

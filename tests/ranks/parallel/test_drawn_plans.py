@@ -8,7 +8,7 @@ from _drawn_plans import run_cases
 from torchspmd.testing import Ranks
 
 pytestmark = pytest.mark.ranks
-CASES = 60
+CASES = 40
 
 
 def test_drawn_plans_and_functions(ranks: Ranks) -> None:

@@ -10,14 +10,9 @@ from torch import nn
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from torchspmd.comm import CommEvent, Group, Kind, Ledger, Phase, wire_bytes
-from torchspmd.layout.placements import (
-    positive_dim,
-)
+from torchspmd.layout.placements import positive_dim
 from torchspmd.layout.shards import full_shard_size
-from torchspmd.parallel.axis import (
-    PlanMesh,
-    gradient_layout,
-)
+from torchspmd.parallel.axis import PlanMesh, gradient_layout
 from torchspmd.parallel.experts import ExpertParallel
 from torchspmd.parallel.linear import linear_form
 from torchspmd.parallel.plan.assignment import Assignment, fused_form, own_style

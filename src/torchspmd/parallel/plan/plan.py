@@ -161,9 +161,7 @@ class Plan(Mapping[str, Style]):
         [styles]
         "norm" = "SequenceParallel"
         """
-        from torchspmd.parallel.plan.text_form import (
-            write_toml,
-        )
+        from torchspmd.parallel.plan.text_form import write_toml
 
         return write_toml(self._styles, self._heads)
 
@@ -174,9 +172,7 @@ class Plan(Mapping[str, Style]):
         Raises:
             PlanError: It is not a plan; lists every problem with the nearest names.
         """
-        from torchspmd.parallel.plan.text_form import (
-            read_toml,
-        )
+        from torchspmd.parallel.plan.text_form import read_toml
 
         try:
             text = Path(path).read_text()
@@ -227,9 +223,7 @@ class Plan(Mapping[str, Style]):
         return hash((frozenset(self._styles.items()), frozenset(self._heads.items())))
 
     def __repr__(self) -> str:
-        from torchspmd.parallel.plan.text_form import (
-            describe_style,
-        )
+        from torchspmd.parallel.plan.text_form import describe_style
 
         entries = [f"{p!r}: {describe_style(s)}" for p, s in self._styles.items()]
         heads = f", heads={self._heads}" if self._heads else ""
@@ -243,9 +237,7 @@ def is_style(value: object) -> bool:
 
 def explain_no_style(pattern: str, value: object) -> str:
     """Why the value of a pattern is not a style, and what to write."""
-    from torchspmd.parallel.plan.text_form import (
-        STYLES,
-    )
+    from torchspmd.parallel.plan.text_form import STYLES
 
     if isinstance(value, str):
         name = value if value in STYLES else "ColwiseParallel"

@@ -34,9 +34,7 @@ from torchspmd.parallel.plan.names import (
 )
 from torchspmd.parallel.plan.neighbours import find_mismatched_neighbours
 from torchspmd.parallel.plan.plan import Plan, Style, explain_no_style, is_style
-from torchspmd.parallel.plan.text_form import (
-    describe_style,
-)
+from torchspmd.parallel.plan.text_form import describe_style
 
 # ----------------------------------------------------------------------------
 # Parameters that several names, several styles or a wrapper lay claim to.
