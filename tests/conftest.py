@@ -16,6 +16,8 @@ from torchspmd.testing import Ranks, fake_mesh
 
 # Inductor compiles a few small kernels: its pool of processes would import torch for them.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Shadow steps have tests of their own; all others would run each step twice.
+os.environ.setdefault("TORCHSPMD_SHADOW", "0")
 
 # The same examples in every run; `--hypothesis-profile explore` draws new ones.
 settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)

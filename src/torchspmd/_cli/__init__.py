@@ -14,10 +14,13 @@ from torchspmd._cli import (
     calibrate,
     check,
     diff,
+    doctor,
     lock,
     parity,
     plan,
     predict,
+    search,
+    show,
     trace,
 )
 from torchspmd._cli.output import exit_process, ignore_closed_pipes
@@ -28,14 +31,16 @@ from torchspmd.errors import SpmdError
 _COMMANDS = (
     trace,
     predict,
+    search,
+    show,
     diff,
     plan,
     lock,
     check,
     parity,
     calibrate,
+    doctor,
 )
-
 _EPILOG = """\
 examples:
   torchspmd trace train.py --world-size 8          simulate 8 ranks on this machine
@@ -46,7 +51,10 @@ examples:
   torchspmd lock train.py --mesh dp=2,tp=4         write down what it communicates
   torchspmd check comm.lock                        exit code 1 when that changed
   torchspmd parity runs/one runs/tp4               do two recorded runs compute the same
+  torchspmd search train.py --gpu h100 -- --tp {1,2}   the fastest arguments that fit
   torchspmd calibrate --out my.toml                measure this GPU for predictions
+  torchspmd show report.json --open                any saved result as a page to look at
+  torchspmd doctor                                 what works on this machine
 """
 
 
@@ -71,13 +79,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         command.add_options(subparser)
         subparser.set_defaults(run=command.run)
-    own, for_script = split_words(
-        sys.argv[1:] if arguments is None else list(arguments)
-    )
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    own, for_script = split_words(words)
     options, unknown = parser.parse_known_args(own)
     if unknown:
         refuse_words(subparsers.choices[options.command], options, unknown)
     options.arguments = for_script
+    options.words = words
     try:
         return int(options.run(options))
     except SpmdError as error:

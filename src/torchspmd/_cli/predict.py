@@ -20,18 +20,22 @@ from torchspmd.comm.storage import ledger_to_dict
 from torchspmd.errors import UsageError
 from torchspmd.predict.allocator import AllocatorSettings
 from torchspmd.predict.curve_json import curve_json
-from torchspmd.predict.hardware import Hardware, load_gpu
+from torchspmd.predict.hardware import Hardware, load_gpu, load_network
 from torchspmd.predict.live import LiveMemory
 from torchspmd.predict.memory import Fits, MemoryAccount, count_memory
+from torchspmd.predict.prediction import TimePrediction, predict_time
 from torchspmd.predict.structure import mesh_json, modules_json
-from torchspmd.predict.suggestions import suggest
+from torchspmd.predict.suggestions import Suggestion, suggest
 from torchspmd.predict.text import describe_memory
+from torchspmd.predict.time_suggestions import Gain, suggest_faster
+from torchspmd.predict.time_text import describe_time
 from torchspmd.rehearse.device import Gpu
 from torchspmd.rehearse.recording import Recording
 from torchspmd.rehearse.rehearsal import rehearsal
 from torchspmd.rehearse.world import World
 from torchspmd.trace import CommDebugMode
 
+DEFAULT_NETWORK = "ib-ndr400"
 HELP = "rehearse a training script without GPUs: will it fit, what will it send"
 DESCRIPTION = (
     "Run a training script, unchanged, as one rank of any number, with tensors that hold "
@@ -60,13 +64,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpus-per-node", type=int, default=8, help="ranks of a node (8)"
     )
+    parser.add_argument(
+        "--network", help="between nodes: its name, as in ib-ndr400, or a TOML file"
+    )
     parser.add_argument("--json", type=Path, help="write the prediction here")
+    parser.add_argument(
+        "--brief", action="store_true", help="no slices, curve or suggestions"
+    )
+    parser.add_argument(
+        "--no-timeline", action="store_true", help="leave the slices out of the file"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Rehearse the script and report; 1 when it does not fit."""
     _check(options)
     gpu = load_gpu(options.gpu)
+    network = load_network(options.network or DEFAULT_NETWORK)
     settings = _settings()
     world = World(options.world_size, options.rank, options.gpus_per_node)
     recording = Recording(world.size, world.rank, world.gpus_per_node)
@@ -92,9 +106,16 @@ def run(options: argparse.Namespace) -> int:
         return 2
     left.clear()
     account = count_memory(recording, gpu, settings)
-    _report(account)
+    timed = predict_time(recording, gpu, network)
+    if not options.network and timed.crosses_nodes:
+        recording.notes.append(
+            f"No --network was given: {network.title} is taken to be between the nodes."
+        )
+    faster = [] if options.brief else suggest_faster(timed)
+    smaller = [] if options.brief else suggest(account)
+    _report(account, timed, smaller, faster)
     if options.json is not None:
-        data = _as_json(options, account)
+        data = _as_json(options, account, timed, smaller, faster)
         data["ledger"] = ledger_to_dict(mode.ledger)
         options.json.write_text(json.dumps(data) + "\n", encoding="utf-8")
         print(f"Prediction written to {options.json}.")
@@ -143,16 +164,32 @@ def _hint(left: list[object]) -> str:
     return ""
 
 
-def _report(account: MemoryAccount) -> None:
+def _report(
+    account: MemoryAccount,
+    timed: TimePrediction,
+    smaller: list[Suggestion],
+    faster: list[Gain],
+) -> None:
     recording = account.recording
-    print(f"\n{describe_memory(account, suggest(account))}")
-    for title, texts in (("Notes", recording.notes), ("Skipped", recording.skipped)):
+    memory = describe_memory(account, smaller)
+    parts = [memory, describe_time(timed, faster)]
+    print("", *parts, sep="\n\n")
+    notes = [*recording.notes, *timed.notes()]
+    for title, texts in (("Notes", notes), ("Skipped", recording.skipped)):
         if texts:
             print(f"{title}:", *(f"  {text}" for text in texts), sep="\n")
 
 
-def _as_json(options: argparse.Namespace, account: MemoryAccount) -> dict[str, Any]:
+def _as_json(
+    options: argparse.Namespace,
+    account: MemoryAccount,
+    timed: TimePrediction,
+    smaller: list[Suggestion],
+    faster: list[Gain],
+) -> dict[str, Any]:
     recording = account.recording
+    time = timed.as_json(timeline=not (options.no_timeline or options.brief))
+    figures = time.pop("assumptions")
     return {
         "format": "torchspmd/prediction",
         "version": 1,
@@ -162,19 +199,31 @@ def _as_json(options: argparse.Namespace, account: MemoryAccount) -> dict[str, A
         "rank": recording.rank,
         "gpus_per_node": recording.gpus_per_node,
         "gpu": account.gpu.name,
+        "network": timed.figures.network and timed.figures.network.name,
         "steps": recording.steps,
         "fits": account.fits.value,
-        "memory": {**account.as_json(), "curve": curve_json(account)},
+        "memory": {
+            **account.as_json(),
+            "curve": None if options.brief else curve_json(account),
+        },
+        **time,
         "suggestions": [
-            {"what": each.text, "gain_bytes": each.saved_bytes, "of": each.of}
-            for each in suggest(account)
+            *(
+                {"what": g.text, "gain_seconds": g.seconds, "how": g.how}
+                for g in faster
+            ),
+            *(
+                {"what": each.text, "gain_bytes": each.saved_bytes, "of": each.of}
+                for each in smaller
+            ),
         ],
-        "modules": modules_json(account),
+        "modules": modules_json(account, timed),
         "mesh": mesh_json(recording),
         "assumptions": [
             {"what": part.name, "value": part.nbytes, "source": part.source}
             for part in account.fixed
-        ],
-        "notes": recording.notes,
+        ]
+        + figures,
+        "notes": [*recording.notes, *timed.notes()],
         "skipped": recording.skipped,
     }

@@ -439,6 +439,17 @@ def library_name(operator: OpOverload) -> str:
     return str(operator.name()).partition("::")[2]
 
 
+def autocast_names(device: str) -> set[str]:
+    """What autocast of a device changes in ``aten``, as ``Library.impl`` knows it."""
+    key = f"Autocast{device.upper()}"
+    return {
+        name.removeprefix("aten::")
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("aten::")
+        and torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+    }
+
+
 def remove_library(library: torch.library.Library) -> None:
     """Take its kernels away; torch's own are in force again."""
     library._destroy()

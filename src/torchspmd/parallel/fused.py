@@ -719,6 +719,15 @@ class KeyValueParallel(PlacedStyle):
         num_heads: Number of key-value heads of the projection.
         input_layouts: Layout of an input that is a plain tensor; default
             ``Replicate()``.
+
+    Example:
+        >>> from torchspmd.testing import fake_mesh
+        >>> from torchspmd.parallel import parallelize_module
+        >>> with fake_mesh(4, ("tp",)) as mesh:  # two heads of 8 features on four ranks
+        ...     keys = nn.Linear(32, 16)
+        ...     keys = parallelize_module(keys, mesh, KeyValueParallel(num_heads=2))
+        ...     keys(torch.ones(3, 32)).shape
+        torch.Size([3, 8])
     """
 
     num_heads: int

@@ -569,6 +569,16 @@ class RowwiseParallel(ShardedStyle):
             The indices of an Embedding are usually ``Replicate()``.
         output_layouts: Layout of the output; default ``Replicate()``.
         use_local_output: Return this rank's tensor (the default), or a DTensor.
+
+    Example:
+        >>> import torch
+        >>> from torchspmd.testing import fake_mesh
+        >>> from torchspmd.parallel import parallelize_module
+        >>> style = RowwiseParallel(input_layouts=Replicate())
+        >>> with fake_mesh(4, ("tp",)) as mesh:
+        ...     table = parallelize_module(nn.Embedding(10, 8), mesh, style)
+        ...     table.weight.to_local().shape, table(torch.tensor([1, 9])).shape
+        (torch.Size([3, 8]), torch.Size([2, 8]))
     """
 
     _default_input = Shard(-1)

@@ -95,9 +95,10 @@ def base_name(name: str) -> str:
 
 def tensor_bytes(spec: TensorSpec) -> int:
     """Bytes of memory behind a tensor; a dimension of stride 0 is there once."""
-    count = 1
-    for size, stride in zip(spec.shape, spec.stride, strict=True):
-        count *= size if stride or not size else 1
+    count = math.prod(spec.shape)
+    if len(spec.stride) == len(spec.shape):  # no strides: not a strided layout
+        pairs = zip(spec.shape, spec.stride, strict=True)
+        count = math.prod(size for size, stride in pairs if stride or not size)
     return count * _ITEM_BYTES.get(spec.dtype, 4)
 
 

@@ -34,6 +34,9 @@ def cuda_kernels() -> Iterator[None]:
             autograd.impl("dropout", _dropout)
             if hasattr(_aten, "_fused_rms_norm"):
                 autograd.impl("rms_norm", _rms_norm)
+            # Of cross entropy, for one, CUDA casts the second half only.
+            for name in _torch.autocast_names("cpu") - _torch.autocast_names("cuda"):
+                autocast.impl(name, torch.library.fallthrough_kernel)
             for name in _SINGLE:
                 _register(autocast, name, _in_single)
             for name in _SINGLE_RESULT:

@@ -14,6 +14,7 @@ from torchspmd.step.capture.override import Override
 from torchspmd.step.compiled import CompiledStep, name_of_step
 from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.modes.data_parallel import DataParallel
+from torchspmd.step.shadow.check import Plan, wrong_environment
 from torchspmd.step.transformation import GraphModuleTransformation, Pass
 from torchspmd.step.virtual.verify import Verification
 
@@ -36,6 +37,8 @@ class _Options(TypedDict, total=False):
     backend: Backend | None
     mesh: DeviceMesh | None
     verify: bool | Verification
+    shadow: int | None
+    shadow_every: int | None
     module_override: Sequence[Override]
     parallel_mode: DataParallel | None
     gm_transformation: Transformation | None
@@ -64,6 +67,8 @@ def compile(  # noqa: PLR0913 - one for each choice
     backend: Backend | None = None,
     mesh: DeviceMesh | None = None,
     verify: bool | Verification = False,
+    shadow: int | None = None,
+    shadow_every: int | None = None,
     module_override: Sequence[Override] = (),
     parallel_mode: DataParallel | None = None,
     gm_transformation: Transformation | None = None,
@@ -97,6 +102,10 @@ def compile(  # noqa: PLR0913 - one for each choice
         mesh: The data axis, a mesh of one axis; all ranks when there is a process group.
         verify: Run the graphs before and after each pass on virtual ranks and compare them
             bit for bit; a ``Verification`` says on how many and how long.
+        shadow: How many calls after each capture are also made eagerly, on copies, and
+            compared: a difference is an error on every rank. 3 by default where memory
+            allows, every call with ``TORCHSPMD_CHECK=1`` in the environment; 0 for none.
+        shadow_every: After how many calls to do that again; never by default.
         module_override: Stand-ins for modules while the step is captured; see
             ``Override``. Each module is offered once, the model itself too.
         parallel_mode: The same as ``parallel``, as a ``DataParallel``, without passes.
@@ -127,7 +136,11 @@ def compile(  # noqa: PLR0913 - one for each choice
     asked = _Asked(
         parallel, parallel_mode, passes, overlap, cost, backend, gm_transformation
     )
-    problems = [*asked.wrong_values(), *_wrong_values(mesh, verify)]
+    problems = [
+        *asked.wrong_values(),
+        *_wrong_values(mesh, verify),
+        *_wrong_shadow(shadow, shadow_every),
+    ]
     if problems := problems or [*asked.contradictions()]:
         raise UsageError("\n".join(problems))
     comparing = Verification() if verify is True else verify or None
@@ -147,6 +160,7 @@ def compile(  # noqa: PLR0913 - one for each choice
             backend=asked.resolved_backend,
             module_override=module_override,
             verify=comparing,
+            shadow=Plan.of(shadow, shadow_every),
         )
 
     return wrap if func is None else wrap(func)
@@ -306,6 +320,26 @@ def _wrong_values(mesh: object, verify: object) -> Iterator[str]:
         )
     if not isinstance(verify, (bool, Verification)):
         yield f"compile(verify={verify!r}): pass True, False or a Verification."
+
+
+def _wrong_shadow(shadow: object, every: object) -> Iterator[str]:
+    if shadow is None:
+        yield from wrong_environment()
+    elif type(shadow) is not int or shadow < 0:
+        yield (
+            f"compile(shadow={shadow!r}): pass how many calls after each capture are also "
+            "made eagerly and compared, 0 for none."
+        )
+    if every is not None and (type(every) is not int or every < 1):
+        yield (
+            f"compile(shadow_every={every!r}): pass after how many calls some are made "
+            "eagerly again, at least 1."
+        )
+    elif every is not None and shadow == 0:
+        yield (
+            "compile(shadow=0, shadow_every=...): nothing would be compared. Leave out "
+            "one of them."
+        )
 
 
 def _check_function(function: Callable[..., Any]) -> None:

@@ -40,6 +40,7 @@ from torchspmd.step.pipeline import StepOptions, build_program
 from torchspmd.step.program import Program
 from torchspmd.step.progress import logger, phase
 from torchspmd.step.rank_agreement import Agreement, Switches
+from torchspmd.step.shadow.check import Plan, Shadow
 from torchspmd.step.virtual.certificate import Certificate
 from torchspmd.step.virtual.verify import Verification
 
@@ -136,7 +137,7 @@ class CompiledStep:
         programs: The captured programs, oldest first; without graphs once closed.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one for each choice
         self,
         function: Callable[..., Any],
         *,
@@ -146,6 +147,7 @@ class CompiledStep:
         backend: str,
         module_override: Sequence[Override] = (),
         verify: Verification | None = None,
+        shadow: Plan,
     ) -> None:
         functools.update_wrapper(self, function)
         self._name = name_of_step(function)
@@ -170,11 +172,18 @@ class CompiledStep:
         # The same on every rank when ranks compile the same steps in the same order.
         self._serial = _made[self._name] = _made.get(self._name, -1) + 1
         self._switches = Switches(self._name, str(self._serial))
+        refusal = "modules have stand-ins (module_override)" if module_override else ""
+        self._shadow = Shadow(
+            self._name, str(self._serial), function, shadow, backend, refusal
+        )
 
     def __call__(self, *args: Any, last_train_step: bool = False, **kwargs: Any) -> Any:
         """Run one step; build a program for it first where none fits."""
         with self._lock, _torch.profiled("torchspmd::step"):
             self._check_open()
+            self._shadow.count()
+            if self._shadow.needs_flush(self._pending is not None):
+                self.flush()
             with self._options.overrides.standing_in(args, kwargs) as (own, named):
                 program, inventory = self._find(own, named)
                 if program is None:
@@ -203,16 +212,28 @@ class CompiledStep:
         logger.debug("%s: step with program %d", self._name, program.number)
         # After one that leaves work it is a step like others, and a flush: all in place.
         is_alone = last and self._pending is None
+        shadow, is_steady = self._shadow, self._shadow.is_idle
+        eager = None
+        if not is_steady:
+            is_pending, spread = (
+                self._pending is not None,
+                self._resolve_spread(inventory),
+            )
+            eager = shadow.run(program, inventory, spread, is_pending=is_pending)
         self._pending = expected(
             self._pending, self._name, program, inventory, self.flush, last=is_alone
         )
         try:
-            result = program.call(inventory, last=is_alone)
+            with shadow.reporting_failure(eager):
+                result = program.call(inventory, last=is_alone)
         finally:
             if self._pending is not None:
                 self._pending = self._pending.settle()
+        if not is_steady:
+            shadow.compare(eager, result, is_pending=self._pending is not None)
         if last:
             flush_last(self._name, self.flush)
+            shadow.settle()
         return result
 
     @property
@@ -224,7 +245,8 @@ class CompiledStep:
         """Which programs there are, why each was captured, and what it costs."""
         closed = f", closed by {self._closed_by}" if self._closed_by else ""
         lines = [f"{self._name}: {len(self.programs)} programs{closed}"]
-        return "\n".join(sum((list(each.explanation) for each in self.programs), lines))
+        lines += [line for each in self.programs for line in each.explanation]
+        return "\n".join([*lines, *self._shadow.lines()])
 
     def exposure(
         self, *args: Any, runs: int = 5, cost: CostModel | None = None, **kwargs: Any
@@ -268,6 +290,7 @@ class CompiledStep:
                 with phase("flush", self._name):
                     self._pending.flush()
                 self._pending = None
+                self._shadow.after_flush()
 
     def close(self) -> None:
         """Flush, and let go of every graph; the step cannot be called any more."""
@@ -281,6 +304,7 @@ class CompiledStep:
         self._programs.clear()
         self._by_signature.clear()
         self._known = GuardCache[Program]()
+        self._shadow.drop()
 
     def __enter__(self) -> Self:
         self._check_open()
@@ -350,6 +374,7 @@ class CompiledStep:
         program = build_program(self._options, inventory, spread, ranks, number, reason)
         self._programs.append(program)
         self._by_signature.setdefault(program.signature, []).append(program)
+        self._shadow.note_build(program, inventory)
         return program
 
     def _resolve_spread(self, inventory: Inventory) -> Spread:

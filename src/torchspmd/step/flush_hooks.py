@@ -17,6 +17,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from torchspmd import _torch
 from torchspmd.errors import UsageError
 from torchspmd.step.capture.inventory import Inventory
 
@@ -55,6 +56,25 @@ def without_flushing() -> Iterator[None]:
         yield
     finally:
         _is_paused.reset(token)
+
+
+_in_backward = [0]  # how many blocks below are open; threads of autograd see no context
+
+
+@contextlib.contextmanager
+def without_flushing_in_backward() -> Iterator[None]:
+    """The same, also for what backward calls in its own threads, as a recomputation."""
+    _in_backward[0] += 1
+    try:
+        with without_flushing():
+            yield
+    finally:
+        _in_backward[0] -= 1
+
+
+def _flushes() -> bool:
+    """Whether a read flushes here."""
+    return not (_is_paused.get() or (_in_backward[0] and _torch.graph_task() != -1))
 
 
 def modules_of(inventory: Inventory) -> dict[nn.Module, None]:
@@ -146,7 +166,7 @@ class WrappedMethod:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Flush, then run the method."""
-        if not (_is_paused.get() or self._changes_nothing(*args, **kwargs)):
+        if _flushes() and not self._changes_nothing(*args, **kwargs):
             self._before()
         return self.__wrapped__(*args, **kwargs)
 
@@ -230,7 +250,7 @@ class WatchedTable(dict[str, Any]):
 
     def _flushed(self) -> dict[str, Any]:
         """The table that it stands for, once all updates are made."""
-        if not _is_paused.get():
+        if _flushes():
             self._before()
         return self.own
 
@@ -247,7 +267,8 @@ class _FlushHook:
         self._flush = flush
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        self._flush()
+        if _flushes():
+            self._flush()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         _refuse_copy("module")

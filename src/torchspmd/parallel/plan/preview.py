@@ -51,6 +51,8 @@ class ParameterRow:
         local_shapes: Shape on each rank of the axis; one where all are alike.
         local_bytes: Bytes of all of them on each rank; one where all are alike.
         total_bytes: Bytes of all of them on one device.
+        parts: Of a fused one, the rows of each part and its placement as code; they
+            lie one below the other.
     """
 
     name: str
@@ -62,6 +64,7 @@ class ParameterRow:
     local_shapes: tuple[tuple[int, ...], ...]
     local_bytes: tuple[int, ...]
     total_bytes: int
+    parts: tuple[tuple[int, str], ...] = ()
 
     @property
     def is_replicated(self) -> bool:
@@ -154,6 +157,11 @@ def _row(
         local_shapes=shapes,
         local_bytes=tuple(math.prod(local) * itemsize * count for local in shapes),
         total_bytes=math.prod(shape) * itemsize * count,
+        parts=tuple(
+            (slab.size, format_placement(positive_dim(slab.layout, len(shape))))
+            for slab in cut or ()
+            if slab.size is not None
+        ),
     )
 
 
@@ -249,7 +257,13 @@ class Preview:
 
     def to_json(self) -> str:
         """All of it as JSON, sizes in bytes."""
+        return json.dumps(self.as_dict(), indent=1)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as plain data, sizes in bytes."""
         value: dict[str, Any] = {
+            "format": "torchspmd/plan",
+            "version": 1,
             "model": self.model,
             "mesh": dict(self.mesh.axes),
             "axis": self.mesh.axis,
@@ -266,7 +280,7 @@ class Preview:
                 {"phase": phase, "kind": kind, "module": module, **asdict(total)}
                 for (phase, kind, module), total in totals.items()
             ]
-        return json.dumps(value, indent=1)
+        return value
 
     def __str__(self) -> str:
         return _format_preview(self)

@@ -26,7 +26,7 @@ def sign(inventory: Inventory) -> Signature:
         *_tensor_facts(inventory),
         *_wiring_facts(inventory),
         *_data_facts(inventory, _begin_walk(inventory)),
-        *_gradient_hook_facts(inventory),
+        *_parameter_facts(inventory),
         *_optimizer_facts(inventory),
         *inventory.constants,
     )
@@ -43,6 +43,22 @@ def walk_data(inventory: Inventory) -> Walk:
 def watch_data(inventory: Inventory) -> list[Held]:
     """For each container and object in guarded data, what it holds."""
     return list(walk_data(inventory).held.values())
+
+
+def walk_hooks(inventory: Inventory) -> Walk:
+    """A walk through what the user's hooks can reach; guards do not compare it."""
+    walk = _begin_walk(inventory)
+    holders: list[tuple[Any, tuple[str, ...]]] = [
+        *((child, _torch.HOOK_TABLES) for _, child in inventory.named_modules()),
+        *((o, _torch.OPTIMIZER_HOOK_TABLES) for _, o in inventory.optimizers),
+        *((slot.tensor, _torch.GRADIENT_HOOK_TABLES) for slot in inventory.slots),
+    ]
+    for holder, tables in holders:
+        for _, _, hook in _torch.hooks_of(holder, tables):
+            if not is_of_step(hook):
+                for _ in Reach(walk).facts(hook):
+                    pass
+    return walk
 
 
 def _begin_walk(inventory: Inventory) -> Walk:
@@ -283,11 +299,15 @@ def _hooks(holder: Any, tables: tuple[str, ...]) -> HookFact:
     )
 
 
-def _gradient_hook_facts(inventory: Inventory) -> Iterator[tuple[str, Any]]:
+def _parameter_facts(inventory: Inventory) -> Iterator[tuple[str, Any]]:
+    """Hooks on gradients, and what was set on parameters."""
     for slot in inventory.slots:
         if slot.role is Role.PARAMETER:
             if hooks := _hooks(slot.tensor, _torch.GRADIENT_HOOK_TABLES):
                 yield f"gradient hooks of {slot.name}", hooks
+            for key, value in vars(slot.tensor).items():
+                if (fact := simple_fact(value)) is not None:
+                    yield f"{slot.name}.{key}", fact
 
 
 def _optimizer_facts(inventory: Inventory) -> Iterator[tuple[str, Any]]:

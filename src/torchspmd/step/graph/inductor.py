@@ -14,6 +14,7 @@ from torchspmd.step.graph.metadata import output_node, output_values
 from torchspmd.step.progress import phase
 
 _CLONE = torch.ops.aten.clone.default
+_ADD, _MUL = torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor
 
 
 def check_compilable(graph: fx.GraphModule) -> None:
@@ -31,6 +32,7 @@ def lower(graph: fx.GraphModule) -> tuple[Callable[..., Any], str]:
     check_compilable(graph)
     graph = fx.GraphModule(graph, copy.deepcopy(graph.graph))
     copied = _drop_host_copies(graph.graph)
+    _multiply_before_adding(graph.graph)
     gather_into_memory(graph.graph)
     graph.recompile()
     inputs = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
@@ -40,6 +42,24 @@ def lower(graph: fx.GraphModule) -> tuple[Callable[..., Any], str]:
             graph, inputs, keep_order=keep_order
         )
     return _Copying(made, copied) if copied else made, f"Inductor: {from_cache}"
+
+
+def _multiply_before_adding(graph: fx.Graph) -> None:
+    """Write ``add(x, y, alpha=a)`` as ``add(x, a * y)``.
+
+    Inductor makes one ``addmm`` of an ``add`` and a matrix product, and drops ``alpha``:
+    an update ``p.add_(grad, alpha=-lr)`` would add the gradient itself.
+    """
+    for node in graph.find_nodes(op="call_function", target=_ADD):
+        alpha = node.kwargs.get("alpha", 1)
+        if isinstance(alpha, (int, float)) and alpha == 1:
+            continue
+        with graph.inserting_before(node):
+            product = graph.call_function(_MUL, (node.args[1], alpha))
+        if isinstance(node.args[1], fx.Node):
+            product.meta = dict(node.args[1].meta)
+        node.args = (node.args[0], product)
+        node.kwargs = {}
 
 
 def _drop_host_copies(graph: fx.Graph) -> dict[int, int]:

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from torchspmd.errors import RecordingError, UsageError
+from torchspmd.layout.rounding import Tolerance, choose_tolerance
 from torchspmd.verify.parity.causes import Cause, Evidence, find_cause
 from torchspmd.verify.parity.step import (
     RESULTS,
@@ -24,13 +25,7 @@ from torchspmd.verify.parity.vacuous import (
     rounding_notes,
     structure_problems,
 )
-from torchspmd.verify.parity.verdict import (
-    BITWISE,
-    Difference,
-    Tolerance,
-    Verdict,
-    choose_tolerance,
-)
+from torchspmd.verify.parity.verdict import BITWISE, Difference, Verdict
 from torchspmd.verify.recording.files import (
     INITIAL,
     Header,

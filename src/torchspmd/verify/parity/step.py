@@ -8,6 +8,7 @@ from enum import Enum
 
 import torch
 
+from torchspmd.layout.rounding import Tolerance
 from torchspmd.verify.parity.match import (
     Match,
     difference,
@@ -17,7 +18,6 @@ from torchspmd.verify.parity.match import (
     whole_values,
 )
 from torchspmd.verify.parity.vacuous import Watch
-from torchspmd.verify.parity.verdict import Tolerance
 from torchspmd.verify.recording.files import (
     INITIAL,
     Header,

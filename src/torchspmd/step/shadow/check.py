@@ -1,0 +1,527 @@
+"""When calls of a compiled step are made eagerly too, and what ranks say about them."""
+
+import contextlib
+import json
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchspmd import _torch
+from torchspmd.comm.exchange import post_failure
+from torchspmd.errors import ShadowError, ShadowWarning
+from torchspmd.layout.rounding import Tolerance
+from torchspmd.step.capture.inventory import Inventory
+from torchspmd.step.capture.spread import Spread, checksum_parameters
+from torchspmd.step.flush_hooks import (
+    without_flushing,
+    without_flushing_in_backward,
+)
+from torchspmd.step.graph.collectives import peers_of
+from torchspmd.step.modes.fully_shard import FullySharded
+from torchspmd.step.modes.global_batch import GlobalBatch
+from torchspmd.step.program import Program
+from torchspmd.step.progress import phase
+from torchspmd.step.rank_agreement import exchange_texts
+from torchspmd.step.shadow.compare import (
+    Difference,
+    Evidence,
+    Outcome,
+    Rounding,
+    compare_returned,
+    compare_values,
+    likely_cause,
+)
+from torchspmd.step.shadow.eager import Eager, Generators, Kind, run_eagerly
+from torchspmd.step.shadow.facts import draws, find_late, own_rows, tolerance_of
+from torchspmd.step.shadow.memory import describe_shortage, free_bytes, needed_bytes
+
+BY_DEFAULT = 3  # calls after each capture
+EVERY_CALL = "TORCHSPMD_CHECK"  # an environment variable: "1" for every call
+NUMBER = (
+    "TORCHSPMD_SHADOW"  # an environment variable: how many, where compile is not told
+)
+_LONGEST_CHAIN = 8  # eager calls that build on each other while updates are pending
+_SECONDS = 300.0  # for ranks to come
+_SHOWN = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Which calls are made eagerly too.
+
+    Attributes:
+        calls: How many after each capture; -1 for every call.
+        every: After how many calls to begin again; 0 for never.
+    """
+
+    calls: int
+    every: int = 0
+
+    @classmethod
+    def of(cls, shadow: int | None, every: int | None) -> "Plan":
+        """What ``compile`` was told, or the environment says."""
+        if shadow is None:
+            if os.environ.get(EVERY_CALL) == "1":
+                return cls(-1)
+            shadow = int(os.environ.get(NUMBER, BY_DEFAULT))
+        return cls(shadow, every or 0)
+
+
+def wrong_environment() -> Iterator[str]:
+    """What the environment says about it that cannot be."""
+    given = os.environ.get(NUMBER, "0")
+    if not given.isdecimal():
+        yield f"compile: the environment has {NUMBER}={given!r}; set a number of calls."
+
+
+@dataclass(slots=True, repr=False)
+class _Call:
+    """A call that is also made eagerly, from its eager run to the comparison."""
+
+    program: Program
+    inventory: Inventory
+    spread: Spread
+    eager: Eager
+    generators: Generators
+    tolerance: Tolerance
+    number: int
+    chained: int
+    is_first: bool
+    seconds: float
+    void: str = ""  # why nothing can be compared
+    is_left: bool = False  # its update is pending now
+
+    @property
+    def rounding(self) -> Rounding:
+        """How much counts as rounding."""
+        return Rounding(self.tolerance, self.chained, self.eager.gradients)
+
+
+@dataclass(slots=True, repr=False)
+class Shadow:
+    """The shadow steps of one compiled step.
+
+    Args:
+        name: The step's name.
+        key: Which step of that name it is, the same on every rank.
+        function: The step.
+        plan: Which calls are made eagerly too.
+        backend: What runs the graph.
+        refusal: Why no call can be made eagerly; empty where that can be.
+    """
+
+    name: str
+    key: str
+    function: Callable[..., Any]
+    plan: Plan
+    backend: str
+    refusal: str = ""
+    _left: dict[bool, int] = field(default_factory=dict)  # by: does it communicate
+    _calls: int = 0
+    _made: int = 0
+    _exchanged: int = 0
+    _seconds: float = 0.0
+    _largest: float = 0.0
+    _noise: int = 0
+    _compared: int = 0
+    _captured: dict[int, dict[str, float]] = field(default_factory=dict)
+    _seen: set[int] = field(default_factory=set)  # programs
+    _pending: _Call | None = None  # whose update the compiled step has not made yet
+    _found: list[Difference] = field(default_factory=list)  # by a flush, not said yet
+    _notes: dict[str, None] = field(default_factory=dict)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is to be done in a call, as in all steady ones."""
+        return not any(self._left.values()) and self._pending is None
+
+    def note_build(self, program: Program, inventory: Inventory) -> None:
+        """A program was captured: its first calls are made eagerly too."""
+        if self.plan.calls == 0 or self.refusal:
+            return
+        self._left[bool(len(program.ledger))] = self.plan.calls
+        self._captured[program.number] = _numbers(inventory)
+
+    def count(self) -> None:
+        """One more call; begin again where that was asked for."""
+        self._calls += 1
+        if self.plan.every and self._calls % self.plan.every == 0:
+            self._left = dict.fromkeys(self._left, self.plan.calls)
+
+    def needs_flush(self, is_pending: bool) -> bool:
+        """Whether a pending update must be made before an eager call can begin."""
+        if not is_pending or not any(self._left.values()):
+            return False
+        return self._pending is None or self._pending.chained >= _LONGEST_CHAIN
+
+    # ------------------------------------------------------------------------
+    # Before the compiled call.
+
+    @without_flushing()
+    def run(
+        self,
+        program: Program,
+        inventory: Inventory,
+        spread: Spread,
+        *,
+        is_pending: bool,
+    ) -> _Call | None:
+        """Make a call eagerly, on copies, where one is due."""
+        communicates = bool(len(program.ledger))
+        if not self._left.get(communicates):
+            return None
+        start = time.perf_counter()
+        why = self._why_not(program, inventory, spread)
+        why = self._agree_to_begin(program, spread, communicates, why)
+        if why:
+            self._skip(why)
+            self._left[communicates] = 0
+            return None
+        before = self._pending if is_pending else None
+        with phase("shadow"), without_flushing_in_backward():
+            eager = run_eagerly(
+                self.function,
+                inventory,
+                spread,
+                find_late(program),
+                None if before is None else before.eager,
+                communicates=communicates,
+            )
+        self._left[communicates] -= 1 if self._left[communicates] > 0 else 0
+        is_first = program.number not in self._seen
+        self._seen.add(program.number)
+        return _Call(
+            program,
+            inventory,
+            spread,
+            eager,
+            Generators(inventory),
+            tolerance_of(program, inventory, spread, self.backend),
+            self._calls,
+            0 if before is None else before.chained + 1,
+            is_first,
+            time.perf_counter() - start,
+            _why_void(eager, spread),
+        )
+
+    def _why_not(self, program: Program, inventory: Inventory, spread: Spread) -> str:
+        """Why this call cannot be made eagerly; empty where it can be."""
+        if spread.mesh is not None and dist.get_backend() == "fake":
+            return "the process group is fake, and gives no values"
+        if any(slot.tensor.is_meta for slot in inventory.slots):
+            return "tensors are on the meta device"
+        if self.backend == "inductor" and draws(program.graph):
+            return (
+                "Inductor draws other random numbers than eager code; compare a step "
+                "without them (dropout 0), or with backend='graph'"
+            )
+        needed, free = needed_bytes(program, inventory, spread), free_bytes(inventory)
+        if free is not None and needed > free:
+            return describe_shortage(
+                f"copies and an eager call would take {needed / 2**30:.1f} GiB, "
+                f"{free / 2**30:.1f} GiB are free"
+            )
+        return ""
+
+    def _skip(self, why: str) -> None:
+        if why not in self._notes:
+            self._notes[why] = None
+            text = f"{self.name}: calls are not compared with eager ones: {why}."
+            if "GiB" in why or "memory" in why:
+                warnings.warn(text, ShadowWarning, stacklevel=5)
+
+    # ------------------------------------------------------------------------
+    # After it.
+
+    @without_flushing()
+    def compare(self, call: _Call | None, result: Any, *, is_pending: bool) -> None:
+        """Compare what the compiled call left; raise on all ranks where any differs.
+
+        Args:
+            call: What ``run`` gave.
+            result: What the compiled call returned.
+            is_pending: Whether it left updates for the next call.
+        """
+        start = time.perf_counter()
+        before, self._pending = self._pending, None
+        outcome = Outcome(differences=[*self._found])
+        self._found = []
+        if before is not None and before.is_left:
+            _compare_late(before, outcome)  # made by this call, or by a flush
+        is_earlier = bool(
+            outcome.differences
+        )  # all that differs now may follow from it
+        if call is not None and not is_earlier:
+            self._compare_now(call, result, outcome, is_pending=is_pending)
+            if is_pending:
+                call.is_left, self._pending = True, call
+        self._seconds += time.perf_counter() - start + (call.seconds if call else 0.0)
+        self._largest = max(self._largest, outcome.largest)
+        self._noise += outcome.noise
+        self._compared += outcome.compared
+        self._made += call is not None
+        latest = before if is_earlier or call is None else call
+        if latest is not None:
+            self._conclude(latest, outcome)
+
+    def _compare_now(
+        self, call: _Call, result: Any, outcome: Outcome, *, is_pending: bool
+    ) -> None:
+        eager = call.eager
+        if call.void:
+            return
+        if eager.error is not None:
+            name = type(eager.error).__name__
+            text = str(eager.error).strip().partition("\n")[0]
+            raised = Difference("the eager step", f"raises {name}", f": {text}")
+            outcome.differences.append(raised)
+            return
+        if eager.changes:
+            changes = ", ".join(eager.changes[:_SHOWN])
+            outcome.differences.append(Difference("Python", "", f": {changes}"))
+        if self._draws_differ(call):
+            text = " is in another state than after the eager step"
+            outcome.differences.append(Difference("random generator", "", text))
+        own = own_rows(call.spread)
+        compare_returned(eager.returned, result, call.rounding, outcome, own)
+        values = [each for each in eager.values if not (is_pending and each.is_late)]
+        compare_values(values, call.rounding, outcome)
+
+    def _draws_differ(self, call: _Call) -> bool:
+        now = call.generators.states()
+        return bool(call.eager.random) and not all(
+            map(torch.equal, now, call.eager.random)
+        )
+
+    @without_flushing()
+    def after_flush(self) -> None:
+        """Compare what a flush has written: it is the whole update of the call before."""
+        before, self._pending = self._pending, None
+        if before is None or not before.is_left:
+            return
+        outcome = Outcome()
+        _compare_late(before, outcome)
+        self._found += outcome.differences
+        self._compared += outcome.compared
+        before.is_left = False
+        before.eager.values.clear()
+        self._pending = before  # ranks speak about it in the next call
+        if self._found and not self._ranks(before):
+            self.drop()
+
+    def settle(self) -> None:
+        """After the last call of all ranks: ranks say what its flush has shown."""
+        if self._pending is not None:
+            self.compare(None, None, is_pending=False)
+
+    def drop(self) -> None:
+        """Forget what is pending; raise where a flush has shown a difference."""
+        pending, self._pending = self._pending, None
+        found, self._found = self._found, []
+        if found and pending is not None:
+            raise ShadowError(self._describe(pending, found, {}))
+
+    # ------------------------------------------------------------------------
+    # Ranks.
+
+    def _ranks(self, call: _Call) -> list[int]:
+        program = call.program
+        if not len(program.ledger) or dist.get_backend() == "fake":
+            return []
+        return sorted({dist.get_rank(), *peers_of(program.graph)})
+
+    def _agree_to_begin(
+        self, program: Program, spread: Spread, communicates: bool, why: str
+    ) -> str:
+        """Why some rank cannot make an eager call; empty where all can."""
+        if spread.mesh is None or not communicates or dist.get_backend() == "fake":
+            return why
+        state = ""
+        if isinstance(spread, GlobalBatch) and draws(program.graph):
+            state = str(torch.default_generator.get_state().sum().item())
+        ranks = sorted({dist.get_rank(), *peers_of(program.graph)})
+        texts = self._exchange(json.dumps([why, state]), ranks, "begin")
+        found = {rank: json.loads(text) for rank, text in texts.items()}
+        for rank, (reason, _) in sorted(found.items()):
+            if reason:
+                return (
+                    str(reason) if rank == dist.get_rank() else f"rank {rank}: {reason}"
+                )
+        if len({state for _, state in found.values()}) > 1:
+            return (
+                "ranks have other seeds, and the default mode draws random numbers for "
+                "all rows from each of them. Seed all ranks alike to compare"
+            )
+        return ""
+
+    def _conclude(self, call: _Call, outcome: Outcome) -> None:
+        """Share what was found, and raise on every rank where any has a difference."""
+        found, ranks = outcome.differences, self._ranks(call)
+        told = _Told(call.void, str(found[0]) if found else "")
+        all_told = {-1: told}
+        if len(ranks) > 1:
+            sums = checksum_parameters(call.inventory, call.spread)
+            text = json.dumps([told.void, told.first, *sums])
+            texts = self._exchange(text, ranks, "end")
+            all_told = {rank: _Told(*json.loads(t)) for rank, t in texts.items()}
+        void = [each.void for each in all_told.values() if each.void]
+        if void:  # what others found may follow from it
+            self._skip(void[0])
+            self._left = dict.fromkeys(self._left, 0)
+            return
+        others = {
+            rank: each.first
+            for rank, each in sorted(all_told.items())
+            if each.first and len(ranks) > 1 and rank != dist.get_rank()
+        }
+        if not found and not others:
+            found = _unlike_replicas(all_told, call.spread)
+        if found or others:
+            self._pending = None
+            raise ShadowError(self._describe(call, found, others))
+
+    def _exchange(self, text: str, ranks: list[int], stage: str) -> Mapping[int, str]:
+        self._exchanged += 1
+        key = f"torchspmd/step/{self.name}/{self.key}/shadow"
+        found = exchange_texts(
+            text, ranks, f"{key}/{self._exchanged}/{stage}", _SECONDS, f"{key}/failed"
+        )
+        if found.failures:
+            failed = "; ".join(f"rank {r}: {t}" for r, t in found.failures.items())
+            raise ShadowError(f"{self.name}: a call failed on another rank ({failed}).")
+        # Whoever came here has read all that was posted for the last but one.
+        rank = dist.get_rank()
+        for old in ("begin", "end", "values"):
+            _torch.default_store().delete_key(
+                f"{key}/{self._exchanged - 4}/{old}/{rank}"
+            )
+        return found.require_all(
+            f"{self.name}: a call that is also made eagerly",
+            "Every rank must call the step equally often; shadow=0 compares nothing.",
+        )
+
+    @contextlib.contextmanager
+    def reporting_failure(self, call: _Call | None) -> Iterator[None]:
+        """Tell ranks that would wait for this one when the compiled call fails inside."""
+        try:
+            yield
+        except BaseException as error:
+            self._pending, self._found = None, []
+            if call is not None and len(self._ranks(call)) > 1:
+                with contextlib.suppress(RuntimeError):
+                    key = f"torchspmd/step/{self.name}/{self.key}/shadow/failed"
+                    post_failure(_torch.default_store(), dist.get_rank(), key, error)
+            raise
+
+    # ------------------------------------------------------------------------
+    # Texts.
+
+    def lines(self) -> list[str]:
+        """What ``explain`` says about them."""
+        if self.refusal:
+            return [f"  shadow steps: none, {self.refusal}"]
+        lines = []
+        if self._made:
+            largest = f"{self._largest:.1g} of a value's size at most"
+            same = "equal bits" if not self._largest and not self._noise else largest
+            calls = "1 call was" if self._made == 1 else f"{self._made} calls were"
+            lines.append(
+                f"  shadow steps: {calls} also made eagerly, {self._compared} values "
+                f"compared: {same}; they took {self._seconds:.2f} s"
+            )
+        return lines + [f"  shadow steps: not compared: {why}" for why in self._notes]
+
+    def _describe(
+        self, call: _Call, found: list[Difference], others: Mapping[int, str]
+    ) -> str:
+        program = call.program.number
+        lines = [
+            f"{self.name}: the compiled step does not do what the step does eagerly "
+            f"(call {call.number}, program {program})",
+            "",
+        ]
+        lines += [f"  * {each}" for each in found[:_SHOWN]]
+        if len(found) > _SHOWN:
+            lines.append(f"    and {len(found) - _SHOWN} more values")
+        lines += [f"  * rank {rank}: {text}" for rank, text in others.items()]
+        equal = self._made - 1
+        lines += [
+            "",
+            f"since call {call.number}; {max(equal, 0)} calls before it were equal",
+        ]
+        evidence = Evidence(
+            call.eager,
+            bool(call.eager.random) and self._draws_differ(call),
+            self._changed_numbers(call),
+            call.is_first,
+        )
+        cause, remedy = likely_cause(found, evidence)
+        if found:
+            lines += [f"likely cause: {cause}.", "", f"{remedy}."]
+        lines.append(
+            "Your model, optimizer and arguments are as the compiled step left them."
+        )
+        return "\n".join(lines)
+
+    def _changed_numbers(self, call: _Call) -> list[str]:
+        then = self._captured.get(call.program.number, {})
+        return [
+            f"{name} {then[name]:g} -> {now:g}"
+            for name, now in _numbers(call.inventory).items()
+            if name in then and then[name] != now
+        ]
+
+
+class _Told:
+    """What one rank says about a call: why it compared nothing, its first difference."""
+
+    def __init__(self, void: str, first: str, *sums: str) -> None:
+        self.void, self.first, self.sums = void, first, sums
+
+
+def _unlike_replicas(told: Mapping[int, _Told], spread: Spread) -> list[Difference]:
+    """Parameters that ranks must hold alike, and do not."""
+    mesh = spread.mesh
+    if mesh is None or len(told) < 2:
+        return []
+    replicas = {rank: told[rank] for rank in mesh.mesh.flatten().tolist()}
+    (first, ours), *others = replicas.items()
+    for rank, each in others:
+        for one, other in zip(ours.sums, each.sums, strict=False):
+            if one != other:
+                text = f" has other values on rank {first} than on rank {rank}"
+                return [Difference(Kind.REPLICA, one.partition(" ")[0], text)]
+    return []
+
+
+def _why_void(eager: Eager, spread: Spread) -> str:
+    """Why an eager call says nothing; empty where it does."""
+    error = eager.error
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return describe_shortage("an eager call ran out of memory")
+    if error is not None and isinstance(spread, FullySharded):
+        return (
+            f"the step raises {type(error).__name__} on whole parameters: its code is "
+            "written for shards"
+        )
+    return ""
+
+
+def _compare_late(call: _Call, outcome: Outcome) -> None:
+    """Compare the update that a call left, once it was made."""
+    values = [each for each in call.eager.values if each.is_late]
+    compare_values(values, call.rounding, outcome)
+
+
+def _numbers(inventory: Inventory) -> dict[str, float]:
+    return {
+        number.name: number.value
+        for number in inventory.numbers
+        if not number.is_state and number.leaf < 0
+    }

@@ -1,0 +1,339 @@
+"""What a compiled call left beside what the eager one left: differences and causes."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from torchspmd import _torch
+from torchspmd.layout.rounding import Tolerance
+from torchspmd.step.capture.held import MISSING
+from torchspmd.step.shadow.eager import Eager, Expected, Kind
+
+_ORDER = tuple(Kind)
+_OWN_ROUNDINGS = 4.0  # of a value itself, when a change is added to it
+_NOISE = 16.0  # times the tolerance: gradients below that, of the largest, are rounding
+_SHOWN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One value that is other than after the eager step.
+
+    Attributes:
+        kind: What it is.
+        name: Its name.
+        amount: By how much, as text.
+        is_unwritten: It is as it was before the step.
+    """
+
+    kind: Kind | str
+    name: str
+    amount: str
+    is_unwritten: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}".rstrip() + self.amount
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of comparing one call.
+
+    Attributes:
+        differences: What differs, in the order in which a step makes it.
+        compared: How many values were compared.
+        largest: The largest difference that counts as rounding, relative.
+        noise: How many elements were left out because their gradient is rounding.
+    """
+
+    differences: list[Difference] = field(default_factory=list)
+    compared: int = 0
+    largest: float = 0.0
+    noise: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """How much counts as rounding.
+
+    Attributes:
+        tolerance: Relative to a value, or to the change of a parameter.
+        chained: How many eager calls built on each other.
+        gradients: The sizes of the gradients that optimizers took, by slot.
+    """
+
+    tolerance: Tolerance
+    chained: int
+    gradients: Mapping[int, torch.Tensor]
+
+    @property
+    def relative(self) -> float:
+        """What is allowed."""
+        return self.tolerance.at(self.chained)
+
+    @property
+    def floor(self) -> float:
+        """Gradients below this are rounding of larger ones."""
+        sizes = [float(each.amax()) for each in self.gradients.values() if each.numel()]
+        return self.relative * max(filter(math.isfinite, sizes), default=0.0)
+
+
+def compare_values(
+    values: Sequence[Expected], rounding: Rounding, outcome: Outcome
+) -> None:
+    """Compare what is in tensors and optimizers now with what it should be."""
+    with torch.no_grad():
+        for each in sorted(values, key=lambda value: _ORDER.index(value.kind)):
+            outcome.compared += 1
+            found = _compare(each, each.read(), rounding, outcome)
+            if found is not None:
+                outcome.differences.append(found)
+
+
+def compare_returned(
+    eager: Any, compiled: Any, rounding: Rounding, outcome: Outcome, own: "OwnRows"
+) -> None:
+    """Compare what both returned, leaf by leaf."""
+    wanted, found = list(_leaves(eager)), list(_leaves(compiled))
+    if [path for path, _ in wanted] != [path for path, _ in found]:
+        text = f": {len(wanted)} eagerly, {len(found)} from the compiled step"
+        outcome.differences.append(Difference(Kind.RESULT, "leaves", text))
+        return
+    for (path, value), (_, now) in zip(wanted, found, strict=True):
+        outcome.compared += 1
+        part = value
+        if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor):
+            part = own.of(value.detach(), now)
+            if part is None:
+                continue  # a layout that says nothing about one rank's rows
+        each = Expected(Kind.RESULT, path, part, lambda: None)
+        difference = _compare(each, now, rounding, outcome)
+        if difference is not None:
+            outcome.differences.append(difference)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnRows:
+    """This rank's part of a value of the global batch; of others the value itself."""
+
+    rank: int = 0
+    size: int = 1
+
+    def of(self, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor | None:
+        """The part that has the form of ``like``; None where there is none."""
+        value = _torch.plain_tensor(value)
+        if value.shape == like.shape or self.size == 1:
+            return value
+        sizes = zip(value.shape, like.shape, strict=False)
+        dims = [dim for dim, (all_, own) in enumerate(sizes) if all_ != own]
+        if value.ndim != like.ndim or len(dims) != 1:
+            return None
+        (dim,) = dims
+        own = like.shape[dim]
+        if value.shape[dim] != own * self.size:
+            return None
+        return value.narrow(dim, self.rank * own, own)
+
+
+def _leaves(value: Any) -> Iterator[tuple[str, Any]]:
+    leaves, _ = _torch.flatten_tree(value)
+    paths = _torch.leaf_paths(value)
+    for path, leaf in zip(paths, leaves, strict=True):
+        name = "".join(f"[{step!r}]" for step in path)
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            for part in dataclasses.fields(leaf):
+                for inner, item in _leaves(getattr(leaf, part.name, None)):
+                    yield f"{name}.{part.name}{inner}", item
+        else:
+            yield name, leaf
+
+
+def _compare(
+    wanted: Expected, found: Any, rounding: Rounding, outcome: Outcome
+) -> Difference | None:
+    def differs(text: str, *, is_unwritten: bool = False) -> Difference:
+        return Difference(wanted.kind, wanted.name, text, is_unwritten)
+
+    value = wanted.value
+    if not isinstance(value, torch.Tensor) or not isinstance(found, torch.Tensor):
+        return None if _is_same(value, found) else differs(_described(value, found))
+    if value.shape != found.shape or value.dtype != found.dtype:
+        return differs(f": {_form(value)} eagerly, {_form(found)} here")
+    if value.device != found.device:
+        found = found.to(value.device)
+    if torch.equal(value, found):
+        return None
+    if not (value.is_floating_point() or value.is_complex()):
+        count = int((value != found).sum())
+        return differs(f": {count} of {value.numel()} elements differ")
+    return _compare_floats(wanted, found, rounding, outcome, differs)
+
+
+def _compare_floats(
+    wanted: Expected,
+    found: torch.Tensor,
+    rounding: Rounding,
+    outcome: Outcome,
+    differs: Callable[..., Difference],
+) -> Difference | None:
+    value: torch.Tensor = wanted.value
+    wide = torch.promote_types(value.dtype, torch.float32)
+    value, found = value.to(wide), found.to(wide)
+    apart = (value - found).abs()
+    apart[(value == found) | (value.isnan() & found.isnan())] = 0.0
+    size = (
+        float(value[value.isfinite()].abs().amax()) if value.isfinite().any() else 0.0
+    )
+    change = wanted.change if wanted.change is not None else math.inf
+    is_update = wanted.kind is Kind.PARAMETER and math.isfinite(change)
+    scale = change if is_update else size
+    own = _OWN_ROUNDINGS * torch.finfo(wanted.value.dtype).eps * size
+    allowed = rounding.relative * scale + own
+    if wanted.kind is Kind.GRADIENT:
+        allowed += rounding.floor
+    is_wrong = ~(apart <= allowed)
+    noise = rounding.gradients.get(wanted.owner)
+    if is_wrong.any() and noise is not None and noise.shape == apart.shape:
+        is_noise = noise.to(apart.device) <= _NOISE * rounding.floor
+        outcome.noise += int((is_wrong & is_noise).sum())
+        is_wrong &= ~is_noise
+    if not is_wrong.any():
+        worst = float(apart[apart.isfinite()].amax()) if apart.isfinite().any() else 0.0
+        outcome.largest = max(outcome.largest, worst / size if size else 0.0)
+        return None
+    worst = float(apart[is_wrong].nan_to_num(math.inf, math.inf).amax())
+    if not scale or not math.isfinite(worst):
+        return differs(": other values")
+    of = "what the step changes it by" if is_update else "its size"
+    is_unwritten = math.isfinite(change) and abs(worst - change) <= 1e-3 * change
+    return differs(
+        f" differs by {worst / scale:.2g} of {of}; {allowed / scale:.2g} is allowed",
+        is_unwritten=is_unwritten,
+    )
+
+
+def _is_same(value: Any, found: Any) -> bool:
+    if value is found:
+        return True
+    if isinstance(value, torch.Tensor) or isinstance(found, torch.Tensor):
+        # A number that a step returns may come as a tensor of the graph, or the reverse.
+        return False
+    try:
+        if value != value and found != found:  # noqa: PLR0124  # NaN
+            return True
+        if isinstance(value, float) and isinstance(found, (int, float)):
+            return math.isclose(value, found, rel_tol=1e-6, abs_tol=1e-12)
+        has_value = isinstance(value, _PLAIN) or type(value) in (tuple, list, dict, set)
+        return bool(value == found) or not has_value
+    except Exception:  # an object that cannot be compared says nothing
+        return True
+
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def _described(value: Any, found: Any) -> str:
+    return f": {_short(value)} eagerly, {_short(found)} from the compiled step"
+
+
+def _short(value: Any) -> str:
+    if value is MISSING:
+        return "not there"
+    if isinstance(value, torch.Tensor):
+        return f"a tensor {_form(value)}"
+    if isinstance(value, _PLAIN):
+        return repr(value)[:40]
+    return f"a {type(value).__name__}"
+
+
+def _form(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+# ----------------------------------------------------------------------------
+# Why they differ.
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What is known beside the differences.
+
+    Attributes:
+        eager: The eager call.
+        draws_differ: Whether both left random generators in other states.
+        numbers: Numbers that are other than when the program was captured, as text.
+        is_first: Whether it is the first call of its program.
+    """
+
+    eager: Eager
+    draws_differ: bool
+    numbers: Sequence[str]
+    is_first: bool
+
+
+_UPDATES = (Kind.STATE, Kind.PARAMETER)
+_ALONE = (
+    "Compile with passes=False, then overlap=False, then backend='graph', to see which "
+    "part does it, and report it; shadow=0 runs the step as it is"
+)
+
+
+def likely_cause(
+    differences: Sequence[Difference], evidence: Evidence
+) -> tuple[str, str]:
+    """The likely cause and what to do, from the pattern of the differences."""
+    kinds = {each.kind for each in differences}
+    if kinds == {Kind.REPLICA}:
+        return (
+            "something writes to the parameters of one rank alone, or a gradient is not "
+            "reduced: replicas that start alike and get the same updates stay alike",
+            "Give every rank the same parameters (broadcast them from one rank), and "
+            "change them on all ranks alike",
+        )
+    if evidence.eager.error is not None:
+        return (
+            "a Python value that the step reads has changed since it was captured, where "
+            "no guard sees it, so that the step would raise now",
+            "Make the check outside of the step, or pass the value as an argument",
+        )
+    if evidence.eager.changes:
+        return (
+            "an effect that happens only at capture: "
+            + ", ".join(evidence.eager.changes[:_SHOWN]),
+            "Do it outside of the step, keep it in a buffer, or return what is needed for "
+            "it",
+        )
+    if evidence.draws_differ:
+        return (
+            "a random draw that is made once, at capture, or not as often as eagerly",
+            "Draw with torch's operators on tensors inside the step, or draw outside and "
+            "pass what was drawn",
+        )
+    if kinds <= {*_UPDATES} and evidence.numbers:
+        return (
+            "a schedule that has no effect: since capture "
+            + ", ".join(evidence.numbers[:_SHOWN]),
+            "Keep the hyper-parameter as a tensor (lr=torch.tensor(0.1)), or call close() "
+            f"and compile again when it changes. {_ALONE}",
+        )
+    unwritten = [each.name for each in differences if each.is_unwritten]
+    if unwritten and len(unwritten) == len(differences):
+        return (
+            f"a state that is not written: {', '.join(unwritten[:_SHOWN])}",
+            f"{_ALONE}",
+        )
+    if evidence.is_first:
+        return (
+            "the captured graph computes something else than the step",
+            f"{_ALONE}",
+        )
+    return (
+        "a Python value that the step reads has changed since it was captured, where no "
+        "guard sees it (the environment, a file, an object of an installed package)",
+        "Pass it as a float argument or a tensor, or call close() and compile again "
+        "after the change",
+    )
