@@ -293,9 +293,12 @@ def _reason(flow: Flow, path: str, module: nn.Module, matrices: list[str]) -> st
             f"({', '.join(matrices)}), and no rule says how to cut them"
         )
     if path not in flow.linears and path not in flow.embeddings:
+        kind = type(module).__name__
+        if isinstance(module, nn.Embedding) and type(module) is not nn.Embedding:
+            return f"it was not called, or {kind} reads its rows in a way of its own"
         if isinstance(module, nn.Embedding) or is_plain_linear(module):
             return "it was not called in the run"
-        return f"its class is {type(module).__name__}, not plain nn.Linear"
+        return f"its class is {kind}, not plain nn.Linear"
     if path in flow.linears and (sources := _sources(flow, path)):
         names = _named(sources)
         return f"it reads the features of {names}, which are needed whole elsewhere"
