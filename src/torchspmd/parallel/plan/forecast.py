@@ -335,6 +335,11 @@ def _buffer_shape(
     return tuple(padded)
 
 
+# Batch and length that few numbers divide: view(batch, -1, heads, size) with the heads of
+# one device would otherwise make tokens of heads on a rank, without an error.
+_ODD = (5, 7)
+
+
 def forecast(
     model: nn.Module,
     resolved: Resolved,
@@ -360,7 +365,8 @@ def forecast(
             notes.append(
                 f"It was run in eval mode, as in training mode {recording.why_eval}."
             )
-        failure = find_fixed_sizes(model, assignments, inputs, resolved.mesh.size)
+        tried = inputs if example is not None else guess_inputs(model, *_ODD)
+        failure = find_fixed_sizes(model, assignments, tried, resolved.mesh.size)
         if failure is not None:
             notes.append(
                 f"The forward fails on the shapes of one rank, {failure}. Take sizes and "
