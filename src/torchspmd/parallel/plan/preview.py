@@ -12,25 +12,16 @@ from torch.distributed.tensor import Placement, Shard
 from torchspmd.comm import Ledger, Total, format_bytes
 from torchspmd.comm.notebook import html_table
 from torchspmd.errors import UsageError
-from torchspmd.layout.placements import (
-    format_placement,
-    positive_dim,
-)
+from torchspmd.layout.placements import format_placement, positive_dim
 from torchspmd.layout.shards import shard_size
 from torchspmd.parallel.axis import MeshLike, PlanMesh, describe_mesh_axis
-from torchspmd.parallel.plan.assignment import (
-    Assignment,
-    fused_form,
-    parameter_layouts,
-)
+from torchspmd.parallel.plan.assignment import Assignment, fused_form, parameter_layouts
 from torchspmd.parallel.plan.forecast import forecast
 from torchspmd.parallel.plan.names import fold, generalise
 from torchspmd.parallel.plan.plan import Style
 from torchspmd.parallel.plan.resolve import resolve
 from torchspmd.parallel.plan.run import Inputs
-from torchspmd.parallel.plan.text_form import (
-    describe_style,
-)
+from torchspmd.parallel.plan.text_form import describe_style
 
 # ----------------------------------------------------------------------------
 # The parameters of a model under a plan: layout, local shape and bytes, as rows.
