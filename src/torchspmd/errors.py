@@ -221,5 +221,9 @@ class UnsupportedPassError(SpmdError, NotImplementedError):
     """A pass does not know this kind of node; the text says which it knows."""
 
 
+class CaptureWarning(UserWarning):
+    """A step is captured again and again; the text says what changes."""
+
+
 class PassWarning(UserWarning):
     """A pass that was asked for changed nothing, or something else than asked for."""

@@ -421,3 +421,8 @@ def _without_mode(value: Any) -> Any:
     return torch.empty_strided(
         value.shape, value.stride(), dtype=value.dtype, device=value.device
     )
+
+
+def on_lists(name: str) -> Any:
+    """The function of torch that calls ``Tensor.name`` on each tensor of a list."""
+    return getattr(torch, f"_foreach_{name}")
