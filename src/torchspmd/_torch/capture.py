@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -349,6 +350,7 @@ def trace(function: Callable[..., Any], inputs: list[Any]) -> fx.GraphModule:
 
     with (
         capturing(),
+        _without_logged_failures(),
         _without_constant_values(),
         _quick_powers(),
         _missing_kernels(),
@@ -372,6 +374,21 @@ def _with_cached_casts(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args)
 
     return run
+
+
+@contextlib.contextmanager
+def _without_logged_failures() -> Iterator[None]:
+    """Keep torch from logging the trace of an operator that fails: the error says it."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+
+    def passes(record: logging.LogRecord) -> bool:
+        return "failed while attempting to run meta" not in str(record.msg)
+
+    logger.addFilter(passes)
+    try:
+        yield
+    finally:
+        logger.removeFilter(passes)
 
 
 @contextlib.contextmanager

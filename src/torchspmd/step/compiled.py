@@ -1,11 +1,12 @@
 """A compiled training step: its programs, why each exists, and how long each takes."""
 
+import contextlib
 import functools
 import textwrap
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
 from types import TracebackType
@@ -13,7 +14,7 @@ from typing import Any, NoReturn, Self, final
 
 import torch
 import torch.distributed as dist
-from torch import fx
+from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchspmd import _torch
@@ -46,6 +47,7 @@ from torchspmd.step.lower.in_place import InPlaceReport
 from torchspmd.step.measure.exposure import check_request, measure_program
 from torchspmd.step.measure.exposure_report import ExposureReport
 from torchspmd.step.modes.data_parallel import DataParallel, resolve_spread
+from torchspmd.step.modes.full_parameters import full_parameters
 from torchspmd.step.pipeline import Request, StepOptions, build_program
 from torchspmd.step.program import Program
 from torchspmd.step.progress import logger, phase
@@ -273,6 +275,33 @@ class CompiledStep:
             is_compiled=self._options.backend != "graph",
         )
 
+    @contextlib.contextmanager
+    def full_parameters(self, *models: nn.Module) -> Iterator[None]:
+        """Give models whole parameters inside a ``with`` block, gathered from shards.
+
+        For what needs a plain model after ``DataParallel("fully_shard")``: evaluation,
+        ``generate()``, ``save_pretrained()``, ``AveragedModel``. Every rank enters the
+        block at the same point; each then has the memory of all whole parameters. They
+        are copies without gradients: writing to one is an error at the end. Without
+        shards nothing is done.
+
+        Args:
+            models: The models of the step, or parts of them.
+        """
+        self.flush()
+        if not models or not all(isinstance(each, nn.Module) for each in models):
+            raise UsageError(
+                f"{self._name}.full_parameters: pass the models, for instance "
+                "full_parameters(model)."
+            )
+        mesh = None if self._spread is None else self._spread.mesh
+        with self._lock:
+            if mesh is None:
+                yield
+            else:
+                with full_parameters(models, mesh):
+                    yield
+
     def flush(self) -> None:
         """Make the updates that a pass moved to the next call.
 
@@ -478,7 +507,8 @@ def _check_capture(name: str, number: int, reason: str) -> None:
     if not torch.is_grad_enabled():
         raise CaptureError(
             f"compile on {name!r}: gradients are disabled here. Call the step outside "
-            "torch.no_grad()."
+            "torch.no_grad(); for an evaluation, put torch.no_grad() inside of the "
+            "function."
         )
     if number >= MANY_PROGRAMS and number.bit_count() == 1:  # 8, 16, 32, ...
         warnings.warn(

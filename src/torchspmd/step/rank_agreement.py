@@ -286,6 +286,7 @@ class Agreement:
         """Raise on every rank of the mesh, or of that one, unless all have this plan."""
         if self._mesh is None:
             return
+        self.is_used = True  # also where the data axis is of one rank: others may wait
         mesh = along or self._mesh
         what = f"{self._what}, mesh {format_mesh(mesh)}"
         ranks = _ranks_of(mesh)
