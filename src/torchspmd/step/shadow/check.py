@@ -288,10 +288,10 @@ class Shadow:
         if self._draws_differ(call):
             text = " is in another state than after the eager step"
             outcome.differences.append(Difference("random generator", "", text))
-        own = own_rows(call.spread)
-        compare_returned(eager.returned, result, call.rounding, outcome, own)
+        own, rounding = own_rows(call.spread), call.rounding
+        compare_returned(eager.returned, result, rounding, outcome, own)
         values = [each for each in eager.values if not (is_pending and each.is_late)]
-        compare_values(values, call.rounding, outcome)
+        compare_values(values, rounding, outcome)
 
     def _draws_differ(self, call: _Call) -> bool:
         now = call.generators.states()

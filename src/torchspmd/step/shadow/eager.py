@@ -1,6 +1,7 @@
 """One call of a step made eagerly, on copies, and all that came of it."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
@@ -81,7 +82,7 @@ class Eager:
         changes: What it changed in Python, as text; it was put back.
         random: The state of every generator of torch after it.
         drew: Whether it drew random numbers.
-        gradients: The sizes of gradients that optimizers took, by slot.
+        gradients: The sizes of the gradients that backward made, by slot.
         ahead: What the next call begins with, of what is late, by slot.
         numbers: The same of counters that are Python numbers, by their place.
     """
@@ -377,22 +378,21 @@ def _reduction(
 def _watched_gradients(
     inventory: Inventory, wholes: list[Whole], found: Eager
 ) -> Iterator[None]:
-    """Keep the sizes of the gradients that optimizers take: some are rounding alone."""
-    slots = {id(each.tensor): place for place, each in enumerate(wholes)}
+    """Note how large gradients are where backward makes them: some are rounding alone.
 
-    def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None or id(parameter) not in slots:
-                    continue
-                place, size = slots[id(parameter)], parameter.grad.detach().abs()
-                known = found.gradients.get(place)
-                smaller = size if known is None else torch.minimum(known, size)
-                found.gradients[place] = smaller
+    Not where an optimizer takes them: clipping makes large ones small, and rounding stays.
+    """
+
+    def note(place: int, gradient: torch.Tensor) -> None:
+        size, known = gradient.detach().abs(), found.gradients.get(place)
+        found.gradients[place] = size if known is None else known + size
 
     with contextlib.ExitStack() as stack:
-        for _, optimizer in inventory.optimizers:
-            stack.callback(optimizer.register_step_pre_hook(note).remove)
+        for place, slot in enumerate(inventory.slots):
+            tensor = wholes[place].tensor
+            if slot.role is Role.PARAMETER and tensor.requires_grad:
+                hook = functools.partial(note, place)
+                stack.callback(tensor.register_hook(hook).remove)
         yield
 
 
