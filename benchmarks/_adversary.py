@@ -143,7 +143,7 @@ LAYERS = {
     "frozen": lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False),
     "layernorm": lambda: nn.LayerNorm(WIDTH),
     "batchnorm": lambda: nn.BatchNorm1d(WIDTH),
-    "groupnorm": lambda: nn.GroupNorm(2, WIDTH),
+    "groupnorm": lambda: nn.GroupNorm(1, WIDTH),
     "dropout": lambda: nn.Dropout(0.3),
     "tanh": nn.Tanh,
     "relu": lambda: nn.ReLU(inplace=True),
@@ -613,7 +613,7 @@ def recipes(
     mode = draw(st.sampled_from(modes))
     backend = draw(st.sampled_from(backends))
     # Others turn gradients that are rounding alone (a bias before a norm) into steps.
-    is_exact = backend == "graph" and mode != "default" and ranks <= 2
+    is_exact = backend == "graph" and mode != "default" and ranks == 1
     name = draw(st.sampled_from(sorted(OPTIMIZERS) if is_exact else ["SGD"]))
     options = dict(draw(st.sampled_from(OPTIMIZERS[name])))
     form = draw(st.sampled_from(FORMS if name in CAN_FUSE else FORMS[:3]))
