@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet \
 	--numprocesses 2 --dist worksteal
 
-.PHONY: demo test check format pytest bench clean help
+.PHONY: demo test check format pytest docs wheel bench clean help
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -38,9 +38,14 @@ format: $(STAMP) ## rewrite files in the house format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+docs: $(STAMP) ## the documentation as pages in site/; a broken link is an error
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "open site/index.html, or for its search: python -m http.server -d site"
+
 bench: $(STAMP) ## the communication-tracing benchmarks, as a table and JSON
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_trace_overhead.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_trace_large.py
 
 clean: ## remove what make created
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache demo-report.json
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache site demo-report.json

@@ -279,7 +279,6 @@ class Trainer:
         if recipe.python == "iterates":
             self.numbers = iter(range(1, 1000))
         self.generator = torch.Generator().manual_seed(5)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
 
     def weigh(self, loss: Any, argument: Any) -> Any:
         match self.recipe.argument:
@@ -305,7 +304,9 @@ class Trainer:
         loss = model(batch).square().mean()
         return self.weigh(loss, argument) * self.factor(self)
 
-    def step(self, model: Any, optim: Any, batch: Any, argument: Any = None) -> Any:
+    def step(
+        self, model: Any, optim: Any, batch: Any, argument: Any, scaler: Any = None
+    ) -> Any:
         recipe = self.recipe
         if recipe.zero == "start":
             optim.zero_grad()
@@ -318,7 +319,7 @@ class Trainer:
             loss = total
         elif recipe.step == "scaler":
             loss = self.loss(model, batch, argument)
-            self.scaler.scale(loss).backward()
+            scaler.scale(loss).backward()
         elif recipe.step == "grad":
             loss = self.loss(model, batch, argument)
             wanted = [p for p in model.parameters() if p.requires_grad]
@@ -334,8 +335,8 @@ class Trainer:
             case "value":
                 nn.utils.clip_grad_value_(model.parameters(), 0.05)
         if recipe.step == "scaler":
-            self.scaler.step(optim)
-            self.scaler.update()
+            scaler.step(optim)
+            scaler.update()
         else:
             optim.step()
         if recipe.zero == "end":
@@ -474,6 +475,7 @@ def run(recipe: Recipe, *, compiled: bool) -> list[Any]:
     optim = build_optimizer(recipe, model)
     install_hook(recipe, model, optim)
     trainer = Trainer(recipe)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
     step: Any = trainer.step
     seen: list[Any] = []
     with contextlib.ExitStack() as stack:
@@ -501,13 +503,19 @@ def run(recipe: Recipe, *, compiled: bool) -> list[Any]:
                     step(model, optim, torch.ones(3, WIDTH + 1), trainer.argument(call))
                 torch.manual_seed(7 + call)
                 optim.zero_grad()
-            result = step(model, optim, batch, trainer.argument(call))
+            more = (scaler,) if recipe.step == "scaler" else ()
+            result = step(model, optim, batch, trainer.argument(call), *more)
             seen.append(copy.deepcopy(_plain(result)))
             act_between(recipe, model, optim, call, seen)
     seen += [whole(value).detach().clone() for value in model.state_dict().values()]
     seen += [whole(value) for value in _states(optim.state_dict())]
     seen += [None if p.grad is None else whole(p.grad) for p in model.parameters()]
-    seen += [trainer.count, len(trainer.log), trainer.generator.get_state()]
+    seen += [
+        scaler.get_scale(),
+        trainer.count,
+        len(trainer.log),
+        trainer.generator.get_state(),
+    ]
     seen += [trainer.rng.random(), torch.rand(2)]
     return seen
 

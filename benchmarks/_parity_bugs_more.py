@@ -6,12 +6,26 @@ import _parity_plans as plans
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _parity_bugs import ALL, DP, LOSS, OPTIMIZER, Bug, gpt, net, spoiled, tied_gpt
+from _parity_bugs import (
+    ALL,
+    DP,
+    LOSS,
+    OPTIMIZER,
+    OTHER_GRADIENTS,
+    OTHER_VALUES,
+    Bug,
+    gpt,
+    net,
+    spoiled,
+    tied_gpt,
+)
 from _parity_bugs import net_with_norm as build_norm
 from _parity_models import HEAD, VOCAB, loss_of, tokens
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from torchspmd.verify import RunOptions
 
 # --- in a module ----------------------------------------------------------------------
 
@@ -196,7 +210,7 @@ MORE: tuple[Bug, ...] = (
     Bug("batch norm in eval mode", ("bn",),
         net(build_model=build_norm, parallelize=spoiled(plans.ddp, norm_in_eval))),
     Bug("a weight that was not broadcast", ("norm",),
-        gpt(parallelize=spoiled(plans.tensor, broadcast_forgotten))),
+        gpt(parallelize=spoiled(plans.tensor, broadcast_forgotten)), refused=OTHER_VALUES),
     Bug("fully_shard in bfloat16", ("embed",),
         gpt(mesh=DP, parallelize=fsdp_in_bfloat16), ("precision",)),
     Bug("fully_shard reduces in bfloat16", (ALL,),
@@ -208,11 +222,12 @@ MORE: tuple[Bug, ...] = (
     Bug("gradients not cleared", (ALL,),
         gpt(step=gradients_kept), ("accumulated",)),
     Bug("logits in bfloat16", (LOSS,), gpt(step=narrow_logits), ("precision",)),
-    Bug("the loss of one rank scaled", (LOSS,), gpt(step=one_rank_scaled)),
+    Bug("the loss of one rank scaled", (LOSS,), gpt(step=one_rank_scaled),
+        refused=OTHER_GRADIENTS),
     Bug("a schedule that runs too fast", (OPTIMIZER,),
         gpt(step=decayed), ("update-factor",)),
     Bug("a parameter missing in the optimizer", ("layers.0.norm1",),
         gpt(optimizer=without_one), ("stale",)),
     Bug("labels of one rank mixed up", (LOSS, "(batch)"),
-        gpt(mesh=DP, parallelize=plans.ddp, split=flipped_labels)),
+        gpt(mesh=DP, parallelize=plans.ddp, run=RunOptions(split=flipped_labels))),
 )  # fmt: skip

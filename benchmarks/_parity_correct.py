@@ -36,6 +36,7 @@ from torch.distributed.tensor import (
 from torchspmd import Plan, auto_plan, local_map, parallelize_module
 from torchspmd.parallel import FusedColwiseParallel, RowwiseParallel
 from torchspmd.step import DataParallel
+from torchspmd.verify import RunOptions
 
 SGD = torch.optim.SGD
 partial = functools.partial
@@ -270,6 +271,7 @@ CORRECT: dict[str, dict[str, Any]] = {
     "compiled, average, Adam": compiled(compile=average, mesh=DP2, optimizer=ADAMW),
     "one step": gpt(steps=1),
     "sum of losses": net(
-        step=summed_step, parallelize=None, compile=True, loss_reduction="sum"
+        step=summed_step, parallelize=None, compile=True,
+        run=RunOptions(loss_reduction="sum"),
     ),
 }  # fmt: skip

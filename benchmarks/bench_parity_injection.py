@@ -18,7 +18,7 @@ from _parity_bugs import BUGS, Bug
 from _parity_bugs_more import MORE
 from _parity_correct import CORRECT
 
-from torchspmd.errors import SpmdError
+from torchspmd.errors import RankError, SpmdError
 from torchspmd.testing import Ranks
 from torchspmd.verify import check_parity
 
@@ -28,16 +28,26 @@ WORLD = 4  # of the planted bugs
 def try_bug(bug: Bug, ranks: Ranks) -> dict[str, Any]:
     """One planted bug: was it found, was its place, was its cause."""
     start = time.perf_counter()
-    first = check_parity(**bug.arguments, ranks=ranks, raises=False).first
-    place = "-" if first is None else first.place
-    cause = "-" if first is None else first.cause.code
+    try:
+        first = check_parity(**bug.arguments, ranks=ranks, raises=False).first
+    except (
+        RankError
+    ) as error:  # the styles themselves noticed it, before any comparison
+        if not bug.refused or bug.refused not in str(error):
+            raise
+        detected, place, cause = True, "-", "refused"
+    else:
+        detected = first is not None
+        place = "-" if first is None else first.place
+        cause = "-" if first is None else first.cause.code
+    is_judged = bool(bug.causes) and cause != "refused"
     return {
         "bug": bug.name,
-        "detected": first is not None,
-        "localised": place in bug.places,
+        "detected": detected,
+        "localised": place in bug.places or cause == "refused",
         "place": place,
         "cause": cause,
-        "cause right": cause in bug.causes if bug.causes else None,
+        "cause right": cause in bug.causes if is_judged else None,
         "seconds": time.perf_counter() - start,
     }
 
@@ -67,8 +77,10 @@ def summary(bugs: list[dict[str, Any]], correct: list[dict[str, Any]]) -> str:
     judged = [row for row in bugs if row["cause right"] is not None]
     causes = sum(row["cause right"] for row in judged)
     alarms = sum(bool(row["alarm"]) for row in correct)
+    refused = sum(row["cause"] == "refused" for row in bugs)
     return (
-        f"{detected} of {len(bugs)} planted bugs detected, {localised} localised to the "
+        f"{detected} of {len(bugs)} planted bugs detected, {refused} of them by the styles "
+        f"before anything was compared, {localised} localised to the "
         f"right place, the cause right in {causes} of {len(judged)} where one is "
         f"expected.\n{alarms} false alarms on {len(correct)} right configurations."
     )

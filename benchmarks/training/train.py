@@ -5,12 +5,15 @@
 
 An ordinary training script: it knows nothing of rehearsals. At the end of each step it
 prints what ``torch.cuda`` says of memory since the last one, as any such script may.
+``--timed-steps N`` makes N more steps after those, and prints their seconds: each one by
+itself, from one synchronisation to the next, and all in a row as training makes them.
 """
 
 import argparse
 import contextlib
 import json
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -43,6 +46,7 @@ def arguments() -> argparse.Namespace:
         "--parallel", choices=["none", "ddp", "fsdp2", "hsdp"], default="none"
     )
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--timed-steps", type=int, default=0, help="more of them")
     return parser.parse_args()
 
 
@@ -103,6 +107,41 @@ def report(phase: str) -> None:
     torch.cuda.reset_peak_memory_stats()
 
 
+class Clock:
+    """Seconds of steps: ``count`` from ``first`` on alone, as many after them in a row."""
+
+    def __init__(self, first: int, count: int) -> None:
+        self.first, self.count = first, count
+        self.wall: list[float] = []
+        self.event: list[float] = []
+        self.host: list[float] = []
+
+    def begin(self, step: int) -> None:
+        """Before a step."""
+        if self.first <= step <= self.first + self.count:
+            torch.cuda.synchronize()
+            self.start_event = torch.cuda.Event(enable_timing=True)
+            self.start = time.perf_counter()
+            self.start_event.record()
+
+    def end(self, step: int) -> None:
+        """After a step; prints the figures after the last one."""
+        if self.first <= step < self.first + self.count:
+            end_event = torch.cuda.Event(enable_timing=True)
+            end_event.record()
+            self.host.append(time.perf_counter() - self.start)
+            torch.cuda.synchronize()
+            self.wall.append(time.perf_counter() - self.start)
+            self.event.append(self.start_event.elapsed_time(end_event) / 1e3)
+        if self.count and step == self.first + 2 * self.count - 1:
+            torch.cuda.synchronize()
+            in_a_row = (time.perf_counter() - self.start) / self.count
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                figures = {"wall": self.wall, "event": self.event, "host": self.host}
+                figures |= {"phase": "seconds", "in_a_row": in_a_row}
+                print(json.dumps(figures), flush=True)
+
+
 def main() -> None:
     options = arguments()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -117,8 +156,10 @@ def main() -> None:
     run = torch.compile(model) if options.compile else model
     image_dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
     make_batch = MODELS[options.model][1]
+    clock = Clock(options.steps, options.timed_steps)
     report("initialisation")
-    for step in range(options.steps):
+    for step in range(options.steps + 2 * options.timed_steps):
+        clock.begin(step)
         inputs, targets = make_batch(
             options.batch, options.sequence, device, image_dtype
         )
@@ -134,7 +175,9 @@ def main() -> None:
             nn.utils.clip_grad_norm_(model.parameters(), options.clip)
         optim.step()
         optim.zero_grad()
-        report(f"step {step}")
+        if step < options.steps:
+            report(f"step {step}")
+        clock.end(step)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -1,10 +1,12 @@
 """Every error that torchspmd raises on purpose.
 
 Each class is a ``SpmdError`` and also the builtin that a caller would expect, so both
-``except SpmdError`` and ``except ValueError`` work.
+``except SpmdError`` and ``except ValueError`` work. Where more can be said than fits into a
+message, the class names a ``page`` of the documentation, and a traceback ends with it.
 """
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 __all__ = [
     "AgreementError",
@@ -40,13 +42,21 @@ _SHOWN = 6  # names in one message
 class SpmdError(Exception):
     """Base of all torchspmd errors; its text says what was called and what to change."""
 
+    #: The page with causes and fixes; empty where the text always says all of it.
+    page: ClassVar[str] = ""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        if self.page:  # a note, so that the text itself stays as it is
+            self.add_note(f"Causes and fixes: {self.page}")
+
 
 class LedgerError(SpmdError, ValueError):
     """A saved ledger cannot be read: not JSON, not a ledger, or another version.
 
     Cause: a file that ``torchspmd trace --out`` or ``save_ledger`` did not write, or
     one written by a version with another file format.
-    Cure: write the file again with this version.
+    Fix: write the file again with this version.
     """
 
 
@@ -61,14 +71,18 @@ class WorldError(SpmdError, RuntimeError):
 class RankError(SpmdError, RuntimeError):
     """A rank started by ``testing.run_ranks`` failed, died, or ran out of time."""
 
+    page = "docs/errors/ranks.md#rankerror"
+
 
 class LayoutError(SpmdError, ValueError):
     """A tensor, a style or a mesh has a layout that the call cannot work with.
 
     Cause: an input of another shape or layout than the style was given, a mesh with
     more than one axis, layouts that cannot be turned into each other.
-    Cure: the text names the module, the argument, the mesh and the change to make.
+    Fix: the text names the module, the argument, the mesh and the change to make.
     """
+
+    page = "docs/errors/layouts.md#layouterror"
 
 
 class LayoutCountError(LayoutError, AssertionError):
@@ -78,9 +92,13 @@ class LayoutCountError(LayoutError, AssertionError):
     raises for it.
     """
 
+    page = "docs/errors/layouts.md#layoutcounterror"
+
 
 class UnsupportedModuleError(LayoutError, NotImplementedError):
     """A style does not know this type of module; the text says which it knows."""
+
+    page = "docs/errors/layouts.md#unsupportedmoduleerror"
 
 
 class PlanError(SpmdError, ValueError):
@@ -88,8 +106,10 @@ class PlanError(SpmdError, ValueError):
 
     Cause: a pattern that matches nothing, a style that does not fit its module, tied
     parameters that would get different layouts.
-    Cure: change the plan as the text says; the model was not changed.
+    Fix: change the plan as the text says; the model was not changed.
     """
+
+    page = "docs/errors/layouts.md#planerror"
 
 
 class PlanWarning(UserWarning):
@@ -101,24 +121,28 @@ class CheckError(SpmdError, ValueError):
 
     Cause: ``check=True`` or ``TORCHSPMD_CHECK=1`` compared values across a mesh axis and
     found, for instance, an output declared ``Replicate`` that differs between ranks.
-    Cure: the last line of the text; the layout or the function is wrong, not the check.
+    Fix: the last line of the text; the layout or the function is wrong, not the check.
     """
+
+    page = "docs/errors/checks.md#checkerror"
 
 
 class ContractError(SpmdError, AssertionError):
     """A recorded step does not communicate what was expected; the text lists it all.
 
     Cause: ``expect(ledger)`` was told other counts, bytes or kinds than came.
-    Cure: the text names the modules and lines behind the difference; change them, or
+    Fix: the text names the modules and lines behind the difference; change them, or
     the contract.
     """
+
+    page = "docs/errors/checks.md#contracterror"
 
 
 class LockError(SpmdError, ValueError):
     """A lock of a step's communication cannot be read, or says what cannot be.
 
     Cause: not a file of ``torchspmd lock``, another version of it, or a broken line.
-    Cure: write it again with ``torchspmd lock``, or ``pytest --comm-lock-update``.
+    Fix: write it again with ``torchspmd lock``, or ``pytest --comm-lock-update``.
     """
 
 
@@ -126,9 +150,10 @@ class ParityError(SpmdError, AssertionError):
     """A parallel step does not compute what one device computes; ``verdict`` has the facts.
 
     Cause: the last lines of the text, from the pattern of the difference.
-    Cure: start at the module that the text names; everything before it agrees.
+    Fix: start at the module that the text names; everything before it agrees.
     """
 
+    page = "docs/errors/checks.md#parityerror"
     verdict: object = None
 
 
@@ -141,20 +166,26 @@ class CaptureError(SpmdError, RuntimeError):
 
     Cause: the step reads a tensor's value (``item()``, ``if loss > 1``), keeps a tensor
     where no argument shows it, or calls an operator without a sharding rule.
-    Cure: the last lines of the text.
+    Fix: the last lines of the text.
     """
+
+    page = "docs/errors/capture.md#captureerror"
 
 
 class AgreementError(SpmdError, RuntimeError):
     """Ranks would not run the same communication; the text lists where they differ.
 
     Cause: ranks captured other programs, for instance from batches of other shapes.
-    Cure: give every rank the same shapes and the same step.
+    Fix: give every rank the same shapes and the same step.
     """
+
+    page = "docs/errors/capture.md#agreementerror"
 
 
 class PassOrderError(SpmdError, AssertionError):
     """A graph pass was applied in an order that it or another pass does not allow."""
+
+    page = "docs/errors/passes.md#passordererror"
 
 
 class LegalityError(SpmdError, RuntimeError):
@@ -162,8 +193,10 @@ class LegalityError(SpmdError, RuntimeError):
 
     Cause: a pass lost an output, a wait or a gradient, changed the order of collectives
     on a group, or moved a read across a write.
-    Cure: the text names the nodes. The graph is as it was before the pass.
+    Fix: the text names the nodes. The graph is as it was before the pass.
     """
+
+    page = "docs/errors/passes.md#legalityerror"
 
 
 class DeferralError(LegalityError, ValueError):
@@ -171,8 +204,10 @@ class DeferralError(LegalityError, ValueError):
 
     Cause: something reads the state that the moved nodes write before they would run, or
     needs their result in this iteration.
-    Cure: the latest legal place, which the text names.
+    Fix: the latest legal place, which the text names.
     """
+
+    page = "docs/errors/passes.md#deferralerror"
 
 
 class LostStateError(SpmdError, RuntimeError):
@@ -180,8 +215,10 @@ class LostStateError(SpmdError, RuntimeError):
 
     Cause: an exception, or Ctrl-C, in the middle of an update that overlapped steps make
     in place, or while they copy their results at the end.
-    Cure: load a checkpoint, into the same module and optimizer or in a new process.
+    Fix: load a checkpoint, into the same module and optimizer or in a new process.
     """
+
+    page = "docs/errors/passes.md#loststateerror"
 
     @classmethod
     def of(cls, names: Sequence[str]) -> "LostStateError":
@@ -203,8 +240,10 @@ class VirtualRanksError(SpmdError, RuntimeError):
 
     Cause: a communication that is not modelled, a result that nobody waited for, groups
     that are no grid, or an operator that failed.
-    Cure: run the step on real ranks, or change the node that the text names.
+    Fix: run the step on real ranks, or change the node that the text names.
     """
+
+    page = "docs/errors/passes.md#virtualrankserror"
 
 
 class VerificationError(SpmdError, RuntimeError):
@@ -212,9 +251,11 @@ class VerificationError(SpmdError, RuntimeError):
 
     Cause: a pass that computes something else, or keeps bits under fewer reduction
     orders than it claims.
-    Cure: the text names the pass, the first node that differs and both values'
+    Fix: the text names the pass, the first node that differs and both values'
     statistics. Leave the pass out, or correct it.
     """
+
+    page = "docs/errors/passes.md#verificationerror"
 
 
 class ShadowError(SpmdError, RuntimeError):
@@ -232,6 +273,8 @@ class ShadowWarning(UserWarning):
 
 class UnsupportedPassError(SpmdError, NotImplementedError):
     """A pass does not know this kind of node; the text says which it knows."""
+
+    page = "docs/errors/passes.md#unsupportedpasserror"
 
 
 class PassWarning(UserWarning):

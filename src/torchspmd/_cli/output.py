@@ -11,6 +11,7 @@ import io
 import os
 import sys
 import threading
+from pathlib import Path
 from typing import Any, NoReturn
 
 from rich.console import Console
@@ -71,6 +72,13 @@ def exit_process(code: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
+
+
+def say_written(what: str, path: Path, *, stderr: bool = False) -> None:
+    """Say where a file is; the path stays whole, however long it is, to be copied."""
+    Console(stderr=stderr).print(
+        f"{what} written to {path}.", highlight=False, markup=False, soft_wrap=True
+    )
 
 
 def status_line(what: str, *, quiet: bool = False) -> StatusLine:

@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import importlib.util
+import json
 import sys
 import textwrap
 import warnings
@@ -13,10 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchspmd._cli.script import output_problems
+from torchspmd._cli.output import say_written
+from torchspmd._cli.script import output_problems, typed_command
 from torchspmd.errors import PlanError, UsageError
 from torchspmd.parallel.plan.auto import auto_plan
 from torchspmd.parallel.plan.plan import Plan
+from torchspmd.report import write_page
 
 HELP = "show what a tensor-parallel plan does to a model"
 DESCRIPTION = "Show what a tensor-parallel plan does to a model."
@@ -25,6 +28,7 @@ examples:
   torchspmd plan model.py:build --mesh tp=8
   torchspmd plan model.py:build --mesh dp=16,tp=8 --plan plan.toml --batch 1 --seq 4096
   torchspmd plan mypackage.models:llama --mesh tp=8 --auto --save plan.toml
+  torchspmd plan model.py:build --mesh tp=8 --html page.html
 
 The factory is called without arguments and returns the model; its weights are made on
 the meta device, so any size will do. Without --plan, the plan is the one that a Hugging
@@ -54,6 +58,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq", type=int, help="length of each")
     parser.add_argument("--dtype", help="of the parameters, such as bfloat16")
     parser.add_argument("--json", type=Path, help="also write it here, as JSON")
+    parser.add_argument("--html", type=Path, help="write a page to look at here")
     parser.add_argument("--save", type=Path, help="write the plan here, as TOML")
 
 
@@ -73,8 +78,12 @@ def run(options: argparse.Namespace) -> int:
         print(_wrap(str(error)), file=sys.stderr)
         return 1
     print(preview)
+    document = {**preview.as_dict(), "command": typed_command(options)}
     if options.json is not None:
-        options.json.write_text(preview.to_json() + "\n")
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    if options.html is not None:
+        write_page(document, options.html)
+        say_written("Page", options.html)
     if options.save is not None:
         plan.save(options.save)
     return 0
@@ -135,6 +144,7 @@ def _check(options: argparse.Namespace, mesh: dict[str, int]) -> None:
         problems.append(f"torch has no floating-point dtype {options.dtype}")
     problems += output_problems(options.json, "--json", "plan.json")
     problems += output_problems(options.save, "--save", "plan.toml")
+    problems += output_problems(options.html, "--html", "page.html")
     if problems:
         raise UsageError("; ".join(problems) + ".")
 

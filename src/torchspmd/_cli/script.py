@@ -231,6 +231,11 @@ def refuse_words(
     parser.error(f"unrecognized arguments: {words}{hint}")
 
 
+def typed_command(options: argparse.Namespace) -> str:
+    """The command as it can be typed again."""
+    return shlex.join(["torchspmd", *options.words])
+
+
 # ----------------------------------------------------------------------------
 # Files that a command is given, looked at before anything runs.
 

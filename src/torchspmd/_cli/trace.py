@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -17,19 +18,20 @@ from torchspmd._cli.gather import (
     gather_ledgers,
     hold_store,
 )
-from torchspmd._cli.output import NEVER_FREED, status_line
+from torchspmd._cli.output import NEVER_FREED, say_written, status_line
 from torchspmd._cli.script import (
     StepWindow,
     add_script_options,
     output_problems,
     run_script,
     script_problems,
+    typed_command,
 )
 from torchspmd._cli.simulate import cuda_as_cpu, simulated_world
-from torchspmd.comm import Ledger, save_ledger
+from torchspmd.comm import Ledger, ledger_to_dict, save_ledger
 from torchspmd.comm.tree import sum_ledgers
 from torchspmd.errors import UsageError
-from torchspmd.report import format_bytes, print_ledger
+from torchspmd.report import format_bytes, print_ledger, write_page
 from torchspmd.trace import CommDebugMode
 
 HELP = "run a training script and show what it communicates"
@@ -39,6 +41,7 @@ EPILOG = """\
 examples:
   torchspmd trace train.py --world-size 8
   torchspmd trace train.py --world-size 1024 --steps 2 --skip 1 --out report.json
+  torchspmd trace train.py --world-size 8 --html page.html
   torchspmd trace train.py --world-size 8 -- --layers 4 --batch 16
   torchrun --nproc-per-node 4 -m torchspmd trace train.py --out report.json
 
@@ -52,6 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_script_options(parser)
     parser.add_argument("--world-size", type=int, help="simulate this many ranks")
     parser.add_argument("--out", type=Path, help="write the ledger here, as JSON")
+    parser.add_argument("--html", type=Path, help="write a page to look at here")
     parser.add_argument(
         "--sources", action="store_true", help="note the line behind each communication"
     )
@@ -117,6 +121,7 @@ def _check(options: argparse.Namespace) -> None:
             "give --world-size N to simulate N ranks, or start with torchrun"
         )
     problems += output_problems(options.out, "--out", "report.json")
+    problems += output_problems(options.html, "--html", "page.html")
     if problems:
         raise UsageError("; ".join(problems) + ".")
 
@@ -156,14 +161,27 @@ def _report(
     print_ledger(ledger, console, num_ranks=1 if world.simulated else world.size)
     for line in [*differences, *_setup_lines(window)]:
         console.print(line, highlight=False, markup=False)
+    about = _about(options, window, world)
     if options.out is not None:
-        save_ledger(ledger, options.out)
-        console.print(
-            f"Ledger written to {options.out}.",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
+        save_ledger(ledger, options.out, about=about)
+        say_written("Ledger", options.out)
+    if options.html is not None:
+        write_page(ledger_to_dict(ledger, about=about), options.html)
+        say_written("Page", options.html)
+
+
+def _about(
+    options: argparse.Namespace, window: StepWindow, world: _World
+) -> dict[str, Any]:
+    """How the ledger came about, for its file and page."""
+    return {
+        "command": typed_command(options),
+        "script": str(options.script),
+        "world_size": world.size,
+        "rank": world.rank,
+        "num_ranks": 1 if world.simulated else world.size,
+        "steps": window.num_recorded,
+    }
 
 
 def _steps_text(window: StepWindow) -> str:

@@ -17,6 +17,7 @@ from torchspmd._torch.autograd import OPTIMIZER_HOOK_TABLES as OPTIMIZER_HOOK_TA
 from torchspmd._torch.autograd import LaysOutGradient as LaysOutGradient
 from torchspmd._torch.autograd import add_gradient_hook as add_gradient_hook
 from torchspmd._torch.autograd import after_backward as after_backward
+from torchspmd._torch.autograd import after_each_backward as after_each_backward
 from torchspmd._torch.autograd import backward_under as backward_under
 from torchspmd._torch.autograd import current_node as current_node
 from torchspmd._torch.autograd import gradient_hook_keys as gradient_hook_keys
@@ -46,6 +47,7 @@ from torchspmd._torch.capture import renew_flat_weights as renew_flat_weights
 from torchspmd._torch.capture import rnn_layer as rnn_layer
 from torchspmd._torch.capture import scaler_facts as scaler_facts
 from torchspmd._torch.capture import scaler_tensors as scaler_tensors
+from torchspmd._torch.capture import shape_mode as shape_mode
 from torchspmd._torch.capture import sum_over as sum_over
 from torchspmd._torch.capture import symbol_of as symbol_of
 from torchspmd._torch.capture import trace as trace
@@ -70,6 +72,9 @@ from torchspmd._torch.dtensor import is_autocast_enabled as is_autocast_enabled
 from torchspmd._torch.dtensor import is_view as is_view
 from torchspmd._torch.dtensor import join_axes as join_axes
 from torchspmd._torch.dtensor import local_tensor as local_tensor
+from torchspmd._torch.dtensor import (
+    register_attention_on_cpu as register_attention_on_cpu,
+)
 from torchspmd._torch.dtensor import sister_axis as sister_axis
 from torchspmd._torch.dtensor import spec as spec
 from torchspmd._torch.dtensor import start_all_gather as start_all_gather
@@ -80,8 +85,16 @@ from torchspmd._torch.dtensor import strided_shard as strided_shard
 from torchspmd._torch.dtensor import version_of as version_of
 from torchspmd._torch.dtensor import wait as wait
 from torchspmd._torch.dtensor import wrap_local as wrap_local
+from torchspmd._torch.fake_device import FakeDeviceMode as FakeDeviceMode
+from torchspmd._torch.fake_device import ShownAsCuda as ShownAsCuda
+from torchspmd._torch.fake_device import fake_device as fake_device
+from torchspmd._torch.fake_device import is_device_tensor as is_device_tensor
+from torchspmd._torch.fake_device import is_fake_tensor as is_fake_tensor
+from torchspmd._torch.fake_device import own_chunks_only as own_chunks_only
+from torchspmd._torch.fake_device import shapes_apart as shapes_apart
 from torchspmd._torch.groups import Store as Store
 from torchspmd._torch.groups import ddp_on_fake_groups as ddp_on_fake_groups
+from torchspmd._torch.groups import ddp_without_values as ddp_without_values
 from torchspmd._torch.groups import default_store as default_store
 from torchspmd._torch.groups import fake_store as fake_store
 from torchspmd._torch.groups import file_store as file_store
@@ -112,17 +125,23 @@ from torchspmd._torch.operators import WAIT as WAIT
 from torchspmd._torch.operators import Kernel as Kernel
 from torchspmd._torch.operators import Signature as Signature
 from torchspmd._torch.operators import argument_names as argument_names
+from torchspmd._torch.operators import autocast_names as autocast_names
+from torchspmd._torch.operators import below_autograd as below_autograd
 from torchspmd._torch.operators import call_below as call_below
 from torchspmd._torch.operators import draws_random_numbers as draws_random_numbers
 from torchspmd._torch.operators import fake_result as fake_result
+from torchspmd._torch.operators import find_overload as find_overload
 from torchspmd._torch.operators import gives_one_tensor as gives_one_tensor
 from torchspmd._torch.operators import in_place_form as in_place_form
+from torchspmd._torch.operators import library_name as library_name
+from torchspmd._torch.operators import no_autocast as no_autocast
 from torchspmd._torch.operators import observe as observe
 from torchspmd._torch.operators import only_has_effects as only_has_effects
 from torchspmd._torch.operators import operator_generation as operator_generation
 from torchspmd._torch.operators import packet_name as packet_name
 from torchspmd._torch.operators import reduction_in_place as reduction_in_place
 from torchspmd._torch.operators import registered_operators as registered_operators
+from torchspmd._torch.operators import remove_library as remove_library
 from torchspmd._torch.operators import shared_arguments as shared_arguments
 from torchspmd._torch.operators import signature_of as signature_of
 from torchspmd._torch.operators import storage_bytes as storage_bytes
@@ -137,6 +156,7 @@ from torchspmd._torch.regions import Record as Record
 from torchspmd._torch.regions import dtensor_slots as dtensor_slots
 from torchspmd._torch.regions import finished as finished
 from torchspmd._torch.regions import flatten_tree as flatten_tree
+from torchspmd._torch.regions import has_backward as has_backward
 from torchspmd._torch.regions import is_fake as is_fake
 from torchspmd._torch.regions import is_in_custom_function as is_in_custom_function
 from torchspmd._torch.regions import leaf_paths as leaf_paths

@@ -74,6 +74,14 @@ def _layers(modules: Iterable[nn.Module]) -> list[nn.RNNBase]:
     return [m for root in modules for m in root.modules() if isinstance(m, nn.RNNBase)]
 
 
+@functools.cache
+def shape_mode() -> Any:
+    """The mode of tensors that have shapes only; one, so that all of them go together."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
 class FakeWorld:
     """Tensors without values and numbers without a value, for one capture."""
 

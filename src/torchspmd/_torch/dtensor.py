@@ -195,3 +195,30 @@ def free_shard(tensor: torch.Tensor) -> None:
     """Give the memory of a DTensor's shard back; the DTensor has no values after this."""
     held: Any = tensor
     held._local_tensor = held._local_tensor.detach().new_empty(0)
+
+
+# ----------------------------------------------------------------------------
+# Attention of DTensors on CPU: torch has a strategy for it on GPUs only.
+
+
+@functools.cache
+def register_attention_on_cpu() -> None:
+    """Let DTensor compute attention on CPU with batch or heads sharded, as on GPUs."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.experimental import register_sharding
+
+    aten = torch.ops.aten
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    # Results and tensors among the arguments have one layout.
+    for op, num_results, num_tensors in ((name, 2, 3), (f"{name}_backward", 3, 6)):
+
+        def strategies(
+            *args: Any, results: int = num_results, tensors: int = num_tensors, **_: Any
+        ) -> list[tuple[list[Any], list[Any]]]:
+            others = [None] * (len(args) - tensors)
+            return [
+                ([layout] * results, [layout] * tensors + others)
+                for layout in (Replicate(), Shard(0), Shard(1))
+            ]
+
+        register_sharding(getattr(aten, op).default)(strategies)

@@ -101,6 +101,17 @@ def ddp_on_fake_groups() -> Iterator[None]:
         ddp.forward = plain_forward
 
 
+@contextlib.contextmanager
+def ddp_without_values() -> Iterator[None]:
+    """DistributedDataParallel does not compare the shapes of ranks, which reads memory."""
+    plain = _dist._verify_params_across_processes
+    _dist._verify_params_across_processes = lambda *args: None
+    try:
+        yield
+    finally:
+        _dist._verify_params_across_processes = plain
+
+
 def is_first_ddp_step(module: torch.nn.Module) -> bool:
     """Whether a module is DistributedDataParallel and its first forward is about to run."""
     return isinstance(module, DistributedDataParallel) and not module._lazy_init_ran
@@ -108,7 +119,7 @@ def is_first_ddp_step(module: torch.nn.Module) -> bool:
 
 # DDP insists on its own class as the bucket's annotation, or on none.
 def _reduce_bucket(group, bucket):  # type: ignore[no-untyped-def]
-    dist.all_reduce(bucket.buffer(), group=group)
+    dist.all_reduce(bucket.buffer(), group=group, async_op=True)  # as DDP itself does
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done

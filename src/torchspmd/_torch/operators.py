@@ -421,3 +421,48 @@ def _without_mode(value: Any) -> Any:
     return torch.empty_strided(
         value.shape, value.stride(), dtype=value.dtype, device=value.device
     )
+
+
+# ----------------------------------------------------------------------------
+# Kernels of one's own in the place of torch's.
+
+
+def find_overload(name: str) -> OpOverload | None:
+    """The operator of ``aten`` of this name, as in ``pow.Scalar``; None where none is."""
+    packet, _, overload = name.partition(".")
+    found = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+    return found if isinstance(found, OpOverload) else None
+
+
+def library_name(operator: OpOverload) -> str:
+    """What ``torch.library.Library.impl`` knows an operator as."""
+    return str(operator.name()).partition("::")[2]
+
+
+def autocast_names(device: str) -> set[str]:
+    """What autocast of a device changes in ``aten``, as ``Library.impl`` knows it."""
+    key = f"Autocast{device.upper()}"
+    return {
+        name.removeprefix("aten::")
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("aten::")
+        and torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+    }
+
+
+def remove_library(library: torch.library.Library) -> None:
+    """Take its kernels away; torch's own are in force again."""
+    library._destroy()
+
+
+def no_autocast() -> contextlib.AbstractContextManager[None]:
+    """Operators that are called inside of autocast's own kernels pass it by."""
+    return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS)
+
+
+def below_autograd() -> contextlib.AbstractContextManager[None]:
+    """Operators that are called inside are those that autograd would have called."""
+    return torch._C._AutoDispatchBelowAutograd()
+
+
+_AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)

@@ -201,6 +201,12 @@ def _functional_name(node_name: str) -> str:
     return ""
 
 
+@functools.cache
+def has_backward(operator: str) -> bool:
+    """Whether autograd knows a backward of ``namespace::name``."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator, "Autograd"))
+
+
 _APPLY = inspect.unwrap(torch.autograd.Function.apply).__code__
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import stat
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,19 @@ FORMAT = "torchspmd.ledger"
 VERSION = 1
 
 
-def save_ledger(ledger: Ledger, path: str | os.PathLike[str]) -> None:
+def save_ledger(
+    ledger: Ledger,
+    path: str | os.PathLike[str],
+    *,
+    about: Mapping[str, Any] | None = None,
+) -> None:
     """Write a ledger to a JSON file; the file is replaced whole or left as it was.
+
+    Args:
+        ledger: What was recorded.
+        path: Of the file.
+        about: How it was recorded: ``command``, ``script``, ``world_size``, ``rank``,
+            ``num_ranks`` that it is the sum of, ``steps``. The page shows it.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "ledger.json"
@@ -35,7 +47,7 @@ def save_ledger(ledger: Ledger, path: str | os.PathLike[str]) -> None:
     Raises:
         LedgerError: The file cannot be written.
     """
-    text = json.dumps(ledger_to_dict(ledger), indent=1) + "\n"
+    text = json.dumps(ledger_to_dict(ledger, about=about), indent=1) + "\n"
     try:
         write_whole(Path(path), text)
     except OSError as error:
@@ -43,7 +55,12 @@ def save_ledger(ledger: Ledger, path: str | os.PathLike[str]) -> None:
 
 
 def load_ledger(path: str | os.PathLike[str]) -> Ledger:
-    """Read a ledger that ``save_ledger`` wrote.
+    """Read a ledger that ``save_ledger`` or ``torchspmd trace --out`` wrote.
+
+    >>> load_ledger("missing.json")
+    Traceback (most recent call last):
+        ...
+    torchspmd.errors.LedgerError: cannot read missing.json: No such file or directory.
 
     Raises:
         LedgerError: The file cannot be read, is not a ledger, or has another version.
@@ -60,14 +77,17 @@ def load_ledger(path: str | os.PathLike[str]) -> Ledger:
     return ledger_from_dict(data, str(path))
 
 
-def ledger_to_dict(ledger: Ledger) -> dict[str, Any]:
-    """A ledger as plain JSON values."""
+def ledger_to_dict(
+    ledger: Ledger, *, about: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """A ledger as plain JSON values; ``about`` as in ``save_ledger``."""
     groups = list({event.group: None for event in ledger.events})
     places = {group: place for place, group in enumerate(groups)}
     return {
         "format": FORMAT,
         "version": VERSION,
         "torch": torch.__version__,
+        **({} if about is None else {"about": dict(about)}),
         "max_events": ledger.max_events,
         "dropped_events": ledger.dropped,
         "notes": ledger.notes,

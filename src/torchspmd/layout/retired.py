@@ -21,6 +21,7 @@ from torchspmd.errors import LayoutError, UsageError
 # a second module that is tied to it gets the same DTensor and not another copy.
 _NAME = "_torchspmd_name"
 _SUCCESSOR = "_torchspmd_successor"
+_PREDECESSOR = "_torchspmd_predecessor"  # on a shard: the id of what it replaced
 
 
 class _Untrainable:
@@ -143,6 +144,17 @@ def copy_attributes(parameter: torch.Tensor, placed: torch.Tensor) -> None:
         fits = not (isinstance(value, torch.Tensor) and value.shape == parameter.shape)
         if name not in (_NAME, _SUCCESSOR) and fits:
             setattr(placed, name, value)
+
+
+def note_predecessor(placed: torch.Tensor, parameter: torch.Tensor) -> None:
+    """Note which parameter a shard stands for: code may know that one by its identity."""
+    setattr(placed, _PREDECESSOR, id(parameter))
+
+
+def predecessor_id(placed: torch.Tensor) -> int | None:
+    """The identity of the parameter that a shard has replaced; None where there is none."""
+    found: int | None = vars(placed).get(_PREDECESSOR)
+    return found
 
 
 def describe_losses(parameters: Mapping[str, nn.Parameter]) -> list[str]:

@@ -23,12 +23,18 @@ from torchspmd.local.boundary import (
     outside,
     with_version,
 )
-from torchspmd.local.check import Checker, is_asked_for, observe_reductions
+from torchspmd.local.check import (
+    Checker,
+    compare_shapes,
+    is_asked_for,
+    observe_reductions,
+)
 from torchspmd.local.evidence import (
     Evidence,
     Node,
     Unseen,
     Watch,
+    describe_lost,
     describe_unseen,
     gather_evidence,
 )
@@ -138,7 +144,7 @@ class RegionCall:
             watch.watching(RegionCall._run_watched.__code__),
         ):
             result = self.options.function(*args, **kwargs)
-        keep(self.plan.memo, key, watch.has_written)
+        keep(self.plan.memo, key, watch.has_unseen)
         return result
 
     def leave(self, result: Any) -> Any:
@@ -197,6 +203,11 @@ class RegionCall:
         mesh = self.plan.frame.mesh
         assert output.layout is not None
         shape = build_shape(self.options, self.plan, output, value.shape, self.shapes)
+        # A checked call compares the sizes themselves.
+        if output.shape is None and not self.is_checked:
+            compare_shapes(
+                self.options, self.plan.frame, output, value, shape, self.shapes
+            )
         layout = self.plan.frame.merge(output.layout, rest)
         stride = whole_stride(shape, value.stride())
         return cached_spec(mesh, layout, shape, stride, value.dtype)
@@ -252,6 +263,7 @@ class RegionCall:
             gradients, problems = derive(
                 arguments, tensors, axes, lambda o, a: evidence[o, a], hidden
             )
+            problems += describe_lost(unseen, axes)
             what = "a gradient's layout cannot be derived"
             refuse(self.options.name, self.plan.frame.mesh, what, problems, RULE)
             keep(memo, key, gradients)

@@ -5,6 +5,7 @@ an axis comes to the same verdict, so that all of them raise and none waits.
 """
 
 import contextlib
+import hashlib
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,8 +25,10 @@ from torchspmd.layout.placements import (
     shard_dim,
 )
 from torchspmd.layout.shards import shard_size
+from torchspmd.local.arguments import Options
 from torchspmd.local.evidence import group_axes
 from torchspmd.local.frame import Frame, LocalAxis
+from torchspmd.local.outputs import Output
 from torchspmd.local.specs import (
     Problem,
     refuse,
@@ -145,6 +148,71 @@ def _all_gather(
     with marked_as_check():
         dist.all_gather(rows, mine, group=group)
     return [row.tolist() for row in rows]
+
+
+# ----------------------------------------------------------------------------
+# Whole shapes, which each rank derives from its own part, must be the same on all.
+#
+# Ranks with other shapes wait for each other in the next collective. No rank waits here:
+# the first to come leaves its shape in the store, and the others look at it, once for each
+# kind of call.
+
+# What was posted under a key, in the order in which it came up: one piece of code may
+# make several shapes of the same arguments, as closures do.
+_posted: dict[str, list[tuple[int, ...]]] = {}
+
+
+def compare_shapes(
+    options: Options,
+    frame: Frame,
+    output: Output,
+    value: torch.Tensor,
+    shape: tuple[int, ...],
+    given: Sequence[Sequence[int]],
+) -> None:
+    """Raise where another rank has derived another whole shape of an output."""
+    assert output.layout is not None
+    over = [
+        axis
+        for axis, entry in zip(frame.axes, output.layout, strict=True)
+        if shard_dim(entry) is not None and axis.size > 1
+    ]
+    if not all(can_compare(value, frame, axis) for axis in over) or not over:
+        return
+    if any(type(size) is not int for size in shape):
+        return  # symbolic: not known yet
+    posted = _posted.setdefault(_shape_key(options, frame, output, given), [])
+    if shape in posted:
+        return
+    posted.append(shape)
+    key = f"{_shape_key(options, frame, output, given)}/{len(posted)}"
+    mine = f"{dist.get_rank()}:{list(shape)}"
+    first = _torch.default_store().compare_set(key, "", mine).decode()
+    rank, _, other = first.partition(":")
+    if other == str(list(shape)):
+        return
+    rule = "All ranks must derive the same whole shape, each from its own part."
+    names = ", ".join(repr(axis.name) for axis in over)
+    problem = Problem(
+        f"{output.name}: has {list(value.shape)} here (rank {dist.get_rank()}) and is "
+        f"{format_layout(output.layout)}, which makes {list(shape)} in all; on rank {rank} "
+        f"its part makes {other}",
+        f"Return equal pieces over {names}, or write the whole shape of {output.name} in "
+        "out_shapes and return the piece that DTensor's split gives to this rank (the "
+        "last ones smaller).",
+    )
+    refuse(options.name, frame.mesh, "an output's size", [problem], rule)
+
+
+def _shape_key(
+    options: Options, frame: Frame, output: Output, given: Sequence[Sequence[int]]
+) -> str:
+    code = getattr(options.function, "__code__", None)
+    place = "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+    ranks = frame.mesh.mesh.flatten().tolist()
+    parts = (options.name, place, output.name, output.layout, list(map(list, given)))
+    text = hashlib.sha256(repr((ranks, parts)).encode()).hexdigest()[:32]
+    return f"torchspmd/local_map/{text}"
 
 
 VARIABLE = "TORCHSPMD_CHECK"

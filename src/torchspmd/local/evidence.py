@@ -145,34 +145,42 @@ def _bare(ends: set[tuple[int, _Way]], axis: int) -> tuple[tuple[int, str], ...]
 
 
 # ----------------------------------------------------------------------------
-# In-place collectives that autograd does not see.
+# Collectives that autograd does not see.
 #
 # ``dist.all_reduce`` writes into its argument, and the recorded graph says nothing of it:
-# what depends on other ranks seems to depend on this one alone. So calls are watched.
-# That costs some microseconds for each operator, so the first call of each kind is watched,
-# and further ones only where the function has called in-place collectives at all.
+# what depends on other ranks seems to depend on this one alone. What ``dist.all_gather``
+# or ``dist.send`` take is used on other ranks, whose gradient never comes back. So calls
+# are watched. That costs some microseconds for each operator, so the first call of each
+# kind is watched, and further ones only where the function has called such collectives.
 
 _IN_PLACE = "c10d::"
+_FUNCTIONAL = "_c10d_functional::"
 _NOTHING_WRITTEN = ("c10d::send", "c10d::barrier", "c10d::monitored_barrier_")
 
 
 class Unseen(NamedTuple):
-    """An in-place collective over an axis (by number), on a tensor with a gradient."""
+    """A collective over an axis (by number) on a tensor with a gradient.
+
+    It wrote into that tensor, or, where ``is_lost``, only sent it, so that the gradient
+    of what other ranks compute with it is lost.
+    """
 
     axis: int
     operator: str
+    is_lost: bool = False
 
 
 class Watch:
-    """The in-place collectives of one call.
+    """The collectives of one call that autograd does not see.
 
     Attributes:
-        has_written: Some were called.
-        unseen: Those that wrote into memory that a tensor with a gradient reads.
+        has_unseen: Some were called.
+        unseen: Those that wrote into memory that a tensor with a gradient reads, or sent
+            such a tensor.
     """
 
     def __init__(self, frame: Frame) -> None:
-        self.has_written = False
+        self.has_unseen = False
         self.unseen: set[Unseen] = set()
         self._axes = {axis.index for axis in frame.axes if axis.size > 1}
         self._mesh = frame.mesh
@@ -204,21 +212,43 @@ class Watch:
     def _note(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.look_at((args, kwargs))
         name = _torch.packet_name(op)
-        if not name.startswith(_IN_PLACE) or name in _NOTHING_WRITTEN:
+        is_in_place = name.startswith(_IN_PLACE)
+        if not is_in_place and not _is_functional_without_backward(name):
             return
-        self.has_written = True
+        self.has_unseen = True
         given = dict(zip(_torch.argument_names(op), args, strict=False), **kwargs)
-        group = _torch.resolve_group(given.get("process_group"))
+        named = given.get("process_group", given.get("group_name"))
+        group = _torch.resolve_group(named)
         # A custom function has its own backward, and is opaque to the rules as a whole.
         if group is None or _torch.is_in_custom_function(self._caller):
             return
         axes = group_axes(self._mesh, group) & self._axes
-        writes = frozenset(Unseen(axis, name) for axis in axes)
-        for tensor in _torch.leaves_of(torch.Tensor, next(iter(given.values()))):
+        is_written = is_in_place and name not in _NOTHING_WRITTEN
+        targets = next(iter(given.values())) if is_written else ()
+        written = list(_torch.leaves_of(torch.Tensor, targets))
+        self._note_written(written, frozenset(Unseen(axis, name) for axis in axes))
+        sent = _torch.leaves_of(torch.Tensor, (args, kwargs))
+        # Without gradients the user has said that none is to pass.
+        if torch.is_grad_enabled() and any(
+            tensor.requires_grad and all(tensor is not other for other in written)
+            for tensor in sent
+        ):
+            self.unseen |= {Unseen(axis, name, is_lost=True) for axis in axes}
+
+    def _note_written(
+        self, tensors: Sequence[torch.Tensor], writes: frozenset[Unseen]
+    ) -> None:
+        for tensor in tensors:
             if tensor.requires_grad:
                 self.unseen |= writes
             elif writes:
                 self._written[_torch.storage_key(tensor)] = tensor, writes
+
+
+def _is_functional_without_backward(name: str) -> bool:
+    return name.startswith(_FUNCTIONAL) and not (
+        name.endswith("::wait_tensor") or _torch.has_backward(name)
+    )
 
 
 def describe_unseen(
@@ -227,7 +257,9 @@ def describe_unseen(
     """The problem with each in-place collective, by axis number."""
     names = {axis.index: axis.name for axis in axes}
     problems: dict[int, list[Problem]] = {}
-    for index, operator in unseen:
+    for index, operator, is_lost in unseen:
+        if is_lost:
+            continue
         name = names[index]
         problem = Problem(
             f"{operator} over {name!r}: was called in place on a tensor with a "
@@ -241,3 +273,20 @@ def describe_unseen(
         )
         problems.setdefault(index, []).append(problem)
     return problems
+
+
+def describe_lost(unseen: Sequence[Unseen], axes: Sequence[LocalAxis]) -> list[Problem]:
+    """The problem with each collective that sends a tensor with a gradient."""
+    names = {axis.index: axis.name for axis in axes}
+    return [
+        Problem(
+            f"{operator} over {names[index]!r}: sends a tensor with a gradient; autograd "
+            "does not see it, so the gradient of what other ranks compute with it is lost",
+            "Send it by a collective with a backward (torch.distributed.nn.functional, or "
+            "the *_autograd functional collectives), or write a torch.autograd.Function "
+            "around it whose backward sends the gradient back. If no gradient is to pass, "
+            "send t.detach().",
+        )
+        for index, operator, is_lost in unseen
+        if is_lost
+    ]

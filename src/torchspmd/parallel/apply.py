@@ -23,7 +23,7 @@ from torchspmd.parallel.axis import (
 )
 from torchspmd.parallel.plan.assignment import Assignment
 from torchspmd.parallel.plan.plan import Style
-from torchspmd.parallel.plan.resolve import resolve
+from torchspmd.parallel.plan.resolve import is_alias, resolve
 from torchspmd.parallel.replicas import Replicas, is_meant
 from torchspmd.parallel.style import ParallelStyle, Place
 
@@ -150,6 +150,10 @@ class _Slot:
         """What it holds there now; None where the parameter was split into parts."""
         return dict(self.owner.named_parameters(recurse=False)).get(self.name)
 
+    def is_replaced(self) -> bool:
+        """Whether a style has put something else there."""
+        return self.now() is not self.parameter
+
 
 def _plain_slots(module: nn.Module) -> list[_Slot]:
     """Every name of every parameter that is no DTensor yet."""
@@ -170,7 +174,7 @@ def _retire_replaced(slots: list[_Slot]) -> None:
     replaced = [
         shared
         for shared in by_parameter.values()
-        if any(slot.now() is not slot.parameter for slot in shared)
+        if any(slot.is_replaced() for slot in shared)
     ]
     # Those of our own styles were checked before; other styles show theirs only now.
     losses = describe_losses({slots[0].path: slots[0].parameter for slots in replaced})
@@ -185,8 +189,15 @@ def _tie_again(slots: list[_Slot]) -> None:
     """One object for all names: styles of torch make another for each module."""
     held = [slot.now() for slot in slots]
     known = successor(slots[0].parameter)
-    first: Any = held[0] if known is None else known
-    if all(parameter is first for parameter in held):
+    placed = {slot.path.rpartition(".")[0] for slot in slots if slot.is_replaced()}
+    first: Any = next(
+        (slot.now() for slot in slots if known is None and slot.is_replaced()), known
+    )
+    held = [
+        first if not slot.is_replaced() and is_alias(slot.path, placed) else parameter
+        for slot, parameter in zip(slots, held, strict=True)
+    ]
+    if all(slot.now() is first for slot in slots):
         return
     if all(_same_layout(first, parameter) for parameter in held):
         for slot in slots:

@@ -19,6 +19,7 @@ from torchspmd.parallel.axis import (
     is_uneven,
     layout_of,
 )
+from torchspmd.parallel.fused import Part, SplitParameter
 from torchspmd.parallel.parameters import (
     describe_computed,
     describe_hooked,
@@ -57,9 +58,16 @@ class LocalForward:
     it makes ``Replicate()``, every rank computes the same.
     """
 
-    def __init__(self, style: PlacedStyle, module: nn.Module, place: Place) -> None:
+    def __init__(
+        self,
+        style: PlacedStyle,
+        module: nn.Module,
+        place: Place,
+        packed: Mapping[str, SplitParameter] | None = None,
+    ) -> None:
         layouts = style.layouts(module)
         assert layouts is not None
+        self._packed = packed or {}
         self._shell = _Shell(module)
         self._layouts = layouts
         self._axis, self._where = place.axis, place.where(style)
@@ -96,6 +104,14 @@ class LocalForward:
 
     def _shards(self) -> dict[str, torch.Tensor]:
         """This rank's shard of each parameter, by its name in the shell."""
+        found = self._local_parameters()
+        for name, split in self._packed.items():
+            keys = [f"module.{name}_parts.{i}" for i in range(len(split.parts))]
+            parts = [found.pop(key) for key in keys]
+            found[f"module.{name}"] = torch.cat(parts, split.dim)
+        return found
+
+    def _local_parameters(self) -> dict[str, torch.Tensor]:
         parameters = self._parameters()
         # Where every rank computes a partial value, a whole parameter's gradient is one.
         summed = [
@@ -207,8 +223,9 @@ class ExpertParallel(PlacedStyle):
     partial value, summed over the ranks. That is right for experts whose outputs are
     added: a dense router's weights ``(tokens, experts)`` are cut to this rank's experts
     with ``Shard(-1)``. Sharding a hidden dimension of the experts (``{"up": Shard(2),
-    "down": Shard(1)}``) is right as well. The gradients of replicated parameters are
-    summed over the ranks, in one all-reduce.
+    "down": Shard(1)}``) is right as well, also where a parameter is several matrices side
+    by side in that dimension (``packed={"gate_up_proj": 2}``). The gradients of replicated
+    parameters are summed over the ranks, in one all-reduce.
 
     Args:
         parameter_placements: Placement of all parameters (default ``Shard(0)``, the
@@ -219,6 +236,9 @@ class ExpertParallel(PlacedStyle):
         desired_input_layouts: Layout that the computation reads, for each of them.
         output_layouts: Layout of the summed output; default ``Replicate()``.
         use_local_output: Return this rank's tensor (the default), or a DTensor.
+        packed: Parameters that are several of equal size, side by side in the dimension
+            that is sharded, and how many: each is sharded by itself, as the gate and up of
+            packed experts must be. The state dict has the whole parameter.
 
     Example:
         >>> style = ExpertParallel(
@@ -234,6 +254,7 @@ class ExpertParallel(PlacedStyle):
     desired_input_layouts: Layouts | None = None
     output_layouts: Placement | tuple[Placement] | None = None
     use_local_output: bool = True
+    packed: Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -255,11 +276,11 @@ class ExpertParallel(PlacedStyle):
         object.__setattr__(self, "input_layouts", given)
         object.__setattr__(self, "desired_input_layouts", needed)
         object.__setattr__(self, "output_layouts", wanted)
-        placements = self.parameter_placements
-        if isinstance(placements, Mapping):
-            object.__setattr__(
-                self, "parameter_placements", tuple(sorted(placements.items(), key=str))
-            )
+        for argument in ("parameter_placements", "packed"):
+            given_names = getattr(self, argument)
+            if isinstance(given_names, Mapping):
+                pairs = tuple(sorted(given_names.items(), key=str))
+                object.__setattr__(self, argument, pairs)
 
     def parameter_layouts(self, module: nn.Module) -> dict[str, Placement]:
         """The placement of each parameter of the module and of its children."""
@@ -290,12 +311,42 @@ class ExpertParallel(PlacedStyle):
             problems += [
                 f"parameter {n!r} has no layout" for n in sorted(names - named)
             ]
+        return problems + self._find_packing_problems(module)
+
+    def _find_packing_problems(self, module: nn.Module) -> list[str]:
+        layouts = self.parameter_layouts(module)
+        problems = []
+        for name, count in self._packed():
+            layout = layouts.get(name)
+            if not isinstance(layout, Shard) or "." in name:
+                problems.append(
+                    f"packed names {name!r}, which is no sharded parameter of its own"
+                )
+            elif count < 1 or module.get_parameter(name).size(layout.dim) % count:
+                problems.append(
+                    f"dimension {layout.dim} of {name!r} does not divide into {count}"
+                )
         return problems
+
+    def _packed(self) -> tuple[tuple[str, int], ...]:
+        return self.packed if isinstance(self.packed, tuple) else ()
 
     def place_fitting(self, module: nn.Module, place: Place) -> None:
         """Shard the parameters and let the module's own forward run on the shards."""
-        _place_all(self.parameter_layouts(module), module, place)
-        module.forward = LocalForward(self, module, place)
+        layouts = self.parameter_layouts(module)
+        packed = {}
+        for name, count in self._packed():
+            layout = layouts.pop(name)
+            assert isinstance(layout, Shard)
+            dim = layout.dim % module.get_parameter(name).ndim
+            size = module.get_parameter(name).size(dim) // count
+            parts = tuple(Part(start=i * size, size=size) for i in range(count))
+            where = place.where(self)
+            packed[name] = SplitParameter(name, parts, dim, place.axis, where)
+            packed[name].place(module, place.src_data_rank)
+            module.register_parameter(name, None)  # where the forward finds its shard
+        _place_all(layouts, module, place)
+        module.forward = LocalForward(self, module, place, packed)
         mark_styled(module, "forward", type(self).__name__)
 
 

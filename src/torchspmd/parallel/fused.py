@@ -1,7 +1,8 @@
 """Column-wise for layers whose output is several parts: fused QKV, gate and up; GQA."""
 
 import copy
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -17,18 +18,21 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 
+from torchspmd import _torch
 from torchspmd.errors import LayoutError
 from torchspmd.layout.retired import copy_attributes
+from torchspmd.layout.shards import shard_size
 from torchspmd.parallel.axis import (
     Axis,
 )
+from torchspmd.parallel.linear import ColwiseParallel, linear_form, local_form
 from torchspmd.parallel.parameters import (
     describe_computed,
     local_shard,
     remember_layout,
     unwrapped_parameters,
 )
-from torchspmd.parallel.redistribute import change_layout
+from torchspmd.parallel.redistribute import change_layout, wrap
 from torchspmd.parallel.route import Route, build_route, check_tensor, enter_features
 from torchspmd.parallel.style import (
     Place,
@@ -184,14 +188,108 @@ class Part:
         """Whether there are fewer heads than ranks, so that ranks share a head."""
         return 0 < self.num_heads < num_ranks
 
-    def layout(self, num_ranks: int) -> Placement:
-        """How the part's parameters lie on the axis."""
-        return Replicate() if self.is_shared(num_ranks) else Shard(0)
+    def layout(self, num_ranks: int, dim: int = 0) -> Placement:
+        """How a parameter of the part lies on the axis, its features in a dimension."""
+        return Replicate() if self.is_shared(num_ranks) else Shard(dim)
+
+    def local_size(self, num_ranks: int, rank: int) -> int:
+        """How many features of the part one rank computes."""
+        if self.is_shared(num_ranks):
+            return self.size // self.num_heads
+        return shard_size(self.size, num_ranks, rank)
 
     def shared_head(self, axis: Axis) -> tuple[int, int]:
         """First feature and number of features of the head that this rank uses."""
         size = self.size // self.num_heads
         return size * (axis.rank * self.num_heads // axis.size), size
+
+
+class FusedOutput:
+    """The output of a fused layer, for a forward that splits it by the sizes of one device.
+
+    ``split``, ``chunk`` and ``tensor_split`` of the last dimension, as methods and as
+    functions of torch, give this rank's share of each part. Anything else would compute
+    with parts of other heads, and is an error.
+    """
+
+    def __init__(self, parts: Sequence[torch.Tensor], whole: Sequence[int]) -> None:
+        self.parts, self._whole = tuple(parts), tuple(whole)
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape that the output has on one device."""
+        return torch.Size((*self.parts[0].shape[:-1], sum(self._whole)))
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return self.parts[0].ndim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The element type."""
+        return self.parts[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device."""
+        return self.parts[0].device
+
+    def size(self, dim: int | None = None) -> Any:
+        """The shape that the output has on one device, or one size of it."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def split(self, split_size: int | Sequence[int], dim: int = 0) -> Any:
+        """The parts; the sizes are those of one device."""
+        total = sum(self._whole)
+        if isinstance(split_size, int):
+            full, rest = divmod(total, split_size)
+            split_size = [split_size] * full + [rest] * bool(rest)
+        return self._split(list(split_size), dim, f"split by {split_size}")
+
+    def chunk(self, chunks: int, dim: int = 0) -> Any:
+        """The parts, as many as ``chunks``."""
+        return self.split(-(-sum(self._whole) // chunks), dim)
+
+    def tensor_split(self, indices_or_sections: Any, dim: int = 0) -> Any:
+        """The parts, between these places or as many."""
+        total = sum(self._whole)
+        given = indices_or_sections
+        if isinstance(given, int):
+            given = [i * -(-total // given) for i in range(1, given)]
+        places = [0, *given, total]
+        sizes = [end - start for start, end in itertools.pairwise(places)]
+        return self._split(sizes, dim, f"tensor_split by {sizes}")
+
+    def _split(self, sizes: list[int], dim: int, what: str) -> tuple[torch.Tensor, ...]:
+        if sizes == list(self._whole) and dim in (-1, self.ndim - 1):
+            return self.parts
+        raise LayoutError(
+            f"FusedColwiseParallel: {what} in dimension {dim} of an output that is "
+            f"{list(self.shape)} on one device. Its parts are {list(self._whole)} of the "
+            "last dimension; write the parts of the style as the forward splits."
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """``torch.split`` and the like, as the methods do."""
+        name = getattr(func, "__name__", str(func))
+        if name in ("split", "chunk", "tensor_split") and isinstance(args[0], cls):
+            return getattr(args[0], name)(*args[1:], **(kwargs or {}))
+        raise LayoutError(_not_split(name))
+
+    def __getattr__(self, name: str) -> Any:
+        raise LayoutError(_not_split(name)) if name[:1] != "_" else AttributeError(name)
+
+
+def _not_split(name: str) -> str:
+    return (
+        f"FusedColwiseParallel: {name} of the output of a fused layer before it was split. "
+        "With split_whole=True it is split first (split, chunk, tensor_split in the last "
+        "dimension); without, it is one plain tensor of this rank's features."
+    )
 
 
 class LocalFusedLinear(nn.Linear):
@@ -202,6 +300,8 @@ class LocalFusedLinear(nn.Linear):
 
     route: Route
     parts: tuple[Part, ...]
+    split_whole: bool
+    split_parameters: "Mapping[str, SplitParameter]"
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """This rank's features of every part, side by side."""
@@ -220,22 +320,41 @@ class LocalFusedLinear(nn.Linear):
         )
         weight, bias = (self._local(name) for name in NAMES)
         assert weight is not None
-        return F.linear(whole, weight, bias)
+        output = F.linear(
+            whole, weight.t() if self.split_parameters["weight"].dim else weight, bias
+        )
+        if not self.split_whole:
+            return output
+        return self._split_output(output, value.shape)  # type: ignore[return-value]
+
+    def _split_output(
+        self, output: torch.Tensor, shape: tuple[int, ...]
+    ) -> FusedOutput:
+        axis = self.route.axis
+        sizes = [part.local_size(axis.size, axis.rank) for part in self.parts]
+        shares: Sequence[torch.Tensor] = output.split(sizes, -1)
+        if not self.route.local_output:
+            layout = Shard(output.ndim - 1)
+            shares = [
+                wrap(share, layout, axis, (*shape[:-1], part.size))
+                for share, part in zip(shares, self.parts, strict=True)
+            ]
+        return FusedOutput(shares, [part.size for part in self.parts])
 
     def _local(self, name: str) -> torch.Tensor | None:
-        """This rank's rows of a parameter, part after part."""
+        """This rank's features of a parameter, part after part."""
         given = part_parameters(self, name)
         if not given:
             return None
-        axis = self.route.axis
-        rows = []
+        axis, dim = self.route.axis, self.split_parameters[name].dim
+        shards = []
         for part, parameter in zip(self.parts, given, strict=True):
             if part.is_shared(axis.size):
                 shard = local_shard(parameter, sum_over=axis)
-                rows.append(shard.narrow(0, *part.shared_head(axis)))
+                shards.append(shard.narrow(dim, *part.shared_head(axis)))
             else:
-                rows.append(local_shard(parameter))
-        return rows[0] if len(rows) == 1 else torch.cat(rows)
+                shards.append(local_shard(parameter))
+        return shards[0] if len(shards) == 1 else torch.cat(shards, dim)
 
     def reset_parameters(self) -> None:
         """Draw values as one device does; those of the first rank go to all."""
@@ -247,8 +366,9 @@ class LocalFusedLinear(nn.Linear):
             device=given.device,
             dtype=given.dtype,
         ).requires_grad_(False)
-        for name, value in whole.named_parameters():
-            parts = split_into_parts(value, name, self, src_data_rank=0)
+        for name, drawn in whole.named_parameters():
+            value = drawn.t() if self.split_parameters[name].dim else drawn
+            parts = self.split_parameters[name].split(value, self, src_data_rank=0)
             held = part_parameters(self, name)
             with torch.no_grad():
                 for parameter, part in zip(held, parts, strict=True):
@@ -277,12 +397,13 @@ class LocalFusedLinear(nn.Linear):
             return None
         opened = dict(unwrapped_parameters(held))
         given = [opened.get(str(i), part) for i, part in enumerate(held)]
+        axis, dim = self.route.axis, self.split_parameters[name].dim
         if torch.is_grad_enabled() and any(part.requires_grad for part in given):
-            joined = _join_with_gradient(given, self.route.axis)
+            joined = _join_with_gradient(given, axis, dim)
         else:
             # Writing into this rank's shard of such a tensor is an error too.
             with torch.inference_mode():
-                joined = join_parts(given, self.route.axis)
+                joined = join_parts(given, axis, dim)
         return mark_copy(joined, self.route.where, name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -324,44 +445,137 @@ def part_parameters(module: nn.Module, name: str) -> list[torch.Tensor]:
     return [] if found is None else list(found)
 
 
-def join_parts(parts: list[torch.Tensor], axis: Axis) -> torch.Tensor:
-    """The parts as one DTensor in the order of one device, sharded by rows.
+def join_parts(parts: list[torch.Tensor], axis: Axis, dim: int = 0) -> torch.Tensor:
+    """The parts as one DTensor in the order of one device, its features sharded.
 
-    Every part is gathered for a moment; each rank keeps only its rows of the whole.
+    Every part is gathered for a moment; each rank keeps only its share of the whole.
     """
     with torch.no_grad():
-        whole = torch.cat(
-            [p.full_tensor() if isinstance(p, DTensor) else p for p in parts]
-        )
-        return distribute_tensor(whole, axis.mesh, (Shard(0),), src_data_rank=None)
+        whole = _whole(parts, dim)
+        return distribute_tensor(whole, axis.mesh, (Shard(dim),), src_data_rank=None)
 
 
-def _join_with_gradient(parts: list[torch.Tensor], axis: Axis) -> torch.Tensor:
+def _join_with_gradient(
+    parts: list[torch.Tensor], axis: Axis, dim: int
+) -> torch.Tensor:
     """The same as ``join_parts``; what is computed with it trains the parts."""
-    whole = torch.cat([p.full_tensor() if isinstance(p, DTensor) else p for p in parts])
+    whole = _whole(parts, dim)
     same = DTensor.from_local(whole, axis.mesh, (Replicate(),), run_check=False)
-    return same.redistribute(placements=(Shard(0),))
+    return same.redistribute(placements=(Shard(dim),))
 
 
-def split_into_parts(
-    value: torch.Tensor,
-    name: str,
-    module: LocalFusedLinear,
-    src_data_rank: int | None = None,
-) -> list[torch.Tensor]:
-    """A whole parameter, plain or a DTensor, laid out like the parts that hold it."""
-    whole = value.full_tensor() if isinstance(value, DTensor) else value
-    if whole.size(0) != module.out_features:
-        raise LayoutError(
-            f"{module.route.where}: the saved {name} has {whole.size(0)} rows, the layer "
-            f"has {module.out_features} output features."
-        )
-    held = part_parameters(module, name)
-    return [
-        # A copy: DTensors around views of a larger storage do not pickle.
-        _like(whole.narrow(0, part.start, part.size).clone(), parameter, src_data_rank)
-        for part, parameter in zip(module.parts, held, strict=True)
-    ]
+def _whole(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
+    return torch.cat(
+        [p.full_tensor() if isinstance(p, DTensor) else p for p in parts], dim
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SplitParameter:
+    """A parameter that a module holds as several, each sharded by itself.
+
+    A state dict has the whole one, under its name.
+
+    Attributes:
+        name: The parameter's name in its module.
+        parts: The parts, of the features in one dimension.
+        dim: That dimension.
+        axis: Where the parts lie.
+        where: How errors name the module.
+    """
+
+    name: str
+    parts: tuple[Part, ...]
+    dim: int
+    axis: Axis
+    where: str
+
+    def split(
+        self, value: torch.Tensor, module: nn.Module, src_data_rank: int | None = None
+    ) -> list[torch.Tensor]:
+        """A whole parameter, plain or a DTensor, laid out like the parts that hold it."""
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        expected = sum(part.size for part in self.parts)
+        if whole.size(self.dim) != expected:
+            raise LayoutError(
+                f"{self.where}: the saved {self.name} has {whole.size(self.dim)} "
+                f"{'columns' if self.dim else 'rows'}, the layer has {expected} output "
+                "features."
+            )
+        held = part_parameters(module, self.name)
+        return [
+            # A copy: DTensors around views of a larger storage do not pickle.
+            _like(
+                whole.narrow(self.dim, part.start, part.size).clone(),
+                parameter,
+                src_data_rank,
+            )
+            for part, parameter in zip(self.parts, held, strict=True)
+        ]
+
+    def save(self, state: dict[str, Any], prefix: str) -> None:
+        """One key of a state dict for all parts."""
+        keys = [f"{prefix}{self.name}_parts.{i}" for i in range(len(self.parts))]
+        if all(key in state for key in keys):
+            parts = [state.pop(key) for key in keys]
+            state[f"{prefix}{self.name}"] = join_parts(parts, self.axis, self.dim)
+
+    def load(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+        """Keys for the parts instead of that of the whole parameter."""
+        value = state.pop(f"{prefix}{self.name}", None)
+        if value is not None:
+            for i, part in enumerate(self.split(value, module)):
+                state[f"{prefix}{self.name}_parts.{i}"] = part
+
+    def place(self, module: nn.Module, src_data_rank: int | None) -> None:
+        """Replace the parameter by a list of DTensors, one for each part."""
+        known = vars(module).setdefault(_SPLIT, {})
+        if not known:
+            module.register_state_dict_post_hook(save_joined)
+            module.register_load_state_dict_pre_hook(load_split)
+        known[self.name] = self
+        parameter = getattr(module, self.name)
+        delattr(module, self.name)
+        if parameter is None:
+            module.register_module(f"{self.name}_parts", None)
+            return
+        placed = [
+            nn.Parameter(
+                distribute_tensor(
+                    # A copy: DTensors around views of a larger storage do not pickle.
+                    parameter.detach().narrow(self.dim, part.start, part.size).clone(),
+                    self.axis.mesh,
+                    (part.layout(self.axis.size, self.dim),),
+                    src_data_rank=src_data_rank,
+                ),
+                requires_grad=parameter.requires_grad,
+            )
+            for part in self.parts
+        ]
+        held = nn.ParameterList(placed)
+        for i, part in enumerate(held):
+            copy_attributes(parameter, part)
+            remember_layout(held, str(i), part)
+        module.register_module(f"{self.name}_parts", held)
+
+
+_SPLIT = "split_parameters"  # on a module: those that it holds in parts, by name
+
+
+def save_joined(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
+) -> None:
+    """State-dict hook: one key for each parameter, as before it was split."""
+    for split in getattr(module, _SPLIT).values():
+        split.save(state, prefix)
+
+
+def load_split(
+    module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any
+) -> None:
+    """Load hook: the key of a whole parameter becomes those of its parts."""
+    for split in getattr(module, _SPLIT).values():
+        split.load(module, state, prefix)
 
 
 def _like(
@@ -374,37 +588,14 @@ def _like(
     return distribute_tensor(value, mesh, layout, src_data_rank=src_data_rank)
 
 
-def save_joined(
-    module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
-) -> None:
-    """State-dict hook: one key for each parameter, as before the layer was split."""
-    assert isinstance(module, LocalFusedLinear)
-    for name in NAMES:
-        keys = [f"{prefix}{name}_parts.{i}" for i in range(len(module.parts))]
-        if all(key in state for key in keys):
-            parts = [state.pop(key) for key in keys]
-            state[f"{prefix}{name}"] = join_parts(parts, module.route.axis)
-
-
-def load_split(
-    module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any
-) -> None:
-    """Load hook: the key of the whole parameter becomes those of its parts."""
-    assert isinstance(module, LocalFusedLinear)
-    for name in NAMES:
-        value = state.pop(f"{prefix}{name}", None)
-        if value is not None:
-            for i, part in enumerate(split_into_parts(value, name, module)):
-                state[f"{prefix}{name}_parts.{i}"] = part
-
-
 @dataclass(frozen=True, kw_only=True)
 class FusedColwiseParallel(PlacedStyle):
     """Shard each part of a fused Linear by itself: QKV, or gate and up.
 
     ``ColwiseParallel`` would give rank 0 only queries. Here every rank gets its share of
     every part, side by side, as ``(..., sum of shares)``: split the output by the local
-    sizes. The state dict has the layer's own keys with rows in the order of one device,
+    sizes, or write ``split_whole=True`` for a forward that splits by the sizes of one
+    device. The state dict has the layer's own keys with rows in the order of one device,
     so checkpoints load at any number of ranks, and into the model without styles.
 
     Args:
@@ -414,6 +605,12 @@ class FusedColwiseParallel(PlacedStyle):
             ranks use the same head.
         input_layouts: Layout of an input that is a plain tensor; default
             ``Replicate()``.
+        split_whole: Return what can only be split (``split``, ``chunk``), by the sizes of
+            one device, as GPT-2 does; else (the default) one tensor, to be split by this
+            rank's sizes.
+        use_local_output: Parts are this rank's tensors (the default), or DTensors of the
+            whole sizes, for a forward that also reshapes by the sizes of one device, as
+            nanoGPT does; with ``split_whole`` only.
 
     Example:
         >>> import torch
@@ -429,6 +626,8 @@ class FusedColwiseParallel(PlacedStyle):
     parts: tuple[int, ...]
     num_heads: tuple[int, ...] | None = None
     input_layouts: Placement | tuple[Placement] | None = None
+    split_whole: bool = False
+    use_local_output: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", tuple(self.parts))
@@ -437,6 +636,8 @@ class FusedColwiseParallel(PlacedStyle):
         given = one_layout(self, "input_layouts", self.input_layouts, Replicate())
         object.__setattr__(self, "input_layouts", given)
         problems = _argument_problems(self.parts, heads)
+        if not self.split_whole and not self.use_local_output:
+            problems.append("use_local_output=False needs split_whole=True")
         if problems:
             raise LayoutError(f"{type(self).__name__}: " + "; ".join(problems) + ".")
 
@@ -455,7 +656,7 @@ class FusedColwiseParallel(PlacedStyle):
 
     def layouts(self, module: nn.Module) -> StyleLayouts:
         """The input is needed whole; the output stays sharded."""
-        return _fused_layouts(self.input_layouts)
+        return _fused_layouts(self.input_layouts, self.use_local_output)
 
     def find_problems(self, module: nn.Module) -> list[str]:
         """Only a plain Linear with that many output features."""
@@ -463,14 +664,15 @@ class FusedColwiseParallel(PlacedStyle):
         problems = describe_placed(module) + describe_computed(module)
         if problems:
             return problems
-        if type(module) is not nn.Linear or "forward" in vars(module):
+        form = linear_form(module)
+        if form is None or local_form(module) is None:
             return [
                 f"{name} only supports nn.Linear; this is a {type(module).__name__}"
             ]
-        if sum(self.parts) != module.out_features:
+        if sum(self.parts) != form.outside:
             problems.append(
                 f"the parts {self.parts} add up to {sum(self.parts)}, the layer has "
-                f"{module.out_features} output features"
+                f"{form.outside} output features"
             )
         return problems
 
@@ -484,15 +686,27 @@ class FusedColwiseParallel(PlacedStyle):
 
     def place_fitting(self, module: nn.Module, place: Place) -> None:
         """Split the parameters into their parts and shard each."""
-        assert isinstance(module, nn.Linear)
+        form = linear_form(module)
+        assert form is not None
+        route = build_route(self, module, place)
+        layouts = self.parameter_layouts(module)
         parts = self.split()
         for name in NAMES:
-            _split_parameter(module, name, parts, place.axis, place.src_data_rank)
+            layout = layouts.get(name, Shard(0))
+            assert isinstance(layout, Shard)
+            where = place.where(self)
+            split = SplitParameter(name, parts, layout.dim, place.axis, where)
+            split.place(module, place.src_data_rank)
         module.__class__ = LocalFusedLinear
-        module.parts = parts  # type: ignore[assignment]
-        module.route = build_route(self, module, place)  # type: ignore[assignment]
-        module.register_state_dict_post_hook(save_joined)
-        module.register_load_state_dict_pre_hook(load_split)
+        vars(module).update(
+            route=route,
+            parts=parts,
+            split_whole=self.split_whole,
+            in_features=form.inside,
+            out_features=form.outside,
+        )
+        if not self.use_local_output:
+            _torch.register_attention_on_cpu()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -507,6 +721,15 @@ class KeyValueParallel(PlacedStyle):
         num_heads: Number of key-value heads of the projection.
         input_layouts: Layout of an input that is a plain tensor; default
             ``Replicate()``.
+
+    Example:
+        >>> from torchspmd.testing import fake_mesh
+        >>> from torchspmd.parallel import parallelize_module
+        >>> with fake_mesh(4, ("tp",)) as mesh:  # two heads of 8 features on four ranks
+        ...     keys = nn.Linear(32, 16)
+        ...     keys = parallelize_module(keys, mesh, KeyValueParallel(num_heads=2))
+        ...     keys(torch.ones(3, 32)).shape
+        torch.Size([3, 8])
     """
 
     num_heads: int
@@ -523,9 +746,10 @@ class KeyValueParallel(PlacedStyle):
 
     def find_problems(self, module: nn.Module) -> list[str]:
         """Only a plain Linear whose features divide into the heads."""
-        if isinstance(module, nn.Linear) and module.out_features % self.num_heads:
+        form = linear_form(module)
+        if form is not None and form.outside % self.num_heads:
             return [
-                f"{module.out_features} output features do not divide into "
+                f"{form.outside} output features do not divide into "
                 f"{self.num_heads} heads"
             ]
         return self.fused(module).find_problems(module)
@@ -548,20 +772,20 @@ class KeyValueParallel(PlacedStyle):
 
     def fused(self, module: nn.Module) -> FusedColwiseParallel:
         """The equal fused style, with one part."""
-        size = module.out_features if isinstance(module, nn.Linear) else self.num_heads
+        form = linear_form(module)
+        size = self.num_heads if form is None else form.outside
         return FusedColwiseParallel(
             parts=(size,), num_heads=(self.num_heads,), input_layouts=self.input_layouts
         )
 
 
 def _row_layouts(module: nn.Module) -> dict[str, Placement]:
-    names = (name for name, _ in module.named_parameters(recurse=False))
-    return dict.fromkeys(names, Shard(0))
+    return ColwiseParallel().parameter_layouts(module)
 
 
-def _fused_layouts(given: object) -> StyleLayouts:
+def _fused_layouts(given: object, local_output: bool = True) -> StyleLayouts:
     assert isinstance(given, tuple)
-    return StyleLayouts(given, (Replicate(),), Shard(-1), Shard(-1), local_output=True)
+    return StyleLayouts(given, (Replicate(),), Shard(-1), Shard(-1), local_output)
 
 
 def _unshared_heads(index: int, num_heads: int, num_ranks: int) -> list[str]:
@@ -572,39 +796,6 @@ def _unshared_heads(index: int, num_heads: int, num_ranks: int) -> list[str]:
         "divide the other"
     )
     return [text]
-
-
-def _split_parameter(
-    module: nn.Linear,
-    name: str,
-    parts: tuple[Part, ...],
-    axis: Axis,
-    src_data_rank: int | None,
-) -> None:
-    """Replace a parameter by a list of DTensors, one for each part."""
-    parameter = getattr(module, name)
-    delattr(module, name)
-    if parameter is None:
-        module.register_module(f"{name}_parts", None)
-        return
-    placed = [
-        nn.Parameter(
-            distribute_tensor(
-                # A copy: DTensors around views of a larger storage do not pickle.
-                parameter.detach().narrow(0, part.start, part.size).clone(),
-                axis.mesh,
-                (part.layout(axis.size),),
-                src_data_rank=src_data_rank,
-            ),
-            requires_grad=parameter.requires_grad,
-        )
-        for part in parts
-    ]
-    held = nn.ParameterList(placed)
-    for i, part in enumerate(held):
-        copy_attributes(parameter, part)
-        remember_layout(held, str(i), part)
-    module.register_module(f"{name}_parts", held)
 
 
 def _argument_problems(

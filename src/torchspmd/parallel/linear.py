@@ -1,11 +1,11 @@
-"""Column-wise and row-wise: ``nn.Linear`` and ``nn.Embedding`` on shards.
+"""Column-wise and row-wise: ``nn.Linear``, ``nn.Embedding`` and ``Conv1D`` on shards.
 
 One autograd function for the whole Linear keeps host time low and lets the sum of the
 input's gradient travel while the weight's gradient is computed.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -52,11 +52,49 @@ from torchspmd.parallel.style import (
 )
 
 
-class LocalLinear(RoutedModule, nn.Linear):
-    """A Linear whose parameters are DTensors and whose forward runs on shards.
+class LinearForm(NamedTuple):
+    """The sizes of a layer that multiplies by a matrix.
 
-    ``parallelize_module`` turns an ``nn.Linear`` into one; it is not built by hand.
+    Attributes:
+        inside: Its input features.
+        outside: Its output features.
+        transposed: Its weight is (input, output), as in the ``Conv1D`` of GPT-2.
     """
+
+    inside: int
+    outside: int
+    transposed: bool = False
+
+    @property
+    def output_dim(self) -> int:
+        """The dimension of the weight that holds the output features."""
+        return 1 if self.transposed else 0
+
+
+def linear_form(module: nn.Module) -> LinearForm | None:
+    """The sizes of a Linear, or of the ``Conv1D`` of transformers; None for others."""
+    if isinstance(module, nn.Linear):
+        return LinearForm(module.in_features, module.out_features)
+    if isinstance(module, LocalConv1D) or _is_conv1d(module):
+        inside, outside = module.get_parameter("weight").shape
+        return LinearForm(inside, outside, transposed=True)
+    return None
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """By its name: transformers need not be there."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
+
+
+class _OnShards(RoutedModule):
+    """A layer that multiplies by a matrix, whose forward runs on shards."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    in_features: int
+    out_features: int
+    transposed: ClassVar[bool] = False
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The layer's output in the layout that its style asks for."""
@@ -76,7 +114,7 @@ class LocalLinear(RoutedModule, nn.Linear):
         steps = route.steps(input.ndim, input.ndim)
         value = enter_features(input, route, steps, self.in_features)
         shape = (*value.shape[:-1], self.out_features)
-        call = LinearCall(route, steps, value, shape)
+        call = LinearCall(route, steps, value, shape, self.transposed)
         if torch.compiler.is_compiling():
             output = _traceable(self, value, call)
         else:
@@ -84,6 +122,33 @@ class LocalLinear(RoutedModule, nn.Linear):
                 route.remember(input.shape, call)
             output = _LocalLinear.apply(value.tensor, self.weight, self.bias, call)
         return leave(output, route, steps, shape)
+
+
+class LocalLinear(_OnShards, nn.Linear):  # type: ignore[misc]
+    """A Linear whose parameters are DTensors and whose forward runs on shards.
+
+    ``parallelize_module`` turns an ``nn.Linear`` into one; it is not built by hand.
+    """
+
+
+class LocalConv1D(_OnShards):
+    """The same for the ``Conv1D`` of transformers, whose weight is (input, output)."""
+
+    transposed = True
+
+    @property
+    def in_features(self) -> int:  # type: ignore[override]
+        """The features that it reads."""
+        return self.weight.size(0)
+
+    @property
+    def out_features(self) -> int:  # type: ignore[override]
+        """The features that it makes."""
+        return self.weight.size(1)
+
+    def extra_repr(self) -> str:
+        """The layer's sizes and its style."""
+        return f"nf={self.out_features}, nx={self.in_features}, {self.route}"
 
 
 class LinearCall:
@@ -98,11 +163,17 @@ class LinearCall:
         "route",
         "shape",
         "steps",
+        "transposed",
         "weight_shape",
     )
 
     def __init__(
-        self, route: Route, steps: Steps, value: Value, shape: tuple[int, ...]
+        self,
+        route: Route,
+        steps: Steps,
+        value: Value,
+        shape: tuple[int, ...],
+        transposed: bool,
     ) -> None:
         self.route = route
         self.axis = route.axis
@@ -111,9 +182,12 @@ class LinearCall:
         self.input_gradient = value.gradient
         self.input_shape = value.shape
         self.shape = shape
+        self.transposed = transposed
         self.weight_shape, self.bias_shape = _shard_shapes(
             route, value.shape[-1], shape[-1]
         )
+        if transposed:
+            self.weight_shape = self.weight_shape[::-1]
 
     def check(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Raise for parameters that were replaced by ones in another layout."""
@@ -149,6 +223,8 @@ class _LocalLinear(torch.autograd.Function):
         assert local_weight is not None
         local_bias, ctx.bias_spec = unwrap_parameter(bias)
         call.check(local_weight, local_bias)
+        if call.transposed:
+            local_weight = local_weight.t()
         if _torch.is_autocast_enabled():
             ctx.dtypes = (input.dtype, local_weight.dtype)
             input, local_weight, local_bias = _autocast(input, local_weight, local_bias)
@@ -179,7 +255,8 @@ class _LocalLinear(torch.autograd.Function):
                 rows.mm(weight.conj()), gradient.shape, call
             )
         if needs_weight:
-            of_weight = rows.t().mm(_rows(whole).conj())
+            read = _rows(whole).conj()
+            of_weight = read.t().mm(rows) if call.transposed else rows.t().mm(read)
         if needs_bias:
             of_bias = rows.sum(0)
         of_input = None if started is None else _finish_input_gradient(started, call)
@@ -246,7 +323,7 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.to(dtype)
 
 
-def _traceable(module: LocalLinear, value: Value, call: LinearCall) -> torch.Tensor:
+def _traceable(module: _OnShards, value: Value, call: LinearCall) -> torch.Tensor:
     """The same layer in small differentiable parts, for torch.compile to trace."""
     axis, steps, shape = call.axis, call.steps, call.shape
     whole = change_layout(
@@ -260,6 +337,8 @@ def _traceable(module: LocalLinear, value: Value, call: LinearCall) -> torch.Ten
     )
     weight = local_shard(module.weight)
     call.check(weight, None)
+    if call.transposed:
+        weight = weight.t()
     if type(steps.computed) is Shard:
         (bias,) = local_shards([module.bias])
         output = F.linear(whole, weight, bias)
@@ -271,8 +350,9 @@ def _traceable(module: LocalLinear, value: Value, call: LinearCall) -> torch.Ten
     return output + _traceable_bias(module, steps.output, output.ndim)
 
 
-def _traceable_bias(module: LocalLinear, wanted: Placement, ndim: int) -> torch.Tensor:
+def _traceable_bias(module: _OnShards, wanted: Placement, ndim: int) -> torch.Tensor:
     axis = module.route.axis
+    assert module.bias is not None
     if type(wanted) is Replicate:
         return local_shard(module.bias)
     bias = local_shard(module.bias, sum_over=axis)
@@ -353,6 +433,8 @@ def local_form(module: nn.Module) -> type[nn.Module] | None:
         return None
     if type(module) is nn.Linear:
         return LocalLinear
+    if _is_conv1d(module):
+        return LocalConv1D
     plain = isinstance(module, nn.Embedding) and not (
         module.max_norm is not None or module.scale_grad_by_freq or module.sparse
     )
@@ -361,6 +443,24 @@ def local_form(module: nn.Module) -> type[nn.Module] | None:
 
 # ----------------------------------------------------------------------------
 # Column-wise and row-wise: Linears and Embeddings on shards of their parameters.
+
+
+def _other_way(module: nn.Module) -> str:
+    """What to write for a module that is no such layer."""
+    inside = [
+        name
+        for name, part in module.named_modules()
+        if linear_form(part) is not None or isinstance(part, nn.Embedding)
+    ]
+    if inside:
+        shown = ", ".join(map(repr, inside[:4])) + (", ..." if len(inside) > 4 else "")
+        return f"write the pattern of the layer inside of it ({shown})"
+    if next(module.parameters(), None) is None:
+        return "it has no parameters to cut"
+    return (
+        "its parameters are its own: ExpertParallel(parameter_placements={...}) cuts them "
+        "where its forward makes partial values of them, ReplicateParallel() keeps it whole"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -388,11 +488,10 @@ class ShardedStyle(PlacedStyle):
 
     def find_problems(self, module: nn.Module) -> list[str]:
         """Only Linear and Embedding have rows and columns, and are cut only once."""
-        if not isinstance(module, (nn.Linear, nn.Embedding)):
+        if linear_form(module) is None and not isinstance(module, nn.Embedding):
             return [
                 f"{type(self).__name__} currently only support nn.Linear and "
-                f"nn.Embedding! This is a {type(module).__name__}; write the pattern of "
-                "the layer inside of it"
+                f"nn.Embedding! This is a {type(module).__name__}; {_other_way(module)}"
             ]
         return describe_placed(module) + describe_computed(module)
 
@@ -447,9 +546,10 @@ class ColwiseParallel(ShardedStyle):
 
     def parameter_layouts(self, module: nn.Module) -> dict[str, Placement]:
         """Output features sharded: rows of a Linear's weight, columns of a table."""
-        dim = 1 if isinstance(module, nn.Embedding) else 0
+        form = linear_form(module)
+        dim = 1 if form is None else form.output_dim
         names = (name for name, _ in module.named_parameters(recurse=False))
-        return dict.fromkeys(names, Shard(dim))
+        return {n: Shard(0) if n == "bias" else Shard(dim) for n in names}
 
     def layouts(self, module: nn.Module) -> StyleLayouts:
         """The input is needed whole; each rank makes some of the output features."""
@@ -469,6 +569,16 @@ class RowwiseParallel(ShardedStyle):
             The indices of an Embedding are usually ``Replicate()``.
         output_layouts: Layout of the output; default ``Replicate()``.
         use_local_output: Return this rank's tensor (the default), or a DTensor.
+
+    Example:
+        >>> import torch
+        >>> from torchspmd.testing import fake_mesh
+        >>> from torchspmd.parallel import parallelize_module
+        >>> style = RowwiseParallel(input_layouts=Replicate())
+        >>> with fake_mesh(4, ("tp",)) as mesh:
+        ...     table = parallelize_module(nn.Embedding(10, 8), mesh, style)
+        ...     table.weight.to_local().shape, table(torch.tensor([1, 9])).shape
+        (torch.Size([3, 8]), torch.Size([2, 8]))
     """
 
     _default_input = Shard(-1)
@@ -482,8 +592,10 @@ class RowwiseParallel(ShardedStyle):
         """Input features sharded: columns of a Linear's weight, rows of a table."""
         if isinstance(module, nn.Embedding):
             return {"weight": Shard(0)}
+        form = linear_form(module)
+        dim = 1 if form is None else 1 - form.output_dim
         names = [name for name, _ in module.named_parameters(recurse=False)]
-        return {n: Replicate() if n == "bias" else Shard(1) for n in names}
+        return {n: Replicate() if n == "bias" else Shard(dim) for n in names}
 
     def layouts(self, module: nn.Module) -> StyleLayouts:
         """Each rank reads some of the input features and makes a partial value."""

@@ -186,6 +186,20 @@ class PrepareModuleInputOutput(PlacedStyle):
         output_layouts: As in ``PrepareModuleOutput``.
         desired_output_layouts: As in ``PrepareModuleOutput``.
         use_local_output: Return this rank's tensor (the default), or a DTensor.
+
+    Example:
+        >>> import torch
+        >>> from torch.distributed.tensor import Replicate, Shard
+        >>> from torchspmd.testing import fake_mesh
+        >>> from torchspmd.parallel import parallelize_module
+        >>> gathered = PrepareModuleInputOutput(
+        ...     input_layouts=Shard(0), desired_input_layouts=Replicate(),
+        ...     output_layouts=Replicate(), desired_output_layouts=Shard(0),
+        ... )
+        >>> with fake_mesh(4, ("tp",)) as mesh:  # sees 8 rows, gives 2 back
+        ...     softmax = parallelize_module(nn.Softmax(dim=0), mesh, gathered)
+        ...     softmax(torch.ones(2, 5)).shape
+        torch.Size([2, 5])
     """
 
     input_layouts: Layouts | None = None

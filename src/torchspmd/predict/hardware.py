@@ -12,7 +12,14 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torchspmd.errors import UsageError
 
-__all__ = ["Figure", "Hardware", "load_gpu", "load_network"]
+__all__ = [
+    "Figure",
+    "Hardware",
+    "hardware_text",
+    "known_gpu",
+    "load_gpu",
+    "load_network",
+]
 
 _FOLDER = Path(__file__).parent / "hardware"
 Rows: TypeAlias = tuple[tuple[float, ...], ...]
@@ -76,6 +83,11 @@ class Hardware:
         """The figure ``memory.<key>``, in bytes."""
         return int(self.number(f"memory.{key}"))
 
+    def rows(self, key: str) -> Rows:
+        """The rows of this key; none where the file has none."""
+        figure = self.figures.get(key)
+        return figure.value if figure and isinstance(figure.value, tuple) else ()
+
 
 def load_gpu(name: str) -> Hardware:
     """A GPU by name, as in ``h100``, or from a TOML file by its path.
@@ -94,6 +106,55 @@ def load_network(name: str) -> Hardware:
         UsageError: As ``load_gpu``.
     """
     return _load(name, "network", _FOLDER / "networks")
+
+
+def known_gpu(title: str) -> tuple[Hardware, bool]:
+    """The package's file for a GPU as CUDA calls it, and whether it is the same one.
+
+    An unknown GPU gets the file of the H100.
+    """
+    words = title.lower().replace("-", " ").split()
+    is_small = "40gb" in words
+    for path in sorted(_FOLDER.glob("*.toml"), key=lambda path: -len(path.stem)):
+        name, _, size = path.stem.partition("-")
+        if name in words and (not size or is_small):
+            return load_gpu(path.stem), True
+    return load_gpu("h100"), False
+
+
+def hardware_text(hardware: Hardware) -> str:
+    """The TOML file of a GPU or network; read back, it is the same."""
+    lines = [f"title = {_quoted(hardware.title)}"]
+    if hardware.compute_capability:
+        lines.append(f"compute_capability = {_quoted(hardware.compute_capability)}")
+    table = ""
+    for key, figure in sorted(hardware.figures.items()):
+        name, _, entry = key.partition(".")
+        if name != table:
+            lines += ["", f"[{name}]"]
+            table = name
+        source = _quoted(figure.source)
+        value = _value_text(figure.value)
+        lines.append(f"{entry} = {{ value = {value}, source = {source} }}")
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _value_text(value: float | Rows) -> str:
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_row_text(row) for row in value) + "]"
+    return _number_text(value)
+
+
+def _row_text(row: tuple[float, ...]) -> str:
+    return "[" + ", ".join(map(_number_text, row)) + "]"
+
+
+def _number_text(number: float) -> str:
+    return str(int(number)) if number == int(number) else f"{number:.4g}"
 
 
 def _load(name: str, kind: str, folder: Path) -> Hardware:

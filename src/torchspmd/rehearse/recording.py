@@ -296,6 +296,18 @@ class StorageInfo:
     site: Site = NOWHERE
 
 
+class ModuleFacts(NamedTuple):
+    """A module that was called.
+
+    Attributes:
+        type: Its class.
+        parameters: Elements of its parameters and of those inside it, over all ranks.
+    """
+
+    type: str
+    parameters: int
+
+
 @dataclass(slots=True)
 class Recording:
     """All that one rank did.
@@ -311,6 +323,8 @@ class Recording:
         notes: What was assumed.
         skipped: What was not done.
         steps: Optimizer steps that the events have, finished ones.
+        modules: Modules that were called, by path, parents first.
+        axes: Sizes of the axes of the script's meshes, by name.
     """
 
     world_size: int = 1
@@ -323,3 +337,5 @@ class Recording:
     notes: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     steps: int = 0
+    modules: dict[str, ModuleFacts] = field(default_factory=dict)
+    axes: dict[str, int] = field(default_factory=dict)

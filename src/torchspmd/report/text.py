@@ -59,6 +59,22 @@ def print_ledger(ledger: Ledger, console: Console, *, num_ranks: int = 1) -> Non
         ledger: What one rank communicated, or the sum of several.
         console: Where to print.
         num_ranks: How many ranks the ledger is the sum of.
+
+    Example:
+        >>> from torchspmd.comm import CommEvent, Group, Kind
+        >>> event = CommEvent(Kind.ALL_REDUCE, "c10d.allreduce_", "float32", (8,), 32, 48,
+        ...                   Group("0", (0, 1, 2, 3), axis="tp"))
+        >>> ledger = Ledger()
+        >>> ledger.append(event)
+        >>> print_ledger(ledger, Console(width=70))  # doctest: +NORMALIZE_WHITESPACE
+        Communication by module
+        module  fwd  own  total  payload  wire/rank
+        Global    1    1      1     32 B       48 B
+        <BLANKLINE>
+        Communication by kind
+        kind        axis  dtype    phase    count  payload  wire/rank
+        all_reduce  tp    float32  forward      1     32 B       48 B
+        <BLANKLINE>
     """
     _print(console, module_table(ledger, console.is_terminal, num_ranks))
     _print(console, kind_table(ledger, console.is_terminal, num_ranks))
@@ -67,7 +83,12 @@ def print_ledger(ledger: Ledger, console: Console, *, num_ranks: int = 1) -> Non
 
 
 def print_changes(changes: Sequence[Change], console: Console) -> None:
-    """What differs between two ledgers, or that nothing does."""
+    """What differs between two ledgers, or that nothing does.
+
+    >>> from torchspmd.comm import diff_ledgers
+    >>> print_changes(diff_ledgers(Ledger(), Ledger()), Console())
+    The two ledgers are equal.
+    """
     if not changes:
         console.print("The two ledgers are equal.")
         return

@@ -47,7 +47,12 @@ def fake_mesh(
 
 @contextlib.contextmanager
 def fake_world(world_size: int, *, rank: int = 0) -> Iterator[None]:
-    """A default process group of any size in this one process, gone again at the end."""
+    """A default process group of any size in this one process, gone again at the end.
+
+    >>> with fake_world(64, rank=3):
+    ...     dist.get_rank(), dist.get_world_size()
+    (3, 64)
+    """
     if dist.is_initialized():
         raise WorldError(
             f"a fake world of {world_size} ranks cannot start: this process already has "

@@ -2,9 +2,7 @@
 
 import functools
 import inspect
-import re
 from collections import namedtuple
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -329,18 +327,3 @@ def test_calls_do_not_pile_up(tp2: Any) -> None:
     region = mapped.__closure__[0].cell_contents
     assert len(region._plans) == 1
     assert all(len(plan.memo) <= 256 for plan in region._plans.values())
-
-
-# ----------------------------------------------------------------------------
-# The examples of docs/local_map.md run.
-
-
-PAGE = Path(__file__).parents[3] / "docs" / "local_map.md"
-
-
-BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-
-
-@pytest.mark.parametrize("code", BLOCKS, ids=range(len(BLOCKS)))
-def test_example_of_the_page(code: str) -> None:
-    exec(compile(code, str(PAGE), "exec"), {"__name__": "page"})

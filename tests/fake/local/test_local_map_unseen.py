@@ -87,6 +87,60 @@ def test_in_place_collectives(
     mapped(x, w.detach())  # no gradient, no question
 
 
+def send_on(x: Any) -> Any:
+    dist.send(x, 1)
+    got = torch.empty_like(x)
+    dist.recv(got, 1)
+    return x * got
+
+
+def gather_parts(x: Any) -> Any:
+    parts = [torch.empty_like(x) for _ in range(2)]
+    dist.all_gather(parts, x)
+    return x * sum(parts)
+
+
+def scatter_parts(x: Any) -> Any:
+    got = torch.empty_like(x[:1])
+    dist.reduce_scatter(got, list(x.chunk(2)))
+    return x * got
+
+
+def broadcast_one(x: Any) -> Any:
+    return x * funcol.broadcast(x, 0, dist.group.WORLD)
+
+
+SENDING = {
+    send_on: "c10d::send",
+    gather_parts: "c10d::allgather_",
+    scatter_parts: "c10d::reduce_scatter_",
+    broadcast_one: "_c10d_functional::broadcast",
+}
+
+
+@pytest.mark.parametrize("body", SENDING)
+def test_collectives_that_send_a_tensor_with_a_gradient(tp2: Any, body: Any) -> None:
+    x = put(torch.ones(4, 3), tp2, S0)
+    for options in ({}, {"in_grad_placements": ([S0],)}, {"check": True}):
+        mapped = local_map(body, [S0], ([S0],), **options)
+        for _ in range(2):
+            with pytest.raises(LayoutError) as caught:
+                mapped(x.detach().requires_grad_())
+    text = str(caught.value)
+    assert (
+        f"{SENDING[body]} over 'tp': sends a tensor with a gradient; autograd does not "
+        "see it, so the gradient of what other ranks compute with it is lost"
+    ) in text
+    assert "send t.detach()" in text
+    mapped(x)  # no gradient, no question
+
+    def stopped(x: Any) -> Any:
+        with torch.no_grad():
+            return x + body(x)
+
+    local_map(stopped, [S0], ([S0],))(x.detach().requires_grad_())
+
+
 def test_in_place_collectives_that_somebody_answers_for(tp2: Any) -> None:
     x = put(torch.ones(4, 3), tp2, S0)
     w = put(torch.ones(3), tp2, R).requires_grad_()

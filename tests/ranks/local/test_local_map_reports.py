@@ -340,3 +340,37 @@ def test_reductions_that_are_no_sum(ranks2: Any) -> None:
     )
     assert "args[0] 'x': has [Partial('avg')]" in same
     assert "or reduce by sum" in same
+
+
+# --- pieces of other sizes: each rank would have another whole shape --------------------
+
+
+def keep_some(x):
+    return x[: dist.get_rank() + 1]
+
+
+def keep_two(x):
+    return x[:2]
+
+
+def make_pieces():
+    mesh = make_mesh()
+    x = put(torch.ones(8, 2), mesh, [S0])
+    found = []
+    for body in (keep_two, keep_some):
+        try:
+            found.append(tuple(local_map(body, [S0], ([S0],))(x).shape))
+        except LayoutError as error:
+            found.append(str(error))
+        dist.barrier()
+    return found
+
+
+def test_pieces_of_other_sizes(ranks2):
+    """The rank that comes second says so, and nobody waits for a collective."""
+    even, pieces = zip(*ranks2.run(make_pieces), strict=True)
+    assert set(even) == {(4, 2)}
+    (text,) = [piece for piece in pieces if isinstance(piece, str)]
+    assert "local_map on 'keep_some': an output's size (mesh tp=2)" in text
+    assert "makes [2, 2]" in text and "makes [4, 2]" in text
+    assert "write the whole shape of output in out_shapes" in text

@@ -10,7 +10,12 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 
 from torchspmd.errors import PlanError
-from torchspmd.parallel import ColwiseParallel, RowwiseParallel
+from torchspmd.parallel import (
+    ColwiseParallel,
+    FusedColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+)
 from torchspmd.parallel.plan.auto import auto_plan
 from torchspmd.parallel.plan.plan import Plan
 
@@ -122,7 +127,7 @@ def test_features_are_followed_through(between):
             lambda m, a, x: m.second(
                 sum(F.pad(part, (0, 8)) for part in a.split(4, -1))
             ),
-            "split into parts, as those of a fused projection",
+            "the torch function pad is applied",
         ),
         (
             lambda m, a, x: m.second(torch.fft.fft(a).real),
@@ -274,3 +279,114 @@ def test_what_torch_functions_do_not_show_is_refused():
 def test_a_call_that_no_rule_foresees_is_refused():
     with pytest.raises(PlanError, match="they are summed up"):
         pair_plan(lambda module, a, x: module.second(a.sum(()) * x))
+
+
+class Fused(nn.Module):
+    """Features that are split, by whole sizes, before they are used."""
+
+    def __init__(self, split, also_whole=False):
+        super().__init__()
+        self.both, self.down = nn.Linear(8, 24), nn.Linear(12, 8)
+        self.split, self.also_whole = split, also_whole
+
+    def forward(self, x):
+        both = self.both(x)
+        gate, up = self.split(both)
+        x = x + self.down(F.silu(gate) * up)
+        return x + both.sum() if self.also_whole else x
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        lambda t: t.split(12, -1),
+        lambda t: torch.split(t, [12, 12], 2),
+        lambda t: t.chunk(2, dim=-1),
+        lambda t: torch.tensor_split(t, 2, dim=-1),
+    ],
+)
+def test_a_layer_whose_features_are_split_is_cut_part_by_part(split):
+    style = FusedColwiseParallel(parts=(12, 12), split_whole=True)
+    assert auto_plan(Fused(split)) == Plan({"both": style, "down": ROWWISE})
+
+
+def test_a_layer_that_is_split_and_used_whole_is_refused():
+    text = refusal(Fused(lambda t: t.chunk(2, -1), also_whole=True))
+    assert "they are split into parts, and used as a whole by sum" in text
+
+
+def test_a_tensor_whose_gradient_would_be_partial_ends_the_features():
+    text = refusal(
+        Pair(lambda m, a, x: m.second(a * m.norm(x)[..., :1])),
+        leave=("third",),
+        example_inputs=(torch.ones(2, 8, 12),),
+    )
+    assert "combines them with a tensor whose gradient would be one rank's part" in text
+
+
+class HeadNorms(nn.Module):
+    """A norm of each head between two Linears; its weight is used as it is, or computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.o = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.plain, self.computed = nn.RMSNorm(4), ScaledNorm()
+
+    def forward(self, x):
+        heads = self.q(x).unflatten(-1, (-1, 4))
+        heads = self.computed(self.plain(heads).transpose(1, 2)).transpose(1, 2)
+        return x + self.o(heads.flatten(2))
+
+
+class ScaledNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x):
+        return x * (1.0 + self.weight.float())
+
+
+def test_norms_of_heads_sum_their_gradients():
+    model = HeadNorms()
+    plan = auto_plan(model, example_inputs=(torch.ones(2, 2, 8),))
+    assert plan["plain"] == SequenceParallel(sequence_dim=-2, use_local_output=True)
+    assert plan["computed"] == SequenceParallel(sequence_dim=-3, use_local_output=True)
+    text = refusal(model, leave=("plain",), example_inputs=(torch.ones(2, 2, 8),))
+    assert "'plain' works on the shards of 'q', so that its gradients must be" in text
+    frozen = HeadNorms().requires_grad_(False)
+    assert list(auto_plan(frozen, example_inputs=(torch.ones(2, 2, 8),))) == ["q", "o"]
+
+
+class NeedsValues(nn.Module):
+    """Drops its layers in training by chance, as some encoders do."""
+
+    def __init__(self, always=False):
+        super().__init__()
+        self.up, self.down, self.always = nn.Linear(8, 16), nn.Linear(16, 8), always
+
+    def forward(self, x):
+        if (self.training or self.always) and torch.rand(()) < 0.1:
+            return x
+        return x + self.down(self.up(x).relu())
+
+
+def test_a_model_that_needs_values_in_training_is_run_in_eval_mode():
+    assert auto_plan(NeedsValues()) == Plan({"up": COLWISE, "down": ROWWISE})
+
+
+def test_the_message_does_not_ask_for_inputs_that_were_given():
+    model = nn.Sequential(NeedsValues(always=True))
+    text = refusal(model, example_inputs=(torch.ones(2, 8),))
+    assert "('0' needs the values of tensors, by aten._local_scalar_dense" in text
+    assert text.endswith("). Write a Plan by hand.")
+    assert "Pass example_inputs=" in refusal(model)
+
+
+def test_a_class_that_is_no_plain_linear_is_named():
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    text = refusal(nn.Sequential(Scaled(8, 8)))
+    assert "'0': its class is Scaled, not plain nn.Linear" in text

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from plan_families import build
 from plan_models import GPT, MLP, Attention, fingerprint, tokens
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
@@ -237,10 +238,43 @@ def test_sizes_that_are_written_into_a_forward_are_noted():
     model = nn.Sequential(FixedHeads())
     plan = Plan({f"0.{name}": style for name, style in plan.items()})
     preview = plan.preview(model, {"tp": 2}, batch=2, seq=3)
-    assert "The forward fails on the shapes of one rank, in '0': " in preview.notes[-1]
-    assert preview.notes[-1].endswith("not from the config: -1 in a view.")
+    assert (
+        "The forward fails on the shapes of one rank, RuntimeError in '0': "
+        in preview.notes[-1]
+    )
+    assert "not from the config: -1 in a view" in preview.notes[-1]
     whole = plan.preview(model, {"tp": 1}, batch=2, seq=3)
     assert len(whole.notes) == 1
+
+
+@pytest.mark.parametrize(
+    "style",
+    [ColwiseParallel(), FusedColwiseParallel(parts=(32,) * 3)],
+    ids=["colwise", "fused"],
+)
+def test_a_fused_layer_that_is_split_by_whole_sizes_is_noted(style):
+    model = build("nanogpt")
+    plan = Plan({"attn.c_attn": style, "attn.c_proj": RowwiseParallel()})
+    note = plan.preview(model, {"tp": 2}, batch=2, seq=4).notes[-1]
+    assert "The forward fails on the shapes of one rank, " in note and "'attn'" in note
+    assert note.endswith("for a fused layer that it splits, split_whole=True.")
+
+
+class NeedsMask(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+
+    def forward(self, x, mask):
+        return self.up(x) if mask.all() else x
+
+
+def test_assumed_calls_have_the_tokens_of_the_inputs():
+    plan = Plan({"up": ColwiseParallel(output_layouts=Replicate())})
+    inputs = (torch.ones(3, 5, 8), torch.ones(3, 5))
+    preview = plan.preview(NeedsMask().eval(), {"tp": 2}, example_inputs=inputs)
+    assert "taken to be called once on 3 x 5 tokens" in preview.notes[0]
+    assert preview.ledger.total().payload_bytes == 4 * 15 * (16 + 8)
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])

@@ -127,9 +127,12 @@ def test_a_style_that_does_not_fit_its_module():
     found = problems({"layers.*.mlp": COLWISE, "layers.*.norm": ROWWISE})
     assert found == [
         "'layers.[0-1].mlp': ColwiseParallel currently only support nn.Linear and "
-        "nn.Embedding! This is a MLP; write the pattern of the layer inside of it",
+        "nn.Embedding! This is a MLP; write the pattern of the layer inside of it ('up', "
+        "'down')",
         "'layers.[0-1].norm': RowwiseParallel currently only support nn.Linear and "
-        "nn.Embedding! This is a LayerNorm; write the pattern of the layer inside of it",
+        "nn.Embedding! This is a LayerNorm; its parameters are its own: "
+        "ExpertParallel(parameter_placements={...}) cuts them where its forward makes "
+        "partial values of them, ReplicateParallel() keeps it whole",
     ]
 
 

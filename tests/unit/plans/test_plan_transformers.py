@@ -1,14 +1,23 @@
 """Plans that Hugging Face models carry, and those found from their graphs."""
 
+import plan_families as families
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 
 from torchspmd.errors import PlanError
-from torchspmd.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+from torchspmd.parallel import (
+    ColwiseParallel,
+    ExpertParallel,
+    FusedColwiseParallel,
+    ReplicateParallel,
+    RowwiseParallel,
+    SequenceParallel,
+)
 from torchspmd.parallel.plan.auto import auto_plan
 from torchspmd.parallel.plan.plan import Plan
+from torchspmd.parallel.plan.text_form import read_toml
 
 pytestmark = pytest.mark.unit
 transformers = pytest.importorskip(
@@ -73,10 +82,7 @@ def test_a_norm_between_shards_sums_its_gradients():
     plan = Plan.from_transformers(model)
     norm = SequenceParallel(sequence_dim=-2, use_local_output=True)
     assert plan["model.layers.*.self_attn.q_norm"] == norm
-    with pytest.raises(
-        PlanError, match=r"the parameter '.*q_norm.weight' is used on them"
-    ):
-        auto_plan(model)
+    assert auto_plan(model) == plan
 
 
 def test_more_ranks_than_key_value_heads_is_refused_before_anything_is_done():
@@ -91,19 +97,71 @@ def test_more_ranks_than_key_value_heads_is_refused_before_anything_is_done():
     ) in str(caught.value)
 
 
-def test_mixtral_is_refused_by_entry():
+def test_packed_experts_are_cut_inside_of_each():
+    style = ExpertParallel(
+        parameter_placements={"gate_up_proj": Shard(1), "down_proj": Shard(2)},
+        packed={"gate_up_proj": 2},
+        input_layouts=(WHOLE, None, WHOLE),
+    )
+    model = build("Mixtral")
+    plan = Plan.from_transformers(model)
+    assert plan["model.layers.*.mlp.experts"] == style
+    assert auto_plan(model) == plan
+    loaded = read_toml(plan.to_toml(), "plan.toml")[0]
+    assert loaded == dict(plan)
+
+
+def test_entries_without_a_counterpart_are_named():
+    model = build("Mixtral")
+    model._tp_plan = {
+        "model.layers.*.mlp.experts.gate_up_proj": "interleaved_colwise",
+        "model.layers.*.mlp.experts": "moe_tp_experts",
+        "model.layers.*.mlp.experts.down_proj": "rowwise",
+    }
     with pytest.raises(PlanError) as caught:
-        Plan.from_transformers(build("Mixtral"))
+        Plan.from_transformers(model)
     assert str(caught.value) == (
         "Plan.from_transformers: MixtralForCausalLM has entries in its tp_plan that have "
         "no counterpart here\n\n"
-        "  * 'model.layers.*.mlp.experts.gate_up_proj': 'packed_colwise' is no style "
+        "  * 'model.layers.*.mlp.experts.gate_up_proj': 'interleaved_colwise' is no style "
         "here\n"
-        "  * 'model.layers.*.mlp.experts.down_proj': 'rowwise' for a parameter that no "
-        "module of its own holds\n"
-        "  * 'model.layers.*.mlp.experts': 'moe_tp_experts' is no style here\n\n"
+        "  * 'model.layers.*.mlp.experts': 'moe_tp_experts' is no style here\n"
+        "  * 'model.layers.*.mlp.experts.down_proj': 'rowwise' for a name that no module "
+        "has, a parameter perhaps\n\n"
         "Name them in leave= to keep these modules whole on every rank, and add styles "
         "of your own to the plan."
+    )
+
+
+def test_a_wrapper_that_puts_a_prefix_before_the_names():
+    plan = Plan.from_transformers(families.build("peft"))
+    layer = "base_model.model.model.layers.*"
+    assert plan[f"{layer}.self_attn.k_proj"] == COLWISE
+    assert plan[f"{layer}.self_attn.q_proj.base_layer"] == COLWISE
+    assert plan[f"{layer}.self_attn.q_proj.lora_A.*"] == ReplicateParallel()
+    assert plan[f"{layer}.self_attn.q_proj.lora_B.*"] == COLWISE
+    assert plan[f"{layer}.mlp.down_proj.lora_A.*"] == ROWWISE
+    assert plan[f"{layer}.mlp.down_proj.lora_B.*"] == ReplicateParallel()
+
+
+def test_a_style_for_a_layer_with_an_adapter_names_the_layers_inside():
+    model = families.build("peft")
+    plan = Plan({"base_model.model.model.layers.*.self_attn.q_proj": COLWISE})
+    with pytest.raises(
+        PlanError, match=r"inside of it \('base_layer', 'lora_A.default'"
+    ):
+        plan.preview(model, {"tp": 2})
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_bert_is_judged_on_shapes_also_with_a_mask(masked):
+    model = families.build("bert")
+    plan = auto_plan(model, leave=("cls.predictions.transform.dense",))
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    inputs = {"input_ids": ids} | ({"attention_mask": ids + 1} if masked else {})
+    preview = plan.preview(model, {"tp": 2}, example_inputs=inputs)
+    assert preview.notes[0].startswith(
+        "Shapes are those of a run on input_ids=int64[2,"
     )
 
 
@@ -113,7 +171,7 @@ def test_what_is_left_stays_whole():
     preview = plan.preview(model, {"tp": 2}, batch=1, seq=8)
     rows = {row.name: row for row in preview.rows}
     assert rows["model.layers.[0-1].mlp.experts.gate_up_proj"].is_replicated
-    assert preview.notes[0].startswith("The model does not run on shapes alone")
+    assert preview.notes == ("Shapes are those of a run on int64[1, 8].",)
     with pytest.raises(PlanError, match=r"leave= names '\*.expert' \(nearest: "):
         Plan.from_transformers(model, leave=("*.expert",))
 
@@ -124,12 +182,14 @@ def test_a_model_without_a_plan_is_refused(model):
         Plan.from_transformers(model())
 
 
-def test_gpt2_is_refused_by_module():
-    with pytest.raises(PlanError) as caught:
-        auto_plan(gpt2())
-    text = str(caught.value)
-    assert "  * 'transformer.h.[0-1].attn.c_attn', 'transformer.h.[0-1].attn.c_" in text
-    assert "'transformer.h.[0-1].mlp.c_proj' each: Conv1D has parameters of its" in text
+def test_gpt2_has_fused_projections_and_transposed_weights():
+    plan = auto_plan(gpt2())
+    fused = FusedColwiseParallel(parts=(32,) * 3, num_heads=(4,) * 3, split_whole=True)
+    assert plan["transformer.h.*.attn.c_attn"] == fused
+    assert plan["transformer.h.*.mlp.c_fc"] == COLWISE
+    rows = {row.name: row for row in plan.preview(gpt2(), {"tp": 2}).rows}
+    assert rows["transformer.h.[0-1].attn.c_attn.weight"].local_shapes == ((32, 48),)
+    assert rows["transformer.h.[0-1].mlp.c_proj.weight"].local_shapes == ((64, 32),)
 
 
 def test_replicate_is_no_style():

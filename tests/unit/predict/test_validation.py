@@ -4,10 +4,12 @@ import json
 import sys
 from unittest import mock
 
+import _rows
 import pytest
 import record_allocator
 import validate_memory
-from validate_memory import ROWS, Row
+import validate_time
+from _rows import ALL_ROWS, Row
 
 pytestmark = pytest.mark.unit
 
@@ -27,28 +29,57 @@ def test_a_row_is_compared_by_its_highest_period():
             phase("step 2", 440, 700, 320),
         ]
     )
-    with mock.patch.object(validate_memory, "_output", return_value=output):
-        measured = validate_memory.run(Row("x", "--model gpt", ranks=2))
-    assert measured["steady step"] == {"allocated": 450, "reserved": 700}
-    predicted = {**measured, "steady step": {"allocated": 458, "reserved": 630}}
-    row = validate_memory.compare(Row("x", ""), measured, predicted)
+    with mock.patch.object(_rows, "_output", return_value=output):
+        phases = _rows.run(Row("x", "--model gpt", ranks=2))
+    steady = {"allocated_peak_bytes": 458, "reserved_peak_bytes": 630}
+    memory = {"periods": {"steady step": steady}, "steady_bytes": 320}
+    row = validate_memory.compare(Row("x", ""), phases, {"memory": memory})
     assert row["allocated, error %"] == pytest.approx(1.778, abs=1e-3)
     assert row["reserved, error %"] == pytest.approx(-10.0)
     assert row["steady, error %"] == 0
     lines = validate_memory.summary([row])
     assert "allocated: 1 of 1 rows within 2 %" in lines
     assert "reserved: 0 of 1 rows within 8 %" in lines
-    assert validate_memory.markdown([row])[0].startswith("| row | ranks | allocated |")
+    assert _rows.markdown([row])[0].startswith("| row | ranks | allocated |")
+
+
+def test_a_row_is_compared_by_a_step_in_a_row_with_others():
+    seconds = {"wall": [3, 4, 5], "event": [3, 4, 5], "host": [1, 2, 3], "in_a_row": 2}
+    phases = [{"phase": "step 0"}, {"phase": "seconds", **seconds}]
+    prediction = {"step_seconds": 2.1, "host_issue_seconds": 1.0}
+    row = validate_time.compare(Row("x", ""), phases, prediction)
+    assert row["error %"] == pytest.approx(5)
+    assert row["host"] == 2000
+    lines = validate_time.summary([row, {**row, "error %": -15.0}])
+    assert lines[0] == "mean error 10.0 %, worst 15.0 %"
+    assert "1 of 2 rows within 10 %" in lines
+
+
+def test_a_row_that_fails_is_told_and_leaves_the_others(tmp_path, capsys):
+    def output(command, environment):
+        if "moe" in command:
+            raise _rows.RunError("exit code 1")
+        return phase("step 0", 1, 1, 1)
+
+    rows = [Row("bad", "--model moe"), Row("good", "--model gpt")]
+    with mock.patch.object(_rows, "_output", output):
+        measured = _rows.measure(rows, tmp_path / "rows.json")
+    assert list(measured) == ["good"]
+    assert json.loads((tmp_path / "rows.json").read_text()) == measured
+    assert _rows.measure(rows, limit=-1) == {}
+    told = capsys.readouterr().err
+    assert "bad: failed, left out: exit code 1" in told
+    assert "good: left out, the time is up" in told
 
 
 def test_every_row_is_a_call_of_the_training_script(monkeypatch):
-    monkeypatch.syspath_prepend(str(validate_memory.SCRIPT.parent))
+    monkeypatch.syspath_prepend(str(_rows.SCRIPT.parent))
     train = pytest.importorskip("train")
-    for row in ROWS:
+    for row in ALL_ROWS:
         monkeypatch.setattr(sys, "argv", ["train.py", *row.arguments.split()])
         options = train.arguments()
         assert (options.parallel == "none") == (row.ranks == 1), row.name
-    assert len({row.name for row in ROWS}) == len(ROWS)
+    assert len({row.name for row in ALL_ROWS}) == len(ALL_ROWS)
 
 
 def test_a_recorded_history_has_no_addresses():

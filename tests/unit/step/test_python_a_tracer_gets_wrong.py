@@ -419,6 +419,23 @@ def of_a_module(kind):
     return make
 
 
+def scaler_of_a_trainer(enabled):
+    def make():
+        scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+
+        def step(model, optim, batch):
+            loss = model(batch).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optim)
+            scaler.update()
+            optim.zero_grad()
+            return loss.detach()
+
+        return World(step, left=scaler.get_scale)
+
+    return make
+
+
 class Lazy(nn.Linear):
     cache = None
 
@@ -483,6 +500,72 @@ def file_that_is_read():
     return World(step, change=change)
 
 
+# ----------------------------------------------------------------------------
+# Parameters, which are other tensors while a step is traced.
+
+
+def by_parameter(scale_of, holds=lambda model: None, change=lambda model, number: None):
+    """A step that scales each gradient by what it knows of the parameter itself."""
+
+    def make():
+        model = nn.Linear(4, 4)
+        held = holds(model)
+
+        def step(model, optim, batch):
+            loss = model(batch).square().mean()
+            loss.backward()
+            for parameter in model.parameters():
+                parameter.grad.mul_(scale_of(parameter, held))
+            optim.step()
+            optim.zero_grad()
+            return loss.detach()
+
+        def left():
+            return [getattr(p, "scale", None) for p in model.parameters()]
+
+        change(model, 0)
+        return World(
+            step, change=lambda number: change(model, number), left=left, model=model
+        )
+
+    return make
+
+
+def set_scale(model, number):
+    model.weight.scale = halved(number)
+
+
+def count_on(parameter, held):
+    parameter.scale = getattr(parameter, "scale", 0.0) + 1.0
+    return parameter.scale
+
+
+class ScalesItself(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * self.weight.scale
+
+
+def attribute_of_a_parameter_in_a_forward():
+    model = ScalesItself(4, 4)
+    model.weight.scale = 0.5
+    return World(train, model=model)
+
+
+def caught(error):
+    def make():
+        def step(model, optim, batch):
+            loss = model(batch).square().mean()
+            try:
+                scale = float(loss)
+            except error:
+                scale = 2.0
+            return train(model, optim, batch, scale)
+
+        return World(step)
+
+    return make
+
+
 ROWS = {
     "self.w changed between calls": Row(method("reads", w=halved), programs=3),
     "self.w read by getattr": Row(method("reads_by_text", w=halved), programs=3),
@@ -528,11 +611,57 @@ ROWS = {
     "an array of a module": Row(of_a_module("array"), "Holds.array: its items"),
     "a class of a module": Row(of_a_module("class"), "class Holds.count: 0 -> 1"),
     "another object in a module": Row(of_a_module("other"), "  * Holds.config\n"),
+    "a GradScaler around the step": Row(
+        scaler_of_a_trainer(True), "scaler around step: a GradScaler that is in no"
+    ),
+    "a GradScaler that is off": Row(scaler_of_a_trainer(False)),
     "the environment": Row(environment, STALE, shadow="since call 3"),
     "a list of thousands": Row(far_down_a_list, STALE, shadow="since call 2"),
     "a file": Row(file_that_is_read, STALE, shadow="since call 3"),
     "a hook that counts": Row(
         hook_that_counts, STALE, shadow="calls around <lambda>: its items"
+    ),
+    "isinstance(p, nn.Parameter)": Row(
+        by_parameter(lambda p, held: 0.5 if isinstance(p, nn.Parameter) else 1.0)
+    ),
+    "an attribute of a parameter": Row(
+        by_parameter(lambda p, held: getattr(p, "scale", 1.0), change=set_scale),
+        programs=3,
+    ),
+    "an attribute of a parameter in a forward": Row(
+        attribute_of_a_parameter_in_a_forward
+    ),
+    "an attribute that the step sets on a parameter": Row(
+        by_parameter(count_on), "Linear.weight.scale: new"
+    ),
+    "p is another parameter": Row(
+        by_parameter(lambda p, held: 0.5 if p is held else 1.0, lambda m: m.weight)
+    ),
+    "p in a set": Row(
+        by_parameter(lambda p, held: 0.5 if p in held else 1.0, lambda m: {m.weight})
+    ),
+    "p as a key": Row(
+        by_parameter(lambda p, held: held.get(p, 1.0), lambda m: {m.bias: 0.5})
+    ),
+    "a parameter in a list of tuples": Row(
+        by_parameter(
+            lambda p, held: min(scale if p is q else 1.0 for q, scale in held),
+            lambda m: [(m.bias, 0.5)],
+        )
+    ),
+    "id(p)": Row(
+        by_parameter(
+            lambda p, held: 0.5 if id(p) in held else 1.0, lambda m: {id(m.bias)}
+        )
+    ),
+    "p in a frozenset": Row(
+        by_parameter(
+            lambda p, held: 0.5 if p in held else 1.0, lambda m: frozenset([m.bias])
+        ),
+        "held around step is a frozenset of parameters",
+    ),
+    "a refusal that the step catches": Row(
+        caught(Exception), "needs a tensor's value while it is captured"
     ),
 }
 

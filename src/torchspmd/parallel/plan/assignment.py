@@ -12,7 +12,12 @@ from torch.nn.parameter import is_lazy
 
 from torchspmd.layout.retired import describe_losses
 from torchspmd.parallel.fused import FusedColwiseParallel, KeyValueParallel
-from torchspmd.parallel.linear import ColwiseParallel, RowwiseParallel, ShardedStyle
+from torchspmd.parallel.linear import (
+    ColwiseParallel,
+    RowwiseParallel,
+    ShardedStyle,
+    linear_form,
+)
 from torchspmd.parallel.plan.plan import Style
 from torchspmd.parallel.sequence import SequenceParallel
 from torchspmd.parallel.style import ParallelStyle, PlacedStyle
@@ -61,7 +66,7 @@ def own_style(style: Style) -> ParallelStyle | None:
 def fused_form(assignment: Assignment) -> FusedColwiseParallel | None:
     """A fused style, or the one that is equal to a KeyValueParallel; else None."""
     style, module = assignment.style, assignment.module
-    if isinstance(style, KeyValueParallel) and isinstance(module, nn.Linear):
+    if isinstance(style, KeyValueParallel) and linear_form(module) is not None:
         return style.fused(module)
     return style if isinstance(style, FusedColwiseParallel) else None
 

@@ -1,13 +1,18 @@
 """``auto_plan``: a plan from which Linears feed which, or the reasons why there is none."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 
 from torch import nn
 from torch.distributed.tensor import Replicate
 
 from torchspmd.errors import PlanError
-from torchspmd.parallel.linear import ColwiseParallel, RowwiseParallel
-from torchspmd.parallel.plan.flow import OUTPUT, Flow, follow
+from torchspmd.parallel.experts import ReplicateParallel
+from torchspmd.parallel.fused import FusedColwiseParallel
+from torchspmd.parallel.linear import ColwiseParallel, RowwiseParallel, linear_form
+from torchspmd.parallel.plan.dry_run import find_fixed_sizes
+from torchspmd.parallel.plan.flow import OUTPUT, Flow, follow, is_plain_linear
+from torchspmd.parallel.plan.hugging_face import packed_experts
 from torchspmd.parallel.plan.names import (
     explain_no_match,
     fold_texts,
@@ -16,10 +21,13 @@ from torchspmd.parallel.plan.names import (
     shortest_patterns,
 )
 from torchspmd.parallel.plan.plan import Plan, Style
+from torchspmd.parallel.plan.resolve import head_size, resolve
 from torchspmd.parallel.plan.run import Inputs, NotRunnableError, guess_inputs
+from torchspmd.parallel.sequence import SequenceParallel
 
 # Two different numbers above 1, so that shapes tell the dimensions apart.
 _BATCH, _SEQ = 2, 8
+_RANKS = 2  # on which the forward is tried
 _COLWISE = ColwiseParallel()
 _ROWWISE = RowwiseParallel()
 _HEAD = ColwiseParallel(output_layouts=Replicate())
@@ -34,10 +42,13 @@ def auto_plan(
 ) -> Plan:
     """A plan inferred from one run of the model on shapes.
 
-    Linears whose output features reach other Linears head by head or element by element
-    become column-wise, those that read them row-wise. A Linear that makes the model's
-    output becomes column-wise with a gathered output; embeddings are cut by rows. Norms
-    and biases stay whole. Everything else must be named in ``leave``, or is an error:
+    Linears (and the ``Conv1D`` of transformers) whose output features reach other Linears
+    head by head or element by element become column-wise, those that read them row-wise.
+    One whose features are split first, such as a fused QKV, is cut part by part. A Linear
+    that makes the model's output becomes column-wise with a gathered output; embeddings
+    are cut by rows, packed experts as the model's own ``tp_plan`` says. Routers beside
+    those, the narrow half of a LoRA adapter, norms and biases stay whole; a norm of each
+    head sums its gradients. Everything else must be named in ``leave``, or is an error:
     nothing is left out silently.
 
     Args:
@@ -63,9 +74,10 @@ def auto_plan(
             inputs = guess_inputs(model, _BATCH, _SEQ)
         flow = follow(model, inputs)
     except NotRunnableError as error:
+        fix = "Pass example_inputs=, or write" if example_inputs is None else "Write"
         raise PlanError(
             f"auto_plan: {type(model).__name__} does not run on shapes alone "
-            f"({error}). Pass example_inputs=, or write a Plan by hand."
+            f"({error}). {fix} a Plan by hand."
         ) from error
     if flow.gaps:
         raise PlanError(
@@ -74,11 +86,43 @@ def auto_plan(
             "compiled module): features cannot be followed through it. Write a Plan by "
             "hand."
         )
-    styles = _place(flow, left)
-    problems = _unplaced(model, flow, styles, left)
+    experts = {p: s for p, s in packed_experts(model).items() if p not in left}
+    styles = _place(model, flow, left) | experts
+    # What lies beside packed experts chooses among them, and stays whole.
+    beside = {path.rpartition(".")[0] for path in experts}
+    routers = {
+        p for p in tree if p.rpartition(".")[0] in beside and p not in flow.linears
+    }
+    problems = _unplaced(model, flow, styles, left | routers)
+    problems += _unsummed(flow, styles, left)
     if problems:
         raise PlanError(_text(model, problems))
-    return Plan(shortest_patterns(tree, styles))
+    if flow.fused:
+        styles = _choose_splits(model, styles, inputs)
+    plan = Plan(shortest_patterns(tree, styles))
+    resolve(plan, model, {"tp": 1}, call="auto_plan")  # ties, for instance
+    return plan
+
+
+def _choose_splits(
+    model: nn.Module, styles: dict[str, Style], inputs: Inputs
+) -> dict[str, Style]:
+    """Parts of fused layers as DTensors where the forward reshapes by whole sizes."""
+    plan = Plan(shortest_patterns(module_tree(model), styles))
+    while True:
+        assignments = resolve(plan, model, {"tp": _RANKS}, call="auto_plan").assignments
+        failure = find_fixed_sizes(model, assignments, inputs, _RANKS)
+        found = {
+            path: style
+            for path, style in styles.items()
+            if isinstance(style, FusedColwiseParallel) and style.use_local_output
+        }
+        if failure is None or not found:
+            return styles
+        inside = [p for p in found if p.rpartition(".")[0] == failure.path] or found
+        changed = {p: replace(found[p], use_local_output=False) for p in inside}
+        styles = styles | changed
+        plan = plan | shortest_patterns(module_tree(model), changed)
 
 
 def _left(
@@ -96,7 +140,7 @@ def _left(
     )
 
 
-def _place(flow: Flow, left: frozenset[str]) -> dict[str, Style]:
+def _place(model: nn.Module, flow: Flow, left: frozenset[str]) -> dict[str, Style]:
     rows = _row_wise(flow, left)
     styles: dict[str, Style] = {}
     for path in flow.embeddings:
@@ -104,14 +148,60 @@ def _place(flow: Flow, left: frozenset[str]) -> dict[str, Style]:
             styles[path] = _TABLE
     for path in flow.linears:
         if path in rows:
-            styles |= dict.fromkeys(_sources(flow, path), _COLWISE)
+            columns = _sources(flow, path)
+            styles |= {source: _column_wise(model, flow, source) for source in columns}
             styles[path] = _ROWWISE
         elif (
             path not in left and path not in styles and flow.ends.get(path) == [OUTPUT]
         ):
             styles[path] = _HEAD
-    in_order = (*flow.embeddings, *flow.linears)
+    for path in flow.linears:
+        if (
+            path not in styles
+            and path not in left
+            and _is_narrow(model, flow, path, styles)
+        ):
+            styles[path] = ReplicateParallel()
+    for path, trail in flow.summed.items():
+        if trail.sources <= styles.keys() and path not in left:
+            styles[path] = SequenceParallel(
+                sequence_dim=trail.dim, use_local_output=True
+            )
+    in_order = (*flow.embeddings, *flow.linears, *flow.summed)
     return {path: styles[path] for path in in_order if path in styles}
+
+
+def _column_wise(model: nn.Module, flow: Flow, path: str) -> Style:
+    """Column-wise; part by part where the features are split."""
+    parts = flow.fused.get(path)
+    if parts is None:
+        return _COLWISE
+    parent = path.rpartition(".")[0]
+    size = head_size(model.get_submodule(parent)) if path else None
+    heads = None
+    if size is not None and not any(part % size for part in parts):
+        heads = tuple(part // size for part in parts)
+    return FusedColwiseParallel(parts=parts, num_heads=heads, split_whole=True)
+
+
+def _is_narrow(
+    model: nn.Module, flow: Flow, path: str, styles: Mapping[str, Style]
+) -> bool:
+    """Whether it is the small half of two Linears in a row, as in a LoRA adapter.
+
+    Before a column-wise half it makes the few features that all ranks read; behind a
+    row-wise half it reads the few features that all ranks have after the sum.
+    """
+    form = linear_form(model.get_submodule(path))
+    assert form is not None
+    readers, sources = _readers(flow).get(path, set()), _sources(flow, path)
+    if readers and path not in flow.ends:
+        wide = [linear_form(model.get_submodule(reader)) for reader in readers]
+        is_first = all(styles.get(reader) == _COLWISE for reader in readers)
+        sizes = [form.inside, *(other.outside for other in wide if other)]
+        return is_first and form.outside < min(sizes)
+    is_second = bool(sources) and all(styles.get(s) == _ROWWISE for s in sources)
+    return is_second and form.inside < form.outside
 
 
 def _sources(flow: Flow, path: str) -> frozenset[str]:
@@ -121,11 +211,15 @@ def _sources(flow: Flow, path: str) -> frozenset[str]:
 def _row_wise(flow: Flow, left: frozenset[str]) -> set[str]:
     """The Linears that can read shards: all they read comes from Linears that give them."""
     rows: set[str] = set()
+    fed = {path for path in flow.linears if all(flow.fed_by[path])}
     for path in flow.linears:
         sources = _sources(flow, path)
+        # What is added to the output of a column-wise Linear must be a shard as well.
+        is_added = bool(flow.added.get(path, set()) - fed)
         # In a chain of three, the first two make the pair: the second cannot be both.
-        if path not in left and all(flow.fed_by[path]) and not sources & (rows | left):
-            rows.add(path)
+        if path in fed and path not in left and not is_added:
+            if not sources & (rows | left):
+                rows.add(path)
     readers = _readers(flow)
     while True:
         bad = {
@@ -164,23 +258,40 @@ def _unplaced(
     return problems
 
 
+def _unsummed(
+    flow: Flow, styles: Mapping[str, Style], left: frozenset[str]
+) -> list[str]:
+    """Modules that are left without a style on shards of features."""
+    return [
+        f"'{path}' works on the shards of {_named(trail.sources)}, so that its gradients "
+        "must be summed: do not leave it"
+        for path, trail in flow.summed.items()
+        if path in left and trail.sources & styles.keys()
+    ]
+
+
+def _named(paths: Iterable[str]) -> str:
+    return ", ".join(f"'{path}'" for path in sorted(paths))
+
+
 def _reason(flow: Flow, path: str, module: nn.Module, matrices: list[str]) -> str:
-    if not isinstance(module, (nn.Linear, nn.Embedding)):
+    if linear_form(module) is None and not isinstance(module, nn.Embedding):
         return (
             f"{type(module).__name__} has parameters of its own "
             f"({', '.join(matrices)}), and no rule says how to cut them"
         )
     if path not in flow.linears and path not in flow.embeddings:
-        return "it was not called in the run, or its class is not plain nn.Linear"
+        if isinstance(module, nn.Embedding) or is_plain_linear(module):
+            return "it was not called in the run"
+        return f"its class is {type(module).__name__}, not plain nn.Linear"
     if path in flow.linears and (sources := _sources(flow, path)):
-        names = ", ".join(f"'{source}'" for source in sorted(sources))
+        names = _named(sources)
         return f"it reads the features of {names}, which are needed whole elsewhere"
     if path in flow.ends:
         return f"its output features are needed whole: {'; '.join(flow.ends[path])}"
     readers = _readers(flow).get(path)
     if readers:
-        names = ", ".join(f"'{reader}'" for reader in sorted(readers))
-        return f"it feeds {names}, which cannot be row-wise"
+        return f"it feeds {_named(readers)}, which cannot be row-wise"
     return "it neither feeds a Linear nor makes an output of the model"
 
 

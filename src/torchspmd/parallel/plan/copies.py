@@ -24,6 +24,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from torchspmd import _torch
+
 # Packages whose functions have no effects that last, but for random numbers.
 _HARMLESS = {
     *("collections", "contextlib", "copy", "einops", "enum", "functools", "itertools"),
@@ -46,26 +48,29 @@ _PLAIN_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _OWN_WRITES = ("STORE_GLOBAL", "DELETE_GLOBAL")
 
 
-def to_meta(value: Any) -> Any:
+def to_shape(value: Any) -> Any:
     """A tensor without values; other things copied, with such tensors inside."""
     if isinstance(value, torch.Tensor):
-        made = torch.empty_like(value, device="meta", requires_grad=value.requires_grad)
-        is_parameter = isinstance(value, nn.Parameter)
-        return nn.Parameter(made, value.requires_grad) if is_parameter else made
+        with _torch.shape_mode():
+            made = torch.empty_like(value, device="cpu")
+            if isinstance(value, nn.Parameter):
+                return nn.Parameter(made, value.requires_grad)
+            made.requires_grad = value.requires_grad
+            return made
     if type(value) in (list, tuple):
-        return type(value)(map(to_meta, value))
+        return type(value)(map(to_shape, value))
     if type(value) is dict:
-        return {key: to_meta(item) for key, item in value.items()}
+        return {key: to_shape(item) for key, item in value.items()}
     return _copied(value, {})
 
 
-def copy_to_meta(model: nn.Module) -> nn.Module:
+def copy_shapes(model: nn.Module) -> nn.Module:
     """A copy of the model whose parameters and buffers have no values; ties are kept."""
     memo: dict[int, Any] = {}
     state = [*model.parameters(), *model.buffers()]
     for tensor in state:
         # One without a shape yet has no values either.
-        memo[id(tensor)] = tensor if is_lazy(tensor) else to_meta(tensor)
+        memo[id(tensor)] = tensor if is_lazy(tensor) else to_shape(tensor)
     modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
     for module in modules:
         memo[id(module)] = object.__new__(type(module))

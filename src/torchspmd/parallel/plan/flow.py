@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchspmd import _torch
-from torchspmd.parallel.plan.run import FunctionCall, Inputs, record
+from torchspmd.parallel.linear import linear_form
+from torchspmd.parallel.plan.run import FunctionCall, Inputs, Recording, record
 
 # ----------------------------------------------------------------------------
 # How torch functions pass on the features of Linears: one rule for a family.
@@ -109,11 +110,8 @@ def _along(trails: Trails, call: FunctionCall) -> list[Trail]:
 
 
 def _split(trails: Trails, call: FunctionCall) -> list[Trail]:
-    tensor, trail = call.args[0], trails[id(call.args[0])]
-    dim = call.argument(2, "dim", 0)
-    if dim % tensor.ndim == trail.dim:
-        raise Ended("they are split into parts, as those of a fused projection are")
-    return [trail] * len(call.outputs)
+    """A split of another dimension; that of the features themselves is followed apart."""
+    return [trails[id(call.args[0])]] * len(call.outputs)
 
 
 def _index(trails: Trails, call: FunctionCall) -> list[Trail]:
@@ -213,6 +211,14 @@ def _reduce(trails: Trails, call: FunctionCall) -> list[Trail]:
     return [Trail(trail.sources, trail.dim - dropped)] * len(call.outputs)
 
 
+def _normalise(trails: Trails, call: FunctionCall) -> list[Trail]:
+    """Each slice of the last dimensions by itself."""
+    tensor, trail = call.args[0], trails[id(call.args[0])]
+    if trail.dim >= tensor.ndim - len(call.argument(1, "normalized_shape")):
+        raise Ended("they are normalised together")
+    return [trail]
+
+
 def _same(trails: Trails, call: FunctionCall) -> list[Trail]:
     """The features stay where they are."""
     return [trails[id(call.args[0])]]
@@ -256,7 +262,9 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("amax", "amin", "mean", "sum"), _reduce),
     **dict.fromkeys(("view_as_complex", "view_as_real"), _complex),
     "scaled_dot_product_attention": _attention,
+    **dict.fromkeys(("layer_norm", "rms_norm"), _normalise),
 }
+_SPLITS = ("chunk", "split", "tensor_split")
 
 
 OUTPUT = "they are an output of the model"
@@ -272,6 +280,11 @@ class Flow:
         fed_by: For each Linear, the Linears whose features it reads, one entry a call;
             empty for a call on something else.
         ends: For each Linear, why its features are needed whole somewhere.
+        fused: For each Linear whose output features are split, the sizes of the parts.
+        added: For each Linear, those whose features are combined with its own, one by one.
+        summed: Modules whose parameters are used on features that may be shards, so that
+            their gradients are sums over ranks: the Linears, and the dimension from the
+            back.
         gaps: Torch functions that got a tensor from something that is not one, such as
             a scripted function, through which nothing can be followed.
     """
@@ -280,6 +293,9 @@ class Flow:
     embeddings: dict[str, None] = field(default_factory=dict)
     fed_by: dict[str, list[frozenset[str]]] = field(default_factory=dict)
     ends: dict[str, list[str]] = field(default_factory=dict)
+    fused: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    added: dict[str, set[str]] = field(default_factory=dict)
+    summed: dict[str, Trail] = field(default_factory=dict)
     gaps: list[str] = field(default_factory=list)
 
 
@@ -290,35 +306,58 @@ def follow(model: nn.Module, inputs: Inputs) -> Flow:
         NotRunnableError: The model needs values to run.
     """
     recording = record(model, inputs)
-    follower = _Follower(model, recording.state)
+    follower = _Follower(model, recording)
     for call in recording.function_calls:
         follower.pass_on(call)
     for tensor in _torch.leaves_of(torch.Tensor, recording.output):
         follower.end(follower.trails.get(id(tensor)), OUTPUT)
+    for path in follower.flow.fused.keys() & follower.unsplit.keys():
+        name = follower.unsplit[path]
+        reason = f"they are split into parts, and used as a whole by {name}"
+        follower.end(Trail(frozenset({path}), -1), reason)
     return follower.flow
 
 
 def _owners(
-    model: nn.Module, state: Mapping[str, torch.Tensor], kind: type[nn.Module]
+    model: nn.Module,
+    state: Mapping[str, torch.Tensor],
+    is_owner: Callable[[nn.Module], bool],
 ) -> dict[int, str]:
     """The path of the module of a kind that owns each weight."""
     return {
         id(state[f"{path}.weight" if path else "weight"]): path
         for path, module in model.named_modules()
-        if type(module) is kind
+        if is_owner(module)
     }
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether its class is one whose forward is known."""
+    return linear_form(module) is not None and (
+        type(module) is nn.Linear or not isinstance(module, nn.Linear)
+    )
+
+
+def _is_embedding(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding)
 
 
 class _Follower:
     """Passes trails from the inputs of each torch function to its outputs."""
 
-    def __init__(self, model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, model: nn.Module, recording: Recording) -> None:
+        state = recording.state
         self.flow = Flow()
         self.trails: dict[int, Trail] = {}
-        self._linears = _owners(model, state, nn.Linear)
-        self._embeddings = _owners(model, state, nn.Embedding)
+        self.unsplit: dict[str, str] = {}
+        self._linears = _owners(model, state, is_plain_linear)
+        self._embeddings = _owners(model, state, _is_embedding)
+        self._modules = dict(model.named_modules())
         names = [path for path, _ in model.named_parameters()]
         self._parameters = {id(state[path]): path for path in names}
+        # Tensors computed from parameters alone, with one of them.
+        self._computed = dict(self._parameters)
+        self._activations = {id(tensor) for tensor in recording.inputs}
         self._known = {id(tensor) for tensor in state.values()}
 
     def pass_on(self, call: FunctionCall) -> None:
@@ -331,12 +370,25 @@ class _Follower:
         if not call.outputs:
             return
         self._known |= set(map(id, call.outputs))
+        self._note_computed(call)
         if call.func is F.linear:
             self._linear(call.outputs[0], *call.args, **call.kwargs)
+        elif call.func is torch.addmm and id(call.args[2]) in self._linears:
+            self._linear(call.outputs[0], call.args[1], call.args[2])
         elif call.func is F.embedding:
             self._embedding(*call.args, **call.kwargs)
         else:
             self._apply(call)
+
+    def _note_computed(self, call: FunctionCall) -> None:
+        """Tell what is computed from parameters alone from what comes from the inputs."""
+        is_layer = call.func in (F.linear, F.embedding)
+        if is_layer or any(id(t) in self._activations for t in call.inputs):
+            self._activations |= set(map(id, call.outputs))
+            return
+        paths = [self._computed[id(t)] for t in call.inputs if id(t) in self._computed]
+        if paths:
+            self._computed |= dict.fromkeys(map(id, call.outputs), paths[0])
 
     def _linear(
         self,
@@ -382,26 +434,90 @@ class _Follower:
             for tensor in call.outputs:  # written in place: it had a trail before
                 self.trails.pop(id(tensor), None)
             return
+        for path in passed[0].sources if call.name in _ELEMENTWISE else ():
+            self.flow.added.setdefault(path, set()).update(passed[0].sources - {path})
         pairs = zip(call.outputs, passed, strict=True)
         self.trails |= {id(tensor): trail for tensor, trail in pairs}
 
     def _apply_rule(self, call: FunctionCall) -> list[Trail]:
+        used = [self._computed[id(t)] for t in call.inputs if id(t) in self._computed]
+        try:
+            passed = self._follow_rule(call)
+            for path in used:
+                self._sum(path, call, passed)
+        except Ended:
+            if not used:
+                raise
+            raise Ended(f"the parameter '{used[0]}' is used on them") from None
         for tensor in call.inputs:
-            if id(tensor) in self._parameters:
-                path = self._parameters[id(tensor)]
-                raise Ended(f"the parameter '{path}' is used on them")
+            is_followed = id(tensor) in self.trails or id(tensor) in self._computed
+            if tensor.requires_grad and not is_followed:
+                raise Ended(
+                    f"{call.name} combines them with a tensor whose gradient would be one "
+                    "rank's part"
+                )
+        return passed
+
+    def _sum(self, path: str, call: FunctionCall, passed: list[Trail]) -> None:
+        """Note that the gradient of a parameter is a sum over the ranks with features."""
+        owner, _, name = path.rpartition(".")
+        module = self._modules[owner]
+        if not module.get_parameter(name).requires_grad:
+            return
+        is_leaf = next(module.children(), None) is None
+        if not owner or not is_leaf or path in self._linears.values():
+            raise Ended("no style adds up its gradient")
+        (trail,), (output,) = passed, call.outputs
+        known = self.flow.summed.get(owner, trail)
+        self.flow.summed[owner] = Trail(
+            known.sources | trail.sources, trail.dim - output.ndim
+        )
+
+    def _follow_rule(self, call: FunctionCall) -> list[Trail]:
         rule = RULES.get(call.name)
         if rule is None:
             raise Ended(
                 f"the torch function {call.name} is applied, for which no rule is known"
             )
         try:
+            if call.name in _SPLITS and self._split(call):
+                return [self.trails[id(call.args[0])]] * len(call.outputs)
+            if rule not in (_reshape, _same):
+                self._note_unsplit(call)
             return rule(self.trails, call)
         except (IndexError, KeyError, TypeError, ValueError):
             # Torch functions have many signatures; a rule knows the usual ones.
             raise Ended(
                 f"{call.name} is applied in a way for which no rule is known"
             ) from None
+
+    def _note_unsplit(self, call: FunctionCall) -> None:
+        """Note Linears all of whose output features a function takes together."""
+        for tensor in call.inputs:
+            trail = self.trails.get(id(tensor))
+            for path in trail.sources if trail is not None else ():
+                form = linear_form(self._modules[path])
+                if form is not None and tensor.shape[-1] == form.outside:
+                    self.unsplit[path] = call.name
+
+    def _split(self, call: FunctionCall) -> bool:
+        """Note a split of features into the parts of a fused projection."""
+        tensor, trail = call.args[0], self.trails[id(call.args[0])]
+        dim = call.argument(2, "dim", 0) % tensor.ndim
+        if dim != trail.dim:
+            return False
+        sizes = tuple(part.shape[dim] for part in call.outputs)
+        forms = {path: linear_form(self._modules[path]) for path in trail.sources}
+        is_whole = all(form and form.outside == sum(sizes) for form in forms.values())
+        known = {self.flow.fused.setdefault(path, sizes) for path in trail.sources}
+        if (
+            len(forms) != 1
+            or not is_whole
+            or dim != tensor.ndim - 1
+            or known != {sizes}
+        ):
+            raise Ended("they are split into parts in more than one way")
+        return True
 
     def end(self, trail: Trail | None, reason: str) -> None:
         """Note that the features of a trail are needed whole."""

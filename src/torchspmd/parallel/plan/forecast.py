@@ -19,6 +19,7 @@ from torchspmd.parallel.axis import (
     gradient_layout,
 )
 from torchspmd.parallel.experts import ExpertParallel
+from torchspmd.parallel.linear import linear_form
 from torchspmd.parallel.plan.assignment import Assignment, fused_form, own_style
 from torchspmd.parallel.plan.dry_run import find_fixed_sizes
 from torchspmd.parallel.plan.names import fold
@@ -360,13 +361,19 @@ def forecast(
         recording = record(model, inputs, [a.path for a in assignments])
         calls = recording.module_calls
         notes = [f"Shapes are those of a run on {describe_inputs(inputs)}."]
+        if recording.why_eval:
+            notes.append(
+                f"It was run in eval mode, as in training mode {recording.why_eval}."
+            )
         failure = find_fixed_sizes(model, assignments, inputs, resolved.mesh.size)
         if failure is not None:
             notes.append(
                 f"The forward fails on the shapes of one rank, {failure}. Take sizes and "
-                "numbers of heads from the tensors, not from the config: -1 in a view."
+                "numbers of heads from the tensors, not from the config: -1 in a view; "
+                "for a fused layer that it splits, split_whole=True."
             )
     except NotRunnableError as error:
+        tokens = tokens if example is None else _tokens_of(example) or tokens
         calls = list(_assumed_calls(assignments, *tokens))
         notes = [
             f"The model does not run on shapes alone ({error}): every layer is taken to "
@@ -389,6 +396,15 @@ def forecast(
     return ledger, notes
 
 
+def _tokens_of(inputs: Inputs) -> tuple[int, int] | None:
+    """Batch and sequence length of the first input that has both."""
+    values = inputs.values() if isinstance(inputs, Mapping) else inputs
+    for value in values:
+        if isinstance(value, torch.Tensor) and value.ndim > 1:
+            return value.size(0), value.size(1)
+    return None
+
+
 def _each(paths: Iterable[str], what: str) -> list[str]:
     return [f"{name or 'the model'} {what}" for name in fold(list(paths))]
 
@@ -399,11 +415,9 @@ def _assumed_calls(
     """One call of each layer whose shapes follow from the layer itself."""
     for number, assignment in enumerate(assignments):
         module = assignment.module
-        if isinstance(module, nn.Linear):
-            sizes, dtype = (
-                (module.in_features, module.out_features),
-                module.weight.dtype,
-            )
+        form = linear_form(module)
+        if form is not None:
+            sizes, dtype = form[:2], module.get_parameter("weight").dtype
             given = TensorInfo((batch, seq, sizes[0]), dtype, True, 2 * number)
         elif isinstance(module, nn.Embedding):
             sizes, dtype = (1, module.embedding_dim), module.weight.dtype

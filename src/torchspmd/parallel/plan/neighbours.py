@@ -20,9 +20,10 @@ from torchspmd import _torch
 from torchspmd.layout.placements import (
     format_placement,
 )
-from torchspmd.parallel.linear import ColwiseParallel
+from torchspmd.parallel.linear import ColwiseParallel, linear_form
 from torchspmd.parallel.plan.assignment import Assignment, own_style
-from torchspmd.parallel.plan.copies import copy_to_meta, reaches_globals, traces_kept
+from torchspmd.parallel.plan.copies import copy_shapes, reaches_globals, traces_kept
+from torchspmd.parallel.plan.flow import is_plain_linear
 from torchspmd.parallel.plan.text_form import (
     describe_style,
 )
@@ -186,7 +187,7 @@ def find_mismatched_neighbours(
     styles = {id(a.module): own_style(a.style) for a in assignments}
     parents = dict.fromkeys(a.path.rpartition(".")[0] for a in assignments if a.path)
     problems: list[str] = []
-    copied = copy_to_meta(tree[""]) if parents else None
+    copied = copy_shapes(tree[""]) if parents else None
     for parent in parents:
         assert copied is not None
         for reach in follow_outputs(copied.get_submodule(parent)):
@@ -221,7 +222,7 @@ def _producer(
 ) -> _Neighbour | None:
     """What a module returns, as a plain tensor; None where that is not certain."""
     if id(module) not in styles:
-        is_known = type(module) is nn.Linear or _is_trained_leaf(module)
+        is_known = is_plain_linear(module) or _is_trained_leaf(module)
         return _Neighbour(path, module, None, Replicate()) if is_known else None
     style = styles[id(module)]
     layouts = style.layouts(module) if style is not None else None
@@ -258,8 +259,12 @@ def _can_judge_plain(
     if layout == Shard(-1):
         # A Linear without a style is whole in its features. It may also have been built
         # with the features of one rank.
-        fits = isinstance(module, nn.Linear) and isinstance(producer.module, nn.Linear)
-        return fits and _features(producer) == _read_features(module)
+        fits = linear_form(module) is not None
+        return (
+            fits
+            and linear_form(producer.module) is not None
+            and _features(producer) == _read_features(module)
+        )
     # Whatever it gets, what comes back is the gradient of one rank's part.
     return isinstance(layout, Shard) and _is_trained_leaf(producer.module)
 
@@ -296,14 +301,16 @@ def _plain_consumer(
 
 def _features(producer: _Neighbour) -> int | None:
     module = producer.module
-    if isinstance(module, nn.Linear):
-        return module.out_features
+    form = linear_form(module)
+    if form is not None:
+        return form.outside
     return module.embedding_dim if isinstance(module, nn.Embedding) else None
 
 
 def _read_features(module: nn.Module) -> int | None:
-    if isinstance(module, nn.Linear):
-        return module.in_features
+    form = linear_form(module)
+    if form is not None:
+        return form.inside
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
         return module.normalized_shape[-1]
     return None
@@ -361,7 +368,7 @@ def _fixes(producer: _Neighbour, consumer: _Neighbour) -> list[str]:
     """The arguments that would make the two agree, where their styles have them."""
     returned, taken = map(format_placement, (producer.layout, consumer.layout))
     fixes = []
-    if producer.layout == Shard(-1) and isinstance(consumer.module, nn.Linear):
+    if producer.layout == Shard(-1) and linear_form(consumer.module) is not None:
         fixes.append(f"'{consumer.path}' RowwiseParallel()")
     elif _has_argument(consumer.style, "input_layouts"):
         fixes.append(f"'{consumer.path}' input_layouts={returned}")

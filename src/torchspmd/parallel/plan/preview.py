@@ -60,6 +60,8 @@ class ParameterRow:
         local_shapes: Shape on each rank of the axis; one where all are alike.
         local_bytes: Bytes of all of them on each rank; one where all are alike.
         total_bytes: Bytes of all of them on one device.
+        parts: Of a fused one, the rows of each part and its placement as code; they
+            lie one below the other.
     """
 
     name: str
@@ -71,6 +73,7 @@ class ParameterRow:
     local_shapes: tuple[tuple[int, ...], ...]
     local_bytes: tuple[int, ...]
     total_bytes: int
+    parts: tuple[tuple[int, str], ...] = ()
 
     @property
     def is_replicated(self) -> bool:
@@ -131,8 +134,14 @@ def _cuts(assignment: Assignment, num_ranks: int) -> dict[str, Cut] | None:
         return None
     if fused is None:
         return {path: (Slab(None, layout),) for path, layout in placed.items()}
-    parts = tuple(Slab(part.size, part.layout(num_ranks)) for part in fused.split())
-    return dict.fromkeys(placed, parts)
+    return {
+        path: tuple(
+            Slab(part.size, part.layout(num_ranks, layout.dim))
+            for part in fused.split()
+        )
+        for path, layout in placed.items()
+        if isinstance(layout, Shard)
+    }
 
 
 def _row(
@@ -157,6 +166,11 @@ def _row(
         local_shapes=shapes,
         local_bytes=tuple(math.prod(local) * itemsize * count for local in shapes),
         total_bytes=math.prod(shape) * itemsize * count,
+        parts=tuple(
+            (slab.size, format_placement(positive_dim(slab.layout, len(shape))))
+            for slab in cut or ()
+            if slab.size is not None
+        ),
     )
 
 
@@ -170,7 +184,7 @@ def _layout_text(cut: Cut | None, ndim: int, style: str | None) -> str | None:
 def _local_shapes(
     shape: tuple[int, ...], cut: Cut, num_ranks: int
 ) -> tuple[tuple[int, ...], ...]:
-    """The shape on each rank; slabs lie one below the other on dimension 0."""
+    """The shape on each rank; slabs lie side by side on the dimension that is cut."""
     if not any(isinstance(slab.layout, Shard) for slab in cut):
         return (shape,)
     if len(cut) == 1 and cut[0].size is None:
@@ -179,7 +193,7 @@ def _local_shapes(
         dim = layout.dim
         cut = (Slab(shape[dim], layout),)
     else:
-        dim = 0
+        dim = next(s.layout.dim for s in cut if isinstance(s.layout, Shard))
     sizes = (
         sum(_on_rank(s, num_ranks, rank) for s in cut) for rank in range(num_ranks)
     )
@@ -252,7 +266,13 @@ class Preview:
 
     def to_json(self) -> str:
         """All of it as JSON, sizes in bytes."""
+        return json.dumps(self.as_dict(), indent=1)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as plain data, sizes in bytes."""
         value: dict[str, Any] = {
+            "format": "torchspmd/plan",
+            "version": 1,
             "model": self.model,
             "mesh": dict(self.mesh.axes),
             "axis": self.mesh.axis,
@@ -269,7 +289,7 @@ class Preview:
                 {"phase": phase, "kind": kind, "module": module, **asdict(total)}
                 for (phase, kind, module), total in totals.items()
             ]
-        return json.dumps(value, indent=1)
+        return value
 
     def __str__(self) -> str:
         return _format_preview(self)

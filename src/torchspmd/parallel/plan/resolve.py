@@ -4,7 +4,7 @@ Nothing here changes the model. Names that match nothing are explained in ``name
 neighbours whose layouts do not match in ``neighbours``.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchspmd.errors import PlanError, UnsupportedModuleError, UsageError
 from torchspmd.parallel.axis import MeshLike, PlanMesh, describe_mesh_axis
-from torchspmd.parallel.linear import ColwiseParallel, RowwiseParallel
+from torchspmd.parallel.linear import ColwiseParallel, RowwiseParallel, linear_form
 from torchspmd.parallel.parameters import describe_broken_tie
 from torchspmd.parallel.plan.assignment import (
     Assignment,
@@ -86,13 +86,27 @@ def find_broken_ties(model: nn.Module, assignments: Sequence[Assignment]) -> lis
         # A module that sits in two places is placed once and serves both names.
         if any(path.startswith(unknown) for path in paths):
             continue
-        found = {path: layouts.get(path) for path in _modules_once(model, paths)}
+        placed = {path.rpartition(".")[0] for path in paths if path in layouts}
+        found = {
+            path: layouts.get(path)
+            for path in _modules_once(model, paths)
+            if path in layouts or not is_alias(path, placed)
+        }
         split = [path for path in found if path in _split_paths(assignments)]
         if split and len(found) > 1:
             problems.append(_split_text(split[0], list(found)))
         elif len(set(found.values())) > 1:
             problems.append(_tie_text(found))
     return problems
+
+
+def is_alias(path: str, owners: Collection[str]) -> bool:
+    """Whether a module only keeps a parameter that a module inside of it computes with.
+
+    So BERT's head has its decoder's bias under a name of its own.
+    """
+    outer = path.rpartition(".")[0]
+    return any(owner != outer and owner.startswith(f"{outer}.") for owner in owners)
 
 
 def _find_earlier_ties(
@@ -162,6 +176,7 @@ def _tie_text(layouts: dict[str, Placement | None]) -> str:
 
 # What attention modules call the number of their query heads.
 _COUNT_NAMES = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+_WIDTH_NAMES = ("hidden_size", "embed_dim", "n_embd")
 
 
 class _Heads(NamedTuple):
@@ -207,12 +222,12 @@ def _explicit_heads(
 
 def _sharded_features(assignment: Assignment) -> int | None:
     """The features that the style cuts into shards; None where there are none."""
-    style, module = own_style(assignment.style), assignment.module
-    if not isinstance(module, nn.Linear):
+    style, form = own_style(assignment.style), linear_form(assignment.module)
+    if form is None:
         return None
     if type(style) is ColwiseParallel:
-        return module.out_features
-    return module.in_features if type(style) is RowwiseParallel else None
+        return form.outside
+    return form.inside if type(style) is RowwiseParallel else None
 
 
 def _heads_of(
@@ -222,20 +237,22 @@ def _heads_of(
     parent = tree[parent_path] if assignment.path else None
     if parent is None:
         return None
-    head_dim = _head_dim(parent)
+    head_dim = head_size(parent)
     if head_dim is None or features % head_dim:
         return None
     return _Heads(features // head_dim, f"head_dim {head_dim} of '{parent_path}'")
 
 
-def _head_dim(parent: nn.Module) -> int | None:
+def head_size(parent: nn.Module) -> int | None:
+    """The features of one head, where an attention module tells."""
     value = getattr(parent, "head_dim", None)
     if type(value) is int and value > 0:
         return value
     # Modules that count heads without saying their size say how wide all are together.
     counts = [getattr(parent, name, None) for name in _COUNT_NAMES]
     count = next((c for c in counts if type(c) is int and c > 0), None)
-    width = getattr(parent, "hidden_size", getattr(parent, "embed_dim", None))
+    widths = [getattr(parent, name, None) for name in _WIDTH_NAMES]
+    width = next((w for w in widths if type(w) is int and w > 0), None)
     if count is None or type(width) is not int or width % count:
         return None
     return width // count

@@ -1,10 +1,11 @@
 """One run of a model on shapes, recorded: the calls of modules and of torch functions.
 
-The model runs once on the meta device: no weights are read, no memory is used, any size
+The model runs once on fake tensors: no weights are read, no memory is used, any size
 will do. What needs values (``.item()``, ``nonzero``) cannot run so, and is reported.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,9 +20,12 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 
 from torchspmd import _torch
-from torchspmd.parallel.plan.copies import copy_to_meta, to_meta, traces_kept
+from torchspmd.parallel.linear import linear_form
+from torchspmd.parallel.plan.copies import copy_shapes, to_shape, traces_kept
 
 Inputs = Mapping[str, Any] | tuple[Any, ...]
+# What fake tensors raise where a program reads values.
+_NEEDS_VALUES = ("DataDependentOutputException", "DynamicOutputShapeException")
 
 
 class TensorInfo(NamedTuple):
@@ -79,13 +83,17 @@ class Recording:
         module_calls: Calls of the modules that were asked for, in order of their start.
         function_calls: Calls of torch functions. They keep their tensors alive, so that
             an ``id`` means one tensor throughout.
+        inputs: The tensors among its inputs.
         output: What the model returned.
+        why_eval: Why it was run in eval mode: what failed in training mode; else empty.
     """
 
     state: dict[str, torch.Tensor]
     module_calls: list[ModuleCall]
     function_calls: list[FunctionCall]
+    inputs: list[torch.Tensor]
     output: Any
+    why_eval: str = ""
 
 
 class NotRunnableError(Exception):
@@ -93,51 +101,83 @@ class NotRunnableError(Exception):
 
     Attributes:
         path: The module whose forward failed.
+        needs_values: It failed because a value of a tensor was asked for.
     """
 
-    def __init__(self, text: str, path: str = "") -> None:
+    def __init__(self, text: str, path: str = "", needs_values: bool = False) -> None:
         super().__init__(text)
-        self.path = path
+        self.path, self.needs_values = path, needs_values
 
 
 def record(model: nn.Module, inputs: Inputs, paths: Collection[str] = ()) -> Recording:
     """Run the model on shapes; ``paths`` are the modules whose calls are of interest.
 
+    What needs values in training mode, as to drop whole layers, is run in eval mode.
+
     Raises:
         NotRunnableError: The model needs values to run.
     """
-    model = copy_to_meta(model)
-    state = state_of(model)
+    try:
+        return _record(copy_shapes(model), inputs, paths)
+    except NotRunnableError as error:
+        if not error.needs_values or not model.training:
+            raise
+        why = str(error)
+    return dataclasses.replace(
+        _record(copy_shapes(model).eval(), inputs, paths), why_eval=why
+    )
+
+
+def _record(copied: nn.Module, inputs: Inputs, paths: Collection[str]) -> Recording:
+    state = state_of(copied)
+    given = shapes_of(inputs)
     module_calls: list[ModuleCall] = []
     function_calls: list[FunctionCall] = []
     with contextlib.ExitStack() as stack:
         for path in paths:
             watcher = _ModuleWatcher(path, module_calls)
-            module = model.get_submodule(path)
+            module = copied.get_submodule(path)
             stack.enter_context(module_hooks(module, watcher.enter, watcher.leave))
         stack.enter_context(_FunctionRecorder(function_calls))
-        output = call_on_meta(model, state, inputs)
-    return Recording(state, module_calls, function_calls, output)
+        output = call_on_shapes(copied, state, given)
+    tensors = list(_torch.leaves_of(torch.Tensor, given))
+    return Recording(state, module_calls, function_calls, tensors, output)
 
 
-def call_on_meta(
-    model: nn.Module, state: dict[str, torch.Tensor], inputs: Inputs
-) -> Any:
-    """The output of a copied model on the meta device, with these tensors as its state."""
-    positional: tuple[Any, ...] = ()
-    named: dict[str, Any] = {}
+Given = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def shapes_of(inputs: Inputs) -> Given:
+    """Inputs without values, by position and by name."""
     if isinstance(inputs, Mapping):
-        named = {name: to_meta(value) for name, value in inputs.items()}
-    else:
-        positional = tuple(map(to_meta, inputs))
+        return (), {name: to_shape(value) for name, value in inputs.items()}
+    return tuple(map(to_shape, inputs)), {}
+
+
+def call_on_shapes(
+    model: nn.Module, state: dict[str, torch.Tensor], given: Given
+) -> Any:
+    """The output of a copied model on shapes, with these tensors as its state."""
     running: list[str] = []
     try:
-        with torch.device("meta"), traces_kept(), _noting(model, running):
-            return functional_call(model, state, positional, named)
+        with (
+            _torch.shape_mode(),
+            torch.device("cpu"),
+            traces_kept(),
+            _noting(model, running),
+            _GroupedProducts(),
+        ):
+            return functional_call(model, state, *given)
     except Exception as error:  # the user's forward can raise anything
+        path = running[-1] if running else ""
+        where = f"'{path}'" if path else "its forward"
         first_line = str(error).strip().partition("\n")[0]
-        text = f"{type(error).__name__}: {first_line}"
-        raise NotRunnableError(text, running[-1] if running else "") from error
+        needs_values = type(error).__name__ in _NEEDS_VALUES
+        if needs_values:
+            text = f"{where} needs the values of tensors, by {first_line}"
+        else:
+            text = f"{type(error).__name__} in {where}: {first_line}"
+        raise NotRunnableError(text, path, needs_values) from error
 
 
 @contextlib.contextmanager
@@ -175,9 +215,11 @@ def guess_inputs(model: nn.Module, batch: int, seq: int) -> Inputs:
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             return (torch.empty(batch, seq, dtype=torch.long, device="meta"),)
-        if isinstance(module, nn.Linear):
-            shape = (batch, seq, module.in_features)
-            return (torch.empty(shape, dtype=module.weight.dtype, device="meta"),)
+        form = linear_form(module)
+        if form is not None:
+            dtype = module.get_parameter("weight").dtype
+            shape = (batch, seq, form.inside)
+            return (torch.empty(shape, dtype=dtype, device="meta"),)
     raise NotRunnableError("it has no Embedding and no Linear")
 
 
@@ -202,6 +244,23 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return state
 
 
+class _GroupedProducts(TorchFunctionMode):
+    """On shapes these take bfloat16 only, although they compute with other types."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if getattr(func, "__name__", "") not in ("grouped_mm", "_grouped_mm"):
+            return func(*args, **(kwargs or {}))
+        first, second, *rest = args
+        half = first.to(torch.bfloat16), second.to(torch.bfloat16)
+        return func(*half, *rest, **(kwargs or {})).to(first.dtype)
+
+
 class _FunctionRecorder(TorchFunctionMode):
     def __init__(self, calls: list[FunctionCall]) -> None:
         super().__init__()
@@ -215,8 +274,8 @@ class _FunctionRecorder(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
+        result = func(*args, **kwargs)
         made = args[0] if name == "__setitem__" else result
         outputs = list(_torch.leaves_of(torch.Tensor, made))
         self._calls.append(FunctionCall(func, name, args, kwargs, outputs))

@@ -26,7 +26,7 @@ def sign(inventory: Inventory) -> Signature:
         *_tensor_facts(inventory),
         *_wiring_facts(inventory),
         *_data_facts(inventory, _begin_walk(inventory)),
-        *_gradient_hook_facts(inventory),
+        *_parameter_facts(inventory),
         *_optimizer_facts(inventory),
         *inventory.constants,
     )
@@ -79,10 +79,15 @@ def describe_unguarded(inventory: Inventory, limit: int = 8) -> tuple[str, ...]:
     )
 
 
-def check_iterators(inventory: Inventory) -> None:
-    """Refuse what gives another value whenever a step asks, and shows no state."""
-    names = list(walk_data(inventory).iterators.values())
-    if names:
+def check_reached(inventory: Inventory) -> None:
+    """Refuse what a step can reach and a graph cannot follow."""
+    walk = walk_data(inventory)
+    if names := list(walk.scalers.values()):
+        raise CaptureError(
+            f"compile: {', '.join(names)}: a GradScaler that is in no argument. Its scale "
+            "would be that of the capture for ever. Pass it to the step as an argument."
+        )
+    if names := list(walk.iterators.values()):
         raise CaptureError(
             f"compile: {', '.join(names)}: an iterator that the step can reach. A captured "
             "step would take from it once, while it is captured, and use that value for "
@@ -299,11 +304,15 @@ def _hooks(holder: Any, tables: tuple[str, ...]) -> HookFact:
     )
 
 
-def _gradient_hook_facts(inventory: Inventory) -> Iterator[tuple[str, Any]]:
+def _parameter_facts(inventory: Inventory) -> Iterator[tuple[str, Any]]:
+    """Hooks on gradients, and what was set on parameters."""
     for slot in inventory.slots:
         if slot.role is Role.PARAMETER:
             if hooks := _hooks(slot.tensor, _torch.GRADIENT_HOOK_TABLES):
                 yield f"gradient hooks of {slot.name}", hooks
+            for key, value in vars(slot.tensor).items():
+                if (fact := simple_fact(value)) is not None:
+                    yield f"{slot.name}.{key}", fact
 
 
 def _optimizer_facts(inventory: Inventory) -> Iterator[tuple[str, Any]]:

@@ -8,7 +8,15 @@ import pickle
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Container,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from operator import attrgetter, is_
 from types import CellType
@@ -46,8 +54,11 @@ class Held(Protocol):
     def differences(self) -> Iterator[Difference]:
         """What is other than it was."""
 
-    def put_back(self, difference: Difference) -> None:
-        """Make it hold there what it held."""
+    def places(self) -> Iterator[tuple[Any, Any]]:
+        """Where it held something, and what; the key None with all that is held."""
+
+    def put(self, key: Any, value: Any) -> None:
+        """Make it hold a value, or ``MISSING``, at such a place."""
 
 
 # ----------------------------------------------------------------------------
@@ -116,10 +127,15 @@ def describe_change(difference: Difference) -> str:
 class HeldItems:
     """A list, a deque or a set."""
 
-    __slots__ = ("_before", "_items", "_name")
+    __slots__ = ("_before", "_items", "name")
 
     def __init__(self, name: str, items: Any) -> None:
-        self._name, self._items, self._before = name, items, list(items)
+        self.name, self._items, self._before = name, items, list(items)
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether nothing else can be put in."""
+        return isinstance(self._items, frozenset)
 
     def holds(self) -> bool:
         """Whether it holds the same objects; of very many, as many as before."""
@@ -130,13 +146,17 @@ class HeldItems:
     def differences(self) -> Iterator[Difference]:
         """Its items, as a whole."""
         if not _are_alike(self._before, self._items):
-            yield Difference(self._name, None, self._before, self._items)
+            yield Difference(self.name, None, self._before, self._items)
 
-    def put_back(self, difference: Difference) -> None:
-        """Fill it with what it held."""
+    def places(self) -> Iterator[tuple[Any, Any]]:
+        """Its items, as a whole."""
+        yield None, self._before
+
+    def put(self, key: Any, value: Any) -> None:
+        """Fill it with other items."""
         self._items.clear()
         is_ordered = isinstance(self._items, (list, deque))
-        (self._items.extend if is_ordered else self._items.update)(self._before)
+        (self._items.extend if is_ordered else self._items.update)(value)
 
 
 class HeldDict:
@@ -161,10 +181,15 @@ class HeldDict:
             before = dict(zip(self._keys, self._values, strict=True))
             yield Difference(self._name, None, before, self._table)
 
-    def put_back(self, difference: Difference) -> None:
-        """Fill it with what it held."""
-        self._table.clear()
-        self._table.update(difference.before)
+    def places(self) -> Iterator[tuple[Any, Any]]:
+        """Its items, as a whole."""
+        yield None, dict(zip(self._keys, self._values, strict=True))
+
+    def put(self, key: Any, value: Any) -> None:
+        """Fill it with other items."""
+        if isinstance(self._table, MutableMapping):  # and not a view of one
+            self._table.clear()
+            self._table.update(value)
 
 
 class HeldAttributes:
@@ -189,7 +214,7 @@ class HeldAttributes:
         holder: Any,
         *,
         table: Mapping[str, Any] | None = None,
-        only: Collection[str] | None = None,
+        only: Container[str] | None = None,
         ignored: Collection[str] = (),
     ) -> None:
         self._name, self._holder, self._kind = name, holder, type(holder)
@@ -219,18 +244,21 @@ class HeldAttributes:
             if self._matters(key) and not is_alike(was, now):
                 yield Difference(f"{self._name}.{key}", key, was, now)
 
-    def put_back(self, difference: Difference) -> None:
-        """Set an attribute to what it was, or delete it."""
-        key, before = difference.key, difference.before
+    def places(self) -> Iterator[tuple[Any, Any]]:
+        """Each attribute that matters."""
+        yield from zip(self._keys, self._values, strict=True)
+
+    def put(self, key: Any, value: Any) -> None:
+        """Set an attribute, or delete it."""
         if isinstance(self._table, dict):
-            if before is MISSING:
+            if value is MISSING:
                 del self._table[key]
             else:
-                self._table[key] = before
-        elif before is MISSING:
+                self._table[key] = value
+        elif value is MISSING:
             delattr(self._holder, key)
         else:
-            setattr(self._holder, key, before)
+            setattr(self._holder, key, value)
 
 
 class HeldSlots:
@@ -257,12 +285,16 @@ class HeldSlots:
             if not is_alike(was, found):
                 yield Difference(f"{self._name}.{key}", key, was, found)
 
-    def put_back(self, difference: Difference) -> None:
-        """Set an attribute to what it was, or delete it."""
-        if difference.before is MISSING:
-            delattr(self._holder, difference.key)
+    def places(self) -> Iterator[tuple[Any, Any]]:
+        """Each attribute that is set."""
+        yield from self._before.items()
+
+    def put(self, key: Any, value: Any) -> None:
+        """Set an attribute, or delete it."""
+        if value is MISSING:
+            delattr(self._holder, key)
         else:
-            object.__setattr__(self._holder, difference.key, difference.before)
+            object.__setattr__(self._holder, key, value)
 
 
 # ----------------------------------------------------------------------------
@@ -288,9 +320,13 @@ class HeldGlobals:
             if not is_alike(was, now := self._table.get(key)):
                 yield Difference(f"{self._name}.{key}", key, was, now)
 
-    def put_back(self, difference: Difference) -> None:
-        """Set a variable to what it was."""
-        self._table[difference.key] = difference.before
+    def places(self) -> Iterator[tuple[Any, Any]]:
+        """Each variable."""
+        yield from zip(self._keys, self._values, strict=True)
+
+    def put(self, key: Any, value: Any) -> None:
+        """Set a variable."""
+        self._table[key] = value
 
 
 _contents = attrgetter("cell_contents")
@@ -329,9 +365,13 @@ class HeldCells:
                 path = f"{self._names[number]} around {self._name}"
                 yield Difference(path, number, was, now)
 
-    def put_back(self, difference: Difference) -> None:
-        """Set a variable to what it was."""
-        self._cells[difference.key].cell_contents = difference.before
+    def places(self) -> Iterator[tuple[Any, Any]]:
+        """Each variable, by its number."""
+        yield from enumerate(self._values)
+
+    def put(self, key: Any, value: Any) -> None:
+        """Set a variable."""
+        self._cells[key].cell_contents = value
 
 
 def contents_of(cell: CellType) -> Any:
@@ -367,9 +407,13 @@ class HeldArray:
         if not self._has_same_values():
             yield Difference(self._name, None, self._before, self._array)
 
-    def put_back(self, difference: Difference) -> None:
-        """Fill it with the values it had."""
-        self._array[...] = self._before
+    def places(self) -> Iterator[tuple[Any, Any]]:
+        """None: numbers, and no objects."""
+        yield from ()
+
+    def put(self, key: Any, value: Any) -> None:
+        """Fill it with other values."""
+        self._array[...] = value
 
 
 class HeldRandom:
@@ -391,15 +435,19 @@ class HeldRandom:
         if pickle.dumps(now) != pickle.dumps(self._before):
             yield Difference(f"the state of {self._name}", "", self._before, now)
 
-    def put_back(self, difference: Difference) -> None:
-        """Set it to the state it had."""
+    def places(self) -> Iterator[tuple[Any, Any]]:
+        """None: numbers, and no objects."""
+        yield from ()
+
+    def put(self, key: Any, value: Any) -> None:
+        """Set it to another state."""
         generator = self._generator
         if hasattr(generator, "setstate"):
-            generator.setstate(self._before)
+            generator.setstate(value)
         elif hasattr(generator, "set_state"):
-            generator.set_state(self._before)
+            generator.set_state(value)
         else:
-            generator.bit_generator.state = self._before
+            generator.bit_generator.state = value
 
 
 def is_generator(value: Any) -> bool:

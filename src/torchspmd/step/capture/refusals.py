@@ -1,9 +1,10 @@
 """Why a step cannot be captured, with the user's own line and the fix."""
 
+import contextlib
 import linecache
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -312,6 +313,20 @@ def _running_optimizer(error: BaseException) -> str | None:
         if isinstance(owner, Optimizer):
             return type(owner).__name__
     return None
+
+
+@contextlib.contextmanager
+def noting_refusals(refused: list[Exception]) -> Iterator[None]:
+    """Add what is refused inside to a list.
+
+    Code of the user's may catch it, and what it does then would be captured for ever.
+    """
+    try:
+        yield
+    except Exception as error:
+        if is_ours(error) or isinstance(error, RefusalError) or needs_values(error):
+            refused.append(error)
+        raise
 
 
 def is_ours(error: BaseException) -> bool:

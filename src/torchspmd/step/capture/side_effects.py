@@ -5,7 +5,7 @@ import functools
 import random
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
@@ -34,7 +34,7 @@ from torchspmd.step.capture.held import (
     is_plain,
 )
 from torchspmd.step.capture.inventory import Inventory, Role
-from torchspmd.step.capture.refusals import calling_line
+from torchspmd.step.capture.refusals import calling_line, noting_refusals
 from torchspmd.step.capture.trace_modes import replaced
 
 # ----------------------------------------------------------------------------
@@ -199,6 +199,10 @@ class PythonState:
             if slot.role is Role.PARAMETER
         ]
         self._held = hold_python(inventory)
+        self._held += [
+            (HeldAttributes(name, traced, only=_Public(vars(own))), Fix.OBJECT, None)
+            for name, own, traced, _ in self._parameters
+        ]
         self.stored: list[str] = []
 
     def put_back(self) -> None:
@@ -212,7 +216,7 @@ class PythonState:
             for difference in list(held.differences()):
                 yield from self._change(difference, fix, kind)
                 if not _may_stay(difference, fix, kind):
-                    held.put_back(difference)
+                    held.put(difference.key, difference.before)
         for name, own, traced, gradient in self._parameters:
             if own.requires_grad != traced.requires_grad:
                 text = f"{own.requires_grad} -> {traced.requires_grad}"
@@ -247,6 +251,16 @@ class PythonState:
             yield Change(f"{path} was set in this capture, and not again", None)
         else:
             yield Change(describe_change(difference), fix)
+
+
+class _Public(Container[str]):
+    """Names of attributes that are there already, or that are not private."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = frozenset(names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names or not str(name).startswith("_")
 
 
 def _may_stay(difference: Difference, fix: Fix, kind: type | None) -> bool:
@@ -325,7 +339,7 @@ def undo_python(held: PythonHold) -> list[str]:
         for difference in list(each.differences()):
             if not _may_stay(difference, fix, kind):
                 texts.append(describe_change(difference))
-            each.put_back(difference)
+            each.put(difference.key, difference.before)
     return texts
 
 
@@ -383,12 +397,15 @@ def refuse_changes(function: str, changes: list[Change]) -> None:
     )
 
 
-def refusing_schedulers(function: str) -> contextlib.AbstractContextManager[None]:
+def refusing_schedulers(
+    function: str, refused: list[Exception]
+) -> contextlib.AbstractContextManager[None]:
     """Refuse ``scheduler.step()``, also of a scheduler that is in no argument."""
 
     def refuse(scheduler: Any, *args: Any, **kwargs: Any) -> None:
         text = f"{type(scheduler).__name__}.step() at {calling_line()}"
-        refuse_changes(function, [Change(text, Fix.GROUP)])
+        with noting_refusals(refused):
+            refuse_changes(function, [Change(text, Fix.GROUP)])
 
     kinds = [kind for kind in _family(LRScheduler) if "step" in vars(kind)]
     return replaced(*((kind, "step", refuse) for kind in kinds))

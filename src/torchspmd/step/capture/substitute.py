@@ -15,6 +15,7 @@ from torchspmd import _torch
 from torchspmd.comm import Phase
 from torchspmd.errors import CaptureError
 from torchspmd.step.capture.guards import name_of_hook
+from torchspmd.step.capture.identities import held_by_python, pass_for
 from torchspmd.step.capture.inventory import Inventory, Number, Role
 from torchspmd.step.capture.rank_divergence import (
     keep_inner,
@@ -71,7 +72,11 @@ class Substitution:
             spread.show(slot, local)
             for slot, local in zip(inventory.slots, self.locals, strict=True)
         ]
-        for slot, shown in zip(inventory.slots, self.shown, strict=True):
+        for slot, shown, local in zip(
+            inventory.slots, self.shown, self.locals, strict=True
+        ):
+            for traced in {id(shown): shown, id(local): local}.values():
+                pass_for(traced, slot.tensor)
             if slot.tensor.requires_grad:
                 shown.requires_grad_()
         for index, _, slots in inventory.groups:
@@ -131,6 +136,7 @@ class Substitution:
                 if self.spread.reduces:
                     name = inventory.slots[slot].name
                     stack.callback(refuse_graphs(shown, name))
+            stack.enter_context(held_by_python(inventory, self.shown))
             stack.enter_context(self.spread.installed(inventory, self.shown, log))
             for hook in _install_gradient_hooks(inventory, self.shown, log):
                 stack.callback(hook.remove)

@@ -12,7 +12,7 @@ from torch import fx
 from torchspmd import _torch
 from torchspmd.comm import Phase
 from torchspmd.step.capture.functionalize import clean, make_functional
-from torchspmd.step.capture.guards import check_iterators, describe_unguarded
+from torchspmd.step.capture.guards import check_reached, describe_unguarded
 from torchspmd.step.capture.host_values import HostValues, Reads
 from torchspmd.step.capture.inventory import Inventory, Number
 from torchspmd.step.capture.micro_batches import join_reductions
@@ -116,7 +116,7 @@ def capture(
     """
     check_layouts(spread, inventory.slots)
     check_memory(inventory)
-    check_iterators(inventory)
+    check_reached(inventory)
     relayout = spread.lay_out(inventory)
     if relayout is not None:
         inventory = relayout.inventory
@@ -220,8 +220,10 @@ def _trace(
     changes: list[Change] = []
     stored: list[str] = []
 
+    refused: list[Exception] = []
+
     def run(*flat: Any) -> list[Any]:
-        with _tracing(name, inventory, spread, log):
+        with _tracing(name, inventory, spread, log, refused):
             substitution = Substitution(inventory, flat, spread)
             states = {s.slot: substitution.steps_on(s.slot) for s in inventory.states}
             values = HostValues(inventory, states, inputs.world)
@@ -234,6 +236,8 @@ def _trace(
                 state = PythonState(inventory, substitution.shown, (args, kwargs))
                 try:
                     returned = function(*args, **kwargs)
+                    if refused:
+                        raise refused[0]  # the step has caught it
                 except BaseException:
                     state.put_back()
                     raise
@@ -263,10 +267,14 @@ def _trace(
 
 @contextlib.contextmanager
 def _tracing(
-    name: str, inventory: Inventory, spread: Spread, log: OwnerLog
+    name: str,
+    inventory: Inventory,
+    spread: Spread,
+    log: OwnerLog,
+    refused: list[Exception],
 ) -> Iterator[None]:
     """Everything that is active while a step is traced, outermost first."""
-    refuse_functions = RefuseFunctions()
+    refuse_functions = RefuseFunctions(refused)
     with (
         RandomReplay().recording(),  # sees what the next one makes of random operators
         spread.tracing(),
@@ -274,8 +282,8 @@ def _tracing(
         KnownComparisons(),
         refuse_functions,
         _torch.backward_under(refuse_functions),  # hooks
-        CheckOperators(),
-        refusing_schedulers(name),
+        CheckOperators(refused),
+        refusing_schedulers(name, refused),
         fake_for_transformers(),
         _torch.numbers.plain_for(runs_for_user),
         _torch.keep_flat_weights(module for _, module in inventory.modules),

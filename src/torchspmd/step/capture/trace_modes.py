@@ -12,7 +12,11 @@ from torch.overrides import TorchFunctionMode
 
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
-from torchspmd.step.capture.refusals import calling_line, printing_line
+from torchspmd.step.capture.refusals import (
+    calling_line,
+    noting_refusals,
+    printing_line,
+)
 
 
 class FunctionMode(TorchFunctionMode, ABC):
@@ -82,14 +86,23 @@ _REFUSED: dict[Any, Callable[[], None]] = {
 
 @final
 class RefuseFunctions(FunctionMode):
-    """Refuses functions of torch that would happen once, at capture, or be lost."""
+    """Refuses functions of torch that would happen once, at capture, or be lost.
+
+    Args:
+        refused: A list to which what was refused is added.
+    """
+
+    def __init__(self, refused: list[Exception]) -> None:
+        super().__init__()
+        self._refused = refused
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Refuse a function of the table, or run it."""
         refuse = _REFUSED.get(func)
-        if refuse is not None:
-            refuse()
-        return func(*args, **kwargs)
+        with noting_refusals(self._refused):
+            if refuse is not None:
+                refuse()
+            return func(*args, **kwargs)
 
 
 # ----------------------------------------------------------------------------
@@ -102,11 +115,20 @@ class RefuseFunctions(FunctionMode):
 
 @final
 class CheckOperators(OperatorMode):
-    """Refuses operators that only have effects; counts the writes into lists."""
+    """Refuses operators that only have effects; counts the writes into lists.
+
+    Args:
+        refused: A list to which what was refused is added.
+    """
+
+    def __init__(self, refused: list[Exception]) -> None:
+        super().__init__()
+        self._refused = refused
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Check and run an operator."""
-        _check_operator(func)
+        with noting_refusals(self._refused):
+            _check_operator(func)
         result = func(*args, **kwargs)
         for value in _torch.written_values(func, args, kwargs):
             if isinstance(value, (list, tuple)):

@@ -33,6 +33,11 @@ class CostModel:
         latency_seconds: What any collective takes at least.
         operators: Seconds of operators that were measured, by ``operator_key``; for these
             the rates do not count.
+
+    Example:
+        >>> ethernet = CostModel(flops=2e14, network_bytes=1.25e8)  # 1 Gbit/s
+        >>> CostModel.for_device("cuda").network_bytes > ethernet.network_bytes
+        True
     """
 
     flops: float = 1e14

@@ -156,7 +156,8 @@ class ExposureReport:
 
     def as_dict(self) -> dict[str, Any]:
         """The same for JSON, all collectives included."""
-        entries = {each.name: getattr(self, each.name) for each in fields(self)}
+        entries: dict[str, Any] = {"format": "torchspmd/exposure", "version": 1}
+        entries |= {each.name: getattr(self, each.name) for each in fields(self)}
         entries["simulated_ms"] = self.simulated_ms
         entries["everywhere_ms"] = self.everywhere_ms
         entries["collectives"] = [each.as_dict() for each in self.collectives]

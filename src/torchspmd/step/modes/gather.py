@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 from torchspmd import _torch
 from torchspmd.comm import Owner, Phase
 from torchspmd.errors import CaptureError
+from torchspmd.step.capture.identities import pass_for
 from torchspmd.step.capture.inventory import Inventory
 from torchspmd.step.capture.refusals import calling_line
 from torchspmd.step.capture.trace_modes import FunctionMode
@@ -159,6 +160,7 @@ class Gathering:
             node = last_node(_torch.current_graph())
             if node is not None:
                 node.meta[GATHERED] = self._names[id(parameter)]
+        pass_for(made, parameter)
         self._kept[id(parameter)] = _Kept(made, version, self.log.calls)
         self._gathered[id(made)] = (made, parameter)
         return made

@@ -7,6 +7,7 @@ dropout) are decomposed here, because DTensor's rules compute them over one rank
 
 import contextlib
 import functools
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, cast, final
@@ -130,9 +131,43 @@ def batch_norm(  # noqa: PLR0913, PLR0917  # the arguments of torch's own functi
                 _blend(running_var, var * (count / (count - 1)), momentum)
     assert mean is not None and var is not None
     out = (x - mean.view(shape)) * (var + eps).rsqrt().view(shape)
+    return _scaled(out, weight, bias)
+
+
+def instance_norm(  # noqa: PLR0913, PLR0917  # the arguments of torch's own function
+    x: torch.Tensor,
+    running_mean: torch.Tensor | None = None,
+    running_var: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """``F.instance_norm``, whose running statistics are those of the global batch."""
+    if not use_input_stats:
+        stats = (running_mean, running_var)
+        return batch_norm(x, *stats, weight, bias, training=False, eps=eps)
+    dims = list(range(2, x.ndim))
+    mean = x.mean(dims, keepdim=True)
+    var = (x - mean).square().mean(dims, keepdim=True)
+    if running_mean is not None and running_var is not None:
+        count = math.prod(x.shape[2:])
+        with torch.no_grad():
+            _blend(running_mean, mean.flatten(1).mean(0), momentum)
+            _blend(
+                running_var, var.flatten(1).mean(0) * (count / (count - 1)), momentum
+            )
+    return _scaled((x - mean) * (var + eps).rsqrt(), weight, bias)
+
+
+def _scaled(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
+) -> torch.Tensor:
+    shape = [1, -1] + [1] * (x.ndim - 2)
     if weight is not None:
-        out = out * weight.view(shape)
-    return out if bias is None else out + bias.view(shape)
+        x = x * weight.view(shape)
+    return x if bias is None else x + bias.view(shape)
 
 
 def _blend(running: torch.Tensor, new: torch.Tensor, momentum: float) -> None:
@@ -172,5 +207,6 @@ _POOLS = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
 _OWN: dict[Callable[..., Any], Callable[..., torch.Tensor]] = {
     **{pool: functools.partial(_pooled, pool) for pool in _POOLS},
     F.batch_norm: batch_norm,
+    F.instance_norm: instance_norm,
     F.dropout: dropout,
 }

@@ -530,6 +530,12 @@ def _row_by_row(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     return _from_local(func(*map(own_rows, args), **kwargs), first, layout)
 
 
+def _on_reduced(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """What adds a bias, or multiplies two partial values: not for each rank's part."""
+    args, kwargs = _torch.map_tree(reduce_partial, (args, kwargs))
+    return func(*args, **kwargs)
+
+
 def _copy(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """What is left of a slice that another tensor is written to: its shape and dtype."""
     old, new = args[0], args[1]
@@ -622,6 +628,7 @@ _OPERATORS: dict[_Rule, tuple[str, ...]] = {
         "max_pool3d_with_indices_backward.default",
         *(f"replication_pad{n}d_backward.default" for n in (1, 2, 3)),
     ),
+    _on_reduced: ("convolution.default", "convolution_backward.default"),
     _attention: _ATTENTION,
     _copy: ("copy.default",),
     _embedding: ("embedding.default",),

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
-from torchspmd.layout.retired import copy_attributes
+from torchspmd.layout.retired import copy_attributes, note_predecessor
 from torchspmd.layout.shards import full_shard_size, shard_bounds, shard_size
 from torchspmd.step.capture.guards import name_of_hook
 from torchspmd.step.capture.inventory import Inventory, Role, Slot, is_counter
@@ -286,6 +286,7 @@ def shard(slot: Slot, sharding: Sharding) -> torch.Tensor:
         return sharded
     parameter = nn.Parameter(sharded, requires_grad=slot.tensor.requires_grad)
     copy_attributes(slot.tensor, parameter)
+    note_predecessor(parameter, slot.tensor)
     return parameter
 
 

@@ -128,6 +128,22 @@ def schedule_comm_wait(
             graph's values take. None for no limit; then all-gathers of the step's inputs
             stay where they start, since all of them could start at once:
             ``prefetch_gathers`` is for those.
+
+    Example:
+        >>> import torch
+        >>> from torchspmd.step import compile
+        >>> from torchspmd.testing import fake_mesh
+        >>> def transformation(gm):
+        ...     report = schedule_comm_wait(gm)
+        ...     print(report.outcome.changed, "of", report.outcome.matched)
+        ...     return gm
+        >>> def step(model, batch):
+        ...     model(batch).square().sum().backward()
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+        >>> with fake_mesh(4, ("dp",)):
+        ...     train = compile(gm_transformation=transformation)(step)
+        ...     train(model, torch.ones(2, 8))
+        2 of 4
     """
     blocks = get_all_comm_blocks(gm)
     if (writer := writes_in_place(gm.graph)) is not None:

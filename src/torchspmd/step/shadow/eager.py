@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchspmd import _torch
 from torchspmd.step.capture.guards import walk_data
 from torchspmd.step.capture.held import MISSING
+from torchspmd.step.capture.identities import held_by_python
 from torchspmd.step.capture.inventory import Inventory, Role, is_counter
 from torchspmd.step.capture.side_effects import (
     hold_hooks,
@@ -142,8 +143,10 @@ def run_eagerly(
     found, held = Eager(), [*hold_python(inventory), *hold_hooks(inventory)]
     talk = _Talk(spread.mesh if communicates else None)
     try:
+        tensors = [each.tensor for each in copies.wholes]
         with (
             copies.installed(),
+            held_by_python(inventory, tensors),
             _reduced(inventory, copies.wholes, spread, talk),
             _watched_gradients(inventory, copies.wholes, found),
         ):

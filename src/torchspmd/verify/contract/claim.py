@@ -82,7 +82,11 @@ def at_most(number: float) -> Bound:
 
 
 def at_least(number: float) -> Bound:
-    """A lower bound, for ``expect(ledger).count(all_gather=at_least(1))``."""
+    """A lower bound, for ``expect(ledger).count(all_gather=at_least(1))``.
+
+    >>> print(at_least(1))
+    at least 1
+    """
     return Bound(whole(number, "at_least"), None)
 
 

@@ -59,6 +59,7 @@ def expect(
             4 all_reduce over tp, 128 B, forward of Global
         <BLANKLINE>
         For the lines of the program, record with sources=True.
+        Causes and fixes: docs/errors/checks.md#contracterror
     """
     if not isinstance(ledger, Ledger):
         fix = ", such as comm_mode.ledger" if hasattr(ledger, "ledger") else ""

@@ -103,6 +103,25 @@ def check_parity(  # noqa: PLR0913 - what to run, how it is spread, how it is ju
         UsageError: The check cannot be made: a function that cannot travel, a batch that
             cannot be split, a step that is not deterministic, too many ranks.
         RankError: The parallel run failed; the text has the rank's own traceback.
+
+    Example:
+        A test file; ``pytest`` runs it::
+
+            def build_model():
+                return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+
+            def step(model, batch):
+                return model(batch).square().mean()
+
+            def parallelize(model, mesh):
+                plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+                parallelize_module(model, mesh["tp"], plan)
+
+            def test_parity():
+                batch = torch.randn(4, 8)
+                check_parity(
+                    build_model, step, batch, parallelize=parallelize, mesh={"tp": 2}
+                )
     """
     if dist.is_initialized():
         raise WorldError(

@@ -1,0 +1,292 @@
+"""Training runs whose memory and time are predicted: measured on a GPU, then rehearsed.
+
+Each row is ``training/train.py`` with other arguments: run on the GPU, where it prints what
+``torch.cuda`` counted in each step and the seconds of some more; then, unchanged, by
+``torchspmd predict``. Ranks of one row share a GPU. One file of measured rows serves every
+table that is made of them.
+"""
+
+import argparse
+import concurrent.futures
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from _harness import publish
+
+SCRIPT = Path(__file__).parent / "training" / "train.py"
+LIMIT = 300  # seconds, for one run
+EXPANDABLE = "expandable_segments:True"
+_GPT = "--model gpt --layers 12 --width 768 --batch 8 --sequence 1024"
+_LLAMA = "--model llama --layers 16 --width 1024 --batch 4 --sequence 2048"
+_VIT = "--model vit --layers 12 --width 768 --batch 64 --sequence 196"
+_RESNET = "--model resnet --layers 6 --width 64 --batch 64 --sequence 196"
+_MOE = "--model moe --layers 8 --width 512 --batch 4 --sequence 1024"
+
+
+class Row(NamedTuple):
+    """One run: its name, the script's arguments, ranks, and the allocator's settings."""
+
+    name: str
+    arguments: str
+    ranks: int = 1
+    settings: str = ""
+
+
+ROWS = [
+    Row("gpt bf16", f"{_GPT}"),
+    Row("gpt bf16, expandable segments", f"{_GPT}", settings=EXPANDABLE),
+    Row("gpt fp32, foreach", f"{_GPT} --precision fp32 --optimizer adamw-foreach"),
+    Row("gpt autocast, clipped", f"{_GPT} --precision autocast --clip 1.0"),
+    Row("gpt bf16, checkpointed", f"{_GPT} --recompute"),
+    Row("gpt bf16, compiled", f"{_GPT} --layers 6 --compile"),
+    Row(
+        "llama autocast, checkpointed, foreach, clipped",
+        f"{_LLAMA} --precision autocast --recompute --optimizer adamw-foreach --clip 1.0",
+    ),
+    Row(
+        "llama autocast, checkpointed, foreach, clipped, expandable segments",
+        f"{_LLAMA} --precision autocast --recompute --optimizer adamw-foreach --clip 1.0",
+        settings=EXPANDABLE,
+    ),
+    Row("llama bf16", f"{_LLAMA}"),
+    Row("llama fp32, sgd", f"{_LLAMA} --batch 2 --precision fp32 --optimizer sgd"),
+    Row("vit autocast", f"{_VIT} --precision autocast"),
+    Row("vit fp32, checkpointed", f"{_VIT} --precision fp32 --recompute"),
+    Row("resnet fp32, sgd", f"{_RESNET} --precision fp32 --optimizer sgd"),
+    Row(
+        "resnet autocast, sgd, expandable segments",
+        f"{_RESNET} --precision autocast --optimizer sgd",
+        settings=EXPANDABLE,
+    ),
+    Row("resnet bf16", f"{_RESNET}"),
+    Row("moe fp32, foreach", f"{_MOE} --precision fp32 --optimizer adamw-foreach"),
+    Row(
+        "moe autocast, foreach, rounded sizes",
+        f"{_MOE} --precision autocast --optimizer adamw-foreach",
+        settings="max_split_size_mb:64,roundup_power2_divisions:4",
+    ),
+    Row("moe bf16, checkpointed", f"{_MOE} --recompute"),
+    Row(
+        "gpt autocast, DDP",
+        f"{_GPT} --batch 4 --precision autocast --parallel ddp",
+        2,
+    ),
+    Row("resnet fp32, DDP", f"{_RESNET} --precision fp32 --parallel ddp", 4),
+    Row(
+        "llama bf16, FSDP2, clipped",
+        f"{_LLAMA} --layers 8 --batch 2 --parallel fsdp2 --clip 1.0",
+        2,
+    ),
+    Row(
+        "llama bf16, FSDP2, checkpointed",
+        f"{_LLAMA} --layers 8 --batch 2 --parallel fsdp2 --recompute",
+        4,
+    ),
+    Row("gpt bf16, FSDP2", f"{_GPT} --batch 4 --parallel fsdp2", 4),
+    Row("vit fp32, FSDP2", f"{_VIT} --batch 32 --precision fp32 --parallel fsdp2", 2),
+    Row("llama bf16, HSDP", f"{_LLAMA} --layers 8 --batch 2 --parallel hsdp", 4),
+    Row("moe bf16, HSDP", f"{_MOE} --parallel hsdp", 4),
+]
+
+# Memory of these is like that of rows above: they are there for their time.
+TIME_ROWS = [
+    Row("gpt bf16, small", f"{_GPT} --width 256 --batch 1 --sequence 256"),
+    Row("llama bf16, wide", f"{_LLAMA} --layers 8 --width 2048"),
+    Row("gpt bf16, large", f"{_GPT} --layers 24 --width 1024 --batch 16"),
+    Row("llama bf16, wide, compiled", f"{_LLAMA} --layers 4 --width 2048 --compile"),
+    Row(
+        "gpt bf16, small, compiled",
+        f"{_GPT} --layers 4 --width 256 --batch 1 --compile",
+    ),
+    Row("resnet bf16, small", f"{_RESNET} --batch 4"),
+    Row(
+        "llama bf16, small", f"{_LLAMA} --layers 8 --width 256 --batch 1 --sequence 256"
+    ),
+    Row("vit bf16", f"{_VIT}"),
+    Row(
+        "gpt fp32, small, foreach",
+        f"{_GPT} --width 256 --batch 2 --sequence 128 "
+        "--precision fp32 --optimizer adamw-foreach",
+    ),
+    Row("vit autocast, compiled", f"{_VIT} --layers 4 --precision autocast --compile"),
+    Row("gpt bf16, wide", f"{_GPT} --layers 4 --width 4096"),
+    Row("llama bf16, long", f"{_LLAMA} --layers 8 --batch 1 --sequence 8192"),
+    Row("moe bf16, wide", f"{_MOE} --batch 16 --width 1024"),
+    Row(
+        "gpt bf16, large, checkpointed", f"{_GPT} --layers 24 --width 1024 --recompute"
+    ),
+    Row(
+        "llama autocast, checkpointed, compiled",
+        f"{_LLAMA} --layers 4 --precision autocast --recompute --compile",
+    ),
+]
+ALL_ROWS = ROWS + TIME_ROWS
+TIMED_STEPS = 8
+
+
+def measure(
+    rows: list[Row], path: Path | None = None, limit: float = math.inf
+) -> dict[str, Any]:
+    """Run them on this machine's GPU; what was measured so far is in the file.
+
+    A row that fails is told and left out, as are those that come after the limit.
+    """
+    measured: dict[str, Any] = {}
+    end = time.monotonic() + limit
+    for row in rows:
+        if time.monotonic() > end:
+            print(f"{row.name}: left out, the time is up", file=sys.stderr, flush=True)
+            continue
+        print(f"{row.name}: running", file=sys.stderr, flush=True)
+        try:
+            measured[row.name] = run(row)
+        except (RunError, subprocess.TimeoutExpired, ValueError) as error:
+            print(f"{row.name}: failed, left out: {error}", file=sys.stderr, flush=True)
+        if path is not None:
+            path.write_text(json.dumps(measured, indent=1) + "\n")
+    return measured
+
+
+def rows_and_measured(
+    rows: list[Row], options: argparse.Namespace
+) -> tuple[list[Row], dict[str, Any]]:
+    """Those that were asked for and measured, now or before."""
+    rows = [row for row in rows if not options.only or row.name in options.only]
+    if options.measured:
+        measured = json.loads(options.measured.read_text())
+    else:
+        measured = measure(rows, options.measure, options.limit)
+    return [row for row in rows if row.name in measured], measured
+
+
+def parse(description: str | None) -> argparse.Namespace:
+    """The options of every table of rows."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [row.name for row in ALL_ROWS]
+    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME")
+    parser.add_argument("--gpu", default="h200", help="what the rehearsals are for")
+    parser.add_argument(
+        "--measure", type=Path, help="write what was measured, and stop"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=math.inf, help="seconds; start no row after them"
+    )
+    parser.add_argument("--measured", type=Path, help="read it instead of running")
+    parser.add_argument("--markdown", action="store_true")
+    parser.add_argument("--json", type=Path, help="also write the table here")
+    return parser.parse_args()
+
+
+def markdown(table: list[dict[str, Any]]) -> list[str]:
+    """A table of the docs."""
+    columns = list(table[0])
+    lines = [" | ".join(columns), " | ".join("---" for _ in columns)]
+    for row in table:
+        cells = (f"{v:.1f}" if isinstance(v, float) else str(v) for v in row.values())
+        lines.append(" | ".join(cells))
+    return [f"| {line} |" for line in lines]
+
+
+# ----------------------------------------------------------------------------
+# Real runs
+
+
+def run(row: Row) -> list[dict[str, Any]]:
+    """The lines of figures that rank 0 printed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with concurrent.futures.ThreadPoolExecutor(row.ranks) as pool:
+        ranks = range(row.ranks)
+        outputs = list(pool.map(lambda rank: _run_rank(row, rank, port), ranks))
+    lines = [line for line in outputs[0].splitlines() if line.startswith("{")]
+    return [json.loads(line) for line in lines]
+
+
+def _run_rank(row: Row, rank: int, port: int) -> str:
+    environment = _environment(row)
+    if row.ranks > 1:
+        environment |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(row.ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            # NCCL refuses two ranks of one host on one device: let each be a host.
+            "NCCL_HOSTID": f"rank{rank}",
+            "NCCL_P2P_DISABLE": "1",
+            "NCCL_SHM_DISABLE": "1",
+            "NCCL_SOCKET_IFNAME": "lo",
+        }
+    command = [sys.executable, str(SCRIPT), *row.arguments.split()]
+    return _output([*command, "--timed-steps", str(TIMED_STEPS)], environment)
+
+
+class RunError(Exception):
+    """A run ended with an exit code."""
+
+
+def _environment(row: Row) -> dict[str, str]:
+    settings = {"PYTORCH_CUDA_ALLOC_CONF": row.settings} if row.settings else {}
+    return {**os.environ, **settings}
+
+
+def _output(command: list[str], environment: dict[str, str]) -> str:
+    done = subprocess.run(
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    if done.returncode:
+        print(done.stdout, done.stderr, sep="\n", file=sys.stderr)
+        raise RunError(f"{' '.join(command)}: exit code {done.returncode}")
+    return done.stdout
+
+
+# ----------------------------------------------------------------------------
+# Rehearsals
+
+
+def rehearse(row: Row, gpu: str) -> dict[str, Any]:
+    """The JSON of ``torchspmd predict``."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "predicted.json"
+        command = [sys.executable, "-m", "torchspmd", "predict", str(SCRIPT)]
+        command += ["--world-size", str(row.ranks), "--gpu", gpu, "--json", str(path)]
+        _output([*command, "--", *row.arguments.split()], _environment(row))
+        prediction: dict[str, Any] = json.loads(path.read_text())
+    return prediction
+
+
+def compare_all(
+    title: str,
+    rows: list[Row],
+    options: argparse.Namespace,
+    compare: Callable[[Row, Any, Any], dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """Measure, rehearse and print a table; [] when only measuring was asked for."""
+    rows, measured = rows_and_measured(rows, options)
+    if options.measure:
+        return []
+    table = []
+    for row in rows:
+        print(f"{row.name}: rehearsing", file=sys.stderr, flush=True)
+        table.append(compare(row, measured[row.name], rehearse(row, options.gpu)))
+    if options.markdown:
+        print(*markdown(table), sep="\n")
+    publish(title, table, options.json)
+    return table

@@ -1,0 +1,263 @@
+"""Pretrain a Llama with FSDP2: meta-device init, mixed precision, checkpointing, clipping.
+
+    torchrun --nproc-per-node 8 examples/predict/llama_fsdp2.py --size 8b
+    torchspmd predict examples/predict/llama_fsdp2.py --world-size 1024 --gpu h100 \\
+        -- --size 70b --sequence 8192
+
+An ordinary script for GPUs: it knows nothing of rehearsals.
+"""
+
+import argparse
+import os
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
+
+
+@dataclass(frozen=True)
+class Size:
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    vocabulary: int = 128256
+
+
+SIZES = {
+    "debug": Size(4, 512, 8, 4, 1536, 32000),
+    "1b": Size(16, 2048, 32, 8, 8192),
+    "8b": Size(32, 4096, 32, 8, 14336),
+    "70b": Size(80, 8192, 64, 8, 28672),
+    "405b": Size(126, 16384, 128, 8, 53248),
+}
+
+
+def rotary(sequence: int, width: int) -> torch.Tensor:
+    frequencies = 500000.0 ** (-torch.arange(0, width, 2).float() / width)
+    angles = torch.outer(torch.arange(sequence).float(), frequencies)
+    return torch.polar(torch.ones_like(angles), angles)
+
+
+def rotate(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * table[None, :, None]).flatten(3).type_as(x)
+
+
+class Attention(nn.Module):
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.head_width = size.width // size.heads
+        kv_width = size.kv_heads * self.head_width
+        self.wq = nn.Linear(size.width, size.width, bias=False)
+        self.wk = nn.Linear(size.width, kv_width, bias=False)
+        self.wv = nn.Linear(size.width, kv_width, bias=False)
+        self.wo = nn.Linear(size.width, size.width, bias=False)
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            linear(x).unflatten(-1, (-1, self.head_width))
+            for linear in (self.wq, self.wk, self.wv)
+        )
+        q, k = rotate(q, table), rotate(k, table)
+        y = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            is_causal=True,
+            enable_gqa=True,
+        )
+        return self.wo(y.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(size.width, size.hidden, bias=False)
+        self.w2 = nn.Linear(size.hidden, size.width, bias=False)
+        self.w3 = nn.Linear(size.width, size.hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(size.width)
+        self.attention = Attention(size)
+        self.ffn_norm = nn.RMSNorm(size.width)
+        self.feed_forward = FeedForward(size)
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), table)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class Llama(nn.Module):
+    def __init__(self, size: Size, sequence: int, *, recompute: bool) -> None:
+        super().__init__()
+        self.size, self.sequence, self.recompute = size, sequence, recompute
+        self.tok_embeddings = nn.Embedding(size.vocabulary, size.width)
+        self.layers = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.norm = nn.RMSNorm(size.width)
+        self.output = nn.Linear(size.width, size.vocabulary, bias=False)
+        self.register_buffer("table", self._table(), persistent=False)
+
+    def _table(self) -> torch.Tensor:
+        return rotary(self.sequence, self.size.width // self.size.heads)
+
+    def init_weights(self, device: torch.device) -> None:
+        with device:
+            self.table = self._table()
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+            elif isinstance(module, nn.RMSNorm):
+                module.reset_parameters()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tok_embeddings(tokens)
+        for layer in self.layers:
+            if self.recompute:
+                x = checkpoint(layer, x, self.table, use_reentrant=False)
+            else:
+                x = layer(x, self.table)
+        return self.output(self.norm(x))
+
+
+def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
+    """Column and row parallel projections, with sequence parallel norms."""
+    parallelize_module(
+        model,
+        mesh,
+        {
+            "tok_embeddings": RowwiseParallel(
+                input_layouts=Replicate(), output_layouts=Shard(1)
+            ),
+            "norm": SequenceParallel(),
+            "output": ColwiseParallel(
+                input_layouts=Shard(1), output_layouts=Replicate()
+            ),
+        },
+    )
+    for layer in model.layers:
+        layer.attention.head_count = None
+        parallelize_module(
+            layer,
+            mesh,
+            {
+                "attention_norm": SequenceParallel(),
+                "attention": PrepareModuleInput(
+                    input_layouts=(Shard(1), None),
+                    desired_input_layouts=(Replicate(), None),
+                ),
+                "attention.wq": ColwiseParallel(),
+                "attention.wk": ColwiseParallel(),
+                "attention.wv": ColwiseParallel(),
+                "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+                "ffn_norm": SequenceParallel(),
+                "feed_forward": PrepareModuleInput(
+                    input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+                ),
+                "feed_forward.w1": ColwiseParallel(),
+                "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
+                "feed_forward.w3": ColwiseParallel(),
+            },
+        )
+
+
+def build(options: argparse.Namespace, device: torch.device) -> tuple[Llama, DeviceMesh]:
+    world_size = dist.get_world_size()
+    mesh = init_device_mesh(
+        "cuda",
+        (world_size // options.tp, options.tp),
+        mesh_dim_names=("dp", "tp"),
+    )
+    with torch.device("meta"):
+        model = Llama(
+            SIZES[options.size], options.sequence, recompute=not options.no_recompute
+        )
+    if options.tp > 1:
+        apply_tensor_parallel(model, mesh["tp"])
+    if options.compile:
+        for layer in model.layers:
+            layer.compile()
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+    )
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["dp"], mp_policy=policy)
+    fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
+    model.to_empty(device=device)
+    model.init_weights(device)
+    return model, mesh
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", choices=SIZES, default="8b")
+    parser.add_argument("--sequence", type=int, default=8192)
+    parser.add_argument("--batch", type=int, default=1, help="sequences of a rank")
+    parser.add_argument("--tp", type=int, default=1, help="tensor parallel ranks")
+    parser.add_argument("--no-recompute", action="store_true")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--steps", type=int, default=10)
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl")
+    model, mesh = build(options, device)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / 2000)
+    )
+    vocabulary = SIZES[options.size].vocabulary
+    for step in range(options.steps):
+        begin = time.perf_counter()
+        tokens = torch.randint(vocabulary, (options.batch, options.sequence + 1))
+        tokens = tokens.to(device, non_blocking=True)
+        logits = model(tokens[:, :-1])
+        loss = F.cross_entropy(
+            logits.flatten(0, 1).float(), tokens[:, 1:].flatten(0, 1)
+        )
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad(set_to_none=True)
+        mean = loss.detach()
+        dist.all_reduce(mean, op=dist.ReduceOp.AVG, group=mesh["dp"].get_group())
+        if dist.get_rank() == 0:
+            memory = torch.cuda.max_memory_reserved() / 2**30
+            print(
+                f"step {step} loss {mean.item():.3f} norm {float(norm):.2f} "
+                f"memory {memory:.1f} GiB {time.perf_counter() - begin:.1f} s",
+                flush=True,
+            )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

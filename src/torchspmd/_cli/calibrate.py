@@ -1,0 +1,79 @@
+"""``torchspmd calibrate``: measure the GPU of this machine, and write its hardware file."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+from torchspmd._cli.script import output_problems
+from torchspmd.errors import UsageError
+from torchspmd.predict.calibration import calibrate
+from torchspmd.predict.hardware import Hardware, hardware_text, known_gpu
+
+HELP = "measure the GPU of this machine for predictions"
+DESCRIPTION = (
+    "Measure the GPU of this machine, and write a hardware file for predictions."
+)
+EPILOG = """\
+examples:
+  torchspmd calibrate --out my.toml
+  torchspmd predict train.py --world-size 8 --gpu my.toml
+
+Measures matrix products, attention, convolutions, operators that memory bounds, copies,
+and how long the host takes to issue each. Nothing else should run on the GPU. Figures
+that one GPU cannot tell, such as those of collectives, are taken from the package's file
+of the same or the most similar GPU; each says where it comes from.
+"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommand's options."""
+    parser.add_argument(
+        "--out", type=Path, default=Path("my.toml"), help="write it here"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=90.0, help="to spend on measuring (90)"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure and write the file; 1 when a section could not be measured."""
+    problems = output_problems(options.out, "--out", "my.toml")
+    if options.out.suffix != ".toml":
+        problems.append(f"--out must end in .toml, not {options.out.name}")
+    if options.seconds <= 0:
+        problems.append("--seconds must be more than 0")
+    if not torch.cuda.is_available():
+        problems.append(
+            "there is no CUDA device here: run this on a machine with the GPU, or predict "
+            "with one of the package's files (--gpu h100)"
+        )
+    if problems:
+        raise UsageError("; ".join(problems) + ".")
+    device = torch.device("cuda", torch.cuda.current_device())
+    title = torch.cuda.get_device_name(device)
+    major, minor = torch.cuda.get_device_capability(device)
+    measured = calibrate(
+        device,
+        seconds=options.seconds,
+        progress=lambda section: print(f"{section} ...", file=sys.stderr, flush=True),
+    )
+    base, is_same = known_gpu(title)
+    figures = dict(base.figures)
+    if not is_same:
+        figures = {
+            key: figure._replace(source=f"assumed as of {base.title}: {figure.source}")
+            for key, figure in figures.items()
+        }
+    gpu = Hardware(
+        name=options.out.stem,
+        title=title,
+        compute_capability=f"{major}.{minor}",
+        figures={**figures, **measured.figures},
+    )
+    options.out.write_text(hardware_text(gpu), encoding="utf-8")
+    print(f"{title}: {measured.cases} cases measured, written to {options.out}.")
+    for note in measured.notes:
+        print(f"  {note}")
+    return 1 if any("not measured:" in note for note in measured.notes) else 0

@@ -1,0 +1,229 @@
+"""``torchspmd predict``: rehearse a script of any size, and say whether it fits."""
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from torchspmd._cli.output import status_line
+from torchspmd._cli.script import (
+    StepWindow,
+    add_script_options,
+    output_problems,
+    run_script,
+    script_problems,
+)
+from torchspmd.comm.storage import ledger_to_dict
+from torchspmd.errors import UsageError
+from torchspmd.predict.allocator import AllocatorSettings
+from torchspmd.predict.curve_json import curve_json
+from torchspmd.predict.hardware import Hardware, load_gpu, load_network
+from torchspmd.predict.live import LiveMemory
+from torchspmd.predict.memory import Fits, MemoryAccount, count_memory
+from torchspmd.predict.prediction import TimePrediction, predict_time
+from torchspmd.predict.structure import mesh_json, modules_json
+from torchspmd.predict.suggestions import Suggestion, suggest
+from torchspmd.predict.text import describe_memory
+from torchspmd.predict.time_suggestions import Gain, suggest_faster
+from torchspmd.predict.time_text import describe_time
+from torchspmd.rehearse.device import Gpu
+from torchspmd.rehearse.recording import Recording
+from torchspmd.rehearse.rehearsal import rehearsal
+from torchspmd.rehearse.world import World
+from torchspmd.trace import CommDebugMode
+
+DEFAULT_NETWORK = "ib-ndr400"
+HELP = "rehearse a training script without GPUs: will it fit, what will it send"
+DESCRIPTION = (
+    "Run a training script, unchanged, as one rank of any number, with tensors that hold "
+    "no memory; say what that rank would hold and send on a named GPU."
+)
+USAGE = "torchspmd predict script.py --world-size N --gpu NAME [options] [-- arguments]"
+EPILOG = """\
+examples:
+  torchspmd predict train.py --gpu h100
+  torchspmd predict train.py --world-size 1024 --gpu h100 --json prediction.json
+  torchspmd predict train.py --world-size 64 --gpu a100 -- --layers 80 --batch 1
+
+Exit code 1: it does not fit. 2: the command was used wrongly, or the script failed.
+The allocator's settings are read from PYTORCH_CUDA_ALLOC_CONF, as in a real run.
+"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommand's options."""
+    add_script_options(parser)
+    parser.set_defaults(skip=1)
+    parser.add_argument("--world-size", type=int, default=1, help="ranks (1)")
+    parser.add_argument(
+        "--gpu", required=True, help="its name, as in h100, or a TOML file"
+    )
+    parser.add_argument(
+        "--gpus-per-node", type=int, default=8, help="ranks of a node (8)"
+    )
+    parser.add_argument(
+        "--network", help="between nodes: its name, as in ib-ndr400, or a TOML file"
+    )
+    parser.add_argument("--json", type=Path, help="write the prediction here")
+    parser.add_argument(
+        "--brief", action="store_true", help="no slices, curve or suggestions"
+    )
+    parser.add_argument(
+        "--no-timeline", action="store_true", help="leave the slices out of the file"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Rehearse the script and report; 1 when it does not fit."""
+    _check(options)
+    gpu = load_gpu(options.gpu)
+    network = load_network(options.network or DEFAULT_NETWORK)
+    settings = _settings()
+    world = World(options.world_size, options.rank, options.gpus_per_node)
+    recording = Recording(world.size, world.rank, world.gpus_per_node)
+    mode = CommDebugMode()
+    line = status_line(
+        f"rehearsing {options.script} as rank {world.rank} of {world.size}"
+    )
+    window = StepWindow(mode, skip=options.skip, steps=options.steps, line=line)
+    stage = rehearsal(
+        recording, world, _gpu(gpu, world), LiveMemory(recording, gpu, settings)
+    )
+    left: list[object] = []
+    with line:
+        succeeded = run_script(
+            options.script, options.arguments, mode, window, stage, left=left
+        )
+    if not succeeded:
+        print(
+            f"torchspmd predict: {options.script} failed after {recording.steps} "
+            f"optimizer steps; nothing was predicted.{_hint(left)}",
+            file=sys.stderr,
+        )
+        return 2
+    left.clear()
+    account = count_memory(recording, gpu, settings)
+    timed = predict_time(recording, gpu, network)
+    if not options.network and timed.crosses_nodes:
+        recording.notes.append(
+            f"No --network was given: {network.title} is taken to be between the nodes."
+        )
+    faster = [] if options.brief else suggest_faster(timed)
+    smaller = [] if options.brief else suggest(account)
+    _report(account, timed, smaller, faster)
+    if options.json is not None:
+        data = _as_json(options, account, timed, smaller, faster)
+        data["ledger"] = ledger_to_dict(mode.ledger)
+        options.json.write_text(json.dumps(data) + "\n", encoding="utf-8")
+        print(f"Prediction written to {options.json}.")
+    return 1 if account.fits is Fits.NO else 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    problems = script_problems(options.script, options.steps, options.skip)
+    if options.world_size < 1 or options.gpus_per_node < 1:
+        problems.append("--world-size and --gpus-per-node must be at least 1")
+    elif not 0 <= options.rank < options.world_size:
+        problems.append(f"--rank must be 0 to {options.world_size - 1}")
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        problems.append("start it without torchrun: one process plays a rank")
+    problems += output_problems(options.json, "--json", "prediction.json")
+    if problems:
+        raise UsageError("; ".join(problems) + ".")
+
+
+def _settings() -> AllocatorSettings:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if text := os.environ.get(name):
+            return AllocatorSettings.parse(text)
+    return AllocatorSettings()
+
+
+def _gpu(gpu: Hardware, world: World) -> Gpu:
+    major, _, minor = gpu.compute_capability.partition(".")
+    return Gpu(
+        gpu.title,
+        gpu.nbytes("total"),
+        (int(major or 9), int(minor or 0)),
+        count=min(world.gpus_per_node, world.size) if world.size > 1 else 1,
+    )
+
+
+def _hint(left: list[object]) -> str:
+    error = left[-1] if left else None
+    if isinstance(error, UsageError):
+        return f" {error}"
+    if isinstance(error, KeyError) and error.args[0] in World(2, 0).environment():
+        return (
+            f" torchrun sets {error.args[0]}: rehearse with --world-size 2 or more, or "
+            f"set it for this command."
+        )
+    return ""
+
+
+def _report(
+    account: MemoryAccount,
+    timed: TimePrediction,
+    smaller: list[Suggestion],
+    faster: list[Gain],
+) -> None:
+    recording = account.recording
+    memory = describe_memory(account, smaller)
+    parts = [memory, describe_time(timed, faster)]
+    print("", *parts, sep="\n\n")
+    notes = [*recording.notes, *timed.notes()]
+    for title, texts in (("Notes", notes), ("Skipped", recording.skipped)):
+        if texts:
+            print(f"{title}:", *(f"  {text}" for text in texts), sep="\n")
+
+
+def _as_json(
+    options: argparse.Namespace,
+    account: MemoryAccount,
+    timed: TimePrediction,
+    smaller: list[Suggestion],
+    faster: list[Gain],
+) -> dict[str, Any]:
+    recording = account.recording
+    time = timed.as_json(timeline=not (options.no_timeline or options.brief))
+    figures = time.pop("assumptions")
+    return {
+        "format": "torchspmd/prediction",
+        "version": 1,
+        "command": shlex.join(["torchspmd", *sys.argv[1:]]),
+        "script": str(options.script),
+        "world_size": recording.world_size,
+        "rank": recording.rank,
+        "gpus_per_node": recording.gpus_per_node,
+        "gpu": account.gpu.name,
+        "network": timed.figures.network and timed.figures.network.name,
+        "steps": recording.steps,
+        "fits": account.fits.value,
+        "memory": {
+            **account.as_json(),
+            "curve": None if options.brief else curve_json(account),
+        },
+        **time,
+        "suggestions": [
+            *(
+                {"what": g.text, "gain_seconds": g.seconds, "how": g.how}
+                for g in faster
+            ),
+            *(
+                {"what": each.text, "gain_bytes": each.saved_bytes, "of": each.of}
+                for each in smaller
+            ),
+        ],
+        "modules": modules_json(account, timed),
+        "mesh": mesh_json(recording),
+        "assumptions": [
+            {"what": part.name, "value": part.nbytes, "source": part.source}
+            for part in account.fixed
+        ]
+        + figures,
+        "notes": [*recording.notes, *timed.notes()],
+        "skipped": recording.skipped,
+    }

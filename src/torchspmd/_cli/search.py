@@ -1,0 +1,259 @@
+"""``torchspmd search``: which arguments of a script are fastest on GPUs that fit them."""
+
+import argparse
+import contextlib
+import hashlib
+import io
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import torchspmd
+from torchspmd._cli.script import output_problems, script_problems
+from torchspmd.errors import UsageError
+from torchspmd.predict.hardware import hardware_text, load_gpu, load_network
+from torchspmd.predict.ranking import Outcome, describe_search, rank
+from torchspmd.predict.search import run_candidates, work_of
+from torchspmd.predict.space import Candidate, Expression, Space, read_space
+
+HELP = "find the fastest arguments of a training script that fit"
+DESCRIPTION = (
+    "Rehearse and predict a training script for every combination of its own arguments, "
+    "and rank those that fit."
+)
+USAGE = "torchspmd search script.py --world-size N --gpu NAME [options] -- --tp {1,2,4}"
+EPILOG = """\
+examples:
+  torchspmd search train.py --world-size 64 --gpu h100 -- --tp {1,2,4,8} --ac {none,full}
+  torchspmd search train.py --gpu h200 --where "batch * seq <= 65536" \\
+      --work "batch * seq" -- --batch {1,2,4,8} --seq {2048,4096}
+
+Braces list the values of an argument; it does not matter whether the shell expands them.
+Names in --where and --work are those of the script's arguments, with _ for -; and
+world_size. What was predicted before comes from a cache, by the texts of the script's
+folder and of the hardware files.
+Exit code 1: nothing fits.
+"""
+# What is kept of a prediction.
+_KEYS = (
+    "fits",
+    "step_seconds",
+    "compute_seconds",
+    "communication_seconds",
+    "exposed_seconds",
+    "host_seconds",
+    "host_issue_seconds",
+    "bubble_seconds",
+    "optimizer_seconds",
+    "step_error",
+    "model_flops",
+    "mfu",
+    "notes",
+    "skipped",
+)
+_MEMORY_KEYS = (
+    "allocated_peak_bytes",
+    "reserved_peak_bytes",
+    "device_peak_bytes",
+    "margin_bytes",
+    "first_failure",
+)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommand's options."""
+    parser.add_argument("script", type=Path)
+    parser.add_argument("--world-size", type=int, default=1, help="ranks (1)")
+    parser.add_argument("--rank", type=int, default=0, help="the rank to play (0)")
+    parser.add_argument("--gpu", required=True, help="its name, or a TOML file")
+    parser.add_argument("--network", default="ib-ndr400", help="between nodes")
+    parser.add_argument("--gpus-per-node", type=int, default=8, help="(8)")
+    parser.add_argument("--where", help="which combinations are tried, as in 'tp <= 8'")
+    parser.add_argument("--work", help="items of a step, as in 'batch * seq'")
+    parser.add_argument("--jobs", type=int, help="processes at a time; all cores")
+    parser.add_argument("--top", type=int, default=10, help="rows to show (10)")
+    parser.add_argument(
+        "--cache", type=Path, help="folder of what was predicted before"
+    )
+    parser.add_argument("--no-cache", action="store_true", help="predict all again")
+    parser.add_argument("--json", type=Path, help="write every candidate here")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Search and print the table; 1 when nothing fits."""
+    _check(options)
+    space = read_space(options.arguments)
+    where = Expression(options.where, "--where") if options.where else None
+    work = Expression(options.work, "--work") if options.work else None
+    known = {**space.fixed, "world_size": options.world_size}
+    candidates = [
+        candidate
+        for candidate in space.candidates()
+        if where is None or where({**known, **candidate.values})
+    ]
+    if not candidates:
+        raise UsageError(f"no combination passes --where {options.where!r}.")
+    swept = ", ".join(
+        f"{name} in {'/'.join(map(str, values))}"
+        for name, values in space.swept.items()
+    )
+    print(f"{len(candidates)} candidates: {swept}", file=sys.stderr, flush=True)
+    space = Space(space.swept, known, space.template)
+    outcomes = _outcomes(options, candidates)
+    for each in outcomes:
+        if not each.problem:
+            each.work = work_of(each.candidate, space, work, dict(each.prediction))
+    result = rank(outcomes, "item" if work else "TFLOP")
+    print(describe_search(result, most=options.top))
+    if options.json is not None:
+        options.json.write_text(json.dumps(result.as_json(), indent=1) + "\n")
+        print(f"Candidates written to {options.json}.")
+    return 0 if result.best is not None else 1
+
+
+def _check(options: argparse.Namespace) -> None:
+    problems = script_problems(options.script, 1, 0)
+    problems += output_problems(options.json, "--json", "search.json")
+    if options.world_size < 1 or options.gpus_per_node < 1:
+        problems.append("--world-size and --gpus-per-node must be at least 1")
+    elif not 0 <= options.rank < options.world_size:
+        problems.append(f"--rank must be 0 to {options.world_size - 1}")
+    if (options.jobs is not None and options.jobs < 1) or options.top < 1:
+        problems.append("--jobs and --top must be at least 1")
+    if problems:
+        raise UsageError("; ".join(problems) + ".")
+    load_gpu(options.gpu)  # before anything runs
+    load_network(options.network)
+
+
+def _outcomes(
+    options: argparse.Namespace, candidates: Sequence[Candidate]
+) -> list[Outcome]:
+    """Those of the cache, and those that are predicted now; in the given order."""
+    cache = _Cache(options)
+    found = {c: cache.read(c) for c in map(_key, candidates)}
+    missing = [each for each in candidates if found[_key(each)] is None]
+    if len(missing) < len(candidates):
+        known = len(candidates) - len(missing)
+        print(f"{known} from {cache.folder}", file=sys.stderr, flush=True)
+    predict = partial(predict_script, command=_command(options), script=options.script)
+    for outcome in run_candidates(
+        missing, predict, jobs=options.jobs, progress=_show_progress
+    ):
+        found[_key(outcome.candidate)] = dict(outcome.prediction) | (
+            {"problem": outcome.problem} if outcome.problem else {}
+        )
+        cache.write(_key(outcome.candidate), found[_key(outcome.candidate)] or {})
+    outcomes = []
+    for candidate in candidates:
+        answer = dict(found[_key(candidate)] or {})
+        problem = str(answer.pop("problem", ""))
+        outcomes.append(Outcome(candidate, answer, problem=problem))
+    return outcomes
+
+
+def _key(candidate: Candidate) -> tuple[str, ...]:
+    return candidate.words
+
+
+def _show_progress(outcome: Outcome, done: int, total: int) -> None:
+    what = outcome.problem or (
+        f"{outcome.seconds * 1e3:.1f} ms" if outcome.fits else "does not fit"
+    )
+    print(
+        f"  {done} of {total}: {outcome.candidate}: {what}", file=sys.stderr, flush=True
+    )
+
+
+def _command(options: argparse.Namespace) -> list[str]:
+    return [
+        "--world-size",
+        str(options.world_size),
+        "--rank",
+        str(options.rank),
+        "--gpu",
+        options.gpu,
+        "--network",
+        options.network,
+        "--gpus-per-node",
+        str(options.gpus_per_node),
+    ]
+
+
+def predict_script(
+    candidate: Candidate, *, command: list[str], script: Path
+) -> dict[str, Any]:
+    """In a process of its own: ``torchspmd predict`` with a candidate's words."""
+    from torchspmd._cli import main
+
+    output = io.StringIO()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "prediction.json"
+        words = ["predict", str(script), *command, "--brief", "--json", str(path)]
+        with contextlib.redirect_stderr(output):
+            code = main([*words, "--", *candidate.words])
+        if not path.exists():
+            return {"problem": _reason(output.getvalue(), code)}
+        data = json.loads(path.read_text(encoding="utf-8"))
+    answer = {key: data.get(key) for key in _KEYS}
+    memory = data.get("memory") or {}
+    answer["memory"] = {key: memory.get(key) for key in _MEMORY_KEYS}
+    if answer["fits"] != "no" and not answer["step_seconds"]:
+        answer["problem"] = "the script made no optimizer step"
+    return answer
+
+
+def _reason(text: str, code: int) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line.split(":")[0]]
+    return (errors or lines or [f"exit code {code}"])[-1][:300]
+
+
+class _Cache:
+    """Answers by what they depend on, one file each."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+        self.folder = options.cache or default / "torchspmd" / "search"
+        self.is_used = not options.no_cache
+        self._base = hashlib.sha256("\0".join(_depends_on(options)).encode())
+
+    def _path(self, words: tuple[str, ...]) -> Path:
+        key = self._base.copy()
+        key.update("\0".join(("", *words)).encode())
+        return Path(self.folder) / f"{key.hexdigest()[:32]}.json"
+
+    def read(self, words: tuple[str, ...]) -> dict[str, Any] | None:
+        path = self._path(words)
+        if not self.is_used or not path.exists():
+            return None
+        try:
+            answer: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None  # half written: predicted again
+        return answer
+
+    def write(self, words: tuple[str, ...], answer: dict[str, Any]) -> None:
+        if self.is_used and "problem" not in answer:
+            path = self._path(words)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(answer), encoding="utf-8")
+
+
+def _depends_on(options: argparse.Namespace) -> Iterator[str]:
+    yield from (torchspmd.__version__, torch.__version__, *_command(options))
+    yield hardware_text(load_gpu(options.gpu))
+    yield hardware_text(load_network(options.network))
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        yield os.environ.get(name, "")
+    yield str(options.script.absolute())
+    for folder in (options.script.absolute().parent, Path(torchspmd.__file__).parent):
+        for path in sorted(folder.rglob("*.py")):
+            yield f"{path} {path.stat().st_mtime_ns} {path.stat().st_size}"

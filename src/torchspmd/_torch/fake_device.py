@@ -1,0 +1,492 @@
+"""Tensors without memory that Python sees on ``cuda`` and torch's C++ on ``cpu``.
+
+A torch without CUDA cannot compute with ``cuda`` tensors, not even fake ones: autograd and
+many functions ask for a device guard that is not there. So C++ is told ``cpu:0``, a device
+that no script names, and everything in Python ``cuda``: the shape functions of operators
+too, so that results have the dtypes and strides of CUDA kernels. Tensors of the host are
+``cpu`` on both sides; small ones are real, so that a data pipeline keeps its values.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.utils
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+_INNER = torch.device("cpu", 0)  # what C++ is told
+_SHOWN = torch.device("cuda", 0)  # what shape functions are told
+_REAL_BYTES = 8 << 20  # tensors of the host up to this size are real
+
+_DEVICE = torch.ops.prim.device.default
+_LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+_QUERIES = frozenset(fake_tensor._DISPATCH_META_HANDLERS) | frozenset(
+    fake_tensor._DISPATCH_HANDLE_DIRECTLY
+)
+
+# Is given an operator of the device with its arguments, and a function that runs it.
+OnOperator = Callable[
+    [OpOverload, Sequence[Any], Mapping[str, Any], Callable[[], Any]], Any
+]
+
+
+def is_fake_tensor(value: object) -> bool:
+    """Whether a tensor has no values."""
+    return isinstance(value, FakeTensor)
+
+
+def is_device_tensor(value: object) -> bool:
+    """Whether a tensor, or the one that a subclass wraps, is on the presented device."""
+    if isinstance(value, FakeTensor):
+        return value.fake_device.type == "cuda"
+    inner = getattr(value, "_local_tensor", None)
+    if inner is None:
+        inner = getattr(value, "elem", None)
+    return inner is not None and is_device_tensor(inner)
+
+
+def _is_cuda(value: Any) -> bool:
+    """Whether something names the presented device."""
+    if isinstance(value, torch.device):
+        return value.type == "cuda" or value == _INNER
+    return isinstance(value, str) and value.partition(":")[0] == "cuda"
+
+
+# ----------------------------------------------------------------------------
+# Below: what the dispatcher hands over.
+
+
+class FakeDeviceMode(FakeTensorMode):
+    """Gives every operator on the device a result without memory.
+
+    Args:
+        on_operator: Is called for each operator on the device; runs it.
+    """
+
+    def __init__(self, on_operator: OnOperator) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._on_operator = on_operator
+        self._inside = False
+        # Its memory of tensors is weak references, and a module whose parameters have
+        # them could not be moved.
+        converter: Any = self.fake_tensor_converter
+        converter.set_tensor_memo = lambda tensor, fake: None
+
+    supports_higher_order_operators = True
+    # Nothing of a real device is ever initialised, whatever torch.cuda says.
+    avoid_device_init = False
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is _DEVICE:
+            return _inner_device(args[0])
+        if isinstance(func, HigherOrderOperator):
+            return self._higher_order(func, args, kwargs or {})
+        if types and _has_subclass(types):
+            return NotImplemented
+        # Below, nobody names a device in Python's words: the other mode can rest.
+        with torch._C.DisableTorchFunction():
+            return self._dispatch(func, types, args, kwargs or {})
+
+    def _higher_order(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        if func.name() == "run_dtensor_rng_op":  # two offsets, an operator, its arguments
+            with self:
+                return args[2](*args[3:], **kwargs)
+        handler = func.python_key_table.get(FakeTensorMode)
+        if handler is None:
+            return super().__torch_dispatch__(func, (), args, kwargs)
+        return handler(self, *args, **kwargs)
+
+    def _dispatch(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        if func in _QUERIES:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        device = kwargs.get("device")
+        if device is not None and _is_cuda(device):
+            kwargs = {**kwargs, "device": _SHOWN}
+        elif not any(issubclass(kind, FakeTensor) for kind in types) and (
+            types or not _is_large_factory(args, kwargs)
+        ):
+            return func(*args, **kwargs)  # all on the host, and real
+        if self._inside:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        if func in _LIFTS:
+            return args[0]
+        args, kwargs = self._without_values(args), self._without_values(kwargs)
+        run = super().__torch_dispatch__
+        self._inside = True
+        try:
+            return self._on_operator(
+                func, args, kwargs, lambda: run(func, (FakeTensor,), args, kwargs)
+            )
+        finally:
+            self._inside = False
+
+    def _without_values(self, value: Any) -> Any:
+        """Real tensors as fake ones of the host, made anew.
+
+        torch's own way keeps weak references to them, and a module with such parameters
+        could not be moved.
+        """
+        if isinstance(value, tuple | list):
+            if not any(_is_container_or_real(each) for each in value):
+                return value
+            return type(value)(map(self._without_values, value))
+        if isinstance(value, dict):
+            return {key: self._without_values(each) for key, each in value.items()}
+        if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
+            return value
+        meta = torch.empty_strided(
+            value.size(), value.stride(), dtype=value.dtype, device="meta"
+        )
+        return FakeTensor(self, meta, torch.device("cpu"))
+
+
+def _is_container_or_real(value: object) -> bool:
+    return isinstance(value, tuple | list) or (
+        isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
+    )
+
+
+def _has_subclass(types: Sequence[Any]) -> bool:
+    """DTensors and the like come first: their own operators follow."""
+    return any(
+        not issubclass(kind, FakeTensor)
+        and kind is not torch.Tensor
+        and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+        for kind in types
+    )
+
+
+def _is_large_factory(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    size = args[0] if args else kwargs.get("size")
+    if not isinstance(size, list | tuple) or not all(isinstance(n, int) for n in size):
+        return False
+    dtype = kwargs.get("dtype") or torch.get_default_dtype()
+    return bool(math.prod(size) * dtype.itemsize > _REAL_BYTES)
+
+
+def _inner_device(tensor: Any) -> torch.device:
+    """What C++ is told."""
+    if tensor.fake_mode.in_kernel_invocation:
+        return torch.device("meta")
+    device: torch.device = tensor.fake_device
+    return _INNER if device.type == "cuda" else device
+
+
+# ----------------------------------------------------------------------------
+# Above: what Python says and sees.
+
+Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
+
+
+class ShownAsCuda(TorchFunctionMode):
+    """Lets Python name ``cuda`` and read it back; C++ is given ``cpu:0``.
+
+    Args:
+        no_value: Is called where the values of a tensor are asked for that has none, with
+            the call; gives what the call gives.
+        on_record_stream: Is called with a tensor and a stream.
+    """
+
+    def __init__(
+        self,
+        no_value: Callable[[str, torch.Tensor], Any],
+        on_record_stream: Callable[[torch.Tensor, Any], None],
+    ) -> None:
+        super().__init__()
+        self.index = 0  # of the current device
+        self._no_value = no_value
+        self._on_record_stream = on_record_stream
+        tensor = torch.Tensor
+        self._special: dict[Any, Callable[..., Any]] = {
+            tensor.to: self._to,
+            tensor.cuda: self._cuda,
+            tensor.type: self._type,
+            tensor.device.__get__: self._device,
+            tensor.is_cuda.__get__: self._is_cuda,  # type: ignore[attr-defined]
+            tensor.data.__set__: self._set_data,  # type: ignore[attr-defined]
+            tensor.get_device: self._get_device,
+            tensor.pin_memory: self._pin_memory,
+            tensor.is_pinned: self._is_pinned,
+            tensor.record_stream: self._record_stream,
+            tensor.data_ptr: self._data_ptr,
+            tensor.numpy: self._numpy,
+            tensor.__array__: self._numpy,
+            tensor.tolist: self._numpy,
+            tensor.__bool__: self._numpy,
+        }
+
+    @property
+    def shown(self) -> torch.device:
+        """The device, as Python sees it."""
+        return torch.device("cuda", self.index)
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if kwargs:
+            if _is_cuda(kwargs.get("device")):
+                kwargs = {**kwargs, "device": self._inner(kwargs["device"])}
+                if func in _FROM_DATA:
+                    return _on_host(func, args, kwargs).to(_INNER)
+            if kwargs.get("pin_memory"):
+                kwargs = {**kwargs, "pin_memory": False}
+        special = self._special.get(func)
+        if special is not None:
+            return special(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _inner(self, value: Any) -> Any:
+        if not _is_cuda(value):
+            return value
+        device = torch.device(value)
+        if device.type == "cuda" and device.index is not None:
+            self.index = device.index
+        return _INNER
+
+    # --- functions that are not only given a device -----------------------------------
+
+    def _to(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensor, *rest = args
+        if rest and type(rest[0]) is int:
+            rest[0] = torch.device("cuda", rest[0])
+        return func(tensor, *map(self._inner, rest), **kwargs)
+
+    def _cuda(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        device = args[1] if len(args) > 1 else kwargs.get("device")
+        if device is not None:
+            self._inner(torch.device("cuda", device) if type(device) is int else device)
+        return args[0].to(_INNER)
+
+    def _type(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(args) + len(kwargs) > 1:
+            return func(*args, **kwargs)
+        return func(*args).replace("torch.", "torch.cuda.", is_device_tensor(args[0]))
+
+    def _device(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        device = func(*args, **kwargs)
+        return self.shown if device == _INNER else device
+
+    def _is_cuda(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return is_device_tensor(args[0])
+
+    def _get_device(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        return self.index if is_device_tensor(args[0]) else -1
+
+    def _set_data(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        tensor, value = args
+        if isinstance(tensor, FakeTensor) and isinstance(value, FakeTensor):
+            func(tensor, value)
+            tensor.fake_device = value.fake_device
+        elif isinstance(tensor, FakeTensor) or isinstance(value, FakeTensor):
+            torch.utils.swap_tensors(tensor, value)
+        else:
+            func(tensor, value)
+
+    def _pin_memory(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        return args[0]
+
+    def _is_pinned(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        return not is_device_tensor(args[0])
+
+    def _record_stream(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        self._on_record_stream(args[0], args[1] if len(args) > 1 else kwargs["s"])
+
+    def _data_ptr(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        tensor = args[0]
+        if not isinstance(tensor, FakeTensor):
+            return func(tensor)
+        offset = tensor.storage_offset() * tensor.element_size()
+        return int(tensor.untyped_storage()._cdata) + offset
+
+    def _numpy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if isinstance(args[0], FakeTensor):
+            return self._no_value(func.__name__, args[0])
+        return func(*args, **kwargs)
+
+
+_FROM_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
+
+
+def _on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """A tensor from Python's data; on the host, as it cannot be made elsewhere."""
+    data = args[0] if args else kwargs["data"]
+    if isinstance(data, FakeTensor):
+        return data.to(kwargs.get("dtype") or data.dtype)
+    tensor: torch.Tensor = func(*args, **{**kwargs, "device": "cpu"})
+    return tensor
+
+
+# ----------------------------------------------------------------------------
+# Both, and what else torch has to be told.
+
+
+@contextlib.contextmanager
+def fake_device(
+    mode: FakeDeviceMode, shown: ShownAsCuda, on_resize: Callable[[Any, int], None]
+) -> Iterator[None]:
+    """Between the two modes, everything in Python computes with tensors without memory.
+
+    Args:
+        mode: What operators come to.
+        shown: What Python sees.
+        on_resize: Is called before the memory behind a tensor is resized.
+    """
+    with contextlib.ExitStack() as stack:
+        enter = stack.enter_context
+        for owner, name, value in _replacements(shown, on_resize):
+            enter(mock.patch.object(owner, name, value))
+        for kinds in _FOREACH_TYPES:
+            kinds.append(FakeTensor)
+            stack.callback(kinds.remove, FakeTensor)
+        swaps = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        stack.callback(torch.__future__.set_swap_module_params_on_conversion, swaps)
+        enter(_backward_under(shown))
+        enter(mode)
+        enter(shown)
+        yield
+
+
+def _foreach_types() -> list[list[Any]]:
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils
+
+    return [optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types]
+
+
+_FOREACH_TYPES = _foreach_types()
+
+
+def _replacements(
+    shown: ShownAsCuda, on_resize: Callable[[Any, int], None]
+) -> Iterator[tuple[Any, str, Any]]:
+    plain_make = torch.Tensor._make_subclass
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        keys = kwargs.get("device_for_backend_keys")
+        if keys is not None and keys.type == "cuda":
+            kwargs["device_for_backend_keys"] = _INNER
+        return plain_make(*args, **kwargs)
+
+    plain_dispatch: Any = FakeTensor.__torch_dispatch__
+
+    def dispatch(
+        cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is _DEVICE:
+            return _inner_device(args[0])
+        return plain_dispatch(func, types, args, kwargs or {})
+
+    def device(tensor: Any) -> torch.device:
+        if tensor.fake_mode.in_kernel_invocation:
+            return torch.device("meta")
+        own: torch.device = tensor.fake_device
+        return shown.shown if own.type == "cuda" else own
+
+    plain_resize = torch.UntypedStorage.resize_
+
+    def resize(storage: Any, nbytes: int) -> Any:
+        if storage.device.type == "meta":
+            on_resize(storage, int(nbytes))
+        return plain_resize(storage, nbytes)
+
+    yield torch.Tensor, "_make_subclass", staticmethod(make)
+    yield FakeTensor, "__torch_dispatch__", classmethod(dispatch)
+    yield FakeTensor, "device", property(device)
+    yield FakeTensor, "is_cuda", property(is_device_tensor)
+    yield torch.UntypedStorage, "resize_", resize
+    yield fake_tensor, "init_gpu_context", lambda device: None
+
+
+def _backward_under(
+    context: contextlib.AbstractContextManager[Any],
+) -> contextlib.AbstractContextManager[None]:
+    from torchspmd._torch.autograd import backward_under
+
+    return backward_under(context)
+
+
+# ----------------------------------------------------------------------------
+# DTensor asks for shapes by running operators on fake tensors of the whole size.
+
+
+@contextlib.contextmanager
+def shapes_apart() -> Iterator[None]:
+    """DTensor asks in a mode of its own, and not in the one that is in force."""
+    from torch.distributed.tensor import _sharding_prop
+
+    if not hasattr(_sharding_prop, "detect_fake_mode"):
+        yield
+        return
+    mode = FakeTensorMode()
+    with mock.patch.object(_sharding_prop, "detect_fake_mode", lambda: mode):
+        yield
+
+
+# ----------------------------------------------------------------------------
+# FSDP2 splits each parameter into as many chunks as there are ranks and takes one.
+
+
+class _Chunks:
+    """The chunks of a tensor, each made when it is asked for."""
+
+    def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
+        self._tensor, self._dim = tensor, dim
+        self._step = -(-tensor.size(dim) // num_chunks)
+
+    def __getitem__(self, place: int) -> torch.Tensor:
+        size = self._tensor.size(self._dim)
+        start = place * self._step
+        if start >= size:
+            return self._tensor.new_empty(0) if place else self._tensor
+        return self._tensor.narrow(self._dim, start, min(self._step, size - start))
+
+
+@contextlib.contextmanager
+def own_chunks_only() -> Iterator[None]:
+    """``fully_shard`` makes only the chunks that it looks at."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    with mock.patch.object(
+        _fsdp_param,
+        "_chunk_with_empty",
+        _Chunks,
+    ):
+        yield

@@ -1,0 +1,6 @@
+"""Measuring a GPU: the figures that a prediction of time rests on."""
+
+from torchspmd.predict.calibration.meter import Limits
+from torchspmd.predict.calibration.run import Calibration, calibrate
+
+__all__ = ["Calibration", "Limits", "calibrate"]

@@ -1,0 +1,263 @@
+"""What the host needs: to issue an operator, for an optimizer, for hooks of wrappers."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from torchspmd.predict.calibration.meter import Call, Case, Limits, Measured, Meter
+
+__all__ = ["compiled", "distributed", "host", "optimizers"]
+
+# The host: seconds of one call in forward, and of what it becomes in backward
+
+
+Function: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _host_cases(meter: Meter) -> Iterator[tuple[str, Function, tuple[int, ...]]]:
+    device, width = meter.device, 64
+    made: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+    weight = torch.randn(width, width, **made).requires_grad_()
+    bias = torch.randn(width, **made).requires_grad_()
+    linear = nn.Linear(width, width, **made)
+    identity = nn.Identity()
+    image_weight = torch.randn(8, 8, 1, 1, **made).requires_grad_()
+    scale = torch.ones(8, device=device).requires_grad_()
+    mean, variance = torch.zeros(8, device=device), torch.ones(8, device=device)
+    heads = (1, 2, 16, width)
+    flat = (16, width)
+    image = (2, 8, 8, 8)
+    yield "add", lambda x: x + x, flat
+    yield "mul", lambda x: x * 1.0, flat
+    yield "view", lambda x: x.view(8, -1).view(16, -1), flat
+    yield "transpose", lambda x: x.transpose(0, 1).transpose(0, 1), flat
+    yield "gelu", F.gelu, flat
+    yield "silu", F.silu, flat
+    yield "relu", F.relu, flat
+    yield "mm", lambda x: F.linear(x, weight), flat
+    yield "addmm", lambda x: F.linear(x, weight, bias), flat
+    yield "module_linear", linear, flat
+    yield "module", identity, flat
+    yield "native_layer_norm", lambda x: F.layer_norm(x, (width,), bias, bias), flat
+    yield "_fused_rms_norm", lambda x: F.rms_norm(x, (width,), bias), flat
+    yield "native_dropout", lambda x: F.dropout(x, 0.1), flat
+    yield "_softmax", lambda x: F.softmax(x, dim=-1), flat
+    yield "to_copy", lambda x: x.float().bfloat16(), flat
+    yield "cat", lambda x: torch.cat((x[:8], x[8:])), flat
+    yield (
+        "scaled_dot_product_attention",
+        lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True),
+        heads,
+    )
+    yield "convolution", lambda x: F.conv2d(x, image_weight), image
+    yield (
+        "native_batch_norm",
+        lambda x: F.batch_norm(x, mean, variance, scale, scale, training=True),
+        image,
+    )
+
+
+def host(meter: Meter, limits: Limits) -> Iterator[Case]:
+    """Issuing one operator of each kind, in forward and in backward."""
+    for key, function, shape in _host_cases(meter):
+        yield partial(_time_host, key, meter, limits.calls, function, shape)
+    x = meter.random(16)
+    table = meter.random(64, 64)
+    where = torch.zeros(16, dtype=torch.int64, device=meter.device)
+    for key, call in (
+        ("no_grad_add", lambda: x + x),
+        ("empty", lambda: torch.empty_like(x)),
+        ("embedding", lambda: F.embedding(where, table)),
+        ("cross_entropy", lambda: F.cross_entropy(table[:16], where)),
+    ):
+        yield partial(_time_host_call, key, meter, limits.calls, call)
+
+
+def _time_host(
+    key: str, meter: Meter, calls: int, function: Function, shape: Sequence[int]
+) -> Measured:
+    length = 40
+    start = meter.random(*shape).requires_grad_()
+
+    def chain() -> torch.Tensor:
+        x = start * 1.0
+        for _ in range(length):
+            x = function(x)
+        return x
+
+    count = max(1, calls // length)
+    yield f"host_forward.{key}", meter.host_seconds(chain, count) / length
+    gradient = torch.randn_like(chain())
+    times = []
+    for _ in range(count + 2):
+        result = chain()
+        meter.synchronize()
+        begin = time.perf_counter()
+        torch.autograd.grad(result, start, gradient)
+        times.append((time.perf_counter() - begin) / length)
+        meter.synchronize()
+    yield f"host_backward.{key}", min(times)
+
+
+def _time_host_call(key: str, meter: Meter, calls: int, call: Call) -> Measured:
+    with torch.no_grad():
+        yield f"host_forward.{key}", meter.host_seconds(call, calls)
+
+
+Maker: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def optimizers(meter: Meter, limits: Limits) -> Iterator[Case]:
+    """A step of an optimizer, a gradient, a checkpointed region."""
+    makers: dict[str, Maker] = {
+        "adamw_fused": partial(torch.optim.AdamW, fused=True),
+        "adamw_foreach": partial(torch.optim.AdamW, foreach=True),
+        "sgd_foreach": partial(torch.optim.SGD, momentum=0.9, foreach=True),
+    }
+    calls = max(1, limits.calls // 10)
+    for name, make in makers.items():
+        yield partial(_time_optimizer, name, meter, calls, make)
+    yield partial(_time_gradients, "gradients", meter, calls)
+    yield partial(_time_checkpoint, "a checkpoint", meter, limits.calls)
+
+
+def _time_optimizer(name: str, meter: Meter, calls: int, make: Maker) -> Measured:
+    """The host: for each parameter, and for a step without any."""
+
+    def seconds(count: int) -> float:
+        params = [nn.Parameter(meter.random(64)) for _ in range(count)]
+        for param in params:
+            param.grad = torch.ones_like(param)
+        return meter.host_seconds(make(params).step, calls)
+
+    few, many = seconds(8), seconds(208)
+    each = max(0.0, (many - few) / 200)
+    yield f"host_optimizer.{name}_parameter", each
+    yield f"host_optimizer.{name}_step", max(0.0, few - 8 * each)
+
+
+def _time_gradients(label: str, meter: Meter, calls: int) -> Measured:
+    """The host: handing a gradient to a parameter, and forgetting it."""
+    del label
+    params = [nn.Parameter(meter.random(8)) for _ in range(100)]
+
+    def accumulate() -> None:
+        torch.stack(tuple(params)).sum().backward()
+        for param in params:
+            param.grad = None
+
+    yield "host_optimizer.gradient", meter.host_seconds(accumulate, calls) / 100
+
+
+def _time_checkpoint(label: str, meter: Meter, calls: int) -> Measured:
+    """The host: one checkpointed region, forward and again in backward."""
+    del label
+    x = meter.random(16).requires_grad_()
+
+    def plain() -> None:
+        torch.autograd.grad((x * 1.0).sum(), x)
+
+    def checkpointed() -> None:
+        y = checkpoint(lambda x: x * 1.0, x, use_reentrant=False)
+        torch.autograd.grad(y.sum(), x)
+
+    without = meter.host_seconds(plain, calls)
+    more = meter.host_seconds(checkpointed, calls) - without
+    yield "launch.checkpoint", max(0.0, more)
+
+
+def compiled(meter: Meter, limits: Limits) -> Iterator[Case]:
+    """A region of ``torch.compile``."""
+    yield partial(_time_compiled, "torch.compile", meter, limits)
+
+
+def _time_compiled(label: str, meter: Meter, limits: Limits) -> Measured:
+    """The host: a compiled region, and each kernel of it."""
+    del label
+
+    def seconds(layers: int) -> tuple[float, float]:
+        modules: list[nn.Module] = []
+        for _ in range(layers):
+            modules += [nn.Linear(64, 64), nn.GELU()]
+        model = nn.Sequential(*modules).to(meter.device, torch.bfloat16)
+        run = torch.compile(model)
+        x = meter.random(16, 64).requires_grad_()
+        gradient = torch.ones_like(run(x))
+
+        def both() -> None:
+            run(x).backward(gradient)
+
+        calls = max(1, limits.calls // 4)
+        both()
+        forward = meter.host_seconds(lambda: run(x), calls)
+        return forward, max(0.0, meter.host_seconds(both, calls) - forward)
+
+    few, many = seconds(2), seconds(18)
+    # Two kernels for each layer: the product, and the rest fused. Backward has four.
+    for place, (name, kernels) in enumerate((("forward", 32), ("backward", 64))):
+        each = max(0.0, (many[place] - few[place]) / kernels)
+        yield f"launch.compiled_{name}_kernel", each
+        region = max(0.0, few[place] - each * kernels / 8)
+        yield f"launch.compiled_{name}_region", region
+
+
+def distributed(meter: Meter, limits: Limits) -> Iterator[Case]:
+    """What DTensor and FSDP2 add."""
+    yield partial(_time_distributed, "a process group of one rank", meter, limits)
+
+
+def _time_distributed(label: str, meter: Meter, limits: Limits) -> Measured:
+    """The host: DTensor's dispatch, hooks of FSDP2, and issuing a collective."""
+    del label
+    import torch.distributed as dist
+    from torch.distributed import HashStore  # type: ignore[attr-defined]
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    if dist.is_initialized():
+        return
+    backend = "nccl" if meter.is_cuda else "gloo"
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh(meter.device.type, (1,))
+        x = meter.random(16)
+        with torch.no_grad():
+            spread = distribute_tensor(x, mesh, [Replicate()])
+            plain = meter.host_seconds(lambda: x + x, limits.calls)
+            calls = max(1, limits.calls // 3)
+            dispatched = meter.host_seconds(lambda: spread + spread, calls)
+            yield "launch.dtensor", max(0.0, dispatched - plain)
+        yield "launch.collective", meter.host_seconds(lambda: dist.all_reduce(x), calls)
+
+        def model(*, sharded: bool) -> nn.Module:
+            blocks = nn.Sequential(*(nn.Linear(64, 64) for _ in range(9)))
+            blocks.to(meter.device)
+            if sharded:
+                for block in blocks:
+                    fully_shard(block, mesh=mesh)
+                fully_shard(blocks, mesh=mesh)
+            return blocks
+
+        rows = meter.random(16, 64, dtype=torch.float32)
+        times = {}
+        for sharded in (False, True):
+            blocks = model(sharded=sharded)
+
+            def step(blocks: nn.Module = blocks) -> None:
+                blocks(rows).sum().backward()
+
+            calls = max(1, limits.calls // 10)
+            forward = meter.host_seconds(lambda: blocks(rows), calls)  # noqa: B023
+            times[sharded] = forward, meter.host_seconds(step, calls) - forward
+        for place, name in enumerate(("forward", "backward")):
+            more = (times[True][place] - times[False][place]) / 9
+            yield f"launch.fully_shard_{name}", max(0.0, more)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,164 @@
+"""Every section on one device, in about a given time.
+
+A section is a generator of cases. A case that fails is noted and leaves the others. Grids
+of sizes stop when their share of the time is spent; their cases come in a fixed random
+order, so that fewer of them still cover the whole range.
+"""
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from torchspmd.predict.calibration import host, memory_bound, products
+from torchspmd.predict.calibration.meter import Case, Limits, Meter, Section
+from torchspmd.predict.hardware import Figure, Rows
+
+__all__ = ["Calibration", "calibrate"]
+
+# Those that are measured whole, then those that share the time that is left.
+_SECTIONS: Sequence[tuple[str, Section]] = (
+    ("launches and copies", memory_bound.launches),
+    ("host", host.host),
+    ("optimizers", host.optimizers),
+    ("distributed calls", host.distributed),
+    ("compiled regions", host.compiled),
+    ("sustained rate", products.sustained),
+)
+_GRIDS: Sequence[tuple[str, float, Section]] = (
+    ("matrix products", 0.4, products.matmuls),
+    ("attention", 0.2, products.attention),
+    ("memory-bound operators", 0.25, memory_bound.memory_bound),
+    ("convolutions", 0.15, products.convolutions),
+)
+
+
+@dataclass(slots=True)
+class Calibration:
+    """What was measured.
+
+    Attributes:
+        figures: By ``table.key``, as in a hardware file.
+        notes: What was left out, and why.
+        cases: How many were measured.
+    """
+
+    figures: dict[str, Figure] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    cases: int = 0
+
+
+def calibrate(
+    device: torch.device,
+    *,
+    seconds: float = 90.0,
+    limits: Limits | None = None,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Calibration:
+    """Measure every section on this device, in about this time.
+
+    Args:
+        device: ``cuda``; on another one the figures mean nothing, and only show that the
+            sections run.
+        seconds: To spend, without the start of CUDA.
+        limits: The largest cases; None: those of a data-centre GPU.
+        progress: Is told what is measured.
+    """
+    limits = limits or Limits()
+    result = Calibration()
+    rows: defaultdict[str, list[tuple[float, ...]]] = defaultdict(list)
+    numbers = _memory_constants(device) if device.type == "cuda" else {}
+    end = time.perf_counter() + seconds
+    meter = Meter(device)
+    for name, section in _SECTIONS:
+        progress(name)
+        _measure(name, section(meter, limits), rows, numbers, result)
+    left = max(end - time.perf_counter(), seconds / 3)
+    total = sum(share for _, share, _ in _GRIDS)
+    for name, share, section in _GRIDS:
+        progress(name)
+        until = time.perf_counter() + left * share / total
+        _measure(name, section(meter, limits), rows, numbers, result, until)
+        if meter.is_cuda:
+            torch.cuda.empty_cache()
+    source = _source(device)
+    for key, table in rows.items():
+        value: Rows = tuple(sorted(table))
+        result.figures[key] = Figure(value, source)
+    for key, number in numbers.items():
+        result.figures[key] = Figure(number, source)
+    return result
+
+
+def _measure(
+    name: str,
+    cases: Iterator[Case],
+    rows: dict[str, list[tuple[float, ...]]],
+    numbers: dict[str, float],
+    result: Calibration,
+    until: float = math.inf,
+) -> None:
+    failed: dict[str, int] = {}
+    left_out = 0
+    for case in cases:
+        if time.perf_counter() > until:
+            left_out += 1
+            continue
+        try:
+            for key, row in case():
+                result.cases += 1
+                if isinstance(row, tuple):
+                    rows[key].append(row)
+                else:
+                    numbers[key] = row
+        except Exception as error:
+            text = (str(error).strip().splitlines() or [""])[0][:200]
+            label = str(getattr(case, "args", [""])[0])
+            problem = f"{label}: {type(error).__name__}: {text}"
+            failed[problem] = failed.get(problem, 0) + 1
+    for problem, count in failed.items():
+        result.notes.append(f"{name}, {count} not measured: {problem}")
+    if left_out:
+        result.notes.append(f"{name}: {left_out} cases left out, their time was up")
+
+
+def _source(device: torch.device) -> str:
+    if device.type != "cuda":
+        return f"measured on {device.type}: torch {torch.__version__}"
+    name = torch.cuda.get_device_name(device)
+    return f"measured on {name}: torch {torch.__version__}, CUDA {torch.version.cuda}"
+
+
+def _memory_constants(device: torch.device) -> dict[str, float]:
+    """What CUDA and cuBLAS take, before anything else runs on the device."""
+    torch.cuda.init()
+    free, total = torch.cuda.mem_get_info(device)
+    figures: dict[str, float] = {"memory.total": total}
+    if total - free < 2**30:  # else somebody else is on this device
+        figures["memory.context"] = total - free
+
+    def outside() -> int:
+        free, _ = torch.cuda.mem_get_info(device)
+        return total - free - torch.cuda.memory_reserved(device)
+
+    x = torch.ones(64, 64, device=device)
+    F.layer_norm(x + x, (64,)).sum()
+    before, allocated = outside(), torch.cuda.memory_allocated(device)
+    y = torch.mm(x, x)
+    figures["memory.cublas_handle"] = max(0, outside() - before)
+    figures["memory.cublas_workspace"] = (
+        torch.cuda.memory_allocated(device) - allocated - y.numel() * 4
+    )
+    half = x.bfloat16()
+    allocated = torch.cuda.memory_allocated(device)
+    z = torch.addmm(half[0], half, half)
+    taken = torch.cuda.memory_allocated(device) - allocated - z.numel() * 2
+    figures["memory.cublaslt_workspace"] = max(0, taken)
+    properties = torch.cuda.get_device_properties(device)
+    figures["chip.sms"] = properties.multi_processor_count
+    figures["chip.l2_bytes"] = properties.L2_cache_size
+    return {key: value for key, value in figures.items() if value > 0}

@@ -1,0 +1,168 @@
+"""Seconds of one communication: by its kind, its bytes, and where its ranks are.
+
+What counts is on how many nodes a group is and how many of its ranks are on each: a group
+with one rank on each node has one port, one with eight has eight. The forms are those of
+NCCL's own tuning, a latency that grows with the hops and a rate; the rates are measured.
+"""
+
+import math
+from collections import Counter
+from enum import StrEnum
+from typing import NamedTuple
+
+from torchspmd.predict.figures import Figures, Line
+from torchspmd.rehearse.recording import Comm
+
+__all__ = ["CommCost", "Link", "Placement", "place", "price_comm"]
+
+_BASE = 8.4e-6  # NCCL tuning.cc: protocol Simple, before the first hop
+_NVLINK_HOP = 3.4e-6
+_TREE_HOP = 4.0e-6
+# Part of the network's best rate by the bytes of each rank (H100 clusters).
+_RAMP = (
+    (1e3, 0.115),
+    (8e3, 0.41),
+    (16e3, 0.78),
+    (8e6, 0.78),
+    (16e6, 0.91),
+    (32e6, 1.0),
+)
+# Seconds before an all-to-all over this many nodes moves anything.
+_ALL_TO_ALL = ((2, 37e-6), (4, 42e-6), (8, 60e-6), (16, 98e-6), (32, 290e-6))
+_WIRE = 0.96  # of a port's rate that NCCL counts with
+
+
+class Link(StrEnum):
+    """What a communication goes over, and shares with others at the same time."""
+
+    NVLINK = "NVLink"
+    NETWORK = "network"
+    NONE = "none"  # a group of one rank
+
+
+class Placement(NamedTuple):
+    """Where the ranks of a group are.
+
+    Attributes:
+        ranks: How many.
+        nodes: On how many nodes.
+        on_node: The most ranks on one node.
+    """
+
+    ranks: int
+    nodes: int
+    on_node: int
+
+
+class CommCost(NamedTuple):
+    """What a communication takes when it has its link for itself."""
+
+    seconds: float
+    link: Link
+    placement: Placement
+
+
+def place(ranks: tuple[int, ...], gpus_per_node: int) -> Placement:
+    """Ranks are on nodes in their order."""
+    nodes = Counter(rank // gpus_per_node for rank in ranks)
+    return Placement(len(ranks), len(nodes), max(nodes.values(), default=1))
+
+
+def price_comm(comm: Comm, figures: Figures, gpus_per_node: int, rank: int) -> CommCost:
+    """The cost of a communication, as seen by this rank."""
+    if comm.peer >= 0:
+        where = place(
+            (rank, comm.peer) if comm.peer != rank else (rank,), gpus_per_node
+        )
+        seconds = _between_two(comm.payload_bytes, where, figures)
+    else:
+        where = place(comm.ranks, gpus_per_node)
+        seconds = collective_seconds(comm.kind, comm.payload_bytes, where, figures)
+    if where.ranks <= 1:
+        return CommCost(figures.number("launch.kernel"), Link.NONE, where)
+    link = Link.NVLINK if where.nodes == 1 else Link.NETWORK
+    return CommCost(seconds, link, where)
+
+
+def collective_seconds(
+    kind: str, nbytes: int, where: Placement, figures: Figures
+) -> float:
+    """Seconds of a collective of this many bytes, counted as the whole tensor."""
+    if where.ranks <= 1:
+        return figures.number("launch.kernel")
+    if kind == "barrier":
+        nbytes = 4
+        kind = "all_reduce"
+    price = _on_one_node if where.nodes == 1 else _over_nodes
+    return price(kind, nbytes, where, figures)
+
+
+def _on_one_node(kind: str, nbytes: int, where: Placement, figures: Figures) -> float:
+    if kind == "all_reduce":
+        return _all_reduce_on_node(nbytes, where.ranks, figures)
+    table = {
+        "all_gather": "all_gather_ranks",
+        "reduce_scatter": "reduce_scatter_ranks",
+        "all_to_all": "all_to_all_ranks",
+    }.get(kind, "all_gather_ranks")  # broadcast, reduce, gather, scatter: a ring once
+    latency, rate = _by_ranks(table, where.ranks, figures)
+    return latency + nbytes / rate
+
+
+def _by_ranks(table: str, ranks: int, figures: Figures) -> tuple[float, float]:
+    """Latency and bytes a second, between the group sizes that were measured."""
+    _, rows = figures.table(f"collectives.{table}")
+    latencies = Line([(math.log2(row[0]), row[1]) for row in rows])
+    rates = Line([(math.log2(row[0]), row[2]) for row in rows])
+    at = math.log2(ranks)
+    return latencies.at(at), rates.at(at)
+
+
+def _all_reduce_on_node(nbytes: int, ranks: int, figures: Figures) -> float:
+    latency, rate = _by_ranks("all_reduce_ranks", ranks, figures)
+    _, rows = figures.table("collectives.all_reduce")
+    if ranks <= 4 or not rows:
+        return latency + nbytes / rate
+    # Of eight ranks, with what they do in the switch on Hopper and later.
+    bus = Line([(math.log2(size), rate) for size, rate in rows])
+    seconds = 2 * (ranks - 1) / ranks * nbytes / bus.at(math.log2(max(nbytes, 1)))
+    return max(latency, seconds)
+
+
+def _over_nodes(kind: str, nbytes: int, where: Placement, figures: Figures) -> float:
+    port = figures.network_number("port") * _WIRE
+    hop = figures.network_number("latency")
+    if kind == "all_to_all":
+        return _all_to_all(nbytes, where, figures, port)
+    ring = _BASE + hop * (where.nodes - 1) + _NVLINK_HOP * (where.ranks - where.nodes)
+    efficiency = figures.network_number("efficiency") / _WIRE * _ramp(nbytes, where)
+    n = where.ranks
+    rate = port * efficiency * where.on_node * n / (n - 1)
+    once = nbytes / min(rate, figures.number("bandwidth.nvlink") * 0.8 * n / (n - 1))
+    if kind != "all_reduce":
+        return ring + once
+    levels = math.ceil(math.log2(where.nodes))
+    tree = _BASE + 2 * (hop * levels + _TREE_HOP * (where.on_node - 1))
+    # Twice the ring; or a tree, whose root sends and receives everything.
+    return min(2 * ring + 2 * once, tree + 2 * once / 0.92)
+
+
+def _ramp(nbytes: int, where: Placement) -> float:
+    line = Line([(math.log2(size), part) for size, part in _RAMP])
+    return line.at(math.log2(max(nbytes / where.ranks, 1)))
+
+
+def _all_to_all(nbytes: int, where: Placement, figures: Figures, port: float) -> float:
+    latency = Line([(math.log2(n), seconds) for n, seconds in _ALL_TO_ALL])
+    outside = nbytes * (where.ranks - where.on_node) / where.ranks
+    inside = nbytes - outside
+    rate = port * (1 - 0.44 / where.nodes)
+    seconds = max(outside / rate, inside / (0.8 * figures.number("bandwidth.nvlink")))
+    return latency.at(math.log2(where.nodes)) + seconds
+
+
+def _between_two(nbytes: int, where: Placement, figures: Figures) -> float:
+    if where.nodes == 1:
+        return _BASE + nbytes / (0.8 * figures.number("bandwidth.nvlink"))
+    rate = figures.network_number("port") * figures.network_number("efficiency")
+    return _BASE + figures.network_number("latency") + nbytes / rate

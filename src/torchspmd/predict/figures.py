@@ -1,0 +1,152 @@
+"""Figures of a GPU for the prediction of time, and a note of those that were used.
+
+A file may lack measured tables. Those of the reference GPU then stand in: as ratios of
+measured to ideal seconds, so that they carry over to a chip of other rates.
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+from torchspmd.errors import UsageError
+from torchspmd.predict.hardware import Figure, Hardware, Rows, load_gpu
+
+__all__ = ["Correction", "Figures"]
+
+REFERENCE = "h200"
+_NEAREST = 6
+
+
+@lru_cache(maxsize=1)
+def _reference() -> Hardware:
+    return load_gpu(REFERENCE)
+
+
+class Figures:
+    """Figures by ``table.key``: of the GPU, or else of the reference.
+
+    Attributes:
+        gpu: The device.
+        network: Between nodes.
+        used: Every figure that was asked for, with the hardware that it is of.
+    """
+
+    def __init__(self, gpu: Hardware, network: Hardware | None = None) -> None:
+        self.gpu, self.network = gpu, network
+        self.used: dict[str, tuple[Hardware, Figure]] = {}
+
+    def number(self, key: str, *others: str) -> float:
+        """The first of these that a file has.
+
+        Raises:
+            UsageError: No file has one.
+        """
+        for hardware in (self.gpu, _reference()):
+            for name in (key, *others):
+                figure = hardware.figures.get(name)
+                if figure is not None and not isinstance(figure.value, tuple):
+                    self.used[name] = (hardware, figure)
+                    return figure.value
+        self.gpu.number(key)  # says what is missing
+        raise UsageError(f"The hardware file of {self.gpu.name} has no {key}.")
+
+    def network_number(self, key: str) -> float:
+        """A figure of the network.
+
+        Raises:
+            UsageError: No network was named.
+        """
+        if self.network is None:
+            raise UsageError(
+                f"The ranks are on several nodes and no network was named ({key}): give "
+                "--network, as in --network ib-ndr400."
+            )
+        value = self.network.number(f"network.{key}")
+        figure = self.network.figures[f"network.{key}"]
+        self.used[f"network.{key}"] = (self.network, figure)
+        return value
+
+    def table(self, key: str) -> tuple[Hardware, Rows]:
+        """Rows, and the hardware that they were measured on; none where no file has any."""
+        for hardware in (self.gpu, _reference()):
+            rows = hardware.rows(key)
+            if rows:
+                self.used[key] = (hardware, hardware.figures[key])
+                return hardware, rows
+        return self.gpu, ()
+
+    def assumptions(self) -> list[dict[str, Any]]:
+        """Every figure that was used, for the report."""
+        listed = []
+        for key, (hardware, figure) in sorted(self.used.items()):
+            value: object = figure.value
+            if isinstance(figure.value, tuple):
+                value = f"{len(figure.value)} rows"
+            source = figure.source
+            if hardware is not self.gpu and hardware is not self.network:
+                source = f"taken from {hardware.title}: {source}"
+            listed.append(
+                {"what": key, "value": value, "source": source, "error": None}
+            )
+        return listed
+
+
+class Correction:
+    """Measured over ideal seconds, between measured cases by their distance.
+
+    Args:
+        points: Coordinates of the cases.
+        ratios: Measured over ideal seconds of each.
+        distance: Squared, of two points.
+    """
+
+    def __init__(
+        self,
+        points: Sequence[Sequence[float]],
+        ratios: Sequence[float],
+        distance: Callable[[Sequence[float], Sequence[float]], float] | None = None,
+    ) -> None:
+        self.points = list(points)
+        self.logs = [math.log(ratio) for ratio in ratios]
+        self.distance = distance or _squared
+
+    def at(self, point: Sequence[float]) -> float:
+        """The ratio there: of a case itself, or of those near it; 1 without cases."""
+        if not self.points:
+            return 1.0
+        nearest = sorted(
+            (self.distance(point, each), place)
+            for place, each in enumerate(self.points)
+        )[:_NEAREST]
+        weights = [1 / (squared + 1e-4) ** 2 for squared, _ in nearest]
+        logs = [self.logs[place] for _, place in nearest]
+        total = sum(w * log for w, log in zip(weights, logs, strict=True))
+        return math.exp(total / sum(weights))
+
+
+def _squared(one: Sequence[float], other: Sequence[float]) -> float:
+    return sum((a - b) ** 2 for a, b in zip(one, other, strict=True))
+
+
+class Line:
+    """Ratios over one coordinate: straight between cases, level outside of them."""
+
+    def __init__(self, points: Sequence[tuple[float, float]]) -> None:
+        merged = dict(sorted(points))
+        self.xs = list(merged)
+        self.logs = [math.log(ratio) for ratio in merged.values()]
+
+    def at(self, x: float) -> float:
+        """The ratio there; 1 without cases."""
+        if not self.xs:
+            return 1.0
+        right = bisect_left(self.xs, x)
+        if right == 0:
+            return math.exp(self.logs[0])
+        if right == len(self.xs):
+            return math.exp(self.logs[-1])
+        left = right - 1
+        part = (x - self.xs[left]) / (self.xs[right] - self.xs[left])
+        return math.exp(self.logs[left] + part * (self.logs[right] - self.logs[left]))

@@ -1,0 +1,180 @@
+"""Seconds of the host between two events: what Python and the dispatcher take to issue one.
+
+An eager script issues each operator by itself; forward pays for Python and modules,
+backward runs in autograd's engine, an optimizer pays for each parameter. A compiled region
+pays once to enter and a little for each kernel.
+"""
+
+from torchspmd.predict.figures import Figures
+from torchspmd.predict.traffic import base_name
+from torchspmd.rehearse.recording import (
+    Category,
+    Comm,
+    Event,
+    EventRecord,
+    EventWait,
+    Op,
+    Phase,
+    Recording,
+    Site,
+    StreamWait,
+    Wait,
+)
+
+__all__ = ["HostModel"]
+
+_PYTHON = frozenset({Phase.INIT, Phase.FORWARD, Phase.RECOMPUTE, Phase.OTHER})
+_FOREACH_OPS = (
+    12  # of one AdamW step: the measured time of a parameter is for all of them
+)
+# Operators whose figure has another name.
+_KEYS = {
+    "_to_copy": "to_copy",
+    "_scaled_dot_product_flash_attention": "scaled_dot_product_attention",
+    "_scaled_dot_product_efficient_attention": "scaled_dot_product_attention",
+    "_scaled_dot_product_cudnn_attention": "scaled_dot_product_attention",
+    "bmm": "mm",
+    "baddbmm": "addmm",
+    "cudnn_batch_norm": "native_batch_norm",
+    "_batch_norm_with_update": "native_batch_norm",
+    "_native_batch_norm_legit": "native_batch_norm",
+    "_softmax_backward_data": "_softmax",
+    "_log_softmax": "_softmax",
+    "_log_softmax_backward_data": "_softmax",
+    "nll_loss_forward": "_softmax",
+    "nll_loss_backward": "_softmax",
+    "threshold_backward": "relu",
+    "batch_norm": "native_batch_norm",
+}
+# A call that was measured makes more operators than the one it is named after.
+_CALLS = {"to_copy": 2, "cat": 3}
+
+
+class HostModel:
+    """Adds up while it goes through a recording, event by event.
+
+    Attributes:
+        figures: Of the machine's host, as measured with the GPU.
+    """
+
+    def __init__(self, figures: Figures, recording: Recording) -> None:
+        self.figures = figures
+        self._parameters = sum(
+            info.category is Category.PARAMETER for info in recording.storages.values()
+        )
+        self._module = ""
+        self._phase = Phase.INIT
+        self._region: int | None = None
+        self._cache: dict[tuple[str, bool, bool], float] = {}
+
+    def seconds(self, event: Event, kernels: int = 1) -> float:
+        """Before this event is issued; ``kernels`` that it launches."""
+        match event:
+            case Op():
+                return self._change(event.site) + self._op(event, kernels)
+            case Comm():
+                return self._change(event.site) + self._comm(event)
+            case Wait() | EventRecord() | EventWait() | StreamWait():
+                return 0.5e-6
+        return 0.0
+
+    def _change(self, site: Site) -> float:
+        """Calls of modules, and what happens between phases."""
+        seconds = 0.0
+        if site.phase is not self._phase:
+            if site.phase is Phase.RECOMPUTE:
+                seconds += self.figures.number("launch.checkpoint")
+            if self._phase is Phase.BACKWARD and site.phase is not Phase.RECOMPUTE:
+                each = self.figures.number("host_optimizer.gradient")
+                seconds += each * self._parameters
+        if site.phase in _PYTHON and site.module != self._module:
+            seconds += _entered(self._module, site.module) * self.figures.number(
+                "host_forward.module"
+            )
+        self._module, self._phase = site.module, site.phase
+        return seconds
+
+    def _op(self, op: Op, kernels: int) -> float:
+        if op.through == "graph":
+            return self.figures.number("launch.graph") * kernels
+        if op.region is not None:
+            return self._compiled(op, kernels)
+        self._region = None
+        if op.site.phase is Phase.OPTIMIZER:
+            seconds = self._optimizer(op)
+        else:
+            seconds = self._eager(op)
+        if op.through == "dtensor":
+            seconds += self.figures.number("launch.dtensor")
+        return seconds
+
+    def _compiled(self, op: Op, kernels: int) -> float:
+        way = "backward" if op.site.phase is Phase.BACKWARD else "forward"
+        seconds = kernels * self.figures.number(f"launch.compiled_{way}_kernel")
+        if op.region != self._region:
+            seconds += self.figures.number(f"launch.compiled_{way}_region")
+        self._region = op.region
+        return seconds
+
+    def _eager(self, op: Op) -> float:
+        backward = op.site.phase is Phase.BACKWARD
+        key = (op.name, op.views, backward)
+        if key not in self._cache:
+            self._cache[key] = self._look_up(op, backward=backward)
+        return self._cache[key]
+
+    def _look_up(self, op: Op, *, backward: bool) -> float:
+        table = "host_backward" if backward else "host_forward"
+        number = self.figures.number
+        view = number(f"{table}.view") / 2
+        if op.views:
+            return view
+        base = base_name(op.name).removesuffix("_backward").removesuffix("_")
+        base = _KEYS.get(base, base)
+        if base in ("mm", "addmm"):
+            # A linear layer: forward has one transposed view, backward two products.
+            return (
+                (number(f"{table}.mm") - 3 * view) / 2
+                if backward
+                else (number(f"{table}.{base}") - view)
+            )
+        default = "add" if not backward else "mul"
+        seconds = number(f"{table}.{base}", f"{table}.{default}")
+        return seconds / _CALLS.get(base, 1)
+
+    def _optimizer(self, op: Op) -> float:
+        base = base_name(op.name)
+        number = self.figures.number
+        if base.startswith("_fused_"):
+            count = len(op.inputs) / 5
+            each = number("host_optimizer.adamw_fused_parameter")
+            return count * each + number("host_optimizer.adamw_fused_step")
+        if base.startswith("_foreach_"):
+            count = len(op.outputs) or len(op.inputs) / 2
+            each = number("host_optimizer.adamw_foreach_parameter")
+            step = number("host_optimizer.adamw_foreach_step")
+            return (count * each + step) / _FOREACH_OPS
+        return number("host_forward.no_grad_add")
+
+    def _comm(self, comm: Comm) -> float:
+        seconds = self.figures.number("launch.collective")
+        # fully_shard calls c10d itself; functional collectives are those of DTensor.
+        if comm.op.startswith(("c10d.", "c10d::")):
+            if comm.kind == "all_gather":
+                seconds += self.figures.number("launch.fully_shard_forward")
+            elif comm.kind == "reduce_scatter":
+                seconds += self.figures.number("launch.fully_shard_backward")
+        return seconds
+
+
+def _entered(before: str, after: str) -> int:
+    """Modules that were called on the way from one path to another."""
+    if not after:
+        return 0
+    one, other = before.split("."), after.split(".")
+    shared = 0
+    for left, right in zip(one, other, strict=False):
+        if left != right:
+            break
+        shared += 1
+    return sum(not part.isdigit() for part in other[shared:])

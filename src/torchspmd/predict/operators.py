@@ -1,0 +1,528 @@
+"""Seconds of one operator on the device.
+
+An ideal time from rates of the chip (operations, bytes, waves of tiles over its
+multiprocessors), times the ratio of measured to ideal seconds of similar cases in the
+hardware file. What is not known is priced by its bytes, and listed.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torchspmd.predict.figures import Correction, Figures, Line
+from torchspmd.predict.hardware import Hardware
+from torchspmd.predict.traffic import (
+    base_name,
+    bytes_moved,
+    matmul_shape,
+    op_flops,
+    tensor_bytes,
+)
+from torchspmd.rehearse.recording import Op, TensorSpec
+
+__all__ = ["Cost", "Pricer"]
+
+# Rows and columns of an output tile, and the part of the best rate that it reaches.
+_TILES = ((128, 256, 1.0), (128, 128, 0.9), (64, 128, 0.7), (64, 64, 0.5))
+_RIDGE = 150.0  # operations a byte at which a product reaches half of its best rate
+_STEEP = 1.47
+_SHORT = 300.0  # keys at which attention reaches half of its best rate
+
+_ELEMENTWISE = frozenset(
+    """
+    abs add add_ addcdiv addcdiv_ addcmul addcmul_ arange bernoulli bernoulli_
+    bitwise_and bitwise_not bitwise_or ceil clamp clamp_ clamp_max clamp_min clone
+    constant_pad_nd contiguous copy_ cos div div_ elu elu_backward empty_like eq erf exp
+    exp2 expand_copy exponential_ eye fill fill_ floor floor_divide fmod full full_like ge
+    gelu gelu_backward glu glu_backward gt hardtanh hardtanh_backward hardsigmoid
+    hardswish hardswish_backward isfinite isinf isnan le leaky_relu leaky_relu_backward
+    lerp lerp_ lift_fresh log log1p log2 logical_and logical_not logical_or lt masked_fill
+    masked_fill_ maximum minimum mish mish_backward mul mul_ native_dropout
+    native_dropout_backward ne neg neg_ new_empty new_full new_ones new_zeros normal_
+    ones ones_like pow pow_ rand rand_like randint randn randn_like random_ reciprocal
+    relu relu_ remainder repeat roll round rsqrt rsub scalar_tensor select_backward
+    sigmoid sigmoid_ sigmoid_backward sign silu silu_ silu_backward sin slice_backward
+    softplus softplus_backward sqrt square stack sub sub_ tanh tanh_backward
+    threshold_backward tril triu trunc uniform_ unfold_backward where zero_ zeros
+    zeros_like upsample_nearest2d upsample_bilinear2d empty empty_strided cat split_copy
+    _to_copy _foreach_copy_ gather scatter scatter_ scatter_add scatter_add_
+    embedding embedding_dense_backward index index_select index_add index_add_ index_put
+    index_put_ _unsafe_index _index_put_impl_ index_copy index_copy_ take_along_dim
+    split_with_sizes_copy chunk_cat _chunk_cat linear_backward _reshape_copy flip
+    amp_update_scale_ _amp_update_scale_ _amp_foreach_non_finite_check_and_unscale_
+    nan_to_num diagonal_copy rot90 logaddexp logit xlogy polar complex view_as_real_copy
+    """.split()
+)
+_REDUCING = frozenset(
+    """
+    all amax amin any argmax argmin aminmax cummax cumsum linalg_vector_norm logsumexp max
+    mean min norm prod std sum var var_mean topk sort argsort nll_loss_forward
+    nll_loss_backward _softmax _softmax_backward_data _log_softmax
+    _log_softmax_backward_data native_layer_norm native_layer_norm_backward
+    _fused_rms_norm _fused_rms_norm_backward native_group_norm native_group_norm_backward
+    native_batch_norm native_batch_norm_backward cudnn_batch_norm
+    cudnn_batch_norm_backward _native_batch_norm_legit _batch_norm_with_update
+    batch_norm_backward _batch_norm_impl_index max_pool2d_with_indices
+    max_pool2d_with_indices_backward avg_pool2d avg_pool2d_backward
+    _adaptive_avg_pool2d _adaptive_avg_pool2d_backward mean_backward histc bincount
+    nonzero unique_dim _unique2 multinomial mse_loss mse_loss_backward dot
+    binary_cross_entropy_with_logits binary_cross_entropy smooth_l1_loss
+    smooth_l1_loss_backward soft_margin_loss _local_scalar_dense item equal
+    """.split()
+)
+# Launch nothing, and are no views of their arguments to torch.
+_FREE = frozenset(
+    """
+    _reshape_alias _unsafe_view alias detach detach_ empty empty_like empty_strided
+    lift_fresh new_empty new_empty_strided resize_ set_
+    """.split()
+)
+# Figures under other names than the operator's.
+_KEYS = {
+    "zero_": "fill",
+    "fill_": "fill",
+    "zeros": "fill",
+    "ones": "fill",
+    "full": "fill",
+    "zeros_like": "fill",
+    "ones_like": "fill",
+    "full_like": "fill",
+    "new_zeros": "fill",
+    "normal_": "random",
+    "uniform_": "random",
+    "randn": "random",
+    "rand": "random",
+    "randint": "random",
+    "bernoulli_": "random",
+    "cat": "concatenate",
+    "stack": "concatenate",
+    "index_put_": "index_put",
+    "_index_put_impl_": "index_put",
+    "index_add_": "index_add",
+    "index_select": "index",
+    "silu_": "silu",
+    "cudnn_batch_norm": "batch_norm",
+    "native_batch_norm": "batch_norm",
+    "_native_batch_norm_legit": "batch_norm",
+    "_batch_norm_with_update": "batch_norm",
+    "_batch_norm_impl_index": "batch_norm",
+    "cudnn_batch_norm_backward": "batch_norm_backward",
+    "native_batch_norm_backward": "batch_norm_backward",
+    "argsort": "sort",
+}
+
+
+class Cost(NamedTuple):
+    """What an operator takes.
+
+    Attributes:
+        seconds: On the device.
+        nbytes: That it moves.
+        flops: Floating-point operations.
+        kind: ``matmul``, ``attention``, ``convolution``, ``memory``, ``copy`` or ``view``.
+    """
+
+    seconds: float
+    nbytes: int
+    flops: float
+    kind: str
+
+
+class Pricer:
+    """Prices operators for one GPU.
+
+    Attributes:
+        figures: Of the GPU.
+        unknown: Operators that were priced by their bytes only, and how often.
+    """
+
+    def __init__(self, figures: Figures) -> None:
+        self.figures = figures
+        self.unknown: Counter[str] = Counter()
+        self._costs: dict[object, Cost] = {}
+        self._corrections: dict[str, Correction] = {}
+        self._lines: dict[str, Line] = {}
+        self._rates: dict[tuple[str, str], _Rates] = {}
+        self.floor = figures.number("launch.kernel")
+
+    def price(self, op: Op) -> Cost:
+        """The cost of an operator by itself."""
+        if op.views:
+            return Cost(0.0, 0, 0.0, "view")
+        if not _is_known(base_name(op.name)):
+            self.unknown[op.name] += 1
+        key = (
+            op.name,
+            op.scalars,
+            tuple((s.shape, s.stride, s.dtype, s.device) for s in op.inputs),
+            tuple((s.shape, s.dtype) for s in op.outputs),
+        )
+        try:
+            cost = self._costs.get(key)
+        except TypeError:  # a scalar that is a list
+            key = repr(key)  # type: ignore[assignment]
+            cost = self._costs.get(key)
+        if cost is None:
+            cost = self._costs[key] = self._price(op)
+        return cost
+
+    def _price(self, op: Op) -> Cost:
+        nbytes = bytes_moved(op.name, op.inputs, op.outputs)
+        base = base_name(op.name)
+        shape = matmul_shape(op)
+        if _copies_to_host(op):
+            seconds = self.floor + nbytes / 2 / self.figures.number("bandwidth.host")
+            return Cost(seconds, nbytes, 0.0, "copy")
+        if base in _FREE:
+            return Cost(0.0, 0, 0.0, "view")
+        if shape is not None:
+            seconds = self._matmul(op, shape)
+            return Cost(seconds, nbytes, op_flops(op), "matmul")
+        flops = op_flops(op)
+        if flops and "attention" in base:
+            return Cost(self._attention(op, flops), nbytes, flops, "attention")
+        if flops:
+            return Cost(self._convolution(op, nbytes), nbytes, flops, "convolution")
+        return Cost(self._memory_bound(op, nbytes), nbytes, 0.0, "memory")
+
+    # --- products ---------------------------------------------------------------------
+
+    def _matmul(self, op: Op, shape: tuple[int, int, int, int]) -> float:
+        if not all(shape):
+            return self.floor
+        dtype = _rate_name(op, op.inputs[-1].dtype)
+        layout = _layout(op)
+        ideal = _ideal_matmul(self._rate(self.figures.gpu, dtype), shape)
+        return max(self.floor, ideal * self._matmul_ratio(dtype, layout, shape))
+
+    def _rate(self, hardware: Hardware, dtype: str) -> "_Rates":
+        key = (hardware.title, dtype)
+        if key not in self._rates:
+            self._rates[key] = _rates(self.figures, hardware, dtype)
+        return self._rates[key]
+
+    def _matmul_ratio(
+        self, dtype: str, layout: int, shape: tuple[int, int, int, int]
+    ) -> float:
+        key = f"matmul.{dtype}"
+        if key not in self._corrections:
+            hardware, rows = self.figures.table(key)
+            if not rows and dtype == "float16":
+                key = "matmul.bfloat16"
+                hardware, rows = self.figures.table(key)
+            rates = self._rate(hardware, dtype)
+            points, ratios = [], []
+            for at, batch, m, n, k, seconds in rows:
+                sizes = (int(batch), int(m), int(n), int(k))
+                points.append(_matmul_point(int(at), sizes))
+                ratios.append(seconds / _ideal_matmul(rates, sizes))
+            self._corrections[key] = Correction(points, ratios)
+            self._corrections[f"matmul.{dtype}"] = self._corrections[key]
+        return self._corrections[key].at(_matmul_point(layout, shape))
+
+    def _attention(self, op: Op, flops: float) -> float:
+        base = base_name(op.name)
+        backward = "backward" in base
+        tensors = [spec for spec in op.inputs if len(spec.shape) == 4]
+        query, key, *_ = tensors[backward:]
+        kernel = next(
+            (name for name in ("efficient", "cudnn") if name in base), "flash"
+        )
+        dtype = query.dtype if query.dtype == "float32" else "bfloat16"
+        direction = "backward" if backward else "forward"
+        causal = bool(dict(op.scalars).get("is_causal"))
+        batch, heads, rows, width = query.shape
+        columns = key.shape[2]
+        table = f"attention.{kernel}_{direction}_{dtype}"
+        rate = self._attention_rate(self.figures.gpu, direction, dtype)
+        ideal = flops / rate * (1 + _SHORT / max(columns, 1))
+        if table not in self._corrections:
+            self._corrections[table] = self._attention_table(table, direction, dtype)
+        point = _attention_point(batch, heads, key.shape[1], rows, width, causal)
+        return max(self.floor, ideal * self._corrections[table].at(point))
+
+    def _attention_rate(self, hardware: Hardware, direction: str, dtype: str) -> float:
+        part = self.figures.number(f"attention.{direction}_efficiency")
+        name = "tf32" if dtype == "float32" else dtype
+        return part * hardware.number(f"flops.{name}")
+
+    def _attention_table(self, table: str, direction: str, dtype: str) -> Correction:
+        hardware, rows = self.figures.table(table)
+        rate = self._attention_rate(hardware, direction, dtype) if rows else 1.0
+        points, ratios = [], []
+        for batch, heads, kv_heads, length, keys, width, causal, seconds in rows:
+            flops = 4 * batch * heads * length * keys * width / (2 if causal else 1)
+            flops *= 2.5 if direction == "backward" else 1
+            ideal = flops / rate * (1 + _SHORT / keys)
+            points.append(
+                _attention_point(batch, heads, kv_heads, length, width, bool(causal))
+            )
+            ratios.append(seconds / ideal)
+        return Correction(points, ratios)
+
+    def _convolution(self, op: Op, nbytes: int) -> float:
+        backward = "backward" in op.name
+        scalars = dict(op.scalars)
+        x, w = op.inputs[backward], op.inputs[1 + backward]
+        result = op.inputs[0] if backward else op.outputs[0]
+        groups = scalars.get("groups")
+        dtype = "tf32" if x.dtype == "float32" else x.dtype
+        is_thin = isinstance(groups, int) and groups > 1
+        if is_thin or len(x.shape) != 4 or scalars.get("transposed"):
+            ideal = op_flops(op) / self._rate(self.figures.gpu, dtype).achieved
+            return max(self.floor, 3 * ideal, self._by_bytes("elementwise_2", nbytes))
+        wanted = 1
+        if backward:
+            asked = scalars.get("output_mask")
+            wanted = sum(map(bool, asked[:2])) if isinstance(asked, list | tuple) else 2
+        direction = "backward" if backward else "forward"
+        last = float(bool(x.stride) and x.stride[1] == 1 and x.shape[1] > 1)
+        stride = round(x.shape[2] / max(1, result.shape[2]))
+        case = (
+            x.shape[0],
+            x.shape[1],
+            x.shape[2],
+            w.shape[0],
+            w.shape[2],
+            stride,
+            last,
+        )
+        table = f"convolution.{direction}_{dtype}"
+        if table not in self._corrections:
+            hardware, rows = self.figures.table(table)
+            rates = self._rate(hardware, dtype)
+            points = [_convolution_point(row[:-1]) for row in rows]
+            ratios = [
+                row[-1] / _ideal_convolution(rates, row[:-1], direction) for row in rows
+            ]
+            self._corrections[table] = Correction(points, ratios)
+        rates = self._rate(self.figures.gpu, dtype)
+        ideal = _ideal_convolution(rates, case, direction) * wanted
+        if backward:
+            ideal /= 1 if x.shape[1] <= 3 else 2  # measured with both gradients
+        ratio = self._corrections[table].at(_convolution_point(case))
+        return max(self.floor, ideal * ratio)
+
+    # --- memory -----------------------------------------------------------------------
+
+    def _memory_bound(self, op: Op, nbytes: int) -> float:
+        return self._by_bytes(memory_key(op, self._has), nbytes)
+
+    def fused(self, nbytes: int) -> float:
+        """A kernel of ``torch.compile`` that moves these bytes."""
+        return self._by_bytes("elementwise_2", nbytes)
+
+    def _has(self, key: str) -> bool:
+        return bool(self.figures.table(f"operators.{key}")[1])
+
+    def _by_bytes(self, key: str, nbytes: int) -> float:
+        table = f"operators.{key}"
+        if table not in self._lines:
+            hardware, rows = self.figures.table(table)
+            self._lines[table] = Line(
+                [
+                    (math.log2(max(size, 1)), seconds / self._ideal(hardware, size))
+                    for size, seconds in rows
+                ]
+            )
+        ratio = self._lines[table].at(math.log2(max(nbytes, 1)))
+        return max(self.floor, self._ideal(self.figures.gpu, nbytes) * ratio)
+
+    def _ideal(self, hardware: Hardware, nbytes: float) -> float:
+        floor = hardware.figures.get("launch.kernel")
+        least = self.floor if floor is None else floor.value
+        assert not isinstance(least, tuple)
+        return least + nbytes / hardware.number("bandwidth.memory")
+
+
+def memory_key(op: Op, has: Callable[[str], bool]) -> str:
+    """The table that an operator is priced by: its own, or that of its like."""
+    base = base_name(op.name)
+    name = _KEYS.get(base, base)
+    if has(name):
+        return name
+    if base.startswith("_foreach_"):
+        count = {"_foreach_addcmul_": 3, "_foreach_addcdiv_": 3}.get(base, 1)
+        return f"foreach_{2 if count == 1 and op.name.endswith('.List') else count}"
+    if base in ("_to_copy", "copy_", "clone", "contiguous") and op.inputs:
+        return _copy_key(op.inputs[-1], op.outputs[0] if op.outputs else op.inputs[0])
+    if base in _REDUCING:
+        return _reduction_key(op)
+    if base.endswith("_") and len(op.inputs) > 1:
+        return "inplace_2"
+    large = [spec for spec in op.inputs if _fills(spec, op.outputs)]
+    if len(op.inputs) > len(large) > 0 and len(op.inputs) > 1:
+        return "broadcast"
+    return f"elementwise_{min(max(len(op.inputs), 1), 3)}"
+
+
+def _fills(spec: TensorSpec, outputs: Sequence[TensorSpec]) -> bool:
+    return not outputs or spec.shape == outputs[0].shape
+
+
+def _copy_key(source: TensorSpec, target: TensorSpec) -> str:
+    if source.stride != target.stride and source.shape == target.shape:
+        if source.stride and target.stride and source.stride[-1:] != target.stride[-1:]:
+            return "transpose"
+    if source.dtype != target.dtype:
+        wider = tensor_bytes(target) > tensor_bytes(source)
+        return "cast" if wider else "cast_down"
+    return "elementwise_1"
+
+
+def _reduction_key(op: Op) -> str:
+    if not op.outputs or not op.inputs:
+        return "reduce"
+    source, result = op.inputs[0].shape, op.outputs[0].shape
+    if math.prod(result) <= 1:
+        return "reduce"
+    kept_last = bool(result) and bool(source) and result[-1] == source[-1]
+    return "reduce_columns" if kept_last else "reduce_rows"
+
+
+def _is_known(base: str) -> bool:
+    return (
+        base in _ELEMENTWISE
+        or base in _FREE
+        or base in _REDUCING
+        or base in _KEYS
+        or base.startswith(("_foreach_", "_fused_", "convolution", "cudnn_convolution"))
+        or base
+        in (
+            "mm",
+            "bmm",
+            "addmm",
+            "baddbmm",
+            "linear",
+            "_scaled_mm",
+            "_addmm_activation",
+        )
+        or "attention" in base
+    )
+
+
+def _copies_to_host(op: Op) -> bool:
+    devices = {spec.device for spec in (*op.inputs, *op.outputs) if spec.shape}
+    return devices == {"cpu", "cuda"} and "copy" in op.name
+
+
+# ----------------------------------------------------------------------------
+# Ideal times
+
+
+class _Rates(NamedTuple):
+    """Of one chip and element type: operations and bytes a second; multiprocessors."""
+
+    achieved: float
+    memory: float
+    sms: int
+    item: int
+
+
+def _rates(figures: Figures, hardware: Hardware, dtype: str) -> _Rates:
+    peak = hardware.number(f"flops.{dtype}")
+    best = hardware.figures.get(f"flops.{dtype}_achieved")
+    if best is None:
+        part = hardware.number("flops.bfloat16_achieved") / hardware.number(
+            "flops.bfloat16"
+        )
+        achieved = peak * part
+    else:
+        assert not isinstance(best.value, tuple)
+        achieved = best.value
+    if hardware is figures.gpu:  # what the prediction rests on
+        figures.number(f"flops.{dtype}_achieved", f"flops.{dtype}")
+        figures.number("bandwidth.memory")
+    return _Rates(
+        achieved=achieved,
+        memory=hardware.number("bandwidth.memory"),
+        sms=int(hardware.number("chip.sms")),
+        item={"float8": 1, "float32": 4, "tf32": 4, "float64": 8}.get(dtype, 2),
+    )
+
+
+def _ideal_matmul(rates: _Rates, shape: tuple[int, int, int, int]) -> float:
+    """Operations at the rate of their intensity, in whole waves of tiles; or its bytes."""
+    batch, m, n, k = shape
+    flops = 2.0 * batch * m * n * k
+    nbytes = rates.item * batch * (m * k + k * n + m * n)
+    intensity = (flops / nbytes) ** _STEEP
+    ramp = intensity / (intensity + _RIDGE**_STEEP)
+    filled = 0.0
+    for rows, columns, part in _TILES:
+        tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)
+        waves = math.ceil(tiles / rates.sms)
+        used = batch * m * n / (rows * columns) / (waves * rates.sms)
+        if waves == 1:  # the depth is split where tiles are few
+            used = max(used, min(1.0, used * max(1, k // 1024)))
+        filled = max(filled, used * part)
+    computing: float = flops / (rates.achieved * ramp * max(filled, 1e-3))
+    return max(computing, nbytes / rates.memory)
+
+
+def _ideal_convolution(rates: _Rates, case: Sequence[float], direction: str) -> float:
+    """As a product of the unfolded image and the weight; backward makes two of them."""
+    batch, inputs, side, outputs, kernel, stride, _ = case
+    pixels = int(batch * math.ceil(side / stride) ** 2)
+    depth = int(inputs * kernel**2)
+    shape = (1, pixels, int(outputs), depth)
+    # The image is read once, not unfolded: bytes of the tensors, not of the product.
+    unfolded = _Rates(rates.achieved, math.inf, rates.sms, rates.item)
+    ideal = _ideal_matmul(unfolded, shape)
+    nbytes = rates.item * (batch * inputs * side**2 + pixels * outputs)
+    once = max(ideal, nbytes / rates.memory)
+    images = inputs <= 3  # no gradient for them
+    return float(once * (1 if direction == "forward" or images else 2))
+
+
+def _matmul_point(layout: int, shape: tuple[int, int, int, int]) -> tuple[float, ...]:
+    batch, m, n, k = (math.log2(max(size, 1)) for size in shape)
+    return 1.5 * layout, batch, m, n, k
+
+
+def _attention_point(
+    batch: float, heads: float, kv_heads: float, rows: float, width: float, causal: bool
+) -> tuple[float, ...]:
+    return (
+        0.5 * math.log2(max(batch * heads, 1)),
+        math.log2(max(rows, 1)),
+        3.0 * math.log2(max(width, 1)),
+        0.5 * math.log2(max(heads / max(kv_heads, 1), 1)),
+        3.0 * causal,
+    )
+
+
+def _convolution_point(case: Sequence[float]) -> tuple[float, ...]:
+    batch, inputs, side, outputs, kernel, stride, last = case
+    log = math.log2
+    return (
+        0.5 * log(max(batch, 1)),
+        log(max(inputs, 1)),
+        log(max(side, 1)),
+        log(max(outputs, 1)),
+        2.0 * kernel,
+        2.0 * log(max(stride, 1)),
+        4.0 * last,
+    )
+
+
+def _rate_name(op: Op, dtype: str) -> str:
+    if dtype == "float32" and dict(op.scalars).get("allow_tf32"):
+        return "tf32"
+    return "float8" if dtype.startswith("float8") else dtype
+
+
+def _layout(op: Op) -> int:
+    """Which argument is transposed: 0 for none, 1 for the second, 2 for the first."""
+    first = 1 if base_name(op.name) in ("addmm", "_addmm_activation") else 0
+    if base_name(op.name) == "linear":
+        return 1
+    if len(op.inputs) <= first + 1:
+        return 0
+    left, right = op.inputs[first], op.inputs[first + 1]
+    if len(left.stride) == 2 and left.stride[0] == 1 and left.shape[0] > 1:
+        return 2
+    if len(right.stride) == 2 and right.stride[0] == 1 and right.shape[0] > 1:
+        return 1
+    return 0

@@ -1,0 +1,239 @@
+"""The predicted time of a steady step, with everything that it is made of."""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torchspmd.predict.account import Part, StepAccount, account_for
+from torchspmd.predict.collectives import Link
+from torchspmd.predict.figures import Figures
+from torchspmd.predict.hardware import Hardware
+from torchspmd.predict.operators import Pricer
+from torchspmd.predict.program import Program, price_step
+from torchspmd.predict.slices import timeline_json
+from torchspmd.predict.timeline import Run, simulate
+from torchspmd.rehearse.recording import Op, Phase, Recording
+
+__all__ = ["ErrorBar", "TimePrediction", "predict_time"]
+
+_MODEL = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.OTHER})
+ROUNDS = 3
+
+
+class ErrorBar(NamedTuple):
+    """The error to expect, as a fraction, and the table it comes from."""
+
+    error: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class TimePrediction:
+    """The time of one rank's steady step.
+
+    Attributes:
+        recording: What was priced.
+        figures: Of the hardware, with those that were used.
+        pricer: That priced operators.
+        program: The steady step; with the other stages' in front where they are.
+        run: Of the simulation; None where the script made no step.
+        account: What the step is made of.
+        rank: The place of this rank among those that were simulated.
+        error: To expect of the step.
+    """
+
+    recording: Recording
+    figures: Figures
+    pricer: Pricer
+    program: Program
+    run: Run | None
+    account: StepAccount | None
+    rank: int
+    error: ErrorBar
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Of one steady step; None where the script made none."""
+        return None if self.account is None else self.account.seconds
+
+    @property
+    def host_issue_seconds(self) -> float:
+        """That the host needs to issue a step."""
+        return 0.0 if self.run is None else self.run.host[self.rank]
+
+    def flops(self, *, recomputed: bool = False) -> float:
+        """Of this rank and step; model FLOPs are without those that are done again."""
+        total = 0.0
+        for place, cost in self.program.costs.items():
+            event = self.recording.events[place]
+            if isinstance(event, Op) and (recomputed or event.site.phase in _MODEL):
+                total += cost.flops
+        return total
+
+    @property
+    def peak_rate(self) -> tuple[str, float]:
+        """The element type that does most operations, and the GPU's peak for it."""
+        by_dtype: dict[str, float] = {}
+        for place, cost in self.program.costs.items():
+            event = self.recording.events[place]
+            if isinstance(event, Op) and cost.flops and event.inputs:
+                dtype = event.inputs[-1].dtype
+                by_dtype[dtype] = by_dtype.get(dtype, 0.0) + cost.flops
+        dtype = max(by_dtype, key=lambda name: by_dtype[name], default="bfloat16")
+        name = "float8" if dtype.startswith("float8") else dtype
+        return name, self.figures.number(f"flops.{name}", "flops.bfloat16")
+
+    @property
+    def mfu(self) -> float | None:
+        """Part of the GPU's peak rate that model FLOPs reach."""
+        if not self.step_seconds:
+            return None
+        return self.flops() / self.step_seconds / self.peak_rate[1]
+
+    @property
+    def is_host_bound(self) -> bool:
+        """Whether the device waits for the host during a tenth of the step or more."""
+        account = self.account
+        return account is not None and (
+            account.parts[Part.HOST] >= 0.1 * account.seconds
+        )
+
+    @property
+    def crosses_nodes(self) -> bool:
+        """Whether a group of the step is on several nodes."""
+        return any(item.link is Link.NETWORK for item in self.program.items)
+
+    def notes(self) -> list[str]:
+        """What was assumed for this prediction, and what was not known."""
+        notes = list(self.program.notes)
+        if self.pricer.unknown:
+            names = ", ".join(
+                f"{name} ({count})"
+                for name, count in sorted(self.pricer.unknown.items())
+            )
+            notes.append(f"Operators that are priced by their bytes alone: {names}.")
+        if self.account is not None:
+            dtype, _ = self.peak_rate
+            notes.append(
+                f"MFU is of the peak rate of {dtype}; causal attention counts half; "
+                "all ranks are taken to be equally fast; congestion of the network, "
+                "throttling and data loading are not in the prediction."
+            )
+        return notes
+
+    def module_flops(self) -> dict[str, float]:
+        """Of forward, backward and recomputation, by module."""
+        flops: dict[str, float] = {}
+        for place, cost in self.program.costs.items():
+            event = self.recording.events[place]
+            if isinstance(event, Op) and cost.flops:
+                module = event.site.module
+                flops[module] = flops.get(module, 0.0) + cost.flops
+        return flops
+
+    def as_json(self, *, timeline: bool = True) -> dict[str, Any]:
+        """The keys of docs/prediction_format.md that are about time."""
+        account = self.account
+        parts: Mapping[Part, float | None] = dict.fromkeys(Part)
+        if account is not None:
+            parts = account.parts
+        return {
+            "step_seconds": self.step_seconds,
+            "compute_seconds": parts[Part.COMPUTE],
+            "communication_seconds": account and account.communication,
+            "exposed_seconds": parts[Part.EXPOSED],
+            "host_seconds": parts[Part.HOST],
+            "host_issue_seconds": self.host_issue_seconds if account else None,
+            "bubble_seconds": parts[Part.BUBBLE],
+            "optimizer_seconds": account and account.optimizer,
+            "step_error": self.error.error,
+            "step_error_source": self.error.source,
+            "model_flops": self.flops(),
+            "mfu": self.mfu,
+            "exposed": [
+                {
+                    "axis": each.axis,
+                    "kind": each.kind,
+                    "module": each.module,
+                    "seconds": each.seconds,
+                    "bytes": each.nbytes,
+                    "count": each.count,
+                    "cause": each.cause,
+                }
+                for each in (account.exposed if account else ())
+            ],
+            "timeline": (
+                timeline_json(self.run, self.rank, account, self.program)
+                if timeline and account is not None and self.run is not None
+                else None
+            ),
+            "assumptions": self.figures.assumptions(),
+        }
+
+
+def predict_time(
+    recordings: Recording | Sequence[Recording],
+    gpu: Hardware,
+    network: Hardware | None = None,
+    *,
+    of: int = 0,
+) -> TimePrediction:
+    """Predict a steady step of a recorded rank.
+
+    Args:
+        recordings: Of one rank; or of several that meet in sends and receives, such as
+            one of each stage of a pipeline.
+        gpu: The device, with its figures.
+        network: Between nodes; needed where a group is on several.
+        of: Which of the recordings the answer is about.
+
+    Raises:
+        UsageError: A group is on several nodes and no network was named, the hardware
+            file lacks a figure, or the recordings wait for each other for ever.
+    """
+    several = [recordings] if isinstance(recordings, Recording) else list(recordings)
+    figures = Figures(gpu, network)
+    pricer = Pricer(figures)
+    programs = [price_step(recording, pricer) for recording in several]
+    program = programs[of]
+    run = account = None
+    if all(each.items for each in programs):
+        run = simulate_programs(programs, figures)
+        account = account_for(run, of)
+    return TimePrediction(
+        recording=several[of],
+        figures=figures,
+        pricer=pricer,
+        program=program,
+        run=run,
+        account=account,
+        rank=of,
+        error=error_bar(gpu, multi_rank=several[of].world_size > 1),
+    )
+
+
+def simulate_programs(programs: Sequence[Program], figures: Figures) -> Run:
+    """Run them on one clock."""
+    return simulate(
+        [program.items for program in programs],
+        rounds=ROUNDS,
+        slowdown=figures.number("overlap.slowdown"),
+        ranks=[program.recording.rank for program in programs],
+    )
+
+
+@lru_cache(maxsize=1)
+def _validation() -> dict[str, Any]:
+    path = Path(__file__).with_name("validation.toml")
+    return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+def error_bar(gpu: Hardware, *, multi_rank: bool) -> ErrorBar:
+    """The error of nine of ten rows of the validation table that is nearest."""
+    tables = _validation()
+    names = ["several_ranks"] if multi_rank else [f"one_rank_{gpu.name}", "one_rank"]
+    table = next(tables[name] for name in names if name in tables)
+    return ErrorBar(float(table["error"]), str(table["source"]))

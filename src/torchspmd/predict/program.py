@@ -1,0 +1,216 @@
+"""A steady step as a program for the simulated clock: each event with its price.
+
+Operators of one ``torch.compile`` region that follow each other are one kernel: it reads
+what comes from outside and writes what somebody else reads.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torchspmd.predict.collectives import price_comm
+from torchspmd.predict.host import HostModel
+from torchspmd.predict.operators import Cost, Pricer
+from torchspmd.predict.timeline import Item, Kind, mark_places
+from torchspmd.predict.traffic import tensor_bytes
+from torchspmd.rehearse.recording import (
+    Category,
+    Comm,
+    Event,
+    MarkKind,
+    Op,
+    Recording,
+    Synchronize,
+    TensorSpec,
+)
+
+__all__ = ["Program", "price_step"]
+
+_LASTING = frozenset(
+    {
+        Category.PARAMETER,
+        Category.GRADIENT,
+        Category.OPTIMIZER_STATE,
+        Category.BUFFER,
+    }
+)
+
+
+@dataclass(slots=True)
+class Program:
+    """One steady step of one rank.
+
+    Attributes:
+        recording: It was taken from.
+        items: In program order.
+        costs: Of operators, by their place in the recording.
+        start: Place of the first event.
+        notes: What was assumed.
+    """
+
+    recording: Recording
+    items: list[Item] = field(default_factory=list)
+    costs: dict[int, Cost] = field(default_factory=dict)
+    start: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+def steady_events(recording: Recording) -> tuple[range, list[str]]:
+    """Places of the events between the last two steps' ends; and what was assumed."""
+    ends = mark_places(recording.events, MarkKind.STEP_END)
+    if len(ends) > 1:
+        return range(ends[-2] + 1, ends[-1] + 1), []
+    if not ends:
+        return range(0), ["The script made no optimizer step: no time is predicted."]
+    begins = mark_places(recording.events, MarkKind.STEP_BEGIN)
+    note = (
+        "Only one step was rehearsed: it stands for a steady one, although optimizers "
+        "make their state in it. Rehearse two steps or more."
+    )
+    return range(begins[0] if begins else 0, ends[0] + 1), [note]
+
+
+def price_step(
+    recording: Recording,
+    pricer: Pricer,
+    *,
+    fuse_all: bool = False,
+    keep: Callable[[Event], bool] = lambda event: True,
+) -> Program:
+    """The steady step of a recording, priced.
+
+    Args:
+        recording: Of one rank.
+        pricer: For the GPU.
+        fuse_all: As if forward and backward were one ``torch.compile`` region.
+        keep: Which events are there at all, to ask what would be without some.
+    """
+    places, notes = steady_events(recording)
+    program = Program(recording, start=places.start, notes=notes)
+    events = recording.events
+    if fuse_all:
+        events = [_in_region(event) for event in events]
+    host = HostModel(pricer.figures, recording)
+    fused = _fused(events, places, recording, pricer)
+    for place in places:
+        event = events[place]
+        if not keep(event):
+            continue
+        match event:
+            case Op():
+                cost = fused.get(place) if event.region is not None else None
+                if cost is None:
+                    cost = pricer.price(event)
+                if event.region is not None and place not in fused:
+                    continue  # a view, or inside of a kernel
+                program.costs[place] = cost
+                program.items.append(_op_item(host, event, cost, place))
+            case Comm():
+                price = price_comm(
+                    event, pricer.figures, recording.gpus_per_node, recording.rank
+                )
+                issue = host.seconds(event)
+                program.items.append(
+                    Item(issue, event, price.seconds, Kind.COMM, price.link, place)
+                )
+            case Synchronize():
+                program.items.append(Item(0.0, event, place=place))
+            case _:
+                program.items.append(_order_item(host, event, place))
+    program.items = [item for item in program.items if item.event or item.host]
+    return program
+
+
+def _op_item(host: HostModel, op: Op, cost: Cost, place: int) -> Item:
+    issue = host.seconds(op)
+    if cost.seconds <= 0:
+        return Item(issue, None, place=place)
+    kind = Kind.COPY if cost.kind == "copy" else Kind.COMPUTE
+    return Item(issue, op, cost.seconds, kind, place=place)
+
+
+def _order_item(host: HostModel, event: Event, place: int) -> Item:
+    seconds = host.seconds(event)
+    return Item(seconds, event if seconds else None, place=place)
+
+
+# ----------------------------------------------------------------------------
+# Kernels of torch.compile
+
+
+def _in_region(event: Event) -> Event:
+    if isinstance(event, Op) and event.region is None:
+        if event.site.phase.value in ("forward", "backward", "recompute"):
+            return event._replace(region=0)
+    return event
+
+
+def _fused(
+    events: Sequence[Event], places: range, recording: Recording, pricer: Pricer
+) -> dict[int, Cost]:
+    """Costs by the place of the operator that stands for a kernel."""
+    costs: dict[int, Cost] = {}
+    last_use = {
+        spec.storage: place
+        for place in places
+        if isinstance(event := events[place], Op | Comm)
+        for spec in event.inputs
+    }
+    for run in _kernels(events, places, pricer):
+        ops = [event for place in run if isinstance(event := events[place], Op)]
+        cost = pricer.price(ops[0])
+        if cost.kind == "memory":
+            nbytes = _outside_bytes(ops, run[-1], last_use, recording)
+            cost = Cost(pricer.fused(nbytes), nbytes, 0.0, "memory")
+        costs[run[0]] = cost
+    return costs
+
+
+def _kernels(
+    events: Sequence[Event], places: range, pricer: Pricer
+) -> Iterator[list[int]]:
+    """Places of the operators of each kernel: several that memory bounds, or one other."""
+    run: list[int] = []
+    region: int | None = None
+    for place in places:
+        event = events[place]
+        if not isinstance(event, Op | Comm):
+            continue
+        now = event.region if isinstance(event, Op) else None
+        if run and (now is None or now != region):
+            yield run
+            run = []
+        region = now
+        if not isinstance(event, Op) or region is None or event.views:
+            continue
+        cost = pricer.price(event)
+        if cost.kind == "memory":
+            run.append(place)
+        elif cost.seconds:
+            if run:
+                yield run
+                run = []
+            yield [place]
+    if run:
+        yield run
+
+
+def _outside_bytes(
+    ops: Sequence[Op], end: int, last_use: dict[int, int], recording: Recording
+) -> int:
+    made: dict[int, TensorSpec] = {}
+    read: dict[int, TensorSpec] = {}
+    for op in ops:
+        for spec in op.inputs:
+            if spec.storage not in made:
+                known = read.get(spec.storage)
+                if known is None or tensor_bytes(spec) > tensor_bytes(known):
+                    read[spec.storage] = spec
+        for spec in op.outputs:
+            made[spec.storage] = spec
+    written = 0
+    for storage, spec in made.items():
+        info = recording.storages.get(storage)
+        lasts = info is not None and info.category in _LASTING
+        if lasts or last_use.get(storage, -1) > end or storage < 0:
+            written += tensor_bytes(spec)
+    return sum(map(tensor_bytes, read.values())) + written

@@ -1,0 +1,181 @@
+"""What would make a step faster: each change with the seconds that it gains.
+
+A change is made to the recorded step, and the step is simulated again: what only uncovers
+the next bottleneck is not praised for more than it brings.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torchspmd.predict.account import Part, account_for
+from torchspmd.predict.prediction import TimePrediction, simulate_programs
+from torchspmd.predict.program import Program, price_step
+from torchspmd.predict.timeline import Item
+from torchspmd.predict.traffic import base_name
+from torchspmd.rehearse.recording import Comm, Event, Op, Phase, TensorSpec
+
+__all__ = ["Gain", "suggest_faster"]
+
+_WORTH = 0.01  # of the step: less is not told
+_MOST = 3
+
+
+class Gain(NamedTuple):
+    """A change to the script, and what it brings."""
+
+    seconds: float
+    text: str
+    how: str
+
+
+def suggest_faster(prediction: TimePrediction) -> list[Gain]:
+    """The three changes that gain most, the best first."""
+    account = prediction.account
+    if account is None or prediction.run is None or len(prediction.run.tasks) > 1:
+        return []  # of a pipeline, one stage's change moves the others'
+    gains = []
+    for text, program, how in _changes(prediction):
+        run = simulate_programs([program], prediction.figures)
+        gains.append(Gain(account.seconds - account_for(run).seconds, text, how))
+    worth = [gain for gain in gains if gain.seconds >= _WORTH * account.seconds]
+    return sorted(worth, reverse=True)[:_MOST]
+
+
+Change = tuple[str, Program, str]
+
+
+def _changes(prediction: TimePrediction) -> Iterator[Change]:
+    yield from _compile(prediction)
+    yield from _faster_host(prediction)
+    yield from _hide_communication(prediction)
+    yield from _keep_activations(prediction)
+    yield from _lower_precision(prediction)
+    yield from _fuse_optimizer(prediction)
+
+
+def _compile(prediction: TimePrediction) -> Iterator[Change]:
+    events = prediction.recording.events
+    places = prediction.program.costs
+    if any(isinstance(e := events[p], Op) and e.region is not None for p in places):
+        return
+    program = price_step(prediction.recording, prediction.pricer, fuse_all=True)
+    yield (
+        "torch.compile(model): fewer launches, and operators that memory bounds fused",
+        program,
+        "simulated with forward and backward as one compiled region",
+    )
+
+
+def _faster_host(prediction: TimePrediction) -> Iterator[Change]:
+    account = prediction.account
+    if account is None or not account.parts[Part.HOST]:
+        return
+    items = [item._replace(host=0.0) for item in prediction.program.items]
+    program = _with_items(prediction.program, items)
+    yield (
+        "CUDA graphs (torch.compile(mode='reduce-overhead')), or a larger batch: the "
+        "device waits for the host",
+        program,
+        "simulated with a host that takes no time",
+    )
+
+
+def _with_items(program: Program, items: list[Item]) -> Program:
+    return Program(program.recording, items, program.costs, program.start)
+
+
+def _hide_communication(prediction: TimePrediction) -> Iterator[Change]:
+    account = prediction.account
+    assert account is not None
+    axes = {entry.axis for entry in account.exposed}
+    for axis in sorted(axes):
+        entries = [entry for entry in account.exposed if entry.axis == axis]
+        items = [
+            item._replace(work=0.0) if _is_of(item.event, axis) else item
+            for item in prediction.program.items
+        ]
+        worst = max(entries, key=lambda entry: entry.seconds)
+        where = f" of {worst.module}" if worst.module else ""
+        yield (
+            f"overlap or shrink the communication of axis {axis}: most is waited for in "
+            f"{worst.kind}{where}, {worst.cause}",
+            _with_items(prediction.program, items),
+            "simulated without that communication: the most that can be gained",
+        )
+
+
+def _is_of(event: Event | None, axis: str) -> bool:
+    return isinstance(event, Comm) and (event.axis or event.group) == axis
+
+
+def _keep_activations(prediction: TimePrediction) -> Iterator[Change]:
+    def keep(event: Event) -> bool:
+        return not (isinstance(event, Op) and event.site.phase is Phase.RECOMPUTE)
+
+    events = prediction.recording.events
+    if all(keep(events[place]) for place in prediction.program.costs):
+        return
+    program = price_step(prediction.recording, prediction.pricer, keep=keep)
+    yield (
+        "checkpoint less: keep activations where memory allows it",
+        program,
+        "simulated without recomputation",
+    )
+
+
+def _lower_precision(prediction: TimePrediction) -> Iterator[Change]:
+    program = prediction.program
+    items = [_in_bfloat16(prediction, item) for item in program.items]
+    changed = items != program.items
+    if changed:
+        yield (
+            "torch.autocast(dtype=torch.bfloat16), or "
+            "torch.set_float32_matmul_precision('high') for TF32",
+            _with_items(program, items),
+            "simulated with products, attention and convolutions in bfloat16",
+        )
+
+
+def _in_bfloat16(prediction: TimePrediction, item: Item) -> Item:
+    cost = prediction.program.costs.get(item.place)
+    if cost is None or not cost.flops or not isinstance(item.event, Op):
+        return item
+    inputs = tuple(map(_halved, item.event.inputs))
+    if inputs == item.event.inputs:
+        return item
+    faster = prediction.pricer.price(item.event._replace(inputs=inputs))
+    return item._replace(work=faster.seconds)
+
+
+def _halved(spec: TensorSpec) -> TensorSpec:
+    return spec._replace(dtype="bfloat16") if spec.dtype == "float32" else spec
+
+
+def _fuse_optimizer(prediction: TimePrediction) -> Iterator[Change]:
+    program = prediction.program
+    names = {
+        base_name(item.event.name)
+        for item in program.items
+        if isinstance(item.event, Op) and item.event.site.phase is Phase.OPTIMIZER
+    }
+    if not names or any(name.startswith("_fused_") for name in names):
+        return
+    places = [
+        at
+        for at, item in enumerate(program.items)
+        if isinstance(item.event, Op) and item.event.site.phase is Phase.OPTIMIZER
+    ]
+    # One pass over what the longest of them reads: parameters, gradients and states.
+    longest = max(places, key=lambda at: program.items[at].work)
+    items = [
+        item._replace(work=0.0, host=0.0)
+        if at in set(places) and at != longest
+        else item
+        for at, item in enumerate(program.items)
+    ]
+    items[longest] = items[longest]._replace(work=2 * items[longest].work)
+    yield (
+        "fused=True in the optimizer: one pass over parameters and states",
+        _with_items(program, items),
+        "simulated with one kernel of twice the longest one's time",
+    )

@@ -1,0 +1,110 @@
+"""A predicted step as text: the worst thing first."""
+
+from collections.abc import Iterator, Sequence
+
+from torchspmd.predict.account import Part
+from torchspmd.predict.prediction import TimePrediction
+from torchspmd.predict.text import size_text
+from torchspmd.predict.time_suggestions import Gain
+
+__all__ = ["describe_time", "seconds_text"]
+
+_NAMES = {
+    Part.COMPUTE: "the device computes",
+    Part.EXPOSED: "computation waits for communication",
+    Part.HOST: "the device waits for the host",
+    Part.BUBBLE: "this stage waits for another",
+}
+
+
+def seconds_text(seconds: float) -> str:
+    """Seconds in the unit that people say them in.
+
+    >>> seconds_text(2.5), seconds_text(0.0125), seconds_text(3e-6)
+    ('2.50 s', '12.50 ms', '3.0 us')
+    """
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.1f} us"
+
+
+def describe_time(
+    prediction: TimePrediction, gains: Sequence[Gain] = (), *, most: int = 6
+) -> str:
+    """The prediction in lines of plain text.
+
+    Args:
+        prediction: Of ``predict_time``.
+        gains: Of ``suggest_faster``.
+        most: Exposed communications that are listed.
+    """
+    if prediction.account is None:
+        return "No step time: the script made no optimizer step."
+    return "\n".join(
+        [
+            *_verdict(prediction),
+            *_parts(prediction),
+            *_exposed(prediction, most),
+            *_gains(gains),
+        ]
+    )
+
+
+def _verdict(prediction: TimePrediction) -> Iterator[str]:
+    account = prediction.account
+    assert account is not None
+    error = prediction.error
+    yield (
+        f"A steady step takes {seconds_text(account.seconds)} on "
+        f"{prediction.figures.gpu.title}, give or take {error.error:.0%} ({error.source})."
+    )
+    flops, mfu = prediction.flops(), prediction.mfu
+    if flops and mfu is not None:
+        dtype, peak = prediction.peak_rate
+        yield (
+            f"{flops / 1e12:.2f} TFLOP of the model on this rank: {mfu:.1%} of the peak "
+            f"of {dtype} ({peak / 1e12:.0f} TFLOP/s)."
+        )
+    if prediction.is_host_bound:
+        yield (
+            f"HOST-BOUND: issuing a step takes the host "
+            f"{seconds_text(prediction.host_issue_seconds)}, and the device waits for it. "
+            "Larger batches, torch.compile or CUDA graphs help; a faster GPU does not."
+        )
+
+
+def _parts(prediction: TimePrediction) -> Iterator[str]:
+    account = prediction.account
+    assert account is not None
+    for part, seconds in sorted(account.parts.items(), key=lambda pair: -pair[1]):
+        if seconds > 0:
+            share = seconds / account.seconds
+            yield f"  {seconds_text(seconds):>10} {share:6.1%}  {_NAMES[part]}"
+    busy = "communicators are busy, beside computation or not"
+    for seconds, what in (
+        (account.optimizer, "of that in the optimizer"),
+        (account.communication, busy),
+    ):
+        if seconds:
+            share = seconds / account.seconds
+            yield f"  {seconds_text(seconds):>10} {share:6.1%}  {what}"
+
+
+def _exposed(prediction: TimePrediction, most: int) -> Iterator[str]:
+    account = prediction.account
+    assert account is not None
+    if account.exposed:
+        yield "Communication that computation waits for:"
+    for entry in account.exposed[:most]:
+        yield (
+            f"  {seconds_text(entry.seconds):>10}  {entry.kind} of axis {entry.axis} in "
+            f"{entry.module or 'no module'}, {entry.count} x "
+            f"{size_text(entry.nbytes / entry.count)}: {entry.cause}"
+        )
+
+
+def _gains(gains: Sequence[Gain]) -> Iterator[str]:
+    if gains:
+        yield "What would make it faster (each by itself):"
+    for gain in gains:
+        yield f"  {seconds_text(gain.seconds):>10}  {gain.text} ({gain.how})"

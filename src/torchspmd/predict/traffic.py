@@ -1,0 +1,197 @@
+"""Bytes that an operator moves and floating-point operations that it does.
+
+Counted from shapes alone, the same way for a recorded operator and for one that is
+measured on a GPU: a table of seconds by bytes is only good for those who count alike.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from torchspmd.rehearse.recording import Op, TensorSpec
+
+__all__ = ["base_name", "bytes_moved", "matmul_shape", "op_flops", "tensor_bytes"]
+
+_ITEM_BYTES = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int16": 2,
+    "float16": 2,
+    "bfloat16": 2,
+    "int32": 4,
+    "float32": 4,
+    "int64": 8,
+    "float64": 8,
+    "complex64": 8,
+    "complex128": 16,
+}
+# Read only the rows that are asked for: indices, then a read and a write for each result.
+_GATHERING = frozenset(
+    {"embedding", "index", "index_select", "gather", "_unsafe_index", "take_along_dim"}
+)
+# Write into rows of a tensor that stays where it is.
+_SCATTERING = frozenset(
+    {
+        "index_put_",
+        "_index_put_impl_",
+        "index_add_",
+        "index_copy_",
+        "scatter_",
+        "scatter_add_",
+    }
+)
+# Overwrite their first argument without reading it.
+_OVERWRITING = frozenset(
+    {
+        "zero_",
+        "fill_",
+        "copy_",
+        "normal_",
+        "uniform_",
+        "random_",
+        "bernoulli_",
+        "exponential_",
+        "trunc_normal_",
+        "arange",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_empty",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "rand_like",
+        "randn_like",
+        "empty_like",
+    }
+)
+# Lists of tensors that a foreach operator takes, where its overload does not say so.
+_FOREACH_LISTS = {
+    "_foreach_addcmul_": 3,
+    "_foreach_addcdiv_": 3,
+    "_foreach_lerp_": 2,
+    "_foreach_copy_": 2,
+}
+# Parts of the arguments of a fused optimizer that it writes: all but the gradients.
+_FUSED_WRITES = {
+    "_fused_adam_": 3 / 4,
+    "_fused_adamw_": 3 / 4,
+    "_fused_sgd_": 2 / 3,
+    "_fused_adagrad_": 2 / 3,
+}
+
+
+def base_name(name: str) -> str:
+    """``aten.mm.default`` is ``mm``.
+
+    >>> base_name("aten.mm.default"), base_name("mylib::op")
+    ('mm', 'mylib::op')
+    """
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 else name
+
+
+def tensor_bytes(spec: TensorSpec) -> int:
+    """Bytes of memory behind a tensor; a dimension of stride 0 is there once."""
+    count = math.prod(spec.shape)
+    if len(spec.stride) == len(spec.shape):  # no strides: not a strided layout
+        pairs = zip(spec.shape, spec.stride, strict=True)
+        count = math.prod(size for size, stride in pairs if stride or not size)
+    return count * _ITEM_BYTES.get(spec.dtype, 4)
+
+
+def bytes_moved(
+    name: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
+) -> int:
+    """Bytes that the operator reads and writes, each argument once."""
+    base = base_name(name)
+    read = [tensor_bytes(spec) for spec in inputs]
+    written = sum(map(tensor_bytes, outputs))
+    if base in _GATHERING:
+        return sum(read[1:]) + 2 * written
+    if base in _SCATTERING:
+        return 3 * sum(read[1:])
+    if base in _OVERWRITING:
+        return sum(read[1:]) + (written or sum(read[:1]))
+    if base in _FUSED_WRITES:
+        return int(sum(read) * (1 + _FUSED_WRITES[base]))
+    if base.startswith("_foreach_") and base.endswith("_") and not outputs:
+        lists = _FOREACH_LISTS.get(base, 2 if name.endswith(".List") else 1)
+        return sum(read) + sum(read) // lists
+    return sum(read) + written
+
+
+# ----------------------------------------------------------------------------
+# Floating-point operations
+
+
+def matmul_shape(op: Op) -> tuple[int, int, int, int] | None:
+    """Batch, rows, columns and depth of a matrix product; None for anything else."""
+    base = base_name(op.name)
+    places = {"addmm": (1, 2), "_addmm_activation": (1, 2), "baddbmm": (1, 2)}
+    if base not in ("mm", "bmm", "linear", "_scaled_mm", *places):
+        return None
+    first, second = places.get(base, (0, 1))
+    if len(op.inputs) <= second:
+        return None
+    left, right = op.inputs[first].shape, op.inputs[second].shape
+    if base == "linear":
+        return 1, math.prod(left[:-1]), right[0], left[-1]
+    if base in ("bmm", "baddbmm"):
+        return left[0], left[1], right[2], left[2]
+    return 1, left[0], right[1], left[1]
+
+
+def op_flops(op: Op) -> float:
+    """Multiplications and additions of products, attention and convolutions; else 0.
+
+    Causal attention does half of the work, and is counted so.
+    """
+    shape = matmul_shape(op)
+    if shape is not None:
+        return 2.0 * math.prod(shape)
+    base = base_name(op.name)
+    if "attention" in base or base.startswith("_flash_attn"):
+        return _attention_flops(op, backward="backward" in base)
+    if base.startswith(("convolution", "cudnn_convolution")):
+        return _convolution_flops(op, backward="backward" in base)
+    return 0.0
+
+
+def _scalars(op: Op) -> Mapping[str, object]:
+    return dict(op.scalars)
+
+
+def _attention_flops(op: Op, *, backward: bool) -> float:
+    # Backward has the gradient of the result first.
+    tensors = [spec for spec in op.inputs if len(spec.shape) == 4]
+    if len(tensors) < 3 + backward:
+        return 0.0
+    query, key, value = tensors[backward : backward + 3]
+    batch, heads, rows, width = query.shape
+    columns, value_width = key.shape[2], value.shape[3]
+    flops = 2.0 * batch * heads * rows * columns * (width + value_width)
+    if _scalars(op).get("is_causal"):
+        flops /= 2
+    # Backward: scores again, and gradients of scores, values, queries and keys.
+    return flops * 2.5 if backward else flops
+
+
+def _convolution_flops(op: Op, *, backward: bool) -> float:
+    if backward:
+        if len(op.inputs) < 3:
+            return 0.0
+        result, weight = op.inputs[0].shape, op.inputs[2].shape
+        asked = _scalars(op).get("output_mask")
+        wanted = sum(map(bool, asked[:2])) if isinstance(asked, list | tuple) else 2
+    else:
+        if len(op.inputs) < 2 or not op.outputs:
+            return 0.0
+        result, weight, wanted = op.outputs[0].shape, op.inputs[1].shape, 1
+    if _scalars(op).get("transposed"):
+        spatial = op.inputs[1 if backward else 0].shape[2:]
+        return 2.0 * wanted * result[0] * math.prod(spatial) * math.prod(weight)
+    # A weight is (outputs, inputs / groups, ...): groups are in it.
+    return 2.0 * wanted * result[0] * math.prod(result[2:]) * math.prod(weight)

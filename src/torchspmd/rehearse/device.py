@@ -1,0 +1,397 @@
+"""``torch.cuda`` of a GPU that is not there: streams, events, memory, properties."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+from unittest import mock
+
+import torch
+import torch.cuda
+
+from torchspmd import _torch
+from torchspmd.rehearse.recorder import Recorder
+from torchspmd.rehearse.recording import (
+    EventRecord,
+    EventWait,
+    MarkKind,
+    StreamWait,
+)
+
+__all__ = ["Gpu", "MemoryCounter", "fake_cuda"]
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """What a script may ask of its GPU.
+
+    Attributes:
+        name: As its maker calls it.
+        nbytes: Its memory.
+        capability: As in ``(9, 0)``.
+        processors: Streaming multiprocessors.
+        count: GPUs of a node.
+    """
+
+    name: str
+    nbytes: int
+    capability: tuple[int, int]
+    processors: int = 132
+    count: int = 8
+
+
+class MemoryCounter(Protocol):
+    """Counts the recorded allocations as CUDA's caching allocator would."""
+
+    def count(self) -> tuple[int, int]:
+        """Allocated and reserved bytes now."""
+
+    def peaks(self) -> tuple[int, int]:
+        """The most of them since the last reset."""
+
+    def reset_peaks(self) -> None:
+        """Forget the peaks."""
+
+
+class _Device:
+    """The state behind ``torch.cuda``."""
+
+    def __init__(self, recorder: Recorder, shown: _torch.ShownAsCuda, gpu: Gpu) -> None:
+        self.recorder, self.shown, self.gpu = recorder, shown, gpu
+        self.num_events = 0
+        self.stream_class = type("Stream", (_Stream,), {"owner": self})
+        self.event_class = type("Event", (_Event,), {"owner": self})
+        self.default = self.stream_class(number=0)
+        self.current = self.default
+
+    def switch(self, stream: "_Stream") -> None:
+        self.current = stream
+        self.recorder.stream = stream.number
+
+    def append(self, event: EventRecord | EventWait | StreamWait) -> None:
+        self.recorder.recording.events.append(event)
+
+
+class _Stream:
+    """A queue of the device: its place in the recording is a number."""
+
+    owner: _Device
+    device_type = 1
+
+    def __init__(
+        self,
+        device: Any = None,
+        priority: int = 0,
+        *,
+        number: int | None = None,
+        **_: Any,
+    ) -> None:
+        if number is None:
+            number = self.owner.recorder.new_stream("user")
+        self.number, self.priority = number, priority
+        self._outer: list[_Stream] = []
+
+    @property
+    def device(self) -> torch.device:
+        return self.owner.shown.shown
+
+    cuda_stream = stream_id = property(lambda self: self.number)
+    device_index = property(lambda self: self.owner.shown.index)
+
+    def wait_stream(self, stream: "_Stream") -> None:
+        self.owner.append(StreamWait(self.number, stream.number))
+
+    def wait_event(self, event: "_Event") -> None:
+        event.wait(self)
+
+    def record_event(self, event: "_Event | None" = None) -> "_Event":
+        event = event or self.owner.event_class()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        reason = "torch.cuda.Stream.synchronize"
+        self.owner.recorder.synchronize(reason, stream=self.number)
+
+    def query(self) -> bool:
+        return True
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def __enter__(self) -> Self:
+        self._outer.append(self.owner.current)
+        self.owner.switch(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.owner.switch(self._outer.pop())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream) and other.number == self.number
+
+    def __hash__(self) -> int:
+        return hash(self.number)
+
+
+class _Event:
+    """A point in a stream."""
+
+    owner: _Device
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.number: int | None = None
+
+    def record(self, stream: _Stream | None = None) -> None:
+        owner = self.owner
+        self.number = owner.num_events
+        owner.num_events += 1
+        owner.append(EventRecord(self.number, (stream or owner.current).number))
+
+    def wait(self, stream: _Stream | None = None) -> None:
+        if self.number is not None:
+            waiting = stream or self.owner.current
+            self.owner.append(EventWait(self.number, waiting.number))
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        if self.number is not None:
+            reason = "torch.cuda.Event.synchronize"
+            self.owner.recorder.synchronize(reason, event=self.number)
+
+    def elapsed_time(self, end: Any) -> float:
+        self.owner.recorder.values.note(
+            "torch.cuda.Event.elapsed_time was asked for: 1.0 ms was given."
+        )
+        return 1.0
+
+
+@contextlib.contextmanager
+def fake_cuda(
+    recorder: Recorder, shown: _torch.ShownAsCuda, gpu: Gpu, memory: MemoryCounter
+) -> Iterator[None]:
+    """Let ``torch.cuda`` and ``torch.accelerator`` speak of the rehearsed GPU."""
+    device = _Device(recorder, shown, gpu)
+    with contextlib.ExitStack() as stack:
+        for owner, names in _names(device, memory):
+            for name, value in names.items():
+                if hasattr(owner, name):
+                    stack.enter_context(mock.patch.object(owner, name, value))
+        # torch keeps which module a device has.
+        stack.callback(torch.get_device_module.cache_clear)
+        yield
+
+
+def _names(
+    device: _Device, memory: MemoryCounter
+) -> Iterator[tuple[Any, dict[str, Any]]]:
+    cuda: Any = torch.cuda
+    everything = {**_facts(device), **_streams(device), **_memory(device, memory)}
+    yield cuda, {**everything, **_random(), **_graphs(device)}
+    yield cuda.memory, _memory(device, memory)
+    yield cuda.random, _random()
+    yield cuda.streams, {name: everything[name] for name in ("Stream", "Event")}
+    yield cuda.nvtx, _effects("range_push", "range_pop", "mark", result=0)
+    yield cuda.profiler, _effects("start", "stop", "init")
+    yield torch.version, {"cuda": "12.8"}
+    yield torch, {"Generator": _generator_class()}
+    accelerator: Any = getattr(torch, "accelerator", None)
+    if accelerator is not None:
+        yield accelerator, _accelerator(device, everything)
+
+
+def _effects(*names: str, result: Any = None) -> dict[str, Callable[..., Any]]:
+    # One function each: torch's compiler keeps them in a table by identity.
+    return {name: (lambda *args, **kwargs: result) for name in names}
+
+
+def _facts(device: _Device) -> dict[str, Any]:
+    gpu, shown = device.gpu, device.shown
+
+    def set_device(place: Any) -> None:
+        if isinstance(place, str):
+            place = torch.device(place)
+        index = place.index if isinstance(place, torch.device) else place
+        if index is not None and index >= 0:
+            shown.index = index
+
+    class DeviceContext:
+        def __init__(self, place: Any) -> None:
+            self._place = place
+
+        def __enter__(self) -> None:
+            self._before = shown.index
+            set_device(self._place)
+
+        def __exit__(self, *exception: object) -> None:
+            shown.index = self._before
+
+    properties = _Properties(gpu.name, gpu.nbytes, *gpu.capability, gpu.processors)
+    return {
+        **_effects("_lazy_init", "init", "_lazy_call", "ipc_collect"),
+        **_effects("is_available", "is_initialized", "is_bf16_supported", result=True),
+        **_effects("_is_in_bad_fork", "is_current_stream_capturing", result=False),
+        **_effects("utilization", "temperature", "power_draw", "clock_rate", result=0),
+        "can_device_access_peer": lambda *args: True,
+        "device_count": lambda: gpu.count,
+        "current_device": lambda: shown.index,
+        "set_device": set_device,
+        "device": DeviceContext,
+        "device_of": lambda tensor: DeviceContext(shown.index),
+        "get_device_name": lambda place=None: gpu.name,
+        "get_device_capability": lambda place=None: gpu.capability,
+        "get_device_properties": lambda place=None: properties,
+        "get_arch_list": lambda: [f"sm_{gpu.capability[0]}{gpu.capability[1]}"],
+        "_device": DeviceContext,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Properties:
+    """As ``torch.cuda.get_device_properties`` gives them."""
+
+    name: str
+    total_memory: int
+    major: int
+    minor: int
+    multi_processor_count: int
+    warp_size: int = 32
+    regs_per_multiprocessor: int = 65536
+    max_threads_per_multi_processor: int = 2048
+    shared_memory_per_block: int = 49152
+    shared_memory_per_multiprocessor: int = 233472
+    L2_cache_size: int = 50 << 20
+    is_integrated: int = 0
+    is_multi_gpu_board: int = 0
+    gcnArchName: str = ""  # noqa: N815  # torch's name
+
+
+def _streams(device: _Device) -> dict[str, Any]:
+    recorder = device.recorder
+
+    @contextlib.contextmanager
+    def use(stream: Any) -> Iterator[None]:
+        if stream is None:
+            yield
+            return
+        with stream:
+            yield
+
+    return {
+        "Stream": device.stream_class,
+        "Event": device.event_class,
+        "stream": use,
+        "StreamContext": use,
+        "set_stream": device.switch,
+        "current_stream": lambda place=None: device.current,
+        "default_stream": lambda place=None: device.default,
+        "synchronize": lambda place=None: recorder.synchronize(
+            "torch.cuda.synchronize"
+        ),
+    }
+
+
+def _memory(device: _Device, memory: MemoryCounter) -> dict[str, Any]:
+    recorder = device.recorder
+
+    def reset(place: Any = None) -> None:
+        memory.reset_peaks()
+        recorder.mark(MarkKind.RESET_PEAK)
+
+    def stats(place: Any = None) -> dict[str, Any]:
+        values: dict[str, Any] = {"num_ooms": 0, "num_alloc_retries": 0}
+        pairs = zip(
+            ("allocated", "reserved"), memory.count(), memory.peaks(), strict=True
+        )
+        for name, now, peak in pairs:
+            for pool in ("all", "large_pool", "small_pool"):
+                values[f"{name}_bytes.{pool}.current"] = now
+                values[f"{name}_bytes.{pool}.peak"] = peak
+                values[f"active_bytes.{pool}.current"] = memory.count()[0]
+                values[f"active_bytes.{pool}.peak"] = memory.peaks()[0]
+        return values
+
+    def summary(*args: Any, **kwargs: Any) -> str:
+        return "\n".join(f"{name}: {value}" for name, value in stats().items())
+
+    def info(place: Any = None) -> tuple[int, int]:
+        return device.gpu.nbytes - memory.count()[1], device.gpu.nbytes
+
+    return {
+        "memory_allocated": lambda place=None: memory.count()[0],
+        "max_memory_allocated": lambda place=None: memory.peaks()[0],
+        "memory_reserved": lambda place=None: memory.count()[1],
+        "max_memory_reserved": lambda place=None: memory.peaks()[1],
+        "memory_cached": lambda place=None: memory.count()[1],
+        "max_memory_cached": lambda place=None: memory.peaks()[1],
+        "reset_peak_memory_stats": reset,
+        "reset_max_memory_allocated": reset,
+        "reset_max_memory_cached": reset,
+        "empty_cache": lambda: recorder.mark(MarkKind.EMPTY_CACHE),
+        "memory_stats": stats,
+        "memory_summary": summary,
+        "mem_get_info": info,
+        "memory_snapshot": lambda *args, **kwargs: [],
+        **_effects("set_per_process_memory_fraction", "reset_accumulated_memory_stats"),
+        **_effects("_record_memory_history", "_dump_snapshot"),
+    }
+
+
+def _random() -> dict[str, Any]:
+    state = torch.zeros(16, dtype=torch.uint8)
+    return {
+        **_effects("manual_seed", "manual_seed_all", "seed", "seed_all"),
+        **_effects("set_rng_state", "set_rng_state_all"),
+        "initial_seed": lambda: 0,
+        "get_rng_state": lambda place=None: state.clone(),
+        "get_rng_state_all": lambda: [state.clone()],
+    }
+
+
+def _graphs(device: _Device) -> dict[str, Any]:
+    def callables(functions: Any, *args: Any, **kwargs: Any) -> Any:
+        device.recorder.values.note(
+            "torch.cuda.make_graphed_callables: the functions run without a graph."
+        )
+        return functions
+
+    return {"make_graphed_callables": callables}
+
+
+def _generator_class() -> type[Any]:
+    plain = torch.Generator
+
+    class Kind(type):
+        def __instancecheck__(cls, value: object) -> bool:
+            return isinstance(value, plain)
+
+    class Generator(metaclass=Kind):
+        """Generators of the device are the host's: no number is ever drawn."""
+
+        def __new__(cls, device: Any = None) -> Any:
+            return plain()
+
+    return Generator
+
+
+def _accelerator(device: _Device, cuda: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "is_available": lambda: True,
+        "current_accelerator": lambda check_available=False: torch.device("cuda"),
+        "device_count": cuda["device_count"],
+        "current_device_index": cuda["current_device"],
+        "current_device_idx": cuda["current_device"],
+        "set_device_index": cuda["set_device"],
+        "set_device_idx": cuda["set_device"],
+        "current_stream": cuda["current_stream"],
+        "set_stream": cuda["set_stream"],
+        "synchronize": cuda["synchronize"],
+        "memory_allocated": cuda["memory_allocated"],
+        "max_memory_allocated": cuda["max_memory_allocated"],
+        "memory_reserved": cuda["memory_reserved"],
+        "max_memory_reserved": cuda["max_memory_reserved"],
+        "reset_peak_memory_stats": cuda["reset_peak_memory_stats"],
+        "empty_cache": cuda["empty_cache"],
+    }

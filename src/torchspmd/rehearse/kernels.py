@@ -1,0 +1,304 @@
+"""What torch does otherwise on CUDA than on a CPU, before a kernel is chosen.
+
+Tensors of the rehearsed device are ``cpu`` to torch's C++ (see ``_torch.fake_device``), so
+functions that look at the device there would take the CPU's way: attention, dropout and
+RMS norm, and autocast's lists. While this is in force, they take CUDA's.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+from torchspmd import _torch
+
+__all__ = ["cuda_kernels"]
+
+_aten = torch.ops.aten
+
+
+@contextlib.contextmanager
+def cuda_kernels() -> Iterator[None]:
+    """Choose among kernels as CUDA does."""
+    with contextlib.ExitStack() as stack:
+        autograd = torch.library.Library("aten", "IMPL", "AutogradCPU")
+        stack.callback(_torch.remove_library, autograd)
+        autocast = torch.library.Library("aten", "IMPL", "AutocastCPU")
+        stack.callback(_torch.remove_library, autocast)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that kernels are replaced
+            autograd.impl("scaled_dot_product_attention", _attention)
+            autograd.impl("dropout", _dropout)
+            if hasattr(_aten, "_fused_rms_norm"):
+                autograd.impl("rms_norm", _rms_norm)
+            # Of cross entropy, for one, CUDA casts the second half only.
+            for name in _torch.autocast_names("cpu") - _torch.autocast_names("cuda"):
+                autocast.impl(name, torch.library.fallthrough_kernel)
+            for name in _SINGLE:
+                _register(autocast, name, _in_single)
+            for name in _SINGLE_RESULT:
+                _register(autocast, name, _with_single_result)
+        stack.enter_context(_autocast_for_both())
+        yield
+
+
+def _register(library: Any, name: str, make: Any) -> None:
+    operator = _torch.find_overload(name)
+    if operator is not None:
+        library.impl(_torch.library_name(operator), make(operator))
+
+
+# ----------------------------------------------------------------------------
+# Attention, dropout, RMS norm
+
+
+def _attention(  # noqa: PLR0913  # torch's signature
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    if not _torch.is_device_tensor(query):
+        return _aten.scaled_dot_product_attention.default.decompose(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
+    if _flash_fits(query, key, value, attn_mask):
+        return _flash(query, key, value, dropout_p, is_causal, scale)
+    if _efficient_fits(query, key, value, enable_gqa):
+        return _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale)
+    return _aten._scaled_dot_product_attention_math.default(
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )[0]
+
+
+def _flash_fits(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: object
+) -> bool:
+    return (
+        torch.backends.cuda.flash_sdp_enabled()
+        and mask is None
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and query.dim() == 4
+        and query.size(-1) == key.size(-1) == value.size(-1) <= 256
+    )
+
+
+def _flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    width = query.size(-1)
+    if missing := -width % 8:  # the kernel wants a multiple of 8
+        scale = scale or width**-0.5
+        query, key, value = (
+            torch.nn.functional.pad(x, (0, missing)) for x in (query, key, value)
+        )
+    result: torch.Tensor = _aten._scaled_dot_product_flash_attention.default(
+        query, key, value, dropout_p, is_causal, False, scale=scale
+    )[0]
+    return result[..., :width] if missing else result
+
+
+def _efficient_fits(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
+) -> bool:
+    alignment = 16 // query.element_size()
+    return (
+        torch.backends.cuda.mem_efficient_sdp_enabled()
+        and query.dim() == 4
+        and query.dtype in (torch.float16, torch.bfloat16, torch.float32)
+        and query.size(1) == key.size(1) == value.size(1)
+        and query.size(-1) % alignment == 0
+        and value.size(-1) % alignment == 0
+    )
+
+
+def _efficient(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    if mask is not None:
+        if mask.dtype == torch.bool:  # becomes 0 and -inf
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(
+                mask.logical_not(), float("-inf")
+            )
+        length = mask.size(-1)
+        if missing := -length % 16:
+            mask = torch.nn.functional.pad(mask, (0, missing))[..., :length]
+        mask = mask.expand(query.size(0), query.size(1), query.size(2), mask.size(-1))
+    saves = torch.is_grad_enabled() and any(
+        x.requires_grad for x in (query, key, value)
+    )
+    result: torch.Tensor = _aten._scaled_dot_product_efficient_attention.default(
+        query, key, value, mask, saves, dropout_p, is_causal, scale=scale
+    )[0]
+    return result
+
+
+def _dropout(input: torch.Tensor, p: float, train: bool) -> Any:
+    if train and 0 < p < 1 and input.numel() and _torch.is_device_tensor(input):
+        return torch.native_dropout(input, p, train)[0]
+    return _aten.dropout.default.decompose(input, p, train)
+
+
+def _rms_norm(
+    input: torch.Tensor,
+    normalized_shape: list[int],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> Any:
+    fused = weight is None or weight.dtype == input.dtype
+    if fused and _torch.is_device_tensor(input):
+        return _FusedRMSNorm.apply(input, list(normalized_shape), weight, eps)
+    return _aten.rms_norm.default.decompose(input, normalized_shape, weight, eps)
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """The fused kernel, which torch has a derivative for on CUDA only."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,
+        shape: list[int],
+        weight: torch.Tensor | None,
+        eps: float | None,
+    ) -> torch.Tensor:
+        """The normalised tensor."""
+        with _torch.below_autograd():
+            result, rstd = _aten._fused_rms_norm.default(input, shape, weight, eps)
+        ctx.save_for_backward(input, weight, rstd)
+        ctx.shape = shape
+        return result  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        """The gradients of input and weight."""
+        input, weight, rstd = ctx.saved_tensors
+        needed = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
+        grad = grad.contiguous()
+        with _torch.below_autograd():
+            grads = _aten._fused_rms_norm_backward.default(
+                grad, input, ctx.shape, rstd, weight, needed
+            )
+        return grads[0], None, grads[1], None
+
+
+# ----------------------------------------------------------------------------
+# Autocast: what runs in single precision on CUDA. What runs in lower precision is the
+# same on both.
+
+_SINGLE = """
+acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan
+pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm
+rms_norm group_norm cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss
+nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss
+margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss
+multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp
+upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d
+upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d
+""".split()
+_SINGLE_RESULT = """
+prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm
+linalg_matrix_norm sum sum.dim_IntList
+""".split()
+
+
+def _in_single(operator: Any) -> Any:
+    """A kernel that runs the operator on float32 copies of what is shorter."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with _torch.no_autocast():
+            return operator(
+                *map(_to_single, args),
+                **{name: _to_single(value) for name, value in kwargs.items()},
+            )
+
+    return kernel
+
+
+def _with_single_result(operator: Any) -> Any:
+    """A kernel that asks the operator for a float32 result, where it asks for none."""
+
+    def kernel(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if _is_short(input) and kwargs.get("dtype") is None:
+            names = _torch.argument_names(operator)
+            place = names.index("dtype") - 1
+            if place >= len(args) or args[place] is None:
+                args = args[:place]
+                kwargs = {**kwargs, "dtype": torch.float32}
+        with _torch.no_autocast():
+            return operator(input, *args, **kwargs)
+
+    return kernel
+
+
+def _is_short(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in (
+        torch.float16,
+        torch.bfloat16,
+    )
+
+
+def _to_single(value: Any) -> Any:
+    return value.float() if _is_short(value) else value
+
+
+@contextlib.contextmanager
+def _autocast_for_both() -> Iterator[None]:
+    """What is set for ``cuda`` holds for ``cpu`` too, which C++ takes the device for."""
+    enable, choose = torch.set_autocast_enabled, torch.set_autocast_dtype
+    before = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+    def enable_both(device: Any, enabled: bool | None = None) -> None:
+        if enabled is None:  # as in torch.set_autocast_enabled(True)
+            device, enabled = "cuda", device
+        enable(device, enabled)
+        if device == "cuda":
+            enable("cpu", enabled)
+
+    def choose_both(device: str, dtype: torch.dtype) -> None:
+        choose(device, dtype)
+        if device == "cuda":
+            choose("cpu", dtype)
+
+    with (
+        mock.patch.object(torch, "set_autocast_enabled", enable_both),
+        mock.patch.object(torch, "set_autocast_dtype", choose_both),
+    ):
+        try:
+            yield
+        finally:
+            enable("cpu", before[0])
+            choose("cpu", before[1])

@@ -1,0 +1,93 @@
+"""Where an operator comes from: the user's line, and what torch itself is doing."""
+
+import sys
+import sysconfig
+from enum import Enum
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import NamedTuple
+
+from torchspmd import _torch
+
+__all__ = ["Maker", "Place", "is_called_by_torch", "read_place"]
+
+
+class Maker(Enum):
+    """Code of torch whose tensors have a purpose that nothing else tells."""
+
+    NOBODY = "nobody"
+    OPTIMIZER = "optimizer"  # clipping and scaling of gradients too
+    FSDP_PARAMETER = "fsdp parameter"
+    FSDP_COLLECTIVE = "fsdp collective"
+    DDP = "ddp"
+
+
+class Place(NamedTuple):
+    """What a call stack says.
+
+    Attributes:
+        line: ``file:line function`` of the user's code; "" where there is none.
+        maker: The innermost code of torch that ``Maker`` knows.
+    """
+
+    line: str
+    maker: Maker
+
+
+_USERS = "user's"
+_OWN_FOLDER = str(Path(__file__).parent.parent)
+_STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
+_SITE_PACKAGES = sysconfig.get_paths()["purelib"]
+_MAKERS = (
+    ("fsdp/_fully_shard/_fsdp_param.py", Maker.FSDP_PARAMETER),
+    ("fsdp/_fully_shard/_fsdp_collectives.py", Maker.FSDP_COLLECTIVE),
+    ("nn/parallel/distributed.py", Maker.DDP),
+    ("nn/utils/clip_grad.py", Maker.OPTIMIZER),
+    ("amp/grad_scaler.py", Maker.OPTIMIZER),
+)
+# By identity: a code object's own hash reads all its bytecode. Held, so that no other
+# function can take their place.
+_meanings: dict[int, tuple[CodeType, object]] = {}
+
+
+def read_place() -> Place:
+    """Read the stack of the caller's caller, up to the first line of the user's code."""
+    maker = Maker.NOBODY
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        code = frame.f_code
+        seen = _meanings.get(id(code))
+        meaning = seen[1] if seen is not None else _remember(code)
+        if meaning is _USERS:
+            return Place(f"{code.co_filename}:{frame.f_lineno} {code.co_name}", maker)
+        if meaning is not None and maker is Maker.NOBODY:
+            assert isinstance(meaning, Maker)
+            maker = meaning
+        frame = frame.f_back
+    return Place("", maker)
+
+
+def is_called_by_torch() -> bool:
+    """Whether the function that led here was called by torch, and not by the user."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_OWN_FOLDER):
+        frame = frame.f_back
+    return frame is not None and _torch.is_torch_code(frame.f_code)
+
+
+def _remember(code: CodeType) -> object:
+    meaning = _meaning(code)
+    _meanings[id(code)] = (code, meaning)
+    return meaning
+
+
+def _meaning(code: CodeType) -> object:
+    name = code.co_filename
+    if _torch.is_torch_code(code):
+        path = name.replace("\\", "/")
+        return next((maker for end, maker in _MAKERS if path.endswith(end)), None)
+    if name.startswith(_OWN_FOLDER):
+        return None
+    if name.startswith(_STANDARD_LIBRARY) and not name.startswith(_SITE_PACKAGES):
+        return None
+    return _USERS

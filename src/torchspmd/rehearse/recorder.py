@@ -1,0 +1,567 @@
+"""Write down what the operators of a script do to the rehearsed device.
+
+Storages are followed by weak references: one is freed when the last tensor that lies in it
+goes away, as on a real device.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchspmd import _torch
+from torchspmd.comm import GLOBAL, Operator, Topology, find_operator, measure
+from torchspmd.comm import Phase as CommPhase
+from torchspmd.rehearse.place import Maker, read_place
+from torchspmd.rehearse.recording import (
+    Alloc,
+    Category,
+    Comm,
+    EventRecord,
+    Free,
+    Mark,
+    MarkKind,
+    ModuleFacts,
+    Op,
+    Phase,
+    Recording,
+    RecordStream,
+    Site,
+    StorageInfo,
+    Synchronize,
+    TensorSpec,
+    Wait,
+)
+from torchspmd.rehearse.values import READS_VALUE, Values
+from torchspmd.rehearse.workspaces import workspace_bytes
+from torchspmd.trace.modules import ModuleTracker, follow, unfollow
+
+__all__ = ["Recorder"]
+
+_MAKERS = {
+    Maker.FSDP_PARAMETER: Category.GATHERED_PARAMETER,
+    Maker.FSDP_COLLECTIVE: Category.COMMUNICATION,
+    Maker.DDP: Category.COMMUNICATION,
+}
+_COPIES = frozenset({"aten._to_copy.default", "aten.copy_.default"})
+_WAIT = frozenset({"_c10d_functional::wait_tensor", "c10d_functional::wait_tensor"})
+_BEFORE_BACKWARD = frozenset({Phase.FORWARD, Phase.RECOMPUTE, Phase.OTHER})
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What is known of an operator before it runs."""
+
+    name: str
+    views: bool
+    resizes: bool
+    waits: bool
+    communicates: Operator | None
+    arguments: tuple[str, ...]
+
+
+class Recorder:
+    """Fills a recording while a script runs; between ``start`` and ``stop``.
+
+    Args:
+        recording: What is filled.
+        values: What is told to a script that reads a tensor.
+    """
+
+    def __init__(self, recording: Recording, values: Values) -> None:
+        self.recording = recording
+        self.values = values
+        self.tracker = ModuleTracker()
+        self.stream = 0  # the current one
+        self.region: int | None = None  # of torch.compile, while one runs
+        self.last_comm = -1  # number of the last communication
+        self.pending: dict[int, int] = {}  # those of backward that nobody waited for
+        self._events = recording.events
+        self._facts: dict[Any, _Facts] = {}
+        self._sites: dict[tuple[str, Phase, int, str], Site] = {}
+        self._numbers: dict[int, int] = {}  # of storages, by address
+        self._held: dict[int, weakref.ref[Any]] = {}  # by number
+        self._started: dict[int, int] = {}  # collective of a storage, by number
+        self._fresh: set[int] = set()  # storages that backward may find alive
+        self._next_storage = self._next_op = 0
+        self._topology = Topology()
+        self._comm_streams: dict[str, int] = {}
+        self._in_optimizer = 0
+        self._is_init, self._at_boundary = True, True
+        self._last_end: int | None = None
+        self._from_dtensor = False
+        self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._names: dict[int, str] = {}  # of parameters, by storage number
+        self._exits: list[Callable[[], None]] = []
+
+    # --- operators --------------------------------------------------------------------
+
+    def operator(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        run: Callable[[], Any],
+    ) -> Any:
+        """Run an operator and write it down."""
+        facts = self._facts.get(func) or self._learn(func)
+        if facts.name in READS_VALUE:
+            return self._read_value(facts.name, args[0])
+        result = run()
+        if result is NotImplemented:
+            return result
+        inputs = self._specs(args)
+        if kwargs:
+            inputs += self._specs(kwargs.values())
+        site, maker = self._here()
+        if self._fresh and site.phase is Phase.BACKWARD:
+            self._mark_saved()
+        number = self._next_op
+        self._next_op += 1
+        place = len(self._events)
+        self._events.append(None)  # type: ignore[arg-type]  # is filled in below
+        outputs = self._specs((result,), number, site)
+        if not any(spec.device == "cuda" for spec in (*inputs, *outputs)):
+            del self._events[place:]
+            return result
+        if facts.communicates is not None:
+            arguments = {**dict(zip(facts.arguments, args, strict=False)), **kwargs}
+            self._communicate(facts, arguments, place, number, (inputs, outputs), site)
+            return result
+        if facts.waits:
+            del self._events[place:]
+            self._wait_for(inputs, site)
+            return result
+        op = Op(
+            number,
+            facts.name,
+            inputs,
+            outputs,
+            _scalars(facts.arguments, args, kwargs),
+            self.stream,
+            site,
+            self.region,
+            "dtensor" if self._from_dtensor else "eager",
+            facts.views,
+        )
+        self._from_dtensor = False
+        self._events[place] = op
+        self._classify(op, place, maker)
+        self.values.after(facts.name, args, kwargs, result)
+        if facts.resizes:
+            self._notice_resize(args, number, site)
+        if not facts.views and (extra := workspace_bytes(op)):
+            self._use(extra, number, site)
+        return result
+
+    def _read_value(self, name: str, tensor: torch.Tensor) -> object:
+        """The host waits for a value; the tensor has none."""
+        if _torch.is_device_tensor(tensor):
+            self.synchronize(name)
+        return self.values.number(tensor, read_place().line)
+
+    def _learn(self, func: Any) -> _Facts:
+        packet = _torch.packet_name(func) if hasattr(func, "_schema") else str(func)
+        name = packet.replace("::", ".") + "." + getattr(func, "_overloadname", "")
+        facts = self._facts[func] = _Facts(
+            name,
+            bool(getattr(func, "is_view", False)) or name.startswith("aten.detach"),
+            name.startswith(("aten.resize", "aten.set_")),
+            packet in _WAIT,
+            find_operator(packet),
+            _torch.argument_names(func) if hasattr(func, "_schema") else (),
+        )
+        return facts
+
+    def _specs(
+        self, values: Iterable[Any], op: int = -1, site: Site | None = None
+    ) -> tuple[TensorSpec, ...]:
+        result: list[TensorSpec] = []
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                result.append(self._spec(value, op, site))
+            elif isinstance(value, list | tuple):
+                result += self._specs(value, op, site)
+        return tuple(result)
+
+    def _spec(self, tensor: torch.Tensor, op: int, site: Site | None) -> TensorSpec:
+        on_device = _torch.is_device_tensor(tensor)
+        storage = self._number(tensor, op, site) if on_device else -1
+        return TensorSpec(
+            tuple(tensor.shape),
+            tuple(tensor.stride()) if tensor.layout is torch.strided else (),
+            _DTYPES[tensor.dtype],
+            "cuda" if on_device else "cpu",
+            storage,
+        )
+
+    # --- storages ---------------------------------------------------------------------
+
+    def _number(self, tensor: torch.Tensor, op: int, site: Site | None) -> int:
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        number = self._numbers.get(address)
+        if number is None:
+            number = self._next_storage
+            self._next_storage += 1
+            self._numbers[address] = number
+            self._held[number] = weakref.ref(
+                storage, partial(self._freed, number, address)
+            )
+            site = site or self._here()[0]
+            info = StorageInfo(storage.nbytes(), module=site.module, site=site)
+            self.recording.storages[number] = info
+            self._allocate(number, info.nbytes, op, site)
+        return number
+
+    def _allocate(self, number: int, nbytes: int, op: int, site: Site) -> None:
+        if nbytes:
+            self._events.append(Alloc(number, nbytes, self.stream, op, site))
+            if site.phase in _BEFORE_BACKWARD:
+                self._fresh.add(number)
+
+    def _freed(self, number: int, address: int, _: object) -> None:
+        self._held.pop(number, None)
+        if self._numbers.get(address) == number:
+            del self._numbers[address]
+        self._fresh.discard(number)
+        self._started.pop(number, None)
+        self._events.append(Free(number))
+
+    def on_resize(self, storage: Any, nbytes: int) -> None:
+        """Before the memory behind a storage is resized."""
+        number = self._numbers.get(storage._cdata)
+        if number is None:
+            return
+        if storage.nbytes():
+            self._events.append(Free(number))
+        site = self._here()[0]
+        if nbytes:
+            self.recording.storages[number].nbytes = nbytes
+            self._allocate(number, nbytes, -1, site)
+
+    def _notice_resize(self, args: Sequence[Any], op: int, site: Site) -> None:
+        tensor = args[0]
+        if not _torch.is_device_tensor(tensor):
+            return
+        number = self._number(tensor, op, site)
+        info = self.recording.storages[number]
+        nbytes = tensor.untyped_storage().nbytes()
+        if nbytes != info.nbytes:
+            self._events.append(Free(number))
+            info.nbytes = nbytes
+            self._allocate(number, nbytes, op, site)
+
+    def _use(self, nbytes: int, op: int, site: Site) -> None:
+        """Memory of a kernel, for as long as it runs."""
+        number = self._next_storage
+        self._next_storage += 1
+        self.recording.storages[number] = StorageInfo(
+            nbytes, name="workspace of a kernel", module=site.module, site=site
+        )
+        self._events.append(Alloc(number, nbytes, self.stream, op, site, True))
+        self._events.append(Free(number))
+
+    def record_stream(self, tensor: torch.Tensor, stream: int) -> None:
+        """A tensor is used on another stream."""
+        local = local_tensor(tensor)
+        if local is not None and _torch.is_device_tensor(local):
+            number = self._number(local, -1, None)
+            self._events.append(RecordStream(number, stream))
+
+    # --- what storages are for --------------------------------------------------------
+
+    def _classify(self, op: Op, place: int, maker: Maker) -> None:
+        """The category of what an operator has just allocated."""
+        new = [
+            event.storage
+            for event in self._events[place + 1 :]
+            if isinstance(event, Alloc) and event.op == op.number
+        ]
+        if not new:
+            return
+        category = _MAKERS.get(maker)
+        if (
+            op.name in _COPIES
+            and op.site.phase is not Phase.INIT
+            and op.inputs[-1].device == "cpu"
+        ):
+            category = Category.INPUT
+        if category is not None:
+            for number in new:
+                self.recording.storages[number].category = category
+
+    def _mark_saved(self) -> None:
+        """Backward begins: what is still there of forward, autograd has kept."""
+        for number in self._fresh:
+            self.recording.storages[number].saved = True
+        self._fresh.clear()
+
+    def _name(
+        self, tensor: torch.Tensor | None, category: Category, name: str, module: str
+    ) -> None:
+        local = local_tensor(tensor)
+        if local is None or not _torch.is_device_tensor(local):
+            return
+        number = self._number(local, -1, None)
+        info = self.recording.storages[number]
+        info.category, info.name = category, name or info.name
+        info.module = module or info.module
+        if category is Category.PARAMETER:
+            self._names[number] = info.name
+
+    def _name_model(self, root: nn.Module) -> None:
+        path = self.tracker.path(CommPhase.FORWARD, root)
+        for name, parameter in root.named_parameters():
+            whole = f"{path}.{name}"
+            self._name(parameter, Category.PARAMETER, whole, whole.rpartition(".")[0])
+        for name, buffer in root.named_buffers():
+            whole = f"{path}.{name}"
+            self._name(buffer, Category.BUFFER, whole, whole.rpartition(".")[0])
+
+    def _name_of(self, parameter: torch.Tensor) -> tuple[str, str]:
+        local = local_tensor(parameter)
+        if local is None or not _torch.is_device_tensor(local):
+            return "", ""
+        name = self._names.get(self._number(local, -1, None), "")
+        return name, name.rpartition(".")[0]
+
+    # --- communication ----------------------------------------------------------------
+
+    def _communicate(
+        self,
+        facts: _Facts,
+        arguments: Mapping[str, Any],
+        place: int,
+        number: int,
+        specs: tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]],
+        site: Site,
+    ) -> None:
+        operator = facts.communicates
+        assert operator is not None
+        inputs, outputs = specs
+        group = self._topology.group_of(arguments)
+        size = measure(operator, arguments, group.size)
+        sent = arguments.get(operator.buffer)
+        self.recording.groups.setdefault(group.name, group.ranks)
+        for event in self._events[place + 1 :]:
+            if isinstance(event, Alloc):
+                info = self.recording.storages[event.storage]
+                info.category = Category.COMMUNICATION
+        self._events[place] = Comm(
+            number,
+            operator.kind.value,
+            facts.name,
+            group.name,
+            group.ranks,
+            group.axis,
+            size.payload_bytes,
+            size.dtype,
+            self._specs((sent,)) if sent is not None else inputs,
+            _received(outputs, inputs),
+            self.stream,
+            self._comm_stream(group.name, group.axis),
+            bool(arguments.get("asyncOp", True)),
+            _peer(arguments),
+            site,
+        )
+        if site.phase is Phase.BACKWARD:
+            self.pending[number] = self.stream
+        self.last_comm = number
+        for spec in outputs:
+            if spec.storage >= 0:
+                self._started[spec.storage] = number
+
+    def _comm_stream(self, group: str, axis: str | None) -> int:
+        stream = self._comm_streams.get(group)
+        if stream is None:
+            stream = self.new_stream(f"communicator {axis or group}")
+            self._comm_streams[group] = stream
+        return stream
+
+    def _wait_for(self, inputs: tuple[TensorSpec, ...], site: Site) -> None:
+        for spec in inputs:
+            number = self._started.pop(spec.storage, None)
+            if number is not None:
+                self.wait(number, site)
+
+    def wait(self, comm: int, site: Site | None = None) -> None:
+        """The current stream waits for a communication."""
+        self.pending.pop(comm, None)
+        self._events.append(Wait(comm, self.stream, site or self._here()[0]))
+
+    def wait_for_all(self) -> None:
+        """As DistributedDataParallel does at the end of backward, in C++."""
+        for number in list(self.pending):
+            self.wait(number)
+
+    # --- streams ----------------------------------------------------------------------
+
+    def new_stream(self, purpose: str) -> int:
+        """The number of a stream that is being made."""
+        number = len(self.recording.streams)
+        self.recording.streams[number] = purpose
+        return number
+
+    def synchronize(
+        self, reason: str, stream: int | None = None, event: int | None = None
+    ) -> None:
+        """The host waits for the device."""
+        self._events.append(Synchronize(stream, event, reason))
+
+    def mark(self, kind: MarkKind) -> None:
+        """Something happens to the whole device."""
+        self._events.append(Mark(kind, self.recording.steps, self._here()[0].phase))
+
+    # --- where ------------------------------------------------------------------------
+
+    def _here(self) -> tuple[Site, Maker]:
+        line, maker = read_place()
+        located = self.tracker.locate()
+        module = ""
+        if located is not None:
+            module = "" if located[0] == GLOBAL else located[0]
+            phase = Phase(located[1].value)
+        else:
+            phase = Phase.INIT if self._is_init else Phase.OTHER
+        if self._in_optimizer or maker is Maker.OPTIMIZER:
+            phase = Phase.OPTIMIZER
+        key = (module, phase, self.recording.steps, line)
+        site = self._sites.get(key)
+        if site is None:
+            site = self._sites[key] = Site(*key)
+        return site, maker
+
+    # --- modules and optimizers -------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to follow modules and optimizers."""
+        from torch.optim import optimizer
+
+        self.tracker.start()
+        follow(self)
+        before = optimizer.register_optimizer_step_pre_hook(self._before_step)
+        after = optimizer.register_optimizer_step_post_hook(self._after_step)
+        self._exits = [
+            before.remove,
+            after.remove,
+            self.tracker.stop,
+            partial(unfollow, self),
+        ]
+
+    def stop(self) -> None:
+        """Stop; nothing is left behind."""
+        for undo in self._exits:
+            undo()
+        self._exits = []
+        self._describe()
+        if self._at_boundary and self._last_end is None:
+            self.mark(MarkKind.SCRIPT_END)
+        self._held.clear()  # what the script leaves behind is freed after the last event
+
+    def _describe(self) -> None:
+        """What there is of modules and meshes, at the end."""
+        for path, info in sorted(self.tracker.modules.items()):
+            module = info.reference()
+            count = 0
+            if module is not None:
+                count = sum(each.numel() for each in module.parameters())
+            self.recording.modules[path] = ModuleFacts(info.type_name, count)
+        for mesh in _torch.live_meshes():
+            for name in mesh.mesh_dim_names or ():
+                self.recording.axes[name] = mesh[name].size()
+
+    def enter(self, module: nn.Module) -> None:
+        """A module's call begins."""
+        if _torch.graph_task() != -1:
+            return
+        if self._is_init:
+            self._is_init = False
+            self._events.append(Mark(MarkKind.INIT_END, 0, Phase.INIT))
+        if self._at_boundary:
+            self._at_boundary, self._last_end = False, None
+            self._events.append(Mark(MarkKind.STEP_BEGIN, self.recording.steps))
+        if len(self.tracker._thread.stack) == 1 and module not in self._roots:
+            self._roots.add(module)
+            self._name_model(module)
+
+    def leave(self) -> None:
+        """A module's call ends: nothing to do."""
+
+    def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        self._in_optimizer += 1
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                name, module = self._name_of(parameter)
+                self._name(parameter.grad, Category.GRADIENT, name, module)
+
+    def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        self._in_optimizer -= 1
+        for parameter, state in optimizer.state.items():
+            name, module = self._name_of(parameter)
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    title = f"{name} {key}" if name else str(key)
+                    self._name(value, Category.OPTIMIZER_STATE, title, module)
+        self._end_step()
+
+    def _end_step(self) -> None:
+        """A step ends with its last optimizer: one that follows moves the mark."""
+        if self._last_end is not None:
+            self.recording.steps -= 1
+            self._events[self._last_end] = EventRecord(-1, 0)  # means nothing
+        self._last_end = len(self._events)
+        self._events.append(Mark(MarkKind.STEP_END, self.recording.steps))
+        self.recording.steps += 1
+        self._at_boundary = True
+
+
+def local_tensor(tensor: Any) -> torch.Tensor | None:
+    """What a DTensor, or another wrapper, holds on this rank."""
+    while tensor is not None and not _torch.is_fake_tensor(tensor):
+        inner = getattr(tensor, "_local_tensor", None)
+        if inner is None:
+            inner = getattr(tensor, "elem", None)
+        if not isinstance(inner, torch.Tensor):
+            return tensor if isinstance(tensor, torch.Tensor) else None
+        tensor = inner
+    return tensor  # type: ignore[no-any-return]
+
+
+def _received(
+    outputs: tuple[TensorSpec, ...], inputs: tuple[TensorSpec, ...]
+) -> tuple[TensorSpec, ...]:
+    return outputs or inputs
+
+
+def _peer(arguments: Mapping[str, Any]) -> int:
+    for name in ("dst", "dstRank", "src", "srcRank"):
+        if isinstance(arguments.get(name), int):
+            return int(arguments[name])
+    return -1
+
+
+def _scalars(
+    names: tuple[str, ...], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[str, object], ...]:
+    found = [
+        (name, tuple(value) if isinstance(value, list) else value)
+        for name, value in (*zip(names, args, strict=False), *kwargs.items())
+        if isinstance(value, int | float | str)
+        or (isinstance(value, list) and value and isinstance(value[0], int | bool))
+    ]
+    return tuple(found)
+
+
+class _DtypeNames(dict[torch.dtype, str]):
+    def __missing__(self, dtype: torch.dtype) -> str:
+        name = self[dtype] = str(dtype).removeprefix("torch.")
+        return name
+
+
+_DTYPES = _DtypeNames()

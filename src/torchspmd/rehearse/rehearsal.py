@@ -1,0 +1,59 @@
+"""Everything that a script runs inside of while it is rehearsed."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from torchspmd import _torch
+from torchspmd.rehearse.compilation import eager_compilation
+from torchspmd.rehearse.device import Gpu, MemoryCounter, fake_cuda
+from torchspmd.rehearse.kernels import cuda_kernels
+from torchspmd.rehearse.place import is_called_by_torch, read_place
+from torchspmd.rehearse.recorder import Recorder
+from torchspmd.rehearse.recording import Recording
+from torchspmd.rehearse.values import Values
+from torchspmd.rehearse.world import World, fake_ranks
+
+__all__ = ["rehearsal"]
+
+
+@contextlib.contextmanager
+def rehearsal(
+    recording: Recording, world: World, gpu: Gpu, memory: MemoryCounter
+) -> Iterator[Recorder]:
+    """Inside, code for GPUs runs as one rank, without GPUs, memory and other ranks.
+
+    Args:
+        recording: Is filled with what it does.
+        world: The ranks.
+        gpu: What it is told of its GPU.
+        memory: What it is told of memory.
+    """
+    values = Values(recording.notes)
+    recorder = Recorder(recording, values)
+
+    def no_value(call: str, tensor: torch.Tensor) -> object:
+        line = read_place().line
+        if call == "__bool__":
+            return values.truth(tensor, line, by_torch=is_called_by_torch())
+        return values.array(call, tensor, line)
+
+    def record_stream(tensor: torch.Tensor, stream: Any) -> None:
+        recorder.record_stream(tensor, stream.number)
+
+    mode = _torch.FakeDeviceMode(recorder.operator)
+    shown = _torch.ShownAsCuda(no_value, record_stream)
+    with contextlib.ExitStack() as stack:
+        enter = stack.enter_context
+        enter(fake_cuda(recorder, shown, gpu, memory))
+        enter(cuda_kernels())
+        enter(eager_compilation(recorder))
+        enter(fake_ranks(world, recorder))
+        enter(_torch.shapes_apart())
+        enter(_torch.fake_device(mode, shown, recorder.on_resize))
+        enter(_torch.after_each_backward(recorder.wait_for_all))
+        recorder.start()
+        stack.callback(recorder.stop)
+        yield recorder

@@ -1,0 +1,114 @@
+"""What a script is told that reads a value which does not exist.
+
+Logging needs a number, any number. A branch needs the right one: where it cannot be told,
+the script is refused, with its line.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from torchspmd.errors import UsageError
+
+__all__ = ["READS_VALUE", "NoValueError", "Values"]
+
+READS_VALUE = frozenset({"aten._local_scalar_dense.default"})
+_CONSTANTS = {"zeros": 0, "zero_": 0, "ones": 1, "ones_like": 1, "zeros_like": 0}
+_TESTS = {"isnan": False, "isinf": False, "isfinite": True, "isneginf": False}
+# Operators that hand on what is known of a single value.
+_HAND_ON = frozenset(
+    "_to_copy copy_ clone view reshape detach any all alias squeeze unsqueeze".split()
+)
+_KEEP = frozenset({"_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_"})
+
+
+class NoValueError(UsageError):
+    """A script branches on a value that does not exist."""
+
+
+class Values:
+    """Plausible values, and notes that they were given.
+
+    Args:
+        notes: Where notes go.
+    """
+
+    def __init__(self, notes: list[str]) -> None:
+        self._notes = notes
+
+    def note(self, text: str) -> None:
+        """Write a note, once."""
+        if text not in self._notes:
+            self._notes.append(text)
+
+    def after(
+        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+    ) -> None:
+        """Remember what an operator's single value is, where that is certain."""
+        base = name.split(".")[1]
+        if base in _KEEP or not isinstance(result, torch.Tensor):
+            return
+        known: object = None
+        if base in _TESTS:
+            known = _TESTS[base]
+        elif base in _CONSTANTS:
+            known = _CONSTANTS[base]
+        elif base in ("full", "full_like", "fill_", "scalar_tensor"):
+            value = args[0] if base == "scalar_tensor" else args[1]
+            known = value if isinstance(value, int | float) else None
+        elif base in _HAND_ON and args:
+            source = args[1] if base == "copy_" else args[0]
+            known = getattr(source, "known_value", None)
+        elif base == "logical_not":
+            value = getattr(args[0], "known_value", None)
+            known = None if value is None else not value
+        if known is not None:
+            result.known_value = known  # type: ignore[attr-defined]
+        elif hasattr(result, "known_value"):
+            del result.known_value
+
+    def number(self, tensor: torch.Tensor, line: str) -> object:
+        """What ``.item()`` gives."""
+        known = getattr(tensor, "known_value", None)
+        if known is not None:
+            return float(known) if tensor.dtype.is_floating_point else known
+        plausible = _plausible(tensor.dtype)
+        self.note(f"{line or 'the script'} reads a value: {plausible} was given.")
+        return plausible
+
+    def array(self, call: str, tensor: torch.Tensor, line: str) -> object:
+        """What ``.tolist()`` and ``.numpy()`` give."""
+        plausible = _plausible(tensor.dtype)
+        self.note(
+            f"{line or 'the script'} reads values: {plausible} was given for each."
+        )
+        real = torch.full(tuple(tensor.shape), plausible, dtype=tensor.dtype)
+        return real.tolist() if call == "tolist" else real.numpy()
+
+    def truth(self, tensor: torch.Tensor, line: str, *, by_torch: bool) -> bool:
+        """What ``if tensor:`` gives.
+
+        Args:
+            tensor: The condition.
+            line: The user's line.
+            by_torch: Whether torch itself asks, as to draw again what is out of bounds.
+
+        Raises:
+            NoValueError: Nobody can tell.
+        """
+        known = getattr(tensor, "known_value", None)
+        if known is not None or by_torch:
+            return bool(known)
+        raise NoValueError(
+            f"{line or 'the script'} branches on a value that a rehearsal does not have. "
+            "Take the branch that training takes most of the time without looking at the "
+            "tensor, or put it behind an option that a rehearsal leaves out; "
+            "isnan, isinf and isfinite are answered as for healthy training."
+        )
+
+
+def _plausible(dtype: torch.dtype) -> float | int | bool:
+    if dtype == torch.bool:
+        return False
+    return 1.0 if dtype.is_floating_point or dtype.is_complex else 1

@@ -1,0 +1,165 @@
+"""The other ranks of a rehearsed world: process groups of any size that answer at once."""
+
+import contextlib
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed import device_mesh, distributed_c10d
+
+from torchspmd import _torch
+from torchspmd.rehearse.recorder import Recorder
+
+__all__ = ["World", "fake_ranks"]
+
+_MODULES = (dist, distributed_c10d, device_mesh)
+# Methods of a process group that give a work to wait for.
+_COLLECTIVES = """
+allreduce allreduce_coalesced broadcast reduce _allgather_base allgather
+allgather_coalesced allgather_into_tensor_coalesced _reduce_scatter_base reduce_scatter
+reduce_scatter_tensor_coalesced alltoall_base alltoall gather scatter send recv
+recv_anysource barrier
+""".split()
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Ranks, the one that is played, and how many of them share a node."""
+
+    size: int
+    rank: int
+    gpus_per_node: int = 8
+
+    def environment(self) -> dict[str, str]:
+        """What torchrun would set; nothing for a script that is run by itself."""
+        if self.size == 1:
+            return {}
+        local = min(self.gpus_per_node, self.size)
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_RANK": str(self.rank % self.gpus_per_node),
+            "LOCAL_WORLD_SIZE": str(local),
+            "GROUP_RANK": str(self.rank // self.gpus_per_node),
+            "GROUP_WORLD_SIZE": str(-(-self.size // self.gpus_per_node)),
+            "ROLE_RANK": str(self.rank),
+            "ROLE_WORLD_SIZE": str(self.size),
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": "29500",
+            "TORCHELASTIC_RUN_ID": "rehearsal",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }
+
+
+@contextlib.contextmanager
+def fake_ranks(world: World, recorder: Recorder) -> Iterator[None]:
+    """``init_process_group`` gives a group of the world's size, whatever it is told."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, world.environment()))
+        for owner, name, value in _replacements(world, recorder):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        stack.enter_context(_torch.ddp_on_fake_groups())
+        stack.enter_context(_torch.ddp_without_values())
+        stack.enter_context(_torch.own_chunks_only())
+        stack.callback(_end)
+        yield
+
+
+def _end() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _replacements(world: World, recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
+    plain_start, plain_new = dist.init_process_group, dist.new_group
+
+    def start(*args: object, **kwargs: object) -> None:
+        # The script's backend, address and sizes would wait for ranks that never come.
+        if not dist.is_initialized():
+            plain_start(
+                "fake",
+                store=_torch.fake_store(),
+                rank=world.rank,
+                world_size=world.size,
+            )
+
+    def new_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        known = {
+            name: kwargs[name]
+            for name in ("group_desc", "use_local_synchronization")
+            if name in kwargs
+        }
+        return plain_new(ranks, backend="fake", **known)
+
+    for module in _MODULES:
+        yield module, "init_process_group", start
+        if hasattr(module, "new_group"):
+            yield module, "new_group", new_group
+    yield dist, "get_backend", lambda group=None: "nccl"
+    yield dist, "is_nccl_available", lambda: True
+    yield from _objects()
+    yield from _works(recorder)
+
+
+def _objects() -> Iterator[tuple[Any, str, Any]]:
+    """Objects of other ranks are as those of this one."""
+
+    def broadcast(objects: list[Any], *args: Any, **kwargs: Any) -> None:
+        """It has what it sends."""
+
+    def all_gather(objects: list[Any], own: Any, group: Any = None) -> None:
+        objects[:] = [own] * len(objects)
+
+    def gather(
+        own: Any, objects: list[Any] | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        if objects is not None:
+            objects[:] = [own] * len(objects)
+
+    def scatter(
+        output: list[Any], objects: list[Any] | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        if objects:
+            output[0] = objects[0]
+
+    for module in (dist, distributed_c10d):
+        yield module, "broadcast_object_list", broadcast
+        yield module, "all_gather_object", all_gather
+        yield module, "gather_object", gather
+        yield module, "scatter_object_list", scatter
+
+
+def _works(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
+    """A work that Python waits for is a wait of the current stream."""
+    numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+    plain_wait: Any = dist.Work.wait
+
+    def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+        number = numbers.pop(work, None)
+        if number is not None:
+            recorder.wait(number)
+        return plain_wait(work, *args, **kwargs)
+
+    def watched(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+            before = recorder.last_comm
+            work = plain(group, *args, **kwargs)
+            if recorder.last_comm != before and work is not None:
+                numbers[work] = recorder.last_comm
+            return work
+
+        return call
+
+    yield dist.Work, "wait", wait
+    for name in _COLLECTIVES:
+        if hasattr(torch.distributed.ProcessGroup, name):
+            yield (
+                dist.ProcessGroup,
+                name,
+                watched(getattr(dist.ProcessGroup, name)),
+            )

@@ -1,0 +1,49 @@
+"""Modules of numbered layers as one: paths without their numbers, and with them again."""
+
+from torchspmd.comm.folding import ranges
+
+#: Of each place in a path that is a number, the numbers that were seen there.
+Numbers = tuple[tuple[int, ...], ...]
+
+
+def without_numbers(path: str) -> tuple[str, Numbers]:
+    """A path with ``#`` for numbers, and the numbers.
+
+    >>> without_numbers("GPT.layers.3.mlp")
+    ('GPT.layers.#.mlp', ((3,),))
+    """
+    words = path.split(".")
+    numbers = tuple((int(word),) for word in words if word.isdecimal())
+    return ".".join("#" if word.isdecimal() else word for word in words), numbers
+
+
+def united(one: Numbers, other: Numbers) -> Numbers:
+    """The numbers of both, place by place; nothing is known of an empty one.
+
+    >>> united(((0, 1),), ((3,),))
+    ((0, 1, 3),)
+    """
+    if not one:
+        return other
+    return tuple(
+        a if set(b) <= set(a) else tuple(sorted({*a, *b}))
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def with_numbers(path: str, numbers: Numbers) -> str:
+    """The path with its numbers again.
+
+    >>> with_numbers("GPT.layers.#.mlp", ((0, 1, 3),))
+    'GPT.layers.[0-1,3].mlp'
+    """
+    rest = iter(numbers)
+    words = []
+    for word in path.split("."):
+        if word == "#":
+            found = next(rest, ())
+            text = ranges(found)
+            words.append(f"[{text}]" if len(found) > 1 else text or "#")
+        else:
+            words.append(word)
+    return ".".join(words)

@@ -1,0 +1,97 @@
+"""The documentation holds together: links lead somewhere, every error has its section."""
+
+import inspect
+import re
+import subprocess
+import sys
+
+import pytest
+from pages import ROOT
+
+from torchspmd import errors
+from torchspmd._cli import main
+
+pytestmark = pytest.mark.unit
+
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+ERRORS = [
+    value
+    for value in vars(errors).values()
+    if inspect.isclass(value) and value.__module__ == errors.__name__
+]
+
+
+def _text(page):
+    """The page without what is shown as code."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def _anchors(page):
+    """The anchors of the headings, as the site and code hosts make them."""
+    headings = re.findall(r"^#+ (.+)$", _text(page), re.MULTILINE)
+    words = [re.sub(r"[^\w\- ]", "", heading).strip().lower() for heading in headings]
+    return {re.sub(r"[\s-]+", "-", word) for word in words}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page):
+    wrong = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", _text(page)):
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in _anchors(target)):
+            wrong.append(link)
+    assert wrong == []
+
+
+def test_every_page_is_in_the_menu():
+    menu = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M))
+    assert menu == {
+        page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")
+    }
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) < 150
+
+
+@pytest.mark.parametrize("error", ERRORS[1:], ids=lambda error: error.__name__)
+def test_every_error_has_a_section_with_cause_and_fix(error):
+    name = error.__name__
+    pages = [
+        page
+        for page in (ROOT / "docs" / "errors").glob("*.md")
+        if re.search(rf"^## {name}$", page.read_text(), re.MULTILINE)
+    ]
+    assert len(pages) == 1, f"write '## {name}' on a page of docs/errors"
+    here = f"{pages[0].name}#{name.lower()}"
+    assert f"[`{name}`]({here})" in (ROOT / "docs/errors/index.md").read_text()
+    if getattr(error, "page", ""):
+        assert error.page == f"docs/errors/{here}"
+
+
+def test_a_traceback_ends_with_the_page():
+    code = "from torchspmd.errors import PlanError; raise PlanError('text')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert done.stderr.endswith(
+        "torchspmd.errors.PlanError: text\n"
+        "Causes and fixes: docs/errors/layouts.md#planerror\n"
+    )
+    assert str(errors.PlanError("text")) == "text"
+    assert not hasattr(errors.UsageError("text"), "__notes__")  # the text says it all
+
+
+def test_every_command_is_on_the_page_of_the_command_line(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    commands = re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE)
+    page = (ROOT / "docs" / "command_line.md").read_text()
+    assert "trace" in commands
+    assert [name for name in commands if f"| `torchspmd {name}" not in page] == []

@@ -1,0 +1,135 @@
+"""Measuring a device: every section runs, failures are told, and the file is read back."""
+
+import itertools
+import warnings
+
+import pytest
+import torch
+
+from torchspmd._cli import main
+from torchspmd.predict.calibration import Limits, calibrate, run
+from torchspmd.predict.calibration.meter import Meter
+from torchspmd.predict.hardware import (
+    Figure,
+    Hardware,
+    hardware_text,
+    known_gpu,
+    load_gpu,
+)
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture(scope="module")
+def measured():
+    sections = [each for each in run._SECTIONS if each[0] != "compiled regions"]
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(run, "_SECTIONS", sections)
+        yield calibrate(
+            torch.device("cpu"), seconds=60, limits=Limits(1.4e8, 1e6, calls=1)
+        )
+
+
+def test_every_section_has_figures(measured):
+    tables = {key.partition(".")[0] for key in measured.figures}
+    assert tables >= {
+        "copies",
+        "flops",
+        "host_backward",
+        "host_forward",
+        "host_optimizer",
+        "launch",
+        "matmul",
+        "operators",
+    }
+    assert all("measured on cpu" in f.source for f in measured.figures.values())
+    # the one operator that CPUs have not
+    assert all("_fused_rms_norm_backward" in note for note in measured.notes)
+
+
+def test_rows_are_bytes_or_shapes_and_seconds(measured):
+    nbytes, seconds = measured.figures["operators.elementwise_2"].value[0]
+    assert nbytes == 3 * 2 * 8192
+    assert 0 < seconds < 1
+    layout, batch, m, n, k, seconds = measured.figures["matmul.bfloat16"].value[0]
+    assert (layout, batch) == (0, 1)
+    assert 2 * m * n * k < 1.4e8
+
+
+def test_a_case_that_fails_is_noted_and_leaves_the_others(monkeypatch):
+    def cases(meter, limits):
+        def bad(label):
+            raise RuntimeError("no such kernel\nmore")
+            yield
+
+        def good(label):
+            yield "launch.kernel", 1e-6
+
+        yield from (lambda: bad("b"), lambda: good("g"))
+
+    monkeypatch.setattr(run, "_SECTIONS", [("kernels", cases)])
+    monkeypatch.setattr(run, "_GRIDS", [])
+    result = calibrate(torch.device("cpu"), seconds=1)
+    assert result.figures["launch.kernel"].value == 1e-6
+    assert result.notes == ["kernels, 1 not measured: : RuntimeError: no such kernel"]
+
+
+def test_a_grid_stops_when_its_time_is_up(monkeypatch):
+    clock = itertools.count()
+    monkeypatch.setattr(run.time, "perf_counter", lambda: float(next(clock)))
+
+    def cases(meter, limits):
+        for size in range(20):
+            yield lambda size=size: iter([("matmul.float32", (size, 1.0))])
+
+    monkeypatch.setattr(run, "_SECTIONS", [])
+    monkeypatch.setattr(run, "_GRIDS", [("products", 1.0, cases)])
+    result = calibrate(torch.device("cpu"), seconds=9)
+    assert 0 < result.cases < 20
+    assert result.notes == [
+        f"products: {20 - result.cases} cases left out, their time was up"
+    ]
+
+
+def test_random_values_and_times_of_the_host():
+    meter = Meter(torch.device("cpu"))
+    assert meter.random(3, 4).shape == (3, 4)
+    assert meter.host_seconds(lambda: None, 10) < 1
+
+
+def test_a_written_file_is_the_same_when_read(tmp_path):
+    h100 = load_gpu("h100")
+    more = {
+        "matmul.bfloat16": Figure(((0.0, 1.0, 5.25e-05), (1.0, 2.0, 3.0)), 'a "b" \\ c')
+    }
+    gpu = Hardware("mine", "My GPU", "9.0", {**h100.figures, **more})
+    path = tmp_path / "mine.toml"
+    path.write_text(hardware_text(gpu))
+    assert load_gpu(str(path)) == gpu
+    assert gpu.rows("matmul.bfloat16")[0][2] == 5.25e-05
+    assert gpu.rows("matmul.int4") == ()
+
+
+@pytest.mark.parametrize(
+    ("title", "name", "is_same"),
+    [
+        ("NVIDIA H200", "h200", True),
+        ("NVIDIA A100-SXM4-80GB", "a100", True),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb", True),
+        ("NVIDIA L4", "h100", False),
+    ],
+)
+def test_a_gpu_is_known_by_what_cuda_calls_it(title, name, is_same):
+    gpu, same = known_gpu(title)
+    assert (gpu.name, same) == (name, is_same)
+
+
+def test_without_a_gpu_the_command_says_what_to_do(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    out = str(tmp_path / "x.txt")
+    assert main(["calibrate", "--out", out, "--seconds", "0"]) == 2
+    text = capsys.readouterr().err
+    assert "there is no CUDA device here: run this on a machine with the GPU" in text
+    assert "--out must end in .toml, not x.txt" in text
+    assert "--seconds must be more than 0" in text

@@ -1,0 +1,273 @@
+"""Prices of operators, collectives and the host, from hand-made recordings."""
+
+import math
+
+import pytest
+
+from torchspmd.errors import UsageError
+from torchspmd.predict.collectives import Link, collective_seconds, place, price_comm
+from torchspmd.predict.figures import Correction, Figures, Line
+from torchspmd.predict.hardware import Figure, Hardware, load_gpu, load_network
+from torchspmd.predict.host import HostModel
+from torchspmd.predict.operators import Pricer
+from torchspmd.predict.traffic import bytes_moved, op_flops
+from torchspmd.rehearse.recording import (
+    Comm,
+    Op,
+    Phase,
+    Recording,
+    Site,
+    TensorSpec,
+)
+
+pytestmark = pytest.mark.unit
+
+SITE = Site("net.layer", Phase.FORWARD, 0, "")
+
+
+def tensor(*shape, dtype="bfloat16", stride=None, storage=0):
+    if stride is None:
+        stride = tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
+    return TensorSpec(shape, stride, dtype, "cuda", storage)
+
+
+def operator(name, inputs, outputs, phase=Phase.FORWARD, **scalars):
+    site = SITE._replace(phase=phase)
+    return Op(0, f"aten.{name}", inputs, outputs, tuple(scalars.items()), 0, site)
+
+
+def product(m, n, k, dtype="bfloat16"):
+    inputs = (tensor(m, k, dtype=dtype), tensor(k, n, dtype=dtype))
+    return operator("mm.default", inputs, (tensor(m, n, dtype=dtype),))
+
+
+@pytest.fixture
+def pricer():
+    return Pricer(Figures(load_gpu("h100")))
+
+
+# --- bytes and operations -----------------------------------------------------------
+
+
+def test_operations_are_counted_from_shapes():
+    assert op_flops(product(2, 3, 5)) == 60
+    q, kv = tensor(2, 8, 64, 16), tensor(2, 2, 64, 16)
+    attention = "_scaled_dot_product_flash_attention.default"
+    forward = operator(attention, (q, kv, kv), (q,), is_causal=False)
+    assert op_flops(forward) == 4 * 2 * 8 * 64 * 64 * 16
+    causal = operator(attention, (q, kv, kv), (q,), is_causal=True)
+    assert op_flops(causal) == op_flops(forward) / 2
+    name = "_scaled_dot_product_flash_attention_backward.default"
+    backward = operator(name, (q, q, kv, kv, q), (q, kv, kv), is_causal=True)
+    assert op_flops(backward) == 2.5 * op_flops(causal)
+    x, w, y = tensor(4, 8, 32, 32), tensor(16, 8, 3, 3), tensor(4, 16, 32, 32)
+    convolution = operator("convolution.default", (x, w), (y,), groups=1)
+    assert op_flops(convolution) == 2 * 4 * 16 * 32 * 32 * 8 * 9
+    gradients = operator(
+        "convolution_backward.default",
+        (y, x, w),
+        (x, w),
+        output_mask=[True, True, False],
+    )
+    assert op_flops(gradients) == 2 * op_flops(convolution)
+    assert op_flops(operator("add.Tensor", (x, x), (x,))) == 0
+
+
+def test_bytes_are_those_that_are_touched():
+    x, row = tensor(64, 128), tensor(64, 128, stride=(0, 1))
+    assert bytes_moved("aten.add.Tensor", (x, row), (x,)) == 2 * 2 * 64 * 128 + 256
+    table, out = tensor(50000, 128), tensor(64, 128)
+    where = tensor(64, dtype="int64")
+    moved = bytes_moved("aten.embedding.default", (table, where), (out,))
+    assert moved == 64 * 8 + 2 * 2 * 64 * 128
+    assert bytes_moved("aten.zero_.default", (x,), (x,)) == 2 * 64 * 128
+    params = tuple(tensor(100, dtype="float32") for _ in range(8))
+    assert bytes_moved("aten._fused_adamw_.default", params, ()) == 8 * 400 * 7 // 4
+    assert bytes_moved("aten._foreach_add_.List", params, ()) == 8 * 400 * 3 // 2
+
+
+# --- operators ----------------------------------------------------------------------
+
+
+def test_a_large_product_is_near_the_best_rate_and_a_small_one_at_the_floor(pricer):
+    cost = pricer.price(product(8192, 8192, 8192))
+    assert cost.kind == "matmul"
+    rate = cost.flops / cost.seconds
+    assert 0.5e15 < rate < 0.8e15
+    assert pricer.price(product(16, 16, 16)).seconds < 2e-5
+
+
+def test_waves_that_are_not_full_cost_as_much_as_full_ones(pricer):
+    """132 multiprocessors: one more row of tiles is one more wave."""
+    full = pricer.price(product(128 * 132, 256, 8192)).seconds
+    more = pricer.price(product(128 * 133, 256, 8192)).seconds
+    assert more > 1.1 * full
+
+
+def test_fp32_products_are_slower_than_bf16_and_tf32_is_between(pricer):
+    exact = product(4096, 4096, 4096, "float32")
+    rounded = exact._replace(scalars=(("allow_tf32", True),))
+    bf16 = product(4096, 4096, 4096)
+    times = [pricer.price(op).seconds for op in (bf16, rounded, exact)]
+    assert times == sorted(times)
+    assert times[2] > 4 * times[0]
+
+
+def test_what_memory_bounds_is_priced_by_its_bytes(pricer):
+    x = tensor(1 << 28)
+    cost = pricer.price(operator("add.Tensor", (x, x), (x,)))
+    assert cost.kind == "memory"
+    rate = cost.nbytes / cost.seconds
+    assert 0.6 * 3.35e12 < rate <= 3.4e12
+
+
+def test_views_cost_nothing(pricer):
+    x = tensor(1 << 20)
+    view = operator("view.default", (x,), (x,))._replace(views=True)
+    assert pricer.price(view).seconds == 0
+    assert pricer.price(operator("_unsafe_view.default", (x,), (x,))).seconds == 0
+    assert not pricer.unknown
+
+
+def test_an_unknown_operator_is_priced_by_its_bytes_and_listed(pricer):
+    x = tensor(1 << 28)
+    op = operator("x", (x,), (x,))._replace(name="mylib.surprise.default")
+    assert pricer.price(op).seconds > 2 * 2 * (1 << 28) / 4e12
+    assert pricer.unknown == {"mylib.surprise.default": 1}
+
+
+def test_copies_from_the_host_go_over_its_link(pricer):
+    here = tensor(1 << 27)._replace(device="cpu")
+    cost = pricer.price(operator("_to_copy.default", (here,), (tensor(1 << 27),)))
+    assert cost.kind == "copy"
+    assert cost.seconds == pytest.approx(2 * (1 << 27) / 5.54e10, rel=0.01)
+
+
+def test_measured_rows_correct_the_formula_and_carry_over_to_another_chip():
+    h100, op = load_gpu("h100"), product(4096, 4096, 4096)
+    figures = {k: f for k, f in h100.figures.items() if not k.startswith("matmul")}
+
+    def seconds(rows):
+        more = {"matmul.bfloat16": Figure(rows, "test")}
+        gpu = Hardware("x", "x", "9.0", {**figures, **more})
+        return Pricer(Figures(gpu)).price(op).seconds
+
+    assert seconds(((0, 1, 4096, 4096, 4096, 1e-3),)) == pytest.approx(1e-3)
+    near = seconds(((0, 1, 4096, 4096, 4096, 1e-3), (0, 1, 64, 64, 64, 1.0)))
+    assert near == pytest.approx(1e-3, rel=0.05)
+
+
+def test_corrections_between_cases():
+    line = Line([(0.0, 1.0), (2.0, 4.0)])
+    assert [line.at(x) for x in (-1, 0, 1, 5)] == pytest.approx([1, 1, 2, 4])
+    assert Line([]).at(3) == 1
+    assert Correction([], []).at((1, 2)) == 1
+    both = Correction([(0.0,), (1.0,)], [1.0, 4.0])
+    assert both.at((0.5,)) == pytest.approx(2.0)
+
+
+# --- collectives --------------------------------------------------------------------
+
+
+def test_ranks_are_placed_on_nodes_in_their_order():
+    assert place(tuple(range(16)), 8) == (16, 2, 8)
+    assert place((0, 8, 16, 24), 8) == (4, 4, 1)
+    assert place((0, 2), 8) == (2, 1, 2)
+
+
+def test_a_group_with_more_ranks_on_each_node_has_more_ports():
+    figures = Figures(load_gpu("h100"), load_network("ib-ndr400"))
+    size = 8 << 30
+    one, four = (
+        collective_seconds("all_gather", size, place(ranks, 8), figures)
+        for ranks in (
+            tuple(range(0, 128, 8)),
+            tuple(n * 8 + g for n in range(16) for g in range(4)),
+        )
+    )
+    assert one == pytest.approx(4 * four, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mib", "ranks", "milliseconds"),
+    [  # NVLink, eight ranks: published tables of nccl-tests
+        ("all_reduce", 16, 8, 0.129),
+        ("all_reduce", 128, 8, 0.708),
+        ("all_reduce", 1024, 8, 5.28),
+        ("all_reduce", 8192, 8, 31.8),
+        ("all_gather", 16 * 1024, 8, 41.6),
+    ],
+)
+def test_collectives_of_a_node_are_near_what_was_published(
+    kind, mib, ranks, milliseconds
+):
+    figures = Figures(load_gpu("h100"))
+    where = place(tuple(range(ranks)), 8)
+    seconds = collective_seconds(kind, mib << 20, where, figures)
+    assert seconds * 1e3 == pytest.approx(milliseconds, rel=0.25)
+
+
+def test_a_small_all_reduce_over_nodes_takes_a_tree():
+    figures = Figures(load_gpu("h100"), load_network("ib-ndr400"))
+    where = place(tuple(range(256)), 8)
+    small = collective_seconds("all_reduce", 1024, where, figures)
+    ring = collective_seconds("all_gather", 1024, where, figures)
+    assert small < ring
+
+
+def communication(kind, ranks, nbytes, peer=-1):
+    where = ("g", ranks, "dp", nbytes, "float32", (), (), 0, 1, True, peer, SITE)
+    return Comm(0, kind, "c10d.x", *where)
+
+
+def test_links_of_communications():
+    figures = Figures(load_gpu("h100"), load_network("ib-ndr400"))
+    inside = price_comm(communication("send", (0, 1), 1 << 20, 1), figures, 8, 0)
+    outside = price_comm(communication("send", (0, 8), 1 << 20, 8), figures, 8, 0)
+    assert (inside.link, outside.link) == (Link.NVLINK, Link.NETWORK)
+    assert outside.seconds > 3 * inside.seconds
+    alone = price_comm(communication("all_reduce", (0,), 1 << 20), figures, 8, 0)
+    assert alone.link is Link.NONE
+
+
+def test_several_nodes_without_a_network_are_refused():
+    figures = Figures(load_gpu("h100"))
+    comm = communication("all_reduce", tuple(range(16)), 1 << 20)
+    with pytest.raises(
+        UsageError, match=r"no network was named \(port\): give --network"
+    ):
+        price_comm(comm, figures, 8, 0)
+
+
+# --- the host -----------------------------------------------------------------------
+
+
+def test_the_host_pays_for_operators_modules_and_wrappers():
+    def seconds(*ops):
+        host = HostModel(Figures(load_gpu("h100")), Recording())
+        return sum(map(host.seconds, ops))
+
+    x = tensor(8)
+    add = operator("add.Tensor", (x, x), (x,))
+    assert seconds(add) > 1e-6
+    assert seconds(add._replace(through="dtensor")) > seconds(add) + 5e-6
+    assert seconds(add._replace(through="graph")) < seconds(add)
+    compiled = add._replace(region=1)
+    assert seconds(*[compiled] * 50) < seconds(*[add] * 50)
+    other = add._replace(site=SITE._replace(module="net.other.layer"))
+    assert seconds(add, other, add) > seconds(add, add, add)
+
+
+def test_a_figure_that_no_file_has_is_asked_for_by_name():
+    with pytest.raises(UsageError, match=r"has no launch\.nothing: add nothing ="):
+        Figures(load_gpu("h100")).number("launch.nothing")
+
+
+def test_figures_that_were_used_are_told_with_their_source():
+    figures = Figures(load_gpu("a100"))
+    Pricer(figures).price(product(64, 64, 64))
+    told = {each["what"]: each for each in figures.assumptions()}
+    assert told["bandwidth.memory"]["value"] == load_gpu("a100").number(
+        "bandwidth.memory"
+    )
+    assert all(each["source"] for each in told.values())
