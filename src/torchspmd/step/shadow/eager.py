@@ -355,7 +355,10 @@ def _reduced(
             if slot.role is not Role.PARAMETER or not tensor.requires_grad:
                 continue
             if reduce is not None:
-                hook = _reduction(place, reduce, talk)
+                layout = None
+                if isinstance(spread, FullySharded):  # its shard has lost such hooks
+                    layout = _torch.layout_of(tensor)
+                hook = _reduction(place, reduce, talk, layout)
                 stack.callback(tensor.register_hook(hook).remove)
             for table, _, own in _torch.hooks_of(
                 slot.tensor, _torch.GRADIENT_HOOK_TABLES
@@ -366,13 +369,21 @@ def _reduced(
 
 
 def _reduction(
-    place: int, reduce: Callable[[torch.Tensor], torch.Tensor], talk: _Talk
+    place: int,
+    reduce: Callable[[torch.Tensor], torch.Tensor],
+    talk: _Talk,
+    layout: Any,
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     def hook(gradient: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled():  # create_graph=True: an inner gradient
             return gradient
         talk.about_to(place)
-        return reduce(gradient)
+        total: Any = reduce(gradient)
+        found = _torch.layout_of(total)
+        if layout is not None and found is not None:
+            if found.placements != layout.placements:
+                total = total.redistribute(placements=layout.placements)
+        return total
 
     return hook
 
