@@ -378,11 +378,11 @@ def _reduction(
         if torch.is_grad_enabled():  # create_graph=True: an inner gradient
             return gradient
         talk.about_to(place)
-        total: Any = reduce(gradient)
+        total = reduce(gradient)
         found = _torch.layout_of(total)
         if layout is not None and found is not None:
-            if found.placements != layout.placements:
-                total = total.redistribute(placements=layout.placements)
+            laid_out: Any = total
+            total = laid_out.redistribute(placements=layout.placements)
         return total
 
     return hook
