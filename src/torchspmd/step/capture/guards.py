@@ -79,10 +79,15 @@ def describe_unguarded(inventory: Inventory, limit: int = 8) -> tuple[str, ...]:
     )
 
 
-def check_iterators(inventory: Inventory) -> None:
-    """Refuse what gives another value whenever a step asks, and shows no state."""
-    names = list(walk_data(inventory).iterators.values())
-    if names:
+def check_reached(inventory: Inventory) -> None:
+    """Refuse what a step can reach and a graph cannot follow."""
+    walk = walk_data(inventory)
+    if names := list(walk.scalers.values()):
+        raise CaptureError(
+            f"compile: {', '.join(names)}: a GradScaler that is in no argument. Its scale "
+            "would be that of the capture for ever. Pass it to the step as an argument."
+        )
+    if names := list(walk.iterators.values()):
         raise CaptureError(
             f"compile: {', '.join(names)}: an iterator that the step can reach. A captured "
             "step would take from it once, while it is captured, and use that value for "

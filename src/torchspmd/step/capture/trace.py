@@ -14,7 +14,7 @@ from torchspmd.comm import Phase
 from torchspmd.errors import CaptureError
 from torchspmd.step.capture.dynamic import Sizes
 from torchspmd.step.capture.functionalize import clean, make_functional
-from torchspmd.step.capture.guards import check_iterators, describe_unguarded
+from torchspmd.step.capture.guards import check_reached, describe_unguarded
 from torchspmd.step.capture.host_values import HostValues, Reads
 from torchspmd.step.capture.inventory import Inventory, Number, Role, Slot
 from torchspmd.step.capture.micro_batches import join_reductions
@@ -123,7 +123,7 @@ def capture(
     """
     check_layouts(spread, inventory.slots)
     check_memory(inventory)
-    check_iterators(inventory)
+    check_reached(inventory)
     relayout = spread.lay_out(inventory)
     if relayout is not None:
         inventory = relayout.inventory
