@@ -35,9 +35,9 @@ from torchspmd._torch.capture import current_graph as current_graph
 from torchspmd._torch.capture import data_dependence_errors as data_dependence_errors
 from torchspmd._torch.capture import decomposition as decomposition
 from torchspmd._torch.capture import functional as functional
-from torchspmd._torch.capture import functional_optimizer as functional_optimizer
 from torchspmd._torch.capture import has_symbols as has_symbols
 from torchspmd._torch.capture import holds as holds
+from torchspmd._torch.capture import initial_state as initial_state
 from torchspmd._torch.capture import keep_flat_weights as keep_flat_weights
 from torchspmd._torch.capture import layout_of as layout_of
 from torchspmd._torch.capture import lazy_module as lazy_module
@@ -115,8 +115,11 @@ from torchspmd._torch.operators import argument_names as argument_names
 from torchspmd._torch.operators import call_below as call_below
 from torchspmd._torch.operators import draws_random_numbers as draws_random_numbers
 from torchspmd._torch.operators import fake_result as fake_result
+from torchspmd._torch.operators import functional_form as functional_form
 from torchspmd._torch.operators import gives_one_tensor as gives_one_tensor
 from torchspmd._torch.operators import in_place_form as in_place_form
+from torchspmd._torch.operators import is_elementwise as is_elementwise
+from torchspmd._torch.operators import is_fused_optimizer as is_fused_optimizer
 from torchspmd._torch.operators import observe as observe
 from torchspmd._torch.operators import only_has_effects as only_has_effects
 from torchspmd._torch.operators import operator_generation as operator_generation

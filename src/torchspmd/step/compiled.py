@@ -19,6 +19,7 @@ from torchspmd.errors import CaptureError, UsageError
 from torchspmd.layout.names import format_mesh
 from torchspmd.step.capture.guard_cache import GuardCache
 from torchspmd.step.capture.guards import explain_difference, sign
+from torchspmd.step.capture.initial_states import InitialStates, UnusedStatesError
 from torchspmd.step.capture.inventory import Inventory, take_inventory
 from torchspmd.step.capture.override import Override, Overrides
 from torchspmd.step.capture.spread import Spread
@@ -178,8 +179,7 @@ class CompiledStep:
             with self._options.overrides.standing_in(args, kwargs) as (own, named):
                 program, inventory = self._find(own, named)
                 if program is None:
-                    program = self._build(inventory)
-                    self._switches.to_new(program)
+                    program, inventory = self._build(own, named, inventory)
                 else:
                     self._switches.to_known(program)
             return self._run(program, inventory, last_train_step)
@@ -307,18 +307,24 @@ class CompiledStep:
         known = self._known.find(args, kwargs)
         if known is not None:
             return known
+        inventory = self._take_inventory(args, kwargs)
+        program = self._find_program(inventory)
+        if program is not None:
+            self._known.add(inventory, program)
+        return program, inventory
+
+    def _find_program(self, inventory: Inventory) -> Program | None:
+        programs = self._by_signature.get(sign(inventory), ())
+        return next((each for each in programs if each.accepts(inventory)), None)
+
+    def _take_inventory(self, args: Any, kwargs: Any) -> Inventory:
         with _torch.profiled("torchspmd::inventory"):
             # Compiled code takes tensors only: hyper-parameters become constants.
             lift_numbers = self._options.backend == "graph"
             function = self._options.function
-            inventory = take_inventory(
+            return take_inventory(
                 args, kwargs, lift_numbers=lift_numbers, function=function
             )
-        programs = self._by_signature.get(sign(inventory), ())
-        program = next((each for each in programs if each.accepts(inventory)), None)
-        if program is not None:
-            self._known.add(inventory, program)
-        return program, inventory
 
     def _check_open(self) -> None:
         """Raise where the step was closed, or has no ranks to talk to any more."""
@@ -338,19 +344,39 @@ class CompiledStep:
                 "function again behind init_process_group()."
             )
 
-    def _build(self, inventory: Inventory) -> Program:
+    def _build(
+        self, args: Any, kwargs: Any, inventory: Inventory
+    ) -> tuple[Program, Inventory]:
+        """A program for a call, and what it works on: its optimizers have their state."""
         number = len(self._programs)
         reason = _why(inventory, self._programs, self._by_signature)
-        _check_capture(self._name, number, reason)
         flush_shared(inventory)
         spread = self._resolve_spread(inventory)
         self._num_tries += 1  # ranks that fail do so together, and may try again
         key = f"{self._serial}/{self._num_tries}"
         ranks = Agreement(self._name, key, number, spread.mesh)
-        program = build_program(self._options, inventory, spread, ranks, number, reason)
+        with ranks.reporting_failure(), InitialStates(inventory, spread) as initial:
+            while True:
+                if initial:
+                    inventory = initial.mark(self._take_inventory(args, kwargs))
+                    known = self._find_program(inventory)
+                    if known is not None and known.updated >= inventory.initial:
+                        self._switches.to_known(known)
+                        return known, inventory
+                _check_capture(self._name, number, reason)
+                try:
+                    program = build_program(
+                        self._options, inventory, spread, ranks, number, reason
+                    )
+                except UnusedStatesError as unused:
+                    initial.keep_updated(inventory, unused)
+                    inventory = self._take_inventory(args, kwargs)
+                else:
+                    break
         self._programs.append(program)
         self._by_signature.setdefault(program.signature, []).append(program)
-        return program
+        self._switches.to_new(program)
+        return program, inventory
 
     def _resolve_spread(self, inventory: Inventory) -> Spread:
         if self._spread is None:

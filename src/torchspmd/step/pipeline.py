@@ -79,7 +79,6 @@ def build_program(
     with (
         Progress(f"compile {options.name}") as progress,
         without_collection(),
-        ranks.reporting_failure(),
     ):
         captured = capture(
             options.function,
@@ -95,7 +94,8 @@ def build_program(
             verifier = _make_verifier(title, graph, laid_out, options.verify)
             made = _run_passes(graph, options.transformation, cost, verifier)
             chosen = choose_backend(made, graph, options.backend)
-            _agree(ranks, chosen.graph, inventory, captured)
+            with phase("agreement"):
+                _agree(ranks, chosen.graph, inventory, captured)
             with phase("lowering"):
                 lowered = lower_graph(chosen)
             certificate = _certify(title, graph, lowered, verifier, chosen.backend)
@@ -117,11 +117,13 @@ def build_program(
             assumptions=captured.assumptions,
             reads=captured.reads,
             memory=captured.memory,
+            updated=captured.updated,
             run=lowered.run,
             released=released,
             loose=find_loose(captured.outputs, lowered),
             in_place=lowered.in_place,
             notes=(f"phases: {progress.describe()}", *notes),
+            phase_seconds=dict(progress.seconds),
             peak_memory=predict_peak(running.graph, released) if running else None,
             reason=reason,
             certificate=certificate,

@@ -102,11 +102,20 @@ class RefuseFunctions(FunctionMode):
 
 @final
 class CheckOperators(OperatorMode):
-    """Refuses operators that only have effects; counts the writes into lists."""
+    """Refuses operators that only have effects; counts the writes into lists.
+
+    Args:
+        note: Told before each operator is called.
+    """
+
+    def __init__(self, note: Callable[[], None]) -> None:
+        super().__init__()
+        self._note = note
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Check and run an operator."""
         _check_operator(func)
+        self._note()
         result = func(*args, **kwargs)
         for value in _torch.written_values(func, args, kwargs):
             if isinstance(value, (list, tuple)):
