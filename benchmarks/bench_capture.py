@@ -1,81 +1,114 @@
-"""How long does it take to capture a transformer's training step, by depth?
+"""How long until a training step runs at its steady speed, by depth and by phase?
 
-Forward, loss, backward, gradient reduction and foreach AdamW of a transformer on a fake
-group of 8 ranks, captured as one functional graph in the default mode (DTensor rules) and
-in DataParallel mode (plain tensors). The step of the captured graph is timed beside eager,
-on one device, without a process group.
+Forward, loss, backward, gradient reduction and foreach AdamW of a GPT on a fake group of 8
+ranks, with a cold optimizer: captured in the default mode, and with parallel="replicate"
+and overlapped updates up to the first steady step. Beside it, eager's first step and that
+of DistributedDataParallel with torch.compile, a process of its own for each. Seconds of
+the processor, so that other work on the machine counts little; everything is imported
+and was used once, on a model of one layer.
 """
 
-from contextlib import nullcontext
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
 
 import torch
-from _harness import arguments, publish, summary, time_interleaved
-from _models import Transformer
+from _harness import publish
+from _models import GPT
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from torchspmd.step import CompiledStep, DataParallel, compile
+from torchspmd.step import CompiledStep, compile
 from torchspmd.testing import fake_mesh
 
-DEPTHS = (3, 6, 12, 24)
+DEPTHS = (3, 6, 12, 24, 48)
+VARIANTS = ("default", "overlapped", "DDP", "DDP + torch.compile")
+PHASES = ("capture", "functionalize", "passes", "proofs", "agreement", "lowering")
 
 
 def train_step(
-    model: nn.Module, optim: torch.optim.Optimizer, batch: torch.Tensor
+    model: nn.Module, optim: torch.optim.Optimizer, tokens: torch.Tensor
 ) -> torch.Tensor:
-    loss = model(batch).square().mean()
+    loss = model(tokens)
     loss.backward()
     optim.step()
     optim.zero_grad()
     return loss
 
 
-def build(num_layers: int) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
-    model = Transformer(num_layers)
+def first_steps(variant: str, num_layers: int) -> dict[str, Any]:
+    """Processor seconds of the first step and of the one behind the steady form's first."""
+    torch.manual_seed(0)
+    model: nn.Module = GPT(num_layers, 64, 256, tied=False)
+    step: Any = train_step
+    if variant == "default":
+        step = compile(train_step)
+    elif variant == "overlapped":
+        step = compile(train_step, parallel="replicate", overlap=True)
+    else:
+        model = DistributedDataParallel(model)
+        if "compile" in variant:
+            model.compile()
     optim = torch.optim.AdamW(model.parameters(), foreach=True)
-    batch = torch.randn(2, 16, 64)
-    train_step(model, optim, batch)  # so that there is optimizer state
-    return model, optim, batch
+    tokens = torch.randint(256, (2, 16))
+    seconds = []
+    for _ in range(4):
+        start = time.process_time()
+        step(model, optim, tokens)
+        seconds.append(time.process_time() - start)
+    found: dict[str, Any] = {
+        "to steady s": sum(seconds) - 2 * seconds[-1],
+        "steady ms": seconds[-1] * 1e3,
+    }
+    if isinstance(step, CompiledStep):
+        (program,) = step.programs
+        found |= {"nodes": len(program.graph.graph.nodes)}
+        found |= {name: program.phase_seconds.get(name, 0.0) for name in PHASES}
+        step.flush()
+    return found
 
 
-def capture_seconds(num_layers: int, mode: DataParallel | None) -> CompiledStep:
-    model, optim, batch = build(num_layers)
-    step = compile(parallel_mode=mode)(train_step)
-    step(model, optim, batch)
-    return step
-
-
-def step_times(num_layers: int, rounds: int) -> dict[str, float]:
-    model, optim, batch = build(num_layers)
-    step = compile(train_step)
-    step(model, optim, batch)
-    times = time_interleaved(
-        {
-            "eager": (nullcontext, lambda: train_step(model, optim, batch)),
-            "compiled": (nullcontext, lambda: step(model, optim, batch)),
-        },
-        rounds=rounds,
-    )
-    return {name: summary(values)["median_ms"] for name, values in times.items()}
+def measure(variant: str, num_layers: int) -> dict[str, Any]:
+    """The figures of one variant, from a process of its own."""
+    command = [sys.executable, __file__, "--one", variant, "--layers", str(num_layers)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{variant}, {num_layers} layers:\n{done.stderr}")
+    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return row
 
 
 def main() -> None:
-    options = arguments(__doc__, rounds=5)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--depths", type=int, nargs="+", default=DEPTHS)
+    parser.add_argument("--one", choices=VARIANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--layers", type=int, default=12, help=argparse.SUPPRESS)
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    with fake_mesh(8):
-        capture_seconds(1, None)  # imports of the tracer are not part of a capture
-    rows = []
-    for num_layers in DEPTHS:
-        row: dict[str, object] = {"layers": num_layers}
+    if options.one:
         with fake_mesh(8):
-            for name, mode in (("default", None), ("replicate", DataParallel())):
-                (program,) = capture_seconds(num_layers, mode).programs
-                row[f"{name} nodes"] = len(program.graph.graph.nodes)
-                row[f"{name} s"] = program.capture_seconds
-                row[f"{name} ms/layer"] = program.capture_seconds * 1e3 / num_layers
-        for name, milliseconds in step_times(num_layers, options.rounds).items():
-            row[f"{name} step ms"] = milliseconds
+            first_steps(options.one, 1)
+        with fake_mesh(8):
+            print(json.dumps(first_steps(options.one, options.layers)))
+        return
+    rows = []
+    for depth in options.depths:
+        found = {variant: measure(variant, depth) for variant in VARIANTS}
+        ours, peer = found["overlapped"], found["DDP + torch.compile"]
+        row: dict[str, Any] = {"layers": depth, "nodes": ours["nodes"]}
+        row |= {f"{name} s": ours[name] for name in PHASES}
+        row["overlapped, to steady s"] = ours["to steady s"]
+        row["s a layer"] = ours["to steady s"] / depth
+        row["default, to steady s"] = found["default"]["to steady s"]
+        row["DDP + torch.compile, to steady s"] = peer["to steady s"]
+        row |= {f"{name}, step ms": found[name]["steady ms"] for name in VARIANTS}
         rows.append(row)
-    publish("Capture of a transformer's step", rows, options.json)
+    publish("Processor seconds until a GPT's step is steady", rows, options.json)
 
 
 if __name__ == "__main__":

@@ -913,9 +913,48 @@ def test_fused_sgd_has_a_kernel_while_tracing():
     graph, _ = traced(step, torch.ones(2), torch.ones(2), torch.ones(()))
     nodes = [n.target for n in graph.graph.nodes if "_fused_sgd_" in n.name]
     packet = torch.ops.aten._fused_sgd
-    forms = [_torch.functional_optimizer(target) for target in nodes]
+    assert all(map(_torch.is_fused_optimizer, nodes))
+    forms = [_torch.functional_form(target).operator for target in nodes]
     assert forms == [packet.default, packet.tensor_lr]
     assert [has_kernel(name, "Meta") for name in names] == before
+
+
+def test_functional_forms():
+    aten = torch.ops.aten
+    assert _torch.functional_form(aten.add_.Tensor) == (aten.add.Tensor, 0, 1)
+    assert _torch.functional_form(aten._foreach_mul_.Scalar) == (
+        (aten._foreach_mul.Scalar, 0, 1)
+    )
+    norm = _torch.functional_form(aten._native_batch_norm_legit.default)
+    assert norm == (aten._native_batch_norm_legit_functional.default, 3, 5)
+    assert _torch.functional_form(aten.add.out) is None
+    assert _torch.functional_form(aten.bernoulli_.float) is None  # draws
+    assert not _torch.is_fused_optimizer(aten.add_.Tensor)
+    assert _torch.is_elementwise(aten.mul_.Tensor)
+    assert _torch.is_elementwise(aten._foreach_mul_.Scalar)
+    assert not _torch.is_elementwise(aten.index_put_.default)
+
+
+def test_initial_state():
+    parameter = nn.Parameter(torch.randn(2, 3))
+    made = _torch.initial_state(
+        optim := torch.optim.Adam([parameter]), optim.param_groups[0], parameter
+    )
+    assert list(made) == ["step", "exp_avg", "exp_avg_sq"]
+    assert not any(each.any() for each in made.values())
+    assert parameter.grad is None and not optim.state
+    other = torch.optim.LBFGS([parameter])
+    assert _torch.initial_state(other, other.param_groups[0], parameter) == {}
+
+
+def test_fake_results_of_equal_calls_are_computed_once():
+    aten = torch.ops.aten
+    with FakeTensorMode():
+        first, second, third = torch.empty(2, 3), torch.empty(2, 3), torch.empty(3, 2)
+    made = _torch.fake_result(aten.relu.default, (first,))
+    assert _torch.fake_result(aten.relu.default, (second,)) is made
+    assert _torch.fake_result(aten.relu.default, (third,)).shape == (3, 2)
+    assert _torch.fake_result(aten.relu_.default, (first,)).shape == (2, 3)
 
 
 def test_lazy_module():

@@ -36,9 +36,9 @@ from torchspmd._torch.capture import current_graph as current_graph
 from torchspmd._torch.capture import data_dependence_errors as data_dependence_errors
 from torchspmd._torch.capture import decomposition as decomposition
 from torchspmd._torch.capture import functional as functional
-from torchspmd._torch.capture import functional_optimizer as functional_optimizer
 from torchspmd._torch.capture import has_symbols as has_symbols
 from torchspmd._torch.capture import holds as holds
+from torchspmd._torch.capture import initial_state as initial_state
 from torchspmd._torch.capture import is_symbol as is_symbol
 from torchspmd._torch.capture import keep_flat_weights as keep_flat_weights
 from torchspmd._torch.capture import layout_of as layout_of
@@ -140,8 +140,11 @@ from torchspmd._torch.operators import call_below as call_below
 from torchspmd._torch.operators import draws_random_numbers as draws_random_numbers
 from torchspmd._torch.operators import fake_result as fake_result
 from torchspmd._torch.operators import find_overload as find_overload
+from torchspmd._torch.operators import functional_form as functional_form
 from torchspmd._torch.operators import gives_one_tensor as gives_one_tensor
 from torchspmd._torch.operators import in_place_form as in_place_form
+from torchspmd._torch.operators import is_elementwise as is_elementwise
+from torchspmd._torch.operators import is_fused_optimizer as is_fused_optimizer
 from torchspmd._torch.operators import library_name as library_name
 from torchspmd._torch.operators import no_autocast as no_autocast
 from torchspmd._torch.operators import observe as observe

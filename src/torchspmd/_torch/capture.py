@@ -2,7 +2,9 @@
 
 import contextlib
 import functools
+import inspect
 import logging
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 from torch.amp.grad_scaler import GradScaler, _refresh_per_optimizer_state
+from torch.utils import _pytree as pytree
 
 from torchspmd._torch.compilation import capturing
 
@@ -361,6 +364,7 @@ def trace(function: Callable[..., Any], inputs: list[Any]) -> fx.GraphModule:
         _without_logged_failures(),
         _without_constant_values(),
         _quick_powers(),
+        _quick_nodes(),
         _missing_kernels(),
         _use_lazy_graph_module(True),
     ):
@@ -413,6 +417,44 @@ def _quick_powers() -> Iterator[None]:
         yield
     finally:
         symbolic.__pow__ = before
+
+
+class _WithoutSymbolSearch:
+    """The tree functions of ``torch.fx``, without a walk through each node's arguments.
+
+    It looks for symbols that are no nodes, to warn of them; a tracer makes nodes of all.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(pytree, name)
+
+    @staticmethod
+    def tree_iter(_: Any) -> tuple[()]:
+        return ()
+
+
+@contextlib.contextmanager
+def _quick_nodes() -> Iterator[None]:
+    """Leave out what a tracer does for each node and nobody here needs.
+
+    Together a sixth of the time to trace a step: a walk through all arguments, a second
+    description of each tensor beside ``meta["val"]``, and a search of all base classes.
+    """
+    from torch.fx.experimental import proxy_tensor
+
+    opaque: Any = sys.modules.get("torch._library.opaque_object")
+    changes: list[tuple[Any, str, Callable[[Any], Any]]] = [
+        (torch.fx.graph, "pytree", lambda _: _WithoutSymbolSearch()),
+        (proxy_tensor, "_extract_tensor_metadata", lambda _: lambda value: None),
+        (opaque, "_resolve_opaque_type_info", functools.cache),
+    ]
+    with contextlib.ExitStack() as stack:
+        for owner, name, change in changes:
+            if hasattr(owner, name):  # not in all versions
+                before = getattr(owner, name)
+                stack.callback(setattr, owner, name, before)
+                setattr(owner, name, change(before))
+        yield
 
 
 @contextlib.contextmanager
@@ -490,18 +532,6 @@ def functional(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same function without operators that write into a tensor."""
     made: Callable[..., Any] = torch.func.functionalize(function, remove="mutations")
     return made
-
-
-def functional_optimizer(operator: Any) -> Any | None:
-    """The functional form of a fused optimizer operator; None for any other operator.
-
-    Torch's own functional form fails on them where an argument is an empty list.
-    """
-    name = getattr(operator, "_opname", "")
-    if not (name.startswith(("_fused_ada", "_fused_sgd")) and name.endswith("_")):
-        return None
-    packet = getattr(torch.ops.aten, name[:-1])
-    return getattr(packet, operator._overloadname)
 
 
 def current_graph() -> fx.Graph | None:
@@ -646,6 +676,28 @@ _TENSORS = ("_scale", "_growth_tracker")
 
 # (optimizer, number of infinities found, what makes the step) -> what the step returned
 ChosenStep = Callable[[torch.optim.Optimizer, torch.Tensor, Callable[[], Any]], Any]
+
+
+def initial_state(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor
+) -> dict[str, Any]:
+    """What an optimizer of torch keeps for a parameter before its first update.
+
+    Empty for other optimizers, and for those that make their state in the update itself.
+    """
+    kind = type(optimizer)
+    make: Any = getattr(kind, "_init_group", None)
+    if make is None or not f"{kind.__module__}.".startswith("torch.optim."):
+        return {}
+    stand_in = parameter.detach()  # the user's keeps its own gradient
+    stand_in.grad = torch.empty_like(stand_in)
+    other: Any = object.__new__(kind)
+    vars(other).update(vars(optimizer), state=defaultdict(dict))
+    lists: list[list[Any]] = [[] for _ in inspect.signature(make).parameters][2:]
+    # Options that contradict each other: the step itself tells, when it is traced.
+    with contextlib.suppress(RuntimeError):
+        make(other, {**group, "params": [stand_in]}, *lists)
+    return dict(other.state.get(stand_in, {}))
 
 
 def scaler_tensors(scaler: GradScaler, device: torch.device) -> dict[str, torch.Tensor]:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -144,6 +144,57 @@ def in_place_form(operator: Any) -> OpOverload | None:
     packet = getattr(torch.ops.aten, f"{name}_", None)
     form = getattr(packet, operator._overloadname, None)
     return form if isinstance(form, OpOverload) and 0 in _written(form) else None
+
+
+class FunctionalForm(NamedTuple):
+    """An operator that returns what another one writes.
+
+    Attributes:
+        operator: The operator; it takes the same arguments.
+        num_results: What the other one returns that it does not write, first.
+        num_returns: All that it returns.
+    """
+
+    operator: OpOverload
+    num_results: int
+    num_returns: int
+
+
+@cache
+def functional_form(operator: OpOverload) -> FunctionalForm | None:
+    """The operator that gives new values in the place of writing them.
+
+    None where there is none, and for operators that draw random numbers: those draw in the
+    order in which memory lies.
+    """
+    if _is_seeded(operator):
+        return None
+    schema, name = operator._schema, operator._opname
+    name = name[:-1] if name.endswith("_") else f"{name}_functional"
+    packet = getattr(getattr(torch.ops, operator.namespace), name, None)
+    form = getattr(packet, operator._overloadname, None)
+    if not isinstance(form, OpOverload) or form._schema.is_mutable:
+        return None
+    own = [each for each in schema.returns if each.alias_info is None]
+    count = len(form._schema.returns)
+    is_same = argument_names(form) == argument_names(operator)
+    if not is_same or count != len(own) + len(_written(operator)):
+        return None
+    return FunctionalForm(form, len(own), count)
+
+
+def is_fused_optimizer(operator: Any) -> bool:
+    """Whether an operator makes a whole update, in place."""
+    name = getattr(operator, "_opname", "")
+    return name.startswith(("_fused_ada", "_fused_sgd")) and name.endswith("_")
+
+
+def is_elementwise(operator: Any) -> bool:
+    """Whether each element of what an operator writes is computed by itself."""
+    if not isinstance(operator, OpOverload):
+        return False
+    is_pointwise = torch.Tag.pointwise in operator.tags
+    return is_pointwise or operator._opname.startswith("_foreach_")
 
 
 def reduction_in_place(operator: Any) -> OpOverload | None:
@@ -356,6 +407,48 @@ def fake_result(
     """
     options = options or {}
     own = _fake_mode_of(leaves_of(torch.Tensor, (args, options))) or _fake_mode_of(near)
+    if own is None:
+        return _run_without_values(target, args, options, None)
+    # Layers are alike: what one call gives is what the same call gives in the next one.
+    known: dict[Any, Any] = vars(own).setdefault("torchspmd_results", {})
+    key = _form_of((target, args, options))
+    if key is None:
+        return _run_without_values(target, args, options, own)
+    if key not in known:
+        known[key] = _run_without_values(target, args, options, own)
+    return known[key]
+
+
+def _form_of(value: Any) -> Any:
+    """What a call's result depends on, without values; None where that is not known."""
+    if isinstance(value, torch.Tensor):
+        if not hasattr(value, "fake_mode") or value.layout is not torch.strided:
+            return None
+        shape, strides = tuple(value.shape), value.stride()
+        if not all(type(size) is int for size in (*shape, *strides)):
+            return None
+        return (shape, strides, value.dtype, value.device, value.is_conj())
+    if isinstance(value, (list, tuple)):
+        found = tuple(map(_form_of, value))
+        return None if None in found else (type(value), found)
+    if isinstance(value, Mapping):
+        found = _form_of(tuple(value.values()))
+        return None if found is None else (*value, found)
+    if isinstance(value, OpOverload):
+        return None if signature_of(value).written else value
+    is_plain = value is None or type(value) in _PLAIN
+    return (type(value), value) if is_plain else None
+
+
+_PLAIN = (
+    *(bool, int, float, str, torch.dtype, torch.device, torch.layout),
+    torch.memory_format,
+)
+
+
+def _run_without_values(
+    target: Callable[..., Any], args: Any, options: Mapping[str, Any], own: Any
+) -> Any:
     with torch.no_grad(), own or _mode_for_plain_tensors(), _failures_not_logged():
         if isinstance(target, OpOverload) and target.namespace == _FUNCTIONAL:
             made = _of_collective(target, args, options)

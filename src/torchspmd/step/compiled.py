@@ -29,6 +29,7 @@ from torchspmd.step.capture.dynamic import (
 )
 from torchspmd.step.capture.guard_cache import GuardCache
 from torchspmd.step.capture.guards import Signature, explain_difference, sign
+from torchspmd.step.capture.initial_states import InitialStates, UnusedStatesError
 from torchspmd.step.capture.inventory import Inventory, take_inventory
 from torchspmd.step.capture.override import Override, Overrides
 from torchspmd.step.capture.rank_divergence import find_other_axes
@@ -210,7 +211,7 @@ class CompiledStep:
             with self._options.overrides.standing_in(args, kwargs) as (own, named):
                 program, inventory = self._find(own, named)
                 if program is None:
-                    program = self._build(inventory)
+                    program, inventory = self._build(own, named, inventory)
                 else:
                     self._switches.to_known(program)
                 self._num_calls += 1
@@ -382,22 +383,28 @@ class CompiledStep:
         known = self._known.find(args, kwargs)
         if known is not None:
             return known
-        with _torch.profiled("torchspmd::inventory"):
-            # Compiled code takes tensors only: hyper-parameters become constants.
-            lift_numbers = self._options.backend == "graph"
-            function = self._options.function
-            inventory = take_inventory(
-                args, kwargs, lift_numbers=lift_numbers, function=function
-            )
+        inventory = self._take_inventory(args, kwargs)
+        program = self._find_program(inventory)
+        if program is not None:
+            self._known.add(inventory, program)
+        return program, inventory
+
+    def _find_program(self, inventory: Inventory) -> Program | None:
         signature = sign(inventory)
         found = [self._by_signature.get(signature, ())]
         for dims in self._masks:
             found.append(self._by_signature.get(with_any_size(signature, dims), ()))
         fitting = chain.from_iterable(found)
-        program = next((each for each in fitting if each.accepts(inventory)), None)
-        if program is not None:
-            self._known.add(inventory, program)
-        return program, inventory
+        return next((each for each in fitting if each.accepts(inventory)), None)
+
+    def _take_inventory(self, args: Any, kwargs: Any) -> Inventory:
+        with _torch.profiled("torchspmd::inventory"):
+            # Compiled code takes tensors only: hyper-parameters become constants.
+            lift_numbers = self._options.backend == "graph"
+            function = self._options.function
+            return take_inventory(
+                args, kwargs, lift_numbers=lift_numbers, function=function
+            )
 
     def _check_open(self) -> None:
         """Raise where the step was closed, or has no ranks to talk to any more."""
@@ -417,19 +424,35 @@ class CompiledStep:
                 "function again behind init_process_group()."
             )
 
-    def _build(self, inventory: Inventory) -> Program:
+    def _build(
+        self, args: Any, kwargs: Any, inventory: Inventory
+    ) -> tuple[Program, Inventory]:
+        """A program for a call, and what it works on: its optimizers have their state."""
         reason = _why(inventory, self._programs, self._by_signature)
-        _check_capture(self._name, self._num_built, reason)
         flush_shared(inventory)
         spread = self._resolve_spread(inventory)
         key = f"{self._serial}/{self._num_tries}"
         ranks = Agreement(self._name, key, self._num_agreed, spread.mesh)
-        try:
-            request = self._request(inventory, spread, ranks, reason)
-            program = build_program(self._options, inventory, spread, ranks, request)
-        finally:
-            # Ranks that fail do so together, and may try again.
-            self._num_tries += ranks.is_used
+        with InitialStates(inventory, spread) as initial:
+            if initial:
+                inventory = initial.mark(self._take_inventory(args, kwargs))
+                known = self._find_program(inventory)
+                if known is not None and known.updated >= inventory.initial:
+                    self._switches.to_known(known)
+                    return known, inventory
+            _check_capture(self._name, self._num_built, reason)
+            try:
+                request = self._request(inventory, spread, ranks, reason)
+                is_joint = request.like is None
+                with (
+                    ranks.reporting_failure() if is_joint else contextlib.nullcontext()
+                ):
+                    program, inventory = self._capture(
+                        args, kwargs, inventory, initial, spread, ranks, request
+                    )
+            finally:
+                # Ranks that fail do so together, and may try again.
+                self._num_tries += ranks.is_used
         self._num_built += 1
         if request.sizes is not None and program.sizes is None:
             # A size of 0 or 1 is always one of its own.
@@ -443,7 +466,29 @@ class CompiledStep:
             self._switches.to_known(program)
         self._keep(program)
         self._shadow.note_build(program, inventory)
-        return program
+        return program, inventory
+
+    def _capture(
+        self,
+        args: Any,
+        kwargs: Any,
+        inventory: Inventory,
+        initial: InitialStates,
+        spread: Spread,
+        ranks: Agreement,
+        request: Request,
+    ) -> tuple[Program, Inventory]:
+        """Build the program; once more where state was made that the step does not use."""
+        while True:
+            try:
+                return build_program(
+                    self._options, inventory, spread, ranks, request
+                ), inventory
+            except UnusedStatesError as unused:
+                initial.keep_updated(inventory, unused)
+                inventory = self._take_inventory(args, kwargs)
+                if initial:
+                    inventory = initial.mark(inventory)
 
     def _request(
         self, inventory: Inventory, spread: Spread, ranks: Agreement, reason: str

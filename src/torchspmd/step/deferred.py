@@ -103,14 +103,18 @@ class Pending:
         else:
             self._check_unwritten()
         if inventory is not self._inventory:
-            self._written = self._find_written(inventory)
-            self._versions = self._read_versions()
+            before, self._written = self._written, self._find_written(inventory)
+            if not _are_same(before, self._written):
+                self._versions = self._read_versions()
         self._inventory = inventory
 
     def _find_written(self, inventory: Inventory) -> list[tuple[str, torch.Tensor]]:
-        places = self._run.states_of(range(len(self._run.graph.regions)))
-        slots = [inventory.slots[n] for n in places if n < len(inventory.slots)]
-        return [(slot.name, _torch.plain_tensor(slot.tensor)) for slot in slots]
+        count, slots = len(inventory.slots), inventory.slots
+        return [
+            (slots[n].name, _torch.plain_tensor(slots[n].tensor))
+            for n in self._run.deferred_states
+            if n < count
+        ]
 
     def flush(self) -> None:
         """Make the updates; once a lost one has been loaded again, forget them."""
@@ -189,6 +193,14 @@ class Pending:
             (_torch.version_of(tensor), tensor.data_ptr())
             for _, tensor in self._written
         ]
+
+
+def _are_same(
+    one: list[tuple[str, torch.Tensor]], other: list[tuple[str, torch.Tensor]]
+) -> bool:
+    return len(one) == len(other) and all(
+        old is new for (_, old), (_, new) in zip(one, other, strict=True)
+    )
 
 
 # What is pending in this process: another step may use the same tensors.

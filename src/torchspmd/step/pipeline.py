@@ -13,6 +13,7 @@ from torchspmd import _torch
 from torchspmd.errors import CaptureError
 from torchspmd.step.capture.dynamic import Sizes, input_shapes, with_any_size
 from torchspmd.step.capture.guards import TensorFact, sign
+from torchspmd.step.capture.initial_states import UnusedStatesError
 from torchspmd.step.capture.inventory import Inventory
 from torchspmd.step.capture.override import Overrides
 from torchspmd.step.capture.spread import Spread
@@ -108,18 +109,17 @@ def build_program(
     """
     start = time.perf_counter()
     title = f"{options.name}, program {request.number}"
-    is_joint = request.like is None
     with (
         Progress(f"compile {options.name}") as progress,
         without_collection(),
-        ranks.reporting_failure() if is_joint else contextlib.nullcontext(),
     ):
         transformed = _transform_any_size(
             options, inventory, spread, ranks, request, title
         )
         captured, chosen = transformed.captured, transformed.chosen
         with _torch.without_autocast():  # its casts are nodes of the graph
-            plan, agreed = _agree(ranks, chosen.graph, inventory, captured, request)
+            with phase("agreement"):
+                plan, agreed = _agree(ranks, chosen.graph, inventory, captured, request)
             with phase("lowering"):
                 lowered = lower_graph(chosen)
             certificate = _certify(
@@ -148,11 +148,13 @@ def build_program(
             assumptions=captured.assumptions,
             reads=captured.reads,
             memory=captured.memory,
+            updated=captured.updated,
             run=lowered.run,
             released=released,
             loose=find_loose(captured.outputs, lowered),
             in_place=lowered.in_place,
             notes=(f"phases: {progress.describe()}", *notes),
+            phase_seconds=dict(progress.seconds),
             peak_memory=predict_peak(running.graph, released) if running else None,
             reason=request.reason,
             certificate=certificate,
@@ -206,6 +208,8 @@ def _transform_any_size(
             if assumes_other_sizes(made.captured, inventory):
                 raise CaptureError("a size of 0 or 1 has a program of its own")
         return check(made)
+    except UnusedStatesError:
+        raise  # the step is traced again, with symbols
     except Exception as error:
         logger.info("%s: sizes stay fixed", options.name, exc_info=True)
         made = transform(None)  # a refusal is one of this, too

@@ -52,6 +52,7 @@ class Program:
         certificate: Which passes ran, what they claim, what was checked and what not.
         in_place: Which new values are computed in the memory of the old ones.
         memory: What no two tensors of a call may share.
+        updated: The optimizer and the parameter's slot of each update that it makes.
         peak_memory: What is alive at the worst moment, read from the graph; None for a
             transformation that returns a callable of its own.
         released: Inputs that are given up before the run: gradients that the step
@@ -59,6 +60,7 @@ class Program:
         notes: What else was done to the graph, a line each.
         loose: The outputs that are not in place already; None where that is not known.
         capture_seconds: Time to trace, transform and compile it.
+        phase_seconds: The same by phase.
         first_run_seconds: Time of its first run, after capture.
         step_seconds: Times of the latest runs after the first.
         num_early: A score of calls that had other tensors than the call before.
@@ -71,6 +73,7 @@ class Program:
     symbols: tuple[Any, ...]
     assumptions: tuple[Any, ...]
     memory: SharedMemory
+    updated: frozenset[tuple[int, int]]
     run: Callable[..., Any]
     reason: str
     ledger: Ledger
@@ -88,6 +91,7 @@ class Program:
     released: frozenset[int] = frozenset()
     notes: tuple[str, ...] = ()
     loose: tuple[int, ...] | None = None
+    phase_seconds: dict[str, float] = field(default_factory=dict)
     first_run_seconds: float | None = None
     step_seconds: list[float] = field(default_factory=list)
     num_early: int = 0

@@ -108,7 +108,7 @@ def test_an_update_that_is_made_otherwise_a_step_later(monkeypatch):
         compiled(transformation, steps=2)
     text = str(caught.value)
     assert (
-        "program 1: work moved to the next iteration (regions: 1) changed what 4 "
+        "program 0: work moved to the next iteration (regions: 1) changed what 4 "
         in text
     )
     assert "arg0_1 (Sequential.0.weight)" in text

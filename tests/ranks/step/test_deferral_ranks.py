@@ -191,7 +191,7 @@ def fail_and_repeat(name):
 
     def failing(model, optim, batch, **keywords):
         run_of = step.programs[-1].run if step.programs else None
-        if len(step.programs) == 2 and run_of.is_pending and not failed:
+        if run_of is not None and run_of.is_pending and not failed:
             end = run_of._end
 
             def fail_later(region):

@@ -111,7 +111,7 @@ def test_ranks_that_ask_for_something_else(ranks2):
     for text, runs in ranks2.run(ask_for_other_runs):
         assert text == (
             "exposure of 'train': ranks do not ask for the same\n\n"
-            "  * rank 0: 1 runs of program 1\n  * rank 1: 2 runs of program 1\n\n"
+            "  * rank 0: 1 runs of program 0\n  * rank 1: 2 runs of program 0\n\n"
             "Every rank must call it at the same place, with the same runs."
         )
         assert runs == 1

@@ -297,7 +297,7 @@ def run_checkpoint():
 
 def test_checkpoints_and_evaluation(ranks2):
     for found in ranks2.run(run_checkpoint):
-        assert found == (True, True, 2)
+        assert found == (True, True, 1)
 
 
 def run_other_values():

@@ -1,8 +1,9 @@
-"""Which part of a traced step is traced again to make it functional."""
+"""Which traced steps are traced again to make them functional."""
 
 import pytest
 import torch
 from step_models import MODELS, build
+from torch import fx
 from training import train
 
 from torchspmd.step import compile
@@ -11,20 +12,21 @@ from torchspmd.step.capture import functionalize
 pytestmark = pytest.mark.unit
 
 
-def operators(model, optimizer):
-    """The operators of a first and a second step, and where their values come from."""
+def values(model, optimizer, known):
+    """What each output of a step computes: a number for each different expression."""
     ours, _ = build(model, optimizer)
     step = compile(train)
     for _ in range(2):
         step(*ours, torch.randn(6, 8))
     found = []
     for program in step.programs:
-        place = {node: index for index, node in enumerate(program.graph.graph.nodes)}
-        found += [
-            (str(node.target), [place[source] for source in node.all_input_nodes])
-            for node in program.graph.graph.nodes
-            if node.op not in ("placeholder", "get_attr")
-        ]
+        numbers = {}
+        for node in program.graph.graph.nodes:
+            taken = fx.node.map_arg((node.args, node.kwargs), numbers.__getitem__)
+            is_input = node.op in ("placeholder", "get_attr")
+            what = (str(node.target), node.name if is_input else "", repr(taken))
+            numbers[node] = known.setdefault(what, len(known))
+        found.append(taken)
     return found
 
 
@@ -32,22 +34,23 @@ def operators(model, optimizer):
     ("model", "optimizer"),
     [*((model, "adam_foreach") for model in MODELS), ("mlp", "momentum_fused")],
 )
-def test_taking_nodes_over_gives_the_same_graph(model, optimizer, monkeypatch):
+def test_rewriting_gives_the_graph_of_tracing_again(model, optimizer, monkeypatch):
     torch.manual_seed(0)
-    quick = operators(model, optimizer)
-    monkeypatch.setattr(functionalize, "_can_cut", lambda *_: False)
-    assert operators(model, optimizer) == quick
+    known = {}
+    quick = values(model, optimizer, known)
+    monkeypatch.setattr(functionalize, "can_rewrite", lambda *_: False)
+    assert values(model, optimizer, known) == quick
 
 
-def cuts(function, *args, monkeypatch):
-    """Whether nodes were taken over; the result equals eager."""
-    seen, can_cut = [], functionalize._can_cut
+def rewrites(function, *args, monkeypatch):
+    """Whether writes were rewritten; the result equals eager."""
+    seen, can_rewrite = [], functionalize.can_rewrite
 
     def watch(*given):
-        seen.append(can_cut(*given))
+        seen.append(can_rewrite(*given))
         return seen[-1]
 
-    monkeypatch.setattr(functionalize, "_can_cut", watch)
+    monkeypatch.setattr(functionalize, "can_rewrite", watch)
     clones = [each.clone() for each in args]
     got, expected = compile(function)(*clones), function(*args)
     assert torch.equal(got, expected)
@@ -61,7 +64,7 @@ def test_a_view_from_before_a_write(monkeypatch):
         x.mul_(2)
         return view + 1
 
-    assert cuts(step, torch.randn(2, 3), monkeypatch=monkeypatch) == [False]
+    assert rewrites(step, torch.randn(2, 3), monkeypatch=monkeypatch) == [False]
 
 
 def test_a_view_that_is_written(monkeypatch):
@@ -70,7 +73,7 @@ def test_a_view_that_is_written(monkeypatch):
         row.add_(1)
         return x * 2
 
-    assert cuts(step, torch.randn(2, 3), monkeypatch=monkeypatch) == [False]
+    assert rewrites(step, torch.randn(2, 3), monkeypatch=monkeypatch) == [False]
 
 
 def test_a_view_that_is_done_with_before_the_write(monkeypatch):
@@ -80,7 +83,7 @@ def test_a_view_that_is_done_with_before_the_write(monkeypatch):
         doubled.add_(1)
         return doubled
 
-    assert cuts(step, torch.randn(2, 3), monkeypatch=monkeypatch) == [True]
+    assert rewrites(step, torch.randn(2, 3), monkeypatch=monkeypatch) == [True]
 
 
 def test_a_write_by_name(monkeypatch):
@@ -89,4 +92,4 @@ def test_a_write_by_name(monkeypatch):
         torch.add(x, 1, out=x)
         return view * 2
 
-    assert cuts(step, torch.randn(2, 3), monkeypatch=monkeypatch) == [False]
+    assert rewrites(step, torch.randn(2, 3), monkeypatch=monkeypatch) == [False]

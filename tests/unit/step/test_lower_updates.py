@@ -166,10 +166,9 @@ def adamw(parameters):
 
 def test_inductor_calls_fused_updates_in_place_and_follows_eager():
     compiled = Compiled(adamw)
-    assert len(compiled.codes) == 1  # the first step makes the states, and runs once
-    first, second = (program.notes for program in compiled.step.programs)
-    assert "makes the optimizer's states, so it runs once: not compiled" in first
-    assert not any("not compiled" in line for line in second)
+    assert len(compiled.codes) == 1
+    (program,) = compiled.step.programs
+    assert not any("not compiled" in line for line in program.notes)
     code = compiled.codes[-1].split("def call")[-1]
     assert code.count("torch.ops.torchspmd.update.default(") == 1
     assert "_fused_adamw" not in code and "copy_" not in code
@@ -183,6 +182,18 @@ def test_inductor_calls_fused_updates_in_place_and_follows_eager():
         compiled.model.parameters(), eager.parameters(), strict=True
     ):
         torch.testing.assert_close(left, right)
+
+
+class OwnAdamW(torch.optim.AdamW):
+    """An optimizer that is not torch's: it may do anything in its first step."""
+
+
+def test_a_first_step_that_makes_states_is_not_compiled():
+    compiled = Compiled(lambda p: OwnAdamW(p, lr=0.1, fused=True))
+    assert len(compiled.codes) == 1
+    first, second = (program.notes for program in compiled.step.programs)
+    assert "makes the optimizer's states, so it runs once: not compiled" in first
+    assert not any("not compiled" in line for line in second)
 
 
 def test_updates_that_cannot_be_one_call_are_copied_and_that_is_said(monkeypatch):

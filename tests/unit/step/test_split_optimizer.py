@@ -111,10 +111,7 @@ def test_a_fused_optimizer_in_three(name):
         return gm
 
     assert_equal(train(FUSED[name], transformation), train(FUSED[name]))
-    # Adagrad makes its state at once, so that there is no cold program.
-    assert [sorted(each) for each in seen] == [[1, 1, 2]] * (
-        1 + (name[7:] != "adagrad")
-    )
+    assert [sorted(each) for each in seen] == [[1, 1, 2]]
 
 
 @pytest.mark.parametrize("name", FOREACH)

@@ -28,13 +28,13 @@ def follow(step, ours, reference, steps):
 # Ten steps from cold: one program makes the state, the others differ by what is chosen.
 PROGRAMS = {
     "sgd_fused": 1,
-    "momentum_fused": 2,
-    "radam": 3,
-    "radam_foreach": 3,
-    "asgd": 3,
-    "asgd_foreach": 2,
-    "adafactor": 2,
-    "adafactor_foreach": 2,
+    "momentum_fused": 1,
+    "radam": 2,
+    "radam_foreach": 2,
+    "asgd": 2,
+    "asgd_foreach": 1,
+    "adafactor": 1,
+    "adafactor_foreach": 1,
 }
 
 
@@ -69,12 +69,12 @@ def test_other_optimizers_of_torch(optimizer, monkeypatch):
             parameter.requires_grad_(any(parameter is each for each in held))
     step = compile(train)
     follow(step, ours, reference, 3)
-    assert len(step.programs) == 2
+    assert len(step.programs) == 1
 
 
 @pytest.fixture(scope="module")
 def radam_step():
-    """With its three programs, from eight steps of another model."""
+    """With its two programs, from eight steps of another model."""
     step = compile(train)
     follow(step, *build("mlp", "radam"), 8)
     return step
@@ -82,9 +82,8 @@ def radam_step():
 
 def test_the_reason_names_the_counter(radam_step):
     step = radam_step
-    assert "optimizer states that did not exist before" in step.programs[1].reason
-    assert "RAdam.step" in step.programs[2].reason
-    assert step.programs[2].reason.startswith("differs from program 1:\nnot ")
+    assert "RAdam.step" in step.programs[1].reason
+    assert step.programs[1].reason.startswith("differs from program 0:\nnot ")
 
 
 def test_a_loaded_counter_finds_its_program(radam_step):
@@ -99,7 +98,7 @@ def test_a_loaded_counter_finds_its_program(radam_step):
     for each in (optim, other_optim):  # back to the second step
         each.load_state_dict(copy.deepcopy(saved))
     follow(step, (model, optim), (other, other_optim), 8)
-    assert len(step.programs) == 3
+    assert len(step.programs) == 2
 
 
 def test_counters_that_are_not_equal():
@@ -109,14 +108,14 @@ def test_counters_that_are_not_equal():
     for each in (optim, other_optim):
         next(iter(each.state.values()))["step"].fill_(9.0)
     follow(step, (model, optim), (other, other_optim), 2)
-    assert "not RAdam.step equal everywhere" in step.programs[2].reason
+    assert "not RAdam.step equal everywhere" in step.programs[1].reason
 
 
 def test_each_update_reads_its_own_counter():
     ours, reference = build("mlp", "radam")
     step = compile(train)
     follow(step, ours, reference, 2)
-    graph = step.programs[1].graph.graph
+    graph = step.programs[0].graph.graph
     reads = graph.find_nodes(
         op="call_function", target=torch.ops.aten._local_scalar_dense.default
     )
@@ -202,7 +201,9 @@ def scaled(model, optim, batch, scaler):
 
 def test_a_first_fused_step_that_may_be_skipped():
     model = nn.Linear(8, 2)
-    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    optim = torch.optim.SGD(
+        model.parameters(), lr=0.1, momentum=0.9, dampening=0.1, fused=True
+    )
     scaler = torch.amp.GradScaler("cpu")
     with pytest.raises(
         CaptureError, match=r"the first step of SGD\(fused=True\) makes"
@@ -210,17 +211,20 @@ def test_a_first_fused_step_that_may_be_skipped():
         compile(scaled)(model, optim, torch.randn(6, 8), scaler)
 
 
-@pytest.mark.parametrize("optimizer", ["momentum_fused", "radam", "adafactor"])
-def test_scaled_losses_with_a_skipped_step(optimizer):
+@pytest.mark.parametrize(
+    ("optimizer", "skipped"),
+    # Eager's fused SGD leaves its momentum without values where it skips the first step.
+    [("momentum_fused", 2), ("radam", 0), ("radam", 2), ("adafactor", 0)],
+)
+def test_scaled_losses_with_a_skipped_step(optimizer, skipped):
     ours, reference = build("mlp", optimizer)
     scalers = [torch.amp.GradScaler("cpu", init_scale=64.0) for _ in range(2)]
     step = compile(scaled)
     for number in range(4):
         batch = torch.randn(6, 8)
-        if number == 2:
+        if number == skipped:
             batch[0, 0] = torch.inf
-        run = step if number else scaled  # the state of fused SGD exists
-        run(*ours, batch, scalers[0])
+        step(*ours, batch, scalers[0])
         scaled(*reference, batch, scalers[1])
     assert difference(ours, reference) == 0.0
     assert scalers[0].get_scale() == scalers[1].get_scale() == 32.0
@@ -233,7 +237,7 @@ def test_a_fused_optimizer_is_found_in_the_graph():
     for program in step.programs:
         (block,) = get_all_fused_optimizer_blocks(program.graph, "_fused_sgd")
         assert block.step.add_node is None
-    assert "8 computed in place" in str(step.programs[1].in_place)
+    assert "8 computed in place" in str(step.programs[0].in_place)
 
 
 # ----------------------------------------------------------------------------

@@ -1,18 +1,26 @@
 """A traced graph without operators that write into a tensor.
 
-Up to the first write a graph is functional as it is: those nodes are taken over. Only the
-rest, mostly the optimizer, is traced once more while torch replaces its writes.
+Where memory that is written has one name, a write becomes the operator that gives the new
+value, and what follows takes that. A graph that reads written memory through views is
+traced once more instead, while torch replaces its writes.
 """
 
 import operator
 from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import fx
 
 from torchspmd import _torch
-from torchspmd.step.graph.aliases import operator_of, written_nodes
+from torchspmd.step.graph.aliases import (
+    Write,
+    find_aliases,
+    find_writes,
+    operator_of,
+)
+from torchspmd.step.graph.edit import drop_dead_code, fake_result
 from torchspmd.step.graph.metadata import META_KEY, annotate_after, last_node
 
 
@@ -21,28 +29,248 @@ def make_functional(
 ) -> fx.GraphModule:
     """The same graph without an operator that writes into a tensor."""
     _drop_profiler_marks(traced.graph)
-    kept = _before_first_write(traced.graph)
-    early = set(kept)
-    crossing = [node for node in kept if not early.issuperset(node.users)]
-    if not _can_cut(traced.graph, crossing):
-        kept, crossing = [], []
-    inputs = [*flat, *(node.meta["val"] for node in crossing)]
+    writes = _Writes(traced.graph)
+    if can_rewrite(writes):
+        _rewrite(writes)
+        graph = traced
+    else:
+        graph = _trace_again(traced, flat, world)
+    _let_views_copy(graph.graph)
+    return graph
+
+
+# ----------------------------------------------------------------------------
+# Memory that has one name: each write becomes a new value.
+
+
+class _Writes:
+    """The memory of a graph's values, and the calls that write into it."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.aliases = find_aliases(graph)
+        found = ((node, find_writes(node)) for node in graph.nodes)
+        self.of = {node: writes for node, writes in found if writes}
+
+    def root(self, node: fx.Node) -> fx.Node:
+        """What made the memory of a value."""
+        return self.aliases.root[node]
+
+    def is_name(self, node: fx.Node) -> bool:
+        """Whether a value is all of its memory: as made, or as a write returns it."""
+        return node in self.of or self.aliases.root[node] is node
+
+
+def can_rewrite(writes: _Writes) -> bool:
+    """Whether all that is written has one name, and no view is read across a write."""
+    position = writes.aliases.position
+    places: dict[fx.Node, list[int]] = {}
+    for node, each in writes.of.items():
+        if _torch.functional_form(node.target) is None:
+            return False
+        if not all(writes.is_name(write.node) for write in each):
+            return False
+        for write in each:
+            places.setdefault(writes.root(write.node), []).append(position[node])
+    if not writes.aliases.pinned.isdisjoint(places) or not _are_separate(
+        writes, places
+    ):
+        return False
+    for node, place in position.items():
+        written = places.get(writes.root(node))
+        if written and not writes.is_name(node):
+            last = max((position[user] for user in node.users), default=place)
+            if any(place < each < last for each in written):
+                return False
+    return True
+
+
+def _are_separate(writes: _Writes, written: Collection[fx.Node]) -> bool:
+    """Whether no two inputs or results share memory that is written."""
+    keys = {
+        node: _torch.storage_key(node.meta["val"])
+        for node, root in writes.aliases.root.items()
+        if node is root and isinstance(node.meta.get("val"), torch.Tensor)
+    }
+    count = Counter(keys.values())
+    return all(root in keys and count[keys[root]] == 1 for root in written)
+
+
+def _rewrite(writes: _Writes) -> None:
+    """Have each write make a new value, which the nodes behind it take."""
+    newest: dict[fx.Node, fx.Node] = {}
+
+    def now(node: fx.Node) -> fx.Node:
+        is_new = node not in writes.aliases.position
+        if is_new or not writes.is_name(node):
+            return node
+        return newest.get(writes.root(node), node)
+
+    for node in writes.aliases.position:
+        if any(now(source) is not source for source in node.all_input_nodes):
+            taken: Any = fx.node.map_arg((node.args, node.kwargs), now)
+            node.args, node.kwargs = taken
+        if node in writes.of:
+            with writes.graph.inserting_before(node):
+                values = _Writer(node).new_values()
+            roots = [writes.root(write.node) for write in writes.of[node]]
+            newest.update(zip(roots, values, strict=True))
+    for node in reversed(writes.of):
+        writes.graph.erase_node(node)
+
+
+class _Writer:
+    """A call that writes into tensors, and what computes the new values instead."""
+
+    def __init__(self, node: fx.Node) -> None:
+        self._node = node
+        self._meta = {key: each for key, each in node.meta.items() if key != "val"}
+
+    def new_values(self) -> list[fx.Node]:
+        """Add nodes that compute what the call writes, in the order of its writes."""
+        node = self._node
+        form = _torch.functional_form(node.target)
+        assert form is not None, node
+        made = self._call(form.operator, node.args, node.kwargs, _kept_layout(node))
+        if form.num_results:  # the new values come behind them
+            node.replace_all_uses_with(made)
+        parts = {0: made}
+        if form.num_returns > 1:
+            places = sorted({write.argument for write in find_writes(node)})
+            parts = {n: self._item(made, form.num_results + n) for n in places}
+        return [self._new_value(parts[w.argument], w) for w in find_writes(node)]
+
+    def _new_value(self, part: fx.Node, write: Write) -> fx.Node:
+        value = part if write.item is None else self._item(part, write.item)
+        if _torch.is_fused_optimizer(self._node.target):
+            value = self._call(torch.ops.aten.copy.default, (write.node, value))
+        kept = write.node.meta["val"].dtype
+        if value.meta["val"].dtype != kept:  # an operator that writes casts to this
+            cast = torch.ops.aten._to_copy.default
+            value = self._call(cast, (value,), {"dtype": kept, "layout": torch.strided})
+        return value
+
+    def _item(self, values: fx.Node, place: int) -> fx.Node:
+        fake = values.meta["val"][place]
+        return self._call(operator.getitem, (values, place), fake=fake)
+
+    def _call(
+        self, target: Any, args: Any, options: Any = None, fake: Any = None
+    ) -> fx.Node:
+        name = None  # as a tracer calls it, without the overload
+        if isinstance(target, _torch.OpOverload):
+            name = _torch.packet_name(target).rpartition("::")[2]
+        graph = self._node.graph
+        made = graph.create_node("call_function", target, args, options, name)
+        if fake is None:
+            values = {source: source.meta["val"] for source in made.all_input_nodes}
+            fake = fake_result(made, values)
+        made.meta = {**self._meta, "val": fake}
+        return made
+
+
+def _kept_layout(node: fx.Node) -> Any:
+    """The fake tensors that a call writes, where the new values must look like them."""
+    if not _torch.is_elementwise(node.target):
+        return None
+    given: Any = fx.node.map_arg(
+        (*node.args, *node.kwargs.values()), lambda each: each.meta["val"]
+    )
+    written, others = given[0], given[1:]
+    if not isinstance(written, (list, tuple)):
+        return written if all(_looks_like(written, each) for each in others) else None
+    for each in others:
+        items = each if isinstance(each, (list, tuple)) else [each] * len(written)
+        if not all(map(_looks_like, written, items)):
+            return None
+    return written
+
+
+def _looks_like(written: torch.Tensor, other: Any) -> bool:
+    if not isinstance(other, torch.Tensor):
+        return True  # a number does not change what a tensor of this dtype becomes
+    if other.dtype != written.dtype:
+        return False
+    is_same = other.shape == written.shape and other.stride() == written.stride()
+    return is_same or not other.ndim
+
+
+# ----------------------------------------------------------------------------
+# Any other graph: traced again.
+
+
+def _trace_again(
+    traced: fx.GraphModule, flat: list[Any], world: _torch.FakeWorld
+) -> fx.GraphModule:
     inputs = [
-        value.detach() if isinstance(value, torch.Tensor) else value for value in inputs
+        value.detach() if isinstance(value, torch.Tensor) else value for value in flat
     ]
-    run = _torch.functional(_Replay(traced, kept, crossing).replay)
     with world.mode, world.reading_values(), torch.no_grad():
-        rest = _torch.trace(run, inputs)
-    for node in rest.graph.find_nodes(
+        graph = _torch.trace(_torch.functional(_Replay(traced).replay), inputs)
+    for node in graph.graph.find_nodes(
         op="call_function", target=torch.ops.aten.copy_.default
     ):
         # Functional form writes the new values back at the end; a program does that.
         if node.args[0].op == "placeholder":
-            rest.graph.erase_node(node)
-    graph = _joined(traced, kept, crossing, rest) if kept else rest
-    _let_views_copy(graph.graph)
+            graph.graph.erase_node(node)
     return graph
 
+
+class _Replay(fx.Interpreter):
+    """Runs a graph while another is traced, and hands each node's owner on."""
+
+    def replay(self, *flat: Any) -> Any:
+        """Run the graph on flat inputs."""
+        return self.run(*flat, enable_io_processing=False)
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node; the nodes that this makes belong to the same owner."""
+        graph = _torch.current_graph()
+        last = last_node(graph)
+        if _computes_number(n):
+            result = _torch.numbers.copy_number(
+                n, self.fetch_args_kwargs_from_env(n)[0]
+            )
+        else:
+            result = super().run_node(n)
+        annotate_after(graph, last, n.meta.get(META_KEY))
+        return result
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Call an operator; a fused optimizer in its functional form, then copied back."""
+        if target is torch.ops.aten.bernoulli_.float and not args[0].is_contiguous():
+            target(_in_memory_order(args[0]), *args[1:], **kwargs)
+            return args[0]
+        if not _torch.is_fused_optimizer(target):
+            return super().call_function(target, args, kwargs)
+        form = _torch.functional_form(target)
+        assert form is not None, target
+        lists = [arg for arg in args if isinstance(arg, (list, tuple))]
+        made = form.operator(*args, **kwargs)
+        for old, new in zip(lists, made, strict=False):
+            # The gradients are read only, except where a loss scale is taken out.
+            if old is not args[1] or kwargs.get("grad_scale") is not None:
+                for target_tensor, value in zip(old, new, strict=True):
+                    target_tensor.copy_(value)
+        return None
+
+
+def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    """A view whose dims are in the order in which they lie in memory.
+
+    ``bernoulli_`` draws in this order, and its functional form in the order of dims.
+    """
+    strides = tensor.stride()
+    return tensor.permute(sorted(range(tensor.ndim), key=lambda dim: -strides[dim]))
+
+
+def _computes_number(node: fx.Node) -> bool:
+    is_call = node.op == "call_function" and operator_of(node) is None
+    return is_call and isinstance(node.meta.get("val"), _torch.numbers.SYMBOLIC)
+
+
+# ----------------------------------------------------------------------------
+# What a graph needs to run like the step it was traced from, and what it does not need.
 
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 # They keep the order of elements in memory.
@@ -83,133 +311,6 @@ def _drop_profiler_marks(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _before_first_write(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes that are functional as they are, in order."""
-    kept = []
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            continue
-        if node.op != "get_attr" and not _is_functional(node):
-            break
-        kept.append(node)
-    return kept
-
-
-def _is_functional(node: fx.Node) -> bool:
-    called = operator_of(node)
-    if called is None:
-        return _computes_number(node) or node.target is operator.getitem
-    return not _torch.written_arguments(called)
-
-
-def _can_cut(graph: fx.Graph, crossing: list[fx.Node]) -> bool:
-    """Whether each tensor that is written later is known by one name there.
-
-    A view that is taken before the cut and read after a write behind it would show the
-    old values: then all of the graph is traced again.
-    """
-    entering = [*graph.find_nodes(op="placeholder"), *crossing]
-    values = [node.meta.get("val") for node in entering]
-    if not all(isinstance(v, (torch.Tensor, *_torch.numbers.SYMBOLIC)) for v in values):
-        return False
-    names = Counter(
-        _torch.storage_key(value) for value in values if isinstance(value, torch.Tensor)
-    )
-    return all(names[key] <= 1 for key in _written_memory(graph))
-
-
-def _written_memory(graph: fx.Graph) -> set[int]:
-    written = (each for node in graph.nodes for each in written_nodes(node))
-    values = [node.meta.get("val") for node in written]
-    return {_torch.storage_key(v) for v in values if isinstance(v, torch.Tensor)}
-
-
-def _joined(
-    traced: fx.GraphModule,
-    kept: list[fx.Node],
-    crossing: list[fx.Node],
-    rest: fx.GraphModule,
-) -> fx.GraphModule:
-    """The nodes that were kept, and behind them those that were traced again."""
-    graph = fx.Graph()
-    places = rest.graph.find_nodes(op="placeholder")
-    entering = len(places) - len(crossing)
-    copies = {place: graph.node_copy(place) for place in places[:entering]}
-    heads = traced.graph.find_nodes(op="placeholder")
-    known = {head: copies[place] for head, place in zip(heads, places, strict=False)}
-    for node in kept:
-        known[node] = graph.node_copy(node, known.__getitem__)
-        if node.op == "get_attr":
-            known[node].target = f"kept_{node.target}"
-            setattr(rest, f"kept_{node.target}", getattr(traced, str(node.target)))
-    for place, node in zip(places[entering:], crossing, strict=True):
-        copies[place] = known[node]
-    for node in rest.graph.nodes:
-        if node.op != "placeholder":
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-    return _torch.lazy_module(rest, graph)
-
-
-class _Replay(fx.Interpreter):
-    """Runs a graph while another is traced, and hands each node's owner on."""
-
-    def __init__(
-        self, traced: fx.GraphModule, kept: list[fx.Node], crossing: list[fx.Node]
-    ) -> None:
-        super().__init__(traced)
-        self._kept, self._crossing = kept, crossing
-
-    def replay(self, *flat: Any) -> Any:
-        """Run the graph on flat inputs, and on values from before where it begins."""
-        count = len(flat) - len(self._crossing)
-        values = dict.fromkeys(self._kept, None)
-        values.update(zip(self._crossing, flat[count:], strict=True))
-        return self.run(*flat[:count], initial_env=values, enable_io_processing=False)
-
-    def run_node(self, n: fx.Node) -> Any:
-        """Run one node; the nodes that this makes belong to the same owner."""
-        graph = _torch.current_graph()
-        last = last_node(graph)
-        if _computes_number(n):
-            result = _torch.numbers.copy_number(
-                n, self.fetch_args_kwargs_from_env(n)[0]
-            )
-        else:
-            result = super().run_node(n)
-        annotate_after(graph, last, n.meta.get(META_KEY))
-        return result
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Call an operator; a fused optimizer in its functional form, then copied back."""
-        if target is torch.ops.aten.bernoulli_.float and not args[0].is_contiguous():
-            target(_in_memory_order(args[0]), *args[1:], **kwargs)
-            return args[0]
-        functional = _torch.functional_optimizer(target)
-        if functional is None:
-            return super().call_function(target, args, kwargs)
-        lists = [arg for arg in args if isinstance(arg, (list, tuple))]
-        for old, new in zip(lists, functional(*args, **kwargs), strict=False):
-            # The gradients are read only, except where a loss scale is taken out.
-            if old is not args[1] or kwargs.get("grad_scale") is not None:
-                for target_tensor, value in zip(old, new, strict=True):
-                    target_tensor.copy_(value)
-        return None
-
-
-def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
-    """A view whose dims are in the order in which they lie in memory.
-
-    ``bernoulli_`` draws in this order, and its functional form in the order of dims.
-    """
-    strides = tensor.stride()
-    return tensor.permute(sorted(range(tensor.ndim), key=lambda dim: -strides[dim]))
-
-
-def _computes_number(node: fx.Node) -> bool:
-    is_call = node.op == "call_function" and operator_of(node) is None
-    return is_call and isinstance(node.meta.get("val"), _torch.numbers.SYMBOLIC)
-
-
 _TRANSPARENT = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
@@ -220,7 +321,7 @@ def clean(graph: fx.GraphModule) -> None:
             node.replace_all_uses_with(node.args[0])
         elif _is_same_view(node):
             node.replace_all_uses_with(node.args[0])
-    graph.graph.eliminate_dead_code()
+    drop_dead_code(graph.graph)
     graph.graph.lint()
     graph.recompile()
 

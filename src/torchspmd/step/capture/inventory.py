@@ -109,6 +109,8 @@ class Inventory:
     by_id: dict[int, int] = field(default_factory=dict)
     # Each optimizer's state as it was: a substitution puts another in its place.
     saved_states: list[Any] = field(default_factory=list)
+    # The optimizer and the slot of each parameter whose state was made for a capture.
+    initial: set[tuple[int, int]] = field(default_factory=set)
     function: Callable[..., Any] | None = None  # the step: its code reaches more
 
     def add(self, name: str, role: Role, tensor: torch.Tensor) -> int:

@@ -175,7 +175,14 @@ class _OptimizerRun:
     def end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._depth -= 1
         if self._depth == 0:
+            self._note_updated()
             self.abort()
+
+    def _note_updated(self) -> None:
+        for _, slots in self._substitution.groups_of(self._index):
+            for slot in slots:
+                if self._substitution.steps_on(slot).grad is not None:
+                    self._substitution.updated.add((self._index, slot))
 
     def abort(self) -> None:
         self._depth = 0

@@ -5,7 +5,7 @@ tensors the step is to work on afterwards.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,10 @@ class Spread:
     def lay_out(self, inventory: Inventory) -> "Relayout | None":
         """Other tensors for those of the step, to be put in place after capture."""
         return None
+
+    def stand_in(self, inventory: Inventory) -> Callable[[int], torch.Tensor]:
+        """What gives a tensor like the parameter in a slot, in the layout of its state."""
+        return lambda slot: inventory.slots[slot].tensor
 
     def tracing(self) -> contextlib.AbstractContextManager[None]:
         """What must hold while the step is traced."""

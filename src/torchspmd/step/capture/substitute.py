@@ -54,6 +54,7 @@ class Substitution:
         arrived: The parameters whose gradient backward has made, cleared since or not.
         fresh: The parameters whose gradient was cleared before that.
         stepped: The parameters that an optimizer of the step has updated.
+        updated: The optimizer and the parameter of each update by a gradient.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Substitution:
         self.arrived: set[int] = set()
         self.fresh: set[int] = set()
         self.stepped: set[int] = set()
+        self.updated: set[tuple[int, int]] = set()
         self._plain = _plain_slots(inventory)
         self.shown = [
             spread.show(slot, local)

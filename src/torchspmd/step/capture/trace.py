@@ -16,6 +16,7 @@ from torchspmd.step.capture.dynamic import Sizes
 from torchspmd.step.capture.functionalize import clean, make_functional
 from torchspmd.step.capture.guards import check_reached, describe_unguarded
 from torchspmd.step.capture.host_values import HostValues, Reads
+from torchspmd.step.capture.initial_states import check_initial, describe_first_step
 from torchspmd.step.capture.inventory import Inventory, Number, Role, Slot
 from torchspmd.step.capture.micro_batches import join_reductions
 from torchspmd.step.capture.optimizers import installed_optimizers
@@ -86,6 +87,7 @@ class Captured:
         relayout: Shards that are to take the place of the step's tensors.
         values: A checksum of each tensor that must be equal along the data axis.
         memory: What no two tensors of a call may share.
+        updated: The optimizer and the parameter's slot of each update that it makes.
         notes: What else there is to say about it, a line each.
         sizes: The symbol of each size that may change, with the slot and the dim.
     """
@@ -98,6 +100,7 @@ class Captured:
     relayout: Relayout | None
     values: tuple[str, ...]
     memory: SharedMemory
+    updated: frozenset[tuple[int, int]]
     notes: tuple[str, ...]
     sizes: tuple[tuple[Any, int, int], ...]
 
@@ -151,7 +154,11 @@ def capture(
         num_joined = spread.finish(graph) + join_reductions(graph.graph)
         graph.recompile()
     check_recomputation(name, graph)
-    notes = (*describe_unguarded(inventory), *traced.notes)
+    notes = (
+        *describe_unguarded(inventory),
+        *describe_first_step(inventory, outputs),
+        *traced.notes,
+    )
     if num_joined:
         notes += (
             f"{num_joined} reductions of micro-batches joined with those of later ones",
@@ -175,6 +182,7 @@ def capture(
         relayout,
         values,
         memory,
+        traced.updated,
         notes,
         symbolic,
     )
@@ -289,6 +297,7 @@ class _Traced:
     outputs: Outputs
     reads: Reads
     log: OwnerLog
+    updated: frozenset[tuple[int, int]]
     notes: tuple[str, ...]
 
 
@@ -304,6 +313,7 @@ def _trace(
     found: list[tuple[Outputs, Reads]] = []
     changes: list[Change] = []
     stored: list[str] = []
+    updated: set[tuple[int, int]] = set()
 
     refused: list[Exception] = []
 
@@ -331,6 +341,7 @@ def _trace(
                 with torch.no_grad(), log.owned(Phase.FORWARD):
                     flat_out, outputs = collect(substitution, returned)
         found.append((outputs, values.reads()))
+        updated.update(substitution.updated)
         return flat_out
 
     random_before = state_of_torch()
@@ -346,8 +357,9 @@ def _trace(
         raise refuse(name, error, log.latest(), closed) from cause
     refuse_changes(name, [*changes, *torch_changes(random_before)])
     check_leaks(inventory, stored)
+    check_initial(inventory, updated)
     notes = tuple(change.text for change in changes if change.fix is None)
-    return _Traced(graph, *found[-1], log, notes)
+    return _Traced(graph, *found[-1], log, frozenset(updated), notes)
 
 
 @contextlib.contextmanager
@@ -367,7 +379,7 @@ def _tracing(
         KnownComparisons(),
         refuse_functions,
         _torch.backward_under(refuse_functions),  # hooks
-        CheckOperators(refused),
+        CheckOperators(refused, log.note),
         refusing_schedulers(name, refused),
         fake_for_transformers(),
         _torch.numbers.plain_for(runs_for_user),
@@ -408,4 +420,9 @@ def without_collection() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
+            if gc.get_freeze_count() == 0:
+                # All that was made counts as old: otherwise the next allocation would
+                # walk through it, though nearly all of it stays.
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()

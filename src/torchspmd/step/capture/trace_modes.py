@@ -174,16 +174,19 @@ class CheckOperators(OperatorMode):
 
     Args:
         refused: A list to which what was refused is added.
+        note: Told before each operator is called.
     """
 
-    def __init__(self, refused: list[Exception]) -> None:
+    def __init__(self, refused: list[Exception], note: Callable[[], None]) -> None:
         super().__init__()
         self._refused = refused
+        self._note = note
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Check and run an operator."""
         with noting_refusals(self._refused):
             _check_operator(func)
+        self._note()
         result = func(*args, **kwargs)
         for value in _torch.written_values(func, args, kwargs):
             if isinstance(value, (list, tuple)):

@@ -25,7 +25,7 @@ from torch import fx
 from torchspmd.step.deferral.iter_graph import IterGraph
 from torchspmd.step.deferral.regions import DeferredRegion, check_regions, written_by
 from torchspmd.step.graph.aliases import find_aliases, is_view
-from torchspmd.step.graph.edit import NodeMaker
+from torchspmd.step.graph.edit import NodeMaker, copy_node
 from torchspmd.step.graph.memory import ROLE_KEY
 from torchspmd.step.graph.metadata import (
     OutputKind,
@@ -147,7 +147,9 @@ class _Form:
     def build(self) -> Stage:
         plan = self._plan
         for placeholder in plan.placeholders:
-            self._now[placeholder] = self._graph.node_copy(placeholder)
+            self._now[placeholder] = copy_node(
+                self._graph, placeholder, self._now.__getitem__
+            )
         if self._pending:
             self._take_carried()
         self._add_nodes()
@@ -183,7 +185,7 @@ class _Form:
             if self._alone or node.op in ("placeholder", "output"):
                 continue
             if node not in plan.deferred or not self._leaves:
-                self._now[node] = self._graph.node_copy(node, self._now.__getitem__)
+                self._now[node] = copy_node(self._graph, node, self._now.__getitem__)
 
     def _is_due(self, number: int, node: fx.Node) -> bool:
         """Whether pending work runs before a node, or before this iteration's own.
@@ -205,11 +207,11 @@ class _Form:
                 return self._now[source]
             if source in region.carried:
                 return self._carried[source]
-            own[source] = self._graph.node_copy(source, find)  # a view, or a constant
+            own[source] = copy_node(self._graph, source, find)  # a view, or a constant
             return own[source]
 
         for node in region.nodes:
-            own[node] = self._graph.node_copy(node, find)
+            own[node] = copy_node(self._graph, node, find)
         for copied in own.values():
             copied.meta[PENDING_KEY] = number
         self._results.update((node, own[node]) for node in region.nodes)

@@ -8,6 +8,7 @@ from torch import fx
 
 from torchspmd.errors import DeferralError, PassWarning, UsageError
 from torchspmd.step.deferral.regions import DeferredRegion, check_region
+from torchspmd.step.graph.edit import copy_nodes
 from torchspmd.step.graph.metadata import readable_name
 from torchspmd.step.graph.options import check_node, check_nodes
 
@@ -33,9 +34,7 @@ class IterGraph(fx.Graph):
     def copy_of(cls, graph: fx.Graph, regions: Sequence[DeferredRegion] = ()) -> Self:
         """A copy of a graph, with the same names and metadata."""
         copy = cls()
-        copies: dict[fx.Node, fx.Node] = {}
-        for node in graph.nodes:
-            copies[node] = copy.node_copy(node, copies.__getitem__)
+        copy_nodes(graph, copy)
         copy.regions = list(regions)
         return copy
 

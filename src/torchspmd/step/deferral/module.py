@@ -14,6 +14,7 @@ from torchspmd.step.deferral.regions import written_by
 from torchspmd.step.deferral.state import Event, Progress, State
 from torchspmd.step.graph.clock import left_under_way
 from torchspmd.step.graph.metadata import readable_name, written_state
+from torchspmd.step.graph.snapshot import Snapshot
 
 Runnable = Callable[..., Any]
 
@@ -54,8 +55,9 @@ class IterGraphModule:
                 f"IterGraphModule(main_gm={type(main_gm).__name__}): pass the "
                 "fx.GraphModule of one iteration, as gm_transformation gets it."
             )
-        self.main_gm = fx.GraphModule(main_gm, IterGraph.copy_of(main_gm.graph))
+        self.main_gm = _torch.lazy_module(main_gm, IterGraph.copy_of(main_gm.graph))
         self.enable_inductor = enable_inductor
+        self.latest_snapshot: Snapshot | None = None  # for whoever runs passes on it
         self._forms: _Forms | None = None
         self._progress = Progress()
         self._make_ready: Callable[[str, fx.GraphModule], Runnable] = self._prepare
@@ -97,6 +99,7 @@ class IterGraphModule:
                 Inductor or the graph itself by default.
         """
         self.recompile()
+        self.latest_snapshot = None
         self.freeze_cross_iter_movement()
         self._make_ready = prepare or self._make_ready
         self._forms = _Forms(self.main_gm, self._make_ready)
@@ -122,7 +125,7 @@ class IterGraphModule:
     def lost(self) -> tuple[int, ...]:
         """The inputs that must be loaded again after an exception, by place."""
         if self.state is State.WRITING:
-            return self._places(set(written_state(self.graph).values()))
+            return _places(self.graph, set(written_state(self.graph).values()))
         if self.state is State.UPDATING:  # the updates that have not begun are dropped
             return self.states_of(self.unfinished)
         return ()
@@ -134,14 +137,12 @@ class IterGraphModule:
 
     def states_of(self, regions: Collection[int]) -> tuple[int, ...]:
         """The inputs that regions write, by place."""
-        graph = self.graph
-        names = {name for n in regions for name in graph.regions[n].nodes}
-        moved = [node for node in graph.nodes if node.name in names]
-        return self._places(written_by(graph, moved))
+        return _states_of(self.graph, regions)
 
-    def _places(self, inputs: Collection[fx.Node]) -> tuple[int, ...]:
-        placeholders = self.graph.find_nodes(op="placeholder")
-        return tuple(n for n, node in enumerate(placeholders) if node in inputs)
+    @property
+    def deferred_states(self) -> tuple[int, ...]:
+        """The inputs that all regions write, by place."""
+        return self._finished().states
 
     @property
     def is_deferring(self) -> bool:
@@ -288,8 +289,10 @@ class _Forms:
             for name in ("first", "steady", "last", "flush"):
                 stage: Stage = getattr(pipeline, name)
                 self._stages[name] = stage
-                self.graphs[name] = fx.GraphModule(main, stage.graph)
+                self.graphs[name] = _torch.lazy_module(main, stage.graph)
         self._prepare = prepare
+        # Asked for at each call, for which the graph is not to be walked again.
+        self.states = _states_of(graph, range(len(graph.regions)))
         needed = ("first", "steady") if self.is_deferring else ("whole",)
         self._runs = {name: prepare(name, self.graphs[name]) for name in needed}
 
@@ -343,6 +346,18 @@ class _Forms:
         if name not in self._runs:
             self._runs[name] = self._prepare(name, self.graphs[name])
         return self._runs[name]
+
+
+def _states_of(graph: IterGraph, regions: Collection[int]) -> tuple[int, ...]:
+    """The inputs that regions write, by place."""
+    names = {name for n in regions for name in graph.regions[n].nodes}
+    moved = [node for node in graph.nodes if node.name in names]
+    return _places(graph, written_by(graph, moved))
+
+
+def _places(graph: fx.Graph, inputs: Collection[fx.Node]) -> tuple[int, ...]:
+    placeholders = graph.find_nodes(op="placeholder")
+    return tuple(n for n, node in enumerate(placeholders) if node in inputs)
 
 
 def _hand_over(outputs: Any) -> Any:

@@ -58,6 +58,40 @@ def fake_result(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
     return _torch.fake_result(target, args, options, near=near)
 
 
+def copy_node(
+    graph: fx.Graph, node: fx.Node, find: Callable[[fx.Node], fx.Node]
+) -> fx.Node:
+    """Add a copy of a node of another graph, with its name and metadata.
+
+    The same as ``graph.node_copy``, which looks for symbols in all arguments once more.
+    """
+    taken: Any = fx.node.map_arg((node.args, node.kwargs), find)
+    copy = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+    copy.args, copy.kwargs = taken
+    copy.meta = node.meta.copy()
+    return copy
+
+
+def copy_nodes(graph: fx.Graph, into: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Copy all nodes into an empty graph; the copy of each."""
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        copies[node] = copy_node(into, node, copies.__getitem__)
+    return copies
+
+
+def drop_dead_code(graph: fx.Graph) -> None:
+    """Remove nodes that nobody uses and that have no effect.
+
+    The same as ``graph.eliminate_dead_code``, which checks all of the graph first. Calls
+    of modules stay: they may do anything.
+    """
+    for node in reversed(graph.nodes):
+        is_used = bool(node.users) or node.op in ("call_module", "output")
+        if not is_used and not node.is_impure():
+            graph.erase_node(node)
+
+
 class NodeMaker:
     """Adds nodes to a graph that belong to one owner.
 

@@ -151,7 +151,7 @@ class OwnerLog:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Watch everything that is traced inside."""
+        """Follow the calls of modules inside; ``note`` tells of those of operators."""
         self._graph = _torch.current_graph()
         self._last = last_node(self._graph)
         with contextlib.ExitStack() as stack:
@@ -159,7 +159,6 @@ class OwnerLog:
             stack.callback(before.remove)
             after = register_module_forward_hook(self._leave_module, always_call=True)
             stack.callback(after.remove)
-            stack.enter_context(_torch.observe_calls(self._note))
             yield
         self._settle()
 
@@ -199,7 +198,8 @@ class OwnerLog:
         """Whose operator was called last; when tracing fails, the one that failed."""
         return self._pending
 
-    def _note(self, operator: Any, args: Any, kwargs: Any) -> None:
+    def note(self) -> None:
+        """Tell that an operator is called now."""
         self._settle()
         self._pending = self.current()
         if _torch.graph_task() < 0 and self._stack:

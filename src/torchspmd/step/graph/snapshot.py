@@ -1,5 +1,6 @@
 """A graph as it was, to compare with and to go back to."""
 
+import operator
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from torchspmd import _torch
+from torchspmd.step.graph.edit import copy_nodes
 from torchspmd.step.graph.metadata import (
     OutputKind,
     OutputRole,
@@ -211,6 +213,7 @@ class Snapshot:
         is_frozen: Whether no more regions could be moved.
         constants: The tensors and modules that the graph reads by name.
         attributes: All that the module holds by name, read or not.
+        held: The nodes that were copied, and what each held: these very objects.
     """
 
     graph: fx.Graph
@@ -220,16 +223,33 @@ class Snapshot:
     is_frozen: bool
     constants: Constants
     attributes: Attributes
+    held: tuple[tuple[Any, ...], ...]
 
     @classmethod
-    def of(cls, gm: Any) -> Self:
-        """Copy the graph of a graph module, or of an ``IterGraphModule``."""
-        copy, mapping = copy_graph(gm.graph)
+    def of(cls, gm: Any, earlier: "Snapshot | None" = None) -> Self:
+        """Copy the graph of a graph module, or of an ``IterGraphModule``.
+
+        Args:
+            gm: The module.
+            earlier: A snapshot of it, whose copy is taken where nothing changed since.
+        """
+        if earlier is not None and earlier.is_copy_of(gm.graph):
+            copy, mapping, held = earlier.graph, earlier.mapping, earlier.held
+        else:
+            copy, mapping = copy_graph(gm.graph)
+            held = tuple(map(_held_by, gm.graph.nodes))
         deferred = tuple(getattr(gm.graph, "regions", ()))
         is_frozen = getattr(gm.graph, "is_frozen", False)
         holder = getattr(gm, "main_gm", gm)
         kept = Constants.of(gm), Attributes.of(holder)
-        return cls(copy, mapping, holder, deferred, is_frozen, *kept)
+        return cls(copy, mapping, holder, deferred, is_frozen, *kept, held)
+
+    def is_copy_of(self, graph: fx.Graph) -> bool:
+        """Whether a graph has the nodes that were copied, with all that they had."""
+        return len(graph.nodes) == len(self.held) and all(
+            all(map(operator.is_, _held_by(node), held))
+            for node, held in zip(graph.nodes, self.held, strict=True)
+        )
 
     def restore(self, gm: Any) -> dict[fx.Node, fx.Node]:
         """Give a module back the graph that it had, and what it held by name.
@@ -287,6 +307,13 @@ class Snapshot:
         return {node: known[node] for node in nodes if node in known}
 
 
+def _held_by(node: fx.Node) -> tuple[Any, ...]:
+    # An edit replaces what it changes: arguments cannot be written into.
+    meta = node.meta
+    taken = (node.target, node.args, node.kwargs)
+    return (node, node.name, *taken, len(meta), *meta.values())
+
+
 def num_changes(before: fx.Graph, after: fx.Graph) -> int:
     """Nodes that are new, gone, moved, or take other arguments.
 
@@ -306,10 +333,7 @@ def num_changes(before: fx.Graph, after: fx.Graph) -> int:
 def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     """A copy with the same names and metadata, and its node for each original one."""
     copy = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        copies[node] = copy.node_copy(node, lambda old: copies[old])
-    return copy, copies
+    return copy, copy_nodes(graph, copy)
 
 
 def _facts(node: fx.Node) -> tuple[str, str, str, str]:

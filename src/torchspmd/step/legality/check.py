@@ -121,6 +121,8 @@ def check_edit(
     edit = Edit.of(before, after, mapping)
     num_outputs = len(output_values(before))
     interface = check_interface(edit)
+    if edit.is_empty and edit.keeps_fakes and not (problems or interface):
+        return Proof(num_outputs, ())
     fakes = find_fakes(edit)
     if edit.is_empty and not (problems or interface):
         fakes.write_down()

@@ -62,6 +62,13 @@ class Edit:
             all(self.old[now] is was for now, was in pairs)
         )
 
+    @property
+    def keeps_fakes(self) -> bool:
+        """Whether the graph says of all nodes that were there what it said before."""
+        return all(
+            now.meta.get("val") is was.meta.get("val") for now, was in self.old.items()
+        )
+
 
 def _is_same(now: fx.Node, was: fx.Node, old: Mapping[fx.Node, fx.Node]) -> bool:
     if now.target != was.target or now.op != was.op:

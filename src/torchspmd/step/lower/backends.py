@@ -1,18 +1,19 @@
 """How a program's graph is run: as generated Python, by Inductor, or as a CUDA graph."""
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 
+from torchspmd import _torch
 from torchspmd.errors import CaptureError
 from torchspmd.step.deferral.module import IterGraphModule
 from torchspmd.step.graph.aliases import written_nodes
 from torchspmd.step.graph.inductor import check_compilable, lower
 from torchspmd.step.graph.metadata import OutputKind, roles_of
 from torchspmd.step.graph.optimizer_lists import is_fused_update
+from torchspmd.step.graph.snapshot import copy_graph
 from torchspmd.step.lower.cuda_graph import CudaGraphRun
 from torchspmd.step.lower.deferred_in_place import FormsInPlace
 from torchspmd.step.lower.in_place import (
@@ -166,7 +167,7 @@ def write_for_compiler(
     """
     notes: tuple[str, ...] = ()
     for may_write in (is_fused_update, _never):
-        edited = copy.deepcopy(graph.graph)
+        edited, _ = copy_graph(graph.graph)
         written = written_tensors(edited)
         report = compute_in_place(edited, written, may_write=may_write)
         updates = [n for n in edited.nodes if is_fused_update(n) and written_nodes(n)]
@@ -175,7 +176,7 @@ def write_for_compiler(
         if problem is None:
             break
         notes += (f"Inductor copies the states of fused optimizers: {problem}",)
-    return fx.GraphModule(graph, edited), report, notes
+    return _torch.lazy_module(graph, edited), report, notes
 
 
 def _never(_: fx.Node) -> bool:

@@ -5,7 +5,6 @@ notes that it begins and that it ends; an update is made in place as a whole or 
 all, so that after an exception each is done, not begun, or known to be lost.
 """
 
-import copy
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from torchspmd.step.graph.metadata import (
     readable_name,
     roles_of,
 )
+from torchspmd.step.graph.snapshot import copy_graph
 from torchspmd.step.lower.in_place import (
     compute_in_place,
     copy_results,
@@ -67,7 +67,7 @@ class FormsInPlace:
         elif name in ("steady", "flush"):
             running = self._write_pending(name, form)
         elif is_compiled:
-            running = fx.GraphModule(form, copy.deepcopy(form.graph))
+            running = _torch.lazy_module(form, copy_graph(form.graph)[0])
             copy_results(running.graph)
         else:
             running, _ = write_in_place(form, keep_inputs=True)
@@ -160,7 +160,7 @@ def write_pending_in_place(
     """
     left = dict(refused)
     while True:
-        running = fx.GraphModule(form, copy.deepcopy(form.graph))
+        running = _torch.lazy_module(form, copy_graph(form.graph)[0])
         graph = running.graph
         _communicate_first(graph)
         regions, left = _find_regions(graph, left)

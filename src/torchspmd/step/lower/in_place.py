@@ -6,7 +6,6 @@ reads the old one any more, an operator may write into it: ``add`` becomes ``add
 made, which is what eager optimizers do.
 """
 
-import copy
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from torchspmd.step.graph.metadata import (
     roles_of,
     written_state,
 )
+from torchspmd.step.graph.snapshot import copy_graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +75,12 @@ def write_in_place(
 
     With ``keep_inputs`` it does so only for values that the graph itself made.
     """
-    edited = copy.deepcopy(graph.graph)
+    edited, _ = copy_graph(graph.graph)
     written = {} if keep_inputs else written_tensors(edited)
     report = compute_in_place(edited, written)
     reduce_in_place(edited)
     gather_into_memory(edited)
-    return fx.GraphModule(graph, edited), report
+    return _torch.lazy_module(graph, edited), report
 
 
 def written_tensors(graph: fx.Graph) -> dict[fx.Node, fx.Node]:

@@ -1,7 +1,7 @@
 """Each rank keeps a share of every parameter, and gathers the whole where it is used."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, final
 
 import torch
@@ -22,7 +22,12 @@ from torchspmd.step.modes.gather import (
     gather_once,
     gathering_tables,
 )
-from torchspmd.step.modes.shard_layout import Sharding, plan_layout, plan_shardings
+from torchspmd.step.modes.shard_layout import (
+    Sharding,
+    empty_shard,
+    plan_layout,
+    plan_shardings,
+)
 
 
 @final
@@ -50,6 +55,11 @@ class FullySharded(Spread):
         """Shards for the parameters that are none yet."""
         self._shardings = plan_shardings(inventory, self.mesh)
         return plan_layout(inventory, self._shardings)
+
+    def stand_in(self, inventory: Inventory) -> Callable[[int], torch.Tensor]:
+        """Shards without values: whole states would take the memory of whole models."""
+        shardings = plan_shardings(inventory, self.mesh)
+        return lambda slot: empty_shard(inventory.slots[slot], shardings[slot])
 
     @contextlib.contextmanager
     def installed(

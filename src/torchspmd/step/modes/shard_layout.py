@@ -290,6 +290,18 @@ def shard(slot: Slot, sharding: Sharding) -> torch.Tensor:
     return parameter
 
 
+def empty_shard(slot: Slot, sharding: Sharding) -> torch.Tensor:
+    """A tensor like a parameter's shard, without its values; a shard as it is."""
+    if not _is_unsharded(sharding, slot.tensor):
+        return slot.tensor
+    whole = _torch.plain_tensor(slot.tensor)
+    shape = list(whole.shape)
+    if sharding.is_sharded:
+        first, end = sharding.kept
+        shape[0] = end - first
+    return _torch.wrap_local(whole.new_empty(shape), sharding.layout)
+
+
 def _checksums(before: list[Slot], after: list[Slot]) -> tuple[Checksum, ...]:
     """A checksum of each new shard's tensor: ranks with other values would mix them."""
     sharded = [old for old, new in zip(before, after, strict=True) if old is not new]

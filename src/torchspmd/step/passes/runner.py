@@ -17,12 +17,13 @@ from torchspmd.step.deferral.iter_graph import IterGraph
 from torchspmd.step.deferral.module import IterGraphModule
 from torchspmd.step.deferral.regions import check_regions
 from torchspmd.step.graph.collectives import graph_size
+from torchspmd.step.graph.edit import drop_dead_code
 from torchspmd.step.graph.metadata import roles_of
 from torchspmd.step.graph.options import check_module
 from torchspmd.step.graph.reports import GraphSize, Outcome, PassReport
 from torchspmd.step.graph.snapshot import Snapshot, copy_graph, num_changes
 from torchspmd.step.legality.check import Proof, check_edit
-from torchspmd.step.legality.graph_rules import check_definitions
+from torchspmd.step.progress import phase
 
 Pass = Callable[..., Any]
 # Gets each report with the graphs before and after the pass. May give the names of outputs
@@ -155,8 +156,10 @@ def _run(gm: Any, key: str, edit: Callable[[], Any], rules: _Rules) -> PassRepor
             said, mapping = left.outcome, _undo(gm, snapshot, done)
         _check_returned(gm, _names([key]), said)
         proof = _check(gm, key, snapshot, mapping, rules.reorders_collectives)
-        num = num_changes(snapshot.graph, gm.graph)
-        outcome = said if isinstance(said, Outcome) else Outcome(num, num)
+        outcome = said
+        if not isinstance(outcome, Outcome):
+            num = num_changes(snapshot.graph, gm.graph)
+            outcome = Outcome(num, num)
         return _record(gm, key, outcome, proof, snapshot.graph, start)
 
 
@@ -217,12 +220,20 @@ def run_transformation(gm: fx.GraphModule, function: Pass) -> Any:
 @contextlib.contextmanager
 def _undone_on_failure(gm: Any) -> Iterator[Snapshot]:
     """Give a snapshot; after a failure inside, graph and history are as they were."""
-    snapshot, done = Snapshot.of(gm), len(_history(gm))
+    snapshot, done = _take_snapshot(gm), len(_history(gm))
     try:
         yield snapshot
     except BaseException:
         _undo(gm, snapshot, done)
         raise
+
+
+def _take_snapshot(gm: Any) -> Snapshot:
+    """A snapshot, which shares the copy of the one before where nothing changed."""
+    if not isinstance(gm, IterGraphModule):
+        return Snapshot.of(gm)
+    gm.latest_snapshot = Snapshot.of(gm, gm.latest_snapshot)
+    return gm.latest_snapshot
 
 
 def _undo(gm: Any, snapshot: Snapshot, done: int) -> dict[fx.Node, fx.Node]:
@@ -246,18 +257,18 @@ def _check(
     """Remove dead code, check an edit since a snapshot, and generate code."""
     name = _names([key])
     _check_whole(gm, name)
-    if not check_definitions(gm.graph):  # which check_edit tells; torch only fails
-        gm.graph.eliminate_dead_code()
-    proof = check_edit(
-        snapshot.graph,
-        gm.graph,
-        mapping,
-        name=name,
-        may_reorder=may_reorder,
-        constants=snapshot.constants.changes(gm),
-    )
-    if isinstance(gm, IterGraphModule):
-        check_regions(gm.graph, gm.graph.regions, edit=name)
+    drop_dead_code(gm.graph)
+    with phase("proofs"):
+        proof = check_edit(
+            snapshot.graph,
+            gm.graph,
+            mapping,
+            name=name,
+            may_reorder=may_reorder,
+            constants=snapshot.constants.changes(gm),
+        )
+        if isinstance(gm, IterGraphModule):
+            check_regions(gm.graph, gm.graph.regions, edit=name)
     gm.recompile()
     return proof
 
