@@ -3,9 +3,9 @@
 Forward, loss, backward, gradient reduction and foreach AdamW of a GPT on a fake group of 8
 ranks, with a cold optimizer: captured in the default mode, and with parallel="replicate"
 and overlapped updates up to the first steady step. Beside it, eager's first step and that
-of DistributedDataParallel with torch.compile, a process of its own for each. Seconds of
-the processor, so that other work on the machine counts little; everything is imported
-and was used once, on a model of one layer.
+of DistributedDataParallel with torch.compile, a process of its own for each. Totals are
+seconds of the processor, so that other work on the machine counts little; phases are by the
+clock. Everything is imported and was used once, on a model of one layer.
 """
 
 import argparse

@@ -919,7 +919,7 @@ def test_fused_sgd_has_a_kernel_while_tracing():
     assert [has_kernel(name, "Meta") for name in names] == before
 
 
-def test_functional_forms():
+def test_functional_form():
     aten = torch.ops.aten
     assert _torch.functional_form(aten.add_.Tensor) == (aten.add.Tensor, 0, 1)
     assert _torch.functional_form(aten._foreach_mul_.Scalar) == (
@@ -929,10 +929,19 @@ def test_functional_forms():
     assert norm == (aten._native_batch_norm_legit_functional.default, 3, 5)
     assert _torch.functional_form(aten.add.out) is None
     assert _torch.functional_form(aten.bernoulli_.float) is None  # draws
-    assert not _torch.is_fused_optimizer(aten.add_.Tensor)
+
+
+def test_is_fused_optimizer():
+    assert _torch.is_fused_optimizer(torch.ops.aten._fused_adam_.default)
+    assert not _torch.is_fused_optimizer(torch.ops.aten.add_.Tensor)
+
+
+def test_is_elementwise():
+    aten = torch.ops.aten
     assert _torch.is_elementwise(aten.mul_.Tensor)
     assert _torch.is_elementwise(aten._foreach_mul_.Scalar)
     assert not _torch.is_elementwise(aten.index_put_.default)
+    assert not _torch.is_elementwise(len)
 
 
 def test_initial_state():
