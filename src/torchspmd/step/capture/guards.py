@@ -177,7 +177,8 @@ class TensorFact(tuple[Any, ...]):
     def __str__(self) -> str:
         shape, dtype, stride, device, requires_grad, role, layout = self
         text = f"{role} {str(dtype).removeprefix('torch.')}{list(shape)}"
-        text += f" strides {list(stride)} on {device}"
+        strides = list(stride) if isinstance(stride, tuple) else stride
+        text += f" strides {strides} on {device}"
         text += "" if requires_grad else " without gradient"
         return text + (f" {layout}" if layout else "")
 
