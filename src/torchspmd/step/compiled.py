@@ -459,13 +459,14 @@ class CompiledStep:
             self._has_fixed_sizes |= (
                 min(chain(*input_shapes(sign(inventory)).values())) > 1
             )
-        if program.agreed == self._num_agreed:
+        is_agreed = program.agreed == self._num_agreed
+        if is_agreed:
             self._num_agreed += 1
             self._switches.to_new(program)
         else:
             self._switches.to_known(program)
         self._keep(program)
-        self._shadow.note_build(program, inventory)
+        self._shadow.note_build(program, inventory, is_agreed=is_agreed)
         return program, inventory
 
     def _capture(

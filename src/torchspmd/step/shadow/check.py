@@ -141,11 +141,19 @@ class Shadow:
         """Whether nothing is to be done in a call, as in all steady ones."""
         return not any(self._left.values()) and self._pending is None
 
-    def note_build(self, program: Program, inventory: Inventory) -> None:
-        """A program was captured: its first calls are made eagerly too."""
+    def note_build(
+        self, program: Program, inventory: Inventory, *, is_agreed: bool
+    ) -> None:
+        """A program was captured: its first calls are made eagerly too.
+
+        Not where this rank has built it alone, for a batch of another size: others would
+        not make their calls eagerly. What it sends is that of a program that was compared.
+        """
         if self.plan.calls == 0 or self.refusal:
             return
-        self._left[bool(len(program.ledger))] = self.plan.calls
+        communicates = bool(len(program.ledger))
+        if is_agreed or not communicates:
+            self._left[communicates] = self.plan.calls
         self._captured[program.number] = _numbers(inventory)
 
     def count(self) -> None:

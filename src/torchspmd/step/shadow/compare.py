@@ -15,6 +15,7 @@ from torchspmd.step.capture.held import MISSING
 from torchspmd.step.shadow.eager import Eager, Expected, Kind
 
 _ORDER = tuple(Kind)
+_OF_ONE = 0.01  # a mean of values that a norm has made, around 1, is rounding alone
 _OWN_ROUNDINGS = 4.0  # of a value itself, when a change is added to it
 _NOISE = 16.0  # times the tolerance: gradients below that, of the largest, are rounding
 _SHOWN = 4
@@ -203,6 +204,8 @@ def _compare_floats(
     is_update = wanted.kind is Kind.PARAMETER and math.isfinite(change)
     scale = change if is_update else size
     own = _OWN_ROUNDINGS * torch.finfo(wanted.value.dtype).eps * size
+    if wanted.kind in (Kind.BUFFER, Kind.RESULT):
+        own += _OF_ONE * rounding.relative
     allowed = rounding.relative * scale + own
     factor = rounding.inexactness(wanted.owner, apart)
     if factor is None:
