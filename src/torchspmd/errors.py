@@ -9,6 +9,7 @@ from collections.abc import Sequence
 __all__ = [
     "AgreementError",
     "CaptureError",
+    "CaptureWarning",
     "CheckError",
     "ContractError",
     "DeferralError",
