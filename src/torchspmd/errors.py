@@ -11,6 +11,7 @@ from typing import ClassVar
 __all__ = [
     "AgreementError",
     "CaptureError",
+    "CaptureWarning",
     "CheckError",
     "ContractError",
     "DeferralError",

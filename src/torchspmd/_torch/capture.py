@@ -459,7 +459,7 @@ def _quick_nodes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _missing_kernels() -> Iterator[None]:
-    """Let fused SGD run on tensors without values; torch has no such kernel for it."""
+    """Kernels for tensors without values that torch does not have, or not for any size."""
     names = [
         name
         for name in ("_fused_sgd_", "_fused_sgd_.tensor_lr")
@@ -468,7 +468,19 @@ def _missing_kernels() -> Iterator[None]:
     with torch.library._scoped_library("aten", "IMPL", "Meta") as library:
         for name in names:
             library.impl(name, lambda *args, **kwargs: None)
+        library.impl("constant_pad_nd", _padded)
         yield
+
+
+def _padded(x: torch.Tensor, pad: list[Any], value: Any = 0) -> torch.Tensor:
+    """Torch's own kernel takes sizes for numbers, and pads with them."""
+    from torch._prims_common import suggest_memory_format
+
+    shape = list(x.shape)
+    for place in range(len(pad) // 2):
+        shape[-1 - place] += pad[2 * place] + pad[2 * place + 1]
+    form = suggest_memory_format(x)
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=form)
 
 
 def lazy_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:

@@ -45,7 +45,7 @@ class StatusLine:
 
     def print(self, text: str) -> None:
         """Write a line that stays."""
-        self.console.print(text, highlight=False, markup=False)
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 @final

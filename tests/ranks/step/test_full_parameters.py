@@ -60,6 +60,11 @@ def evaluated():
         averages[0].update_parameters(plain)
         assert all(a is b for a, b in zip(shards, model.parameters(), strict=True))
         assert names == list(model.state_dict())
+    for each in (model, copy.deepcopy(model)):
+        try:
+            each(x)
+        except UsageError as error:
+            errors.append(str(error))
     try:
         with step.full_parameters(model), torch.no_grad():
             model.embed.weight.zero_()
@@ -75,4 +80,5 @@ def test_a_fully_sharded_model_is_evaluated_averaged_and_saved(ranks2):
         assert averaged < 1e-6
         assert "embed.weight of argument args[0] is gathered for a while" in errors[0]
         assert "embed.weight was written inside of the block" in errors[-1]
-        assert len(errors) == 4
+        assert all("with step.full_parameters(model)" in text for text in errors[3:5])
+        assert len(errors) == 6

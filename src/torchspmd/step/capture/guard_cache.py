@@ -156,7 +156,9 @@ class Unchanged:
             if slot is not None and slot.role is Role.PARAMETER
         ]
         self._hooks = _torch.gradient_hook_keys(self._owners)
-        self._noted = [(t, list(t), list(t.values())) for t in map(vars, self._owners)]
+        noted = list(map(vars, self._owners))
+        self._noted = [(t, list(t), list(t.values())) for t in noted if t]
+        self._unnoted = [table for table in noted if not table]
         self._names = [(slot.name, slot.role) for slot in inventory.slots]
         self._gradient_slots = [
             inventory.gradients.get(place)
@@ -178,7 +180,8 @@ class Unchanged:
 
     def _forget(self, _: Any) -> None:
         self._is_usable = False
-        self._slots, self._kept, self._owners, self._noted = [], [], [], []
+        self._slots, self._kept, self._owners = [], [], []
+        self._noted, self._unnoted = [], []
         self._modules, self._optimizers, self._data = [], [], []
         self._inventory = Inventory([], None, [])
 
@@ -232,7 +235,7 @@ class Unchanged:
             return None
         if _torch.gradient_hook_keys(self._owners) != self._hooks:
             return None
-        if not all(is_same_table(*noted) for noted in self._noted):
+        if any(self._unnoted) or not all(is_same_table(*t) for t in self._noted):
             return None
         passing: dict[int, Any] = {
             slot: leaves[place] for place, slot in self._inventory.inputs.items()

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import fx
+from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchspmd import _torch
-from torchspmd.errors import CaptureError
+from torchspmd.errors import CaptureError, UsageError
 from torchspmd.layout.retired import free_retired
 from torchspmd.step.capture.inventory import Inventory, Role, Slot
 from torchspmd.step.graph.metadata import OwnerLog
@@ -171,6 +171,8 @@ class Relayout:
         before.by_id.update({id(s.tensor): n for n, s in enumerate(before.slots)})
         for old, slot in replaced:
             free_retired(old, slot.name)
+        for name, module in before.modules:
+            module.register_forward_pre_hook(_EagerCall(name), with_kwargs=True)
 
     def _commit_state(self, index: int) -> None:
         state, slots = self._before.saved_states[index], self.inventory.slots
@@ -183,6 +185,31 @@ class Relayout:
         for parameter, entry in entries:
             slot = self._before.by_id.get(id(parameter))
             state[parameter if slot is None else slots[slot].tensor] = entry
+
+
+class _EagerCall:
+    """Refuses a call of a sharded model on plain tensors, outside of a compiled step."""
+
+    belongs_to_compiled_step = True
+    own = None
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        given = [*_torch.leaves_of(torch.Tensor, (args, kwargs))]
+        if not given or any(_torch.layout_of(each) is not None for each in given):
+            return
+        if any(map(_torch.is_fake, given)):  # a step is captured
+            return
+        if any(_torch.layout_of(each) is not None for each in module.parameters()):
+            raise UsageError(
+                f"{self._name}: its parameters are shards since the first step of "
+                "DataParallel('fully_shard'), and an eager call on plain tensors mixes "
+                "both. Call it inside of `with step.full_parameters(model):`, with the "
+                "compiled step, on every rank; or compile the evaluation with the same "
+                "mode, with torch.no_grad() inside of the function."
+            )
 
 
 # ----------------------------------------------------------------------------
