@@ -1,13 +1,20 @@
 """``torchspmd predict``: rehearse a script of any size, and say whether it fits."""
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
 import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+from torchspmd._cli.other_ranks import OtherRanks
 from torchspmd._cli.output import status_line
 from torchspmd._cli.script import (
     StepWindow,
@@ -19,6 +26,7 @@ from torchspmd._cli.script import (
 from torchspmd.comm.storage import ledger_to_dict
 from torchspmd.errors import UsageError
 from torchspmd.predict.allocator import AllocatorSettings
+from torchspmd.predict.clock import LiveClock
 from torchspmd.predict.curve_json import curve_json
 from torchspmd.predict.hardware import Hardware, load_gpu, load_network
 from torchspmd.predict.live import LiveMemory
@@ -30,6 +38,7 @@ from torchspmd.predict.text import describe_memory, size_text
 from torchspmd.predict.time_suggestions import Gain, suggest_faster
 from torchspmd.predict.time_text import describe_time
 from torchspmd.rehearse.device import Gpu
+from torchspmd.rehearse.recorder import Recorder
 from torchspmd.rehearse.recording import Recording
 from torchspmd.rehearse.rehearsal import rehearsal
 from torchspmd.rehearse.world import World
@@ -69,6 +78,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", type=Path, help="write the prediction here")
     parser.add_argument(
+        "--virtual-clock",
+        action="store_true",
+        help="time.perf_counter and time.time tell predicted time to the script",
+    )
+    parser.add_argument(
         "--brief", action="store_true", help="no slices, curve or suggestions"
     )
     parser.add_argument(
@@ -79,6 +93,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Rehearse the script and report; 1 when it does not fit."""
     _check(options)
+    with tempfile.TemporaryDirectory() as folder:
+        return _predict(options, OtherRanks(options, folder))
+
+
+def _predict(options: argparse.Namespace, others: OtherRanks) -> int:
     gpu = load_gpu(options.gpu)
     network = load_network(options.network or DEFAULT_NETWORK)
     settings = _settings()
@@ -90,12 +109,14 @@ def run(options: argparse.Namespace) -> int:
     )
     window = StepWindow(mode, skip=options.skip, steps=options.steps, line=line)
     stage = rehearsal(
-        recording, world, _gpu(gpu, world), LiveMemory(recording, gpu, settings)
+        recording, world, _gpu(gpu, world), LiveMemory(recording, gpu, settings), others
     )
+    clock = LiveClock(recording, gpu, network)
+    timed_stage = _with_clock(stage, clock, virtual=options.virtual_clock)
     left: list[object] = []
     with line:
         succeeded = run_script(
-            options.script, options.arguments, mode, window, stage, left=left
+            options.script, options.arguments, mode, window, timed_stage, left=left
         )
     if not succeeded:
         print(
@@ -110,8 +131,11 @@ def run(options: argparse.Namespace) -> int:
             "The script put no tensor on the GPU: nothing was counted. Does it ask for "
             "another device than cuda?"
         )
+    if others.is_asked:
+        others.answer(recording)
+        return 0
     account = count_memory(recording, gpu, settings)
-    timed = predict_time(recording, gpu, network)
+    timed = predict_time(others.stages(recording), gpu, network)
     if not options.network and timed.crosses_nodes:
         recording.notes.append(
             f"No --network was given: {network.title} is taken to be between the nodes."
@@ -125,6 +149,29 @@ def run(options: argparse.Namespace) -> int:
         options.json.write_text(json.dumps(data) + "\n", encoding="utf-8")
         print(f"Prediction written to {options.json}.")
     return 1 if account.fits is Fits.NO else 0
+
+
+@contextlib.contextmanager
+def _with_clock(
+    stage: contextlib.AbstractContextManager[Recorder],
+    clock: LiveClock,
+    *,
+    virtual: bool,
+) -> Iterator[None]:
+    """Events of CUDA tell predicted time; Python's clocks do where that is asked for."""
+    names = ("perf_counter", "monotonic", "time") if virtual else ()
+    with contextlib.ExitStack() as stack:
+        recorder = stack.enter_context(stage)
+        recorder.elapsed = clock.elapsed
+        for name in names:
+            real = getattr(time, name)()
+            tell = partial(_tell, clock, real)
+            stack.enter_context(mock.patch.object(time, name, tell))
+        yield
+
+
+def _tell(clock: LiveClock, begin: float) -> float:
+    return begin + clock.now()
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -193,8 +240,8 @@ def _as_json(
     faster: list[Gain],
 ) -> dict[str, Any]:
     recording = account.recording
-    time = timed.as_json(timeline=not (options.no_timeline or options.brief))
-    figures = time.pop("assumptions")
+    seconds = timed.as_json(timeline=not (options.no_timeline or options.brief))
+    figures = seconds.pop("assumptions")
     return {
         "format": "torchspmd/prediction",
         "version": 1,
@@ -211,7 +258,7 @@ def _as_json(
             **account.as_json(),
             "curve": None if options.brief else curve_json(account),
         },
-        **time,
+        **seconds,
         "suggestions": [
             *(
                 {"what": g.text, "gain_seconds": g.seconds, "how": g.how}

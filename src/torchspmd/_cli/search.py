@@ -256,4 +256,4 @@ def _depends_on(options: argparse.Namespace) -> Iterator[str]:
     yield str(options.script.absolute())
     for folder in (options.script.absolute().parent, Path(torchspmd.__file__).parent):
         for path in sorted(folder.rglob("*.py")):
-            yield f"{path} {path.stat().st_mtime_ns} {path.stat().st_size}"
+            yield f"{path} {hashlib.sha256(path.read_bytes()).hexdigest()}"

@@ -92,6 +92,9 @@ from torchspmd._torch.fake_device import is_device_tensor as is_device_tensor
 from torchspmd._torch.fake_device import is_fake_tensor as is_fake_tensor
 from torchspmd._torch.fake_device import own_chunks_only as own_chunks_only
 from torchspmd._torch.fake_device import shapes_apart as shapes_apart
+from torchspmd._torch.fake_device import (
+    stages_like_this_one as stages_like_this_one,
+)
 from torchspmd._torch.groups import Store as Store
 from torchspmd._torch.groups import ddp_on_fake_groups as ddp_on_fake_groups
 from torchspmd._torch.groups import ddp_without_values as ddp_without_values

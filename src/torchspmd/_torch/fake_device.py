@@ -249,6 +249,7 @@ class ShownAsCuda(TorchFunctionMode):
             tensor.__array__: self._numpy,
             tensor.tolist: self._numpy,
             tensor.__bool__: self._numpy,
+            torch._C._nn._parse_to: self._parse_to,
         }
 
     @property
@@ -265,6 +266,8 @@ class ShownAsCuda(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if kwargs:
+            if type(kwargs.get("device")) is int:  # as in device=local_rank
+                kwargs = {**kwargs, "device": torch.device("cuda", kwargs["device"])}
             if _is_cuda(kwargs.get("device")):
                 kwargs = {**kwargs, "device": self._inner(kwargs["device"])}
                 if func in _FROM_DATA:
@@ -291,6 +294,13 @@ class ShownAsCuda(TorchFunctionMode):
         if rest and type(rest[0]) is int:
             rest[0] = torch.device("cuda", rest[0])
         return func(tensor, *map(self._inner, rest), **kwargs)
+
+    def _parse_to(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if args and type(args[0]) is int:  # as in module.to(local_rank)
+            args = (torch.device("cuda", args[0]), *args[1:])
+        return func(*args, **kwargs)
 
     def _cuda(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device = args[1] if len(args) > 1 else kwargs.get("device")
@@ -459,6 +469,7 @@ def _replacements(
     yield torch.Tensor, "record_stream", record_stream
     yield torch.UntypedStorage, "resize_", resize
     yield fake_tensor, "init_gpu_context", lambda device: None
+    yield torch._C, "_get_accelerator", lambda: torch.device("cuda")
 
 
 def _deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
@@ -496,9 +507,39 @@ def shapes_apart() -> Iterator[None]:
     if not hasattr(_sharding_prop, "detect_fake_mode"):
         yield
         return
-    mode = FakeTensorMode()
+    mode = _ShapeMode()
     with mock.patch.object(_sharding_prop, "detect_fake_mode", lambda: mode):
         yield
+
+
+class _ShapeMode(FakeTensorMode):
+    """In-place operators give what they are given.
+
+    Those of random numbers, for one, ask for a generator in their shape functions.
+    """
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if isinstance(func, OpOverload) and _keeps_its_shape(func):
+            return args[0]
+        return super().__torch_dispatch__(func, types, args, kwargs or {})
+
+
+def _keeps_its_shape(operator: OpOverload) -> bool:
+    schema = operator._schema
+    return (
+        schema.name.endswith("_")
+        and torch.Tag.inplace_view not in operator.tags
+        and len(schema.returns) == 1
+        and bool(schema.arguments)
+        and schema.arguments[0].alias_info is not None
+        and schema.arguments[0].alias_info.is_write
+    )
 
 
 # ----------------------------------------------------------------------------
@@ -529,5 +570,50 @@ def own_chunks_only() -> Iterator[None]:
         _fsdp_param,
         "_chunk_with_empty",
         _Chunks,
+    ):
+        yield
+
+
+# ----------------------------------------------------------------------------
+# Stages of a pipeline tell each other shapes before the first step.
+
+
+@contextlib.contextmanager
+def stages_like_this_one() -> Iterator[None]:
+    """Other stages know their shapes where this one does; gradients are like the outputs.
+
+    What the stage before it sends can be told by rehearsing that one. The stage behind it
+    would have to wait for this one first.
+    """
+    from torch.distributed.pipelining import stage as stages
+
+    kind: Any = stages.PipelineStage
+    mode: Any = getattr(stages, "InferenceMode", None)
+    answer: Any = getattr(stages, "_StageBackwardMeta", None)
+    if answer is None:  # torch 2.11 does not vote, and asks for no gradients
+        yield
+        return
+    plain_receive, plain_vote = kind._recv_meta, kind._warmup_forward_vote
+    plain_result = kind._warmup_backward_result
+    votes: dict[int, bool] = {}
+
+    def receive(stage: Any, src_stage: int) -> Any:
+        if src_stage > stage.stage_index:
+            return answer(backward_metas=stage._stage_meta.outputs)
+        return plain_receive(stage, src_stage)
+
+    def vote(stage: Any, has_backward: bool, received_acc: Any = None) -> Any:
+        asks = mode.needs_dynamic(stage._user_meta, has_backward)
+        votes[stage.stage_index] = not asks
+        return plain_vote(stage, has_backward, received_acc)
+
+    def result(stage: Any, received_result: Any = None) -> Any:
+        plain_result(stage, received_result)
+        return torch.tensor([int(votes[stage.stage_index])], dtype=torch.int32)
+
+    with (
+        mock.patch.object(kind, "_recv_meta", receive),
+        mock.patch.object(kind, "_warmup_forward_vote", vote),
+        mock.patch.object(kind, "_warmup_backward_result", result),
     ):
         yield

@@ -8,6 +8,7 @@ from unittest import mock
 
 import torch
 import torch.cuda
+from torch.utils.data._utils import pin_memory
 
 from torchspmd import _torch
 from torchspmd.rehearse.recorder import Recorder
@@ -177,6 +178,9 @@ class _Event:
             self.owner.recorder.synchronize(reason, event=self.number)
 
     def elapsed_time(self, end: Any) -> float:
+        elapsed = self.owner.recorder.elapsed
+        if elapsed is not None and self.number is not None and end.number is not None:
+            return elapsed(self.number, end.number)
         self.owner.recorder.values.note(
             "torch.cuda.Event.elapsed_time was asked for: 1.0 ms was given."
         )
@@ -210,6 +214,9 @@ def _names(
     yield cuda.streams, {name: everything[name] for name in ("Stream", "Event")}
     yield cuda.nvtx, _effects("range_push", "range_pop", "mark", result=0)
     yield cuda.profiler, _effects("start", "stop", "init")
+    yield cuda.nccl, {"version": lambda: (2, 28, 9), "is_available": lambda *args: True}
+    # A loader pins memory in a thread of its own, where none of this is in force.
+    yield pin_memory, {"pin_memory": lambda data, device=None: data}
     yield torch.version, {"cuda": "12.8"}
     yield torch.profiler, {"profile": _profile_class(device)}
     yield torch, {"Generator": _generator_class()}

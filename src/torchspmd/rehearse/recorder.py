@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchspmd import _torch
-from torchspmd.comm import GLOBAL, Operator, Topology, find_operator, measure
+from torchspmd.comm import GLOBAL, Kind, Operator, Topology, find_operator, measure
 from torchspmd.comm import Phase as CommPhase
 from torchspmd.layout.names import plain_name
 from torchspmd.rehearse.fusion import fuse_regions
@@ -82,6 +82,8 @@ class Recorder:
         self.recording = recording
         self.values = values
         self.tracker = ModuleTracker()
+        # Predicted milliseconds between two events, by their numbers.
+        self.elapsed: Callable[[int, int], float] | None = None
         self.stream = 0  # the current one
         self.region: int | None = None  # of torch.compile, while one runs
         self.last_comm = -1  # number of the last communication
@@ -91,6 +93,8 @@ class Recorder:
         self._sites: dict[tuple[str, Phase, int, str], Site] = {}
         self._numbers: dict[int, int] = {}  # of storages, by address
         self._held: dict[int, weakref.ref[Any]] = {}  # by number
+        # A batch of receives gives one work for all: what reads a tensor waits for it.
+        self._received: dict[int, int] = {}
         self._started: dict[int, int] = {}  # collective of a storage, by number
         self._fresh: set[int] = set()  # storages that backward may find alive
         self._next_storage = self._next_op = 0
@@ -130,12 +134,12 @@ class Recorder:
         result = run()
         if result is NotImplemented:
             return result
-        inputs = self._specs(args)
-        if kwargs:
-            inputs += self._specs(kwargs.values())
+        inputs = self._specs((*args, *kwargs.values()) if kwargs else args)
         site, maker = self._here()
         if self._fresh and site.phase is Phase.BACKWARD:
             self._mark_saved()
+        if self._received:
+            self._wait_for(inputs, site, self._received)
         number = self._next_op
         self._next_op += 1
         place = len(self._events)
@@ -150,7 +154,7 @@ class Recorder:
             return result
         if facts.waits:
             del self._events[place:]
-            self._wait_for(inputs, site)
+            self._wait_for(inputs, site, self._started)
             return result
         op = Op(
             number,
@@ -368,6 +372,7 @@ class Recorder:
         group = self._topology.group_of(arguments)
         size = measure(operator, arguments, group.size)
         sent = arguments.get(operator.buffer)
+        peer = _peer(arguments)
         self.recording.groups.setdefault(group.name, group.ranks)
         for event in self._events[place + 1 :]:
             if isinstance(event, Alloc):
@@ -385,9 +390,9 @@ class Recorder:
             self._specs((sent,)) if sent is not None else inputs,
             _received(outputs, inputs),
             self.stream,
-            self._comm_stream(group.name, group.axis),
+            self._comm_stream(group.name, group.axis, operator.kind.value, peer),
             bool(arguments.get("asyncOp", True)),
-            _peer(arguments),
+            peer,
             site,
         )
         if site.phase is Phase.BACKWARD:
@@ -396,17 +401,23 @@ class Recorder:
         for spec in outputs:
             if spec.storage >= 0:
                 self._started[spec.storage] = number
+        if operator.kind is Kind.RECV:
+            self._received.update((spec.storage, number) for spec in inputs)
 
-    def _comm_stream(self, group: str, axis: str | None) -> int:
-        stream = self._comm_streams.get(group)
+    def _comm_stream(self, group: str, axis: str | None, kind: str, peer: int) -> int:
+        key, name = group, f"communicator {axis or group}"
+        if peer >= 0:  # sends and receives of one batch go on at the same time
+            key = name = f"{kind} {'to' if kind == 'send' else 'from'} rank {peer}"
+        stream = self._comm_streams.get(key)
         if stream is None:
-            stream = self.new_stream(f"communicator {axis or group}")
-            self._comm_streams[group] = stream
+            stream = self._comm_streams[key] = self.new_stream(name)
         return stream
 
-    def _wait_for(self, inputs: tuple[TensorSpec, ...], site: Site) -> None:
+    def _wait_for(
+        self, inputs: tuple[TensorSpec, ...], site: Site, under_way: dict[int, int]
+    ) -> None:
         for spec in inputs:
-            number = self._started.pop(spec.storage, None)
+            number = under_way.pop(spec.storage, None)
             if number is not None:
                 self.wait(number, site)
 
