@@ -9,6 +9,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from operator import itemgetter
 from typing import Any
 
@@ -329,6 +330,10 @@ class Recorder:
             return
         number = self._number(local, -1, None)
         info = self.recording.storages[number]
+        if info.category is category and info.name and name and info.name != name:
+            # One storage for the gradients of a group: FSDP2's, and DDP's buckets.
+            module = _common_path(info.module, module)
+            name = f"{module}.*"
         info.category, info.name = category, name or info.name
         info.module = module or info.module
         if category is Category.PARAMETER:
@@ -597,6 +602,12 @@ def _chooses(name: str, args: Sequence[Any]) -> bool:
         return True
     masks = (torch.bool, torch.uint8)
     return any(index is not None and index.dtype in masks for index in args[1])
+
+
+def _common_path(one: str, other: str) -> str:
+    """The innermost module around both."""
+    pairs = zip(one.split("."), other.split("."), strict=False)
+    return ".".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _received(
