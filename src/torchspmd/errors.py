@@ -262,9 +262,11 @@ class ShadowError(SpmdError, RuntimeError):
     """A compiled step did not do what the step does eagerly; found while it ran.
 
     Cause: the text names the first value that differs and the likely cause.
-    Cure: the last lines of the text. Model, optimizer and arguments are as the compiled
+    Fix: the last lines of the text. Model, optimizer and arguments are as the compiled
     step left them.
     """
+
+    page = "docs/errors/capture.md#shadowerror"
 
 
 class ShadowWarning(UserWarning):
@@ -275,6 +277,10 @@ class UnsupportedPassError(SpmdError, NotImplementedError):
     """A pass does not know this kind of node; the text says which it knows."""
 
     page = "docs/errors/passes.md#unsupportedpasserror"
+
+
+class CaptureWarning(UserWarning):
+    """A step is captured again and again; the text says what changes."""
 
 
 class PassWarning(UserWarning):

@@ -12,17 +12,23 @@
 Blocks in other languages, or in none, are for reading.
 """
 
+import argparse
 import contextlib
 import doctest
 import io
 import os
 import re
+import runpy
 import shlex
-import subprocess
+import socket
 import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
+from processes import Done, run_forked
 
 from torchspmd._cli import main
 
@@ -36,7 +42,6 @@ _BLOCK = re.compile(
 )
 _EXITS = re.compile(r"# exits with (\d+)")
 _FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-_MODULES = {"torchrun": "torch.distributed.run", "pytest": "pytest"}
 
 
 @dataclass(frozen=True)
@@ -94,26 +99,73 @@ def _run_console(block: Block, path: Path) -> None:
 
 
 def _run_command(command: str) -> tuple[int, str]:
-    """The exit code and the standard output (and error, where it failed)."""
+    """The exit code and the standard output of a command.
+
+    Nothing here imports torch anew: commands run in this process, which is a fork, and
+    the ranks of torchrun are forks too.
+    """
     name, *words = shlex.split(command, comments=True)
-    if name == "torchspmd":
-        output = io.StringIO()
-        with contextlib.redirect_stdout(output):
-            try:
-                returned = main(words)
-            except SystemExit as exit:  # of argparse
-                returned = int(exit.code or 0)
-        return returned, output.getvalue()
-    if name in _MODULES:
-        words = ["-m", _MODULES[name], *words]
-    elif name != "python":
-        raise AssertionError(f"console blocks run no {name}: {command}")
-    done = subprocess.run(
-        [sys.executable, *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    return done.returncode, done.stdout + (done.stderr if done.returncode else "")
+    if name == "torchrun":
+        return _run_torchrun(words)
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        try:
+            returned = _COMMANDS[name](words)
+        except SystemExit as exit:  # of argparse
+            returned = int(exit.code or 0)
+    return returned, output.getvalue()
+
+
+def _run_pytest(words: list[str]) -> int:
+    known = "ignore::pytest.PytestAssertRewriteWarning"  # it runs in this process
+    return int(pytest.main([*words, "-W", known]))
+
+
+def _run_python(words: list[str]) -> int:
+    (script,) = words
+    runpy.run_path(script, run_name="__main__")
+    return 0
+
+
+_COMMANDS = {"torchspmd": main, "pytest": _run_pytest, "python": _run_python}
+
+
+def _run_torchrun(words: list[str]) -> tuple[int, str]:
+    """Run a script on several ranks, with the variables that torchrun sets."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--nproc-per-node", type=int, required=True)
+    parser.add_argument("script")
+    options = parser.parse_args(words)
+    size = options.nproc_per_node
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = str(probe.getsockname()[1])
+
+    def run(rank: int) -> Done:
+        folder = Path(f".rank{rank}").absolute()
+        folder.mkdir()
+        variables = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": port,
+        }
+        return run_forked(
+            _run_rank, variables, options.script, str(Path.cwd()), folder=folder
+        )
+
+    with ThreadPoolExecutor(size) as pool:
+        ranks = list(pool.map(run, range(size)))
+    failed = [rank for rank in ranks if rank.returncode]
+    if failed:
+        return 1, failed[0].stderr
+    return 0, "".join(rank.stdout for rank in ranks)
+
+
+def _run_rank(variables: dict[str, str], script: str, folder: str) -> int:
+    os.environ.update(variables)
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    runpy.run_path(script, run_name="__main__")
+    return 0

@@ -34,7 +34,7 @@ class Done:
     stderr: str
 
 
-def run_forked(function, *args, folder, unread=False, unbuffered=False):
+def run_forked(function, *args, folder, unread=False, unbuffered=False, timeout=120):
     """Run ``function(*args)`` as a program in this folder; its stdin is empty.
 
     Args:
@@ -43,6 +43,7 @@ def run_forked(function, *args, folder, unread=False, unbuffered=False):
         folder: Where it runs.
         unread: Its standard output is a pipe that nobody reads.
         unbuffered: Its standard output is not held back, as with PYTHONUNBUFFERED.
+        timeout: Seconds after which it is killed.
     """
     context = multiprocessing.get_context("forkserver")
     outputs = Path(folder) / ".stdout", Path(folder) / ".stderr"
@@ -50,7 +51,7 @@ def run_forked(function, *args, folder, unread=False, unbuffered=False):
         target=_run, args=(function, args, folder, outputs, unread, unbuffered)
     )
     process.start()
-    process.join(120)
+    process.join(timeout)
     if process.is_alive():
         process.kill()
         process.join()

@@ -22,6 +22,13 @@ from torch import nn
 
 import torchspmd
 from torchspmd.comm import format_bytes
+from torchspmd.predict.allocator import AllocatorSettings
+from torchspmd.predict.hardware import load_gpu
+from torchspmd.predict.live import LiveMemory
+from torchspmd.rehearse.device import Gpu
+from torchspmd.rehearse.recording import Recording
+from torchspmd.rehearse.rehearsal import rehearsal
+from torchspmd.rehearse.world import World
 from torchspmd.testing import fake_mesh
 
 HELP = "say what works on this machine, what does not, and why"
@@ -231,6 +238,21 @@ def _check_gloo() -> str:
     return "gloo"
 
 
+def _check_rehearsal() -> str:
+    gpu, world = load_gpu("h100"), World(8, 0)
+    recording = Recording(world.size, world.rank, world.gpus_per_node)
+    memory = LiveMemory(recording, gpu, AllocatorSettings())
+    device = Gpu(gpu.title, gpu.nbytes("total"), (9, 0))
+    with rehearsal(recording, world, device, memory):
+        model = nn.Linear(4, 4, device="cuda")
+        model(torch.ones(2, 4, device="cuda")).sum().backward()
+    if not recording.storages:
+        raise _Missing(
+            "a layer ran on a GPU that is not there, and nothing was recorded"
+        )
+    return "no GPU needed"
+
+
 def _check_nccl() -> str:
     _needs_cuda()
     if not dist.is_nccl_available():
@@ -310,6 +332,7 @@ _FEATURES: tuple[tuple[str, Callable[[], str], bool], ...] = (
     ("styles and plans (parallelize_module)", _check_layout, False),
     ("the step as one graph (compile)", _check_compile, False),
     ("real ranks on this CPU (check_parity, run_ranks)", _check_gloo, False),
+    ("rehearsals of scripts for GPUs (predict, search)", _check_rehearsal, False),
     ("real ranks on GPUs", _check_nccl, True),
     ('compile(backend="cudagraph")', _check_cuda_graphs, True),
     ('compile(backend="inductor")', _check_inductor, True),

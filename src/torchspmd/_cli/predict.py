@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import json
 import os
-import shlex
 import sys
 import tempfile
 import time
@@ -15,13 +14,14 @@ from typing import Any
 from unittest import mock
 
 from torchspmd._cli.other_ranks import OtherRanks
-from torchspmd._cli.output import status_line
+from torchspmd._cli.output import say_written, status_line
 from torchspmd._cli.script import (
     StepWindow,
     add_script_options,
     output_problems,
     run_script,
     script_problems,
+    typed_command,
 )
 from torchspmd.comm.storage import ledger_to_dict
 from torchspmd.errors import UsageError
@@ -42,6 +42,7 @@ from torchspmd.rehearse.recorder import Recorder
 from torchspmd.rehearse.recording import Recording
 from torchspmd.rehearse.rehearsal import rehearsal
 from torchspmd.rehearse.world import World
+from torchspmd.report import write_page, write_perfetto
 from torchspmd.trace import CommDebugMode
 
 DEFAULT_NETWORK = "ib-ndr400"
@@ -54,7 +55,8 @@ USAGE = "torchspmd predict script.py --world-size N --gpu NAME [options] [-- arg
 EPILOG = """\
 examples:
   torchspmd predict train.py --gpu h100
-  torchspmd predict train.py --world-size 1024 --gpu h100 --json prediction.json
+  torchspmd predict train.py --world-size 1024 --gpu h100 --html page.html
+  torchspmd predict train.py --gpu h100 --json prediction.json --perfetto trace.json
   torchspmd predict train.py --world-size 64 --gpu a100 -- --layers 80 --batch 1
 
 Exit code 1: it does not fit. 2: the command was used wrongly, or the script failed.
@@ -77,6 +79,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--network", help="between nodes: its name, as in ib-ndr400, or a TOML file"
     )
     parser.add_argument("--json", type=Path, help="write the prediction here")
+    parser.add_argument("--html", type=Path, help="write a page to look at here")
+    parser.add_argument(
+        "--perfetto", type=Path, help="write the timeline here, for Perfetto"
+    )
     parser.add_argument(
         "--virtual-clock",
         action="store_true",
@@ -143,11 +149,10 @@ def _predict(options: argparse.Namespace, others: OtherRanks) -> int:
     faster = [] if options.brief else suggest_faster(timed)
     smaller = [] if options.brief else suggest(account)
     _report(account, timed, smaller, faster)
-    if options.json is not None:
+    if options.json or options.html or options.perfetto:
         data = _as_json(options, account, timed, smaller, faster)
         data["ledger"] = ledger_to_dict(mode.ledger)
-        options.json.write_text(json.dumps(data) + "\n", encoding="utf-8")
-        print(f"Prediction written to {options.json}.")
+        _write(options, data)
     return 1 if account.fits is Fits.NO else 0
 
 
@@ -174,6 +179,20 @@ def _tell(clock: LiveClock, begin: float) -> float:
     return begin + clock.now()
 
 
+def _write(options: argparse.Namespace, data: dict[str, Any]) -> None:
+    if options.json is not None:
+        options.json.write_text(json.dumps(data) + "\n", encoding="utf-8")
+        say_written("Prediction", options.json)
+    if options.html is not None:
+        write_page(data, options.html)
+        say_written("Page", options.html)
+    if options.perfetto is not None and not data["timeline"]["start"]:
+        print(f"No step was made: {options.perfetto} was not written.")
+    elif options.perfetto is not None:
+        write_perfetto(data, options.perfetto)
+        say_written("Trace", options.perfetto)
+
+
 def _check(options: argparse.Namespace) -> None:
     problems = script_problems(options.script, options.steps, options.skip)
     if options.world_size < 1 or options.gpus_per_node < 1:
@@ -183,6 +202,12 @@ def _check(options: argparse.Namespace) -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         problems.append("start it without torchrun: one process plays a rank")
     problems += output_problems(options.json, "--json", "prediction.json")
+    problems += output_problems(options.html, "--html", "page.html")
+    problems += output_problems(options.perfetto, "--perfetto", "trace.json")
+    if options.perfetto is not None and (options.no_timeline or options.brief):
+        problems.append(
+            "--perfetto needs the timeline: leave --no-timeline and --brief"
+        )
     if problems:
         raise UsageError("; ".join(problems) + ".")
 
@@ -253,7 +278,7 @@ def _as_json(
     return {
         "format": "torchspmd/prediction",
         "version": 1,
-        "command": shlex.join(["torchspmd", *sys.argv[1:]]),
+        "command": typed_command(options),
         "script": str(options.script),
         "world_size": recording.world_size,
         "rank": recording.rank,

@@ -15,7 +15,7 @@ PAGES = [
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_page_runs(page, tmp_path):
-    done = run_forked(run_page, page, folder=tmp_path)
+    done = run_forked(run_page, page, folder=tmp_path, timeout=280)
     assert done.returncode == 0, done.stderr
 
 

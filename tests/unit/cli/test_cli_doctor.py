@@ -16,6 +16,7 @@ FEATURES = [
     "styles and plans (parallelize_module)",
     "the step as one graph (compile)",
     "real ranks on this CPU (check_parity, run_ranks)",
+    "rehearsals of scripts for GPUs (predict, search)",
     "real ranks on GPUs",
     'compile(backend="cudagraph")',
     'compile(backend="inductor")',

@@ -91,7 +91,7 @@ def test_a_traceback_ends_with_the_page():
 def test_every_command_is_on_the_page_of_the_command_line(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
-    commands = re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE)
+    commands = re.findall(r"^    (\w+)\s", capsys.readouterr().out, re.MULTILINE)
     page = (ROOT / "docs" / "command_line.md").read_text()
     assert "trace" in commands
     assert [name for name in commands if f"| `torchspmd {name}" not in page] == []
