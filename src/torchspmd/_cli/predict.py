@@ -238,6 +238,14 @@ def _hint(left: list[object]) -> str:
             f" torchrun sets {error.args[0]}: rehearse with --world-size 2 or more, or "
             f"set it for this command."
         )
+    if isinstance(error, FileNotFoundError):
+        return (
+            f" It needs {error.filename}, which is not here: a rehearsal reads the "
+            "script's own files; small ones of the same layout do."
+        )
+    if isinstance(error, Exception):
+        first = next(iter(str(error).splitlines()), "")
+        return f" {type(error).__name__}: {first}"
     return ""
 
 

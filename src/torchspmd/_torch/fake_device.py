@@ -468,7 +468,7 @@ def _replacements(
     # Refuses other streams than its own before a mode is asked.
     yield torch.Tensor, "record_stream", record_stream
     yield torch.UntypedStorage, "resize_", resize
-    yield fake_tensor, "init_gpu_context", lambda device: None
+    yield fake_tensor, "init_gpu_context", lambda *args: None
     yield torch._C, "_get_accelerator", lambda: torch.device("cuda")
 
 

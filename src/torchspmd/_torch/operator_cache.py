@@ -172,7 +172,7 @@ class OperatorCache:
         torch._C._set_throw_on_mutable_data_ptr(fake)
         assert self._attributes is not None, "a kept layout is that of a fake tensor"
         fake.__dict__.update(self._attributes)
-        fake._fake_device = layout.device
+        fake.fake_device = layout.device
         return fake  # type: ignore[no-any-return]
 
 
@@ -231,7 +231,7 @@ def _part(value: Any) -> Any:
             tuple(value.shape),
             value.stride(),
             value.dtype,
-            value._fake_device,
+            value.fake_device,
             value.is_conj(),
             value.is_neg(),
         )

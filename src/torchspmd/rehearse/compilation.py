@@ -22,8 +22,8 @@ from torchspmd.step.compiled import CompiledStep
 __all__ = ["eager_compilation"]
 
 _NOTE = (
-    "torch.compile: compiled regions run operator by operator; intermediate tensors that "
-    "the compiler would fuse away are counted"
+    "torch.compile: compiled regions run operator by operator; what a compiler would fuse "
+    "away or compute again in backward is estimated, and left out of the memory"
 )
 
 _STEP_NOTE = (
@@ -48,11 +48,14 @@ def eager_compilation(recorder: Recorder) -> Iterator[None]:
     def watched(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            outer, recorder.region = recorder.region, next(numbers)
+            outer = recorder.region
+            if outer is not None:  # a compiled function that a compiled one calls
+                return function(*args, **kwargs)
+            recorder.begin_region(next(numbers))
             try:
                 return function(*args, **kwargs)
             finally:
-                recorder.region = outer
+                recorder.end_region()
 
         return call
 

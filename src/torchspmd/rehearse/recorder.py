@@ -5,9 +5,12 @@ goes away, as on a real device.
 """
 
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -18,6 +21,7 @@ from torchspmd import _torch
 from torchspmd.comm import GLOBAL, Kind, Operator, Topology, find_operator, measure
 from torchspmd.comm import Phase as CommPhase
 from torchspmd.layout.names import plain_name
+from torchspmd.rehearse.fusion import fuse_regions
 from torchspmd.rehearse.place import Maker, read_place
 from torchspmd.rehearse.recording import (
     Alloc,
@@ -103,6 +107,7 @@ class Recorder:
         self.from_dtensor = False  # whether a DTensor's operator is under way
         self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._names: dict[int, str] = {}  # of parameters, by storage number
+        self._regions: list[tuple[int, int | None]] = []  # from which node on
         self._exits: list[Callable[[], None]] = []
         self._older_meshes: list[Any] = []
 
@@ -160,7 +165,7 @@ class Recorder:
             _scalars(facts.arguments, args, kwargs),
             self.stream,
             site,
-            self.region,
+            self._region_here(site.phase),
             "dtensor" if self.from_dtensor else "eager",
             facts.views,
         )
@@ -325,6 +330,10 @@ class Recorder:
             return
         number = self._number(local, -1, None)
         info = self.recording.storages[number]
+        if info.category is category and info.name and name and info.name != name:
+            # One storage for the gradients of a group: FSDP2's, and DDP's buckets.
+            module = _common_path(info.module, module)
+            name = f"{module}.*"
         info.category, info.name = category, name or info.name
         info.module = module or info.module
         if category is Category.PARAMETER:
@@ -450,6 +459,30 @@ class Recorder:
         """Something happens to the whole device."""
         self._events.append(Mark(kind, self.recording.steps, self._here()[0].phase))
 
+    # --- compiled regions -------------------------------------------------------------
+
+    def begin_region(self, number: int) -> None:
+        """A compiled function is called."""
+        self.region = number
+        self._regions.append((_torch.sequence_number(), number))
+
+    def end_region(self) -> None:
+        """The call ends; backward knows its nodes by their numbers."""
+        self.region = None
+        self._regions.append((_torch.sequence_number(), None))
+
+    def _region_here(self, phase: Phase) -> int | None:
+        if not self._regions or phase is not Phase.BACKWARD:
+            return self.region
+        node = _torch.current_node()
+        if node is None:
+            return None
+        sequence = _torch.node_sequence(node)
+        place = bisect_right(self._regions, sequence, key=itemgetter(0)) - 1
+        if sequence == _torch.ACCUMULATE_SEQUENCE or place < 0:
+            return None
+        return self._regions[place][1]
+
     # --- where ------------------------------------------------------------------------
 
     def _here(self) -> tuple[Site, Maker]:
@@ -495,6 +528,8 @@ class Recorder:
         self._describe()
         if self._at_boundary and self._last_end is None:
             self.mark(MarkKind.SCRIPT_END)
+        if self._regions:
+            fuse_regions(self.recording)
         self._held.clear()  # what the script leaves behind is freed after the last event
 
     def _describe(self) -> None:
@@ -567,6 +602,12 @@ def _chooses(name: str, args: Sequence[Any]) -> bool:
         return True
     masks = (torch.bool, torch.uint8)
     return any(index is not None and index.dtype in masks for index in args[1])
+
+
+def _common_path(one: str, other: str) -> str:
+    """The innermost module around both."""
+    pairs = zip(one.split("."), other.split("."), strict=False)
+    return ".".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _received(

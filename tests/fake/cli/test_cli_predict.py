@@ -115,6 +115,25 @@ def test_a_branch_on_a_value_is_told_with_its_line(tmp_path, capsys):
     assert f"{path}:3 <module> branches on a value" in capsys.readouterr().err
 
 
+def test_data_that_is_not_there_is_told(tmp_path, capsys):
+    path = tmp_path / "reads.py"
+    path.write_text("open('/no/such/tokens.bin')\n")
+    assert predict(path) == 2
+    assert "It needs /no/such/tokens.bin, which is not here" in capsys.readouterr().err
+
+
+def test_a_mesh_that_does_not_fit_is_told(tmp_path, capsys):
+    path = tmp_path / "mesh.py"
+    path.write_text(
+        "from torch.distributed.device_mesh import init_device_mesh\n"
+        "init_device_mesh('cuda', (8, 2), mesh_dim_names=('dp', 'tp'))\n"
+    )
+    assert predict(path, "--world-size", "6") == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "nothing was predicted. " in last
+    assert "world size" in last
+
+
 def test_a_script_without_a_gpu_is_told(tmp_path, capsys):
     path = tmp_path / "host.py"
     path.write_text("import torch\ntorch.ones(2).sum()\n")

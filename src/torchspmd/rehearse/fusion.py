@@ -1,0 +1,243 @@
+"""Take out of a recording what ``torch.compile`` would not allocate.
+
+A compiler writes one kernel for a chain of elementwise operators, norms and reductions:
+what they hand on to each other is never in memory. In backward it computes again what it
+can get from tensors that are kept anyway. So a storage that such an operator made inside
+of a compiled region is kept only as long as matrix products, attention and other kernels
+of their own read it; where a chain begins with something smaller than its end, the
+beginning is kept for backward, and not the end.
+"""
+
+from bisect import bisect_right
+from collections import defaultdict
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+
+from torchspmd.rehearse.recording import (
+    Alloc,
+    Category,
+    Event,
+    Free,
+    Op,
+    Phase,
+    Recording,
+)
+
+__all__ = ["fuse_regions"]
+
+_FUSED = frozenset(
+    """
+    native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward
+    _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data
+    nll_loss_forward nll_loss_backward native_dropout native_dropout_backward
+    native_batch_norm native_batch_norm_backward cudnn_batch_norm _to_copy clone copy_
+    embedding sum mean amax amin var_mean cat stack where zeros zeros_like ones ones_like
+    full full_like new_zeros fill_ zero_ empty empty_like slice_backward select_backward
+    arange threshold_backward gelu_backward silu_backward tanh_backward sigmoid_backward
+    constant_pad_nd repeat tril triu scalar_tensor
+    """.split()
+)
+_SMALL = 1 << 16  # results of reductions stay
+_DEPTH = 40  # of a chain
+
+
+@cache
+def _is_fused(name: str) -> bool:
+    parts = name.split(".")
+    if len(parts) != 3 or parts[0] != "aten":
+        return False
+    if parts[1] in _FUSED:
+        return True
+    operator = getattr(getattr(torch.ops.aten, parts[1], None), parts[2], None)
+    return operator is not None and torch.Tag.pointwise in operator.tags
+
+
+@dataclass(slots=True)
+class _Life:
+    """One storage that a compiled region made."""
+
+    storage: int
+    nbytes: int
+    begin: int  # places in the events
+    maker: Op
+    end: int | None = None
+    readers: list[tuple[int, Op]] = field(default_factory=list)
+
+
+class _Fusion:
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+        self._lives: dict[int, _Life] = {}
+        self._dropped: set[int] = set()
+        self._kept_until: dict[int, int] = {}
+        self._ends: dict[int, int] = {}  # other places of frees than the recorded ones
+        # Events to put behind those of a place.
+        self.after: defaultdict[int, list[Event]] = defaultdict(list)
+        self.removed: set[int] = set()
+
+    def read(self) -> None:
+        """Find the storages of regions, and who reads them."""
+        operators: dict[int, Op] = {}
+        several: set[int] = set()
+        for place, event in enumerate(self._recording.events):
+            match event:
+                case Op():
+                    operators[event.number] = event
+                    for spec in event.inputs:
+                        life = self._lives.get(spec.storage)
+                        if life is not None and not event.views:
+                            life.readers.append((place, event))
+                case Alloc(workspace=False):
+                    maker = operators.get(event.op)
+                    if event.storage in self._lives:
+                        several.add(event.storage)
+                    elif maker is not None and maker.region is not None:
+                        self._lives[event.storage] = _Life(
+                            event.storage, event.nbytes, place, maker
+                        )
+                case Free() if event.storage in self._lives:
+                    self._lives[event.storage].end = place
+        for storage in several:
+            del self._lives[storage]
+
+    def decide(self) -> None:
+        """What stays, for how long."""
+        for life in self._lives.values():
+            if not self._is_inside(life):
+                continue
+            if life.maker.site.phase is Phase.BACKWARD:
+                if not self._hard(life):
+                    self._remove(life)
+                continue
+            if self._recording.storages[life.storage].saved and not self._recompute(
+                life
+            ):
+                continue
+            self._shorten(life)
+
+    def _is_inside(self, life: _Life) -> bool:
+        """Whether nobody but fused code of compiled regions needs to know of it."""
+        info = self._recording.storages[life.storage]
+        return (
+            _is_fused(life.maker.name)
+            and life.end is not None
+            and life.nbytes > _SMALL
+            and info.category is Category.TEMPORARY
+            and all(reader.region is not None for _, reader in life.readers)
+        )
+
+    def _hard(self, life: _Life) -> list[tuple[int, Op]]:
+        return [(place, op) for place, op in life.readers if not _is_fused(op.name)]
+
+    def _recompute(self, life: _Life) -> bool:
+        """Whether backward gets it from other things; those are kept if they are less."""
+        assert life.end is not None
+        if any(op.site.phase is Phase.BACKWARD for _, op in self._hard(life)):
+            return False  # it would be written to memory there: nothing is won
+        needed = self._sources(life.maker, _DEPTH)
+        if needed is None or sum(each.nbytes for each in needed.values()) > life.nbytes:
+            return False
+        for source in needed.values():
+            until = max(self._kept_until.get(source.storage, 0), life.end)
+            self._kept_until[source.storage] = until
+        return True
+
+    def _sources(self, maker: Op, depth: int) -> dict[int, _Life] | None:
+        """What is not kept and has to be, to compute again; None: too much."""
+        if not depth or maker.name.startswith("aten.native_dropout."):
+            return None
+        needed: dict[int, _Life] = {}
+        for spec in maker.inputs:
+            life = self._lives.get(spec.storage)
+            if life is None or life.nbytes <= _SMALL or life.maker is maker:
+                continue
+            is_saved = self._recording.storages[life.storage].saved
+            if life.storage in self._kept_until:
+                continue
+            if is_saved and life.storage not in self._dropped:
+                continue
+            if not _is_fused(life.maker.name):
+                needed[life.storage] = life
+                continue
+            further = self._sources(life.maker, depth - 1)
+            if further is None:
+                return None
+            needed |= further
+        return needed
+
+    def _shorten(self, life: _Life) -> None:
+        self._dropped.add(life.storage)
+        places = [place for place, _ in self._hard(life)]
+        if places:
+            self._ends[life.storage] = max(places)
+        else:
+            self._remove(life)
+
+    def _remove(self, life: _Life) -> None:
+        assert life.end is not None
+        self.removed |= {life.begin, life.end}
+
+    def place_frees(self) -> None:
+        """Frees where the last kernel reads; before a kernel that writes over its input."""
+        for storage, until in self._kept_until.items():
+            life = self._lives[storage]
+            if life.end is not None and life.end < until:
+                self._ends[storage] = until
+                self._recording.storages[storage].saved = True
+        self._reuse()
+        for storage, place in self._ends.items():
+            end = self._lives[storage].end
+            assert end is not None, "only what is freed gets another end"
+            if place == end:
+                continue
+            self.removed.add(end)
+            self.after[place].append(Free(storage))
+
+    def _reuse(self) -> None:
+        """A fused kernel writes over an input of the same size that nobody reads later."""
+        hard = [
+            place
+            for place, event in enumerate(self._recording.events)
+            if isinstance(event, Op) and not event.views and not _is_fused(event.name)
+        ]
+        ends: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        for life in self._lives.values():
+            end = self._ends.get(life.storage, life.end)
+            if end is not None and life.begin not in self.removed:
+                ends[life.nbytes].append((end, life.storage))
+        for of_size in ends.values():
+            of_size.sort()
+        used: set[int] = set()
+        for life in self._lives.values():
+            if life.begin in self.removed or not _is_fused(life.maker.name):
+                continue
+            following = bisect_right(hard, life.begin)
+            limit = hard[following] if following < len(hard) else life.begin
+            candidates = ends[life.nbytes]
+            place = bisect_right(candidates, (life.begin, 1 << 62))
+            while place < len(candidates) and candidates[place][0] < limit:
+                end, storage = candidates[place]
+                place += 1
+                older = self._lives[storage]
+                if storage in used or older.begin >= life.begin:
+                    continue
+                used.add(storage)
+                # In front of the operator, whose own event stands before its results.
+                self._ends[storage] = life.begin - 1
+                break
+
+
+def fuse_regions(recording: Recording) -> None:
+    """Change the allocations of compiled regions to those of fused kernels."""
+    fusion = _Fusion(recording)
+    fusion.read()
+    fusion.decide()
+    fusion.place_frees()
+    events: list[Event] = []
+    for place, event in enumerate(recording.events):
+        if place not in fusion.removed:
+            events.append(event)
+        events += fusion.after.get(place, ())
+    recording.events[:] = events
