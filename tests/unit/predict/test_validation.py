@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 from unittest import mock
 
 import _rows
@@ -80,6 +81,17 @@ def test_every_row_is_a_call_of_the_training_script(monkeypatch):
         options = train.arguments()
         assert (options.parallel == "none") == (row.ranks == 1), row.name
     assert len({row.name for row in ALL_ROWS}) == len(ALL_ROWS)
+
+
+def test_the_measured_rows_are_rows_with_seconds():
+    path = Path(_rows.__file__).parent / "measured" / "h200.json"
+    measured = json.loads(path.read_text())
+    names = {row.name for row in ALL_ROWS}
+    assert set(measured) <= names
+    assert len(measured) >= 39
+    for name, phases in measured.items():
+        seconds = validate_time.measured_seconds(phases)
+        assert 0 < seconds["host"] <= 1.05 * seconds["alone"], name
 
 
 def test_a_recorded_history_has_no_addresses():
