@@ -26,7 +26,7 @@ from torchspmd.predict.memory import Fits, MemoryAccount, count_memory
 from torchspmd.predict.prediction import TimePrediction, predict_time
 from torchspmd.predict.structure import mesh_json, modules_json
 from torchspmd.predict.suggestions import Suggestion, suggest
-from torchspmd.predict.text import describe_memory
+from torchspmd.predict.text import describe_memory, size_text
 from torchspmd.predict.time_suggestions import Gain, suggest_faster
 from torchspmd.predict.time_text import describe_time
 from torchspmd.rehearse.device import Gpu
@@ -111,6 +111,11 @@ def run(options: argparse.Namespace) -> int:
         )
         return 2
     left.clear()
+    if not recording.storages:
+        recording.notes.append(
+            "The script put no tensor on the GPU: nothing was counted. Does it ask for "
+            "another device than cuda?"
+        )
     account = count_memory(recording, gpu, settings)
     timed = predict_time(recording, gpu, network)
     if not options.network and timed.crosses_nodes:
@@ -245,7 +250,7 @@ def _as_json(
         "modules": modules_json(account, timed),
         "mesh": mesh_json(recording),
         "assumptions": [
-            {"what": part.name, "value": part.nbytes, "source": part.source}
+            {"what": part.name, "value": size_text(part.nbytes), "source": part.source}
             for part in account.fixed
         ]
         + figures,

@@ -20,6 +20,8 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from torchspmd._torch.operator_cache import OperatorCache
+
 _INNER = torch.device("cpu", 0)  # what C++ is told
 _SHOWN = torch.device("cuda", 0)  # what shape functions are told
 _REAL_BYTES = 8 << 20  # tensors of the host up to this size are real
@@ -67,11 +69,16 @@ class FakeDeviceMode(FakeTensorMode):
 
     Args:
         on_operator: Is called for each operator on the device; runs it.
+        on_subclass: Is called for each operator of DTensors and the like, whose own
+            operators follow.
     """
 
-    def __init__(self, on_operator: OnOperator) -> None:
+    def __init__(
+        self, on_operator: OnOperator, on_subclass: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self._on_operator = on_operator
+        self._on_operator, self._on_subclass = on_operator, on_subclass
+        self._cache = OperatorCache(self)
         self._inside = False
         # Its memory of tensors is weak references, and a module whose parameters have
         # them could not be moved.
@@ -94,6 +101,7 @@ class FakeDeviceMode(FakeTensorMode):
         if isinstance(func, HigherOrderOperator):
             return self._higher_order(func, args, kwargs or {})
         if types and _has_subclass(types):
+            self._on_subclass()
             return NotImplemented
         # Below, nobody names a device in Python's words: the other mode can rest.
         with torch._C.DisableTorchFunction():
@@ -109,7 +117,7 @@ class FakeDeviceMode(FakeTensorMode):
                 return args[2](*args[3:], **kwargs)
         handler = func.python_key_table.get(FakeTensorMode)
         if handler is None:
-            return super().__torch_dispatch__(func, (), args, kwargs)
+            return self.dispatch(func, (), args, kwargs)
         return handler(self, *args, **kwargs)
 
     def _dispatch(
@@ -120,7 +128,7 @@ class FakeDeviceMode(FakeTensorMode):
         kwargs: Mapping[str, Any],
     ) -> Any:
         if func in _QUERIES:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            return self.dispatch(func, types, args, kwargs)
         device = kwargs.get("device")
         if device is not None and _is_cuda(device):
             kwargs = {**kwargs, "device": _SHOWN}
@@ -129,15 +137,22 @@ class FakeDeviceMode(FakeTensorMode):
         ):
             return func(*args, **kwargs)  # all on the host, and real
         if self._inside:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            return self.dispatch(func, types, args, kwargs)
         if func in _LIFTS:
             return args[0]
         args, kwargs = self._without_values(args), self._without_values(kwargs)
-        run = super().__torch_dispatch__
         self._inside = True
         try:
             return self._on_operator(
-                func, args, kwargs, lambda: run(func, (FakeTensor,), args, kwargs)
+                func,
+                args,
+                kwargs,
+                lambda: self._cache.call(
+                    func,
+                    args,
+                    kwargs,
+                    lambda: self.dispatch(func, (FakeTensor,), args, kwargs),
+                ),
             )
         finally:
             self._inside = False
@@ -217,7 +232,7 @@ class ShownAsCuda(TorchFunctionMode):
         super().__init__()
         self.index = 0  # of the current device
         self._no_value = no_value
-        self._on_record_stream = on_record_stream
+        self.record_stream = on_record_stream
         tensor = torch.Tensor
         self._special: dict[Any, Callable[..., Any]] = {
             tensor.to: self._to,
@@ -229,7 +244,6 @@ class ShownAsCuda(TorchFunctionMode):
             tensor.get_device: self._get_device,
             tensor.pin_memory: self._pin_memory,
             tensor.is_pinned: self._is_pinned,
-            tensor.record_stream: self._record_stream,
             tensor.data_ptr: self._data_ptr,
             tensor.numpy: self._numpy,
             tensor.__array__: self._numpy,
@@ -323,11 +337,6 @@ class ShownAsCuda(TorchFunctionMode):
     ) -> Any:
         return not is_device_tensor(args[0])
 
-    def _record_stream(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        self._on_record_stream(args[0], args[1] if len(args) > 1 else kwargs["s"])
-
     def _data_ptr(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -416,11 +425,21 @@ def _replacements(
             return _inner_device(args[0])
         return plain_dispatch(func, types, args, kwargs or {})
 
+    plain_device = torch.Tensor.device.__get__
+
+    def outer_device(tensor: Any) -> torch.device:
+        # Of DTensors and the like, where no function mode is on.
+        own: torch.device = plain_device(tensor)
+        return shown.shown if own == _INNER else own
+
     def device(tensor: Any) -> torch.device:
         if tensor.fake_mode.in_kernel_invocation:
             return torch.device("meta")
         own: torch.device = tensor.fake_device
         return shown.shown if own.type == "cuda" else own
+
+    def record_stream(tensor: torch.Tensor, s: Any) -> None:
+        shown.record_stream(tensor, s)
 
     plain_resize = torch.UntypedStorage.resize_
 
@@ -431,10 +450,30 @@ def _replacements(
 
     yield torch.Tensor, "_make_subclass", staticmethod(make)
     yield FakeTensor, "__torch_dispatch__", classmethod(dispatch)
+    yield torch.Tensor, "device", property(outer_device)
+    yield torch.Tensor, "is_cuda", property(is_device_tensor)
     yield FakeTensor, "device", property(device)
-    yield FakeTensor, "is_cuda", property(is_device_tensor)
+    yield FakeTensor, "data_ptr", lambda tensor: 0
+    yield FakeTensor, "__deepcopy__", _deepcopy
+    # Refuses other streams than its own before a mode is asked.
+    yield torch.Tensor, "record_stream", record_stream
     yield torch.UntypedStorage, "resize_", resize
     yield fake_tensor, "init_gpu_context", lambda device: None
+
+
+def _deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
+    """As torch copies other tensors; a fake one's attributes would have the mode copied."""
+    if id(tensor) in memo:
+        return memo[id(tensor)]
+    with torch.no_grad():
+        copied = tensor.detach().clone()
+    copied.requires_grad_(tensor.requires_grad)
+    if getattr(tensor, "_is_param", False):
+        copied._is_param = True
+    memo[id(tensor)] = copied
+    if tensor.grad is not None:
+        copied.grad = _deepcopy(tensor.grad, memo)
+    return copied
 
 
 def _backward_under(

@@ -18,7 +18,7 @@ from torchspmd.rehearse.recording import (
     StreamWait,
 )
 
-__all__ = ["Gpu", "MemoryCounter", "fake_cuda"]
+__all__ = ["Gpu", "MemoryCounter", "NoMemory", "fake_cuda"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,21 @@ class MemoryCounter(Protocol):
 
     def reset_peaks(self) -> None:
         """Forget the peaks."""
+
+
+class NoMemory:
+    """Counts nothing: for rehearsals that memory is not asked of."""
+
+    def count(self) -> tuple[int, int]:
+        """Nothing is allocated."""
+        return 0, 0
+
+    def peaks(self) -> tuple[int, int]:
+        """Nothing ever was."""
+        return 0, 0
+
+    def reset_peaks(self) -> None:
+        """There are none."""
 
 
 class _Device:
@@ -196,6 +211,7 @@ def _names(
     yield cuda.nvtx, _effects("range_push", "range_pop", "mark", result=0)
     yield cuda.profiler, _effects("start", "stop", "init")
     yield torch.version, {"cuda": "12.8"}
+    yield torch.profiler, {"profile": _profile_class(device)}
     yield torch, {"Generator": _generator_class()}
     accelerator: Any = getattr(torch, "accelerator", None)
     if accelerator is not None:
@@ -358,6 +374,28 @@ def _graphs(device: _Device) -> dict[str, Any]:
         return functions
 
     return {"make_graphed_callables": callables}
+
+
+def _profile_class(device: _Device) -> type[Any]:
+    class Profile:
+        """A profile of a rehearsal would be one of the rehearsal: it stays empty."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            device.recorder.skip("torch.profiler.profile: nothing is profiled")
+
+        def __enter__(self) -> Self:
+            return self
+
+        def __exit__(self, *exception: object) -> None:
+            """Nothing to write."""
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args, **kwargs: [] if name == "events" else self
+
+        def __str__(self) -> str:
+            return ""
+
+    return Profile
 
 
 def _generator_class() -> type[Any]:

@@ -43,7 +43,10 @@ def rehearsal(
     def record_stream(tensor: torch.Tensor, stream: Any) -> None:
         recorder.record_stream(tensor, stream.number)
 
-    mode = _torch.FakeDeviceMode(recorder.operator)
+    def from_dtensor() -> None:
+        recorder.from_dtensor = True
+
+    mode = _torch.FakeDeviceMode(recorder.operator, from_dtensor)
     shown = _torch.ShownAsCuda(no_value, record_stream)
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 
 from torchspmd import _torch
+from torchspmd.rehearse.place import is_called_by_user
 from torchspmd.rehearse.recorder import Recorder
 
 __all__ = ["World", "fake_ranks"]
@@ -100,7 +101,13 @@ def _replacements(world: World, recorder: Recorder) -> Iterator[tuple[Any, str, 
         yield module, "init_process_group", start
         if hasattr(module, "new_group"):
             yield module, "new_group", new_group
-    yield dist, "get_backend", lambda group=None: "nccl"
+    plain_backend = dist.get_backend
+
+    def get_backend(group: Any = None) -> str:
+        # A script may ask whether it is nccl; others have to know what it is.
+        return "nccl" if is_called_by_user() else plain_backend(group)
+
+    yield dist, "get_backend", get_backend
     yield dist, "is_nccl_available", lambda: True
     yield from _objects()
     yield from _works(recorder)

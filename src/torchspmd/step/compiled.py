@@ -177,6 +177,11 @@ class CompiledStep:
             self._name, str(self._serial), function, shadow, backend, refusal
         )
 
+    @property
+    def parallel_mode(self) -> DataParallel | None:
+        """How the program itself spreads the step over ranks; None: as it is written."""
+        return self._parallel_mode
+
     def __call__(self, *args: Any, last_train_step: bool = False, **kwargs: Any) -> Any:
         """Run one step; build a program for it first where none fits."""
         with self._lock, _torch.profiled("torchspmd::step"):
