@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet \
 	--numprocesses 2 --dist worksteal
 
-.PHONY: demo test check format pytest docs wheel bench clean help
+.PHONY: demo test check format pytest docs wheel bench screenshots clean help
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -18,8 +18,10 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(STAMP)
 
-demo: $(STAMP) ## trace an example GPT on a simulated 8-device mesh, print the table, write JSON
-	$(BIN)/torchspmd trace examples/train_gpt_tp.py --world-size 8 --out demo-report.json
+demo: $(STAMP) ## trace an example GPT on a simulated 8-device mesh: a table, JSON, a page to open
+	$(BIN)/torchspmd trace examples/train_gpt_tp.py --world-size 8 --out demo-report.json \
+		--html demo-page.html
+	@echo "Open the page in a browser: file://$(CURDIR)/demo-page.html"
 
 test: check pytest ## everything CI runs
 
@@ -53,5 +55,9 @@ bench: $(STAMP) ## the communication-tracing benchmarks, as a table and JSON
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_trace_overhead.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_trace_large.py
 
+screenshots: $(STAMP) ## pictures of the page for the documentation; needs chromium
+	$(BIN)/python tests/browser/screenshots.py docs/images
+
 clean: ## remove what make created
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache site demo-report.json
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache \
+		site demo-report.json demo-page.html

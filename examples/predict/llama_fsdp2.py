@@ -1,7 +1,7 @@
-"""Pretrain a Llama with FSDP2: meta-device init, mixed precision, checkpointing, clipping.
+r"""Pretrain a Llama with FSDP2: meta-device init, mixed precision, checkpointing, clipping.
 
     torchrun --nproc-per-node 8 examples/predict/llama_fsdp2.py --size 8b
-    torchspmd predict examples/predict/llama_fsdp2.py --world-size 1024 --gpu h100 \\
+    torchspmd predict examples/predict/llama_fsdp2.py --world-size 1024 --gpu h100 \
         -- --size 70b --sequence 8192
 
 An ordinary script for GPUs: it knows nothing of rehearsals.
@@ -31,6 +31,8 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass(frozen=True)
 class Size:
+    """How large a Llama is."""
+
     layers: int
     width: int
     heads: int
@@ -60,6 +62,8 @@ def rotate(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
 
 class Attention(nn.Module):
+    """Grouped-query attention."""
+
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.head_width = size.width // size.heads
@@ -70,6 +74,7 @@ class Attention(nn.Module):
         self.wo = nn.Linear(size.width, size.width, bias=False)
 
     def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """Run it."""
         q, k, v = (
             linear(x).unflatten(-1, (-1, self.head_width))
             for linear in (self.wq, self.wk, self.wv)
@@ -86,6 +91,8 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
+    """SwiGLU."""
+
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.w1 = nn.Linear(size.width, size.hidden, bias=False)
@@ -93,10 +100,13 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(size.width, size.hidden, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run it."""
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
 class Block(nn.Module):
+    """One layer."""
+
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(size.width)
@@ -105,11 +115,14 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(size)
 
     def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """Run it."""
         x = x + self.attention(self.attention_norm(x), table)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
 class Llama(nn.Module):
+    """Tokens to logits."""
+
     def __init__(self, size: Size, sequence: int, *, recompute: bool) -> None:
         super().__init__()
         self.size, self.sequence, self.recompute = size, sequence, recompute
@@ -123,6 +136,7 @@ class Llama(nn.Module):
         return rotary(self.sequence, self.size.width // self.size.heads)
 
     def init_weights(self, device: torch.device) -> None:
+        """After the model has left the meta device."""
         with device:
             self.table = self._table()
         for module in self.modules():
@@ -132,6 +146,7 @@ class Llama(nn.Module):
                 module.reset_parameters()
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Run it."""
         x = self.tok_embeddings(tokens)
         for layer in self.layers:
             if self.recompute:
@@ -157,7 +172,6 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
         },
     )
     for layer in model.layers:
-        layer.attention.head_count = None
         parallelize_module(
             layer,
             mesh,
@@ -182,7 +196,9 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
         )
 
 
-def build(options: argparse.Namespace, device: torch.device) -> tuple[Llama, DeviceMesh]:
+def build(
+    options: argparse.Namespace, device: torch.device
+) -> tuple[Llama, DeviceMesh]:
     world_size = dist.get_world_size()
     mesh = init_device_mesh(
         "cuda",

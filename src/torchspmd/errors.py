@@ -279,5 +279,9 @@ class UnsupportedPassError(SpmdError, NotImplementedError):
     page = "docs/errors/passes.md#unsupportedpasserror"
 
 
+class CaptureWarning(UserWarning):
+    """A step is captured again and again; the text says what changes."""
+
+
 class PassWarning(UserWarning):
     """A pass that was asked for changed nothing, or something else than asked for."""

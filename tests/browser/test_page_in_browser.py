@@ -201,6 +201,38 @@ def test_the_timeline_has_every_slice(browser, pages, document):
         assert rows == counts
 
 
+def test_slices_before_the_step_are_reached_by_moving(browser, tmp_path):
+    document = prediction(layers=2)
+    timeline = document["timeline"]
+    ahead = 3 * max(timeline["start"])
+    timeline["start"] = [
+        start - ahead if lane == 0 else start
+        for start, lane in zip(timeline["start"], timeline["lane"], strict=True)
+    ]
+    write_page(document, tmp_path / "page.html")
+    with browser.open(tmp_path / "page.html") as tab:
+        open_view(tab, "timeline")
+        assert state(tab, "timeline", "view.range.low") == 0
+        tab.js("document.querySelector('canvas.timeline').focus()")
+        for _ in range(30):
+            tab.key("ArrowLeft")
+        assert state(tab, "timeline", "view.range.low") == pytest.approx(-ahead)
+        tab.key("0")
+        assert state(tab, "timeline", "view.range.low") == 0
+
+
+def test_layers_are_marked_and_highlight_their_module(browser, pages):
+    with browser.open(pages / "prediction.html") as tab:
+        open_view(tab, "timeline")
+        paths = state(tab, "timeline", "view.spans.map(span => span.path)")
+        forward = [f"Llama.model.layers.{layer}" for layer in range(6)]
+        # The last one of forward is the first of backward, without a gap.
+        assert paths == [*forward, *forward[-2::-1]]
+        x, y, width, _ = canvas_box(tab, "timeline")
+        tab.click_at(x + width * 0.5, y + 46)
+        assert "Llama.model.layers." in tab.text("#view-timeline .chip")
+
+
 def test_an_exposed_wait_is_drawn_in_its_colour(browser, pages):
     with browser.open(pages / "prediction.html") as tab:
         open_view(tab, "timeline")
@@ -297,20 +329,20 @@ def test_many_slices_stay_smooth(browser, pages):
         # Slices below a pixel are drawn together: no more rectangles than pixels.
         width = canvas_box(tab, "timeline")[2]
         assert state(tab, "timeline", "view.state.drawn") < 7 * width
+        # The quickest of some: tests run beside others.
         frame = tab.js(
-            """(async () => {
+            """(() => {
                 const view = document.querySelector('#view-timeline').view, times = [];
-                for (let turn = 0; turn < 12; turn++) {
+                for (let turn = 0; turn < 10; turn++) {
                     view.range.zoom(view.slices.last * 0.4, turn % 2 ? 1.25 : 0.8);
                     const begin = performance.now();
-                    await new Promise(requestAnimationFrame);
-                    await new Promise(done => setTimeout(done));
+                    view.draw();
                     times.push(performance.now() - begin);
                 }
-                return times.sort((a, b) => a - b)[6];
+                return Math.min(...times);
             })()"""
         )
-        assert frame < 150  # 17 ms on a quiet machine; tests run beside others
+        assert frame < 40, "milliseconds; a frame of 60 a second has 17"
 
 
 def test_the_memory_curve_adds_up_and_its_peak_is_one_click_away(
@@ -430,6 +462,10 @@ def test_the_mesh_shows_groups_and_links(browser, pages, document):
         tab.js("document.querySelector(\"rect[data-rank='3']\")"
                ".dispatchEvent(new MouseEvent('click'))")  # fmt: skip
         assert tab.js(own) == [rank + 3 for rank in dp["ranks"]]
+        assert tab.js("document.querySelector(\"[aria-label='Rank']\").value") == "3"
+        tab.js("(i => { i.value = 5; i.dispatchEvent(new Event('change')); })"
+               "(document.querySelector(\"[aria-label='Rank']\"))")  # fmt: skip
+        assert tab.js(own) == [rank + 5 for rank in dp["ranks"]]
 
 
 def test_a_plan_shows_who_holds_what(browser, pages):

@@ -543,3 +543,30 @@ def test_sum_over():
     with fake_mesh(2):
         graph = traced(lambda x: _torch.sum_over(x, dist.group.WORLD), torch.ones(2))
         assert names(graph) == ["all_reduce", "wait_tensor"]
+
+
+def test_collectives_with_a_backward():
+    namespace = "_c10d_functional"
+    assert not _torch.has_backward(f"{namespace}::broadcast")
+    assert not _torch.has_backward(f"{namespace}::all_reduce_")
+
+
+def test_tensors_of_shapes_only():
+    with _torch.shape_mode():
+        made = torch.empty(2, 3) @ torch.ones(3, 4)
+    assert made.shape == (2, 4) and _torch.is_fake(made)
+
+
+def test_attention_of_sharded_heads_on_cpu():
+    _torch.register_attention_on_cpu()
+    with fake_mesh(2, ("tp",)) as mesh:
+        heads = [
+            DTensor.from_local(
+                torch.ones(2, 1, 3, 4), mesh, [Shard(1)]
+            ).requires_grad_()
+            for _ in range(3)
+        ]
+        made = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        assert made.shape == (2, 2, 3, 4) and made.placements == (Shard(1),)
+        made.sum().backward()
+        assert heads[0].grad.placements == (Shard(1),)

@@ -22,7 +22,7 @@ _OPTIONS = (
     "--disable-extensions", "--disable-dev-shm-usage", "--disable-default-apps",
     "--hide-scrollbars", "--force-device-scale-factor=1", "--remote-debugging-pipe",
 )  # fmt: skip
-_SECONDS = 20.0  # that an answer may take
+_SECONDS = 60.0  # that an answer may take
 _KEYS = {
     "ArrowRight": 39, "ArrowLeft": 37, "ArrowDown": 40, "ArrowUp": 38, "Enter": 13,
     "Tab": 9, "Home": 36, "End": 35, "Escape": 27,

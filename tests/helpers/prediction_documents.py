@@ -169,36 +169,49 @@ def prediction(
 
 def search(candidates: int = 24, layers: int = 4) -> dict[str, Any]:
     """A search over layouts; larger tensor parallel groups are slower and smaller."""
-    found = []
+    found: list[dict[str, Any]] = []
     for place in range(candidates):
         tp, batch = 2 ** (place % 4), 1 + place // 4
         peak = int((30 + 14 * batch + 40 / tp) * 2**30)
         fits = "no" if peak > 79 * 2**30 else "at risk" if peak > 75 * 2**30 else "yes"
         one = {**prediction(layers=layers, fits=fits), "timeline": None}
-        seconds = 0.4 + 0.05 * tp + 1.3 / batch + 0.013 * (place % 5)
+        seconds = 0.1 + 0.4 * batch + 0.05 * tp + 0.013 * (place % 5)
         one["step_seconds"] = seconds
+        values = {"tp": tp, "dp": 64 // tp, "batch": batch, "ac": "none"}
         found.append(
             {
-                "arguments": {"tp": tp, "dp": 64 // tp, "batch": batch, "ac": "none"},
-                "step_seconds": seconds,
-                "peak_bytes": peak,
+                "values": values,
+                "arguments": [f"--{name}={value}" for name, value in values.items()],
                 "fits": fits,
-                "why_not": None if fits == "yes" else f"needs {peak >> 30} GiB of 80",
-                "mfu": round(0.6 / seconds, 4),
+                "step_seconds": seconds,
+                "mfu": round(0.2 * batch / seconds, 4),
                 "exposed_seconds": round(0.02 * tp, 4),
+                "work_per_second": 8192 * batch / seconds,
+                "device_peak_bytes": peak,
+                "problem": None,
                 "prediction": one,
             }
         )
-    found.append(
-        {
-            "arguments": {"tp": 64, "dp": 1, "batch": 1, "ac": "none"},
-            "step_seconds": None,
-            "peak_bytes": None,
-            "fits": "no",
-            "why_not": "8 key-value heads cannot be split over 64 ranks",
-            "prediction": None,
-        }
-    )
+    for each in found:
+        each["pareto"] = each["fits"] != "no" and not any(
+            other["fits"] != "no"
+            and other["work_per_second"] >= each["work_per_second"]
+            and other["device_peak_bytes"] <= each["device_peak_bytes"]
+            for other in found
+            if other is not each
+        )
+    fitting = [each for each in found if each["fits"] == "yes"]
+    best = max(fitting, key=lambda each: each["work_per_second"], default=None)
+    failed = {
+        "values": {"tp": 64, "dp": 1, "batch": 1, "ac": "none"},
+        "arguments": ["--tp=64"],
+        "fits": None,
+        "step_seconds": None,
+        "work_per_second": None,
+        "device_peak_bytes": None,
+        "pareto": False,
+        "problem": "8 key-value heads cannot be split over 64 ranks",
+    }
     return {
         "format": "torchspmd/search",
         "version": 1,
@@ -207,8 +220,9 @@ def search(candidates: int = 24, layers: int = 4) -> dict[str, Any]:
         "world_size": 64,
         "gpu": "h100",
         "device_bytes": 80 * 2**30,
-        "unit": "step",
-        "candidates": found,
+        "unit": "item",
+        "best": best and best["values"],
+        "candidates": [*found, failed],
         "notes": ["Sequence length 8192 in every candidate."],
     }
 

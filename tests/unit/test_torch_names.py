@@ -992,3 +992,88 @@ def test_storage_key(device):
     tensor, other = torch.empty(4, device=device), torch.empty(4, device=device)
     assert _torch.storage_key(tensor) == _torch.storage_key(tensor[1:].detach())
     assert _torch.storage_key(tensor) != _torch.storage_key(other)
+
+
+def test_without_rnn_kernels():
+    layer, x = torch.nn.LSTM(3, 3), torch.ones(2, 1, 3)
+    before = torch.backends.mkldnn.enabled, torch.backends.cudnn.enabled
+    with _torch.without_rnn_kernels(), CountCalls() as seen:
+        layer(x)
+    assert "aten::mkldnn_rnn_layer" not in seen.names
+    assert before == (torch.backends.mkldnn.enabled, torch.backends.cudnn.enabled)
+
+
+class CountCalls(_torch.TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_on_lists():
+    tensors = [torch.ones(2), torch.ones(3)]
+    _torch.on_lists("add_")(tensors, 2.0)
+    assert [t.tolist() for t in tensors] == [[3.0, 3.0], [3.0, 3.0, 3.0]]
+
+
+def test_layouts_by_value():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    part = _torch.strided_shard(0, 2)
+    with _torch.layouts_by_value(), FakeTensorMode():
+        size, first = part.local_shard_size_and_offset(8, 2, 1)[:2]
+    assert (size, first) == (4, 2)
+
+
+def traced_with_sizes():
+    world = _torch.FakeWorld()
+    x = world.fake_batch(torch.ones(2, 7, 4), "x", (2, 5, 4), {1})
+
+    def run(x):
+        return [x.flatten(0, 1).sum(0) * x.shape[1]]
+
+    with world.mode:
+        graph = _torch.trace(run, [x])
+    return world, x, graph
+
+
+def test_sizes_from_inputs():
+    world, x, graph = traced_with_sizes()
+    symbol = _torch.symbol_of(x.shape[1])
+    place = graph.graph.find_nodes(op="placeholder")[0]
+    _torch.sizes_from_inputs(graph.graph, {symbol: (place, 1)})
+    graph.recompile()
+    values = [node.meta["val"] for node in graph.graph.nodes if "val" in node.meta]
+    kinds = {type(value) for value in values if not isinstance(value, torch.Tensor)}
+    assert kinds <= {int, list}
+    sizes = graph.graph.find_nodes(
+        op="call_function", target=torch.ops.aten.sym_size.int
+    )
+    assert [node.args for node in sizes] == [(place, 1)]
+    assert graph(torch.ones(2, 9, 4))[0].tolist() == [162.0] * 4
+    assert [str(each) for each in world.ranges([symbol])] == [f"{symbol} >= 2"]
+
+
+def test_is_symbol():
+    _, x, _ = traced_with_sizes()
+    size = x.shape[1]
+    assert _torch.is_symbol(size)
+    assert size == 5  # from here on
+    assert not _torch.is_symbol(size)
+    assert not _torch.is_symbol(5)
+
+
+def test_propagate_shapes():
+    _, _, graph = traced_with_sizes()
+    shapes = _torch.propagate_shapes(graph, [torch.ones(2, 3, 4)])
+    views = graph.graph.find_nodes(
+        op="call_function", target=torch.ops.aten.view.default
+    )
+    assert shapes[views[0]] == [6, 4]
+
+
+def test_shapes_of():
+    assert _torch.shapes_of([torch.ones(2, 3), 4]) == [[2, 3], ()]

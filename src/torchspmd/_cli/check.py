@@ -76,6 +76,8 @@ def _command(path: Path, lock: Lock) -> str:
         value = getattr(recipe, name)
         if value != usual:
             words += [f"--{name}", str(value)]
+    if recipe.fake:
+        words.append("--fake")
     if recipe.arguments:
         words += ["--", *recipe.arguments]
     return shlex.join(words)

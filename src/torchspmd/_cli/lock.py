@@ -16,12 +16,13 @@ from torchspmd._cli.output import status_line
 from torchspmd._cli.plan import parse_mesh
 from torchspmd._cli.script import (
     StepWindow,
+    add_fake_option,
     add_script_options,
     output_problems,
     run_script,
     script_problems,
 )
-from torchspmd._cli.simulate import cuda_as_cpu, simulated_world
+from torchspmd._cli.simulate import cuda_as_cpu, rehearsed_world, simulated_world
 from torchspmd.comm import format_bytes
 from torchspmd.errors import UsageError
 from torchspmd.trace import CommDebugMode
@@ -47,7 +48,7 @@ def simulate(recipe: Recipe, folder: Path, command: str) -> Lock | None:
     line = status_line(what)
     mode, watch = CommDebugMode(sources=True, max_events=_MAX_EVENTS), MemoryWatch()
     window = StepWindow(mode, skip=recipe.skip, steps=recipe.steps, line=line)
-    with line, _one_rank(world_size, recipe.rank) as made:
+    with line, _one_rank(world_size, recipe.rank, fake=recipe.fake) as made:
         arguments = recipe.arguments
         if not run_script(script, arguments, mode, watch, window):
             print(
@@ -76,7 +77,9 @@ def _check(recipe: Recipe, script: Path, world_size: int) -> None:
 
 
 @contextlib.contextmanager
-def _one_rank(world_size: int, rank: int) -> Iterator[dict[str, set[int]]]:
+def _one_rank(
+    world_size: int, rank: int, *, fake: bool
+) -> Iterator[dict[str, set[int]]]:
     """A simulated world without devices; gives the axes of the meshes that are made."""
     made: dict[str, set[int]] = {}
     plain_mesh = DeviceMesh.__init__
@@ -89,9 +92,13 @@ def _one_rank(world_size: int, rank: int) -> Iterator[dict[str, set[int]]]:
     with contextlib.ExitStack() as stack:
         # A lock must not depend on the machine's devices.
         stack.enter_context(mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""}))
-        stack.enter_context(simulated_world(world_size, rank))
+        if fake:
+            stack.enter_context(rehearsed_world(world_size, rank))
+        else:
+            stack.enter_context(simulated_world(world_size, rank))
         stack.enter_context(mock.patch.object(DeviceMesh, "__init__", build_mesh))
-        stack.enter_context(cuda_as_cpu())
+        if not fake:
+            stack.enter_context(cuda_as_cpu())
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         yield made
 
@@ -157,6 +164,7 @@ script makes its own mesh; --mesh says how many ranks there are and is compared 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's options."""
     add_script_options(parser)
+    add_fake_option(parser)
     parser.add_argument("--mesh", required=True, help="axes and sizes: tp=8, dp=2,tp=4")
     parser.add_argument(
         "-o",
@@ -180,6 +188,7 @@ def run(options: argparse.Namespace) -> int:
         options.steps,
         options.skip,
         tuple(options.arguments),
+        fake=options.fake,
     )
     lock = simulate(recipe, folder, "lock")
     if lock is None:

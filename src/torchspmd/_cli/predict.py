@@ -1,24 +1,32 @@
 """``torchspmd predict``: rehearse a script of any size, and say whether it fits."""
 
 import argparse
+import contextlib
 import json
 import os
-import shlex
 import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from torchspmd._cli.output import status_line
+from torchspmd._cli.other_ranks import OtherRanks
+from torchspmd._cli.output import say_written, status_line
 from torchspmd._cli.script import (
     StepWindow,
     add_script_options,
     output_problems,
     run_script,
     script_problems,
+    typed_command,
 )
 from torchspmd.comm.storage import ledger_to_dict
 from torchspmd.errors import UsageError
 from torchspmd.predict.allocator import AllocatorSettings
+from torchspmd.predict.clock import LiveClock
 from torchspmd.predict.curve_json import curve_json
 from torchspmd.predict.hardware import Hardware, load_gpu, load_network
 from torchspmd.predict.live import LiveMemory
@@ -26,13 +34,15 @@ from torchspmd.predict.memory import Fits, MemoryAccount, count_memory
 from torchspmd.predict.prediction import TimePrediction, predict_time
 from torchspmd.predict.structure import mesh_json, modules_json
 from torchspmd.predict.suggestions import Suggestion, suggest
-from torchspmd.predict.text import describe_memory
+from torchspmd.predict.text import describe_memory, size_text
 from torchspmd.predict.time_suggestions import Gain, suggest_faster
 from torchspmd.predict.time_text import describe_time
 from torchspmd.rehearse.device import Gpu
+from torchspmd.rehearse.recorder import Recorder
 from torchspmd.rehearse.recording import Recording
 from torchspmd.rehearse.rehearsal import rehearsal
 from torchspmd.rehearse.world import World
+from torchspmd.report import write_page, write_perfetto
 from torchspmd.trace import CommDebugMode
 
 DEFAULT_NETWORK = "ib-ndr400"
@@ -45,7 +55,8 @@ USAGE = "torchspmd predict script.py --world-size N --gpu NAME [options] [-- arg
 EPILOG = """\
 examples:
   torchspmd predict train.py --gpu h100
-  torchspmd predict train.py --world-size 1024 --gpu h100 --json prediction.json
+  torchspmd predict train.py --world-size 1024 --gpu h100 --html page.html
+  torchspmd predict train.py --gpu h100 --json prediction.json --perfetto trace.json
   torchspmd predict train.py --world-size 64 --gpu a100 -- --layers 80 --batch 1
 
 Exit code 1: it does not fit. 2: the command was used wrongly, or the script failed.
@@ -68,6 +79,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--network", help="between nodes: its name, as in ib-ndr400, or a TOML file"
     )
     parser.add_argument("--json", type=Path, help="write the prediction here")
+    parser.add_argument("--html", type=Path, help="write a page to look at here")
+    parser.add_argument(
+        "--perfetto", type=Path, help="write the timeline here, for Perfetto"
+    )
+    parser.add_argument(
+        "--virtual-clock",
+        action="store_true",
+        help="time.perf_counter and time.time tell predicted time to the script",
+    )
     parser.add_argument(
         "--brief", action="store_true", help="no slices, curve or suggestions"
     )
@@ -79,6 +99,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Rehearse the script and report; 1 when it does not fit."""
     _check(options)
+    with tempfile.TemporaryDirectory() as folder:
+        return _predict(options, OtherRanks(options, folder))
+
+
+def _predict(options: argparse.Namespace, others: OtherRanks) -> int:
     gpu = load_gpu(options.gpu)
     network = load_network(options.network or DEFAULT_NETWORK)
     settings = _settings()
@@ -90,12 +115,14 @@ def run(options: argparse.Namespace) -> int:
     )
     window = StepWindow(mode, skip=options.skip, steps=options.steps, line=line)
     stage = rehearsal(
-        recording, world, _gpu(gpu, world), LiveMemory(recording, gpu, settings)
+        recording, world, _gpu(gpu, world), LiveMemory(recording, gpu, settings), others
     )
+    clock = LiveClock(recording, gpu, network)
+    timed_stage = _with_clock(stage, clock, virtual=options.virtual_clock)
     left: list[object] = []
     with line:
         succeeded = run_script(
-            options.script, options.arguments, mode, window, stage, left=left
+            options.script, options.arguments, mode, window, timed_stage, left=left
         )
     if not succeeded:
         print(
@@ -105,8 +132,16 @@ def run(options: argparse.Namespace) -> int:
         )
         return 2
     left.clear()
+    if not recording.storages:
+        recording.notes.append(
+            "The script put no tensor on the GPU: nothing was counted. Does it ask for "
+            "another device than cuda?"
+        )
+    if others.is_asked:
+        others.answer(recording)
+        return 0
     account = count_memory(recording, gpu, settings)
-    timed = predict_time(recording, gpu, network)
+    timed = predict_time(others.stages(recording), gpu, network)
     if not options.network and timed.crosses_nodes:
         recording.notes.append(
             f"No --network was given: {network.title} is taken to be between the nodes."
@@ -114,12 +149,48 @@ def run(options: argparse.Namespace) -> int:
     faster = [] if options.brief else suggest_faster(timed)
     smaller = [] if options.brief else suggest(account)
     _report(account, timed, smaller, faster)
-    if options.json is not None:
+    if options.json or options.html or options.perfetto:
         data = _as_json(options, account, timed, smaller, faster)
         data["ledger"] = ledger_to_dict(mode.ledger)
-        options.json.write_text(json.dumps(data) + "\n", encoding="utf-8")
-        print(f"Prediction written to {options.json}.")
+        _write(options, data)
     return 1 if account.fits is Fits.NO else 0
+
+
+@contextlib.contextmanager
+def _with_clock(
+    stage: contextlib.AbstractContextManager[Recorder],
+    clock: LiveClock,
+    *,
+    virtual: bool,
+) -> Iterator[None]:
+    """Events of CUDA tell predicted time; Python's clocks do where that is asked for."""
+    names = ("perf_counter", "monotonic", "time") if virtual else ()
+    with contextlib.ExitStack() as stack:
+        recorder = stack.enter_context(stage)
+        recorder.elapsed = clock.elapsed
+        for name in names:
+            real = getattr(time, name)()
+            tell = partial(_tell, clock, real)
+            stack.enter_context(mock.patch.object(time, name, tell))
+        yield
+
+
+def _tell(clock: LiveClock, begin: float) -> float:
+    return begin + clock.now()
+
+
+def _write(options: argparse.Namespace, data: dict[str, Any]) -> None:
+    if options.json is not None:
+        options.json.write_text(json.dumps(data) + "\n", encoding="utf-8")
+        say_written("Prediction", options.json)
+    if options.html is not None:
+        write_page(data, options.html)
+        say_written("Page", options.html)
+    if options.perfetto is not None and not data["timeline"]["start"]:
+        print(f"No step was made: {options.perfetto} was not written.")
+    elif options.perfetto is not None:
+        write_perfetto(data, options.perfetto)
+        say_written("Trace", options.perfetto)
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -131,6 +202,12 @@ def _check(options: argparse.Namespace) -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         problems.append("start it without torchrun: one process plays a rank")
     problems += output_problems(options.json, "--json", "prediction.json")
+    problems += output_problems(options.html, "--html", "page.html")
+    problems += output_problems(options.perfetto, "--perfetto", "trace.json")
+    if options.perfetto is not None and (options.no_timeline or options.brief):
+        problems.append(
+            "--perfetto needs the timeline: leave --no-timeline and --brief"
+        )
     if problems:
         raise UsageError("; ".join(problems) + ".")
 
@@ -188,12 +265,12 @@ def _as_json(
     faster: list[Gain],
 ) -> dict[str, Any]:
     recording = account.recording
-    time = timed.as_json(timeline=not (options.no_timeline or options.brief))
-    figures = time.pop("assumptions")
+    seconds = timed.as_json(timeline=not (options.no_timeline or options.brief))
+    figures = seconds.pop("assumptions")
     return {
         "format": "torchspmd/prediction",
         "version": 1,
-        "command": shlex.join(["torchspmd", *sys.argv[1:]]),
+        "command": typed_command(options),
         "script": str(options.script),
         "world_size": recording.world_size,
         "rank": recording.rank,
@@ -206,7 +283,7 @@ def _as_json(
             **account.as_json(),
             "curve": None if options.brief else curve_json(account),
         },
-        **time,
+        **seconds,
         "suggestions": [
             *(
                 {"what": g.text, "gain_seconds": g.seconds, "how": g.how}
@@ -220,7 +297,7 @@ def _as_json(
         "modules": modules_json(account, timed),
         "mesh": mesh_json(recording),
         "assumptions": [
-            {"what": part.name, "value": part.nbytes, "source": part.source}
+            {"what": part.name, "value": size_text(part.nbytes), "source": part.source}
             for part in account.fixed
         ]
         + figures,

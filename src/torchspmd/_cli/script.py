@@ -252,6 +252,15 @@ def add_script_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_fake_option(parser: argparse.ArgumentParser) -> None:
+    """Whether tensors hold memory."""
+    parser.add_argument(
+        "--fake",
+        action="store_true",
+        help="tensors hold no memory: for models of any size, and scripts for GPUs",
+    )
+
+
 def script_problems(script: Path, steps: int, skip: int) -> list[str]:
     """Why there is no script to run, or no steps of it to record."""
     problems = []

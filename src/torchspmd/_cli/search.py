@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -16,12 +17,15 @@ from typing import Any
 import torch
 
 import torchspmd
-from torchspmd._cli.script import output_problems, script_problems
+from torchspmd._cli.output import say_written
+from torchspmd._cli.script import output_problems, script_problems, typed_command
 from torchspmd.errors import UsageError
 from torchspmd.predict.hardware import hardware_text, load_gpu, load_network
-from torchspmd.predict.ranking import Outcome, describe_search, rank
+from torchspmd.predict.ranking import Outcome, SearchResult, describe_search, rank
 from torchspmd.predict.search import run_candidates, work_of
 from torchspmd.predict.space import Candidate, Expression, Space, read_space
+from torchspmd.report import write_page
+from torchspmd.report.results import PREDICTION
 
 HELP = "find the fastest arguments of a training script that fit"
 DESCRIPTION = (
@@ -57,6 +61,8 @@ _KEYS = (
     "mfu",
     "notes",
     "skipped",
+    "exposed",
+    "assumptions",
 )
 _MEMORY_KEYS = (
     "allocated_peak_bytes",
@@ -64,6 +70,10 @@ _MEMORY_KEYS = (
     "device_peak_bytes",
     "margin_bytes",
     "first_failure",
+    "device_bytes",
+    "by_category",
+    "periods",
+    "fixed",
 )
 
 
@@ -84,6 +94,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-cache", action="store_true", help="predict all again")
     parser.add_argument("--json", type=Path, help="write every candidate here")
+    parser.add_argument("--html", type=Path, help="write a page to look at here")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -113,14 +124,53 @@ def run(options: argparse.Namespace) -> int:
     result = rank(outcomes, "item" if work else "TFLOP")
     print(describe_search(result, most=options.top))
     if options.json is not None:
-        options.json.write_text(json.dumps(result.as_json(), indent=1) + "\n")
-        print(f"Candidates written to {options.json}.")
+        text = json.dumps(_document(options, result), indent=1)
+        options.json.write_text(text + "\n", encoding="utf-8")
+        say_written("Candidates", options.json)
+    if options.html is not None:
+        write_page(_document(options, result), options.html)
+        say_written("Page", options.html)
     return 0 if result.best is not None else 1
+
+
+def _document(options: argparse.Namespace, result: SearchResult) -> dict[str, Any]:
+    """The search file: the result, how it was asked for, and each prediction, short."""
+    document = result.as_json()
+    outcomes = (*result.fitting, *result.too_large, *result.failed)
+    about = {
+        "script": str(options.script),
+        "world_size": options.world_size,
+        "gpu": options.gpu,
+    }
+    for each, outcome in zip(document["candidates"], outcomes, strict=True):
+        words = ["predict", str(options.script), *_command(options), "--"]
+        each["command"] = shlex.join(["torchspmd", *words, *outcome.candidate.words])
+        if outcome.problem:
+            continue
+        each["prediction"] = {
+            "format": PREDICTION,
+            "version": 1,
+            **about,
+            "command": each["command"],
+            "rank": options.rank,
+            "gpus_per_node": options.gpus_per_node,
+            "network": options.network,
+            "modules": [],
+            "timeline": None,
+            **outcome.prediction,
+        }
+    return {
+        **document,
+        **about,
+        "command": typed_command(options),
+        "device_bytes": load_gpu(options.gpu).nbytes("total"),
+    }
 
 
 def _check(options: argparse.Namespace) -> None:
     problems = script_problems(options.script, 1, 0)
     problems += output_problems(options.json, "--json", "search.json")
+    problems += output_problems(options.html, "--html", "page.html")
     if options.world_size < 1 or options.gpus_per_node < 1:
         problems.append("--world-size and --gpus-per-node must be at least 1")
     elif not 0 <= options.rank < options.world_size:
@@ -256,4 +306,4 @@ def _depends_on(options: argparse.Namespace) -> Iterator[str]:
     yield str(options.script.absolute())
     for folder in (options.script.absolute().parent, Path(torchspmd.__file__).parent):
         for path in sorted(folder.rglob("*.py")):
-            yield f"{path} {path.stat().st_mtime_ns} {path.stat().st_size}"
+            yield f"{path} {hashlib.sha256(path.read_bytes()).hexdigest()}"

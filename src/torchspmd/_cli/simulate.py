@@ -18,6 +18,10 @@ from torch.distributed import device_mesh, distributed_c10d
 from torch.overrides import TorchFunctionMode
 
 from torchspmd import _torch
+from torchspmd.rehearse.device import Gpu, NoMemory
+from torchspmd.rehearse.recording import Recording
+from torchspmd.rehearse.rehearsal import rehearsal
+from torchspmd.rehearse.world import World
 from torchspmd.testing import fake_world
 
 # Functions of torch.cuda that do something to a device, and return nothing.
@@ -68,6 +72,16 @@ def _silence_unwaited_warning() -> None:
     if _torch.num_unwaited():
         sys.stderr.flush()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+@contextlib.contextmanager
+def rehearsed_world(world_size: int, rank: int) -> Iterator[None]:
+    """A world of any size, and a device whose tensors hold no memory."""
+    recording = Recording(world_size, rank)
+    gpu = Gpu("a rehearsed GPU", 80 << 30, (9, 0))
+    atexit.register(_silence_unwaited_warning)
+    with rehearsal(recording, World(world_size, rank), gpu, NoMemory()):
+        yield
 
 
 @contextlib.contextmanager

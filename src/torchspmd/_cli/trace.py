@@ -21,13 +21,14 @@ from torchspmd._cli.gather import (
 from torchspmd._cli.output import NEVER_FREED, say_written, status_line
 from torchspmd._cli.script import (
     StepWindow,
+    add_fake_option,
     add_script_options,
     output_problems,
     run_script,
     script_problems,
     typed_command,
 )
-from torchspmd._cli.simulate import cuda_as_cpu, simulated_world
+from torchspmd._cli.simulate import cuda_as_cpu, rehearsed_world, simulated_world
 from torchspmd.comm import Ledger, ledger_to_dict, save_ledger
 from torchspmd.comm.tree import sum_ledgers
 from torchspmd.errors import UsageError
@@ -54,6 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's options."""
     add_script_options(parser)
     parser.add_argument("--world-size", type=int, help="simulate this many ranks")
+    add_fake_option(parser)
     parser.add_argument("--out", type=Path, help="write the ledger here, as JSON")
     parser.add_argument("--html", type=Path, help="write a page to look at here")
     parser.add_argument(
@@ -68,6 +70,7 @@ class _World:
     size: int
     rank: int
     simulated: bool
+    fake: bool = False
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.size}" + (
@@ -116,6 +119,8 @@ def _check(options: argparse.Namespace) -> None:
             problems.append(f"--rank must be 0 to {options.world_size - 1}")
         if "TORCHELASTIC_RUN_ID" in os.environ:
             problems.append("leave out --world-size under torchrun")
+    elif options.fake:
+        problems.append("--fake simulates a world: give --world-size N with it")
     elif "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         problems.append(
             "give --world-size N to simulate N ranks, or start with torchrun"
@@ -128,7 +133,7 @@ def _check(options: argparse.Namespace) -> None:
 
 def _world(options: argparse.Namespace) -> _World:
     if options.world_size is not None:
-        return _World(options.world_size, options.rank, simulated=True)
+        return _World(options.world_size, options.rank, True, fake=options.fake)
     environment = os.environ
     return _World(int(environment["WORLD_SIZE"]), int(environment["RANK"]), False)
 
@@ -137,7 +142,10 @@ def _world(options: argparse.Namespace) -> _World:
 def _surroundings(world: _World) -> Iterator[HeldStore]:
     """What the script runs inside of: a simulated world, or its own."""
     with contextlib.ExitStack() as stack:
-        if world.simulated:
+        if world.fake:
+            stack.enter_context(rehearsed_world(world.size, world.rank))
+            yield HeldStore()
+        elif world.simulated:
             stack.enter_context(simulated_world(world.size, world.rank))
             if not torch.cuda.is_available():
                 stack.enter_context(cuda_as_cpu())

@@ -39,19 +39,24 @@ from torchspmd._torch.capture import functional as functional
 from torchspmd._torch.capture import functional_optimizer as functional_optimizer
 from torchspmd._torch.capture import has_symbols as has_symbols
 from torchspmd._torch.capture import holds as holds
+from torchspmd._torch.capture import is_symbol as is_symbol
 from torchspmd._torch.capture import keep_flat_weights as keep_flat_weights
 from torchspmd._torch.capture import layout_of as layout_of
 from torchspmd._torch.capture import lazy_module as lazy_module
 from torchspmd._torch.capture import plain_tensor as plain_tensor
+from torchspmd._torch.capture import propagate_shapes as propagate_shapes
 from torchspmd._torch.capture import renew_flat_weights as renew_flat_weights
 from torchspmd._torch.capture import rnn_layer as rnn_layer
 from torchspmd._torch.capture import scaler_facts as scaler_facts
 from torchspmd._torch.capture import scaler_tensors as scaler_tensors
 from torchspmd._torch.capture import shape_mode as shape_mode
+from torchspmd._torch.capture import shapes_of as shapes_of
+from torchspmd._torch.capture import sizes_from_inputs as sizes_from_inputs
 from torchspmd._torch.capture import sum_over as sum_over
 from torchspmd._torch.capture import symbol_of as symbol_of
 from torchspmd._torch.capture import trace as trace
 from torchspmd._torch.capture import without_autocast as without_autocast
+from torchspmd._torch.capture import without_rnn_kernels as without_rnn_kernels
 from torchspmd._torch.compilation import Update as Update
 from torchspmd._torch.compilation import is_compiled_module as is_compiled_module
 from torchspmd._torch.compilation import (
@@ -71,6 +76,7 @@ from torchspmd._torch.dtensor import free_shard as free_shard
 from torchspmd._torch.dtensor import is_autocast_enabled as is_autocast_enabled
 from torchspmd._torch.dtensor import is_view as is_view
 from torchspmd._torch.dtensor import join_axes as join_axes
+from torchspmd._torch.dtensor import layouts_by_value as layouts_by_value
 from torchspmd._torch.dtensor import local_tensor as local_tensor
 from torchspmd._torch.dtensor import (
     register_attention_on_cpu as register_attention_on_cpu,
@@ -92,6 +98,9 @@ from torchspmd._torch.fake_device import is_device_tensor as is_device_tensor
 from torchspmd._torch.fake_device import is_fake_tensor as is_fake_tensor
 from torchspmd._torch.fake_device import own_chunks_only as own_chunks_only
 from torchspmd._torch.fake_device import shapes_apart as shapes_apart
+from torchspmd._torch.fake_device import (
+    stages_like_this_one as stages_like_this_one,
+)
 from torchspmd._torch.groups import Store as Store
 from torchspmd._torch.groups import ddp_on_fake_groups as ddp_on_fake_groups
 from torchspmd._torch.groups import ddp_without_values as ddp_without_values
@@ -136,6 +145,7 @@ from torchspmd._torch.operators import in_place_form as in_place_form
 from torchspmd._torch.operators import library_name as library_name
 from torchspmd._torch.operators import no_autocast as no_autocast
 from torchspmd._torch.operators import observe as observe
+from torchspmd._torch.operators import on_lists as on_lists
 from torchspmd._torch.operators import only_has_effects as only_has_effects
 from torchspmd._torch.operators import operator_generation as operator_generation
 from torchspmd._torch.operators import packet_name as packet_name

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -42,6 +43,21 @@ def _library() -> torch.library.Library:
 def _run(*args: Any) -> Any:
     with torch.enable_grad():
         return torch.ops.aten.mkldnn_rnn_layer.default(*args)
+
+
+@contextlib.contextmanager
+def without_rnn_kernels() -> Iterator[None]:
+    """Inside, recurrent layers are written out in plain operators."""
+    native: Any = torch._C
+    names = ("mkldnn", "cudnn")
+    before = [getattr(native, f"_get_{name}_enabled")() for name in names]
+    for name in names:
+        getattr(native, f"_set_{name}_enabled")(False)
+    try:
+        yield
+    finally:
+        for name, enabled in zip(names, before, strict=True):
+            getattr(native, f"_set_{name}_enabled")(enabled)
 
 
 @contextlib.contextmanager
@@ -90,7 +106,9 @@ class FakeWorld:
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
         self._environment: Any = ShapeEnv(
-            allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False
+            allow_scalar_outputs=False,
+            allow_dynamic_output_shape_ops=False,
+            duck_shape=False,  # sizes that are equal now may differ in another call
         )
         self.mode: Any = FakeTensorMode(
             shape_env=self._environment, static_shapes=True, allow_non_fake_inputs=False
@@ -99,6 +117,28 @@ class FakeWorld:
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the same shape, strides, dtype and device, without values."""
         fake: torch.Tensor = self.mode.from_tensor(tensor.detach(), static_shapes=True)
+        return fake.detach()
+
+    def fake_batch(
+        self, tensor: torch.Tensor, name: str, shape: tuple[int, ...], dims: Any
+    ) -> torch.Tensor:
+        """The same of another shape, with a symbol for the size of each of these dims."""
+        from torch._dynamo.source import ConstantSource
+        from torch.fx.experimental.symbolic_shapes import (
+            DimDynamic,
+            StatelessSymbolicContext,
+        )
+
+        sizes: list[Any] = [
+            DimDynamic.DYNAMIC if dim in dims else DimDynamic.STATIC
+            for dim in range(tensor.ndim)
+        ]
+        fake: torch.Tensor = self.mode.from_tensor(
+            tensor.new_empty(shape),
+            static_shapes=False,
+            symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes),
+            source=ConstantSource(name),
+        )
         return fake.detach()
 
     def number(self, name: str, value: float) -> Any:
@@ -140,11 +180,32 @@ class FakeWorld:
         """What the trace assumed about the numbers, as expressions over their symbols."""
         return tuple(guard.expr for guard in self._environment.guards)
 
+    def ranges(self, symbols: Iterable[Any]) -> tuple[Any, ...]:
+        """What is assumed about sizes all along: that they are not 0 or 1, for one."""
+        import sympy  # type: ignore[import-untyped]
+
+        found = [(symbol, self._environment.var_to_range[symbol]) for symbol in symbols]
+        lower = [sympy.Ge(symbol, bounds.lower) for symbol, bounds in found]
+        upper = [
+            sympy.Le(symbol, bounds.upper)
+            for symbol, bounds in found
+            if isinstance(bounds.upper, sympy.Integer)
+        ]
+        return tuple(
+            each for each in (*lower, *upper) if isinstance(each, sympy.core.Rel)
+        )
+
 
 def symbol_of(number: Any) -> Any:
     """The symbol that stands for a number of ``FakeWorld.number``; None for a tensor."""
     # A symbol that was fixed to one value shows that value as its expression.
     return None if isinstance(number, torch.Tensor) else number.node._expr
+
+
+def is_symbol(number: Any) -> bool:
+    """Whether a number is not known yet, and was not fixed to a value since."""
+    is_symbolic = isinstance(number, (torch.SymInt, torch.SymFloat))
+    return is_symbolic and not number.node.expr.is_number
 
 
 def holds(expression: Any, values: Mapping[Any, float]) -> bool:
@@ -153,7 +214,7 @@ def holds(expression: Any, values: Mapping[Any, float]) -> bool:
     An assumption over other symbols (values that are only known inside the step) cannot be
     decided here and is taken as true: torch refuses to branch on those.
     """
-    import sympy  # type: ignore[import-untyped]
+    import sympy
 
     if not expression.free_symbols <= set(values):
         return True
@@ -164,6 +225,132 @@ def holds(expression: Any, values: Mapping[Any, float]) -> bool:
     return bool(expression.xreplace(numbers))
 
 
+def sizes_from_inputs(
+    graph: fx.Graph, sizes: Mapping[Any, tuple[fx.Node, int]]
+) -> None:
+    """Compute each symbolic number from the sizes of inputs, in front of all operators.
+
+    The tracer reads sizes from whatever tensor has them, which would keep that tensor in
+    memory. What is known about values becomes concrete: the sizes that were traced with.
+
+    Args:
+        graph: A traced graph.
+        sizes: For the symbol of each size, the input that has it, and the dim.
+    """
+    made: dict[Any, fx.Node] = {}
+    read: dict[Any, fx.Proxy] = {}
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    for node in list(graph.nodes):
+        value = node.meta.get("val")
+        if (
+            isinstance(value, (torch.SymInt, torch.SymFloat))
+            and node.op != "placeholder"
+        ):
+            expression = value.node.expr
+            if expression.free_symbols <= sizes.keys():
+                if expression not in made:
+                    with graph.inserting_before(first):
+                        made[expression] = _computed(
+                            graph, expression, sizes, node, read
+                        )
+                node.replace_all_uses_with(made[expression])
+    for node in reversed(list(graph.nodes)):
+        if not node.users and node.op == "call_function":
+            if isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat)):
+                graph.erase_node(node)
+    for node in graph.nodes:
+        if "val" in node.meta:
+            node.meta["val"] = _concrete(node.meta["val"])
+
+
+def _computed(
+    graph: fx.Graph,
+    expression: Any,
+    sizes: Mapping[Any, tuple[fx.Node, int]],
+    like: fx.Node,
+    read: dict[Any, fx.Proxy],
+) -> fx.Node:
+    """A node for the value of an expression over sizes of inputs."""
+    from torch.utils._sympy.interp import sympy_interp
+    from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+    before = set(graph.nodes)
+    for symbol in sorted(expression.free_symbols - read.keys(), key=str):
+        node = graph.call_function(torch.ops.aten.sym_size.int, sizes[symbol])
+        read[symbol] = fx.Proxy(node)
+    result = sympy_interp(PythonReferenceAnalysis, read, expression)
+    made: Any = result.node if isinstance(result, fx.Proxy) else result
+    for node in graph.nodes:
+        if node not in before:
+            args = fx.node.map_arg(node.args, lambda arg: arg.meta["val"])
+            node.meta.update(like.meta)
+            is_size = node.target is torch.ops.aten.sym_size.int
+            node.meta["val"] = (
+                _hint(args[0].shape[args[1]]) if is_size else node.target(*args)
+            )
+    if not isinstance(made, fx.Node):
+        raise NotImplementedError(f"{expression} is no number of the inputs")
+    return made
+
+
+def _concrete(value: Any) -> Any:
+    """What is known about a value, with the sizes that were traced with."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(_concrete, value))
+    if isinstance(value, torch.SymInt) and value.node.hint is not None:
+        return int(value.node.hint)
+    if not isinstance(value, torch.Tensor) or not _has_symbolic_size(value):
+        return value
+    shape, stride = ([_hint(n) for n in each] for each in (value.shape, value.stride()))
+    mode: Any = getattr(value, "fake_mode")  # noqa: B009 - only fake tensors have it
+    with mode:
+        return torch.empty_strided(
+            shape, stride, dtype=value.dtype, device=value.device
+        )
+
+
+def propagate_shapes(graph: fx.GraphModule, inputs: list[Any]) -> dict[fx.Node, Any]:
+    """The shapes of what each node makes of inputs like these, which are not read."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode: Any = FakeTensorMode(
+        shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True
+    )
+    fakes = [
+        mode.from_tensor(each.detach(), static_shapes=True)
+        if isinstance(each, torch.Tensor)
+        else each
+        for each in inputs
+    ]
+    found: dict[fx.Node, Any] = {}
+
+    class Run(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            made = super().run_node(n)
+            found[n] = shapes_of(made)
+            return made
+
+    with mode, _missing_kernels(), torch.no_grad():
+        Run(graph).run(*fakes, enable_io_processing=False)
+    return found
+
+
+def shapes_of(value: Any) -> Any:
+    """The shape of a tensor, or of each tensor of a list; () for numbers."""
+    if isinstance(value, (tuple, list)):
+        return [shapes_of(each) for each in value]
+    return list(value.shape) if isinstance(value, torch.Tensor) else ()
+
+
+def _has_symbolic_size(tensor: torch.Tensor) -> bool:
+    return any(isinstance(n, torch.SymInt) for n in (*tensor.shape, *tensor.stride()))
+
+
+def _hint(number: Any) -> int:
+    return int(number.node.hint if isinstance(number, torch.SymInt) else number)
+
+
 def trace(function: Callable[..., Any], inputs: list[Any]) -> fx.GraphModule:
     """The operators that ``function(*inputs)`` calls, as a graph with flat inputs."""
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
@@ -171,6 +358,7 @@ def trace(function: Callable[..., Any], inputs: list[Any]) -> fx.GraphModule:
 
     with (
         capturing(),
+        _without_logged_failures(),
         _without_constant_values(),
         _quick_powers(),
         _missing_kernels(),
@@ -194,6 +382,21 @@ def _with_cached_casts(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args)
 
     return run
+
+
+@contextlib.contextmanager
+def _without_logged_failures() -> Iterator[None]:
+    """Keep torch from logging the trace of an operator that fails: the error says it."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+
+    def passes(record: logging.LogRecord) -> bool:
+        return "failed while attempting to run meta" not in str(record.msg)
+
+    logger.addFilter(passes)
+    try:
+        yield
+    finally:
+        logger.removeFilter(passes)
 
 
 @contextlib.contextmanager

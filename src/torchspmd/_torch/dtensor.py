@@ -1,7 +1,9 @@
 """DTensor from the inside: shards in, shards out, no dispatch; plain collectives."""
 
+import contextlib
 import copy
 import functools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -222,3 +224,39 @@ def register_attention_on_cpu() -> None:
             ]
 
         register_sharding(getattr(aten, op).default)(strategies)
+
+
+@contextlib.contextmanager
+def layouts_by_value() -> Iterator[None]:
+    """Let DTensor compute where shards begin with tensors that have values.
+
+    It makes tensors of indices and reads them, also while fake tensors are traced.
+    """
+    from torch.distributed.tensor import _utils, placement_types
+
+    owners: tuple[tuple[Any, str], ...] = (
+        (_utils, "_compute_local_shape_and_global_offset"),
+        (placement_types._StridedShard, "local_shard_size_and_offset"),
+    )
+    found = [(owner, name) for owner, name in owners if name in vars(owner)]
+    before = [vars(owner)[name] for owner, name in found]
+    for (owner, name), own in zip(found, before, strict=True):
+        setattr(owner, name, _with_values(own))
+    try:
+        yield
+    finally:
+        for (owner, name), own in zip(found, before, strict=True):
+            setattr(owner, name, own)
+
+
+def _with_values(own: Any) -> Any:
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    function = own.__func__ if isinstance(own, staticmethod) else own
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes(), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return staticmethod(run) if isinstance(own, staticmethod) else run

@@ -20,6 +20,8 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from torchspmd._torch.operator_cache import OperatorCache
+
 _INNER = torch.device("cpu", 0)  # what C++ is told
 _SHOWN = torch.device("cuda", 0)  # what shape functions are told
 _REAL_BYTES = 8 << 20  # tensors of the host up to this size are real
@@ -67,11 +69,16 @@ class FakeDeviceMode(FakeTensorMode):
 
     Args:
         on_operator: Is called for each operator on the device; runs it.
+        on_subclass: Is called for each operator of DTensors and the like, whose own
+            operators follow.
     """
 
-    def __init__(self, on_operator: OnOperator) -> None:
+    def __init__(
+        self, on_operator: OnOperator, on_subclass: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self._on_operator = on_operator
+        self._on_operator, self._on_subclass = on_operator, on_subclass
+        self._cache = OperatorCache(self)
         self._inside = False
         # Its memory of tensors is weak references, and a module whose parameters have
         # them could not be moved.
@@ -94,6 +101,7 @@ class FakeDeviceMode(FakeTensorMode):
         if isinstance(func, HigherOrderOperator):
             return self._higher_order(func, args, kwargs or {})
         if types and _has_subclass(types):
+            self._on_subclass()
             return NotImplemented
         # Below, nobody names a device in Python's words: the other mode can rest.
         with torch._C.DisableTorchFunction():
@@ -109,7 +117,7 @@ class FakeDeviceMode(FakeTensorMode):
                 return args[2](*args[3:], **kwargs)
         handler = func.python_key_table.get(FakeTensorMode)
         if handler is None:
-            return super().__torch_dispatch__(func, (), args, kwargs)
+            return self.dispatch(func, (), args, kwargs)
         return handler(self, *args, **kwargs)
 
     def _dispatch(
@@ -120,7 +128,7 @@ class FakeDeviceMode(FakeTensorMode):
         kwargs: Mapping[str, Any],
     ) -> Any:
         if func in _QUERIES:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            return self.dispatch(func, types, args, kwargs)
         device = kwargs.get("device")
         if device is not None and _is_cuda(device):
             kwargs = {**kwargs, "device": _SHOWN}
@@ -129,15 +137,22 @@ class FakeDeviceMode(FakeTensorMode):
         ):
             return func(*args, **kwargs)  # all on the host, and real
         if self._inside:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            return self.dispatch(func, types, args, kwargs)
         if func in _LIFTS:
             return args[0]
         args, kwargs = self._without_values(args), self._without_values(kwargs)
-        run = super().__torch_dispatch__
         self._inside = True
         try:
             return self._on_operator(
-                func, args, kwargs, lambda: run(func, (FakeTensor,), args, kwargs)
+                func,
+                args,
+                kwargs,
+                lambda: self._cache.call(
+                    func,
+                    args,
+                    kwargs,
+                    lambda: self.dispatch(func, (FakeTensor,), args, kwargs),
+                ),
             )
         finally:
             self._inside = False
@@ -217,7 +232,7 @@ class ShownAsCuda(TorchFunctionMode):
         super().__init__()
         self.index = 0  # of the current device
         self._no_value = no_value
-        self._on_record_stream = on_record_stream
+        self.record_stream = on_record_stream
         tensor = torch.Tensor
         self._special: dict[Any, Callable[..., Any]] = {
             tensor.to: self._to,
@@ -229,12 +244,12 @@ class ShownAsCuda(TorchFunctionMode):
             tensor.get_device: self._get_device,
             tensor.pin_memory: self._pin_memory,
             tensor.is_pinned: self._is_pinned,
-            tensor.record_stream: self._record_stream,
             tensor.data_ptr: self._data_ptr,
             tensor.numpy: self._numpy,
             tensor.__array__: self._numpy,
             tensor.tolist: self._numpy,
             tensor.__bool__: self._numpy,
+            torch._C._nn._parse_to: self._parse_to,
         }
 
     @property
@@ -251,6 +266,8 @@ class ShownAsCuda(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if kwargs:
+            if type(kwargs.get("device")) is int:  # as in device=local_rank
+                kwargs = {**kwargs, "device": torch.device("cuda", kwargs["device"])}
             if _is_cuda(kwargs.get("device")):
                 kwargs = {**kwargs, "device": self._inner(kwargs["device"])}
                 if func in _FROM_DATA:
@@ -277,6 +294,13 @@ class ShownAsCuda(TorchFunctionMode):
         if rest and type(rest[0]) is int:
             rest[0] = torch.device("cuda", rest[0])
         return func(tensor, *map(self._inner, rest), **kwargs)
+
+    def _parse_to(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if args and type(args[0]) is int:  # as in module.to(local_rank)
+            args = (torch.device("cuda", args[0]), *args[1:])
+        return func(*args, **kwargs)
 
     def _cuda(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device = args[1] if len(args) > 1 else kwargs.get("device")
@@ -322,11 +346,6 @@ class ShownAsCuda(TorchFunctionMode):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         return not is_device_tensor(args[0])
-
-    def _record_stream(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        self._on_record_stream(args[0], args[1] if len(args) > 1 else kwargs["s"])
 
     def _data_ptr(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -416,11 +435,21 @@ def _replacements(
             return _inner_device(args[0])
         return plain_dispatch(func, types, args, kwargs or {})
 
+    plain_device = torch.Tensor.device.__get__
+
+    def outer_device(tensor: Any) -> torch.device:
+        # Of DTensors and the like, where no function mode is on.
+        own: torch.device = plain_device(tensor)
+        return shown.shown if own == _INNER else own
+
     def device(tensor: Any) -> torch.device:
         if tensor.fake_mode.in_kernel_invocation:
             return torch.device("meta")
         own: torch.device = tensor.fake_device
         return shown.shown if own.type == "cuda" else own
+
+    def record_stream(tensor: torch.Tensor, s: Any) -> None:
+        shown.record_stream(tensor, s)
 
     plain_resize = torch.UntypedStorage.resize_
 
@@ -431,10 +460,31 @@ def _replacements(
 
     yield torch.Tensor, "_make_subclass", staticmethod(make)
     yield FakeTensor, "__torch_dispatch__", classmethod(dispatch)
+    yield torch.Tensor, "device", property(outer_device)
+    yield torch.Tensor, "is_cuda", property(is_device_tensor)
     yield FakeTensor, "device", property(device)
-    yield FakeTensor, "is_cuda", property(is_device_tensor)
+    yield FakeTensor, "data_ptr", lambda tensor: 0
+    yield FakeTensor, "__deepcopy__", _deepcopy
+    # Refuses other streams than its own before a mode is asked.
+    yield torch.Tensor, "record_stream", record_stream
     yield torch.UntypedStorage, "resize_", resize
     yield fake_tensor, "init_gpu_context", lambda device: None
+    yield torch._C, "_get_accelerator", lambda: torch.device("cuda")
+
+
+def _deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
+    """As torch copies other tensors; a fake one's attributes would have the mode copied."""
+    if id(tensor) in memo:
+        return memo[id(tensor)]
+    with torch.no_grad():
+        copied = tensor.detach().clone()
+    copied.requires_grad_(tensor.requires_grad)
+    if getattr(tensor, "_is_param", False):
+        copied._is_param = True
+    memo[id(tensor)] = copied
+    if tensor.grad is not None:
+        copied.grad = _deepcopy(tensor.grad, memo)
+    return copied
 
 
 def _backward_under(
@@ -457,9 +507,39 @@ def shapes_apart() -> Iterator[None]:
     if not hasattr(_sharding_prop, "detect_fake_mode"):
         yield
         return
-    mode = FakeTensorMode()
+    mode = _ShapeMode()
     with mock.patch.object(_sharding_prop, "detect_fake_mode", lambda: mode):
         yield
+
+
+class _ShapeMode(FakeTensorMode):
+    """In-place operators give what they are given.
+
+    Those of random numbers, for one, ask for a generator in their shape functions.
+    """
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if isinstance(func, OpOverload) and _keeps_its_shape(func):
+            return args[0]
+        return super().__torch_dispatch__(func, types, args, kwargs or {})
+
+
+def _keeps_its_shape(operator: OpOverload) -> bool:
+    schema = operator._schema
+    return (
+        schema.name.endswith("_")
+        and torch.Tag.inplace_view not in operator.tags
+        and len(schema.returns) == 1
+        and bool(schema.arguments)
+        and schema.arguments[0].alias_info is not None
+        and schema.arguments[0].alias_info.is_write
+    )
 
 
 # ----------------------------------------------------------------------------
@@ -490,5 +570,50 @@ def own_chunks_only() -> Iterator[None]:
         _fsdp_param,
         "_chunk_with_empty",
         _Chunks,
+    ):
+        yield
+
+
+# ----------------------------------------------------------------------------
+# Stages of a pipeline tell each other shapes before the first step.
+
+
+@contextlib.contextmanager
+def stages_like_this_one() -> Iterator[None]:
+    """Other stages know their shapes where this one does; gradients are like the outputs.
+
+    What the stage before it sends can be told by rehearsing that one. The stage behind it
+    would have to wait for this one first.
+    """
+    from torch.distributed.pipelining import stage as stages
+
+    kind: Any = stages.PipelineStage
+    mode: Any = getattr(stages, "InferenceMode", None)
+    answer: Any = getattr(stages, "_StageBackwardMeta", None)
+    if answer is None:  # torch 2.11 does not vote, and asks for no gradients
+        yield
+        return
+    plain_receive, plain_vote = kind._recv_meta, kind._warmup_forward_vote
+    plain_result = kind._warmup_backward_result
+    votes: dict[int, bool] = {}
+
+    def receive(stage: Any, src_stage: int) -> Any:
+        if src_stage > stage.stage_index:
+            return answer(backward_metas=stage._stage_meta.outputs)
+        return plain_receive(stage, src_stage)
+
+    def vote(stage: Any, has_backward: bool, received_acc: Any = None) -> Any:
+        asks = mode.needs_dynamic(stage._user_meta, has_backward)
+        votes[stage.stage_index] = not asks
+        return plain_vote(stage, has_backward, received_acc)
+
+    def result(stage: Any, received_result: Any = None) -> Any:
+        plain_result(stage, received_result)
+        return torch.tensor([int(votes[stage.stage_index])], dtype=torch.int32)
+
+    with (
+        mock.patch.object(kind, "_recv_meta", receive),
+        mock.patch.object(kind, "_warmup_forward_vote", vote),
+        mock.patch.object(kind, "_warmup_backward_result", result),
     ):
         yield

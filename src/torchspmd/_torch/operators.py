@@ -466,3 +466,8 @@ def below_autograd() -> contextlib.AbstractContextManager[None]:
 
 
 _AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+
+def on_lists(name: str) -> Any:
+    """The function of torch that calls ``Tensor.name`` on each tensor of a list."""
+    return getattr(torch, f"_foreach_{name}")

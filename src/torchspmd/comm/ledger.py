@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from torchspmd.comm.event import CommEvent, Phase
 from torchspmd.comm.kinds import Kind
+from torchspmd.comm.measure import format_bytes
+from torchspmd.comm.notebook import html_table
 from torchspmd.errors import UsageError
 
 DEFAULT_MAX_EVENTS = 10_000
@@ -237,6 +239,21 @@ class Ledger:
         )
 
     __hash__ = None  # type: ignore[assignment]  # it changes while it records
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: sums by kind, axis and phase."""
+        rows = [
+            [
+                *map(str, key),
+                str(total.count),
+                format_bytes(total.payload_bytes),
+                format_bytes(total.wire_bytes),
+            ]
+            for key, total in self.total_by("kind", "axis", "phase").items()
+        ]
+        header = ("kind", "axis", "phase", "count", "payload", "wire")
+        title = f"Ledger: {len(self)} communications"
+        return html_table(title, header, rows, self.note_lines())
 
     def __repr__(self) -> str:
         total = self.total()

@@ -20,9 +20,7 @@ from torchspmd.local.arguments import (
     parameter_names,
 )
 from torchspmd.local.call import RegionCall, keep
-from torchspmd.local.specs import (
-    Spec,
-)
+from torchspmd.local.specs import Spec
 from torchspmd.local.traced import call_traced
 
 # ----------------------------------------------------------------------------

@@ -14,11 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from torchspmd import _torch
 from torchspmd.layout.names import axis_names, format_mesh
-from torchspmd.layout.placements import (
-    Layout,
-    format_layout,
-    positive_dims,
-)
+from torchspmd.layout.placements import Layout, format_layout, positive_dims
 from torchspmd.local.frame import Frame, build_frame, unknown_axes
 from torchspmd.local.gradient import written_problem
 from torchspmd.local.specs import (

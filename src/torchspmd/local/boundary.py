@@ -14,17 +14,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from torchspmd import _torch
 from torchspmd.errors import LayoutError
-from torchspmd.layout.placements import (
-    Layout,
-    format_layout,
-)
+from torchspmd.layout.placements import Layout, format_layout
 from torchspmd.local.check import Checker
 from torchspmd.local.frame import Frame, shape_here, whole_stride
 from torchspmd.local.gradient import count_shares
-from torchspmd.local.specs import (
-    Problem,
-    refuse,
-)
+from torchspmd.local.specs import Problem, refuse
 
 
 @dataclass(slots=True)

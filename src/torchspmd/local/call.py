@@ -9,9 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from torchspmd import _torch
-from torchspmd.layout.placements import (
-    Layout,
-)
+from torchspmd.layout.placements import Layout
 from torchspmd.local.arguments import Argument, CallPlan, DTensorLeaf, Options
 from torchspmd.local.boundary import (
     Copies,
@@ -41,14 +39,13 @@ from torchspmd.local.evidence import (
 from torchspmd.local.frame import whole_stride
 from torchspmd.local.gradient import BoundaryTensor, Gradients, derive, needs_evidence
 from torchspmd.local.outputs import Output, build_outputs, build_shape
-from torchspmd.local.specs import (
-    refuse,
-)
+from torchspmd.local.specs import refuse
 
 RULE = (
     "A gradient is derived only where layouts and the recorded graph leave one answer; "
     "see docs/local_map.md."
 )
+_LOST = "a gradient is lost"
 _MAX_KEPT = 256  # entries of one table; a program has few, a leak would have many
 
 
@@ -231,7 +228,11 @@ class RegionCall:
                 for output, value in zip(outputs.items, values, strict=True)
             ]
         )
-        if not any(needs) or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return None
+        if not any(needs):
+            lost = describe_lost(_list_unseen(self.watch, values), self.plan.frame.axes)
+            refuse(self.options.name, self.plan.frame.mesh, _LOST, lost, RULE)
             return None
         gradients = self._gradients(outputs, values, needs)
         checker = self._checker(gradients) if self.is_checked else None

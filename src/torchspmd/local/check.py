@@ -19,20 +19,13 @@ from torch.distributed.tensor import Placement
 from torchspmd import _torch
 from torchspmd.comm import Kind, find_operator, marked_as_check
 from torchspmd.errors import CheckError
-from torchspmd.layout.placements import (
-    Layout,
-    format_layout,
-    shard_dim,
-)
+from torchspmd.layout.placements import Layout, format_layout, shard_dim
 from torchspmd.layout.shards import shard_size
 from torchspmd.local.arguments import Options
 from torchspmd.local.evidence import group_axes
 from torchspmd.local.frame import Frame, LocalAxis
 from torchspmd.local.outputs import Output
-from torchspmd.local.specs import (
-    Problem,
-    refuse,
-)
+from torchspmd.local.specs import Problem, refuse
 
 # ----------------------------------------------------------------------------
 # Compare a tensor across the ranks of one mesh axis.

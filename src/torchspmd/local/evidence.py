@@ -19,9 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from torchspmd import _torch
 from torchspmd.local.frame import Frame, LocalAxis
-from torchspmd.local.specs import (
-    Problem,
-)
+from torchspmd.local.specs import Problem
 
 Node: TypeAlias = Any  # torch has no public type for an autograd node
 

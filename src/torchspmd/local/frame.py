@@ -14,10 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 
 from torchspmd.layout.names import axis_names
-from torchspmd.layout.placements import (
-    Layout,
-    shard_dim,
-)
+from torchspmd.layout.placements import Layout, shard_dim
 from torchspmd.layout.shards import shard_size
 
 Axes: TypeAlias = tuple[int, ...]

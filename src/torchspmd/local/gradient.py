@@ -17,17 +17,10 @@ from enum import Enum
 
 from torch.distributed.tensor import Partial, Placement, Replicate
 
-from torchspmd.layout.placements import (
-    Layout,
-    format_layout,
-    reduce_op,
-    shard_dim,
-)
+from torchspmd.layout.placements import Layout, format_layout, reduce_op, shard_dim
 from torchspmd.local.evidence import Evidence
 from torchspmd.local.frame import LocalAxis
-from torchspmd.local.specs import (
-    Problem,
-)
+from torchspmd.local.specs import Problem
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from torchspmd import _torch
-from torchspmd.layout.placements import (
-    Layout,
-    format_layout,
-    positive_dims,
-)
+from torchspmd.layout.placements import Layout, format_layout, positive_dims
 from torchspmd.local.arguments import CROSSED, CallPlan, Options
 from torchspmd.local.frame import (
     Frame,

@@ -12,9 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from torchspmd import _torch
-from torchspmd.layout.placements import (
-    Layout,
-)
+from torchspmd.layout.placements import Layout
 from torchspmd.local.arguments import CallPlan, Options, build_plan, find_dtensors
 from torchspmd.local.frame import whole_stride
 from torchspmd.local.gradient import (

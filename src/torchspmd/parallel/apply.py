@@ -17,10 +17,7 @@ from torchspmd.layout.retired import (
     set_successor,
     successor,
 )
-from torchspmd.parallel.axis import (
-    Axis,
-    build_axis,
-)
+from torchspmd.parallel.axis import Axis, build_axis
 from torchspmd.parallel.plan.assignment import Assignment
 from torchspmd.parallel.plan.plan import Style
 from torchspmd.parallel.plan.resolve import is_alias, resolve

@@ -12,9 +12,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from torchspmd import _torch
 from torchspmd.errors import LayoutError
-from torchspmd.parallel.axis import (
-    layout_of,
-)
+from torchspmd.parallel.axis import layout_of
 from torchspmd.parallel.redistribute import redistribute, reduce_other_partials
 from torchspmd.parallel.route import Route, Steps, check_even, enter, enter_features
 

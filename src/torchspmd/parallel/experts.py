@@ -10,15 +10,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from torchspmd import _torch
 from torchspmd.errors import LayoutCountError, LayoutError
-from torchspmd.layout.placements import (
-    positive_dim,
-)
-from torchspmd.parallel.axis import (
-    describe_uneven,
-    global_shape,
-    is_uneven,
-    layout_of,
-)
+from torchspmd.layout.placements import positive_dim
+from torchspmd.parallel.axis import describe_uneven, global_shape, is_uneven, layout_of
 from torchspmd.parallel.fused import Part, SplitParameter
 from torchspmd.parallel.parameters import (
     describe_computed,
@@ -34,12 +27,14 @@ from torchspmd.parallel.redistribute import (
     wrap,
 )
 from torchspmd.parallel.style import (
+    Layouts,
     Place,
     PlacedStyle,
     StyleLayouts,
-    check_layout,
+    check_layouts,
     describe_placed,
     describe_styled,
+    many_layouts,
     mark_styled,
     one_layout,
 )
@@ -211,9 +206,6 @@ class _Shell(nn.Module):
         return type(self.module).forward(self.module, *args, **kwargs)
 
 
-Layouts = Placement | tuple[Placement | None, ...]
-
-
 @dataclass(frozen=True, kw_only=True)
 class ExpertParallel(PlacedStyle):
     """Shard stacked expert weights; every rank computes those of its own experts.
@@ -258,20 +250,15 @@ class ExpertParallel(PlacedStyle):
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        given = _many(self.input_layouts, (Replicate(),))
-        needed = _many(self.desired_input_layouts, given)
+        given = many_layouts(_default(self.input_layouts, Replicate()))
+        needed = many_layouts(_default(self.desired_input_layouts, given))
         if len(given) != len(needed):
             raise LayoutCountError(
                 "input_layouts and desired_input_layouts should have same length! "
                 f"{name} has {len(given)} and {len(needed)}."
             )
-        for argument, layouts in (
-            ("input_layouts", given),
-            ("desired_input_layouts", needed),
-        ):
-            for layout in layouts:
-                if layout is not None:
-                    check_layout(name, argument, layout)
+        check_layouts(self, "input_layouts", given)
+        check_layouts(self, "desired_input_layouts", needed)
         wanted = one_layout(self, "output_layouts", self.output_layouts, Replicate())
         object.__setattr__(self, "input_layouts", given)
         object.__setattr__(self, "desired_input_layouts", needed)
@@ -406,9 +393,5 @@ def _place_all(layouts: dict[str, Placement], module: nn.Module, place: Place) -
         place_parameter(part, name, placement, place.axis, place.src_data_rank)
 
 
-def _many(
-    layouts: Layouts | None, default: tuple[Placement | None, ...]
-) -> tuple[Placement | None, ...]:
-    if layouts is None:
-        return default
-    return (layouts,) if isinstance(layouts, Placement) else tuple(layouts)
+def _default(layouts: Layouts | None, default: Layouts) -> Layouts:
+    return default if layouts is None else layouts

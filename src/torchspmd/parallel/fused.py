@@ -22,9 +22,7 @@ from torchspmd import _torch
 from torchspmd.errors import LayoutError
 from torchspmd.layout.retired import copy_attributes
 from torchspmd.layout.shards import shard_size
-from torchspmd.parallel.axis import (
-    Axis,
-)
+from torchspmd.parallel.axis import Axis
 from torchspmd.parallel.linear import ColwiseParallel, linear_form, local_form
 from torchspmd.parallel.parameters import (
     describe_computed,

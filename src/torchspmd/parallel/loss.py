@@ -16,15 +16,8 @@ from torchspmd import _torch
 from torchspmd.errors import LayoutError, UsageError
 from torchspmd.layout.names import format_mesh
 from torchspmd.layout.shards import shard_bounds, shard_size
-from torchspmd.parallel.axis import (
-    Axis,
-    build_axis,
-)
-from torchspmd.parallel.redistribute import (
-    all_reduce_max,
-    begin_backward,
-    unwrap,
-)
+from torchspmd.parallel.axis import Axis, build_axis
+from torchspmd.parallel.redistribute import all_reduce_max, begin_backward, unwrap
 
 _CALL = "vocab_parallel_cross_entropy"
 _MOST_CLASSES = 2**24  # of one rank: float32 holds every number up to it

@@ -24,9 +24,7 @@ from torchspmd import _torch
 from torchspmd.errors import LayoutError
 from torchspmd.layout.names import format_mesh
 from torchspmd.layout.retired import set_successor, successor
-from torchspmd.parallel.axis import (
-    Axis,
-)
+from torchspmd.parallel.axis import Axis
 from torchspmd.parallel.redistribute import begin_backward, change_layout
 from torchspmd.parallel.replicas import LAYOUTS
 

@@ -10,9 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement
 
 from torchspmd.errors import LayoutCountError, LayoutError
-from torchspmd.layout.placements import (
-    positive_dim,
-)
+from torchspmd.layout.placements import positive_dim
 from torchspmd.parallel.axis import (
     Axis,
     describe_uneven,
@@ -22,14 +20,14 @@ from torchspmd.parallel.axis import (
 )
 from torchspmd.parallel.redistribute import redistribute, reduce_other_partials
 from torchspmd.parallel.style import (
+    Layouts,
     Place,
     PlacedStyle,
-    check_layout,
+    check_layouts,
     describe_styled,
+    many_layouts,
     mark_styled,
 )
-
-Layouts = Placement | tuple[Placement | None, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +81,8 @@ class PrepareModuleInput(PlacedStyle):
         object.__setattr__(self, "input_layouts", given)
         object.__setattr__(self, "desired_input_layouts", desired)
         self._freeze_keywords()
-        _check_all(self, "input_layouts", given)
-        _check_all(self, "desired_input_layouts", desired)
+        check_layouts(self, "input_layouts", given)
+        check_layouts(self, "desired_input_layouts", desired)
 
     def _freeze_keywords(self) -> None:
         given = dict(self.input_kwarg_layouts or {})
@@ -95,8 +93,8 @@ class PrepareModuleInput(PlacedStyle):
                 f"length! They must have the same names: {sorted(given)} and "
                 f"{sorted(desired)}."
             )
-        _check_all(self, "input_kwarg_layouts", tuple(given.values()))
-        _check_all(self, "desired_input_kwarg_layouts", tuple(desired.values()))
+        check_layouts(self, "input_kwarg_layouts", tuple(given.values()))
+        check_layouts(self, "desired_input_kwarg_layouts", tuple(desired.values()))
         object.__setattr__(self, "input_kwarg_layouts", _FrozenDict(given))
         object.__setattr__(self, "desired_input_kwarg_layouts", _FrozenDict(desired))
 
@@ -157,8 +155,8 @@ class PrepareModuleOutput(PlacedStyle):
                 "alone."
             )
         _check_pairs("PrepareModuleOutput", "output", given, desired)
-        _check_all(self, "output_layouts", given)
-        _check_all(self, "desired_output_layouts", desired)
+        check_layouts(self, "output_layouts", given)
+        check_layouts(self, "desired_output_layouts", desired)
         object.__setattr__(self, "output_layouts", given)
         object.__setattr__(self, "desired_output_layouts", desired)
 
@@ -246,9 +244,7 @@ class PrepareModuleInputOutput(PlacedStyle):
 
 
 def _many(layouts: Layouts | None) -> tuple[Placement | None, ...] | None:
-    if layouts is None:
-        return None
-    return (layouts,) if isinstance(layouts, Placement) else tuple(layouts)
+    return None if layouts is None else many_layouts(layouts)
 
 
 def _check_pairs(
@@ -278,14 +274,6 @@ def _positional_names(module: nn.Module) -> list[str]:
     """The names of the inputs that a call may pass by position, in order."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [p.name for p in _forward_parameters(module) if p.kind in kinds]
-
-
-def _check_all(
-    style: object, argument: str, layouts: tuple[Placement | None, ...] | None
-) -> None:
-    for layout in layouts or ():
-        if layout is not None:
-            check_layout(type(style).__name__, argument, layout)
 
 
 class _FrozenDict(dict[str, Placement]):

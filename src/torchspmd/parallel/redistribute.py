@@ -14,10 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torchspmd import _torch
 from torchspmd.errors import LayoutError, UsageError
 from torchspmd.layout.shards import full_shard_size, shard_bounds, shard_size
-from torchspmd.parallel.axis import (
-    Axis,
-    gradient_layout,
-)
+from torchspmd.parallel.axis import Axis, gradient_layout
 
 # ----------------------------------------------------------------------------
 # Move a plain local tensor from one layout to another on one axis.

@@ -3,9 +3,11 @@
 A plan says what is cut; nothing says that the rest is right. A norm without a style among
 sharded activations gets the gradient of one rank's part, ranks that were seeded otherwise
 hold other embeddings, a loader may hand each rank of the axis another batch. All of these
-show in one place: replicas, or their gradients, differ between ranks. So ranks compare
-both, as a few sums of each, at the end of backward passes 1, 2, 4, 8, ... of a parallel
-module. They do so through the store: ranks that have come apart do not wait for ever.
+show in one place: replicas, or their gradients, differ between ranks. And a layer that
+takes its input as a part of the sequence counts its gradients once for each rank if the
+input is whole: then all ranks have the same input. So ranks compare these, as a few sums
+of each, at the end of backward passes 1, 2, 4, 8, ... of a parallel module. They do so
+through the store: ranks that have come apart do not wait for ever.
 """
 
 import json
@@ -81,22 +83,23 @@ class Report:
 
     values: Mapping[str, Sketch]
     gradients: Mapping[str, Sketch]
+    parts: Mapping[str, Sketch]
 
     def to_json(self) -> str:
         """The report as it travels."""
-        return json.dumps([dict(self.values), dict(self.gradients)])
+        return json.dumps([dict(self.values), dict(self.gradients), dict(self.parts)])
 
     @classmethod
     def from_json(cls, text: str) -> "Report":
         """The report that ``to_json`` made a text of."""
-        values, gradients = (
+        values, gradients, parts = (
             {
                 name: Sketch(tuple(figures), near)
                 for name, (figures, near) in part.items()
             }
             for part in json.loads(text)
         )
-        return cls(values, gradients)
+        return cls(values, gradients, parts)
 
 
 def find_differing(parts: Mapping[int, Mapping[str, Sketch]]) -> dict[str, int]:
@@ -120,6 +123,23 @@ def find_differing(parts: Mapping[int, Mapping[str, Sketch]]) -> dict[str, int]:
             if differs:
                 found.setdefault(name, rank)
     return found
+
+
+def find_whole(parts: Mapping[int, Mapping[str, Sketch]]) -> list[str]:
+    """Inputs that were taken as parts, and are the same on all ranks.
+
+    >>> one, other = Sketch((1.0, 1.0), 1e-3), Sketch((2.0, 2.0), 1e-3)
+    >>> find_whole({0: {"a": one, "b": one}, 1: {"a": one, "b": other}})
+    ['a']
+    """
+    first, *others = parts.values()
+    return [
+        name
+        for name, sketch in first.items()
+        if math.isfinite(sketch.size)
+        and sketch.size
+        and all(name in o and o[name].figures == sketch.figures for o in others)
+    ]
 
 
 def is_replica(tensor: torch.Tensor, ranks: Sequence[int]) -> bool:
@@ -184,6 +204,7 @@ class Replicas:
         self._lock = threading.Lock()
         self._task = -1
         self._count = 0
+        self._parts: dict[str, torch.Tensor] = {}
 
     def note_backward(self, gradient: torch.Tensor) -> None:
         """Called in every backward of a layer; compares after the last one, if it is time.
@@ -203,6 +224,21 @@ class Replicas:
             # there, those of DistributedDataParallel come when its last bucket is full.
             _torch.after_backward(lambda: _torch.after_backward(self.compare))
 
+    def note_part(self, where: str, tensor: torch.Tensor, dim: int) -> None:
+        """Called for each plain input that is taken as a part in a dimension.
+
+        One that does not vary along it (ones, for instance) tells nothing.
+        """
+        is_time = (self._count + 1) & self._count == 0
+        if not (self._is_checked and is_time) or type(tensor) is not _PLAIN:
+            return
+        if where in self._parts or not torch.is_grad_enabled() or tensor.size(dim) < 2:
+            return
+        if tensor.is_floating_point() and not _is_recorded(tensor):
+            steps = tensor.detach().diff(dim=dim)
+            varies = (steps != 0).any().double()
+            self._parts[where] = _figures(tensor) * varies
+
     def compare(self) -> None:
         """Compare replicas and their gradients with those of the other ranks.
 
@@ -219,7 +255,13 @@ class Replicas:
             for name, parameter in replicas.items()
             if parameter.grad is not None and is_replica(parameter.grad, self._ranks)
         }
-        report = Report(sketch(replicas), sketch(gradients))
+        noted, self._parts = self._parts, {}
+        figures = torch.stack(list(noted.values())).tolist() if noted else []
+        parts = {
+            name: Sketch(tuple(row), _NEAR)
+            for name, row in zip(noted, figures, strict=True)
+        }
+        report = Report(sketch(replicas), sketch(gradients), parts)
         done = exchange(
             _torch.default_store(),
             dist.get_rank(),
@@ -262,6 +304,15 @@ class Replicas:
                 )
             )
 
+        whole = find_whole({rank: report.parts for rank, report in reports.items()})
+        if whole:
+            lines = "\n".join(f"  * {name}" for name in whole[:_SHOWN])
+            raise CheckError(
+                f"parallelize_module of {type(module).__name__} on the mesh "
+                f"{self._mesh_text}: inputs that are taken as one part for each rank are "
+                f"the same on all ranks\n\n{lines}\n\n{_WHOLE_FIX}"
+            )
+
     def _text(
         self,
         module: nn.Module,
@@ -294,6 +345,12 @@ _PER_RANK_FIX = (
 _VALUES_FIX = (
     "They must start alike: seed all ranks of the axis with the same number before the "
     "model is built, load the same checkpoint, or broadcast these parameters."
+)
+_WHOLE_FIX = (
+    "They are whole, and gradients would count once for each rank. Take the style off such "
+    "a module (or give it ReplicateParallel()), write input_layouts=Replicate(), or give "
+    "the module before it output_layouts=Shard(...). If all parts of your data are alike "
+    "on purpose, use others for the first steps."
 )
 _GRADIENTS_FIX = (
     "Each rank would train another model. A module that works on a part of the activations "

@@ -12,9 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from torchspmd.errors import LayoutError
-from torchspmd.layout.placements import (
-    positive_dim,
-)
+from torchspmd.layout.placements import positive_dim
 from torchspmd.layout.shards import shard_size
 from torchspmd.parallel.axis import (
     Axis,
@@ -200,8 +198,12 @@ def enter(tensor: torch.Tensor, route: Route, steps: Steps) -> Value:
             gradient = computed
         shard = unwrap(reduced, axis, gradient)
         return Value(shard, layout, tuple(reduced.shape), gradient)
-    shape = global_shape(tuple(tensor.shape), steps.input, axis.size)
-    return Value(tensor, steps.input, shape, steps.input_gradient)
+    layout = steps.input
+    if type(layout) is Shard and layout.dim < tensor.ndim - 1:
+        if axis.replicas is not None and not torch.compiler.is_compiling():
+            axis.replicas.note_part(route.where, tensor, layout.dim)
+    shape = global_shape(tuple(tensor.shape), layout, axis.size)
+    return Value(tensor, layout, shape, steps.input_gradient)
 
 
 def enter_features(

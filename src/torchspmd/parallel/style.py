@@ -14,10 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from torchspmd.errors import LayoutError, UnsupportedModuleError
-from torchspmd.parallel.axis import (
-    Axis,
-    build_axis,
-)
+from torchspmd.parallel.axis import Axis, build_axis
 
 # Set on a module; parameters show their styles themselves, other modules show nothing.
 _STYLED = "_torchspmd_styled"
@@ -139,6 +136,23 @@ def one_layout(
     check_layout(type(style).__name__, argument, placement)
     assert isinstance(placement, Placement)
     return (placement,)
+
+
+Layouts = Placement | tuple[Placement | None, ...]
+
+
+def many_layouts(layouts: Layouts) -> tuple[Placement | None, ...]:
+    """Layouts of several tensors; one alone is that of the only tensor."""
+    return (layouts,) if isinstance(layouts, Placement) else tuple(layouts)
+
+
+def check_layouts(
+    style: object, argument: str, layouts: tuple[Placement | None, ...] | None
+) -> None:
+    """Raise for one of several layouts that is none."""
+    for layout in layouts or ():
+        if layout is not None:
+            check_layout(type(style).__name__, argument, layout)
 
 
 def check_layout(call: str, argument: str, value: object) -> None:

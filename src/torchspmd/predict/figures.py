@@ -68,6 +68,14 @@ class Figures:
         self.used[f"network.{key}"] = (self.network, figure)
         return value
 
+    def has_number(self, key: str) -> bool:
+        """Whether a file has a number of this key."""
+        return any(key in hardware.figures for hardware in (self.gpu, _reference()))
+
+    def has(self, key: str) -> bool:
+        """Whether a file has rows of this key."""
+        return any(hardware.rows(key) for hardware in (self.gpu, _reference()))
+
     def table(self, key: str) -> tuple[Hardware, Rows]:
         """Rows, and the hardware that they were measured on; none where no file has any."""
         for hardware in (self.gpu, _reference()):

@@ -6,6 +6,7 @@ pays once to enter and a little for each kernel.
 """
 
 from torchspmd.predict.figures import Figures
+from torchspmd.predict.operators import memory_key
 from torchspmd.predict.traffic import base_name
 from torchspmd.rehearse.recording import (
     Category,
@@ -24,9 +25,9 @@ from torchspmd.rehearse.recording import (
 __all__ = ["HostModel"]
 
 _PYTHON = frozenset({Phase.INIT, Phase.FORWARD, Phase.RECOMPUTE, Phase.OTHER})
-_FOREACH_OPS = (
-    12  # of one AdamW step: the measured time of a parameter is for all of them
-)
+_SAVED = "detach"  # while recomputing: one for each tensor that is kept for backward
+_SEVERAL = 5  # times the shortest kernel: it is more than one
+_FOREACH_OPS = 12  # of one AdamW step: what is measured is for all of them
 # Operators whose figure has another name.
 _KEYS = {
     "_to_copy": "to_copy",
@@ -41,10 +42,13 @@ _KEYS = {
     "_softmax_backward_data": "_softmax",
     "_log_softmax": "_softmax",
     "_log_softmax_backward_data": "_softmax",
-    "nll_loss_forward": "_softmax",
-    "nll_loss_backward": "_softmax",
     "threshold_backward": "relu",
     "batch_norm": "native_batch_norm",
+    "nll_loss_forward": "cross_entropy",
+    "index_put": "index",
+    "scatter": "topk",
+    "index_select": "index_add",
+    "embedding_dense": "embedding",
 }
 # A call that was measured makes more operators than the one it is named after.
 _CALLS = {"to_copy": 2, "cat": 3}
@@ -65,7 +69,7 @@ class HostModel:
         self._module = ""
         self._phase = Phase.INIT
         self._region: int | None = None
-        self._cache: dict[tuple[str, bool, bool], float] = {}
+        self._cache: dict[tuple[str, Phase], float] = {}
 
     def seconds(self, event: Event, kernels: int = 1) -> float:
         """Before this event is issued; ``kernels`` that it launches."""
@@ -118,7 +122,7 @@ class HostModel:
 
     def _eager(self, op: Op) -> float:
         backward = op.site.phase is Phase.BACKWARD
-        key = (op.name, op.views, backward)
+        key = (op.name, op.site.phase)
         if key not in self._cache:
             self._cache[key] = self._look_up(op, backward=backward)
         return self._cache[key]
@@ -128,6 +132,8 @@ class HostModel:
         number = self.figures.number
         view = number(f"{table}.view") / 2
         if op.views:
+            if op.site.phase is Phase.RECOMPUTE and base_name(op.name) == _SAVED:
+                return number("launch.checkpoint_tensor")
             return view
         base = base_name(op.name).removesuffix("_backward").removesuffix("_")
         base = _KEYS.get(base, base)
@@ -138,9 +144,19 @@ class HostModel:
                 if backward
                 else (number(f"{table}.{base}") - view)
             )
-        default = "add" if not backward else "mul"
-        seconds = number(f"{table}.{base}", f"{table}.{default}")
-        return seconds / _CALLS.get(base, 1)
+        if self.figures.has_number(f"{table}.{base}"):
+            return number(f"{table}.{base}") / _CALLS.get(base, 1)
+        default = number(f"{table}.{'mul' if backward else 'add'}")
+        return default + self._more_kernels(op) * number("host_forward.no_grad_add")
+
+    def _more_kernels(self, op: Op) -> int:
+        """Those that an operator launches beside the first, by its shortest time."""
+        key = memory_key(op, lambda key: self.figures.has(f"operators.{key}"))
+        _, rows = self.figures.table(f"operators.{key}")
+        if not rows:
+            return 0
+        kernels = min(row[-1] for row in rows) / self.figures.number("launch.kernel")
+        return int(kernels) - 1 if kernels > _SEVERAL else 0
 
     def _optimizer(self, op: Op) -> float:
         base = base_name(op.name)
@@ -149,6 +165,9 @@ class HostModel:
             count = len(op.inputs) / 5
             each = number("host_optimizer.adamw_fused_parameter")
             return count * each + number("host_optimizer.adamw_fused_step")
+        if base == "_foreach_norm":  # of clip_grad_norm_, with what follows it
+            each = number("host_optimizer.clip_parameter")
+            return len(op.inputs) * each + number("host_optimizer.clip_step")
         if base.startswith("_foreach_"):
             count = len(op.outputs) or len(op.inputs) / 2
             each = number("host_optimizer.adamw_foreach_parameter")

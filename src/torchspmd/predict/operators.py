@@ -6,7 +6,6 @@ hardware file. What is not known is priced by its bytes, and listed.
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -21,12 +20,16 @@ from torchspmd.predict.traffic import (
 )
 from torchspmd.rehearse.recording import Op, TensorSpec
 
-__all__ = ["Cost", "Pricer"]
+__all__ = ["Cost", "Pricer", "is_known"]
 
 # Rows and columns of an output tile, and the part of the best rate that it reaches.
 _TILES = ((128, 256, 1.0), (128, 128, 0.9), (64, 128, 0.7), (64, 64, 0.5))
-_RIDGE = 150.0  # operations a byte at which a product reaches half of its best rate
-_STEEP = 1.47
+_CORNER = (
+    1.5  # how sharp the corner of the roofline is; infinite would be the ideal one
+)
+_CHANNELS = (64, 512, 2048)  # of the batch norms in hardware files
+_REACHED = 0.87  # of the memory's bandwidth, by long simple kernels
+_STRIDED = 2.0  # slower than dense ones, where no table says so
 _SHORT = 300.0  # keys at which attention reaches half of its best rate
 
 _ELEMENTWISE = frozenset(
@@ -57,7 +60,7 @@ _ELEMENTWISE = frozenset(
 _REDUCING = frozenset(
     """
     all amax amin any argmax argmin aminmax cummax cumsum linalg_vector_norm logsumexp max
-    mean min norm prod std sum var var_mean topk sort argsort nll_loss_forward
+    mean min norm prod std sum var var_mean _safe_softmax topk sort argsort nll_loss_forward
     nll_loss_backward _softmax _softmax_backward_data _log_softmax
     _log_softmax_backward_data native_layer_norm native_layer_norm_backward
     _fused_rms_norm _fused_rms_norm_backward native_group_norm native_group_norm_backward
@@ -102,14 +105,13 @@ _KEYS = {
     "index_add_": "index_add",
     "index_select": "index",
     "silu_": "silu",
-    "cudnn_batch_norm": "batch_norm",
     "native_batch_norm": "batch_norm",
     "_native_batch_norm_legit": "batch_norm",
     "_batch_norm_with_update": "batch_norm",
     "_batch_norm_impl_index": "batch_norm",
-    "cudnn_batch_norm_backward": "batch_norm_backward",
     "native_batch_norm_backward": "batch_norm_backward",
     "argsort": "sort",
+    "_safe_softmax": "_softmax",
 }
 
 
@@ -121,12 +123,14 @@ class Cost(NamedTuple):
         nbytes: That it moves.
         flops: Floating-point operations.
         kind: ``matmul``, ``attention``, ``convolution``, ``memory``, ``copy`` or ``view``.
+        kernels: That it launches; those of torch's own operators count as one.
     """
 
     seconds: float
     nbytes: int
     flops: float
     kind: str
+    kernels: int = 1
 
 
 class Pricer:
@@ -134,12 +138,11 @@ class Pricer:
 
     Attributes:
         figures: Of the GPU.
-        unknown: Operators that were priced by their bytes only, and how often.
+        floor: Seconds of the shortest kernel.
     """
 
     def __init__(self, figures: Figures) -> None:
         self.figures = figures
-        self.unknown: Counter[str] = Counter()
         self._costs: dict[object, Cost] = {}
         self._corrections: dict[str, Correction] = {}
         self._lines: dict[str, Line] = {}
@@ -150,8 +153,6 @@ class Pricer:
         """The cost of an operator by itself."""
         if op.views:
             return Cost(0.0, 0, 0.0, "view")
-        if not _is_known(base_name(op.name)):
-            self.unknown[op.name] += 1
         key = (
             op.name,
             op.scalars,
@@ -234,13 +235,21 @@ class Pricer:
         causal = bool(dict(op.scalars).get("is_causal"))
         batch, heads, rows, width = query.shape
         columns = key.shape[2]
-        table = f"attention.{kernel}_{direction}_{dtype}"
+        table = self._attention_name(kernel, f"{direction}_{dtype}")
         rate = self._attention_rate(self.figures.gpu, direction, dtype)
         ideal = flops / rate * (1 + _SHORT / max(columns, 1))
         if table not in self._corrections:
             self._corrections[table] = self._attention_table(table, direction, dtype)
         point = _attention_point(batch, heads, key.shape[1], rows, width, causal)
         return max(self.floor, ideal * self._corrections[table].at(point))
+
+    def _attention_name(self, kernel: str, rest: str) -> str:
+        """Where torch chooses by itself, from Hopper on, it is cuDNN's that runs."""
+        chosen = [kernel]
+        if kernel == "flash" and float(self.figures.gpu.compute_capability or 0) >= 9:
+            chosen = ["default", "cudnn", kernel]
+        names = [f"attention.{name}_{rest}" for name in chosen]
+        return next((name for name in names if self.figures.has(name)), names[-1])
 
     def _attention_rate(self, hardware: Hardware, direction: str, dtype: str) -> float:
         part = self.figures.number(f"attention.{direction}_efficiency")
@@ -307,14 +316,36 @@ class Pricer:
     # --- memory -----------------------------------------------------------------------
 
     def _memory_bound(self, op: Op, nbytes: int) -> float:
-        return self._by_bytes(memory_key(op, self._has), nbytes)
+        key = memory_key(op, self._has)
+        if key.startswith("batch_norm") and len(op.inputs[0].shape) > 1:
+            return self._batch_norm(key, op, nbytes)
+        seconds = self._by_bytes(key, nbytes)
+        if key in ("concatenate", "broadcast") or key.startswith("elementwise"):
+            if any(not _is_dense(spec) for spec in op.inputs) or _is_strided(op):
+                seconds *= _STRIDED
+        return seconds
+
+    def _batch_norm(self, key: str, op: Op, nbytes: int) -> float:
+        """One block of threads for each channel; cuDNN's for other types than bfloat16."""
+        channels = op.inputs[0].shape[1]
+        measured = min(_CHANNELS, key=lambda count: abs(math.log(count / channels)))
+        suffix = "" if measured == _CHANNELS[0] else f"_{measured}"
+        if op.inputs[0].dtype != "bfloat16":
+            suffix = ("" if measured == _CHANNELS[0] else "_512") + "_float32"
+        if self._has(key + suffix):
+            return self._by_bytes(key + suffix, nbytes)
+        if op.inputs[0].dtype != "bfloat16":
+            return self._by_bytes("elementwise_2", int(1.6 * nbytes))
+        blocks = min(channels, 2 * self.figures.number("chip.sms"))
+        seconds = self._by_bytes(key, nbytes) * _CHANNELS[0] / max(blocks, _CHANNELS[0])
+        return max(seconds, 1.5 * self._ideal(self.figures.gpu, nbytes))
 
     def fused(self, nbytes: int) -> float:
         """A kernel of ``torch.compile`` that moves these bytes."""
         return self._by_bytes("elementwise_2", nbytes)
 
     def _has(self, key: str) -> bool:
-        return bool(self.figures.table(f"operators.{key}")[1])
+        return self.figures.has(f"operators.{key}")
 
     def _by_bytes(self, key: str, nbytes: int) -> float:
         table = f"operators.{key}"
@@ -327,7 +358,14 @@ class Pricer:
                 ]
             )
         ratio = self._lines[table].at(math.log2(max(nbytes, 1)))
-        return max(self.floor, self._ideal(self.figures.gpu, nbytes) * ratio)
+        seconds = max(self.floor, self._ideal(self.figures.gpu, nbytes) * ratio)
+        is_cached = nbytes < self.figures.number("chip.l2_bytes") / 4
+        if not is_cached and not key.startswith("nll_loss"):  # reads one of each row
+            # What is measured over and over again comes from the cache; in a step, others
+            # have used it meanwhile.
+            moving = nbytes / (_REACHED * self.figures.number("bandwidth.memory"))
+            seconds = max(seconds, moving)
+        return seconds
 
     def _ideal(self, hardware: Hardware, nbytes: float) -> float:
         floor = hardware.figures.get("launch.kernel")
@@ -340,6 +378,9 @@ def memory_key(op: Op, has: Callable[[str], bool]) -> str:
     """The table that an operator is priced by: its own, or that of its like."""
     base = base_name(op.name)
     name = _KEYS.get(base, base)
+    if name == "concatenate" and has("concatenate_strided"):
+        if any(not _is_dense(spec) for spec in op.inputs):
+            return "concatenate_strided"
     if has(name):
         return name
     if base.startswith("_foreach_"):
@@ -349,12 +390,37 @@ def memory_key(op: Op, has: Callable[[str], bool]) -> str:
         return _copy_key(op.inputs[-1], op.outputs[0] if op.outputs else op.inputs[0])
     if base in _REDUCING:
         return _reduction_key(op)
+    if has("strided") and _is_strided(op):
+        return "strided"
     if base.endswith("_") and len(op.inputs) > 1:
         return "inplace_2"
     large = [spec for spec in op.inputs if _fills(spec, op.outputs)]
     if len(op.inputs) > len(large) > 0 and len(op.inputs) > 1:
         return "broadcast"
     return f"elementwise_{min(max(len(op.inputs), 1), 3)}"
+
+
+def _is_strided(op: Op) -> bool:
+    """Arguments of the result's shape that do not lie as the result does, or have gaps."""
+    if not op.outputs:
+        return False
+    result = op.outputs[0]
+    return any(
+        spec.stride != result.stride or not _is_dense(spec)
+        for spec in op.inputs
+        if spec.shape == result.shape and math.prod(spec.shape) > 1
+    )
+
+
+def _is_dense(spec: TensorSpec) -> bool:
+    """Whether the elements fill their memory, in any order of the dimensions."""
+    expected = 1
+    pairs = zip(spec.stride, spec.shape, strict=False)
+    for stride, size in sorted(pair for pair in pairs if pair[1] != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def _fills(spec: TensorSpec, outputs: Sequence[TensorSpec]) -> bool:
@@ -381,13 +447,16 @@ def _reduction_key(op: Op) -> str:
     return "reduce_columns" if kept_last else "reduce_rows"
 
 
-def _is_known(base: str) -> bool:
+def is_known(name: str) -> bool:
+    """Whether an operator has a price of its own; others are priced by their bytes."""
+    base = base_name(name)
     return (
         base in _ELEMENTWISE
         or base in _FREE
         or base in _REDUCING
         or base in _KEYS
         or base.startswith(("_foreach_", "_fused_", "convolution", "cudnn_convolution"))
+        or name.startswith("fsdp.")  # copies into and out of its buffers
         or base
         in (
             "mm",
@@ -443,12 +512,10 @@ def _rates(figures: Figures, hardware: Hardware, dtype: str) -> _Rates:
 
 
 def _ideal_matmul(rates: _Rates, shape: tuple[int, int, int, int]) -> float:
-    """Operations at the rate of their intensity, in whole waves of tiles; or its bytes."""
+    """A roofline: operations in whole waves of tiles, and bytes."""
     batch, m, n, k = shape
     flops = 2.0 * batch * m * n * k
     nbytes = rates.item * batch * (m * k + k * n + m * n)
-    intensity = (flops / nbytes) ** _STEEP
-    ramp = intensity / (intensity + _RIDGE**_STEEP)
     filled = 0.0
     for rows, columns, part in _TILES:
         tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)
@@ -457,8 +524,9 @@ def _ideal_matmul(rates: _Rates, shape: tuple[int, int, int, int]) -> float:
         if waves == 1:  # the depth is split where tiles are few
             used = max(used, min(1.0, used * max(1, k // 1024)))
         filled = max(filled, used * part)
-    computing: float = flops / (rates.achieved * ramp * max(filled, 1e-3))
-    return max(computing, nbytes / rates.memory)
+    computing: float = flops / (rates.achieved * max(filled, 1e-3))
+    moving: float = nbytes / rates.memory
+    return float((computing**_CORNER + moving**_CORNER) ** (1 / _CORNER))
 
 
 def _ideal_convolution(rates: _Rates, case: Sequence[float], direction: str) -> float:

@@ -1,6 +1,7 @@
 """The predicted time of a steady step, with everything that it is made of."""
 
 import tomllib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,7 +12,7 @@ from torchspmd.predict.account import Part, StepAccount, account_for
 from torchspmd.predict.collectives import Link
 from torchspmd.predict.figures import Figures
 from torchspmd.predict.hardware import Hardware
-from torchspmd.predict.operators import Pricer
+from torchspmd.predict.operators import Pricer, is_known
 from torchspmd.predict.program import Program, price_step
 from torchspmd.predict.slices import timeline_json
 from torchspmd.predict.timeline import Run, simulate
@@ -109,10 +110,16 @@ class TimePrediction:
     def notes(self) -> list[str]:
         """What was assumed for this prediction, and what was not known."""
         notes = list(self.program.notes)
-        if self.pricer.unknown:
+        unknown = Counter(
+            event.name
+            for place in self.program.costs
+            if isinstance(event := self.recording.events[place], Op)
+            and not event.views
+            and not is_known(event.name)
+        )
+        if unknown:
             names = ", ".join(
-                f"{name} ({count})"
-                for name, count in sorted(self.pricer.unknown.items())
+                f"{name} ({count})" for name, count in sorted(unknown.items())
             )
             notes.append(f"Operators that are priced by their bytes alone: {names}.")
         if self.account is not None:

@@ -11,13 +11,14 @@ from torchspmd.predict.collectives import price_comm
 from torchspmd.predict.host import HostModel
 from torchspmd.predict.operators import Cost, Pricer
 from torchspmd.predict.timeline import Item, Kind, mark_places
-from torchspmd.predict.traffic import tensor_bytes
+from torchspmd.predict.traffic import base_name, tensor_bytes
 from torchspmd.rehearse.recording import (
     Category,
     Comm,
     Event,
     MarkKind,
     Op,
+    Phase,
     Recording,
     Synchronize,
     TensorSpec,
@@ -25,6 +26,7 @@ from torchspmd.rehearse.recording import (
 
 __all__ = ["Program", "price_step"]
 
+_BACKWARD = frozenset({Phase.BACKWARD, Phase.RECOMPUTE})
 _LASTING = frozenset(
     {
         Category.PARAMETER,
@@ -89,6 +91,26 @@ def price_step(
     events = recording.events
     if fuse_all:
         events = [_in_region(event) for event in events]
+    _price(program, events, places, pricer, keep)
+    return program
+
+
+def price_events(recording: Recording, pricer: Pricer, places: range) -> list[Item]:
+    """Any part of a recording, priced."""
+    program = Program(recording)
+    _price(program, recording.events, places, pricer, lambda event: True)
+    return program.items
+
+
+def _price(
+    program: Program,
+    events: list[Event],
+    places: range,
+    pricer: Pricer,
+    keep: Callable[[Event], bool],
+) -> None:
+    recording = program.recording
+    events = _with_compiled_backward(events, places)
     host = HostModel(pricer.figures, recording)
     fused = _fused(events, places, recording, pricer)
     for place in places:
@@ -97,11 +119,9 @@ def price_step(
             continue
         match event:
             case Op():
-                cost = fused.get(place) if event.region is not None else None
-                if cost is None:
-                    cost = pricer.price(event)
                 if event.region is not None and place not in fused:
                     continue  # a view, or inside of a kernel
+                cost = fused.get(place) or pricer.price(event)
                 program.costs[place] = cost
                 program.items.append(_op_item(host, event, cost, place))
             case Comm():
@@ -117,11 +137,10 @@ def price_step(
             case _:
                 program.items.append(_order_item(host, event, place))
     program.items = [item for item in program.items if item.event or item.host]
-    return program
 
 
 def _op_item(host: HostModel, op: Op, cost: Cost, place: int) -> Item:
-    issue = host.seconds(op)
+    issue = host.seconds(op, cost.kernels)
     if cost.seconds <= 0:
         return Item(issue, None, place=place)
     kind = Kind.COPY if cost.kind == "copy" else Kind.COMPUTE
@@ -144,6 +163,26 @@ def _in_region(event: Event) -> Event:
     return event
 
 
+def _with_compiled_backward(events: list[Event], places: range) -> list[Event]:
+    """Backward of a compiled region is one, too: give its operators a region."""
+    regions: dict[str, int] = {}
+    for place in places:
+        event = events[place]
+        if isinstance(event, Op) and event.region is not None:
+            regions[event.site.module] = event.region
+    if not regions:
+        return events
+    result = list(events)
+    for place in places:
+        event = events[place]
+        if not isinstance(event, Op) or event.region is not None:
+            continue
+        region = regions.get(event.site.module)
+        if region is not None and event.site.phase in _BACKWARD:
+            result[place] = event._replace(region=-1 - region)
+    return result
+
+
 def _fused(
     events: Sequence[Event], places: range, recording: Recording, pricer: Pricer
 ) -> dict[int, Cost]:
@@ -160,9 +199,24 @@ def _fused(
         cost = pricer.price(ops[0])
         if cost.kind == "memory":
             nbytes = _outside_bytes(ops, run[-1], last_use, recording)
-            cost = Cost(pricer.fused(nbytes), nbytes, 0.0, "memory")
+            kernels = _kernel_count(ops)
+            again = (
+                (kernels - 1) * max(tensor_bytes(ops[0].inputs[0]), 0)
+                if (ops[0].inputs)
+                else 0
+            )
+            seconds = pricer.fused(nbytes + again)
+            seconds += (kernels - 1) * pricer.floor
+            cost = Cost(seconds, nbytes + again, 0.0, "memory", kernels)
         costs[run[0]] = cost
     return costs
+
+
+def _kernel_count(ops: Sequence[Op]) -> int:
+    """Sums over rows need kernels of their own: of biases, and of weights of norms."""
+    names = [base_name(op.name) for op in ops]
+    sums = sum(name == "sum" for name in names)
+    return 1 + min(sums, len(ops) - 1) + sum("norm_backward" in name for name in names)
 
 
 def _kernels(

@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from torchspmd.comm.kinds import Kind
+from torchspmd.comm.measure import wire_bytes
 from torchspmd.predict.memory import MemoryAccount
 from torchspmd.predict.prediction import TimePrediction
 from torchspmd.rehearse.recording import Category, Comm, Phase, Recording
@@ -87,12 +89,15 @@ def _around(path: str) -> list[str]:
 
 def mesh_json(recording: Recording) -> dict[str, Any]:
     """Axes of the meshes, and the groups that communicated with what they sent."""
-    payload, count = Counter[str](), Counter[str]()
+    payload, wire, count = Counter[str](), Counter[str](), Counter[str]()
     axes: dict[str, str | None] = {}
     last = max(recording.steps - 1, 0)
     for event in recording.events:
         if isinstance(event, Comm) and event.site.step == last:
             payload[event.group] += event.payload_bytes
+            wire[event.group] += wire_bytes(
+                Kind(event.kind), event.payload_bytes, len(event.ranks)
+            )
             count[event.group] += 1
         if isinstance(event, Comm):
             axes[event.group] = event.axis
@@ -104,6 +109,7 @@ def mesh_json(recording: Recording) -> dict[str, Any]:
                 "axis": axes.get(name),
                 "ranks": list(ranks),
                 "payload_bytes": payload[name],
+                "wire_bytes": wire[name],
                 "count": count[name],
             }
             for name, ranks in recording.groups.items()

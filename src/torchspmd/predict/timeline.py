@@ -129,12 +129,14 @@ class Run:
         marks: Of each rank: seconds at which the host ended each repetition.
         ends: Of each rank: seconds at which host and device had ended each repetition.
         host: Of each rank: seconds of the host's own work in one repetition.
+        events: Of each rank: seconds at which each recorded event was reached, last.
     """
 
     tasks: list[list[Task]]
     marks: list[list[float]]
     ends: list[list[float]]
     host: list[float]
+    events: list[dict[int, float]] = field(default_factory=list)
 
 
 class _Host:
@@ -150,6 +152,7 @@ class _Host:
         self.marks: list[float] = []
         self.comms: dict[int, Task] = {}
         self.events: dict[int, Task | None] = {}
+        self.recorded: dict[int, float] = {}
 
 
 class _Simulation:
@@ -216,6 +219,7 @@ class _Simulation:
                     self._enqueue_wait(host, event.stream, item, task)
             case EventRecord():
                 host.events[event.event] = self._stream(host, event.stream).tail
+                host.recorded[event.event] = host.time
             case EventWait():
                 before = host.events.get(event.event)
                 if before is not None:
@@ -428,7 +432,16 @@ def simulate(
         marks=[host.marks for host in simulation.hosts],
         ends=ends,
         host=[sum(item.host for item in items) for items in programs],
+        events=[_event_times(host) for host in simulation.hosts],
     )
+
+
+def _event_times(host: _Host) -> dict[int, float]:
+    times = dict(host.recorded)
+    for number, task in host.events.items():
+        if task is not None:
+            times[number] = max(times[number], task.end)
+    return times
 
 
 def _stuck(task: Task | None) -> str:

@@ -8,6 +8,7 @@ from unittest import mock
 
 import torch
 import torch.cuda
+from torch.utils.data._utils import pin_memory
 
 from torchspmd import _torch
 from torchspmd.rehearse.recorder import Recorder
@@ -18,7 +19,7 @@ from torchspmd.rehearse.recording import (
     StreamWait,
 )
 
-__all__ = ["Gpu", "MemoryCounter", "fake_cuda"]
+__all__ = ["Gpu", "MemoryCounter", "NoMemory", "fake_cuda"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,21 @@ class MemoryCounter(Protocol):
 
     def reset_peaks(self) -> None:
         """Forget the peaks."""
+
+
+class NoMemory:
+    """Counts nothing: for rehearsals that memory is not asked of."""
+
+    def count(self) -> tuple[int, int]:
+        """Nothing is allocated."""
+        return 0, 0
+
+    def peaks(self) -> tuple[int, int]:
+        """Nothing ever was."""
+        return 0, 0
+
+    def reset_peaks(self) -> None:
+        """There are none."""
 
 
 class _Device:
@@ -162,6 +178,9 @@ class _Event:
             self.owner.recorder.synchronize(reason, event=self.number)
 
     def elapsed_time(self, end: Any) -> float:
+        elapsed = self.owner.recorder.elapsed
+        if elapsed is not None and self.number is not None and end.number is not None:
+            return elapsed(self.number, end.number)
         self.owner.recorder.values.note(
             "torch.cuda.Event.elapsed_time was asked for: 1.0 ms was given."
         )
@@ -195,7 +214,11 @@ def _names(
     yield cuda.streams, {name: everything[name] for name in ("Stream", "Event")}
     yield cuda.nvtx, _effects("range_push", "range_pop", "mark", result=0)
     yield cuda.profiler, _effects("start", "stop", "init")
+    yield cuda.nccl, {"version": lambda: (2, 28, 9), "is_available": lambda *args: True}
+    # A loader pins memory in a thread of its own, where none of this is in force.
+    yield pin_memory, {"pin_memory": lambda data, device=None: data}
     yield torch.version, {"cuda": "12.8"}
+    yield torch.profiler, {"profile": _profile_class(device)}
     yield torch, {"Generator": _generator_class()}
     accelerator: Any = getattr(torch, "accelerator", None)
     if accelerator is not None:
@@ -358,6 +381,28 @@ def _graphs(device: _Device) -> dict[str, Any]:
         return functions
 
     return {"make_graphed_callables": callables}
+
+
+def _profile_class(device: _Device) -> type[Any]:
+    class Profile:
+        """A profile of a rehearsal would be one of the rehearsal: it stays empty."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            device.recorder.skip("torch.profiler.profile: nothing is profiled")
+
+        def __enter__(self) -> Self:
+            return self
+
+        def __exit__(self, *exception: object) -> None:
+            """Nothing to write."""
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args, **kwargs: [] if name == "events" else self
+
+        def __str__(self) -> str:
+            return ""
+
+    return Profile
 
 
 def _generator_class() -> type[Any]:

@@ -39,6 +39,8 @@ def cuda_kernels() -> Iterator[None]:
                 autocast.impl(name, torch.library.fallthrough_kernel)
             for name in _SINGLE:
                 _register(autocast, name, _in_single)
+            for name in _ONLY_ON_CPU:
+                _register(autocast, name, _passed_by)
             for name in _SINGLE_RESULT:
                 _register(autocast, name, _with_single_result)
         stack.enter_context(_autocast_for_both())
@@ -233,6 +235,15 @@ _SINGLE_RESULT = """
 prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm
 linalg_matrix_norm sum sum.dim_IntList
 """.split()
+
+
+# On autocast's list of the CPU only; made of operators that are on CUDA's.
+_ONLY_ON_CPU = ["cross_entropy_loss"]
+
+
+def _passed_by(operator: Any) -> Any:
+    """A kernel that leaves autocast to the operators inside."""
+    return operator.decompose
 
 
 def _in_single(operator: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torchspmd import _torch
 
-__all__ = ["Maker", "Place", "is_called_by_torch", "read_place"]
+__all__ = ["Maker", "Place", "is_called_by_torch", "is_called_by_user", "read_place"]
 
 
 class Maker(Enum):
@@ -73,6 +73,11 @@ def is_called_by_torch() -> bool:
     while frame is not None and frame.f_code.co_filename.startswith(_OWN_FOLDER):
         frame = frame.f_back
     return frame is not None and _torch.is_torch_code(frame.f_code)
+
+
+def is_called_by_user() -> bool:
+    """Whether the function that asks was called by the user's code."""
+    return _meaning(sys._getframe(2).f_code) is _USERS
 
 
 def _remember(code: CodeType) -> object:

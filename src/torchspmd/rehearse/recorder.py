@@ -15,8 +15,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchspmd import _torch
-from torchspmd.comm import GLOBAL, Operator, Topology, find_operator, measure
+from torchspmd.comm import GLOBAL, Kind, Operator, Topology, find_operator, measure
 from torchspmd.comm import Phase as CommPhase
+from torchspmd.layout.names import plain_name
 from torchspmd.rehearse.place import Maker, read_place
 from torchspmd.rehearse.recording import (
     Alloc,
@@ -37,6 +38,7 @@ from torchspmd.rehearse.recording import (
     TensorSpec,
     Wait,
 )
+from torchspmd.rehearse.shapes import CHOOSES, SHAPES
 from torchspmd.rehearse.values import READS_VALUE, Values
 from torchspmd.rehearse.workspaces import workspace_bytes
 from torchspmd.trace.modules import ModuleTracker, follow, unfollow
@@ -77,6 +79,8 @@ class Recorder:
         self.recording = recording
         self.values = values
         self.tracker = ModuleTracker()
+        # Predicted milliseconds between two events, by their numbers.
+        self.elapsed: Callable[[int, int], float] | None = None
         self.stream = 0  # the current one
         self.region: int | None = None  # of torch.compile, while one runs
         self.last_comm = -1  # number of the last communication
@@ -86,6 +90,8 @@ class Recorder:
         self._sites: dict[tuple[str, Phase, int, str], Site] = {}
         self._numbers: dict[int, int] = {}  # of storages, by address
         self._held: dict[int, weakref.ref[Any]] = {}  # by number
+        # A batch of receives gives one work for all: what reads a tensor waits for it.
+        self._received: dict[int, int] = {}
         self._started: dict[int, int] = {}  # collective of a storage, by number
         self._fresh: set[int] = set()  # storages that backward may find alive
         self._next_storage = self._next_op = 0
@@ -94,10 +100,11 @@ class Recorder:
         self._in_optimizer = 0
         self._is_init, self._at_boundary = True, True
         self._last_end: int | None = None
-        self._from_dtensor = False
+        self.from_dtensor = False  # whether a DTensor's operator is under way
         self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._names: dict[int, str] = {}  # of parameters, by storage number
         self._exits: list[Callable[[], None]] = []
+        self._older_meshes: list[Any] = []
 
     # --- operators --------------------------------------------------------------------
 
@@ -110,17 +117,25 @@ class Recorder:
     ) -> Any:
         """Run an operator and write it down."""
         facts = self._facts.get(func) or self._learn(func)
+        if facts.name in SHAPES:
+            run = partial(SHAPES[facts.name], *args, **kwargs)
         if facts.name in READS_VALUE:
             return self._read_value(facts.name, args[0])
+        if facts.name in CHOOSES and _chooses(facts.name, args):
+            run = partial(CHOOSES[facts.name], *args, **kwargs)
+            self.values.note(
+                f"{read_place().line} chooses by values ({facts.name}): all are chosen."
+            )
+            self.synchronize(facts.name)
         result = run()
         if result is NotImplemented:
             return result
-        inputs = self._specs(args)
-        if kwargs:
-            inputs += self._specs(kwargs.values())
+        inputs = self._specs((*args, *kwargs.values()) if kwargs else args)
         site, maker = self._here()
         if self._fresh and site.phase is Phase.BACKWARD:
             self._mark_saved()
+        if self._received:
+            self._wait_for(inputs, site, self._received)
         number = self._next_op
         self._next_op += 1
         place = len(self._events)
@@ -135,7 +150,7 @@ class Recorder:
             return result
         if facts.waits:
             del self._events[place:]
-            self._wait_for(inputs, site)
+            self._wait_for(inputs, site, self._started)
             return result
         op = Op(
             number,
@@ -146,10 +161,10 @@ class Recorder:
             self.stream,
             site,
             self.region,
-            "dtensor" if self._from_dtensor else "eager",
+            "dtensor" if self.from_dtensor else "eager",
             facts.views,
         )
-        self._from_dtensor = False
+        self.from_dtensor = False
         self._events[place] = op
         self._classify(op, place, maker)
         self.values.after(facts.name, args, kwargs, result)
@@ -317,11 +332,16 @@ class Recorder:
 
     def _name_model(self, root: nn.Module) -> None:
         path = self.tracker.path(CommPhase.FORWARD, root)
+        for name, module in root.named_modules():
+            count = sum(each.numel() for each in module.parameters())
+            kind = f"{type(module).__module__}.{type(module).__qualname__}"
+            own = f"{path}.{plain_name(name)}" if name else path
+            self.recording.modules.setdefault(own, ModuleFacts(kind, count))
         for name, parameter in root.named_parameters():
-            whole = f"{path}.{name}"
+            whole = f"{path}.{plain_name(name)}"
             self._name(parameter, Category.PARAMETER, whole, whole.rpartition(".")[0])
         for name, buffer in root.named_buffers():
-            whole = f"{path}.{name}"
+            whole = f"{path}.{plain_name(name)}"
             self._name(buffer, Category.BUFFER, whole, whole.rpartition(".")[0])
 
     def _name_of(self, parameter: torch.Tensor) -> tuple[str, str]:
@@ -348,6 +368,7 @@ class Recorder:
         group = self._topology.group_of(arguments)
         size = measure(operator, arguments, group.size)
         sent = arguments.get(operator.buffer)
+        peer = _peer(arguments)
         self.recording.groups.setdefault(group.name, group.ranks)
         for event in self._events[place + 1 :]:
             if isinstance(event, Alloc):
@@ -365,9 +386,9 @@ class Recorder:
             self._specs((sent,)) if sent is not None else inputs,
             _received(outputs, inputs),
             self.stream,
-            self._comm_stream(group.name, group.axis),
+            self._comm_stream(group.name, group.axis, operator.kind.value, peer),
             bool(arguments.get("asyncOp", True)),
-            _peer(arguments),
+            peer,
             site,
         )
         if site.phase is Phase.BACKWARD:
@@ -376,17 +397,23 @@ class Recorder:
         for spec in outputs:
             if spec.storage >= 0:
                 self._started[spec.storage] = number
+        if operator.kind is Kind.RECV:
+            self._received.update((spec.storage, number) for spec in inputs)
 
-    def _comm_stream(self, group: str, axis: str | None) -> int:
-        stream = self._comm_streams.get(group)
+    def _comm_stream(self, group: str, axis: str | None, kind: str, peer: int) -> int:
+        key, name = group, f"communicator {axis or group}"
+        if peer >= 0:  # sends and receives of one batch go on at the same time
+            key = name = f"{kind} {'to' if kind == 'send' else 'from'} rank {peer}"
+        stream = self._comm_streams.get(key)
         if stream is None:
-            stream = self.new_stream(f"communicator {axis or group}")
-            self._comm_streams[group] = stream
+            stream = self._comm_streams[key] = self.new_stream(name)
         return stream
 
-    def _wait_for(self, inputs: tuple[TensorSpec, ...], site: Site) -> None:
+    def _wait_for(
+        self, inputs: tuple[TensorSpec, ...], site: Site, under_way: dict[int, int]
+    ) -> None:
         for spec in inputs:
-            number = self._started.pop(spec.storage, None)
+            number = under_way.pop(spec.storage, None)
             if number is not None:
                 self.wait(number, site)
 
@@ -413,6 +440,11 @@ class Recorder:
     ) -> None:
         """The host waits for the device."""
         self._events.append(Synchronize(stream, event, reason))
+
+    def skip(self, text: str) -> None:
+        """Say, once, that something was not done."""
+        if text not in self.recording.skipped:
+            self.recording.skipped.append(text)
 
     def mark(self, kind: MarkKind) -> None:
         """Something happens to the whole device."""
@@ -443,6 +475,7 @@ class Recorder:
         """Begin to follow modules and optimizers."""
         from torch.optim import optimizer
 
+        self._older_meshes = _torch.live_meshes()
         self.tracker.start()
         follow(self)
         before = optimizer.register_optimizer_step_pre_hook(self._before_step)
@@ -465,16 +498,11 @@ class Recorder:
         self._held.clear()  # what the script leaves behind is freed after the last event
 
     def _describe(self) -> None:
-        """What there is of modules and meshes, at the end."""
-        for path, info in sorted(self.tracker.modules.items()):
-            module = info.reference()
-            count = 0
-            if module is not None:
-                count = sum(each.numel() for each in module.parameters())
-            self.recording.modules[path] = ModuleFacts(info.type_name, count)
+        """What there is of meshes, at the end."""
         for mesh in _torch.live_meshes():
-            for name in mesh.mesh_dim_names or ():
-                self.recording.axes[name] = mesh[name].size()
+            if not any(mesh is older for older in self._older_meshes):
+                names = mesh.mesh_dim_names or ()
+                self.recording.axes |= dict(zip(names, mesh.shape, strict=False))
 
     def enter(self, module: nn.Module) -> None:
         """A module's call begins."""
@@ -531,6 +559,14 @@ def local_tensor(tensor: Any) -> torch.Tensor | None:
             return tensor if isinstance(tensor, torch.Tensor) else None
         tensor = inner
     return tensor  # type: ignore[no-any-return]
+
+
+def _chooses(name: str, args: Sequence[Any]) -> bool:
+    """Whether the shape of the result depends on values."""
+    if name != "aten.index.Tensor":
+        return True
+    masks = (torch.bool, torch.uint8)
+    return any(index is not None and index.dtype in masks for index in args[1])
 
 
 def _received(

@@ -14,14 +14,18 @@ from torchspmd.rehearse.place import is_called_by_torch, read_place
 from torchspmd.rehearse.recorder import Recorder
 from torchspmd.rehearse.recording import Recording
 from torchspmd.rehearse.values import Values
-from torchspmd.rehearse.world import World, fake_ranks
+from torchspmd.rehearse.world import Mail, NoMail, World, fake_ranks
 
 __all__ = ["rehearsal"]
 
 
 @contextlib.contextmanager
 def rehearsal(
-    recording: Recording, world: World, gpu: Gpu, memory: MemoryCounter
+    recording: Recording,
+    world: World,
+    gpu: Gpu,
+    memory: MemoryCounter,
+    mail: Mail | None = None,
 ) -> Iterator[Recorder]:
     """Inside, code for GPUs runs as one rank, without GPUs, memory and other ranks.
 
@@ -30,6 +34,7 @@ def rehearsal(
         world: The ranks.
         gpu: What it is told of its GPU.
         memory: What it is told of memory.
+        mail: Objects that other ranks send to it; None: asking for one is refused.
     """
     values = Values(recording.notes)
     recorder = Recorder(recording, values)
@@ -43,14 +48,17 @@ def rehearsal(
     def record_stream(tensor: torch.Tensor, stream: Any) -> None:
         recorder.record_stream(tensor, stream.number)
 
-    mode = _torch.FakeDeviceMode(recorder.operator)
+    def from_dtensor() -> None:
+        recorder.from_dtensor = True
+
+    mode = _torch.FakeDeviceMode(recorder.operator, from_dtensor)
     shown = _torch.ShownAsCuda(no_value, record_stream)
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
         enter(fake_cuda(recorder, shown, gpu, memory))
         enter(cuda_kernels())
         enter(eager_compilation(recorder))
-        enter(fake_ranks(world, recorder))
+        enter(fake_ranks(world, recorder, mail or NoMail()))
         enter(_torch.shapes_apart())
         enter(_torch.fake_device(mode, shown, recorder.on_resize))
         enter(_torch.after_each_backward(recorder.wait_for_all))

@@ -5,7 +5,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 from unittest import mock
 
 import torch
@@ -13,9 +13,11 @@ import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 
 from torchspmd import _torch
+from torchspmd.errors import UsageError
+from torchspmd.rehearse.place import is_called_by_user
 from torchspmd.rehearse.recorder import Recorder
 
-__all__ = ["World", "fake_ranks"]
+__all__ = ["Mail", "NoMail", "World", "fake_ranks"]
 
 _MODULES = (dist, distributed_c10d, device_mesh)
 # Methods of a process group that give a work to wait for.
@@ -56,16 +58,42 @@ class World:
         }
 
 
+class Mail(Protocol):
+    """Python objects from one rank to another."""
+
+    def send(self, objects: list[Any], rank: int | None) -> None:
+        """This rank sends them."""
+
+    def receive(self, rank: int | None) -> list[Any]:
+        """What that rank sends to this one."""
+
+
+class NoMail:
+    """No other rank is there to send anything."""
+
+    def send(self, objects: list[Any], rank: int | None) -> None:
+        """Nobody takes them."""
+
+    def receive(self, rank: int | None) -> list[Any]:
+        """Nothing comes."""
+        sender = "another rank" if rank is None else f"rank {rank}"
+        raise UsageError(
+            f"recv_object_list: the objects would come from {sender}, and only one rank is "
+            "rehearsed here. `torchspmd predict` rehearses the other one too."
+        )
+
+
 @contextlib.contextmanager
-def fake_ranks(world: World, recorder: Recorder) -> Iterator[None]:
+def fake_ranks(world: World, recorder: Recorder, mail: Mail) -> Iterator[None]:
     """``init_process_group`` gives a group of the world's size, whatever it is told."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, world.environment()))
-        for owner, name, value in _replacements(world, recorder):
+        for owner, name, value in _replacements(world, recorder, mail):
             stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(_torch.ddp_on_fake_groups())
         stack.enter_context(_torch.ddp_without_values())
         stack.enter_context(_torch.own_chunks_only())
+        stack.enter_context(_torch.stages_like_this_one())
         stack.callback(_end)
         yield
 
@@ -75,7 +103,9 @@ def _end() -> None:
         dist.destroy_process_group()
 
 
-def _replacements(world: World, recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
+def _replacements(
+    world: World, recorder: Recorder, mail: Mail
+) -> Iterator[tuple[Any, str, Any]]:
     plain_start, plain_new = dist.init_process_group, dist.new_group
 
     def start(*args: object, **kwargs: object) -> None:
@@ -100,14 +130,20 @@ def _replacements(world: World, recorder: Recorder) -> Iterator[tuple[Any, str, 
         yield module, "init_process_group", start
         if hasattr(module, "new_group"):
             yield module, "new_group", new_group
-    yield dist, "get_backend", lambda group=None: "nccl"
+    plain_backend = dist.get_backend
+
+    def get_backend(group: Any = None) -> str:
+        # A script may ask whether it is nccl; others have to know what it is.
+        return "nccl" if is_called_by_user() else plain_backend(group)
+
+    yield dist, "get_backend", get_backend
     yield dist, "is_nccl_available", lambda: True
-    yield from _objects()
+    yield from _objects(mail)
     yield from _works(recorder)
 
 
-def _objects() -> Iterator[tuple[Any, str, Any]]:
-    """Objects of other ranks are as those of this one."""
+def _objects(mail: Mail) -> Iterator[tuple[Any, str, Any]]:
+    """Objects of other ranks are as those of this one, where all send alike."""
 
     def broadcast(objects: list[Any], *args: Any, **kwargs: Any) -> None:
         """It has what it sends."""
@@ -127,7 +163,20 @@ def _objects() -> Iterator[tuple[Any, str, Any]]:
         if objects:
             output[0] = objects[0]
 
+    def send(
+        objects: list[Any], dst: int | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        mail.send(objects, dst)
+
+    def receive(
+        objects: list[Any], src: int | None = None, *args: Any, **kwargs: Any
+    ) -> int:
+        objects[:] = mail.receive(src)
+        return -1 if src is None else src
+
     for module in (dist, distributed_c10d):
+        yield module, "send_object_list", send
+        yield module, "recv_object_list", receive
         yield module, "broadcast_object_list", broadcast
         yield module, "all_gather_object", all_gather
         yield module, "gather_object", gather

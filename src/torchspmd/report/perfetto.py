@@ -54,6 +54,7 @@ def perfetto_trace(document: Mapping[str, Any]) -> dict[str, Any]:
             "--no-timeline: torchspmd predict train.py --world-size 8 --perfetto "
             "trace.json."
         )
+    timeline = _from_zero(timeline)
     script = document.get("script") or "prediction"
     title = f"{script}, rank {document.get('rank', 0)} of {document.get('world_size')}"
     events = [
@@ -63,6 +64,16 @@ def perfetto_trace(document: Mapping[str, Any]) -> dict[str, Any]:
         *_memory(document.get("memory") or {}, timeline),
     ]
     return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def _from_zero(timeline: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Times from the first slice on: a host that runs ahead starts before its step."""
+    first = min(timeline["start"], default=0.0)
+    if first >= 0:
+        return timeline
+    phases = [{**p, "start": p["start"] - first} for p in timeline["phases"]]
+    starts = [start - first for start in timeline["start"]]
+    return {**timeline, "start": starts, "phases": phases}
 
 
 def _name(what: str, process: int, thread: int, name: str) -> Event:

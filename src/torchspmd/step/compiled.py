@@ -1,26 +1,37 @@
 """A compiled training step: its programs, why each exists, and how long each takes."""
 
+import contextlib
 import functools
 import textwrap
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import chain
 from types import TracebackType
 from typing import Any, NoReturn, Self, final
 
 import torch
 import torch.distributed as dist
-from torch import fx
+from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchspmd import _torch
 from torchspmd.comm import Ledger
-from torchspmd.errors import CaptureError, UsageError
+from torchspmd.errors import CaptureError, CaptureWarning, UsageError
 from torchspmd.layout.names import format_mesh
+from torchspmd.step.capture.dynamic import (
+    differing_sizes,
+    input_shapes,
+    sizes_of,
+    with_any_size,
+)
 from torchspmd.step.capture.guard_cache import GuardCache
-from torchspmd.step.capture.guards import explain_difference, sign
+from torchspmd.step.capture.guards import Signature, explain_difference, sign
 from torchspmd.step.capture.inventory import Inventory, take_inventory
 from torchspmd.step.capture.override import Override, Overrides
+from torchspmd.step.capture.rank_divergence import find_other_axes
 from torchspmd.step.capture.spread import Spread
 from torchspmd.step.deferred import (
     Pending,
@@ -36,11 +47,13 @@ from torchspmd.step.lower.in_place import InPlaceReport
 from torchspmd.step.measure.exposure import check_request, measure_program
 from torchspmd.step.measure.exposure_report import ExposureReport
 from torchspmd.step.modes.data_parallel import DataParallel, resolve_spread
-from torchspmd.step.pipeline import StepOptions, build_program
+from torchspmd.step.modes.full_parameters import full_parameters
+from torchspmd.step.pipeline import Request, StepOptions, build_program
 from torchspmd.step.program import Program
 from torchspmd.step.progress import logger, phase
-from torchspmd.step.rank_agreement import Agreement, Switches
+from torchspmd.step.rank_agreement import Agreement, Switches, share_shapes
 from torchspmd.step.shadow.check import Plan, Shadow
+from torchspmd.step.transformation import GraphModuleTransformation
 from torchspmd.step.virtual.certificate import Certificate
 from torchspmd.step.virtual.verify import Verification
 
@@ -113,7 +126,8 @@ class ClosedProgram:
         )
 
 
-MAX_PROGRAMS = 8
+MANY_PROGRAMS = 8  # from here on more are told of, whenever they have doubled
+MAX_PROGRAMS = 64  # that are kept: the one that was not used for the longest time goes
 
 _made: dict[str, int] = {}  # how many steps of each name this process has compiled
 
@@ -169,6 +183,10 @@ class CompiledStep:
         # A thread that saves a checkpoint while another one trains waits for the step.
         self._lock = threading.RLock()
         self._num_measured = self._num_tries = 0
+        self._num_built = self._num_agreed = self._num_calls = 0
+        self._any_sizes: dict[str, frozenset[int]] = {}  # that took a second value
+        self._has_fixed_sizes = False  # whether symbols for them were of no use
+        self._masks: list[dict[str, frozenset[int]]] = []  # of programs for any size
         # The same on every rank when ranks compile the same steps in the same order.
         self._serial = _made[self._name] = _made.get(self._name, -1) + 1
         self._switches = Switches(self._name, str(self._serial))
@@ -176,6 +194,11 @@ class CompiledStep:
         self._shadow = Shadow(
             self._name, str(self._serial), function, shadow, backend, refusal
         )
+
+    @property
+    def parallel_mode(self) -> DataParallel | None:
+        """How the program itself spreads the step over ranks; None: as it is written."""
+        return self._parallel_mode
 
     def __call__(self, *args: Any, last_train_step: bool = False, **kwargs: Any) -> Any:
         """Run one step; build a program for it first where none fits."""
@@ -188,9 +211,10 @@ class CompiledStep:
                 program, inventory = self._find(own, named)
                 if program is None:
                     program = self._build(inventory)
-                    self._switches.to_new(program)
                 else:
                     self._switches.to_known(program)
+                self._num_calls += 1
+                program.last_call = self._num_calls
             return self._run(program, inventory, last_train_step)
 
     def _find(self, args: Any, kwargs: Any) -> tuple[Program | None, Inventory]:
@@ -278,6 +302,33 @@ class CompiledStep:
             is_compiled=self._options.backend != "graph",
         )
 
+    @contextlib.contextmanager
+    def full_parameters(self, *models: nn.Module) -> Iterator[None]:
+        """Give models whole parameters inside a ``with`` block, gathered from shards.
+
+        For what needs a plain model after ``DataParallel("fully_shard")``: evaluation,
+        ``generate()``, ``save_pretrained()``, ``AveragedModel``. Every rank enters the
+        block at the same point; each then has the memory of all whole parameters. They
+        are copies without gradients: writing to one is an error at the end. Without
+        shards nothing is done.
+
+        Args:
+            models: The models of the step, or parts of them.
+        """
+        self.flush()
+        if not models or not all(isinstance(each, nn.Module) for each in models):
+            raise UsageError(
+                f"{self._name}.full_parameters: pass the models, for instance "
+                "full_parameters(model)."
+            )
+        mesh = None if self._spread is None else self._spread.mesh
+        with self._lock:
+            if mesh is None:
+                yield
+            else:
+                with full_parameters(models, mesh):
+                    yield
+
     def flush(self) -> None:
         """Make the updates that a pass moved to the next call.
 
@@ -338,8 +389,12 @@ class CompiledStep:
             inventory = take_inventory(
                 args, kwargs, lift_numbers=lift_numbers, function=function
             )
-        programs = self._by_signature.get(sign(inventory), ())
-        program = next((each for each in programs if each.accepts(inventory)), None)
+        signature = sign(inventory)
+        found = [self._by_signature.get(signature, ())]
+        for dims in self._masks:
+            found.append(self._by_signature.get(with_any_size(signature, dims), ()))
+        fitting = chain.from_iterable(found)
+        program = next((each for each in fitting if each.accepts(inventory)), None)
         if program is not None:
             self._known.add(inventory, program)
         return program, inventory
@@ -363,19 +418,111 @@ class CompiledStep:
             )
 
     def _build(self, inventory: Inventory) -> Program:
-        number = len(self._programs)
         reason = _why(inventory, self._programs, self._by_signature)
-        _check_capture(self._name, number, reason)
+        _check_capture(self._name, self._num_built, reason)
         flush_shared(inventory)
         spread = self._resolve_spread(inventory)
-        self._num_tries += 1  # ranks that fail do so together, and may try again
         key = f"{self._serial}/{self._num_tries}"
-        ranks = Agreement(self._name, key, number, spread.mesh)
-        program = build_program(self._options, inventory, spread, ranks, number, reason)
-        self._programs.append(program)
-        self._by_signature.setdefault(program.signature, []).append(program)
+        ranks = Agreement(self._name, key, self._num_agreed, spread.mesh)
+        try:
+            request = self._request(inventory, spread, ranks, reason)
+            program = build_program(self._options, inventory, spread, ranks, request)
+        finally:
+            # Ranks that fail do so together, and may try again.
+            self._num_tries += ranks.is_used
+        self._num_built += 1
+        if request.sizes is not None and program.sizes is None:
+            # A size of 0 or 1 is always one of its own.
+            self._has_fixed_sizes |= (
+                min(chain(*input_shapes(sign(inventory)).values())) > 1
+            )
+        if program.agreed == self._num_agreed:
+            self._num_agreed += 1
+            self._switches.to_new(program)
+        else:
+            self._switches.to_known(program)
+        self._keep(program)
         self._shadow.note_build(program, inventory)
         return program
+
+    def _request(
+        self, inventory: Inventory, spread: Spread, ranks: Agreement, reason: str
+    ) -> Request:
+        """Which program to build: for which sizes, and whether other ranks are asked."""
+        signature = sign(inventory)
+        is_alone = spread.mesh is None
+        others = find_other_axes(inventory.slots, spread.mesh)
+        has_own = spread.has_own_batches and not others
+        like = self._find_like(signature)
+        transformation = self._options.transformation
+        measures = isinstance(transformation, GraphModuleTransformation) and (
+            transformation.measures_cost
+        )
+        is_local = has_own and like is not None and not measures
+        shapes = input_shapes(signature) if like is None else like.shapes
+        if has_own and not is_local:
+            shapes, dims = share_shapes(ranks, shapes, self._any_sizes)
+            self._any_sizes = dims
+        fixed = self._fixed_sizes(is_alone, has_own)
+        sizes = None
+        if self._any_sizes and not fixed:
+            sizes = sizes_of(signature, self._any_sizes, shapes)
+        return Request(
+            number=self._num_built,
+            reason="\n".join(filter(None, (reason, fixed))),
+            sizes=sizes,
+            like=like if is_local else None,
+            has_own_batches=has_own,
+            agreed=self._num_agreed,
+        )
+
+    def _fixed_sizes(self, is_alone: bool, has_own_batches: bool) -> str:
+        """Why sizes that change cannot be symbols; empty where they can, or none does."""
+        if not self._any_sizes:
+            return ""
+        why = ""
+        if self._options.backend != "graph":
+            why = f"backend={self._options.backend!r} compiles for each"
+        elif not is_alone and not has_own_batches:
+            why = "what ranks send may depend on them"
+        elif self._has_fixed_sizes:
+            why = "they could not be symbols of a graph, see an earlier program"
+        return f"one program for each size: {why}" if why else ""
+
+    def _find_like(self, signature: Signature) -> Program | None:
+        """The latest program that differs from a call in sizes of its batch alone."""
+        for program in reversed(self._programs):
+            found = differing_sizes(program.signature, signature)
+            if found:
+                for name, dims in found.items():
+                    known = self._any_sizes.get(name, frozenset())
+                    self._any_sizes[name] = known | dims
+                return program
+        return None
+
+    def _keep(self, program: Program) -> None:
+        """Keep a program, and let go of one where there are many."""
+        self._programs.append(program)
+        self._by_signature.setdefault(program.signature, []).append(program)
+        if program.sizes is not None and program.sizes.dims not in self._masks:
+            self._masks.append(dict(program.sizes.dims))
+        if len(self._programs) <= MAX_PROGRAMS:
+            return
+        # A rank that has to agree again with others must not be alone in that.
+        agreed = Counter(each.agreed for each in self._programs)
+        is_alone = self._spread is None or not self._spread.has_own_batches
+        candidates = [
+            each
+            for each in self._programs
+            if each is not program
+            and not each.is_pending
+            and (is_alone or agreed[each.agreed] > 1)
+        ]
+        if candidates:
+            oldest = min(candidates, key=lambda each: each.last_call)
+            self._programs.remove(oldest)
+            self._by_signature[oldest.signature].remove(oldest)
+            self._known.drop(oldest)
 
     def _resolve_spread(self, inventory: Inventory) -> Spread:
         if self._spread is None:
@@ -386,21 +533,25 @@ class CompiledStep:
 
 
 def _check_capture(name: str, number: int, reason: str) -> None:
-    """Refuse a program without gradients, and one more where there are many already."""
+    """Refuse a program without gradients; warn of one more where there are many."""
     if not torch.is_grad_enabled():
         raise CaptureError(
             f"compile on {name!r}: gradients are disabled here. Call the step outside "
-            "torch.no_grad()."
+            "torch.no_grad(); for an evaluation, put torch.no_grad() inside of the "
+            "function."
         )
-    if number >= MAX_PROGRAMS:
-        raise CaptureError(
-            f"compile on {name!r}: {MAX_PROGRAMS} programs are captured already and this "
-            f"call fits none of them.\n\n{textwrap.indent(reason, '  ')}\n\nKeep what "
-            "changes constant (pad batches to one shape), pass it as a tensor (also a "
-            "number that the step reads from an object or a variable and that is another "
-            "one in each call: torch.tensor(x), or a float argument), count what the step "
-            "does not need where it is called, make the optimizer with foreach=True where "
-            "a schedule changes more than its lr, or call close() and compile again."
+    if number >= MANY_PROGRAMS and number.bit_count() == 1:  # 8, 16, 32, ...
+        warnings.warn(
+            f"compile on {name!r}: {number} programs are captured already and this call "
+            f"fits none of them, so that it is captured again, which takes as long as "
+            f"many steps.\n\n{textwrap.indent(reason, '  ')}\n\nKeep what changes "
+            "constant (pad batches to some shapes), pass it as a tensor (also a number "
+            "that the step reads from an object or a variable and that is another one in "
+            "each call: torch.tensor(x), or a float argument), count what the step does "
+            "not need where it is called, or make the optimizer with foreach=True where a "
+            f"schedule changes more than its lr. At most {MAX_PROGRAMS} programs are kept.",
+            CaptureWarning,
+            stacklevel=4,
         )
 
 

@@ -2,8 +2,8 @@
 
 import contextlib
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,23 +11,35 @@ from torch import fx
 
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
+from torchspmd.step.capture.dynamic import Sizes, input_shapes, with_any_size
 from torchspmd.step.capture.guards import TensorFact, sign
 from torchspmd.step.capture.inventory import Inventory
 from torchspmd.step.capture.override import Overrides
 from torchspmd.step.capture.spread import Spread
-from torchspmd.step.capture.trace import Captured, capture, without_collection
+from torchspmd.step.capture.trace import (
+    Captured,
+    assumes_other_sizes,
+    capture,
+    check_sizes,
+    without_collection,
+)
 from torchspmd.step.deferral.iter_graph import deferral_facts
 from torchspmd.step.deferral.module import IterGraphModule
 from torchspmd.step.graph.collectives import build_ledger, peers_of
 from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.graph.memory import predict_peak
 from torchspmd.step.graph.reports import PassReport
-from torchspmd.step.lower.backends import Lowered, choose_backend, lower_graph
+from torchspmd.step.lower.backends import (
+    Lowered,
+    Transformed,
+    choose_backend,
+    lower_graph,
+)
 from torchspmd.step.lower.in_place import mark_returned
 from torchspmd.step.measure.cost import measure_graph
 from torchspmd.step.passes.runner import pass_reports, run_transformation
 from torchspmd.step.program import Program, find_loose, find_released
-from torchspmd.step.progress import Progress, phase
+from torchspmd.step.progress import Progress, logger, phase
 from torchspmd.step.rank_agreement import Agreement, CommPlan, build_comm_plan
 from torchspmd.step.transformation import GraphModuleTransformation
 from torchspmd.step.virtual.certificate import Certificate
@@ -56,13 +68,34 @@ class StepOptions:
     verify: Verification | None
 
 
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Which program to build.
+
+    Attributes:
+        number: Which program of its step it is.
+        reason: Why it is needed.
+        sizes: The sizes of tensor arguments that are to be symbols, if that is possible.
+        like: A program of the same step for other sizes. Where both send the same, other
+            ranks need not be asked: they may be running that one.
+        has_own_batches: Whether ranks may have batches of other shapes.
+        agreed: How many programs the ranks have agreed on.
+    """
+
+    number: int
+    reason: str
+    sizes: Sizes | None = None
+    like: Program | None = None
+    has_own_batches: bool = False
+    agreed: int = 0
+
+
 def build_program(
     options: StepOptions,
     inventory: Inventory,
     spread: Spread,
     ranks: Agreement,
-    number: int,
-    reason: str,
+    request: Request,
 ) -> Program:
     """Capture a step for the tensors of one call, and make it ready to run.
 
@@ -71,47 +104,45 @@ def build_program(
         inventory: What the call works on.
         spread: How the step is spread over ranks.
         ranks: The ranks that build the program together.
-        number: Which program of its step it is.
-        reason: Why it is needed.
+        request: Which program it is to be.
     """
     start = time.perf_counter()
-    title = f"{options.name}, program {number}"
+    title = f"{options.name}, program {request.number}"
+    is_joint = request.like is None
     with (
         Progress(f"compile {options.name}") as progress,
         without_collection(),
-        ranks.reporting_failure(),
+        ranks.reporting_failure() if is_joint else contextlib.nullcontext(),
     ):
-        captured = capture(
-            options.function,
-            options.name,
-            inventory,
-            spread,
-            compare_values=number == 0,
+        transformed = _transform_any_size(
+            options, inventory, spread, ranks, request, title
         )
-        laid_out = captured.relayout.inventory if captured.relayout else inventory
-        graph = _override(captured.graph, laid_out, options.overrides)
+        captured, chosen = transformed.captured, transformed.chosen
         with _torch.without_autocast():  # its casts are nodes of the graph
-            cost, cost_notes = _measure(graph, laid_out, options, ranks)
-            verifier = _make_verifier(title, graph, laid_out, options.verify)
-            made = _run_passes(graph, options.transformation, cost, verifier)
-            chosen = choose_backend(made, graph, options.backend)
-            _agree(ranks, chosen.graph, inventory, captured)
+            plan, agreed = _agree(ranks, chosen.graph, inventory, captured, request)
             with phase("lowering"):
                 lowered = lower_graph(chosen)
-            certificate = _certify(title, graph, lowered, verifier, chosen.backend)
-        ranks.wait_until_ready(peers_of(lowered.graph))
+            certificate = _certify(
+                title, transformed.graph, lowered, transformed.verifier, chosen.backend
+            )
+        if ranks.is_used:
+            ranks.wait_until_ready(peers_of(lowered.graph))
         if captured.relayout is not None:
             captured.relayout.commit()  # all ranks run this program now
-    notes = [*captured.notes, *cost_notes, *lowered.notes]
+    notes = [*captured.notes, *transformed.notes, *lowered.notes]
     if isinstance(options.transformation, GraphModuleTransformation):
         notes += options.transformation.notes
+    signature = sign(inventory)
+    sizes = request.sizes if captured.sizes else None
+    if sizes is not None:
+        signature = with_any_size(signature, sizes.dims)
     with phase("program", progress.what):
         running = lowered.running
         released = find_released(captured.outputs, inventory, lowered)
         return Program(
-            number=number,
+            number=request.number,
             graph=lowered.graph,
-            signature=sign(inventory),
+            signature=signature,
             outputs=captured.outputs,
             symbols=captured.symbols,
             assumptions=captured.assumptions,
@@ -123,11 +154,102 @@ def build_program(
             in_place=lowered.in_place,
             notes=(f"phases: {progress.describe()}", *notes),
             peak_memory=predict_peak(running.graph, released) if running else None,
-            reason=reason,
+            reason=request.reason,
             certificate=certificate,
             ledger=build_ledger(lowered.graph),
+            agreed=agreed,
+            plan=plan,
+            shapes=_shapes(inventory, request, sizes),
+            sizes=sizes,
+            size_symbols=captured.sizes,
             capture_seconds=time.perf_counter() - start,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """A captured step, and what the passes made of it."""
+
+    captured: Captured
+    graph: fx.GraphModule
+    chosen: Transformed
+    verifier: Verifier | None
+    notes: tuple[str, ...]
+
+
+def _transform_any_size(
+    options: StepOptions,
+    inventory: Inventory,
+    spread: Spread,
+    ranks: Agreement,
+    request: Request,
+    title: str,
+) -> _Attempt:
+    """Capture the step, with symbols for sizes where they are asked for and possible."""
+
+    def transform(sizes: Sizes | None) -> _Attempt:
+        return _transform(options, inventory, spread, ranks, request, sizes, title)
+
+    def check(made: _Attempt) -> _Attempt:
+        relayout = made.captured.relayout
+        laid_out = inventory if relayout is None else relayout.inventory
+        check_sizes(made.chosen.graph, laid_out.flat_inputs())
+        return made
+
+    if request.sizes is None:
+        return transform(None)
+    own = replace(request.sizes, shapes=input_shapes(sign(inventory)))
+    try:
+        made = transform(request.sizes)
+        if assumes_other_sizes(made.captured, inventory):
+            made = transform(own)
+            if assumes_other_sizes(made.captured, inventory):
+                raise CaptureError("a size of 0 or 1 has a program of its own")
+        return check(made)
+    except Exception as error:
+        logger.info("%s: sizes stay fixed", options.name, exc_info=True)
+        made = transform(None)  # a refusal is one of this, too
+        why = str(error).strip().partition("\n")[0]
+        note = f"one program for each size, since sizes cannot be symbols here: {why}"
+        return replace(made, notes=(*made.notes, note))
+
+
+def _transform(
+    options: StepOptions,
+    inventory: Inventory,
+    spread: Spread,
+    ranks: Agreement,
+    request: Request,
+    sizes: Sizes | None,
+    title: str,
+) -> _Attempt:
+    captured = capture(
+        options.function,
+        options.name,
+        inventory,
+        spread,
+        compare_values=request.number == 0,
+        sizes=sizes,
+    )
+    laid_out = captured.relayout.inventory if captured.relayout else inventory
+    graph = _override(captured.graph, laid_out, options.overrides)
+    with _torch.without_autocast():  # its casts are nodes of the graph
+        cost, notes = _measure(graph, laid_out, options, ranks)
+        verifier = _make_verifier(title, graph, laid_out, options.verify)
+        made = _run_passes(graph, options.transformation, cost, verifier)
+        chosen = choose_backend(made, graph, options.backend)
+    return _Attempt(captured, graph, chosen, verifier, tuple(notes))
+
+
+def _shapes(
+    inventory: Inventory, request: Request, sizes: Sizes | None
+) -> Mapping[str, tuple[int, ...]]:
+    """The shapes of tensor arguments that choices were made by."""
+    if sizes is not None:
+        return sizes.shapes
+    if request.like is not None:
+        return request.like.shapes
+    return input_shapes(sign(inventory))
 
 
 def _override(
@@ -186,20 +308,31 @@ def _run_passes(
 
 
 def _agree(
-    ranks: Agreement, graph: fx.GraphModule, inventory: Inventory, captured: Captured
-) -> None:
-    """Compare what this rank is about to run with the other ranks."""
+    ranks: Agreement,
+    graph: fx.GraphModule,
+    inventory: Inventory,
+    captured: Captured,
+    request: Request,
+) -> tuple[CommPlan, int]:
+    """Compare what this rank is about to run with other ranks; the plan, and its number."""
     facts = dict(sign(inventory))
     inputs = [
         f"{name} {fact}"
         for slot in inventory.inputs.values()
         if isinstance(fact := facts[name := inventory.slots[slot].name], TensorFact)
     ]
+    if request.has_own_batches:
+        inputs = []
     deferred = deferral_facts(graph.graph)
-    ranks.compare(build_comm_plan(graph, inputs, captured.values, deferred))
+    plan = build_comm_plan(graph, inputs, captured.values, deferred)
+    like = request.like
+    if like is not None and plan.sent == like.plan:
+        return plan.sent, like.agreed
+    ranks.compare(plan)
     if (relayout := captured.relayout) is not None:
         for axis in relayout.beside:
             ranks.compare(CommPlan(values=relayout.facts_along(axis)), axis)
+    return plan.sent, request.agreed
 
 
 def _certify(

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import fx
 
 from torchspmd import _torch
 from torchspmd.comm import Ledger
+from torchspmd.step.capture.dynamic import Sizes
 from torchspmd.step.capture.guards import Signature
 from torchspmd.step.capture.host_values import Reads
 from torchspmd.step.capture.inventory import Inventory, is_counter
@@ -29,7 +30,10 @@ from torchspmd.step.graph.memory import PeakMemory
 from torchspmd.step.graph.metadata import output_values
 from torchspmd.step.lower.backends import Lowered
 from torchspmd.step.lower.in_place import InPlaceReport
+from torchspmd.step.rank_agreement import CommPlan
 from torchspmd.step.virtual.certificate import Certificate
+
+_MOST_CHECKED = 1000  # numbers and sizes that are known to fit
 
 
 @dataclass(slots=True, repr=False)
@@ -40,6 +44,10 @@ class Program:
         number: Its place among the programs of its compiled step.
         graph: The functional graph: tensors and numbers in, new values out.
         reason: Why it was captured: ``first call``, or what differed from an earlier one.
+        agreed: Which program ranks have agreed on sends what this one sends.
+        plan: What it sends.
+        shapes: The shapes of tensor arguments that choices were made by.
+        sizes: The sizes of tensor arguments that may be any; None for none.
         ledger: What the graph communicates.
         certificate: Which passes ran, what they claim, what was checked and what not.
         in_place: Which new values are computed in the memory of the old ones.
@@ -68,6 +76,12 @@ class Program:
     ledger: Ledger
     certificate: Certificate
     capture_seconds: float
+    agreed: int = 0
+    plan: CommPlan = field(default_factory=CommPlan)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    sizes: Sizes | None = None
+    size_symbols: tuple[tuple[Any, int, int], ...] = ()
+    last_call: int = 0
     reads: Reads = field(default_factory=Reads)
     in_place: InPlaceReport = field(default_factory=InPlaceReport)
     peak_memory: PeakMemory | None = None
@@ -77,7 +91,7 @@ class Program:
     first_run_seconds: float | None = None
     step_seconds: list[float] = field(default_factory=list)
     num_early: int = 0
-    _checked: tuple[float, ...] | None = None
+    _checked: set[tuple[float, ...]] = field(default_factory=set)
 
     def __repr__(self) -> str:
         """One line; ``explain()`` of the compiled step says more."""
@@ -102,12 +116,17 @@ class Program:
     def broken_assumptions(self, inventory: Inventory) -> list[str]:
         """Assumptions about numbers that do not hold for this call, as text."""
         values = tuple(number.value for number in inventory.numbers)
-        if values == self._checked and not self.reads.symbols:
+        sizes = {
+            symbol: int(inventory.slots[slot].tensor.shape[dim])
+            for symbol, slot, dim in self.size_symbols
+        }
+        checked = (*values, *sizes.values())
+        if checked in self._checked and not self.reads.symbols:
             return []
         read = self.reads.again(inventory)
         if read is None:
             return [f"{each.name} equal everywhere" for each in self.reads.symbols]
-        by_symbol = {**dict(zip(self.symbols, values, strict=True)), **read}
+        by_symbol = {**dict(zip(self.symbols, values, strict=True)), **read, **sizes}
         by_symbol.pop(None, None)
         broken = [
             assumption
@@ -115,13 +134,19 @@ class Program:
             if not _torch.holds(assumption, by_symbol)
         ]
         if not broken:
-            self._checked = values
+            if len(self._checked) >= _MOST_CHECKED:
+                self._checked.clear()
+            self._checked.add(checked)
             return []
         names = {
             str(symbol): number.name
             for symbol, number in zip(self.symbols, inventory.numbers, strict=True)
         }
         names |= {str(each.symbol): each.name for each in self.reads.symbols}
+        names |= {
+            str(symbol): f"{inventory.slots[slot].name}.shape[{dim}]"
+            for symbol, slot, dim in self.size_symbols
+        }
         return [_readable(str(assumption), names) for assumption in broken]
 
     def call(self, inventory: Inventory, *, last: bool) -> Any:
@@ -197,6 +222,8 @@ class Program:
 
     def _details(self) -> Iterator[str]:
         yield from self.reason.splitlines()
+        if self.sizes is not None:
+            yield self.sizes.describe()
         if self.peak_memory is not None:
             yield f"memory: {self.peak_memory}"
         yield str(self.in_place)

@@ -14,6 +14,7 @@ from torch.profiler import record_function
 logger = logging.getLogger("torchspmd")
 
 _TOLD_AFTER = 2.0  # seconds: a quicker capture leaves no line behind
+_LOGGED_AFTER = 10.0  # the same in a file, and between two lines there
 
 
 class StatusLine:
@@ -52,7 +53,8 @@ class Progress:
     """One capture, from its first to its last phase.
 
     On a terminal the phase is shown on standard error while it lasts, and a line with all
-    times stays behind when the capture was long; elsewhere nothing is written.
+    times stays behind when the capture was long. Elsewhere, as in the log of a job, a long
+    capture writes a line now and then, and one with all times.
 
     Attributes:
         what: What is captured.
@@ -69,6 +71,7 @@ class Progress:
         self._inside = [0.0]  # of each open phase: the seconds of phases within it
 
     def __enter__(self) -> Self:
+        self._start = self._told = time.perf_counter()
         self._token = _current.set(self)
         self._line.__enter__()
         return self
@@ -76,8 +79,8 @@ class Progress:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._line.__exit__()
         _current.reset(self._token)
-        is_long = sum(self.seconds.values()) > _TOLD_AFTER
-        if error is None and is_long and self._line.console.is_terminal:
+        least = _TOLD_AFTER if self._line.console.is_terminal else _LOGGED_AFTER
+        if error is None and sum(self.seconds.values()) > least:
             self._line.print(f"{self.what}: {self.describe()}")
 
     def describe(self) -> str:
@@ -95,6 +98,10 @@ class Progress:
         """Show what is being done now."""
         self._inside.append(0.0)
         self._line.show(name)
+        now = time.perf_counter()
+        if not self._line.console.is_terminal and now - self._told > _LOGGED_AFTER:
+            self._told = now
+            self._line.print(f"{self.what}: {name}, after {now - self._start:.0f} s")
 
     def end(self, name: str, took: float) -> None:
         """Note how long a phase took; what lies within it is a phase of its own."""

@@ -68,6 +68,11 @@ class CommPlan:
     deferred: tuple[str, ...] = ()
     updates: tuple[str, ...] = ()
 
+    @property
+    def sent(self) -> "CommPlan":
+        """What other ranks see of it: not the shapes of arguments, nor values."""
+        return replace(self, inputs=(), values=())
+
     def to_json(self) -> str:
         """The plan as it travels."""
         return json.dumps(astuple(self))
@@ -238,8 +243,10 @@ PLAN_SECONDS = 300.0  # between the first rank that has captured a step and the 
 READY_SECONDS = 1800.0  # the same for compiling it
 
 _SAME_CALLS = (
-    "Every rank must call the step with the same shapes, in the same order: another rank "
-    "may be running a program that it has already, with a batch of another shape."
+    "Every rank must call the step with the same arguments, in the same order: another "
+    "rank may be running a program that it has already. Only in the modes 'replicate' and "
+    "'fully_shard' ranks may have batches of other shapes, as long as what they send does "
+    "not depend on them."
 )
 
 
@@ -273,11 +280,13 @@ class Agreement:
         self._key = f"torchspmd/step/{name}/{key}/{number}"
         is_alone = mesh is None or dist.get_backend() == "fake"
         self._mesh = None if is_alone else mesh
+        self.is_used = False  # whether other ranks were asked or told anything
 
     def compare(self, plan: CommPlan, along: DeviceMesh | None = None) -> None:
         """Raise on every rank of the mesh, or of that one, unless all have this plan."""
         if self._mesh is None:
             return
+        self.is_used = True  # also where the data axis is of one rank: others may wait
         mesh = along or self._mesh
         what = f"{self._what}, mesh {format_mesh(mesh)}"
         ranks = _ranks_of(mesh)
@@ -317,6 +326,7 @@ class Agreement:
             yield
         except BaseException as error:
             if self._mesh is not None:
+                self.is_used = True
                 with contextlib.suppress(RuntimeError):  # a store that is gone
                     store, rank = _torch.default_store(), dist.get_rank()
                     post_failure(store, rank, f"{self._key}/failed", error)
@@ -325,6 +335,7 @@ class Agreement:
     def _gather(
         self, text: str, ranks: Sequence[int], what: str, stage: str, seconds: float
     ) -> Mapping[int, str]:
+        self.is_used = True
         with phase("waiting for all ranks"):
             found = exchange_texts(
                 text, ranks, f"{self._key}/{stage}", seconds, f"{self._key}/failed"
@@ -371,6 +382,35 @@ def _title_and_cure(plans: dict[int, CommPlan]) -> tuple[str, str]:
     )
 
 
+def share_shapes(
+    ranks: Agreement,
+    shapes: Mapping[str, tuple[int, ...]],
+    dims: Mapping[str, frozenset[int]],
+) -> tuple[dict[str, tuple[int, ...]], dict[str, frozenset[int]]]:
+    """The first rank's shapes, and the dims that differ on any rank or may do so.
+
+    All ranks then choose by the same shapes, whatever their own batches are.
+    """
+    own = [shapes, {name: sorted(each) for name, each in dims.items()}]
+    told = [json.loads(text) for text in ranks.share(json.dumps(own), "shapes")]
+    first = {name: tuple(shape) for name, shape in told[0][0].items()}
+    found: dict[str, frozenset[int]] = {}
+    for other, known in told:
+        for name, each in known.items():
+            found[name] = found.get(name, frozenset()).union(each)
+        for name, shape in other.items():
+            if len(shape) != len(first.get(name, ())):
+                continue
+            differing = frozenset(
+                dim
+                for dim, (a, b) in enumerate(zip(first[name], shape, strict=True))
+                if a != b
+            )
+            if differing:
+                found[name] = found.get(name, frozenset()) | differing
+    return first, found
+
+
 # ----------------------------------------------------------------------------
 # Ranks that go back to another program do so together.
 #
@@ -389,7 +429,7 @@ _Facts = tuple[object, ...]
 
 
 class _Program(Protocol):
-    number: int
+    agreed: int
     ledger: Ledger
     graph: fx.GraphModule
 
@@ -415,23 +455,23 @@ class Switches:
     def to_new(self, program: _Program) -> None:
         """Ranks have just built this program together."""
         if len(program.ledger):
-            self._facts[program.number] = _facts(program)
-            self._latest = program.number
+            self._facts[program.agreed] = _facts(program)
+            self._latest = program.agreed
 
     def to_known(self, program: _Program) -> None:
         """Raise unless all ranks that it communicates with take up this program as well.
 
         One that sends nothing may come between: steps for micro-batches take turns.
         """
-        if program.number == self._latest or not len(program.ledger):
+        if program.agreed == self._latest or not len(program.ledger):
             return
         latest, self._latest = (
             self._latest,
             None,
         )  # after a failure ranks synchronise again
-        if latest is None or self._facts[latest] != self._facts[program.number]:
+        if latest is None or self._facts[latest] != self._facts[program.agreed]:
             self._synchronise(program)
-        self._latest = program.number
+        self._latest = program.agreed
 
     def _synchronise(self, program: _Program) -> None:
         self._count += 1
@@ -440,16 +480,16 @@ class Switches:
         ranks = sorted({dist.get_rank(), *peers_of(program.graph)})
         key = f"torchspmd/step/{self._name}/{self._key}/switch"
         found = exchange_texts(
-            str(program.number), ranks, f"{key}/{self._count}", SWITCH_SECONDS
+            str(program.agreed), ranks, f"{key}/{self._count}", SWITCH_SECONDS
         )
         # Whoever came to this switch has read all that was posted for the last but one.
         _torch.default_store().delete_key(f"{key}/{self._count - 2}/{dist.get_rank()}")
         what = f"compile on {self._name!r}"
         numbers = found.require_all(
-            f"{what}, back to program {program.number}",
+            f"{what}, back to program {program.agreed}",
             f"Ranks may run programs that do not send the same. {_SAME_BATCHES}",
         )
-        if set(numbers.values()) == {str(program.number)}:
+        if set(numbers.values()) == {str(program.agreed)}:
             return
         told = [f"rank {rank} runs program {n}" for rank, n in sorted(numbers.items())]
         lines = "\n".join(f"  * {line}" for line in told)

@@ -10,15 +10,7 @@ from typing import Any, Self
 import torch
 
 from torchspmd import _torch
-from torchspmd.comm import (
-    GLOBAL,
-    CommEvent,
-    Ledger,
-    Operator,
-    Phase,
-    Topology,
-    measure,
-)
+from torchspmd.comm import GLOBAL, CommEvent, Ledger, Operator, Phase, Topology, measure
 from torchspmd.comm.event import is_check
 from torchspmd.comm.ledger import DEFAULT_MAX_EVENTS
 from torchspmd.comm.storage import write_whole

@@ -228,3 +228,43 @@ def tokens() -> str:
 def test_a_norm_on_a_part_of_the_tokens(ranks: Ranks) -> None:
     for text in ranks.run(tokens):
         assert "'norm.bias' (LayerNorm)" in text and "'norm.weight' (LayerNorm)" in text
+
+
+class Residual(nn.Module):
+    """A norm behind a sum, where no graph shows which layout it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(8), nn.Sequential(nn.Linear(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(self.norm(x + 1))
+
+
+def take_part(values: str) -> str:
+    mesh = tp_mesh()
+    plan = {"norm": SequenceParallel(use_local_output=True)}
+    model = parallelize_module(Residual(), mesh, plan)
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, 8) if values != "ones" else torch.ones(2, 4, 8)
+    if values == "parts":
+        x = x + dist.get_rank()
+    model.inner.requires_grad_(False)
+    try:
+        model(x).square().sum().backward()
+    except CheckError as error:
+        return str(error)
+    return ""
+
+
+def test_an_input_that_is_taken_as_a_part_and_is_whole(ranks2: Ranks) -> None:
+    """The gradients of the norm would be counted twice."""
+    for text in ranks2.run(take_part, "whole"):
+        assert (
+            "inputs that are taken as one part for each rank are the same on all"
+            in text
+        )
+        assert "  * 'norm' with SequenceParallel on the mesh tp=2" in text
+        assert "write input_layouts=Replicate()" in text
+    for values in ("parts", "ones"):
+        assert ranks2.run(take_part, values) == ["", ""]

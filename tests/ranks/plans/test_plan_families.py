@@ -75,3 +75,24 @@ def compare(name: str, kind: str) -> float:
 def test_families(name: str, kind: str, ranks2: Ranks) -> None:
     for difference in ranks2.run(compare, name, kind):
         assert difference < (1e-5 if name == "mixtral" else 1e-9)
+
+
+def clip() -> tuple[float, float]:
+    torch.manual_seed(0)
+    model = build("Llama")
+    alone = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    plan = make_plan("Llama", model, "carried").replicate_others(model)
+    parallelize_module(model, mesh, plan)
+    ids = torch.arange(16).view(2, 8)
+    norms = []
+    for each in (alone, model):
+        each(input_ids=ids, labels=ids).loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(each.parameters(), 1.0)
+        norms.append(whole(norm).item())
+    return norms[0], norms[1]
+
+
+def test_clipping_by_torch_where_all_layers_have_a_style(ranks2: Ranks) -> None:
+    for expected, found in ranks2.run(clip):
+        assert found == pytest.approx(expected, rel=1e-5)

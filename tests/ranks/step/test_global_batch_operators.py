@@ -23,6 +23,12 @@ def shifted(o):
     return made
 
 
+def added_to_each(o):
+    values = [o.sum(0), o * 1]
+    torch._foreach_add_(values, torch.tensor(2.0))
+    return values[0] * values[1]
+
+
 LOSSES = {
     "mse": F.mse_loss,
     "sum of mse": lambda o, y: F.mse_loss(o, y, reduction="sum"),
@@ -50,6 +56,9 @@ ACTIVATIONS = {
     "number over a sum": lambda o: torch.div(3.0, o.square().sum(0) + torch.ones(8)),
     # DTensor takes the second for the first, which it has seen.
     "sum and numbers": lambda o: (o.sum(0) + torch.ones(8)) * (o.sum(0) + 1.0),
+    "foreach by a tensor": added_to_each,
+    "place of the largest": lambda o: o * o.argmax(0) * o.argmin(),
+    "covariance": lambda o: torch.cov(o.T) + torch.corrcoef(o.T),
     "pairwise": lambda o: F.pairwise_distance(o, 2 * o.detach()),
 }
 LAYERS = {
@@ -60,7 +69,19 @@ LAYERS = {
     "reflected": nn.ReflectionPad2d(1),
     "replicated": nn.ReplicationPad2d(1),
     "unfolded": nn.Unfold(2),
+    "instance norm": nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
+    # Few pixels, and a write behind a batch norm.
+    "residual": nn.Sequential(
+        *(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True)),
+        nn.Conv2d(4, 4, 3, padding=1),
+    ),
 }
+RECURRENT = (
+    nn.LSTM(8, 8, num_layers=2),
+    nn.LSTM(8, 8, batch_first=True, bidirectional=True),
+    nn.GRU(8, 8, batch_first=True),
+    nn.RNN(8, 8),
+)
 DRAWS = {
     "randn_like": lambda o: o * torch.randn_like(o),
     "of a transpose": lambda o: o.T * torch.rand_like(o.T),
@@ -100,7 +121,7 @@ def train(forms, model, wrap, rows):
     wrapped = wrap(step)
     for _ in range(2):
         terms = wrapped(model, optim, x[rows])
-    return {**terms, **dict(model.named_parameters())}
+    return {**terms, **dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def compared(forms, make):
@@ -129,6 +150,31 @@ def layers():
     for number, layer in enumerate(LAYERS.values()):
         model.add_module(f"layer{number}", layer)
     return model
+
+
+class Recurrent(nn.Module):
+    shape = (3, 8)
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x):
+        x = x if self.layers.batch_first else x.transpose(0, 1)
+        return self.layers(x)[0]
+
+
+def recurrent_wrong():
+    output = {"output": lambda o, x: o}
+    return [
+        wrong
+        for layers in RECURRENT
+        for wrong in compared(output, lambda layers=layers: Recurrent(layers))
+    ]
+
+
+def test_recurrent_layers(ranks2):
+    assert ranks2.run(recurrent_wrong) == [[], []]
 
 
 def all_wrong():

@@ -113,7 +113,7 @@ def run_styles(mode):
     model = parallelize_module(copy.deepcopy(reference), mesh["tp"], PLAN)
     optim = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     other = torch.optim.SGD(reference.parameters(), lr=0.01, momentum=0.9)
-    step = compile(parallel_mode=mode, mesh=mesh["dp"])(summed)
+    step = compile(parallel_mode=mode, mesh=mesh["dp"], shadow=2)(summed)
     hooked = all(p._backward_hooks for p in model.parameters())
     for number in range(3):
         mine, whole = rows(number, mesh.get_local_rank("dp"), 2)

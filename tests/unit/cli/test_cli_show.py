@@ -82,3 +82,27 @@ def test_diff_writes_a_page_and_keeps_its_json_clean(folder, capsys):
 def test_a_folder_for_the_page_is_looked_for_first(folder, capsys):
     assert main(["diff", "before.json", "after.json", "--html", "no/page.html"]) == 2
     assert "there is no folder no for --html" in capsys.readouterr().err
+
+
+def test_diff_of_two_predictions(folder, capsys):
+    (folder / "other.json").write_text(json.dumps(prediction(layers=2, fits="no")))
+    assert main(["diff", "prediction.json", "prediction.json"]) == 0
+    assert "Fit, times and memory are equal." in capsys.readouterr().out
+    assert main(["diff", "prediction.json", "other.json", "--html", "page.html"]) == 1
+    output = capsys.readouterr().out
+    for words in ("fits", "yes", "no", "exposed communication", "What changed"):
+        assert words in output
+    assert main(["diff", "prediction.json", "other.json", "--json"]) == 1
+    changes = json.loads(capsys.readouterr().out)
+    assert changes["figures"][0] == {
+        "label": "fits", "unit": "", "before": "yes", "after": "no"
+    }  # fmt: skip
+    assert changes["communication"]
+
+
+def test_predictions_without_a_ledger_are_compared_by_figures(folder, capsys):
+    (folder / "bare.json").write_text(
+        json.dumps({**prediction(layers=1), "ledger": None})
+    )
+    assert main(["diff", "prediction.json", "bare.json"]) == 0
+    assert "communication was not compared" in capsys.readouterr().out

@@ -390,3 +390,12 @@ def test_a_class_that_is_no_plain_linear_is_named():
 
     text = refusal(nn.Sequential(Scaled(8, 8)))
     assert "'0': its class is Scaled, not plain nn.Linear" in text
+
+
+def test_an_embedding_that_reads_its_rows_otherwise_is_named():
+    class Positions(nn.Embedding):
+        def forward(self, x):
+            return self.weight[: x.size(1)]
+
+    text = refusal(nn.Sequential(Positions(8, 8)))
+    assert "'0': it was not called, or Positions reads its rows in a way of its" in text

@@ -247,6 +247,25 @@ def test_sizes_that_are_written_into_a_forward_are_noted():
     assert len(whole.notes) == 1
 
 
+class TokensOfHeads(nn.Module):
+    """With the heads of one device in a view, tokens take up what a rank lacks."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.o = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        batch, tokens, _ = x.shape
+        heads = self.q(x).view(batch, -1, 2, 4).softmax(1)
+        return self.o(heads.reshape(batch, tokens, -1))
+
+
+def test_heads_that_would_become_tokens_are_noted():
+    plan = Plan({"q": ColwiseParallel(), "o": RowwiseParallel()})
+    preview = plan.preview(TokensOfHeads(), {"tp": 2}, batch=2, seq=4)
+    assert "The forward fails on the shapes of one rank" in preview.notes[-1]
+
+
 @pytest.mark.parametrize(
     "style",
     [ColwiseParallel(), FusedColwiseParallel(parts=(32,) * 3)],

@@ -4,6 +4,8 @@ import copy
 import pickle
 
 import pytest
+import torch
+from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
 
@@ -208,3 +210,21 @@ def test_the_styles_of_torch_may_be_in_a_plan():
 def test_what_is_not_a_plan(styles, heads, message):
     with pytest.raises(PlanError, match=message):
         Plan(styles, heads=heads)
+
+
+class WithToken(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Parameter(torch.zeros(4))
+        self.up, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+
+
+def test_other_layers_that_no_style_covers_are_named():
+    plan = Plan({"up": ColwiseParallel()})
+    with pytest.raises(
+        PlanError, match=r"'' \(WithToken\) has parameters of its own \(to"
+    ):
+        plan.replicate_others(WithToken())
+    model = WithToken()
+    model.token.requires_grad_(False)
+    assert list(plan.replicate_others(model)) == ["up", "norm"]

@@ -9,7 +9,7 @@ from torchspmd.predict.collectives import Link, collective_seconds, place, price
 from torchspmd.predict.figures import Correction, Figures, Line
 from torchspmd.predict.hardware import Figure, Hardware, load_gpu, load_network
 from torchspmd.predict.host import HostModel
-from torchspmd.predict.operators import Pricer
+from torchspmd.predict.operators import Pricer, is_known
 from torchspmd.predict.traffic import bytes_moved, op_flops
 from torchspmd.rehearse.recording import (
     Comm,
@@ -126,14 +126,15 @@ def test_views_cost_nothing(pricer):
     view = operator("view.default", (x,), (x,))._replace(views=True)
     assert pricer.price(view).seconds == 0
     assert pricer.price(operator("_unsafe_view.default", (x,), (x,))).seconds == 0
-    assert not pricer.unknown
+    assert is_known("aten._unsafe_view.default")
 
 
-def test_an_unknown_operator_is_priced_by_its_bytes_and_listed(pricer):
+def test_an_unknown_operator_is_priced_by_its_bytes(pricer):
     x = tensor(1 << 28)
     op = operator("x", (x,), (x,))._replace(name="mylib.surprise.default")
     assert pricer.price(op).seconds > 2 * 2 * (1 << 28) / 4e12
-    assert pricer.unknown == {"mylib.surprise.default": 1}
+    assert not is_known(op.name)
+    assert is_known("aten.mm.default")
 
 
 def test_copies_from_the_host_go_over_its_link(pricer):
@@ -253,7 +254,8 @@ def test_the_host_pays_for_operators_modules_and_wrappers():
     assert seconds(add._replace(through="dtensor")) > seconds(add) + 5e-6
     assert seconds(add._replace(through="graph")) < seconds(add)
     compiled = add._replace(region=1)
-    assert seconds(*[compiled] * 50) < seconds(*[add] * 50)
+    entry = seconds(compiled) - (seconds(compiled, compiled) - seconds(compiled))
+    assert entry > 2e-5  # once for a region, not for each kernel
     other = add._replace(site=SITE._replace(module="net.other.layer"))
     assert seconds(add, other, add) > seconds(add, add, add)
 

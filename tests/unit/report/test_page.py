@@ -12,7 +12,6 @@ from torchspmd.comm import CommEvent, Group, Kind, Ledger, Phase, ledger_to_dict
 from torchspmd.errors import UsageError
 from torchspmd.report import compare_results, page_html, read_result, write_page
 from torchspmd.report.views import build_page
-from torchspmd.report.views.search import pareto_front
 from torchspmd.step import ExposureReport
 
 pytestmark = pytest.mark.unit
@@ -238,7 +237,10 @@ def test_a_step_that_was_not_made():
     document |= {"step_seconds": None, "mfu": None, "exposed_seconds": None}
     page = build_page(document)
     assert figures(page)["step"] is None
-    assert page["views"]["verdict"]["step"] is None
+    verdict = page["views"]["verdict"]
+    assert verdict["step"] is None
+    assert verdict["figures"][0]["note"] == "no time was predicted"
+    assert build_page({**document, "exposed": []})["views"]["verdict"]["causes"] is None
 
 
 def test_modules_of_a_prediction_have_a_column_for_each_axis():
@@ -287,6 +289,21 @@ def test_an_empty_ledger_says_so():
     assert views["verdict"]["answer"]["text"] == "Nothing is sent"
     assert "missing" in views["modules"]
     assert "missing" in views["mesh"]
+
+
+def test_two_groups_of_one_axis_are_told_apart():
+    found = Ledger()
+    for ranks, payload in (((0, 1), 32), ((0, 2), 64)):
+        group = Group(str(ranks), ranks, "tp")
+        found.append(
+            CommEvent(Kind.ALL_REDUCE, "x", "float32", (8,), payload, payload, group)
+        )
+    document = ledger_to_dict(found)
+    groups = build_page(document)["views"]["mesh"]["groups"]
+    assert [group["payload_bytes"] for group in groups] == [32, 64]
+    document |= {"dropped_events": 2, "events": []}
+    groups = build_page(document)["views"]["mesh"]["groups"]
+    assert [group["payload_bytes"] for group in groups] == [48, 48]
 
 
 def test_groups_without_an_axis_are_known_by_their_ranks():
@@ -347,27 +364,38 @@ def test_a_search_marks_its_front_and_its_best():
     page = build_page(document)
     candidates = page["views"]["compare"]["candidates"]
     assert len(candidates) == len(document["candidates"])
-    best = [each for each in candidates if each["best"]]
+    (best,) = (each for each in candidates if each["best"])
     fitting = [each for each in candidates if each["fits"] == "yes"]
-    assert best == [min(fitting, key=lambda each: each["step_seconds"])]
-    for each in candidates:
-        if each["front"]:
-            assert not any(
-                other["step_seconds"] < each["step_seconds"]
-                and other["peak_bytes"] < each["peak_bytes"]
-                for other in candidates
-                if other["fits"] != "no"
-            )
+    assert best == min(fitting, key=lambda each: each["seconds"])
+    assert best["seconds"] == 1 / best["work_per_second"]
+    front = [each["place"] for each in candidates if each["pareto"]]
+    wanted = [
+        place for place, each in enumerate(document["candidates"]) if each["pareto"]
+    ]
+    assert front == wanted
     assert candidates[-1]["page"] is None
+    assert candidates[-1]["why_not"].startswith("8 key-value heads")
     assert len(page["pages"]) == len(candidates) - 1
-    assert page["views"]["verdict"]["answer"]["text"] == best[0]["name"]
+    assert page["views"]["verdict"]["answer"]["text"] == best["name"]
 
 
 def test_a_search_without_anything_that_fits():
-    document = search(4, layers=1)
+    document = {**search(4, layers=1), "best": None}
     for each in document["candidates"]:
-        each["fits"] = "no"
-    assert pareto_front(document["candidates"]) == set()
+        each |= {"fits": "no", "pareto": False}
     answer = build_page(document)["views"]["verdict"]["answer"]
     assert answer["text"] == "No candidate fits"
     assert "the smallest is" in answer["detail"]
+
+
+def test_a_search_that_kept_the_least():
+    document = search(4, layers=1)
+    for key in ("command", "script", "world_size", "gpu", "device_bytes", "notes"):
+        del document[key]
+    for each in document["candidates"]:
+        each.pop("prediction", None)
+        each["work_per_second"] = None
+    page = build_page(document)
+    assert page["pages"] == []
+    assert page["views"]["compare"]["time"] == "step time"
+    assert "torchspmd predict" in page["views"]["memory"]["command"]

@@ -70,6 +70,17 @@ def test_slices_of_a_lane_that_overlap_get_tracks_of_their_own():
     assert "tp 2" in names
 
 
+def test_a_host_that_runs_ahead_starts_at_zero():
+    document = prediction(layers=1)
+    timeline = document["timeline"]
+    host = timeline["lane"].index(0)
+    timeline["start"][host] = -500.0
+    found = perfetto_trace(document)["traceEvents"]
+    assert min(event["ts"] for event in found if event["ph"] == "X") == 0
+    (forward,) = (e for e in found if e["name"] == "forward" and e["ph"] == "X")
+    assert forward["ts"] == pytest.approx(timeline["phases"][0]["start"] + 500)
+
+
 def test_flows_lead_from_collectives_to_waits(document, events):
     begins = {event["id"]: event for event in events if event["ph"] == "s"}
     ends = {event["id"]: event for event in events if event["ph"] == "f"}

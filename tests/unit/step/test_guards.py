@@ -5,7 +5,7 @@ import torch
 from step_models import build, difference
 from torch import nn
 
-from torchspmd.errors import CaptureError, SpmdError, UsageError
+from torchspmd.errors import CaptureWarning, SpmdError, UsageError
 from torchspmd.step import CompiledStep, DataParallel, compile
 
 pytestmark = pytest.mark.unit
@@ -184,21 +184,38 @@ def test_programs_are_kept_and_found_again():
     for size in (6, 4, 6, 4, 6):
         run_both(compiled, pairs, torch.randn(size, 8))
     assert len(compiled.programs) == 2
+    assert "one program for every size of args[2] [*, 8]" in compiled.explain()
     assert difference(*pairs) == 0.0
 
 
-def test_the_number_of_programs_is_bounded():
+def named_step(model, optim, batch, name):
+    return step(model, optim, batch)
+
+
+def test_many_programs_are_told_of():
     (model, optim), _ = build("mlp", "sgd")
-    compiled = compile(step)
-    for size in range(1, 9):
-        compiled(model, optim, torch.randn(size, 8))
-    with pytest.raises(
-        CaptureError, match=r"8 programs are captured already"
-    ) as caught:
-        compiled(model, optim, torch.randn(9, 8))
-    assert "input float32[8, 8]" in str(caught.value)
-    assert "pad batches to one shape" in str(caught.value)
-    assert "foreach=True where a schedule changes more than its lr" in str(caught.value)
+    compiled = compile(named_step)
+    for name in "abcdefgh":
+        compiled(model, optim, torch.randn(4, 8), name)
+    with pytest.warns(CaptureWarning, match="8 programs are captured") as told:
+        compiled(model, optim, torch.randn(4, 8), "i")
+    text = str(told[0].message)
+    assert "args[3]: ('str', 'h') -> ('str', 'i')" in text
+    assert "pad batches to some shapes" in text
+    assert "foreach=True where a schedule changes more than its lr" in text
+    assert len(compiled.programs) == 9
+
+
+def test_of_too_many_programs_the_one_unused_longest_goes(monkeypatch):
+    monkeypatch.setattr("torchspmd.step.compiled.MAX_PROGRAMS", 2)
+    pairs = build("mlp", "sgd")
+    compiled = compile(named_step)
+    for name in "abaca":  # b goes when c comes
+        batch = torch.randn(4, 8)
+        for call, (model, optim) in zip((named_step, compiled), pairs, strict=True):
+            call(model, optim, batch, name)
+    assert [each.number for each in compiled.programs] == [0, 2]
+    assert difference(*pairs) == 0.0
 
 
 def test_what_a_compiled_step_shows():

@@ -407,3 +407,16 @@ def test_memory_that_is_left_once_is_spare():
     view = made.call(aten.view.default, twice, [3])
     made.graph.output([twice, alone, view, made.g])  # a result, then what is left
     assert find_spare(made.graph) == {0}
+
+
+def test_inductor_keeps_the_factor_of_what_is_added():
+    """An update by a matrix product: torch's compiler makes one ``addmm`` of it."""
+    torch.manual_seed(0)
+    found = []
+    for step in (train, compile(train, backend="inductor")):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        optim = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+        step(model, optim, torch.ones(2, 4))
+        found.append(model.weight.detach())
+    torch.testing.assert_close(*found)

@@ -153,6 +153,12 @@ def test_what_is_measured():
     ]
 
 
+def test_measuring_a_device_that_is_not_there(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UsageError, match="this process has no CUDA device"):
+        measure_cost("cuda")
+
+
 def moved_by_numbers():
     gm = IterGraphModule(graph_module())
     with warnings.catch_warnings():
@@ -324,6 +330,29 @@ def test_a_scripted_module():
     text = str(caught.value)
     assert "1 of argument args[0] is made by torch.jit" in text
     assert "Pass the Python module that it was made from" in text
+
+
+def made_whole():
+    return torch.compile(nn.Sequential(nn.Linear(4, 4)), backend="eager")
+
+
+def made_in_place():
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].compile(backend="eager")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "path"), ((made_whole, "the module itself"), (made_in_place, "0"))
+)
+def test_a_module_that_torch_compiled(make, path):
+    model = make()
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(CaptureError) as caught:
+        compile(train_step)(model, optim, torch.ones(2, 4))
+    text = str(caught.value)
+    assert f"{path} of argument args[0] is made by torch.compile" in text
+    assert "backend='inductor' compiles the whole step" in text
 
 
 def test_an_operator_that_only_has_an_effect():

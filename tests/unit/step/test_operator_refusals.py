@@ -53,3 +53,35 @@ def test_a_scripted_function():
 
 def _root(x: torch.Tensor) -> torch.Tensor:
     return torch.sqrt(torch.tensor(x.size(-1), dtype=torch.float)) * x
+
+
+class Experts(nn.Module):
+    """What the experts of a model of transformers do by default."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 8, 8))
+
+    def forward(self, x):
+        ends = torch.arange(2, dtype=torch.int32) * 4 + 4
+        return torch.nn.functional.grouped_mm(x, self.weight, offs=ends)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.nn.functional, "grouped_mm"), reason="newer versions of torch"
+)
+def test_experts_in_a_dtype_without_a_form(caplog):
+    with pytest.raises(CaptureError, match="a grouped product of experts") as e:
+        compile(drawn)(Experts(), torch.ones(8, 8))
+    assert "experts_implementation='batched_mm'" in str(e.value)
+    assert "failed while attempting" not in caplog.text
+
+
+@pytest.mark.parametrize("weight", ("fweights", "aweights"))
+def test_weights_of_a_covariance(weight):
+    def step(model, x):
+        return torch.cov(model(x), **{weight: torch.ones(4, dtype=torch.int64)})
+
+    with pytest.raises(CaptureError, match=r"torch\.cov with weights") as e:
+        compile(step)(nn.Linear(4, 4), torch.ones(4, 4))
+    assert "Multiply by the weights in the step itself" in str(e.value)

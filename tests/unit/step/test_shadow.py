@@ -19,6 +19,7 @@ from torchspmd.errors import ShadowError, ShadowWarning, UsageError
 from torchspmd.step import Override, compile
 from torchspmd.step.capture.inventory import take_inventory
 from torchspmd.step.compiled import CompiledStep
+from torchspmd.step.graph import inductor
 from torchspmd.step.program import Program
 from torchspmd.step.shadow import check
 
@@ -406,3 +407,32 @@ def test_stand_ins_are_not_compared():
     step = compile(module_override=[Same()])(train)
     step(model, optim, BATCH)
     assert "shadow steps: none, modules have stand-ins" in step.explain()
+
+
+def test_a_learning_rate_frozen_by_the_lowering_is_found(monkeypatch, alone):
+    """Fused, overlapped, compiled: the rate that is carried to the next step stays."""
+    first = {}
+
+    def frozen(self, *flat):
+        copies = first.setdefault(
+            id(self), {place: flat[n].clone() for place, n in self._copied.items()}
+        )
+        outputs = list(self._run(*flat))
+        for place in sorted(copies):
+            outputs.insert(place, copies[place])
+        return outputs
+
+    monkeypatch.setattr(inductor._Copying, "__call__", frozen)
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4, bias=False)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    step = compile(parallel="replicate", overlap=True, backend="inductor")(train)
+    with pytest.raises(ShadowError) as caught:
+        for number in range(5):
+            optim.param_groups[0]["lr"] = 0.1 / (1 + number)
+            step(model, optim, BATCH)
+    assert "parameter Linear.weight differs" in str(caught.value)
+    assert "a schedule that has no effect: since capture SGD.group0.lr" in str(
+        caught.value
+    )
+    step.close()

@@ -53,6 +53,17 @@ def test_phases_on_a_terminal(monkeypatch):
     assert "compile step: 0.00 s (tracing 0.00, compiling 0.00)" in text
 
 
+def test_phases_in_the_log_of_a_job(monkeypatch):
+    monkeypatch.setattr(progress, "_LOGGED_AFTER", -1.0)
+    file = io.StringIO()
+    with Progress("compile step", Console(file=file, width=120)):
+        with phase("tracing"):
+            pass
+    lines = file.getvalue().splitlines()
+    assert lines == ["compile step: tracing, after 0 s", lines[1]]
+    assert "compile step: 0.00 s (tracing 0.00)" in lines[1]
+
+
 def test_outside_of_a_capture_nothing_is_kept():
     with phase("tracing"):
         pass

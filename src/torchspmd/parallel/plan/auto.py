@@ -27,7 +27,7 @@ from torchspmd.parallel.sequence import SequenceParallel
 
 # Two different numbers above 1, so that shapes tell the dimensions apart.
 _BATCH, _SEQ = 2, 8
-_RANKS = 2  # on which the forward is tried
+_RANKS = (2, 3)  # on which the forward is tried: heads divide over one of them
 _COLWISE = ColwiseParallel()
 _ROWWISE = RowwiseParallel()
 _HEAD = ColwiseParallel(output_layouts=Replicate())
@@ -110,8 +110,7 @@ def _choose_splits(
     """Parts of fused layers as DTensors where the forward reshapes by whole sizes."""
     plan = Plan(shortest_patterns(module_tree(model), styles))
     while True:
-        assignments = resolve(plan, model, {"tp": _RANKS}, call="auto_plan").assignments
-        failure = find_fixed_sizes(model, assignments, inputs, _RANKS)
+        failure = _find_failure(plan, model, inputs)
         found = {
             path: style
             for path, style in styles.items()
@@ -123,6 +122,19 @@ def _choose_splits(
         changed = {p: replace(found[p], use_local_output=False) for p in inside}
         styles = styles | changed
         plan = plan | shortest_patterns(module_tree(model), changed)
+
+
+def _find_failure(
+    plan: Plan, model: nn.Module, inputs: Inputs
+) -> NotRunnableError | None:
+    """Why the forward runs on the shapes of one rank for no number of ranks."""
+    failure = None
+    assignments = resolve(plan, model, {"tp": 1}, call="auto_plan").assignments
+    for num_ranks in _RANKS:
+        failure = find_fixed_sizes(model, assignments, inputs, num_ranks)
+        if failure is None:
+            return None
+    return failure
 
 
 def _left(
@@ -281,9 +293,12 @@ def _reason(flow: Flow, path: str, module: nn.Module, matrices: list[str]) -> st
             f"({', '.join(matrices)}), and no rule says how to cut them"
         )
     if path not in flow.linears and path not in flow.embeddings:
+        kind = type(module).__name__
+        if isinstance(module, nn.Embedding) and type(module) is not nn.Embedding:
+            return f"it was not called, or {kind} reads its rows in a way of its own"
         if isinstance(module, nn.Embedding) or is_plain_linear(module):
             return "it was not called in the run"
-        return f"its class is {type(module).__name__}, not plain nn.Linear"
+        return f"its class is {kind}, not plain nn.Linear"
     if path in flow.linears and (sources := _sources(flow, path)):
         names = _named(sources)
         return f"it reads the features of {names}, which are needed whole elsewhere"

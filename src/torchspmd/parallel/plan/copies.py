@@ -49,7 +49,7 @@ _OWN_WRITES = ("STORE_GLOBAL", "DELETE_GLOBAL")
 
 
 def to_shape(value: Any) -> Any:
-    """A tensor without values; other things copied, with such tensors inside."""
+    """A fake tensor, to compute with; other things copied, with such tensors inside."""
     if isinstance(value, torch.Tensor):
         with _torch.shape_mode():
             made = torch.empty_like(value, device="cpu")
@@ -64,13 +64,20 @@ def to_shape(value: Any) -> Any:
     return _copied(value, {})
 
 
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """The same without values and memory; most copies are traced only, and never run."""
+    made = torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)
+    is_parameter = isinstance(tensor, nn.Parameter)
+    return nn.Parameter(made, tensor.requires_grad) if is_parameter else made
+
+
 def copy_shapes(model: nn.Module) -> nn.Module:
     """A copy of the model whose parameters and buffers have no values; ties are kept."""
     memo: dict[int, Any] = {}
     state = [*model.parameters(), *model.buffers()]
     for tensor in state:
         # One without a shape yet has no values either.
-        memo[id(tensor)] = tensor if is_lazy(tensor) else to_shape(tensor)
+        memo[id(tensor)] = tensor if is_lazy(tensor) else _on_meta(tensor)
     modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
     for module in modules:
         memo[id(module)] = object.__new__(type(module))

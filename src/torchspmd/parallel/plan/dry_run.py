@@ -13,9 +13,7 @@ from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from torchspmd.errors import LayoutError
-from torchspmd.layout.placements import (
-    positive_dim,
-)
+from torchspmd.layout.placements import positive_dim
 from torchspmd.layout.shards import shard_size
 from torchspmd.parallel.experts import ReplicateParallel
 from torchspmd.parallel.fused import FusedOutput
@@ -58,7 +56,7 @@ def find_fixed_sizes(
             layer.forward = _Layer(assignment, num_ranks)
     try:
         with torch.no_grad():
-            call_on_shapes(copied, state, shapes_of(inputs))
+            call_on_shapes(copied, state, shapes_of(inputs), [])
     except NotRunnableError as error:
         return error
     return None

@@ -10,14 +10,9 @@ from torch import nn
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from torchspmd.comm import CommEvent, Group, Kind, Ledger, Phase, wire_bytes
-from torchspmd.layout.placements import (
-    positive_dim,
-)
+from torchspmd.layout.placements import positive_dim
 from torchspmd.layout.shards import full_shard_size
-from torchspmd.parallel.axis import (
-    PlanMesh,
-    gradient_layout,
-)
+from torchspmd.parallel.axis import PlanMesh, gradient_layout
 from torchspmd.parallel.experts import ExpertParallel
 from torchspmd.parallel.linear import linear_form
 from torchspmd.parallel.plan.assignment import Assignment, fused_form, own_style
@@ -340,6 +335,11 @@ def _buffer_shape(
     return tuple(padded)
 
 
+# Batch and length that few numbers divide: view(batch, -1, heads, size) with the heads of
+# one device would otherwise make tokens of heads on a rank, without an error.
+_ODD = (5, 7)
+
+
 def forecast(
     model: nn.Module,
     resolved: Resolved,
@@ -365,7 +365,8 @@ def forecast(
             notes.append(
                 f"It was run in eval mode, as in training mode {recording.why_eval}."
             )
-        failure = find_fixed_sizes(model, assignments, inputs, resolved.mesh.size)
+        tried = inputs if example is not None else guess_inputs(model, *_ODD)
+        failure = find_fixed_sizes(model, assignments, tried, resolved.mesh.size)
         if failure is not None:
             notes.append(
                 f"The forward fails on the shapes of one rank, {failure}. Take sizes and "

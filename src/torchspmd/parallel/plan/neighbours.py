@@ -6,72 +6,31 @@ shape is then an error at the first call.
 """
 
 import dataclasses
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-import torch.nn.functional as F
 from torch import fx, nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from torchspmd import _torch
-from torchspmd.layout.placements import (
-    format_placement,
-)
+from torchspmd.layout.placements import format_placement
 from torchspmd.parallel.linear import ColwiseParallel, linear_form
 from torchspmd.parallel.plan.assignment import Assignment, own_style
 from torchspmd.parallel.plan.copies import copy_shapes, reaches_globals, traces_kept
 from torchspmd.parallel.plan.flow import is_plain_linear
-from torchspmd.parallel.plan.text_form import (
-    describe_style,
-)
+from torchspmd.parallel.plan.text_form import describe_style
 from torchspmd.parallel.prepare import PrepareModuleInput
 from torchspmd.parallel.style import ParallelStyle
 
 # ----------------------------------------------------------------------------
 # One forward as a graph: which module's output goes where.
 
-# What works element by element, so that a tensor keeps its layout through it.
-_FUNCTIONS = frozenset(
-    [
-        F.dropout,
-        F.elu,
-        F.gelu,
-        F.leaky_relu,
-        F.mish,
-        F.relu,
-        F.silu,
-        F.softplus,
-        operator.mul,
-        operator.neg,
-        torch.clone,
-        torch.exp,
-        torch.mul,
-        torch.relu,
-        torch.sigmoid,
-        torch.square,
-        torch.tanh,
-    ]
-)
-_METHODS = frozenset(
-    ["clone", "contiguous", "exp", "mul", "neg", "relu", "sigmoid", "square", "tanh"]
-)
-_MODULES = (
-    nn.Dropout,
-    nn.ELU,
-    nn.GELU,
-    nn.Hardswish,
-    nn.Identity,
-    nn.LeakyReLU,
-    nn.Mish,
-    nn.ReLU,
-    nn.ReLU6,
-    nn.SiLU,
-    nn.Sigmoid,
-    nn.Softplus,
-    nn.Tanh,
+# What works element by element, so that a tensor keeps its layout through it: functions
+# and methods by name, and the modules of torch that are called like them.
+_KEEPS_LAYOUT = frozenset(
+    "clone contiguous dropout elu exp gelu hardswish identity leaky_relu leakyrelu mish "
+    "mul neg relu relu6 sigmoid silu softplus square tanh".split()
 )
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 _SPLITS = ("chunk", "split", "tensor_split")
@@ -148,14 +107,15 @@ def _users(node: fx.Node, parent: nn.Module) -> Iterator[tuple[fx.Node, fx.Node]
 
 
 def _keeps_layout(node: fx.Node, parent: nn.Module) -> bool:
-    if node.op == "call_function":
-        return node.target in _FUNCTIONS
     if node.op == "call_method":
-        return node.target in _METHODS
+        return node.target in _KEEPS_LAYOUT
+    if node.op == "call_function":
+        return getattr(node.target, "__name__", "") in _KEEPS_LAYOUT
     if node.op != "call_module":
         return False
-    module = parent.get_submodule(str(node.target))
-    return isinstance(module, _MODULES)
+    kind = type(parent.get_submodule(str(node.target)))
+    is_own = kind.__module__.startswith("torch.nn.modules.")
+    return is_own and kind.__name__.lower() in _KEEPS_LAYOUT
 
 
 def _split_name(node: fx.Node) -> str | None:

@@ -125,6 +125,30 @@ class Plan(Mapping[str, Style]):
 
         return self | shared_inputs(self, model, example_inputs)
 
+    def replicate_others(self, model: nn.Module) -> "Plan":
+        """The same plan, with ``ReplicateParallel()`` for each other layer that is trained.
+
+        All parameters are then DTensors, which is what functions that take them together
+        need: ``torch.nn.utils.clip_grad_norm_`` and fused optimizers refuse a mixture of
+        plain tensors and DTensors. (``torchspmd.clip_grad_norm_`` takes a mixture.)
+
+        Args:
+            model: The model; it is not changed.
+
+        Raises:
+            PlanError: A module with layers inside has parameters of its own, which no
+                style covers.
+
+        Example:
+            >>> from torchspmd.parallel import ColwiseParallel
+            >>> model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
+            >>> list(Plan({"1": ColwiseParallel()}).replicate_others(model))
+            ['1', '0']
+        """
+        from torchspmd.parallel.plan.resolve import other_layers
+
+        return self | other_layers(self, model)
+
     def save(self, path: str | Path) -> None:
         """Write the plan as TOML."""
         Path(path).write_text(self.to_toml())
@@ -137,9 +161,7 @@ class Plan(Mapping[str, Style]):
         [styles]
         "norm" = "SequenceParallel"
         """
-        from torchspmd.parallel.plan.text_form import (
-            write_toml,
-        )
+        from torchspmd.parallel.plan.text_form import write_toml
 
         return write_toml(self._styles, self._heads)
 
@@ -150,9 +172,7 @@ class Plan(Mapping[str, Style]):
         Raises:
             PlanError: It is not a plan; lists every problem with the nearest names.
         """
-        from torchspmd.parallel.plan.text_form import (
-            read_toml,
-        )
+        from torchspmd.parallel.plan.text_form import read_toml
 
         try:
             text = Path(path).read_text()
@@ -203,9 +223,7 @@ class Plan(Mapping[str, Style]):
         return hash((frozenset(self._styles.items()), frozenset(self._heads.items())))
 
     def __repr__(self) -> str:
-        from torchspmd.parallel.plan.text_form import (
-            describe_style,
-        )
+        from torchspmd.parallel.plan.text_form import describe_style
 
         entries = [f"{p!r}: {describe_style(s)}" for p, s in self._styles.items()]
         heads = f", heads={self._heads}" if self._heads else ""
@@ -219,9 +237,7 @@ def is_style(value: object) -> bool:
 
 def explain_no_style(pattern: str, value: object) -> str:
     """Why the value of a pattern is not a style, and what to write."""
-    from torchspmd.parallel.plan.text_form import (
-        STYLES,
-    )
+    from torchspmd.parallel.plan.text_form import STYLES
 
     if isinstance(value, str):
         name = value if value in STYLES else "ColwiseParallel"

@@ -10,26 +10,18 @@ from torch import nn
 from torch.distributed.tensor import Placement, Shard
 
 from torchspmd.comm import Ledger, Total, format_bytes
+from torchspmd.comm.notebook import html_table
 from torchspmd.errors import UsageError
-from torchspmd.layout.placements import (
-    format_placement,
-    positive_dim,
-)
+from torchspmd.layout.placements import format_placement, positive_dim
 from torchspmd.layout.shards import shard_size
 from torchspmd.parallel.axis import MeshLike, PlanMesh, describe_mesh_axis
-from torchspmd.parallel.plan.assignment import (
-    Assignment,
-    fused_form,
-    parameter_layouts,
-)
+from torchspmd.parallel.plan.assignment import Assignment, fused_form, parameter_layouts
 from torchspmd.parallel.plan.forecast import forecast
 from torchspmd.parallel.plan.names import fold, generalise
 from torchspmd.parallel.plan.plan import Style
 from torchspmd.parallel.plan.resolve import resolve
 from torchspmd.parallel.plan.run import Inputs
-from torchspmd.parallel.plan.text_form import (
-    describe_style,
-)
+from torchspmd.parallel.plan.text_form import describe_style
 
 # ----------------------------------------------------------------------------
 # The parameters of a model under a plan: layout, local shape and bytes, as rows.
@@ -293,6 +285,24 @@ class Preview:
 
     def __str__(self) -> str:
         return _format_preview(self)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: every parameter, layers folded."""
+        rows = [
+            [
+                row.name,
+                row.style or "-",
+                row.layout or "-",
+                " x ".join(map(str, row.local_shapes[0])) or "scalar",
+                format_bytes(row.local_bytes[0]),
+            ]
+            for row in self.rows
+        ]
+        header = ("parameter", "style", "layout", "shape on a rank", "on a rank")
+        title = f"{self.model} on {self.mesh.axis}={self.mesh.size} of the {self.mesh}"
+        return html_table(
+            title, header, rows, [*_summary(self).split("\n"), *self.notes]
+        )
 
 
 def build_preview(

@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchspmd.errors import PlanError, UnsupportedModuleError, UsageError
 from torchspmd.parallel.axis import MeshLike, PlanMesh, describe_mesh_axis
+from torchspmd.parallel.experts import ReplicateParallel
+from torchspmd.parallel.fused import FusedColwiseParallel
 from torchspmd.parallel.linear import ColwiseParallel, RowwiseParallel, linear_form
 from torchspmd.parallel.parameters import describe_broken_tie
 from torchspmd.parallel.plan.assignment import (
@@ -28,12 +30,11 @@ from torchspmd.parallel.plan.names import (
     fold_texts,
     match,
     module_tree,
+    shortest_patterns,
 )
 from torchspmd.parallel.plan.neighbours import find_mismatched_neighbours
 from torchspmd.parallel.plan.plan import Plan, Style, explain_no_style, is_style
-from torchspmd.parallel.plan.text_form import (
-    describe_style,
-)
+from torchspmd.parallel.plan.text_form import describe_style
 
 # ----------------------------------------------------------------------------
 # Parameters that several names, several styles or a wrapper lay claim to.
@@ -197,13 +198,11 @@ def find_cut_heads(
     """
     problems, known = _explicit_heads(tree, explicit)
     for assignment in assignments:
-        features = _sharded_features(assignment)
-        if features is None:
-            continue
-        heads = known.get(assignment.path) or _heads_of(tree, assignment, features)
-        if heads is not None and heads.number:
-            is_output = type(own_style(assignment.style)) is ColwiseParallel
-            problems += _check(assignment.path, features, heads, axis, is_output)
+        for features in _sharded_features(assignment):
+            heads = known.get(assignment.path) or _heads_of(tree, assignment, features)
+            if heads is not None and heads.number:
+                is_output = type(own_style(assignment.style)) is ColwiseParallel
+                problems += _check(assignment.path, features, heads, axis, is_output)
     return problems
 
 
@@ -220,14 +219,16 @@ def _explicit_heads(
     return problems, known
 
 
-def _sharded_features(assignment: Assignment) -> int | None:
-    """The features that the style cuts into shards; None where there are none."""
+def _sharded_features(assignment: Assignment) -> tuple[int, ...]:
+    """The features that the style cuts into shards, each set by itself."""
     style, form = own_style(assignment.style), linear_form(assignment.module)
-    if form is None:
-        return None
-    if type(style) is ColwiseParallel:
-        return form.outside
-    return form.inside if type(style) is RowwiseParallel else None
+    if isinstance(style, FusedColwiseParallel) and style.num_heads is None:
+        return style.parts
+    if form is not None and type(style) is ColwiseParallel:
+        return (form.outside,)
+    if form is not None and type(style) is RowwiseParallel:
+        return (form.inside,)
+    return ()
 
 
 def _heads_of(
@@ -334,6 +335,30 @@ def resolve(
     if problems:
         raise PlanError(_text(module, problems, axis, call))
     return Resolved(assignments=tuple(assignments), mesh=axis)
+
+
+def other_layers(plan: Mapping[str, Style], model: nn.Module) -> dict[str, Style]:
+    """``ReplicateParallel`` for each layer with trained parameters that has no style."""
+    call = "Plan.replicate_others"
+    assignments = resolve(plan, model, {"tp": 1}, call=call).assignments
+    styled = {id(part) for a in assignments for part in a.module.modules()}
+    found: dict[str, Style] = {}
+    problems = []
+    for path, module in model.named_modules():
+        own = [n for n, p in module.named_parameters(recurse=False) if p.requires_grad]
+        if not own or id(module) in styled:
+            continue
+        if next(module.children(), None) is None and path:
+            found[path] = ReplicateParallel()
+        else:
+            problems.append(
+                f"{_name(path)} ({type(module).__name__}) has parameters of its own "
+                f"({', '.join(own)}) beside the layers inside of it; give it a style, or "
+                "move them into a module of their own"
+            )
+    if problems:
+        raise PlanError(_text(model, problems, describe_mesh_axis({"tp": 1}), call))
+    return shortest_patterns(module_tree(model), found)
 
 
 def _resolve_style(

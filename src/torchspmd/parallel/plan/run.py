@@ -138,8 +138,7 @@ def _record(copied: nn.Module, inputs: Inputs, paths: Collection[str]) -> Record
             watcher = _ModuleWatcher(path, module_calls)
             module = copied.get_submodule(path)
             stack.enter_context(module_hooks(module, watcher.enter, watcher.leave))
-        stack.enter_context(_FunctionRecorder(function_calls))
-        output = call_on_shapes(copied, state, given)
+        output = call_on_shapes(copied, state, given, function_calls)
     tensors = list(_torch.leaves_of(torch.Tensor, given))
     return Recording(state, module_calls, function_calls, tensors, output)
 
@@ -155,7 +154,10 @@ def shapes_of(inputs: Inputs) -> Given:
 
 
 def call_on_shapes(
-    model: nn.Module, state: dict[str, torch.Tensor], given: Given
+    model: nn.Module,
+    state: dict[str, torch.Tensor],
+    given: Given,
+    calls: list[FunctionCall],
 ) -> Any:
     """The output of a copied model on shapes, with these tensors as its state."""
     running: list[str] = []
@@ -165,7 +167,7 @@ def call_on_shapes(
             torch.device("cpu"),
             traces_kept(),
             _noting(model, running),
-            _GroupedProducts(),
+            _FunctionRecorder(calls),
         ):
             return functional_call(model, state, *given)
     except Exception as error:  # the user's forward can raise anything
@@ -237,28 +239,12 @@ def describe_inputs(inputs: Inputs) -> str:
 
 
 def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter and buffer, under each of its names."""
+    """A fake tensor for every parameter and buffer, under each of its names."""
     state: dict[str, torch.Tensor] = {}
     state |= model.named_parameters(remove_duplicate=False)
     state |= model.named_buffers(remove_duplicate=False)
-    return state
-
-
-class _GroupedProducts(TorchFunctionMode):
-    """On shapes these take bfloat16 only, although they compute with other types."""
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if getattr(func, "__name__", "") not in ("grouped_mm", "_grouped_mm"):
-            return func(*args, **(kwargs or {}))
-        first, second, *rest = args
-        half = first.to(torch.bfloat16), second.to(torch.bfloat16)
-        return func(*half, *rest, **(kwargs or {})).to(first.dtype)
+    fakes = {id(tensor): to_shape(tensor) for tensor in state.values()}
+    return {path: fakes[id(tensor)] for path, tensor in state.items()}
 
 
 class _FunctionRecorder(TorchFunctionMode):
@@ -275,7 +261,12 @@ class _FunctionRecorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
-        result = func(*args, **kwargs)
+        if name in ("grouped_mm", "_grouped_mm"):
+            # On shapes it takes bfloat16 only, although it computes with other types.
+            half = [t.to(torch.bfloat16) for t in args[:2]]
+            result = func(*half, *args[2:], **kwargs).to(args[0].dtype)
+        else:
+            result = func(*args, **kwargs)
         made = args[0] if name == "__setitem__" else result
         outputs = list(_torch.leaves_of(torch.Tensor, made))
         self._calls.append(FunctionCall(func, name, args, kwargs, outputs))

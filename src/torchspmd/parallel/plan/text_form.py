@@ -22,9 +22,7 @@ from typing import Any
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from torchspmd.errors import LayoutError, PlanError
-from torchspmd.layout.placements import (
-    format_placement,
-)
+from torchspmd.layout.placements import format_placement
 from torchspmd.parallel.experts import ExpertParallel, ReplicateParallel
 from torchspmd.parallel.fused import FusedColwiseParallel, KeyValueParallel
 from torchspmd.parallel.linear import ColwiseParallel, RowwiseParallel

@@ -55,6 +55,14 @@ def _host_cases(meter: Meter) -> Iterator[tuple[str, Function, tuple[int, ...]]]
         lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True),
         heads,
     )
+    rows = torch.arange(16, device=device)
+    square = torch.randn(2, width, width, **made).requires_grad_()
+    yield "index", lambda x: x[rows], flat
+    yield "index_add", lambda x: torch.zeros_like(x).index_add(0, rows, x), flat
+    yield "topk", lambda x: x.topk(width, dim=-1).values, flat
+    yield "sort", lambda x: x.sort(dim=-1).values, flat
+    yield "bmm", lambda x: torch.bmm(x, square), (2, 16, width)
+    yield "max_pool2d_with_indices", lambda x: F.max_pool2d(x, 3, 1, 1), image
     yield "convolution", lambda x: F.conv2d(x, image_weight), image
     yield (
         "native_batch_norm",
@@ -68,13 +76,10 @@ def host(meter: Meter, limits: Limits) -> Iterator[Case]:
     for key, function, shape in _host_cases(meter):
         yield partial(_time_host, key, meter, limits.calls, function, shape)
     x = meter.random(16)
-    table = meter.random(64, 64)
-    where = torch.zeros(16, dtype=torch.int64, device=meter.device)
+    yield partial(_time_loss, "cross_entropy", meter, limits.calls)
     for key, call in (
         ("no_grad_add", lambda: x + x),
         ("empty", lambda: torch.empty_like(x)),
-        ("embedding", lambda: F.embedding(where, table)),
-        ("cross_entropy", lambda: F.cross_entropy(table[:16], where)),
     ):
         yield partial(_time_host_call, key, meter, limits.calls, call)
 
@@ -105,6 +110,32 @@ def _time_host(
     yield f"host_backward.{key}", min(times)
 
 
+def _time_loss(key: str, meter: Meter, calls: int) -> Measured:
+    """An embedding and a loss have no chain: both in backward, once each."""
+    table = meter.random(64, 64).requires_grad_()
+    where = torch.zeros(16, dtype=torch.int64, device=meter.device)
+
+    def lookup() -> torch.Tensor:
+        return F.embedding(where, table)
+
+    def loss() -> torch.Tensor:
+        return F.cross_entropy(table[:16], where)
+
+    for name, call in (("embedding", lookup), (key, loss)):
+        count = max(1, calls // 3)
+        forward = meter.host_seconds(call, count)
+        gradient = torch.ones_like(call())
+
+        def both(
+            call: Callable[[], torch.Tensor] = call, gradient: torch.Tensor = gradient
+        ) -> None:
+            torch.autograd.grad(call(), table, gradient)
+
+        yield f"host_forward.{name}", forward
+        backward = meter.host_seconds(both, count) - forward
+        yield f"host_backward.{name}", max(0.0, backward)
+
+
 def _time_host_call(key: str, meter: Meter, calls: int, call: Call) -> Measured:
     with torch.no_grad():
         yield f"host_forward.{key}", meter.host_seconds(call, calls)
@@ -124,6 +155,7 @@ def optimizers(meter: Meter, limits: Limits) -> Iterator[Case]:
     for name, make in makers.items():
         yield partial(_time_optimizer, name, meter, calls, make)
     yield partial(_time_gradients, "gradients", meter, calls)
+    yield partial(_time_clipping, "clipping", meter, calls)
     yield partial(_time_checkpoint, "a checkpoint", meter, limits.calls)
 
 
@@ -155,6 +187,22 @@ def _time_gradients(label: str, meter: Meter, calls: int) -> Measured:
     yield "host_optimizer.gradient", meter.host_seconds(accumulate, calls) / 100
 
 
+def _time_clipping(label: str, meter: Meter, calls: int) -> Measured:
+    """The host: the norm of all gradients, for each parameter and without any."""
+    del label
+
+    def seconds(count: int) -> float:
+        params = [nn.Parameter(meter.random(8)) for _ in range(count)]
+        for param in params:
+            param.grad = torch.ones_like(param)
+        return meter.host_seconds(lambda: nn.utils.clip_grad_norm_(params, 1.0), calls)
+
+    few, many = seconds(8), seconds(208)
+    each = max(0.0, (many - few) / 200)
+    yield "host_optimizer.clip_parameter", each
+    yield "host_optimizer.clip_step", max(0.0, few - 8 * each)
+
+
 def _time_checkpoint(label: str, meter: Meter, calls: int) -> Measured:
     """The host: one checkpointed region, forward and again in backward."""
     del label
@@ -170,6 +218,22 @@ def _time_checkpoint(label: str, meter: Meter, calls: int) -> Measured:
     without = meter.host_seconds(plain, calls)
     more = meter.host_seconds(checkpointed, calls) - without
     yield "launch.checkpoint", max(0.0, more)
+
+    length = 40
+
+    def chain(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(length):
+            x = F.silu(x)  # saves one tensor
+        return x
+
+    def again() -> None:
+        torch.autograd.grad(checkpoint(chain, x, use_reentrant=False).sum(), x)
+
+    calls = max(1, calls // length)
+    forward = meter.host_seconds(lambda: chain(x), calls)
+    both = meter.host_seconds(lambda: torch.autograd.grad(chain(x).sum(), x), calls)
+    hooks = meter.host_seconds(again, calls) - both - forward - more
+    yield "launch.checkpoint_tensor", max(0.0, hooks / length)
 
 
 def compiled(meter: Meter, limits: Limits) -> Iterator[Case]:

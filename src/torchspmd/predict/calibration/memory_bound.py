@@ -103,15 +103,20 @@ def _operators() -> list[_Operator]:  # noqa: C901
         grad = meter.random(rows, 1024)
         return grad, indices(meter, rows, 32000), 32000, -1, False
 
-    def images(meter: Meter, n: int) -> torch.Tensor:
-        return meter.random(max(1, n // (64 * 56 * 56)), 64, 56, 56)
+    def images(
+        meter: Meter, n: int, channels: int = 64, dtype: torch.dtype = torch.bfloat16
+    ) -> torch.Tensor:
+        side = 56 if channels == 64 else 14
+        batch = max(1, n // (channels * side * side))
+        return meter.random(batch, channels, side, side, dtype=dtype)
 
-    def batch_norm(meter: Meter, n: int) -> tuple[Any, ...]:
-        state = [torch.ones(64, device=meter.device) for _ in range(4)]
-        return images(meter, n), *state, True, 0.1, 1e-5, True
+    def batch_norm(meter: Meter, n: int, *kind: Any) -> tuple[Any, ...]:
+        a = images(meter, n, *kind)
+        state = [torch.ones(a.shape[1], device=meter.device) for _ in range(4)]
+        return a, *state, True, 0.1, 1e-5, True
 
-    def batch_norm_backward(meter: Meter, n: int) -> tuple[Any, ...]:
-        a, weight, bias, *state = batch_norm(meter, n)
+    def batch_norm_backward(meter: Meter, n: int, *kind: Any) -> tuple[Any, ...]:
+        a, weight, bias, *state = batch_norm(meter, n, *kind)
         _, mean, scale, reserve, kind = aten._batch_norm_impl_index.default(
             a, weight, bias, *state
         )
@@ -141,6 +146,18 @@ def _operators() -> list[_Operator]:  # noqa: C901
     def put_rows(meter: Meter, n: int) -> tuple[Any, ...]:
         a = matrix(meter, n, 512)
         return a, [indices(meter, len(a), len(a))], torch.randn_like(a), True
+
+    def heads(meter: Meter, n: int) -> torch.Tensor:
+        """As attention has them: positions and heads swapped, so not contiguous."""
+        return meter.random(1, max(1, n // 1024), 16, 64).transpose(1, 2)
+
+    def strided(meter: Meter, n: int) -> tuple[Any, ...]:
+        a = heads(meter, n)
+        return a, torch.randn_like(a, memory_format=torch.contiguous_format)
+
+    def strided_halves(meter: Meter, n: int) -> tuple[Any, ...]:
+        a = heads(meter, n)
+        return [a[..., 32:], a[..., :32]], -1
 
     def lists(meter: Meter, n: int, count: int, **kwargs: Any) -> tuple[Any, ...]:
         part = max(1, n // 16)
@@ -187,6 +204,8 @@ def _operators() -> list[_Operator]:  # noqa: C901
         ("cast_down", _cast_down, lambda m, n: (x(m, n, dtype=f32),)),
         ("transpose", _transposed, lambda m, n: (matrix(m, n, 1024),)),
         ("concatenate", aten.cat.default, lambda m, n: ([x(m, n), x(m, n)],)),
+        ("strided", aten.add.Tensor, strided),
+        ("concatenate_strided", aten.cat.default, strided_halves),
         ("random", aten.normal_.default, lambda m, n: (x(m, n),)),
         ("reduce", aten.sum.default, lambda m, n: (x(m, n),)),
         ("reduce_rows", aten.sum.dim_IntList, lambda m, n: (matrix(m, n, 1024), [1])),
@@ -246,6 +265,46 @@ def _operators() -> list[_Operator]:  # noqa: C901
             embedding_backward,
         ),
         ("batch_norm", aten._batch_norm_impl_index.default, batch_norm),
+        (
+            "batch_norm_512",
+            aten._batch_norm_impl_index.default,
+            lambda m, n: batch_norm(m, n, 512),
+        ),
+        (
+            "batch_norm_backward_512",
+            aten._batch_norm_impl_index_backward.default,
+            lambda m, n: batch_norm_backward(m, n, 512),
+        ),
+        (
+            "batch_norm_2048",
+            aten._batch_norm_impl_index.default,
+            lambda m, n: batch_norm(m, n, 2048),
+        ),
+        (
+            "batch_norm_backward_2048",
+            aten._batch_norm_impl_index_backward.default,
+            lambda m, n: batch_norm_backward(m, n, 2048),
+        ),
+        (
+            "batch_norm_float32",
+            aten._batch_norm_impl_index.default,
+            lambda m, n: batch_norm(m, n, 64, f32),
+        ),
+        (
+            "batch_norm_backward_float32",
+            aten._batch_norm_impl_index_backward.default,
+            lambda m, n: batch_norm_backward(m, n, 64, f32),
+        ),
+        (
+            "batch_norm_512_float32",
+            aten._batch_norm_impl_index.default,
+            lambda m, n: batch_norm(m, n, 512, f32),
+        ),
+        (
+            "batch_norm_backward_512_float32",
+            aten._batch_norm_impl_index_backward.default,
+            lambda m, n: batch_norm_backward(m, n, 512, f32),
+        ),
         (
             "batch_norm_backward",
             aten._batch_norm_impl_index_backward.default,

@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -146,7 +147,14 @@ def _time_sustained(label: str, meter: Meter, limits: Limits) -> Measured:
 # ----------------------------------------------------------------------------
 # Attention: [batch, heads, key heads, queries, keys, width, causal, seconds]
 
-_KERNELS = {
+# The first one is what torch chooses by itself.
+_KERNELS: dict[str, Any] = {
+    "default": [
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.MATH,
+    ],
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -161,12 +169,22 @@ def _attention_cases() -> Iterator[tuple[str, str, int, int, int, int, int, int]
             batch = max(1, tokens // length)
             for groups in (1, 4):
                 kv_heads = heads // groups
-                yield "flash", "bfloat16", batch, heads, kv_heads, length, width, causal
+                yield (
+                    "default",
+                    "bfloat16",
+                    batch,
+                    heads,
+                    kv_heads,
+                    length,
+                    width,
+                    causal,
+                )
     for batch, heads, length, causal in (
         (64, 12, 197, 0),
         (8, 12, 1024, 1),
         (4, 16, 2048, 1),
     ):
+        yield "default", "bfloat16", batch, heads, heads, length, 64, causal
         yield "flash", "bfloat16", batch, heads, heads, length, 64, causal
         for kernel, dtype in (
             ("efficient", "bfloat16"),

@@ -30,10 +30,10 @@ _SECTIONS: Sequence[tuple[str, Section]] = (
     ("sustained rate", products.sustained),
 )
 _GRIDS: Sequence[tuple[str, float, Section]] = (
-    ("matrix products", 0.4, products.matmuls),
-    ("attention", 0.2, products.attention),
+    ("matrix products", 0.32, products.matmuls),
+    ("attention", 0.25, products.attention),
     ("memory-bound operators", 0.25, memory_bound.memory_bound),
-    ("convolutions", 0.15, products.convolutions),
+    ("convolutions", 0.18, products.convolutions),
 )
 
 

@@ -45,38 +45,46 @@ function pairTable(first, rows) {
 
 function buildSearch(root, data) {
   const place = h("div", { class: "scatter" });
-  const drawn = data.candidates.filter((each) => typeof each.step_seconds === "number" && typeof each.peak_bytes === "number");
-  const front = drawn.filter((each) => each.front).sort((a, b) => a.peak_bytes - b.peak_bytes);
+  const drawn = data.candidates.filter((each) => typeof each.seconds === "number" && typeof each.peak_bytes === "number");
+  const front = drawn.filter((each) => each.pareto).sort((a, b) => a.peak_bytes - b.peak_bytes);
 
   function draw() {
     clear(place);
     if (!drawn.length) return place.append(h("p", { class: "hint" }, "No candidate has both a time and a peak."));
     const width = Math.max(320, place.clientWidth || 1200), height = 330;
     const left = 70, right = 16, top = 20, bottom = 40;
-    const most = Math.max(...drawn.map((each) => each.peak_bytes), data.device_bytes || 0) * 1.05;
-    const least = Math.min(...drawn.map((each) => each.peak_bytes)) * 0.9;
-    const slow = Math.max(...drawn.map((each) => each.step_seconds)) * 1.06, fast = Math.min(...drawn.map((each) => each.step_seconds)) * 0.9;
+    const peaks = drawn.map((each) => each.peak_bytes);
+    // A limit far away would press the candidates together.
+    const near = data.device_bytes && Math.max(...peaks) > 0.3 * data.device_bytes;
+    let least = Math.min(...peaks), most = Math.max(...peaks, near ? data.device_bytes : 0);
+    const room = (most - least || most) * 0.05;
+    least = Math.max(0, least - room);
+    most += room;
+    const times = drawn.map((each) => each.seconds);
+    const air = (Math.max(...times) - Math.min(...times) || Math.max(...times)) * 0.08;
+    const slow = Math.max(...times) + air, fast = Math.max(0, Math.min(...times) - air);
     const x = (value) => left + (value - least) / (most - least) * (width - left - right);
     const y = (value) => height - bottom - (value - fast) / (slow - fast) * (height - top - bottom);
-    const image = svg("svg", { width, height, role: "group", "aria-label": "Candidates: step time over peak memory" });
+    const image = svg("svg", { width, height, role: "group", "aria-label": `Candidates: ${data.time} over peak memory` });
     for (const value of ticks(fast, slow, 6)) {
       image.append(svg("line", { x1: left, x2: width - right, y1: y(value), y2: y(value), class: "grid" }), svg("text", { x: left - 8, y: y(value) + 4, class: "axis end" }, seconds(value)));
     }
     for (const value of ticks(least / 2 ** 30, most / 2 ** 30, width / 110)) {
       image.append(svg("text", { x: x(value * 2 ** 30), y: height - bottom + 18, class: "axis middle" }, bytes(value * 2 ** 30)));
     }
-    image.append(svg("text", { x: width - right, y: height - 4, class: "axis end" }, "peak memory →"), svg("text", { x: 4, y: 12, class: "axis" }, "↑ step time"));
-    if (data.device_bytes) {
+    image.append(svg("text", { x: width - right, y: height - 4, class: "axis end" }, "peak memory →"), svg("text", { x: 4, y: 12, class: "axis" }, `↑ ${data.time}`));
+    if (data.device_bytes && !near) image.append(svg("text", { x: width - right, y: 12, class: "axis end" }, `the device has ${bytes(data.device_bytes)}, far to the right`));
+    if (near) {
       image.append(svg("line", { x1: x(data.device_bytes), x2: x(data.device_bytes), y1: top, y2: height - bottom, class: "limit" }),
         svg("text", { x: x(data.device_bytes) - 6, y: top + 4, class: "axis end bad" }, `device ${bytes(data.device_bytes)}`));
     }
-    if (front.length > 1) image.append(svg("polyline", { points: front.map((each) => `${x(each.peak_bytes)},${y(each.step_seconds)}`).join(" "), class: "front" }));
+    if (front.length > 1) image.append(svg("polyline", { points: front.map((each) => `${x(each.peak_bytes)},${y(each.seconds)}`).join(" "), class: "front" }));
     for (const each of drawn) {
-      const cx = x(each.peak_bytes), cy = y(each.step_seconds);
+      const cx = x(each.peak_bytes), cy = y(each.seconds);
       const shape = each.fits === "no"
         ? svg("path", { d: `M${cx - 5} ${cy - 5}L${cx + 5} ${cy + 5}M${cx - 5} ${cy + 5}L${cx + 5} ${cy - 5}`, class: "cross" })
-        : svg("circle", { cx, cy, r: each.best ? 8 : 5.5, class: `dot ${each.front ? "front" : ""} ${each.fits === "at risk" ? "risk" : ""}` });
-      const mark = svg("g", { class: "candidate", tabindex: 0, role: "button", "aria-label": `${each.name}, ${seconds(each.step_seconds)}, ${bytes(each.peak_bytes)}, fits: ${each.fits}`, "data-place": each.place },
+        : svg("circle", { cx, cy, r: each.best ? 8 : 5.5, class: `dot ${each.pareto ? "front" : ""} ${each.fits === "at risk" ? "risk" : ""}` });
+      const mark = svg("g", { class: "candidate", tabindex: 0, role: "button", "aria-label": `${each.name}, ${data.time} ${seconds(each.seconds)}, ${bytes(each.peak_bytes)}, fits: ${each.fits}`, "data-place": each.place },
         svg("circle", { cx, cy, r: 11, class: "reach" }), shape);
       const act = () => openCandidate(each);
       mark.addEventListener("click", act);
@@ -87,7 +95,7 @@ function buildSearch(root, data) {
         }
       });
       mark.addEventListener("pointermove", (event) => showTip(event.clientX, event.clientY, [
-        h("div", { class: "tip-head" }, each.name), tipRow("step", seconds(each.step_seconds)), tipRow("peak", bytes(each.peak_bytes)), tipRow("fits", each.fits),
+        h("div", { class: "tip-head" }, each.name), tipRow(data.time, seconds(each.seconds)), tipRow("step", seconds(each.step_seconds)), tipRow("peak", bytes(each.peak_bytes)), tipRow("fits", each.fits),
         each.why_not && tipRow("why not", each.why_not), each.page === null ? null : h("div", { class: "tip-more" }, "click to open it"),
       ]));
       mark.addEventListener("pointerleave", hideTip);
@@ -102,8 +110,8 @@ function buildSearch(root, data) {
     app.openPage(each.page);
   }
 
-  const names = [...new Set(data.candidates.flatMap((each) => Object.keys(each.arguments)))];
-  const rows = data.candidates.map((each) => ({ ...each, ...Object.fromEntries(names.map((name) => [`argument ${name}`, each.arguments[name]])), mark: each.best ? "best" : each.front ? "front" : "" }));
+  const names = [...new Set(data.candidates.flatMap((each) => Object.keys(each.values)))];
+  const rows = data.candidates.map((each) => ({ ...each, ...Object.fromEntries(names.map((name) => [`argument ${name}`, each.values[name]])), mark: each.best ? "best" : each.pareto ? "front" : "" }));
   const has = (key) => rows.some((row) => typeof row[key] === "number");
   root.append(
     h("div", { class: "bar-of-tools" }, h("span", { class: "legend" },
@@ -112,7 +120,8 @@ function buildSearch(root, data) {
     place,
     section("Candidates", table([
       { key: "mark", label: "", show: (value) => value }, ...names.map((name) => ({ key: `argument ${name}`, label: name, unit: rows.every((row) => typeof row[`argument ${name}`] === "number") ? "n" : "text" })),
-      { key: "step_seconds", label: "step", unit: "s", bar: true }, { key: "peak_bytes", label: "peak", unit: "B", bar: true },
+      has("work_per_second") && { key: "seconds", label: data.time, unit: "s", bar: true },
+      { key: "step_seconds", label: "step", unit: "s", bar: !has("work_per_second") }, { key: "peak_bytes", label: "peak", unit: "B", bar: true },
       has("mfu") && { key: "mfu", label: "MFU", unit: "%" }, has("exposed_seconds") && { key: "exposed_seconds", label: "exposed", unit: "s" },
       { key: "fits", label: "fits", class: "nowrap" }, { key: "why_not", label: "why not" },
     ].filter(Boolean), rows, { onrow: openCandidate })));

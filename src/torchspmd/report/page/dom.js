@@ -105,15 +105,16 @@ function readPalette() {
   for (const name of [
     "back", "panel", "text", "soft", "line", "accent", "bad", "warn", "good", "compute", "backward", "optimizer",
     "host", "comm", "copy", "exposed", "hostwait", "bubble",
-    "c0", "c1", "c2", "c3", "c4", "c5", "c6", "c7",
+    "c0", "c1", "c2", "c3", "c4", "c5", "c6", "c7", "c8", "c9",
   ]) palette[name] = colour(name);
 }
 
 // Colours that colour-blind people can tell apart; the same category has the same everywhere.
 const CATEGORY_COLOURS = {
-  parameter: "c0", gradient: "c1", "optimizer state": "c2", optimizer_state: "c2", activation: "c3", temporary: "c4",
-  input: "c5", buffer: "c6", workspace: "c7", other: "c7",
+  parameter: "c0", gradient: "c1", "optimizer state": "c2", activation: "c3", temporary: "c4", "gathered parameter": "c9",
+  communication: "c6", input: "c5", buffer: "c8", workspace: "c7",
 };
+const CATEGORIES = Object.keys(CATEGORY_COLOURS);
 function categoryColour(name, place) {
-  return palette[CATEGORY_COLOURS[name] || `c${place % 8}`];
+  return palette[CATEGORY_COLOURS[name] || `c${place % 10}`];
 }

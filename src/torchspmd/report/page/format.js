@@ -1,5 +1,7 @@
 // Figures as text.
 
+// Numbers keep their units on one line.
+const SPACE = "\u00a0";
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
 
 function digits(value) {
@@ -14,31 +16,31 @@ function bytes(value) {
     size /= 1024;
     unit += 1;
   }
-  return `${value < 0 ? "−" : ""}${unit ? digits(size) : Math.round(size)} ${UNITS[unit]}`;
+  return `${value < 0 ? "−" : ""}${unit ? digits(size) : Math.round(size)}${SPACE}${UNITS[unit]}`;
 }
 
 function seconds(value) {
   if (value === null || value === undefined) return "–";
   const size = Math.abs(value);
   const sign = value < 0 ? "−" : "";
-  if (size === 0) return "0 s";
-  if (size < 1e-6) return `${sign}${digits(size * 1e9)} ns`;
-  if (size < 1e-3) return `${sign}${digits(size * 1e6)} µs`;
-  if (size < 1) return `${sign}${digits(size * 1e3)} ms`;
-  return `${sign}${digits(size)} s`;
+  if (size === 0) return `0${SPACE}s`;
+  if (size < 1e-6) return `${sign}${digits(size * 1e9)}${SPACE}ns`;
+  if (size < 1e-3) return `${sign}${digits(size * 1e6)}${SPACE}µs`;
+  if (size < 1) return `${sign}${digits(size * 1e3)}${SPACE}ms`;
+  return `${sign}${digits(size)}${SPACE}s`;
 }
 
 function short(value) {
   if (value === null || value === undefined) return "–";
   const size = Math.abs(value);
   for (const [limit, letter] of [[1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k"]]) {
-    if (size >= limit) return `${digits(value / (letter === "k" ? 1e3 : limit))} ${letter}`;
+    if (size >= limit) return `${digits(value / (letter === "k" ? 1e3 : limit))}${SPACE}${letter}`;
   }
   return Number.isInteger(value) ? String(value) : digits(value);
 }
 
 function percent(value) {
-  return value === null || value === undefined ? "–" : `${(100 * value).toFixed(Math.abs(value) < 0.0995 ? 1 : 0)} %`;
+  return value === null || value === undefined ? "–" : `${(100 * value).toFixed(Math.abs(value) < 0.0995 || (value > 0.995 && value < 1) ? 1 : 0)}${SPACE}%`;
 }
 
 // What a table or a figure shows, by the unit that the data names.
@@ -47,9 +49,9 @@ function show(value, unit) {
   if (typeof value === "string") return value;
   if (unit === "B") return bytes(value);
   if (unit === "s") return seconds(value);
-  if (unit === "flop") return `${short(value)}FLOP`.replace(/ ?FLOP/, value >= 1e4 ? "FLOP" : " FLOP");
+  if (unit === "flop") return `${short(value)}${value >= 1e4 ? "" : SPACE}FLOP`;
   if (unit === "%") return percent(value);
-  if (unit === "short") return short(value).replace(" ", "");
+  if (unit === "short") return short(value).replace(SPACE, "");
   if (typeof value === "number") {
     if (Math.abs(value) >= 1e7 && unit !== "n") return short(value);
     if (Number.isInteger(value)) return value.toLocaleString("en-US");

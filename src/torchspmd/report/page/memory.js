@@ -17,7 +17,10 @@ function buildMemory(root, data, page) {
 
 function memoryChart(root, data, curve, page) {
   const count = curve.allocated.length;
-  const names = Object.keys(curve.categories || {}).filter((name) => curve.categories[name].some((value) => value));
+  // What stays is at the bottom.
+  const place = (name) => (CATEGORIES.indexOf(name) + CATEGORIES.length) % CATEGORIES.length;
+  const names = Object.keys(curve.categories || {}).filter((name) => curve.categories[name].some((value) => value))
+    .sort((one, other) => place(one) - place(other));
   const timed = Array.isArray(curve.seconds) && curve.seconds.every((value) => typeof value === "number");
   const state = { axis: "event", point: -1, pinned: -1 };
   const places = () => (state.axis === "seconds" ? curve.seconds : curve.event || curve.allocated.map((_, place) => place));
@@ -33,7 +36,8 @@ function memoryChart(root, data, curve, page) {
   range.least = (range.last - range.first) / Math.max(4, count);
   const side = h("aside", { class: "held", "aria-live": "polite" });
   const x = (place) => left + (places()[place] - range.low) / range.span * (chart.size.width - left - 10);
-  const withLimit = { on: Boolean(limit) };
+  // A limit far above would press the curve flat.
+  const withLimit = { on: Boolean(limit) && Math.max(...curve.allocated, ...curve.reserved || [0]) > 0.3 * limit };
 
   function scale(height) {
     let most = Math.max(...curve.allocated, ...curve.reserved || [0]);

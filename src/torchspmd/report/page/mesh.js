@@ -120,13 +120,14 @@ function buildMesh(root, data) {
       const { inside, between } = hops(group.ranks);
       return {
         axis: group.axis || "–", ranks: group.ranks.length, nodes: new Set(group.ranks.map((rank) => Math.floor(rank / state.node))).size,
-        count: group.count, payload: group.payload_bytes, wire: group.wire_bytes, inside: inside ? `${inside} × ${bytes(group.wire_bytes)}` : "–",
-        between: between ? `${between} × ${bytes(group.wire_bytes)}` : "–", group,
+        count: group.count, payload: group.payload_bytes, wire: group.wire_bytes, inside: linkText(inside, group.wire_bytes),
+        between: linkText(between, group.wire_bytes), group,
       };
     });
   }
 
   function update() {
+    which.value = state.rank;
     draw();
     clear(links);
     const rows = linkRows();
@@ -142,8 +143,9 @@ function buildMesh(root, data) {
       select.value = state.axis;
       update();
     } }));
+    if (rows.some((row) => typeof row.wire !== "number")) return;
     const sum = { inside: 0, between: 0 };
-    for (const row of rows.filter((each) => typeof each.wire === "number")) {
+    for (const row of rows) {
       const each = hops(row.group.ranks);
       sum.inside += each.inside * row.wire;
       sum.between += each.between * row.wire;
@@ -160,8 +162,13 @@ function buildMesh(root, data) {
     state.node = Math.max(1, Number(perNode.value) || 1);
     update();
   } });
+  const which = h("input", { type: "number", min: 0, max: data.world_size - 1, value: state.rank, "aria-label": "Rank", onchange: () => {
+    state.rank = Math.min(Math.max(0, Math.floor(Number(which.value)) || 0), data.world_size - 1);
+    update();
+  } });
   root.append(h("div", { class: "bar-of-tools" },
     axes.length ? h("label", {}, "axis ", select) : null,
+    h("label", {}, "rank ", which),
     h("label", {}, "GPUs in a node ", perNode),
     data.gpus_per_node ? null : h("span", { class: "hint" }, "the result does not say how many; change it here"),
     h("span", { class: "legend" }, h("span", {}, h("i", { class: "swatch self" }), "the rank"), h("span", {}, h("i", { class: "swatch own" }), "its group"),
@@ -172,6 +179,11 @@ function buildMesh(root, data) {
   update();
   root.view = { state, ranks: () => picture.querySelectorAll("rect.gpu").length, own: () => picture.querySelectorAll("rect.own").length };
   return { resize: draw };
+}
+
+function linkText(count, wire) {
+  if (!count) return "–";
+  return typeof wire === "number" ? `${count} × ${bytes(wire)}` : String(count);
 }
 
 // ---------------------------------------------------------------------------- a tensor in parts

@@ -6,6 +6,7 @@ class Range {
     this.last = last > first ? last : first + 1;
     this.low = this.first;
     this.high = this.last;
+    this.home = this.first; // where the whole begins to be told
     this.least = (this.last - this.first) / 1e6;
     this.changed = changed;
   }
@@ -37,7 +38,7 @@ class Range {
   }
 
   whole() {
-    this.set(this.first, this.last);
+    this.set(this.home, this.last);
   }
 
   // Show a stretch with some room around it.

@@ -3,7 +3,7 @@
 
 const EXPOSED = ["", "waits for communication", "waits for the host", "waits for another stage"];
 const EXPOSED_COLOURS = ["", "exposed", "hostwait", "bubble"];
-const GAP = 8, RULER = 22, PHASES = 18;
+const GAP = 8, RULER = 22, PHASES = 18, LAYERS = 17;
 const TOGETHER = 0.01; // microseconds: slices that overlap by less were rounded
 
 class Slices {
@@ -62,6 +62,25 @@ class Slices {
     return low;
   }
 
+  // Stretches of the computation by layer: the module down to its first number.
+  layers() {
+    const of = this.data.strings.map((text) => {
+      const parts = text.split(".");
+      const number = parts.findIndex((part) => /^\d+$/.test(part));
+      return number < 0 ? "" : parts.slice(0, number + 1).join(".");
+    });
+    const rows = this.lanes.filter((lane) => lane.kind === "compute").map((lane) => lane.rows[0]);
+    const main = rows.reduce((best, row) => (best && best.places.length >= row.places.length ? best : row), null);
+    const spans = [];
+    for (const place of main ? main.places : []) {
+      const path = of[this.data.module[place]] ?? "";
+      const last = spans.at(-1);
+      if (last && last.path === path) last.end = this.end[place];
+      else spans.push({ path, start: this.start[place], end: this.end[place] });
+    }
+    return spans.filter((span) => span.path);
+  }
+
   colourName(place) {
     const exposed = this.data.exposed[place];
     if (exposed) return EXPOSED_COLOURS[exposed] || "exposed";
@@ -82,7 +101,8 @@ function buildTimeline(root, data, page) {
   const state = { chosen: -1, hover: -1, find: "", lit: null, drawn: 0 };
   // Few rows are drawn high, many low.
   const ROW = Math.max(20, Math.min(30, Math.floor(300 / slices.rows.length)));
-  let y = RULER + PHASES + 6;
+  const spans = slices.layers();
+  let y = RULER + PHASES + (spans.length ? LAYERS : 0) + 6;
   for (const lane of slices.lanes) {
     lane.y = y;
     for (const row of lane.rows) {
@@ -106,6 +126,9 @@ function buildTimeline(root, data, page) {
     overview.draw();
   });
   range.least = Math.min(1, slices.last / 100);
+  // The host may run ahead by more than a step: that can be reached, but is not shown at first.
+  range.first = slices.start.reduce((least, start) => Math.min(least, start), 0);
+  range.home = 0;
   const x = (time) => left + (time - range.low) / range.span * (main.size.width - left - 8);
 
   function light() {
@@ -138,11 +161,13 @@ function buildTimeline(root, data, page) {
   }
 
   function draw(context, width) {
-    left = width < 600 ? 88 : 110;
     context.font = "11px " + FONT;
+    const widest = Math.max(...slices.lanes.map((lane) => context.measureText(lane.name).width));
+    left = Math.ceil(Math.max(72, Math.min(widest + 22, width / 4)));
     context.textBaseline = "middle";
     drawRuler(context, width);
     drawPhases(context, width);
+    drawLayers(context, width);
     state.drawn = 0;
     for (const lane of slices.lanes) {
       context.fillStyle = palette.soft;
@@ -152,6 +177,11 @@ function buildTimeline(root, data, page) {
       for (const row of lane.rows) {
         context.fillStyle = palette.panel;
         context.fillRect(left, row.y, width - left - 8, ROW - 2);
+        const text = elsewhere(row);
+        if (text) {
+          context.fillStyle = palette.soft;
+          context.fillText(fit(context, text, width - left - 20), left + 6, row.y + ROW / 2 - 1);
+        }
       }
     }
     context.save();
@@ -162,6 +192,16 @@ function buildTimeline(root, data, page) {
     drawJoins(context);
     for (const place of [state.hover, state.chosen]) outline(context, place);
     context.restore();
+  }
+
+  // What a row without a slice in sight says.
+  function elsewhere(row) {
+    const count = row.places.length;
+    if (!count) return "nothing in this step";
+    const last = slices.end[row.places[count - 1]], first = slices.start[row.places[0]];
+    if (last <= range.low) return `← ${count.toLocaleString("en-US")} slices, the last ${seconds((range.low - last) * 1e-6)} before`;
+    if (first >= range.high) return `→ ${count.toLocaleString("en-US")} slices, the first ${seconds((first - range.high) * 1e-6)} later`;
+    return "";
   }
 
   function drawRuler(context, width) {
@@ -197,6 +237,28 @@ function buildTimeline(root, data, page) {
       const text = fit(context, phase.name, to - from - 10);
       if (text.length > 2) context.fillText(text, from + 5, RULER + PHASES / 2 - 1);
     }
+  }
+
+  function drawLayers(context, width) {
+    if (!spans.length) return;
+    const top = RULER + PHASES;
+    context.fillStyle = palette.soft;
+    context.textAlign = "right";
+    context.fillText("layer", left - 8, top + LAYERS / 2 - 2);
+    context.textAlign = "left";
+    spans.forEach((span, place) => {
+      const from = Math.max(x(span.start), left), to = Math.min(x(span.end), width - 8);
+      if (to - from < 1) return;
+      const chosen = app.state.module && app.isInside(span.path, app.state.module);
+      context.fillStyle = chosen ? palette.accent : palette.line;
+      context.globalAlpha = chosen ? 0.5 : place % 2 ? 0.55 : 1;
+      context.fillRect(from, top, Math.max(1, to - from - 1), LAYERS - 4);
+      context.globalAlpha = 1;
+      context.fillStyle = palette.text;
+      const parts = span.path.split(".");
+      const text = [parts.slice(-2).join("."), parts.at(-1)].find((each) => context.measureText(each).width < to - from - 6);
+      if (text) context.fillText(text, from + 4, top + LAYERS / 2 - 2);
+    });
   }
 
   function drawRow(context, row, width) {
@@ -241,7 +303,7 @@ function buildTimeline(root, data, page) {
       context.fillRect(begin, row.y, Math.max(1, end - begin - (wide > 4 ? 1 : 0)), ROW - 2);
       if (end - begin > 34) {
         context.fillStyle = inkOn(palette[names[place]]);
-        const text = fit(context, slices.text("name", place), end - begin - 8);
+        const text = fit(context, shortName(slices.text("name", place)), end - begin - 8);
         if (text.length > 2) context.fillText(text, Math.max(begin, left) + 4, row.y + ROW / 2 - 1);
       }
     }
@@ -322,8 +384,8 @@ function buildTimeline(root, data, page) {
     }
     context.strokeStyle = palette.accent;
     context.lineWidth = 2;
-    const from = left + range.low * scale;
-    context.strokeRect(from + 1, 1, Math.max(3, range.span * scale - 2), high - 2);
+    const from = left + Math.max(0, range.low) * scale, to = left + Math.max(0, range.high) * scale;
+    context.strokeRect(from + 1, 1, Math.max(3, to - from - 2), high - 2);
     context.fillStyle = palette.soft;
     context.font = "11px " + FONT;
     context.textBaseline = "middle";
@@ -370,6 +432,11 @@ function buildTimeline(root, data, page) {
   }
 
   function hover(event, time) {
+    const span = layerAt(event, time);
+    if (span) {
+      return showTip(event.clientX, event.clientY, [h("div", { class: "tip-head" }, span.path),
+        tipRow("takes", seconds((span.end - span.start) * 1e-6)), h("div", { class: "tip-more" }, "click to highlight it")]);
+    }
     const [place, count] = at(event, time);
     if (place !== state.hover) {
       state.hover = place;
@@ -440,6 +507,18 @@ function buildTimeline(root, data, page) {
     }
   }
 
+  function layerAt(event, time) {
+    const top = RULER + PHASES;
+    if (event.offsetX < left || event.offsetY < top || event.offsetY >= top + LAYERS) return null;
+    return spans.find((span) => span.start <= time && time < span.end) || null;
+  }
+
+  function click(event, time) {
+    const span = layerAt(event, time);
+    if (span) app.selectModule(app.state.module === span.path ? null : span.path);
+    else choose(at(event, time)[0]);
+  }
+
   steer(main.canvas, range, () => left, () => main.size.width - left - 8, {
     hover,
     leave: () => {
@@ -447,7 +526,7 @@ function buildTimeline(root, data, page) {
       hideTip();
       main.draw();
     },
-    click: (event, time) => choose(at(event, time)[0]),
+    click,
     keys: {
       n: () => nextExposed(1), p: () => nextExposed(-1), ",": () => neighbour(-1), ".": () => neighbour(1),
       ArrowUp: () => otherLane(-1), ArrowDown: () => otherLane(1), Escape: () => choose(-1),
@@ -490,7 +569,7 @@ function buildTimeline(root, data, page) {
   app.onModule(page, light);
   // For scripts that look at the page: what is drawn, and where.
   root.view = {
-    count: slices.count, exposed: slices.exposed.length, range, state, slices, choose,
+    count: slices.count, exposed: slices.exposed.length, range, state, slices, spans, choose, draw: main.drawNow,
     pixel: (place) => [x((slices.start[place] + slices.end[place]) / 2), slices.rows[slices.rowOf[place]].y + ROW / 2],
   };
   return {
@@ -514,6 +593,11 @@ function buildTimeline(root, data, page) {
       if (best >= 0) choose(best, true);
     },
   };
+}
+
+// On a slice: mm of aten.mm.default.
+function shortName(name) {
+  return name.replace(/^aten\./, "").replace(/\.default$/, "");
 }
 
 function legendOf(slices, names) {

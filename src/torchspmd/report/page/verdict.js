@@ -62,7 +62,7 @@ function causesTable(causes) {
 function buildAssumptions(root, data) {
   if (data.missing) return root.append(missing(data));
   if (data.rows.length) root.append(section("Figures that were used", table([
-    { key: "what", label: "what" }, { key: "value", label: "value" }, { key: "source", label: "source" },
+    { key: "what", label: "what" }, { key: "value", label: "value", class: "nowrap" }, { key: "source", label: "source" },
     { key: "error", label: "error", unit: "%", show: (value) => (typeof value === "number" ? `± ${percent(value)}` : value || "–") },
   ], data.rows)));
   for (const [title, list] of data.lists) {

@@ -1,5 +1,6 @@
 """Two results side by side: figures, communication by kind, and by module."""
 
+import shlex
 from collections import defaultdict
 from typing import Any
 
@@ -36,7 +37,10 @@ def comparison_page(document: Document, pages: list[Page], names: list[str]) -> 
         "opens": "compare",
         "pages": pages,
         "views": {
-            "verdict": _verdict(figures, kinds, modules),
+            "verdict": {
+                **_verdict(figures, kinds, modules),
+                "command": shlex.join(["torchspmd", "show", *names]),
+            },
             **{
                 view: missing(_OPEN)
                 for view in ("timeline", "memory", "modules", "mesh", "assumptions")
@@ -66,7 +70,6 @@ def _verdict(figures: list[Row], kinds: list[Row] | None, modules: list[Row]) ->
             for row in figures
         ],
         "notes": [],
-        "command": None,
     }
 
 

@@ -1,7 +1,6 @@
 """A ledger: what was sent, by module, kind and group; it has no times and no memory."""
 
 from collections import defaultdict
-from collections.abc import Mapping
 from typing import Any
 
 from torchspmd.comm import Group, Phase, format_bytes
@@ -197,22 +196,18 @@ def ledger_modules(document: Document) -> View:
 
 
 def ledger_mesh(document: Document, about: Document) -> View:
-    """The groups, with what was sent in them."""
+    """The groups, with what one rank sent in them."""
     if not document["groups"]:
         return missing("No group has sent anything, so there is no mesh to show.")
-    sent: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
-    for row in document["totals"]:
-        entry = sent[row["axis"]]
-        for place, name in enumerate(("count", "payload_bytes", "wire_bytes")):
-            entry[place] += row[name]
+    ranks = about.get("num_ranks", 1)
+    sent = _sent_by_group(document, ranks)
     groups = []
-    for group in document["groups"]:
-        label = _label(group, sent)
-        count, payload, wire = sent[label]
+    for place, group in enumerate(document["groups"]):
+        count, payload, wire = (round(value / ranks) for value in sent[place])
         groups.append(
             {
                 **group,
-                "axis": label,
+                "axis": _label(group),
                 "count": count,
                 "payload_bytes": payload,
                 "wire_bytes": wire,
@@ -228,12 +223,33 @@ def ledger_mesh(document: Document, about: Document) -> View:
     }
 
 
-def _label(group: Document, labels: Mapping[str, object]) -> str:
+def _sent_by_group(document: Document, ranks: int) -> list[list[int]]:
+    """Count, payload and wire bytes of each group.
+
+    Events tell them apart. Rows of totals know the axis only: groups of one axis that
+    several ranks used are alike, those of one rank share what the axis sent.
+    """
+    names = ("count", "payload_bytes", "wire_bytes")
+    sums = [[0, 0, 0] for _ in document["groups"]]
+    if ranks == 1 and not document.get("dropped_events"):
+        for event in document["events"]:
+            entry = sums[event["group"]]
+            for place, value in enumerate((1, *(event[name] for name in names[1:]))):
+                entry[place] += value
+        return sums
+    labels = [_label(group) for group in document["groups"]]
+    for row in document["totals"]:
+        places = [place for place, label in enumerate(labels) if label == row["axis"]]
+        for place in places:
+            for which, name in enumerate(names):
+                share = row[name] if ranks > 1 else row[name] // len(places)
+                sums[place][which] += share
+    return sums
+
+
+def _label(group: Document) -> str:
     """What the rows call a group: its axis, else its ranks as text."""
-    if group["axis"] is not None:
-        return str(group["axis"])
-    text = Group(group["name"], tuple(group["ranks"])).label
-    return text if text in labels else str(group["name"])
+    return Group(group["name"], tuple(group["ranks"]), group["axis"]).label
 
 
 def note_lines(document: Document) -> list[str]:

@@ -128,9 +128,9 @@ def _figures(document: Document) -> list[dict[str, Any]]:
     exposed = document.get("exposed_seconds")
     groups = (document.get("mesh") or {}).get("groups") or []
     note = None if error is None else f"± {100 * error:.0f} % expected"
-    share = f"{100 * exposed / step:.0f} % of the step" if step and exposed else None
+    share = f"{100 * exposed / step:.1f} % of the step" if step and exposed else None
     figures = [
-        figure("step", step, "s", note if step else "the script made no step"),
+        figure("step", step, "s", note if step else _no_step(document)),
         figure("MFU", document.get("mfu"), "%"),
         figure("exposed communication", exposed, "s", share),
         figure("peak, allocated", memory.get("allocated_peak_bytes"), "B"),
@@ -140,6 +140,10 @@ def _figures(document: Document) -> list[dict[str, Any]]:
     if sent and None not in sent:
         figures.append(figure("sent by the rank", sum(sent), "B"))
     return figures
+
+
+def _no_step(document: Document) -> str:
+    return "no time was predicted" if document.get("steps") else "the script made none"
 
 
 def _step(document: Document) -> View | None:
@@ -175,7 +179,7 @@ def _ms(seconds: float) -> str:
 
 def _causes(document: Document) -> View | None:
     exposed = document.get("exposed")
-    if exposed is None:
+    if exposed is None or (not exposed and not document.get("step_seconds")):
         return None
     grouped = _by_layers(exposed)
     rows = grouped[:_MOST]
@@ -232,7 +236,7 @@ def _timeline(document: Document) -> View:
     timeline = document.get("timeline")
     if timeline is None:
         why = "The prediction was made without a timeline."
-        return missing(why, _without(document, "--no-timeline"))
+        return missing(why, _command(document))
     if not timeline["start"]:
         return missing("The script made no step, so there is no timeline.", PREDICT)
     causes = [
@@ -243,16 +247,19 @@ def _timeline(document: Document) -> View:
     return {**timeline, "causes": causes}
 
 
-def _without(document: Document, option: str) -> str:
-    command = document.get("command")
-    return str(command).replace(f" {option}", "") if command else PREDICT
+def _command(document: Document) -> str:
+    """That gives what this prediction left out."""
+    command = str(document.get("command") or PREDICT)
+    for option in (" --no-timeline", " --brief"):
+        command = command.replace(option, "")
+    return command
 
 
 def _memory(document: Document) -> View:
     memory = document.get("memory")
     if not memory:
         return missing("The prediction has no memory account.", PREDICT)
-    why = "The prediction has the peaks, but not the curve over the run."
+    why = "The prediction was kept with its peaks, but without the curve over the run."
     return {**memory, "no_curve": None if memory.get("curve") else why}
 
 
@@ -260,7 +267,9 @@ def prediction_modules(document: Document) -> View:
     """Every module with its figures; those of the communication by axis."""
     modules = document["modules"]
     if not modules:
-        return missing("The prediction has no modules.", PREDICT)
+        return missing(
+            "The prediction was kept without its modules.", _command(document)
+        )
     axes = list(dict.fromkeys(a for m in modules for a in m.get("bytes_by_axis") or {}))
     figures = [
         (key, label, unit)

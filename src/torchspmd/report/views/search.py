@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from torchspmd.comm import format_bytes
 from torchspmd.report.views.parts import (
     Document,
     Page,
@@ -14,14 +15,17 @@ from torchspmd.report.views.parts import (
 from torchspmd.report.views.prediction import prediction_page
 
 _OPEN = "A search has one for each candidate: open one in Compare, or choose it above."
+_NONE = (
+    "The search kept no prediction of its candidates; predict the one you want to see."
+)
+_FIGURES = ("mfu", "exposed_seconds", "work_per_second", "pareto")
 
 
 def search_page(document: Document) -> Page:
     """The page of what ``torchspmd search`` tried; a page inside for each candidate."""
+    unit = document.get("unit") or "item"
     candidates: list[dict[str, Any]] = []
     pages: list[Page] = []
-    front = pareto_front(document["candidates"])
-    best = _best(document["candidates"])
     for place, each in enumerate(document["candidates"]):
         name = candidate_name(each)
         page = None
@@ -30,35 +34,40 @@ def search_page(document: Document) -> Page:
             pages.append({**prediction_page(each["prediction"]), "name": name})
         candidates.append(
             {
-                **{key: value for key, value in each.items() if key != "prediction"},
+                **{key: each.get(key) for key in _FIGURES},
+                "values": each["values"],
+                "fits": each["fits"] or "failed",
+                "step_seconds": each.get("step_seconds"),
+                "seconds": _seconds(each),
+                "peak_bytes": each.get("device_peak_bytes"),
+                "why_not": _why_not(each, document),
                 "name": name,
                 "place": place,
                 "page": page,
-                "front": place in front,
-                "best": place == best,
+                "best": document.get("best") == each["values"],
             }
         )
-    gpu = document.get("gpu")
-    parts = [plural(len(candidates), "candidate")]
-    if document.get("world_size"):
-        parts.append(plural(document["world_size"], "rank"))
+    rated = any(each["work_per_second"] for each in candidates)
+    lacks = missing(_OPEN if pages else _NONE, None if pages else _predict(document))
     return {
         "kind": "search",
         "title": document.get("script") or "Search",
-        "subtitle": " · ".join([*parts, *([str(gpu)] if gpu else [])]),
+        "subtitle": " · ".join(_subtitle(document, len(candidates))),
         "whole": "the whole search",
         "opens": "compare",
         "pages": pages,
         "views": {
-            "verdict": _verdict(document, candidates, best),
+            "verdict": _verdict(document, candidates),
             "timeline": missing(
                 "Candidates of a search are kept without their timelines; predict the one "
                 "that you want to see.",
-                _predict(document, candidates, best),
+                _predict(document),
             ),
-            **{view: missing(_OPEN) for view in ("memory", "modules", "mesh")},
+            **dict.fromkeys(("memory", "modules", "mesh"), lacks),
             "compare": {
                 "candidates": candidates,
+                "time": f"time of one {unit}" if rated else "step time",
+                "unit": unit,
                 "device_bytes": document.get("device_bytes"),
             },
             "assumptions": _assumptions(document),
@@ -69,73 +78,48 @@ def search_page(document: Document) -> Page:
 def candidate_name(candidate: Document) -> str:
     """Its arguments as text.
 
-    >>> candidate_name({"arguments": {"tp": 8, "ac": "none"}})
+    >>> candidate_name({"values": {"tp": 8, "ac": "none"}})
     'tp=8 ac=none'
     """
-    return " ".join(f"{key}={value}" for key, value in candidate["arguments"].items())
+    return " ".join(f"{key}={value}" for key, value in candidate["values"].items())
 
 
-def pareto_front(candidates: list[dict[str, Any]]) -> set[int]:
-    """Places of those that fit and that no other one beats in time and in memory."""
-    known = [
-        (each["step_seconds"], each["peak_bytes"], place)
-        for place, each in enumerate(candidates)
-        if each["fits"] != "no"
-        and each.get("step_seconds") is not None
-        and each.get("peak_bytes") is not None
-    ]
-    front, least = set(), None
-    for _, peak, place in sorted(known):
-        if least is None or peak < least:
-            front.add(place)
-            least = peak
-    return front
+def _seconds(candidate: Document) -> float | None:
+    """By which candidates are compared: for a unit of work, else for a step."""
+    rate = candidate.get("work_per_second")
+    if rate:
+        return float(1 / rate)
+    seconds = candidate.get("step_seconds")
+    return None if seconds is None else float(seconds)
 
 
-def _best(candidates: list[dict[str, Any]]) -> int | None:
-    """The fastest that fits; one at risk only where none does."""
-    for fits in ("yes", "at risk"):
-        known = [
-            (each["step_seconds"], place)
-            for place, each in enumerate(candidates)
-            if each["fits"] == fits and each.get("step_seconds") is not None
-        ]
-        if known:
-            return min(known)[1]
-    return None
+def _why_not(candidate: Document, document: Document) -> str | None:
+    if candidate.get("problem"):
+        return str(candidate["problem"])
+    peak, has = candidate.get("device_peak_bytes"), document.get("device_bytes")
+    if candidate["fits"] == "yes" or peak is None:
+        return None
+    return f"needs {format_bytes(peak)}" + (f" of {format_bytes(has)}" if has else "")
 
 
-def _verdict(
-    document: Document, candidates: list[dict[str, Any]], best: int | None
-) -> View:
+def _subtitle(document: Document, count: int) -> list[str]:
+    parts = [plural(count, "candidate")]
+    if document.get("world_size"):
+        parts.append(plural(document["world_size"], "rank"))
+    return [*parts, str(document["gpu"])] if document.get("gpu") else parts
+
+
+def _verdict(document: Document, candidates: list[dict[str, Any]]) -> View:
     fitting = [each for each in candidates if each["fits"] == "yes"]
-    found = None if best is None else candidates[best]
-    nearest = min(
-        (each for each in candidates if each.get("peak_bytes")),
-        key=lambda each: int(each["peak_bytes"]),
-        default=None,
-    )
-    if found is not None:
-        answer = {
-            "text": found["name"],
-            "tone": "good" if found["fits"] == "yes" else "warn",
-            "detail": "is the fastest candidate that fits"
-            if found["fits"] == "yes"
-            else "is the fastest candidate; its memory is at risk",
-        }
-    else:
-        closest = f"; the smallest is {nearest['name']}" if nearest else ""
-        answer = {
-            "text": "No candidate fits",
-            "tone": "bad",
-            "detail": f"{plural(len(candidates), 'candidate')} were tried{closest}",
-        }
+    found = next((each for each in candidates if each["best"]), None)
+    unit = document.get("unit") or "item"
     return {
-        "answer": answer,
+        "answer": _answer(candidates, found),
         "figures": [
             figure("step", found and found["step_seconds"], "s"),
+            figure(f"{unit}s a second", found and found["work_per_second"], "short"),
             figure("peak", found and found["peak_bytes"], "B"),
-            figure("MFU", found and found.get("mfu"), "%"),
+            figure("MFU", found and found["mfu"], "%"),
             figure("candidates", len(candidates)),
             figure("that fit", len(fitting)),
         ],
@@ -144,13 +128,14 @@ def _verdict(
             "none": "No candidate fits.",
             "columns": [
                 column("name", "candidate"),
-                column("step_seconds", "step", "s", bar=True),
+                column("seconds", f"one {unit}", "s", bar=True),
+                column("step_seconds", "step", "s"),
                 column("peak_bytes", "peak", "B", bar=True),
                 column("fits", "fits"),
             ],
             "rows": sorted(
-                (each for each in candidates if each["front"]),
-                key=lambda each: float(each["step_seconds"]),
+                (each for each in candidates if each["pareto"]),
+                key=lambda each: float(each["seconds"] or 0),
             ),
         },
         "notes": [],
@@ -158,11 +143,35 @@ def _verdict(
     }
 
 
-def _predict(
-    document: Document, candidates: list[dict[str, Any]], best: int | None
-) -> str:
-    if best is not None and candidates[best].get("command"):
-        return str(candidates[best]["command"])
+def _answer(
+    candidates: list[dict[str, Any]], found: dict[str, Any] | None
+) -> dict[str, str]:
+    if found is not None:
+        sure = found["fits"] == "yes"
+        more = "" if sure else "; its memory is at risk"
+        return {
+            "text": found["name"],
+            "tone": "good" if sure else "warn",
+            "detail": f"is the fastest candidate that fits{more}",
+        }
+    nearest = min(
+        (each for each in candidates if each["peak_bytes"]),
+        key=lambda each: int(each["peak_bytes"]),
+        default=None,
+    )
+    closest = f"; the smallest is {nearest['name']}" if nearest else ""
+    return {
+        "text": "No candidate fits",
+        "tone": "bad",
+        "detail": f"{plural(len(candidates), 'candidate')} were tried{closest}",
+    }
+
+
+def _predict(document: Document) -> str:
+    best = document.get("best")
+    for each in document["candidates"]:
+        if each.get("command") and (best is None or each["values"] == best):
+            return str(each["command"])
     return f"torchspmd predict {document.get('script') or 'train.py'} --html page.html"
 
 

@@ -8,6 +8,7 @@ the signature; the fast path decides nothing but "all is as it was".
 """
 
 import weakref
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from operator import attrgetter, is_
 from typing import Any, Generic, Protocol, TypeVar, final
@@ -39,6 +40,7 @@ class Guarded(Protocol):
     """What is kept for a call: a program."""
 
     number: int
+    size_symbols: tuple[tuple[Any, int, int], ...]
 
     def accepts(self, inventory: Inventory) -> bool:
         """Whether the numbers of a call fit what was assumed about them."""
@@ -56,7 +58,14 @@ class GuardCache(Generic[Kept]):
 
     def add(self, inventory: Inventory, program: Kept) -> None:
         """Remember a call before it is run."""
-        self._calls[program.number] = Unchanged(inventory), program
+        dims: dict[int, set[int]] = {}
+        for _, slot, dim in program.size_symbols:
+            dims.setdefault(slot, set()).add(dim)
+        self._calls[program.number] = Unchanged(inventory, dims), program
+
+    def drop(self, program: Kept) -> None:
+        """Forget a program."""
+        self._calls.pop(program.number, None)
 
     def find(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -79,8 +88,13 @@ class Unchanged:
     Modules and optimizers are held weakly: when one of them goes, all of this goes.
     """
 
-    def __init__(self, inventory: Inventory) -> None:
+    def __init__(
+        self,
+        inventory: Inventory,
+        any_sizes: Mapping[int, Collection[int]] | None = None,
+    ) -> None:
         self._is_usable = _has_simple_inputs(inventory)
+        self._any_sizes = any_sizes or {}  # of inputs, by slot: the dims of any size
         self._ambient = tuple(ambient_facts())
         self._keep_arguments(inventory)
         self._keep_tensors(inventory)
@@ -150,8 +164,17 @@ class Unchanged:
             if slot.role is Role.PARAMETER
         ]
         self._passing_forms = {
-            place: _forms([inventory.slots[place].tensor]) for place in passing
+            place: self._form(place, inventory.slots[place].tensor) for place in passing
         }
+
+    def _form(self, place: int, tensor: torch.Tensor) -> Any:
+        """All that is guarded about an input or a gradient."""
+        dims = self._any_sizes.get(place)
+        if dims is None:
+            return _forms([tensor])
+        shape = [n for dim, n in enumerate(tensor.shape) if dim not in dims]
+        form = _form(tensor)[1:]
+        return type(tensor), tensor.ndim, shape, form, tensor.is_contiguous()
 
     def _forget(self, _: Any) -> None:
         self._is_usable = False
@@ -228,7 +251,7 @@ class Unchanged:
         for place, tensor in passing.items():
             if not isinstance(tensor, torch.Tensor):
                 return None
-            if _forms([tensor]) != self._passing_forms[place]:
+            if self._form(place, tensor) != self._passing_forms[place]:
                 return None
             slots[place] = Slot(*self._names[place], tensor)
         return slots

@@ -79,10 +79,15 @@ def describe_unguarded(inventory: Inventory, limit: int = 8) -> tuple[str, ...]:
     )
 
 
-def check_iterators(inventory: Inventory) -> None:
-    """Refuse what gives another value whenever a step asks, and shows no state."""
-    names = list(walk_data(inventory).iterators.values())
-    if names:
+def check_reached(inventory: Inventory) -> None:
+    """Refuse what a step can reach and a graph cannot follow."""
+    walk = walk_data(inventory)
+    if names := list(walk.scalers.values()):
+        raise CaptureError(
+            f"compile: {', '.join(names)}: a GradScaler that is in no argument. Its scale "
+            "would be that of the capture for ever. Pass it to the step as an argument."
+        )
+    if names := list(walk.iterators.values()):
         raise CaptureError(
             f"compile: {', '.join(names)}: an iterator that the step can reach. A captured "
             "step would take from it once, while it is captured, and use that value for "
@@ -172,7 +177,8 @@ class TensorFact(tuple[Any, ...]):
     def __str__(self) -> str:
         shape, dtype, stride, device, requires_grad, role, layout = self
         text = f"{role} {str(dtype).removeprefix('torch.')}{list(shape)}"
-        text += f" strides {list(stride)} on {device}"
+        strides = list(stride) if isinstance(stride, tuple) else stride
+        text += f" strides {strides} on {device}"
         text += "" if requires_grad else " without gradient"
         return text + (f" {layout}" if layout else "")
 

@@ -225,13 +225,40 @@ def _check_module(argument: str, module: nn.Module) -> None:
             "reduces gradients by itself, outside of the graph. Pass the plain module: "
             "compile reduces them, see parallel_mode."
         )
+    full = [name for each in module.parameters() if (name := full_name(each))]
+    if full:
+        raise CaptureError(
+            f"compile: {full[0]} of argument {argument} is gathered for a while, by "
+            "full_parameters(). Call the step after the block."
+        )
     for path, child in module.named_modules():
+        if _torch.is_compiled_module(child):
+            raise CaptureError(
+                f"compile: {path or 'the module itself'} of argument {argument} is made by "
+                "torch.compile, whose code has operators of its own and cannot be "
+                "captured. Pass the module that it was made from (its _orig_mod; instead "
+                "of module.compile(), leave it as it is): backend='inductor' compiles the "
+                "whole step."
+            )
         if isinstance(child, torch.jit.ScriptModule):
             raise CaptureError(
                 f"compile: {path or 'the module itself'} of argument {argument} is made by "
                 "torch.jit, whose code runs outside of Python and cannot be captured. Pass "
                 "the Python module that it was made from; compile makes a graph of that."
             )
+
+
+_FULL = "_torchspmd_full"
+
+
+def mark_full(parameter: torch.Tensor, name: str) -> None:
+    """Note that a parameter is a gathered copy, which is thrown away soon."""
+    vars(parameter).setdefault(_FULL, name)
+
+
+def full_name(parameter: torch.Tensor) -> str:
+    """The name of a gathered copy; empty for other parameters."""
+    return str(vars(parameter).get(_FULL, ""))
 
 
 def _add_optimizer(

@@ -161,6 +161,14 @@ _BY_TEXT = (
         "norm of nothing.\nUse torchspmd.clip_grad_norm_ instead of "
         "torch.nn.utils.clip_grad_norm_.",
     ),
+    (
+        "Expected inputs of BF16 type",
+        "a grouped product of experts in another dtype than bfloat16",
+        "Torch has no form of it for tensors without values in other dtypes.\nGive a model "
+        "of transformers experts_implementation='batched_mm' (an argument of "
+        "from_pretrained and from_config; set_experts_implementation() of the model), or "
+        "compute in bfloat16.",
+    ),
     ("SparseTensorImpl", "an operator makes a sparse gradient", _SPARSE_FIX),
     ("by strided tensors", "an operator makes a sparse gradient", _SPARSE_FIX),
 )

@@ -11,10 +11,12 @@ from torch import fx
 
 from torchspmd import _torch
 from torchspmd.comm import Phase
+from torchspmd.errors import CaptureError
+from torchspmd.step.capture.dynamic import Sizes
 from torchspmd.step.capture.functionalize import clean, make_functional
-from torchspmd.step.capture.guards import check_iterators, describe_unguarded
+from torchspmd.step.capture.guards import check_reached, describe_unguarded
 from torchspmd.step.capture.host_values import HostValues, Reads
-from torchspmd.step.capture.inventory import Inventory, Number
+from torchspmd.step.capture.inventory import Inventory, Number, Role, Slot
 from torchspmd.step.capture.micro_batches import join_reductions
 from torchspmd.step.capture.optimizers import installed_optimizers
 from torchspmd.step.capture.outputs import (
@@ -65,6 +67,7 @@ from torchspmd.step.capture.trace_modes import (
     RefuseFunctions,
     fake_for_transformers,
 )
+from torchspmd.step.graph.collectives import events_of
 from torchspmd.step.graph.memory import ROLE_KEY
 from torchspmd.step.graph.metadata import OwnerLog, mark_guarded, set_roles
 from torchspmd.step.progress import phase
@@ -84,6 +87,7 @@ class Captured:
         values: A checksum of each tensor that must be equal along the data axis.
         memory: What no two tensors of a call may share.
         notes: What else there is to say about it, a line each.
+        sizes: The symbol of each size that may change, with the slot and the dim.
     """
 
     graph: fx.GraphModule
@@ -95,6 +99,7 @@ class Captured:
     values: tuple[str, ...]
     memory: SharedMemory
     notes: tuple[str, ...]
+    sizes: tuple[tuple[Any, int, int], ...]
 
 
 def capture(
@@ -104,6 +109,7 @@ def capture(
     spread: Spread,
     *,
     compare_values: bool,
+    sizes: Sizes | None = None,
 ) -> Captured:
     """Trace a step once, without running it, and make its graph functional.
 
@@ -113,15 +119,16 @@ def capture(
         inventory: What the step works on.
         spread: How it is spread over ranks.
         compare_values: Take checksums of the parameters that ranks must hold alike.
+        sizes: Sizes of tensor arguments that become symbols of the graph.
     """
     check_layouts(spread, inventory.slots)
     check_memory(inventory)
-    check_iterators(inventory)
+    check_reached(inventory)
     relayout = spread.lay_out(inventory)
     if relayout is not None:
         inventory = relayout.inventory
     other_axes = find_other_axes(inventory.slots, spread.mesh)
-    inputs = _fake_inputs(inventory)
+    inputs = _fake_inputs(inventory, sizes)
 
     traced = _trace(function, name, inventory, spread, inputs)
     spread.check(traced.graph)
@@ -131,6 +138,13 @@ def capture(
         check_inner_gradients(traced.graph.graph, spread.mesh, trained)
 
     graph = _make_functional(name, traced, inputs)
+    symbolic = _symbolic_sizes(inputs, sizes, inventory)
+    assumptions = inputs.world.assumptions()
+    if symbolic:
+        assumptions += inputs.world.ranges(symbol for symbol, _, _ in symbolic)
+        places = graph.graph.find_nodes(op="placeholder")
+        by_symbol = {symbol: (places[slot], dim) for symbol, slot, dim in symbolic}
+        _torch.sizes_from_inputs(graph.graph, by_symbol)
     outputs = drop_unchanged(graph, traced.outputs)
     clean(graph)
     with phase("mode"):
@@ -143,7 +157,6 @@ def capture(
             f"{num_joined} reductions of micro-batches joined with those of later ones",
         )
 
-    assumptions = inputs.world.assumptions()
     reads = traced.reads.kept_for(assumptions)
     _describe(graph, outputs, inventory, reads)
     values: tuple[str, ...] = ()
@@ -154,7 +167,69 @@ def capture(
     symbols = tuple(map(_torch.symbol_of, inputs.numbers))
     memory = _shared_memory(inventory, graph, outputs)
     return Captured(
-        graph, outputs, symbols, assumptions, reads, relayout, values, memory, notes
+        graph,
+        outputs,
+        symbols,
+        assumptions,
+        reads,
+        relayout,
+        values,
+        memory,
+        notes,
+        symbolic,
+    )
+
+
+def assumes_other_sizes(captured: Captured, inventory: Inventory) -> bool:
+    """Whether a step does something else for the sizes that it was traced with."""
+    sizes = {
+        symbol: int(inventory.slots[slot].tensor.shape[dim])
+        for symbol, slot, dim in captured.sizes
+    }
+    return not all(
+        _torch.holds(assumption, sizes)
+        for assumption in captured.assumptions
+        if assumption.free_symbols <= sizes.keys()
+    )
+
+
+def check_sizes(graph: fx.GraphModule, flat: list[Any]) -> None:
+    """Raise where a graph does not run on other sizes than it was traced with.
+
+    It is run on tensors without values; what it sends must not depend on sizes.
+    """
+    shapes = _torch.propagate_shapes(graph, flat)
+    for node, event in events_of(graph.graph):
+        known = _torch.shapes_of(node.meta.get("val"))
+        if shapes[node] != known:
+            raise CaptureError(
+                f"{event.kind.value} sends {known} for one size and {shapes[node]} for "
+                "another"
+            )
+
+
+def _symbolic_sizes(
+    inputs: "_Inputs", sizes: Sizes | None, inventory: Inventory
+) -> tuple[tuple[Any, int, int], ...]:
+    """The symbol of each size that may change, with its slot and dim."""
+    if sizes is None:
+        return ()
+    taken = [
+        f"{each.name}.shape[{dim}]"
+        for slot, each in enumerate(inventory.slots)
+        if each.role is Role.INPUT
+        for dim in sorted(sizes.dims.get(each.name, ()))
+        if not _torch.is_symbol(inputs.tensors[slot].shape[dim])
+    ]
+    if taken:
+        raise CaptureError(
+            f"the step needs {', '.join(taken)} as a number, as for a loop or a text"
+        )
+    return tuple(
+        (_torch.symbol_of(inputs.tensors[slot].shape[dim]), slot, dim)
+        for slot, each in enumerate(inventory.slots)
+        if each.role is Role.INPUT
+        for dim in sorted(sizes.dims.get(each.name, ()))
     )
 
 
@@ -184,10 +259,20 @@ class _Inputs:
         return [*self.tensors, *self.numbers]
 
 
-def _fake_inputs(inventory: Inventory) -> _Inputs:
+def _fake_inputs(inventory: Inventory, sizes: Sizes | None) -> _Inputs:
     world = _torch.FakeWorld()
-    tensors = [world.fake(_torch.plain_tensor(slot.tensor)) for slot in inventory.slots]
+    tensors = [_fake_tensor(world, slot, sizes) for slot in inventory.slots]
     return _Inputs(world, tensors, [_fake_number(world, n) for n in inventory.numbers])
+
+
+def _fake_tensor(
+    world: _torch.FakeWorld, slot: Slot, sizes: Sizes | None
+) -> torch.Tensor:
+    plain = _torch.plain_tensor(slot.tensor)
+    if sizes is None or slot.role is not Role.INPUT or slot.name not in sizes.dims:
+        return world.fake(plain)
+    dims = sizes.dims.get(slot.name, frozenset())
+    return world.fake_batch(plain, slot.name, sizes.shapes[slot.name], dims)
 
 
 def _fake_number(world: _torch.FakeWorld, number: Number) -> Any:

@@ -16,6 +16,7 @@ from torchspmd.step.capture.refusals import (
     calling_line,
     noting_refusals,
     printing_line,
+    runs_for_user,
 )
 
 
@@ -84,6 +85,57 @@ _REFUSED: dict[Any, Callable[[], None]] = {
 }
 
 
+# ----------------------------------------------------------------------------
+# Functions of torch whose kernel looks at a value without need: for a warning, or to add a
+# number instead of a tensor.
+
+
+def _cov(x: torch.Tensor, *, correction: int = 1, **weights: Any) -> torch.Tensor:
+    if any(weight is not None for weight in weights.values()):
+        raise CaptureError(
+            "compile: torch.cov with weights checks their values, which a graph does not "
+            f"have before it runs\n\n  * {calling_line()}\n\nMultiply by the weights in "
+            "the step itself."
+        )
+    rows = x.reshape(1, -1) if x.ndim < 2 else x
+    count = rows.shape[1]
+    apart = rows - rows.mean(1, keepdim=True)
+    return (apart @ apart.T.conj() / max(count - correction, 0)).squeeze()
+
+
+def _corrcoef(x: torch.Tensor) -> torch.Tensor:
+    cov = _cov(x)
+    if cov.ndim == 0:
+        return cov / cov
+    spread = (cov.diag().real if cov.is_complex() else cov.diag()).sqrt()
+    scaled = cov / spread[:, None] / spread[None, :]
+    return scaled if scaled.is_complex() else scaled.clip(-1, 1)
+
+
+def _each(name: str) -> Callable[..., Any]:
+    def run(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        made = [getattr(tensor, name)(*args, **kwargs) for tensor in tensors]
+        return None if name.endswith("_") else made
+
+    return run
+
+
+_IN_PARTS: dict[Any, Callable[..., Any]] = {
+    torch.cov: _cov,
+    torch.Tensor.cov: _cov,
+    torch.corrcoef: _corrcoef,
+    torch.Tensor.corrcoef: _corrcoef,
+}
+_ON_LISTS = {
+    _torch.on_lists(name): _each(name)
+    for name in ("add", "add_", "mul", "mul_", "div", "div_")
+}
+
+
+def _is_by_tensor(tensors: Any, other: Any = None, *rest: Any, **kwargs: Any) -> bool:
+    return isinstance(other, torch.Tensor)
+
+
 @final
 class RefuseFunctions(FunctionMode):
     """Refuses functions of torch that would happen once, at capture, or be lost.
@@ -98,11 +150,14 @@ class RefuseFunctions(FunctionMode):
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Refuse a function of the table, or run it."""
-        refuse = _REFUSED.get(func)
+        refuse, in_parts = _REFUSED.get(func), _IN_PARTS.get(func)
+        if func in _ON_LISTS and _is_by_tensor(*args, **kwargs):
+            # Torch's optimizers count so, by a number that is known.
+            in_parts = _ON_LISTS[func] if runs_for_user(sys._getframe(2)) else None
         with noting_refusals(self._refused):
             if refuse is not None:
                 refuse()
-            return func(*args, **kwargs)
+            return (in_parts or func)(*args, **kwargs)
 
 
 # ----------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from typing import Any, final
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from torchspmd.step.capture.code import is_users_function
@@ -93,6 +94,7 @@ class Walk:
         functions: User functions that were found, by identity, with a name for each.
         generators: Random generators of torch, by identity.
         iterators: What gives another value whenever it is asked, by name.
+        scalers: Gradient scalers that are in no argument, by name.
         beyond: What was not looked at.
     """
 
@@ -107,6 +109,7 @@ class Walk:
         self.functions: dict[int, tuple[str, FunctionType]] = {}
         self.generators: dict[int, torch.Generator] = {}
         self.iterators: dict[int, str] = {}
+        self.scalers: dict[int, str] = {}
         self.beyond: list[str] = []
 
     def begin(self) -> None:
@@ -199,6 +202,8 @@ class Walk:
             self.generators[id(value)] = value
         if _is_iterator(value):
             self.iterators.setdefault(id(value), name)
+        if isinstance(value, GradScaler) and value.is_enabled():
+            self.scalers.setdefault(id(value), name)
         if any(each.__module__ == "numpy" for each in kind.__mro__):
             return self._array(name, value)
         is_module = isinstance(value, nn.Module)

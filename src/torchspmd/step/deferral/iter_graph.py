@@ -142,10 +142,14 @@ def _stale(nodes: Sequence[fx.Node], target: fx.Node, place: fx.Node) -> str:
 
 
 def deferral_facts(graph: fx.Graph) -> tuple[str, ...]:
-    """What a graph leaves for the next iteration, a line for each region."""
+    """What a graph leaves for the next iteration, a line for each region.
+
+    Without names of nodes, which count all nodes of a graph, also those that compute sizes.
+    """
     regions = graph.regions if isinstance(graph, IterGraph) else ()
+    targets = {node.name: str(node.target) for node in graph.nodes}
     return tuple(
-        f"{len(region.nodes)} nodes from {region.nodes[0]} on run in the next step, before "
-        f"{region.before}"
+        f"{len(region.nodes)} nodes from {targets.get(str(region.nodes[0]))} on run in the "
+        f"next step, before {targets.get(str(region.before))}"
         for region in regions
     )

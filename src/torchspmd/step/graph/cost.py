@@ -139,6 +139,8 @@ def computes(node: fx.Node) -> bool:
     operator = node.target
     if node.op != "call_function" or not isinstance(operator, _torch.OpOverload):
         return False
+    if operator is torch.ops.aten.sym_size.int:  # a look at a size
+        return False
     return not operator.is_view and not _torch.packet_name(operator).startswith("_c10d")
 
 

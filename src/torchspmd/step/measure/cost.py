@@ -96,6 +96,11 @@ def _check(
         place = torch.device(device)
     except (RuntimeError, TypeError):
         problems.append(f"device={device!r}: pass a device, such as 'cpu' or 'cuda'")
+    if place.type == "cuda" and not torch.cuda.is_available():
+        problems.append(
+            f"device={device!r}: this process has no CUDA device (torch.cuda."
+            "is_available() is False); measure where the model trains, or give a CostModel"
+        )
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         problems.append(f"dtype={dtype!r}: pass a floating-point dtype of torch")
     if group is not None and not isinstance(group, dist.ProcessGroup):

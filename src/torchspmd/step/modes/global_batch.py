@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
 from torchspmd.step.capture.inventory import Role, Slot
+from torchspmd.step.capture.refusals import RefusalError
 from torchspmd.step.capture.spread import Spread
 from torchspmd.step.capture.trace_modes import FunctionMode
 from torchspmd.step.modes.global_batch_ops import (
@@ -84,6 +85,7 @@ class GlobalBatch(Spread):
         functions = _GlobalBatchFunctions()
         with (
             implicit_replication(),
+            _torch.layouts_by_value(),
             GlobalBatchOperators(),
             functions,
             _torch.backward_under(functions),
@@ -203,9 +205,28 @@ def _pooled(pool: Callable[..., torch.Tensor], x: torch.Tensor, size: Any) -> An
     return pool(x.contiguous(), size)
 
 
+def _recurrent(layers: Callable[..., Any], x: torch.Tensor, *args: Any) -> Any:
+    """Recurrent layers as torch writes them out: its kernels have no sharding rules."""
+    if len(args) < _NUM_OPTIONS:  # of packed sequences, whose lengths differ by row
+        raise RefusalError(
+            "a recurrent layer on a packed sequence",
+            "Each rank would have steps of other ranks' rows.\nPass padded sequences, or "
+            "compute on each rank's own batch with parallel='replicate'.",
+        )
+    *others, rows_first = args
+    with _torch.without_rnn_kernels():
+        made, *states = layers(x.transpose(0, 1) if rows_first else x, *others, False)
+    return (made.transpose(0, 1) if rows_first else made, *states)
+
+
+_NUM_OPTIONS = (
+    8  # states, weights, bias, layers, dropout, training, both ways, rows first
+)
+_RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 _POOLS = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
 _OWN: dict[Callable[..., Any], Callable[..., torch.Tensor]] = {
     **{pool: functools.partial(_pooled, pool) for pool in _POOLS},
+    **{layers: functools.partial(_recurrent, layers) for layers in _RECURRENT},
     F.batch_norm: batch_norm,
     F.instance_norm: instance_norm,
     F.dropout: dropout,

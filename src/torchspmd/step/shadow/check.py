@@ -288,10 +288,10 @@ class Shadow:
         if self._draws_differ(call):
             text = " is in another state than after the eager step"
             outcome.differences.append(Difference("random generator", "", text))
-        own = own_rows(call.spread)
-        compare_returned(eager.returned, result, call.rounding, outcome, own)
+        own, rounding = own_rows(call.spread), call.rounding
+        compare_returned(eager.returned, result, rounding, outcome, own)
         values = [each for each in eager.values if not (is_pending and each.is_late)]
-        compare_values(values, call.rounding, outcome)
+        compare_values(values, rounding, outcome)
 
     def _draws_differ(self, call: _Call) -> bool:
         now = call.generators.states()
@@ -346,7 +346,11 @@ class Shadow:
         if isinstance(spread, GlobalBatch) and draws(program.graph):
             state = str(torch.default_generator.get_state().sum().item())
         ranks = sorted({dist.get_rank(), *peers_of(program.graph)})
-        texts = self._exchange(json.dumps([why, state]), ranks, "begin")
+        try:
+            texts = self._exchange(json.dumps([why, state]), ranks, "begin")
+        except _GivenUpError as error:
+            self._give_up(str(error))
+            return str(error)
         found = {rank: json.loads(text) for rank, text in texts.items()}
         for rank, (reason, _) in sorted(found.items()):
             if reason:
@@ -368,7 +372,13 @@ class Shadow:
         if len(ranks) > 1:
             sums = checksum_parameters(call.inventory, call.spread)
             text = json.dumps([told.void, told.first, *sums])
-            texts = self._exchange(text, ranks, "end")
+            try:
+                texts = self._exchange(text, ranks, "end")
+            except _GivenUpError as error:
+                if found:
+                    raise ShadowError(self._describe(call, found, {})) from None
+                self._give_up(str(error))
+                return
             all_told = {rank: _Told(*json.loads(t)) for rank, t in texts.items()}
         void = [each.void for each in all_told.values() if each.void]
         if void:  # what others found may follow from it
@@ -394,7 +404,7 @@ class Shadow:
         )
         if found.failures:
             failed = "; ".join(f"rank {r}: {t}" for r, t in found.failures.items())
-            raise ShadowError(f"{self.name}: a call failed on another rank ({failed}).")
+            raise _GivenUpError(f"a call failed on another rank ({failed})")
         # Whoever came here has read all that was posted for the last but one.
         rank = dist.get_rank()
         for old in ("begin", "end", "values"):
@@ -414,10 +424,17 @@ class Shadow:
         except BaseException as error:
             self._pending, self._found = None, []
             if call is not None and len(self._ranks(call)) > 1:
+                self._give_up("a call failed on this rank")
                 with contextlib.suppress(RuntimeError):
                     key = f"torchspmd/step/{self.name}/{self.key}/shadow/failed"
                     post_failure(_torch.default_store(), dist.get_rank(), key, error)
             raise
+
+    def _give_up(self, why: str) -> None:
+        """Compare nothing any more: ranks do not call the step alike."""
+        self._skip(why)
+        self._left, self._pending, self._found = {}, None, []
+        self.plan = Plan(0)
 
     # ------------------------------------------------------------------------
     # Texts.
@@ -476,6 +493,10 @@ class Shadow:
             for name, now in _numbers(call.inventory).items()
             if name in then and then[name] != now
         ]
+
+
+class _GivenUpError(Exception):
+    """Another rank does not come any more."""
 
 
 class _Told:

@@ -1,6 +1,7 @@
 """What a compiled call left beside what the eager one left: differences and causes."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -56,14 +57,14 @@ class Outcome:
     noise: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rounding:
     """How much counts as rounding.
 
     Attributes:
         tolerance: Relative to a value, or to the change of a parameter.
         chained: How many eager calls built on each other.
-        gradients: The sizes of the gradients that optimizers took, by slot.
+        gradients: The sizes of the gradients that backward made, by slot.
     """
 
     tolerance: Tolerance
@@ -75,11 +76,21 @@ class Rounding:
         """What is allowed."""
         return self.tolerance.at(self.chained)
 
-    @property
-    def floor(self) -> float:
-        """Gradients below this are rounding of larger ones."""
+    @functools.cached_property
+    def largest(self) -> float:
+        """The largest gradient: others are as inexact as this one is."""
         sizes = [float(each.amax()) for each in self.gradients.values() if each.numel()]
-        return self.relative * max(filter(math.isfinite, sizes), default=0.0)
+        return max(filter(math.isfinite, sizes), default=0.0)
+
+    def inexactness(self, owner: int, like: torch.Tensor) -> torch.Tensor | None:
+        """By how much more each element of what follows from a gradient is inexact.
+
+        The errors of small gradients are those of the largest one.
+        """
+        size = self.gradients.get(owner)
+        if size is None or size.shape != like.shape or not self.largest:
+            return None
+        return (self.largest / size.to(like.device, like.dtype)).clamp(min=1.0)
 
 
 def compare_values(
@@ -193,12 +204,12 @@ def _compare_floats(
     scale = change if is_update else size
     own = _OWN_ROUNDINGS * torch.finfo(wanted.value.dtype).eps * size
     allowed = rounding.relative * scale + own
-    if wanted.kind is Kind.GRADIENT:
-        allowed += rounding.floor
-    is_wrong = ~(apart <= allowed)
-    noise = rounding.gradients.get(wanted.owner)
-    if is_wrong.any() and noise is not None and noise.shape == apart.shape:
-        is_noise = noise.to(apart.device) <= _NOISE * rounding.floor
+    factor = rounding.inexactness(wanted.owner, apart)
+    if factor is None:
+        is_wrong = ~(apart <= allowed)
+    else:
+        is_wrong = ~(apart <= rounding.relative * scale * factor + own)
+        is_noise = factor * (_NOISE * rounding.relative) >= 1.0
         outcome.noise += int((is_wrong & is_noise).sum())
         is_wrong &= ~is_noise
     if not is_wrong.any():

@@ -1,6 +1,7 @@
 """One call of a step made eagerly, on copies, and all that came of it."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchspmd import _torch
 from torchspmd.step.capture.guards import walk_data
 from torchspmd.step.capture.held import MISSING
+from torchspmd.step.capture.identities import held_by_python
 from torchspmd.step.capture.inventory import Inventory, Role, is_counter
 from torchspmd.step.capture.side_effects import (
     hold_hooks,
@@ -81,7 +83,7 @@ class Eager:
         changes: What it changed in Python, as text; it was put back.
         random: The state of every generator of torch after it.
         drew: Whether it drew random numbers.
-        gradients: The sizes of gradients that optimizers took, by slot.
+        gradients: The sizes of the gradients that backward made, by slot.
         ahead: What the next call begins with, of what is late, by slot.
         numbers: The same of counters that are Python numbers, by their place.
     """
@@ -141,8 +143,10 @@ def run_eagerly(
     found, held = Eager(), [*hold_python(inventory), *hold_hooks(inventory)]
     talk = _Talk(spread.mesh if communicates else None)
     try:
+        tensors = [each.tensor for each in copies.wholes]
         with (
             copies.installed(),
+            held_by_python(inventory, tensors),
             _reduced(inventory, copies.wholes, spread, talk),
             _watched_gradients(inventory, copies.wholes, found),
         ):
@@ -351,7 +355,10 @@ def _reduced(
             if slot.role is not Role.PARAMETER or not tensor.requires_grad:
                 continue
             if reduce is not None:
-                hook = _reduction(place, reduce, talk)
+                layout = None
+                if isinstance(spread, FullySharded):  # its shard has lost such hooks
+                    layout = _torch.layout_of(tensor)
+                hook = _reduction(place, reduce, talk, layout)
                 stack.callback(tensor.register_hook(hook).remove)
             for table, _, own in _torch.hooks_of(
                 slot.tensor, _torch.GRADIENT_HOOK_TABLES
@@ -362,13 +369,21 @@ def _reduced(
 
 
 def _reduction(
-    place: int, reduce: Callable[[torch.Tensor], torch.Tensor], talk: _Talk
+    place: int,
+    reduce: Callable[[torch.Tensor], torch.Tensor],
+    talk: _Talk,
+    layout: Any,
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     def hook(gradient: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled():  # create_graph=True: an inner gradient
             return gradient
         talk.about_to(place)
-        return reduce(gradient)
+        total = reduce(gradient)
+        found = _torch.layout_of(total)
+        if layout is not None and found is not None:
+            laid_out: Any = total
+            total = laid_out.redistribute(placements=layout.placements)
+        return total
 
     return hook
 
@@ -377,22 +392,21 @@ def _reduction(
 def _watched_gradients(
     inventory: Inventory, wholes: list[Whole], found: Eager
 ) -> Iterator[None]:
-    """Keep the sizes of the gradients that optimizers take: some are rounding alone."""
-    slots = {id(each.tensor): place for place, each in enumerate(wholes)}
+    """Note how large gradients are where backward makes them: some are rounding alone.
 
-    def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None or id(parameter) not in slots:
-                    continue
-                place, size = slots[id(parameter)], parameter.grad.detach().abs()
-                known = found.gradients.get(place)
-                smaller = size if known is None else torch.minimum(known, size)
-                found.gradients[place] = smaller
+    Not where an optimizer takes them: clipping makes large ones small, and rounding stays.
+    """
+
+    def note(place: int, gradient: torch.Tensor) -> None:
+        size, known = gradient.detach().abs(), found.gradients.get(place)
+        found.gradients[place] = size if known is None else known + size
 
     with contextlib.ExitStack() as stack:
-        for _, optimizer in inventory.optimizers:
-            stack.callback(optimizer.register_step_pre_hook(note).remove)
+        for place, slot in enumerate(inventory.slots):
+            tensor = wholes[place].tensor
+            if slot.role is Role.PARAMETER and tensor.requires_grad:
+                hook = functools.partial(note, place)
+                stack.callback(tensor.register_hook(hook).remove)
         yield
 
 

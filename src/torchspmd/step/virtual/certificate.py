@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from torchspmd.comm.notebook import html_table
 from torchspmd.step.graph.reports import ORDERS, PassReport, wrap_text
 
 
@@ -109,6 +110,16 @@ class Certificate:
             for line in self.not_checked:
                 lines += wrap_text(f"* {line}", 4)
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: what was compared, and what was not checked."""
+        rows = [
+            [check.what, check.result, str(check.outputs), check.order, check.ranks]
+            for check in self.checks
+        ]
+        header = ("after", "result", "outputs", "order", "ranks")
+        notes = [self.summary(), *(f"not checked: {text}" for text in self.not_checked)]
+        return html_table(f"Certificate of {self.program}", header, rows, notes)
 
     def as_dict(self) -> dict[str, Any]:
         """The same for JSON."""

@@ -55,6 +55,7 @@ class Recipe:
         steps: How many optimizer steps were recorded; 0 for all.
         skip: How many were let pass before.
         arguments: What the script was given.
+        fake: Whether its tensors held no memory.
     """
 
     script: str
@@ -63,6 +64,7 @@ class Recipe:
     steps: int = 1
     skip: int = 0
     arguments: tuple[str, ...] = ()
+    fake: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +208,8 @@ def _recipe_lines(made_by: Recipe | str) -> Iterator[str]:
     yield f"mesh {made_by.mesh}"
     for name in ("rank", "steps", "skip"):
         yield f"{name} {getattr(made_by, name)}"
+    if made_by.fake:
+        yield "fake yes"
 
 
 def _row_lines(lock: Lock) -> list[str]:
@@ -315,6 +319,7 @@ _HEADER_WORDS: dict[str, Callable[[str], Any]] = {
     "rank": int,
     "steps": int,
     "skip": int,
+    "fake": lambda text: text == "yes",
     "test": str,
     "torch": str,
 }

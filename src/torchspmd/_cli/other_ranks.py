@@ -1,0 +1,196 @@
+"""What other ranks of a rehearsed script send: they are rehearsed too, one process each.
+
+One process plays one rank. Where that rank receives Python objects, such as the shapes that
+a stage of a pipeline tells the next one, or where its time depends on when another stage
+sends, the other rank is rehearsed in a process of its own, which leaves its answer in a
+folder that all of them share.
+"""
+
+import argparse
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torchspmd._cli.script import EndOfWindow
+from torchspmd.errors import UsageError
+from torchspmd.rehearse.recording import Comm, Recording
+
+__all__ = ["OtherRanks"]
+
+_VARIABLE = "TORCHSPMD_ASKED_RANK"
+_MOST = 16  # ranks of a pipeline that are rehearsed
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """What a process was started for.
+
+    Attributes:
+        folder: Where answers go.
+        asking: The ranks that wait for it, the first one first.
+        objects: How many messages of objects the last of them wants; 0: the recording.
+    """
+
+    folder: str
+    asking: tuple[int, ...]
+    objects: int = 0
+
+
+class OtherRanks:
+    """Asks other ranks of the same script, and answers those that ask this one.
+
+    Args:
+        options: Of the command line.
+        folder: An empty one for answers; a process that is asked uses the asking one's.
+    """
+
+    def __init__(self, options: argparse.Namespace, folder: str) -> None:
+        self._options = options
+        self._rank: int = options.rank
+        self._question = _read_question()
+        self._folder = Path(self._question.folder if self._question else folder)
+        self._sent: defaultdict[int, list[list[Any]]] = defaultdict(list)
+        self._received: Counter[int] = Counter()
+        self._environment = dict(os.environ)  # not that of a rank, as it is later
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether this process is there to answer another."""
+        return self._question is not None
+
+    # --- objects ----------------------------------------------------------------------
+
+    def send(self, objects: list[Any], rank: int | None) -> None:
+        """The script sends objects: keep them for the rank that they are for."""
+        if rank is None:
+            return
+        sent = self._sent[rank]
+        sent.append(list(objects))
+        _write(self._objects_of(self._rank, rank), sent)
+        question = self._question
+        if question and rank == question.asking[-1] and len(sent) == question.objects:
+            raise EndOfWindow
+
+    def receive(self, rank: int | None) -> list[Any]:
+        """The objects that a rank sends to this one.
+
+        Raises:
+            UsageError: It sends none, or waits for this one.
+        """
+        if rank is None:
+            raise UsageError(
+                "recv_object_list(src=None): name the rank that sends; in a rehearsal "
+                "nobody else is there to be the first."
+            )
+        self._received[rank] += 1
+        count = self._received[rank]
+        path = self._objects_of(rank, self._rank)
+        messages = _read(path)
+        if messages is None or len(messages) < count:
+            self._ask(rank, objects=count)
+            messages = _read(path)
+        if messages is None or len(messages) < count:
+            raise UsageError(
+                f"Rank {self._rank} receives objects from rank {rank}, which was "
+                "rehearsed and sends none to it."
+            )
+        message: list[Any] = messages[count - 1]
+        return message
+
+    def _objects_of(self, source: int, destination: int) -> Path:
+        return self._folder / f"objects-{source}-{destination}.pickle"
+
+    # --- recordings -------------------------------------------------------------------
+
+    def answer(self, recording: Recording) -> None:
+        """Leave the recording for the one who asks."""
+        _write(self._recording_of(recording.rank), recording)
+
+    def stages(self, recording: Recording) -> list[Recording]:
+        """Recordings of all ranks that this one meets in sends and receives, itself first.
+
+        A pipeline of more ranks than can be rehearsed in reasonable time is left alone,
+        with a note.
+        """
+        found = {recording.rank: recording}
+        waiting = sorted(_peers(recording))
+        while waiting:
+            rank = waiting.pop(0)
+            if rank in found:
+                continue
+            if len(found) == _MOST:
+                recording.notes.append(
+                    f"This rank meets more than {_MOST} others in sends and receives: "
+                    "they are taken to be ready whenever it is."
+                )
+                return [recording]
+            self._ask(rank)
+            other = _read(self._recording_of(rank))
+            if other is None:
+                raise UsageError(f"Rank {rank} was rehearsed and left no recording.")
+            found[rank] = other
+            waiting += sorted(_peers(other))
+        return list(found.values())
+
+    def _recording_of(self, rank: int) -> Path:
+        return self._folder / f"recording-{rank}.pickle"
+
+    # --- processes --------------------------------------------------------------------
+
+    def _ask(self, rank: int, objects: int = 0) -> None:
+        mine = self._question
+        asking = (*(mine.asking if mine and mine.objects else ()), self._rank)
+        if objects and rank in asking:
+            chain = " of ".join(f"rank {each}" for each in (*asking[::-1], rank))
+            raise UsageError(f"Ranks wait for each other's objects: {chain}.")
+        question = _Question(str(self._folder), asking, objects)
+        options = self._options
+        command = [sys.executable, "-m", "torchspmd", "predict", str(options.script)]
+        for name in ("world_size", "gpu", "gpus_per_node", "steps", "skip"):
+            command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+        command += ["--rank", str(rank), "--", *options.arguments]
+        done = subprocess.run(
+            command,
+            env={**self._environment, _VARIABLE: json.dumps(asdict(question))},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode > 1:
+            reason = done.stderr.strip().splitlines()
+            raise UsageError(
+                f"Rank {rank}, which rank {self._rank} waits for, could not be rehearsed: "
+                f"{reason[-1] if reason else f'exit code {done.returncode}'}"
+            )
+
+
+def _peers(recording: Recording) -> set[int]:
+    return {
+        event.peer
+        for event in recording.events
+        if isinstance(event, Comm) and event.peer >= 0
+    } - {recording.rank}
+
+
+def _read_question() -> _Question | None:
+    text = os.environ.get(_VARIABLE)
+    if not text:
+        return None
+    data = json.loads(text)
+    return _Question(data["folder"], tuple(data["asking"]), data["objects"])
+
+
+def _write(path: Path, value: object) -> None:
+    part = path.with_suffix(f".{os.getpid()}")
+    part.write_bytes(pickle.dumps(value))
+    part.replace(path)
+
+
+def _read(path: Path) -> Any:
+    return pickle.loads(path.read_bytes()) if path.is_file() else None

@@ -1,0 +1,127 @@
+"""Results of operators whose shape torch cannot tell.
+
+Some exist on CUDA only. Others choose elements by their values: all are taken to be chosen.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+__all__ = ["CHOOSES", "SHAPES"]
+
+
+def _accumulated(tensor: torch.Tensor) -> torch.dtype:
+    """What CUDA adds up in."""
+    short = tensor.dtype in (torch.float16, torch.bfloat16)
+    return torch.float32 if short else tensor.dtype
+
+
+def _channels(tensor: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+    return tuple(
+        tensor.new_empty(tensor.shape[1], dtype=_accumulated(tensor))
+        for _ in range(count)
+    )
+
+
+def _batch_norm_stats(input: torch.Tensor, eps: float) -> tuple[torch.Tensor, ...]:
+    return _channels(input, 2)
+
+
+def _batch_norm_gather_stats(
+    input: torch.Tensor, *args: Any
+) -> tuple[torch.Tensor, ...]:
+    return _channels(input, 2)
+
+
+def _normalized(input: torch.Tensor, *args: Any) -> torch.Tensor:
+    return torch.empty_like(input)
+
+
+def _batch_norm_backward_reduce(
+    grad: torch.Tensor, input: torch.Tensor, *args: Any
+) -> tuple[torch.Tensor | None, ...]:
+    *_, for_input, for_weight, for_bias = args
+    sums = _channels(input, 4)
+    wanted = (for_input, for_input, for_weight, for_bias)
+    return tuple(
+        each if is_wanted else None
+        for each, is_wanted in zip(sums, wanted, strict=True)
+    )
+
+
+def _normalized_backward(
+    grad: torch.Tensor, input: torch.Tensor, *args: Any
+) -> torch.Tensor:
+    return torch.empty_like(input)
+
+
+# ----------------------------------------------------------------------------
+# As many elements as there are
+
+
+def _nonzero(input: torch.Tensor) -> torch.Tensor:
+    return input.new_empty((input.numel(), input.dim()), dtype=torch.int64)
+
+
+def _masked_select(input: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    shape = torch.broadcast_shapes(input.shape, mask.shape)
+    return input.new_empty(shape).flatten()
+
+
+def _index(input: torch.Tensor, indices: list[torch.Tensor | None]) -> torch.Tensor:
+    return torch.ops.aten.index.Tensor(input, [*_places(indices)])  # type: ignore[no-any-return]
+
+
+def _places(indices: list[torch.Tensor | None]) -> Iterator[torch.Tensor | None]:
+    """Masks as the places where they are true."""
+    for index in indices:
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            for _ in range(index.dim()):
+                yield index.new_empty(index.numel(), dtype=torch.int64)
+        else:
+            yield index
+
+
+def _unique(input: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+    values = input.new_empty(input.numel())
+    inverse = input.new_empty(input.shape, dtype=torch.int64)
+    return values, inverse, values.new_empty(input.numel(), dtype=torch.int64)
+
+
+def _repeat_interleave(
+    repeats: torch.Tensor, output_size: int | None = None
+) -> torch.Tensor:
+    return repeats.new_empty(output_size or repeats.numel(), dtype=torch.int64)
+
+
+def _bincount(
+    input: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0
+) -> torch.Tensor:
+    dtype = torch.int64 if weights is None else torch.float64
+    return input.new_empty(max(minlength, 1), dtype=dtype)
+
+
+def _equal(input: torch.Tensor, other: torch.Tensor) -> bool:
+    return True
+
+
+CHOOSES: dict[str, Callable[..., Any]] = {
+    "aten.nonzero.default": _nonzero,
+    "aten.masked_select.default": _masked_select,
+    "aten.index.Tensor": _index,
+    "aten._unique2.default": _unique,
+    "aten.unique_consecutive.default": _unique,
+    "aten.unique_dim.default": _unique,
+    "aten.repeat_interleave.Tensor": _repeat_interleave,
+    "aten.bincount.default": _bincount,
+    "aten.equal.default": _equal,
+}
+
+SHAPES: dict[str, Callable[..., Any]] = {
+    "aten.batch_norm_stats.default": _batch_norm_stats,
+    "aten.batch_norm_gather_stats_with_counts.default": _batch_norm_gather_stats,
+    "aten.batch_norm_elemt.default": _normalized,
+    "aten.batch_norm_backward_reduce.default": _batch_norm_backward_reduce,
+    "aten.batch_norm_backward_elemt.default": _normalized_backward,
+}

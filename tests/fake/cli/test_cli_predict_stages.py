@@ -1,0 +1,90 @@
+"""A rehearsed rank that needs others: shapes from the stage before, times of all stages."""
+
+import argparse
+import json
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+from torchspmd._cli.other_ranks import OtherRanks
+from torchspmd._cli.script import EndOfWindow
+from torchspmd.errors import UsageError
+
+pytestmark = pytest.mark.fake
+
+SCRIPT = """
+import os, torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+dist.init_process_group("nccl")
+rank, size = dist.get_rank(), dist.get_world_size()
+device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+model = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(2))).to(device)
+schedule = Schedule1F1B(
+    PipelineStage(model, rank, size, device), 4, loss_fn=nn.functional.mse_loss
+)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(2):
+    batch = torch.randn(262144, 4096, device=device)
+    if rank == 0:
+        schedule.step(batch)
+    else:
+        schedule.step(target=batch)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_stage_of_a_pipeline_waits_for_the_other(tmp_path):
+    script, out = tmp_path / "train.py", tmp_path / "out.json"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torchspmd", "predict", str(script)]
+    command += ["--world-size", "2", "--rank", "1", "--gpu", "h100", "--json", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    prediction = json.loads(out.read_text())
+    # The last stage has nothing to do until the first micro-batch arrives.
+    assert prediction["bubble_seconds"] > 0
+    lanes = {lane["name"] for lane in prediction["timeline"]["lanes"]}
+    assert {"recv from rank 0", "send to rank 0"} <= lanes
+
+
+def options(rank=1):
+    return argparse.Namespace(rank=rank, script="train.py", arguments=[])
+
+
+def asked(monkeypatch, folder, asking, objects):
+    question = {"folder": str(folder), "asking": asking, "objects": objects}
+    monkeypatch.setenv("TORCHSPMD_ASKED_RANK", json.dumps(question))
+
+
+def test_an_asked_rank_ends_when_it_has_sent_what_was_asked_for(tmp_path, monkeypatch):
+    asked(monkeypatch, tmp_path, [2], 2)
+    others = OtherRanks(options(), "")
+    assert others.is_asked
+    others.send(["elsewhere"], 0)
+    others.send(["first"], 2)
+    with pytest.raises(EndOfWindow):
+        others.send(["second"], 2)
+    messages = pickle.loads((tmp_path / "objects-1-2.pickle").read_bytes())
+    assert messages == [["first"], ["second"]]
+    monkeypatch.delenv("TORCHSPMD_ASKED_RANK")
+    asked(monkeypatch, tmp_path, [5], 0)
+    receiver = OtherRanks(options(rank=2), "")
+    assert [receiver.receive(1), receiver.receive(1)] == [["first"], ["second"]]
+
+
+def test_ranks_that_wait_for_each_other(tmp_path, monkeypatch):
+    asked(monkeypatch, tmp_path, [0], 1)
+    with pytest.raises(
+        UsageError, match="wait for each other's objects: rank 1 of rank 0"
+    ):
+        OtherRanks(options(), "").receive(0)
+
+
+def test_objects_from_anybody():
+    with pytest.raises(UsageError, match="name the rank that sends"):
+        OtherRanks(options(), "").receive(None)

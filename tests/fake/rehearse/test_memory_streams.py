@@ -1,0 +1,216 @@
+"""Allocations of small models, computed by hand."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from torchspmd.rehearse.recording import (
+    Alloc,
+    Category,
+    Comm,
+    EventWait,
+    Free,
+    Mark,
+    MarkKind,
+    Op,
+    Phase,
+    Wait,
+)
+
+pytestmark = pytest.mark.fake
+
+WEIGHT = 4 * 64 * 32  # float32
+BIAS = 4 * 64
+
+
+def train(model, steps=2, **options):
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    for _ in range(steps):
+        model(torch.randn(16, 32, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def place_of(recording, kind, step=0):
+    return next(
+        place
+        for place, event in enumerate(recording.events)
+        if isinstance(event, Mark) and event.kind is kind and event.value == step
+    )
+
+
+def operators(recording, phase):
+    return [
+        e.name for e in recording.events if isinstance(e, Op) and e.site.phase is phase
+    ]
+
+
+def test_linear_and_fused_adamw(rehearse, live_bytes):
+    with rehearse() as recording:
+        held = train(nn.Linear(32, 64).cuda(), fused=True)
+    begin = place_of(recording, MarkKind.STEP_BEGIN, 0)
+    assert live_bytes(recording, begin)["parameter"] == WEIGHT + BIAS
+    end = place_of(recording, MarkKind.STEP_END, 1)
+    # Two moments, and a float for the step of each parameter.
+    assert live_bytes(recording, end) == {
+        "parameter": WEIGHT + BIAS,
+        "optimizer state": 2 * (WEIGHT + BIAS) + 2 * 4,
+        "gradient": WEIGHT + BIAS,
+    }
+    assert recording.steps == 2
+    assert held
+
+
+def test_forward_backward_and_optimizer_are_told_apart(rehearse):
+    with rehearse() as recording:
+        train(nn.Linear(32, 64).cuda(), fused=True)
+    assert "aten.addmm.default" in operators(recording, Phase.FORWARD)
+    assert operators(recording, Phase.BACKWARD).count("aten.mm.default") == 2
+    assert (
+        operators(recording, Phase.OPTIMIZER).count("aten._fused_adamw_.default") == 2
+    )
+
+
+def test_what_autograd_keeps_is_saved(rehearse):
+    with rehearse() as recording:
+        model = nn.Sequential(nn.Linear(32, 64), nn.GELU()).cuda()
+        train(model, steps=1, fused=True)
+    saved = {
+        info.nbytes: info.module
+        for info in recording.storages.values()
+        if info.saved and info.site.phase is Phase.FORWARD
+    }
+    assert saved[4 * 16 * 64] in ("Sequential.0", "Sequential.1")
+
+
+def test_recomputation(rehearse):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64))
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    with rehearse() as recording:
+        train(Model().cuda(), steps=1, fused=True)
+    assert "aten.gelu.default" in operators(recording, Phase.RECOMPUTE)
+
+
+def test_every_storage_is_freed_once(rehearse):
+    with rehearse() as recording:
+        train(nn.Linear(32, 64).cuda(), fused=True)
+    live = set()
+    for event in recording.events:
+        if isinstance(event, Alloc):
+            assert event.storage not in live
+            live.add(event.storage)
+        elif isinstance(event, Free) and recording.storages[event.storage].nbytes:
+            live.discard(event.storage)
+    assert not live
+
+
+def test_attention_is_cudas(rehearse):
+    with rehearse() as recording:
+        query = torch.randn(
+            1, 2, 8, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True
+        )
+        F.scaled_dot_product_attention(query, query, query).sum().backward()
+    names = [event.name for event in recording.events if isinstance(event, Op)]
+    assert "aten._scaled_dot_product_flash_attention.default" in names
+    workspaces = [e for e in recording.events if isinstance(e, Alloc) and e.workspace]
+    # The gradient of queries in float32, 8 rows rounded up to 128, and a float each.
+    assert workspaces[0].nbytes == 4 * 2 * 128 * 64 + 4 * 2 * 128
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (lambda x: F.dropout(x, 0.1), "aten.native_dropout.default"),
+        (lambda x: F.rms_norm(x, (8,)), "aten._fused_rms_norm.default"),
+    ],
+)
+def test_fused_kernels_are_cudas(rehearse, function, name):
+    with rehearse() as recording:
+        function(torch.randn(4, 8, device="cuda", requires_grad=True)).sum().backward()
+    assert name in [event.name for event in recording.events if isinstance(event, Op)]
+
+
+def test_autocast_has_cudas_lists(rehearse):
+    with rehearse(), torch.autocast("cuda", dtype=torch.bfloat16):
+        x = torch.randn(8, 8, device="cuda")
+        y = x @ x
+        assert y.dtype == torch.bfloat16
+        assert F.softmax(y, -1).dtype == torch.float32
+        assert F.layer_norm(y, (8,)).dtype == torch.float32
+        assert y.sum().dtype == torch.float32
+        assert F.gelu(y).dtype == torch.bfloat16
+
+
+def test_ddp_bucket(rehearse):
+    with rehearse(2) as recording:
+        dist.init_process_group("nccl")
+        model = DistributedDataParallel(nn.Linear(32, 64).cuda(), device_ids=[0])
+        train(model, steps=3, fused=True)
+    # Not the second step, in which ranks agree on other buckets.
+    comms = [e for e in recording.events if isinstance(e, Comm) and e.site.step == 2]
+    assert [comm.kind for comm in comms] == ["all_reduce"]
+    assert comms[0].payload_bytes == WEIGHT + BIAS
+    assert comms[0].ranks == (0, 1)
+    waits = [e.comm for e in recording.events if isinstance(e, Wait)]
+    assert comms[0].number in waits
+    bucket = recording.storages[comms[0].inputs[0].storage]
+    assert (bucket.nbytes, bucket.category) == (WEIGHT + BIAS, Category.COMMUNICATION)
+
+
+def test_fsdp2_group(rehearse):
+    with rehearse(4) as recording:
+        mesh = init_device_mesh("cuda", (4,), mesh_dim_names=("dp",))
+        model = nn.Linear(32, 64).cuda()
+        fully_shard(model, mesh=mesh)
+        train(model, fused=True)
+    step = [e for e in recording.events if isinstance(e, Comm) and e.site.step == 1]
+    whole = WEIGHT + BIAS
+    assert [(comm.kind, comm.payload_bytes, comm.axis) for comm in step] == [
+        ("all_gather", whole, "dp"),
+        ("reduce_scatter", whole, "dp"),
+    ]
+    # FSDP2 gathers on a stream of its own, and computes when its event has passed.
+    assert step[0].stream != 0
+    assert any(isinstance(event, EventWait) for event in recording.events)
+    parameters = sum(
+        info.nbytes
+        for info in recording.storages.values()
+        if info.category is Category.PARAMETER
+    )
+    assert parameters == whole // 4
+    gathered = {
+        info.nbytes
+        for info in recording.storages.values()
+        if info.category is Category.GATHERED_PARAMETER
+    }
+    assert {WEIGHT, BIAS} <= gathered
+
+
+def test_two_optimizers_make_one_step(rehearse):
+    with rehearse() as recording:
+        model = nn.Linear(32, 64).cuda()
+        optimizers = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
+        for _ in range(2):
+            model(torch.randn(16, 32, device="cuda")).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    assert recording.steps == 2
+    ends = [
+        event.value
+        for event in recording.events
+        if isinstance(event, Mark) and event.kind is MarkKind.STEP_END
+    ]
+    assert ends == [0, 1]

@@ -1,0 +1,140 @@
+"""Each private torch name behind tensors without memory; see test_torch_names.py."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from torchspmd import _torch
+from torchspmd.testing import fake_mesh, fake_world
+
+pytestmark = pytest.mark.fake
+
+
+@contextlib.contextmanager
+def presented(seen=None, resized=None):
+    def on_operator(func, args, kwargs, run):
+        if seen is not None:
+            seen.append(str(func))
+        return run()
+
+    mode = _torch.FakeDeviceMode(on_operator)
+    shown = _torch.ShownAsCuda(lambda call, tensor: call, lambda tensor, stream: None)
+    noted = (lambda *each: resized.append(each)) if resized is not None else print
+    with _torch.fake_device(mode, shown, noted):
+        yield
+
+
+def test_fake_device():
+    seen = []
+    with presented(seen):
+        weight = torch.empty(4, 4).to("cuda").requires_grad_()
+        (weight @ weight).sum().backward()
+        assert weight.grad.device == torch.device("cuda", 0)
+        assert weight.grad.is_cuda
+        assert weight.to("cuda") is weight
+    assert "aten.mm.default" in seen
+    assert "device" not in vars(torch.Tensor)
+
+
+def test_fake_device_tells_of_resized_memory():
+    resized = []
+    with presented(resized=resized):
+        tensor = torch.empty(8).to("cuda:0")
+        tensor.untyped_storage().resize_(0)
+    assert [nbytes for _, nbytes in resized] == [0]
+
+
+def test_fake_device_remembers_no_wrong_layout():
+    with presented():
+        for rows in (2, 3, 2):
+            tensor = torch.empty(4, rows).to("cuda:0")
+            assert tensor.t().shape == (rows, 4)
+            assert (tensor + 1).shape == (4, rows)
+            assert tensor[1:].t().storage_offset() == rows
+            assert tensor.mul_(2) is not None
+
+
+def test_is_device_tensor():
+    with presented():
+        assert _torch.is_device_tensor(torch.empty(2).to("cuda"))
+        assert not _torch.is_device_tensor(torch.empty(2))
+
+
+def test_is_fake_tensor():
+    with presented():
+        assert _torch.is_fake_tensor(torch.empty(2).to("cuda"))
+        assert not _torch.is_fake_tensor(torch.empty(2))
+
+
+def test_own_chunks_only():
+    seen = []
+    with fake_mesh(64, ("dp",)) as mesh:
+        with _torch.own_chunks_only(), presented(seen):
+            layer = nn.Linear(128, 128)
+            fully_shard(layer, mesh=mesh)
+        assert layer.weight.to_local().shape == (2, 128)
+    assert len(seen) < 64
+
+
+def test_shapes_apart():
+    with fake_mesh(2, ("dp",)) as mesh:
+        seen = []
+        with _torch.shapes_apart(), presented(seen):
+            whole = torch.empty(4, 4)
+            torch.distributed.tensor.distribute_tensor(whole, mesh).relu()
+        assert "aten.empty_strided.default" not in seen
+
+
+def test_ddp_without_values():
+    with fake_world(2), _torch.ddp_on_fake_groups(), _torch.ddp_without_values():
+        with presented():
+            model = DistributedDataParallel(nn.Linear(4, 4).to("cuda"))
+            model(torch.empty(2, 4).to("cuda")).sum().backward()
+        assert model.module.weight.grad is not None
+        assert dist.is_initialized()
+
+
+def test_after_each_backward():
+    done = []
+    with _torch.after_each_backward(lambda: done.append(1)):
+        torch.ones(2, requires_grad=True).sum().backward()
+    torch.ones(2, requires_grad=True).sum().backward()
+    assert done == [1]
+
+
+def test_find_overload():
+    assert _torch.find_overload("pow.Scalar") is torch.ops.aten.pow.Scalar
+    assert _torch.find_overload("no_such_operator") is None
+
+
+def test_library_name():
+    assert _torch.library_name(torch.ops.aten.sum.dim_IntList) == "sum.dim_IntList"
+    assert _torch.library_name(torch.ops.aten.exp.default) == "exp"
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_remove_library():
+    library = torch.library.Library("aten", "IMPL", "AutogradCPU")
+    library.impl("dropout", lambda input, p, train: input + 1)
+    try:
+        assert torch.dropout(torch.zeros(1), 0.5, True).item() == 1
+    finally:
+        _torch.remove_library(library)
+    assert torch.dropout(torch.zeros(1), 0.5, True).item() == 0
+
+
+def test_no_autocast():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with _torch.no_autocast():
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
+
+
+def test_below_autograd():
+    with _torch.below_autograd():
+        assert not torch.ones(2, requires_grad=True).exp().requires_grad

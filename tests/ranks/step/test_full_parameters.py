@@ -1,0 +1,78 @@
+"""Whole parameters of a fully sharded model inside a ``with`` block."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from torchspmd.errors import CaptureError, UsageError
+from torchspmd.step import DataParallel, compile
+
+pytestmark = pytest.mark.ranks
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)  # rows that two ranks share unevenly
+        self.rnn = nn.GRU(4, 4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        return self.head(self.rnn(self.embed(x))[0])
+
+
+def train(model, optim, x):
+    loss = model(x).square().mean()
+    loss.backward()
+    optim.step()
+    optim.zero_grad()
+    return loss.detach()
+
+
+def evaluated():
+    """Outputs, averages and errors around training, beside those of one process."""
+    x = torch.tensor([[0, 1], [2, 4]])
+    torch.manual_seed(0)
+    model = Tied()
+    plain = copy.deepcopy(model)
+    optims = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, plain)]
+    step = compile(train, parallel_mode=DataParallel("fully_shard"))
+    outputs, averages, errors = [], [AveragedModel(plain)], []
+    for number in range(3):
+        step(model, optims[0], x)
+        train(plain, optims[1], x)
+        shards = list(model.parameters())
+        with step.full_parameters(model), torch.no_grad():
+            outputs.append((model(x) - plain(x)).abs().max().item())
+            assert model.head.weight is model.embed.weight
+            if number == 0:
+                averages.append(AveragedModel(model))
+            averages[1].update_parameters(model)
+            names = list(model.state_dict())
+            try:
+                step(model, optims[0], x)
+            except CaptureError as error:
+                errors.append(str(error))
+        averages[0].update_parameters(plain)
+        assert all(a is b for a, b in zip(shards, model.parameters(), strict=True))
+        assert names == list(model.state_dict())
+    try:
+        with step.full_parameters(model), torch.no_grad():
+            model.embed.weight.zero_()
+    except UsageError as error:
+        errors.append(str(error))
+    pairs = zip(averages[0].parameters(), averages[1].parameters(), strict=True)
+    return max(outputs), max((a - b).abs().max().item() for a, b in pairs), errors
+
+
+def test_a_fully_sharded_model_is_evaluated_averaged_and_saved(ranks2):
+    for off, averaged, errors in ranks2.run(evaluated):
+        assert off < 1e-6
+        assert averaged < 1e-6
+        assert "embed.weight of argument args[0] is gathered for a while" in errors[0]
+        assert "embed.weight was written inside of the block" in errors[-1]
+        assert len(errors) == 4

@@ -1,0 +1,162 @@
+"""The space of a search, its expressions, and how candidates are ranked."""
+
+import argparse
+
+import pytest
+
+from torchspmd._cli import main
+from torchspmd._cli import search as command
+from torchspmd.errors import UsageError
+from torchspmd.predict.ranking import Outcome, describe_search, rank
+from torchspmd.predict.search import search
+from torchspmd.predict.space import Candidate, Expression, read_space
+
+pytestmark = pytest.mark.unit
+
+
+def words(*text):
+    return [candidate.words for candidate in read_space(text).candidates()]
+
+
+def test_braces_span_a_space():
+    assert words("--tp", "{1,2}", "--ac={none,full}", "--fast") == [
+        ("--tp", "1", "--ac=none", "--fast"),
+        ("--tp", "1", "--ac=full", "--fast"),
+        ("--tp", "2", "--ac=none", "--fast"),
+        ("--tp", "2", "--ac=full", "--fast"),
+    ]
+
+
+def test_braces_that_a_shell_has_expanded_span_the_same():
+    assert words("--tp", "1", "2", "--seq", "512") == words(
+        "--tp", "{1,2}", "--seq", "512"
+    )
+    assert words("--tp=1", "--tp=2", "--fast") == words("--tp={1,2}", "--fast")
+
+
+def test_names_values_and_what_is_the_same_everywhere():
+    space = read_space(["--micro-batch", "{1,2.5,x}", "--seq", "4096", "--lr", "-1"])
+    assert space.swept == {"micro_batch": (1, 2.5, "x")}
+    assert space.fixed == {"seq": 4096, "lr": -1}
+    assert [str(each) for each in space.candidates()][1] == "micro_batch=2.5"
+
+
+def test_nothing_to_search_is_told():
+    with pytest.raises(UsageError, match=r"nothing to search: give some argument"):
+        read_space(["--tp", "1"])
+
+
+def test_expressions_compute_and_refuse():
+    values = {"batch": 4, "tp": 8, "ac": "full"}
+    assert Expression("batch * tp <= 32 and ac == 'full'", "--where")(values)
+    assert not Expression("1 < batch < 3 or not tp % 2 == 0", "--where")(values)
+    assert Expression("-batch + 2 ** 3 // 3", "--work")(values) == -2
+    with pytest.raises(
+        UsageError, match=r"--work 'x' has no x: there are ac, batch, tp"
+    ):
+        Expression("x", "--work")(values)
+    with pytest.raises(UsageError, match=r"--where 'batch \*': invalid syntax"):
+        Expression("batch *", "--where")
+    with pytest.raises(UsageError, match="only names, numbers, arithmetic"):
+        Expression("__import__('os')", "--where")(values)
+
+
+def outcome(name, seconds, nbytes, fits="yes", work=1.0, **parts):
+    candidate = Candidate({"tp": name}, ("--tp", str(name)))
+    memory = {"device_peak_bytes": nbytes, "margin_bytes": -nbytes}
+    prediction = {"step_seconds": seconds, "fits": fits, "memory": memory, **parts}
+    return Outcome(candidate, prediction, work)
+
+
+def test_the_fastest_that_fits_is_best_and_the_front_trades_time_for_memory():
+    outcomes = [
+        outcome(1, 0.5, 10 << 30, fits="no"),
+        outcome(2, 1.0, 70 << 30, compute_seconds=0.9, exposed_seconds=0.1),
+        outcome(4, 1.2, 40 << 30, compute_seconds=0.9, exposed_seconds=0.3),
+        outcome(8, 1.5, 60 << 30, compute_seconds=1.4, host_seconds=0.1),
+        Outcome(Candidate({"tp": 3}, ()), problem="RuntimeError: 3 is odd"),
+    ]
+    result = rank(outcomes, "token")
+    assert result.best is outcomes[1]
+    assert result.pareto == [outcomes[1], outcomes[2]]
+    text = describe_search(result)
+    assert "Best: tp=2" in text
+    assert "tp=4: 20.0% slower; 200.00 ms more exposed communication" in text
+    assert "1 do not fit" in text
+    assert "tp=3: RuntimeError: 3 is odd" in text
+    data = result.as_json()
+    assert data["best"] == {"tp": 2}
+    assert [each["pareto"] for each in data["candidates"]].count(True) == 2
+
+
+def test_work_decides_between_batches():
+    small = outcome(1, 1.0, 1, work=1.0)
+    large = outcome(2, 1.5, 2, work=2.0)
+    assert rank([small, large], "item").best is large
+
+
+def test_nothing_that_fits():
+    assert "No candidate fits." in describe_search(rank([outcome(1, 1, 1, "no")], "x"))
+
+
+def test_a_function_that_no_other_process_finds_is_refused():
+    with pytest.raises(UsageError, match="cannot be sent to another process"):
+        search(lambda tp: None, {"tp": [1]}, gpu="h100")
+
+
+def options(tmp_path, **more):
+    script = tmp_path / "train.py"
+    script.write_text("print(1)")
+    values = {
+        "script": script,
+        "world_size": 2,
+        "rank": 0,
+        "gpu": "h100",
+        "network": "ib-ndr400",
+        "gpus_per_node": 8,
+        "cache": tmp_path / "cache",
+        "no_cache": False,
+        "jobs": 1,
+    }
+    return argparse.Namespace(**{**values, **more})
+
+
+def test_what_was_predicted_before_comes_from_the_cache(tmp_path, monkeypatch):
+    candidates = [Candidate({"tp": tp}, ("--tp", str(tp))) for tp in (1, 2)]
+    asked = []
+
+    def run_candidates(missing, predict, *, jobs, progress):
+        for candidate in missing:
+            asked.append(candidate)
+            if candidate.values["tp"] == 2:
+                yield Outcome(candidate, problem="failed")
+            else:
+                yield Outcome(candidate, {"step_seconds": 1.0, "fits": "yes"})
+
+    monkeypatch.setattr(command, "run_candidates", run_candidates)
+    first = command._outcomes(options(tmp_path), candidates)
+    assert [each.problem for each in first] == ["", "failed"]
+    again = command._outcomes(options(tmp_path), candidates)
+    assert again[0].seconds == 1.0
+    assert asked == [*candidates, candidates[1]]  # a failure is tried again
+    command._outcomes(options(tmp_path, world_size=4), candidates[:1])
+    assert len(asked) == 4
+
+
+def test_the_command_refuses_what_it_cannot_use(tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text("")
+    wrong = ["search", str(script), "--gpu", "h100", "--jobs", "0", "--rank", "3"]
+    assert main([*wrong, "--", "--tp", "{1,2}"]) == 2
+    text = capsys.readouterr().err
+    assert "--rank must be 0 to 0" in text
+    assert "--jobs and --top must be at least 1" in text
+    nothing = ["search", str(script), "--gpu", "h100", "--where", "tp > 9"]
+    assert main([*nothing, "--", "--tp", "{1,2}"]) == 2
+    assert "no combination passes --where 'tp > 9'" in capsys.readouterr().err
+
+
+def test_the_reason_of_a_failed_script_is_its_error(tmp_path):
+    text = "Traceback\n  File x\nRuntimeError: too odd\ntorchspmd predict: x failed"
+    assert command._reason(text, 2) == "RuntimeError: too odd"
+    assert command._reason("", 2) == "exit code 2"

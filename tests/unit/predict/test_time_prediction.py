@@ -1,0 +1,328 @@
+"""Predicted steps of hand-made recordings: what they are made of, told and suggested."""
+
+import math
+
+import pytest
+
+from torchspmd.predict.account import Part
+from torchspmd.predict.clock import LiveClock
+from torchspmd.predict.hardware import load_gpu, load_network
+from torchspmd.predict.prediction import predict_time
+from torchspmd.predict.time_suggestions import suggest_faster
+from torchspmd.predict.time_text import describe_time
+from torchspmd.rehearse.recording import (
+    Category,
+    Comm,
+    EventRecord,
+    Mark,
+    MarkKind,
+    Op,
+    Phase,
+    Recording,
+    Site,
+    StorageInfo,
+    Synchronize,
+    TensorSpec,
+    Wait,
+)
+
+pytestmark = pytest.mark.unit
+
+H100, NETWORK = load_gpu("h100"), load_network("ib-ndr400")
+
+
+def tensor(*shape, storage=0, dtype="bfloat16"):
+    stride = tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
+    return TensorSpec(shape, stride, dtype, "cuda", storage)
+
+
+class Script:
+    """Writes a recording down, as a rehearsal would."""
+
+    def __init__(self, world_size=1, rank=0):
+        self.recording = Recording(world_size, rank)
+        self.events = self.recording.events
+        self.step = 0
+        self.number = 0
+
+    def site(self, phase, module="net.layers.0.mlp"):
+        return Site(module, phase, self.step, "")
+
+    def op(self, name, inputs, outputs, phase=Phase.FORWARD, **more):
+        self.number += 1
+        site = self.site(phase, more.pop("module", "net.layers.0.mlp"))
+        op = Op(self.number, name, inputs, outputs, (), 0, site)
+        self.events.append(op._replace(**more))
+
+    def product(self, size, phase=Phase.FORWARD, dtype="bfloat16", **more):
+        x = tensor(size, size, dtype=dtype)
+        self.op("aten.mm.default", (x, x), (x,), phase, **more)
+
+    def comm(self, kind, nbytes, *, peer=-1, ranks=(0, 1), is_async=True):
+        self.number += 1
+        self.events.append(
+            Comm(
+                number=self.number,
+                kind=kind,
+                op="c10d.x",
+                group="g",
+                ranks=ranks,
+                axis="dp",
+                payload_bytes=nbytes,
+                dtype="float32",
+                inputs=(),
+                outputs=(),
+                stream=0,
+                comm_stream=1,
+                is_async=is_async,
+                peer=peer,
+                site=self.site(Phase.BACKWARD),
+            )
+        )
+        return self.number
+
+    def wait(self, number):
+        self.events.append(Wait(number, 0, self.site(Phase.OPTIMIZER, "")))
+
+    def begin(self):
+        self.events.append(Mark(MarkKind.STEP_BEGIN, self.step))
+
+    def end(self):
+        self.events.append(Mark(MarkKind.STEP_END, self.step))
+        self.step += 1
+        self.recording.steps = self.step
+
+
+def two_steps(body, **world):
+    script = Script(**world)
+    for _ in range(2):
+        script.begin()
+        body(script)
+        script.end()
+    return script.recording
+
+
+def training(script):
+    for _ in range(4):
+        script.product(8192)
+    for _ in range(8):
+        script.product(8192, Phase.BACKWARD)
+    handle = script.comm("all_reduce", 1 << 30)
+    x = tensor(1 << 26, dtype="float32")
+    script.wait(handle)
+    script.op("aten._fused_adamw_.default", (x,) * 4, (), Phase.OPTIMIZER, module="")
+
+
+def test_a_step_is_the_sum_of_its_parts_and_has_an_mfu():
+    result = predict_time(two_steps(training, world_size=2), H100, NETWORK)
+    account = result.account
+    assert sum(account.parts.values()) == pytest.approx(result.step_seconds)
+    assert result.flops() == 12 * 2 * 8192**3
+    assert 0.4 < result.mfu < 0.85
+    assert account.parts[Part.EXPOSED] > 0
+    assert account.exposed[0].axis == "dp"
+    assert 0 < account.optimizer < result.step_seconds
+    assert not result.crosses_nodes
+
+
+def test_only_the_last_step_counts():
+    def body(script):
+        if script.step == 0:
+            script.product(16384)
+        script.product(4096)
+
+    result = predict_time(two_steps(body), H100)
+    assert result.flops() == 2 * 4096**3
+
+
+def test_one_step_stands_for_a_steady_one_and_that_is_noted():
+    script = Script()
+    script.begin()
+    script.product(1024)
+    script.end()
+    result = predict_time(script.recording, H100)
+    assert result.step_seconds > 0
+    assert any("Only one step was rehearsed" in note for note in result.notes())
+
+
+def test_without_a_step_there_is_no_time():
+    script = Script()
+    script.product(1024)
+    result = predict_time(script.recording, H100)
+    assert result.step_seconds is None
+    assert result.as_json()["step_seconds"] is None
+    assert result.as_json()["timeline"] is None
+    assert "No step time" in describe_time(result)
+    assert suggest_faster(result) == []
+
+
+def test_recomputation_is_not_useful_work():
+    def body(script):
+        script.product(4096)
+        script.product(4096, Phase.RECOMPUTE)
+        script.product(4096, Phase.BACKWARD)
+
+    result = predict_time(two_steps(body), H100)
+    assert result.flops(recomputed=True) == 1.5 * result.flops()
+    gains = suggest_faster(result)
+    assert any("checkpoint less" in gain.text for gain in gains)
+
+
+def test_a_host_bound_script_is_told_so_with_the_remedy():
+    def body(script):
+        for _ in range(50):
+            script.product(64)
+
+    result = predict_time(two_steps(body), H100)
+    assert result.is_host_bound
+    text = describe_time(result, suggest_faster(result))
+    assert "HOST-BOUND" in text
+    assert "CUDA graphs" in text
+
+
+def test_fp32_products_get_the_remedy():
+    result = predict_time(two_steps(lambda s: s.product(8192, dtype="float32")), H100)
+    gain = suggest_faster(result)[0]
+    assert "autocast" in gain.text
+    assert gain.seconds > 0.5 * result.step_seconds
+
+
+def test_unknown_operators_are_listed():
+    def body(script):
+        x = tensor(1 << 20)
+        script.op("mylib.surprise.default", (x,), (x,))
+
+    notes = predict_time(two_steps(body), H100).notes()
+    assert any("mylib.surprise.default (1)" in note for note in notes)
+
+
+def test_operators_of_a_compiled_region_are_one_kernel():
+    def body(script, region):
+        for at in range(10):
+            inputs = (tensor(1 << 26, storage=at),)
+            outputs = (tensor(1 << 26, storage=at + 1),)
+            script.op("aten.relu.default", inputs, outputs, region=region)
+        last = tensor(1 << 26, storage=10)
+        script.op("aten.sum.default", (last,), (tensor(1, storage=99),))
+
+    eager, compiled = (
+        predict_time(two_steps(lambda s, r=region: body(s, r)), H100)
+        for region in (None, 1)
+    )
+    assert compiled.step_seconds < 0.3 * eager.step_seconds
+    assert any("torch.compile" in gain.text for gain in suggest_faster(eager))
+
+
+def test_the_timeline_has_columns_of_one_length_inside_the_step():
+    result = predict_time(two_steps(training, world_size=2), H100, NETWORK)
+    timeline = result.as_json()["timeline"]
+    columns = [
+        key for key, value in timeline.items()
+        if isinstance(value, list) and key not in ("lanes", "strings", "phases")
+    ]  # fmt: skip
+    lengths = {len(timeline[key]) for key in columns}
+    assert len(lengths) == 1
+    assert len(columns) == 11
+    kinds = [lane["kind"] for lane in timeline["lanes"]]
+    assert kinds[0] == "host"
+    assert {"compute", "communicator"} <= set(kinds)
+    assert max(timeline["name"]) < len(timeline["strings"])
+    exposed = [at for at, kind in enumerate(timeline["exposed"]) if kind == 1]
+    assert exposed
+    for at in exposed:
+        target = timeline["waits_for"][at]
+        name = timeline["strings"][timeline["name"][target]]
+        assert name == "all_reduce dp"
+    seconds = result.step_seconds * 1e6
+    ends = [
+        start + duration
+        for start, duration, lane in zip(
+            timeline["start"], timeline["duration"], timeline["lane"], strict=True
+        )
+        if lane
+    ]
+    assert max(ends) <= seconds * 1.001
+    assert [phase["name"] for phase in timeline["phases"]] == [
+        "forward",
+        "backward",
+        "optimizer",
+    ]
+
+
+def test_two_stages_of_a_pipeline_are_joined():
+    def stage(first):
+        def body(script):
+            peer = 1 if first else 0
+            for _ in range(4):
+                if first:
+                    script.product(4096)
+                    script.comm("send", 1 << 20, peer=peer, is_async=False)
+                else:
+                    script.comm("recv", 1 << 20, peer=peer, is_async=False)
+                    script.product(4096)
+            for _ in range(4):
+                if not first:
+                    script.product(4096, Phase.BACKWARD)
+                    script.comm("send", 1 << 20, peer=peer, is_async=False)
+                else:
+                    script.comm("recv", 1 << 20, peer=peer, is_async=False)
+                    script.product(4096, Phase.BACKWARD)
+
+        return two_steps(body, world_size=2, rank=0 if first else 1)
+
+    stages = [stage(True), stage(False)]
+    both = [predict_time(stages, H100, of=place) for place in (0, 1)]
+    product = both[0].account.parts[Part.COMPUTE] / 8
+    for result in both:
+        assert result.account.parts[Part.BUBBLE] > 0.8 * product
+        assert result.step_seconds > 9 * product
+
+
+def test_predictions_are_equal_on_every_run():
+    recording = two_steps(training, world_size=2)
+    one, other = (predict_time(recording, H100, NETWORK).as_json() for _ in range(2))
+    assert one == other
+
+
+def test_the_error_and_the_assumptions_say_where_they_come_from():
+    data = predict_time(two_steps(training, world_size=2), H100, NETWORK).as_json()
+    assert 0 < data["step_error"] < 1
+    assert data["step_error_source"]
+    assert {"what", "value", "source", "error"} == set(data["assumptions"][0])
+    assert "taken from" in next(
+        each["source"]
+        for each in data["assumptions"]
+        if each["what"].startswith("host_")
+    )
+
+
+def test_parameters_cost_the_host_at_the_end_of_backward():
+    def issue(parameters):
+        recording = two_steps(training, world_size=2)
+        for number in range(parameters):
+            info = StorageInfo(4, category=Category.PARAMETER)
+            recording.storages[number] = info
+        return predict_time(recording, H100, NETWORK).host_issue_seconds
+
+    assert issue(100) > issue(0) + 1e-4
+
+
+def test_the_clock_of_a_script_tells_predicted_time():
+    script = Script()
+    clock = LiveClock(script.recording, H100, None)
+    assert clock.now() == 0
+    script.events.append(EventRecord(0, 0))
+    script.product(8192)
+    script.product(8192)
+    script.events.append(EventRecord(1, 0))
+    issued = clock.now()
+    assert 0 < issued < 1e-3  # the host only issues
+    both = clock.elapsed(0, 1)
+    assert 2 < both < 6  # milliseconds
+    script.events.append(Synchronize(None, None, "torch.cuda.synchronize"))
+    waited = clock.now()
+    assert waited >= both / 1e3
+    script.product(8192)
+    script.events.append(Synchronize(None, None, "torch.cuda.synchronize"))
+    assert clock.now() - waited == pytest.approx(both / 2e3, rel=0.1)
+    assert clock.elapsed(0, 99) == 0
