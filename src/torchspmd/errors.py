@@ -28,6 +28,8 @@ __all__ = [
     "PlanWarning",
     "RankError",
     "RecordingError",
+    "ShadowError",
+    "ShadowWarning",
     "SpmdError",
     "UnsupportedModuleError",
     "UnsupportedPassError",
@@ -46,10 +48,13 @@ class SpmdError(Exception):
     #: The page with causes and fixes; empty where the text always says all of it.
     page: ClassVar[str] = ""
 
-    def __init__(self, *args: object) -> None:
-        super().__init__(*args)
-        if self.page:  # a note, so that the text itself stays as it is
-            self.add_note(f"Causes and fixes: {self.page}")
+    # A note, so that the text itself stays as it is. Not added in a constructor: Dynamo
+    # would follow that one, and no longer fall back to eager where such an error is raised.
+    @property
+    def __notes__(self) -> list[str]:
+        first = [f"Causes and fixes: {self.page}"] if self.page else []
+        notes: list[str] = self.__dict__.setdefault("_notes", first)
+        return notes
 
 
 class LedgerError(SpmdError, ValueError):

@@ -474,18 +474,6 @@ def test_functional():
     assert names(traced(_torch.functional(writes), torch.ones(2))) == ["clone", "add"]
 
 
-def test_functional_optimizer():
-    aten = torch.ops.aten
-    assert _torch.functional_optimizer(aten._fused_adam_.default) is (
-        aten._fused_adam.default
-    )
-    assert _torch.functional_optimizer(aten._fused_adamw_.tensor_lr) is (
-        aten._fused_adamw.tensor_lr
-    )
-    assert _torch.functional_optimizer(aten.add_.Tensor) is None
-    assert _torch.functional_optimizer(len) is None
-
-
 def test_current_graph():
     assert _torch.current_graph() is None
     seen = []

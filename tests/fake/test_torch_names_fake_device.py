@@ -138,3 +138,22 @@ def test_no_autocast():
 def test_below_autograd():
     with _torch.below_autograd():
         assert not torch.ones(2, requires_grad=True).exp().requires_grad
+
+
+def test_autocast_names():
+    cpu, cuda = _torch.autocast_names("cpu"), _torch.autocast_names("cuda")
+    assert "mm" in cpu & cuda
+    assert "cross_entropy_loss" in cpu - cuda
+    assert "softmax.int" in cuda - cpu
+
+
+def test_stages_like_this_one():
+    from torch.distributed.pipelining import PipelineStage
+
+    names = ("_recv_meta", "_warmup_forward_vote", "_warmup_backward_result")
+    before = [getattr(PipelineStage, name, None) for name in names]
+    with _torch.stages_like_this_one():
+        inside = [getattr(PipelineStage, name, None) for name in names]
+    assert before == [getattr(PipelineStage, name, None) for name in names]
+    # torch 2.11 has none of them.
+    assert (inside == before) == (before == [None] * len(names))

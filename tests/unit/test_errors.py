@@ -59,3 +59,12 @@ def test_has_its_own_docstring_and_name(error):
 def test_every_error_of_this_page_is_listed_here():
     assert {error.__name__ for error in _CHILDREN} >= set(_BUILTINS)
     assert not issubclass(SpmdError, (ValueError, RuntimeError))
+
+
+def test_notes_are_added_behind_the_page():
+    error = errors.CaptureError("text")
+    error.add_note("more")
+    assert str(error) == "text"
+    assert error.__notes__[1:] == ["more"]
+    assert len(errors.CaptureError("text").__notes__) == 1
+    assert errors.UsageError("text").__notes__ == []

@@ -150,13 +150,10 @@ class MemoryAccount:
 
     @property
     def fragmentation(self) -> float:
-        """Part of the reserved bytes that no block was in, when they were most."""
-        row = max(
-            range(len(self.curve)), key=self.curve.reserved.__getitem__, default=-1
+        """Part of the most reserved bytes that not even the most allocated ones need."""
+        return (
+            1 - self.peak.allocated / self.reserved_peak if self.reserved_peak else 0.0
         )
-        if row < 0 or not self.curve.reserved[row]:
-            return 0.0
-        return 1 - self.curve.allocated[row] / self.curve.reserved[row]
 
     def category(self, storage: int) -> str:
         """What a storage of the curve was for."""

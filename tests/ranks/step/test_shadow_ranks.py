@@ -60,7 +60,7 @@ def run(options):
 def test_right_steps_pass(ranks, options):
     for lines in ranks.run(run, options):
         (line,) = lines
-        assert "4 calls were also made eagerly" in line
+        assert "3 calls were also made eagerly" in line
 
 
 def run_fault(fault):

@@ -85,7 +85,7 @@ def test_a_traceback_ends_with_the_page():
         "Causes and fixes: docs/errors/layouts.md#planerror\n"
     )
     assert str(errors.PlanError("text")) == "text"
-    assert not hasattr(errors.UsageError("text"), "__notes__")  # the text says it all
+    assert not errors.UsageError("text").__notes__  # the text says it all
 
 
 def test_every_command_is_on_the_page_of_the_command_line(capsys):

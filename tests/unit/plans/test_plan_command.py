@@ -52,7 +52,10 @@ def model_file(tmp_path):
 def run(*arguments):
     parser = argparse.ArgumentParser()
     command.add_options(parser)
-    return command.run(parser.parse_args([*map(str, arguments)]))
+    words = [*map(str, arguments)]
+    options = parser.parse_args(words)
+    options.words = ["plan", *words]  # as the command line keeps them
+    return command.run(options)
 
 
 def test_it_prints_the_preview_of_an_inferred_plan(model_file, capsys):
