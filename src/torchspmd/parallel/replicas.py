@@ -13,6 +13,7 @@ through the store: ranks that have come apart do not wait for ever.
 import json
 import math
 import threading
+import warnings
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from torchspmd import _torch
 from torchspmd.comm.exchange import exchange
-from torchspmd.errors import CheckError
+from torchspmd.errors import CheckError, PlanWarning
 from torchspmd.layout.names import format_mesh, plain_name
 
 _PARTS = 4  # of each tensor, so that what cancels in one sum does not in all
@@ -307,10 +308,13 @@ class Replicas:
         whole = find_whole({rank: report.parts for rank, report in reports.items()})
         if whole:
             lines = "\n".join(f"  * {name}" for name in whole[:_SHOWN])
-            raise CheckError(
+            # Data may be alike on purpose, as in a test: not an error.
+            warnings.warn(
                 f"parallelize_module of {type(module).__name__} on the mesh "
                 f"{self._mesh_text}: inputs that are taken as one part for each rank are "
-                f"the same on all ranks\n\n{lines}\n\n{_WHOLE_FIX}"
+                f"the same on all ranks\n\n{lines}\n\n{_WHOLE_FIX}",
+                PlanWarning,
+                stacklevel=2,
             )
 
     def _text(
@@ -347,10 +351,10 @@ _VALUES_FIX = (
     "model is built, load the same checkpoint, or broadcast these parameters."
 )
 _WHOLE_FIX = (
-    "They are whole, and gradients would count once for each rank. Take the style off such "
+    "If they are whole, gradients count once for each rank. Take the style off such "
     "a module (or give it ReplicateParallel()), write input_layouts=Replicate(), or give "
     "the module before it output_layouts=Shard(...). If all parts of your data are alike "
-    "on purpose, use others for the first steps."
+    "on purpose, nothing is wrong."
 )
 _GRADIENTS_FIX = (
     "Each rank would train another model. A module that works on a part of the activations "
