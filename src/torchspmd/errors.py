@@ -51,7 +51,7 @@ class SpmdError(Exception):
     # A note, so that the text itself stays as it is. Not added in a constructor: Dynamo
     # would follow that one, and no longer fall back to eager where such an error is raised.
     @property
-    def __notes__(self) -> list[str]:
+    def __notes__(self) -> list[str]:  # type: ignore[override]
         first = [f"Causes and fixes: {self.page}"] if self.page else []
         notes: list[str] = self.__dict__.setdefault("_notes", first)
         return notes
