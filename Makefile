@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Many processes import the same files: they keep the compiled form, and one thread each.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet \
-	--numprocesses 3 --dist worksteal
+	--numprocesses 2 --dist worksteal
 
 .PHONY: demo test check format pytest docs wheel bench screenshots clean help
 

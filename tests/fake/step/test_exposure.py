@@ -190,8 +190,9 @@ def test_where_the_simulation_says_otherwise(wire):
     module = b.module(b.wait(hidden), b.wait(b.start(work)))
     report, found = measured(module, numbers(), cost=SLOW_PAPER)
     right = "its result is needed right after it starts"
-    assert (
-        found["all_reduce_default"].reason == f"hidden; simulated 1000.00 ms: {right}"
+    # What comes first is measured, and depends on how busy the machine is.
+    assert found["all_reduce_default"].reason.endswith(
+        f"; simulated 1000.00 ms: {right}"
     )
     assert found["all_reduce_default_1"].reason == f"{right}; simulated 1000.00 ms"
     far = "2 of 2 differ from the simulation by more than half"
