@@ -25,6 +25,7 @@ __all__ = ["OtherRanks"]
 
 _VARIABLE = "TORCHSPMD_ASKED_RANK"
 _MOST = 16  # ranks of a pipeline that are rehearsed
+_SECONDS = 1800  # for one of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,13 +156,20 @@ class OtherRanks:
         for name in ("world_size", "gpu", "gpus_per_node", "steps", "skip"):
             command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
         command += ["--rank", str(rank), "--", *options.arguments]
-        done = subprocess.run(
-            command,
-            env={**self._environment, _VARIABLE: json.dumps(asdict(question))},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        try:
+            done = subprocess.run(
+                command,
+                env={**self._environment, _VARIABLE: json.dumps(asdict(question))},
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=_SECONDS,
+            )
+        except subprocess.TimeoutExpired:
+            raise UsageError(
+                f"Rank {rank}, which rank {self._rank} waits for, was not rehearsed within "
+                f"{_SECONDS} s. Does the script wait for something on that rank?"
+            ) from None
         if done.returncode > 1:
             reason = done.stderr.strip().splitlines()
             raise UsageError(

@@ -92,6 +92,13 @@ def cuda_as_cpu() -> Iterator[None]:
     def build_mesh(mesh: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
         plain_mesh(mesh, _to_cpu(device_type), *args, **kwargs)
 
+    plain_autocast: Any = torch.autocast.__init__
+
+    def build_autocast(
+        context: Any, device_type: str, *args: Any, **kwargs: Any
+    ) -> None:
+        plain_autocast(context, _to_cpu(device_type), *args, **kwargs)
+
     with contextlib.ExitStack() as stack:
         for name in _CUDA_EFFECTS:
             # One function each: torch's compiler keeps them in a table by identity.
@@ -102,6 +109,10 @@ def cuda_as_cpu() -> Iterator[None]:
         )
         # torch keeps which module a device has, and would keep the CPU's for "cuda".
         stack.callback(torch.get_device_module.cache_clear)
+        # Without it a script's casts, and so half of what it sends, would be lost.
+        stack.enter_context(
+            mock.patch.object(torch.autocast, "__init__", build_autocast)
+        )
         stack.enter_context(_CudaAsCpu())
         yield
 

@@ -88,3 +88,14 @@ def test_ranks_that_wait_for_each_other(tmp_path, monkeypatch):
 def test_objects_from_anybody():
     with pytest.raises(UsageError, match="name the rank that sends"):
         OtherRanks(options(), "").receive(None)
+
+
+def test_a_rank_that_does_not_end(tmp_path, monkeypatch):
+    def never(command, **options):
+        raise subprocess.TimeoutExpired(command, options["timeout"])
+
+    given = {"world_size": 2, "gpu": "h100", "gpus_per_node": 8, "steps": 1, "skip": 0}
+    asking = argparse.Namespace(**vars(options()), **given)
+    monkeypatch.setattr(subprocess, "run", never)
+    with pytest.raises(UsageError, match="Rank 0, which rank 1 waits for, was not"):
+        OtherRanks(asking, str(tmp_path)).receive(0)

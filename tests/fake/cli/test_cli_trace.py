@@ -350,3 +350,30 @@ def test_as_a_module_and_piped(script):
     assert done.returncode == 0
     assert "\x1b" not in done.stdout
     assert "all_reduce" in done.stdout
+
+
+AUTOCAST = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torchspmd import ColwiseParallel, RowwiseParallel, parallelize_module
+
+dist.init_process_group("nccl")
+mesh = init_device_mesh("cuda", (2,), mesh_dim_names=("tp",))
+model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).to("cuda")
+parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+with torch.autocast("cuda", dtype=torch.bfloat16):
+    model(torch.randn(2, 8, device="cuda"))
+"""
+
+
+def test_a_gpu_scripts_autocast_is_kept(tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text(AUTOCAST)
+    before = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    assert main(["trace", str(script), "--world-size", "2"]) == 0
+    line = next(
+        line for line in capsys.readouterr().out.splitlines() if "all_reduce" in line
+    )
+    assert "bfloat16" in line
+    assert (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")) == before
