@@ -12,6 +12,7 @@ from torch.utils import flop_counter
 from torchspmd import _torch
 from torchspmd.comm import CommEvent
 from torchspmd.errors import UsageError
+from torchspmd.step.graph.metadata import describe_type
 
 _RATES = ("flops", "memory_bytes", "network_bytes")
 _SHOWN = 6  # problems with operators in one message
@@ -81,7 +82,8 @@ class CostModel:
         counted = (
             _flops(operator, values[0], values[1], out) if _is_known(node) else 0.0
         )
-        moved = sum(map(_num_bytes, _torch.leaves_of(torch.Tensor, (values, out))))
+        tensors = _torch.leaves_of(torch.Tensor, (values, out))
+        moved = sum(each.nbytes for each in tensors)
         busy = max(counted / self.flops, moved / self.memory_bytes)
         return self.launch_seconds + busy
 
@@ -160,8 +162,7 @@ def operator_key(node: fx.Node) -> str:
 def _fact(leaf: object) -> str:
     if not isinstance(leaf, torch.Tensor):
         return repr(leaf)
-    dtype = str(leaf.dtype).removeprefix("torch.")
-    return f"{dtype}{list(leaf.shape)}{list(leaf.stride())}"
+    return f"{describe_type(leaf)}{list(leaf.stride())}"
 
 
 def device_of(graph: fx.Graph) -> str:
@@ -187,7 +188,3 @@ def _is_known(node: fx.Node) -> bool:
 
 def _value(node: fx.Node) -> Any:
     return node.meta.get("val")
-
-
-def _num_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

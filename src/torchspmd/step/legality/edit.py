@@ -10,6 +10,7 @@ from torch import fx
 from torchspmd.step.graph.edit import fake_result
 from torchspmd.step.graph.metadata import (
     OutputKind,
+    describe_type,
     output_values,
     readable_name,
     roles_of,
@@ -266,7 +267,11 @@ class _Finder:
 
     def _problem(self, node: fx.Node, was: fx.Node) -> Problem:
         pairs = [
-            (readable_name(now), _type(self._values[now]), _type(old.meta.get("val")))
+            (
+                readable_name(now),
+                describe_type(self._values[now]),
+                describe_type(old.meta.get("val")),
+            )
             for now, old in zip(node.all_input_nodes, was.all_input_nodes, strict=False)
         ]
         changed = [
@@ -303,12 +308,6 @@ def _metadata(value: Any) -> str:
     if value.layout is not torch.strided:
         return f"{kind} {tuple(value.shape)}"
     return f"{kind} {tuple(value.shape)} {value.stride()}"
-
-
-def _type(value: object) -> str:
-    if not isinstance(value, torch.Tensor):
-        return type(value).__name__
-    return f"{_short(value.dtype)}{list(value.shape)}"
 
 
 def _short(name: object) -> str:

@@ -15,7 +15,7 @@ from torchspmd.step.graph.metadata import output_values, readable_name, written_
 from torchspmd.step.legality.edit import Edit, Problem, output_name, shorten
 from torchspmd.step.legality.evaluate import Evaluation
 from torchspmd.step.legality.graph_rules import random_nodes
-from torchspmd.step.legality.shape_rules import VIEWS
+from torchspmd.step.legality.operator_rules import VIEWS
 from torchspmd.step.legality.values import (
     COLLECTIVES,
     FILL,
