@@ -126,6 +126,11 @@ def readable_name(node: fx.Node) -> str:
     return f"{node.name} ({held})" if held else node.name
 
 
+def fake_value(node: fx.Node) -> Any:
+    """What a node gives, without values; None where that is not known."""
+    return node.meta.get("val")
+
+
 def describe_type(value: object) -> str:
     """Dtype and shape of a tensor for messages, as in ``float32[2, 3]``."""
     if not isinstance(value, torch.Tensor):

@@ -445,11 +445,8 @@ class Accesses:
             for root in self._used_by(node) & written:
                 before = self.writes.get(root)
                 self.last_write[node, root] = before[-1] if before else None
-            for root in self._written_by(node):
+            for root in {self.root[each] for each in written_nodes(node)}:
                 self.writes.setdefault(root, []).append(node)
-
-    def _written_by(self, node: fx.Node) -> set[fx.Node]:
-        return {self.root[each] for each in written_nodes(node)}
 
     def _used_by(self, node: fx.Node) -> set[fx.Node]:
         """The memory that a node reads or writes; making a view touches none."""
