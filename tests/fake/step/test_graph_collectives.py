@@ -8,7 +8,7 @@ from torchspmd import _torch
 from torchspmd.comm import Kind, Phase
 from torchspmd.step.graph.collectives import get_all_comm_blocks, reduce_in_place
 from torchspmd.step.graph.edit import NodeMaker, common_owner
-from torchspmd.step.graph.memory import live_bytes
+from torchspmd.step.graph.memory import LiveBytes
 from torchspmd.step.graph.metadata import META_KEY, Owner, owner_of
 from torchspmd.testing import fake_mesh, fake_world
 
@@ -128,7 +128,7 @@ def test_live_bytes():
 
     with fake_mesh(4, ("dp",)):
         gm = captured(function, torch.ones(4))
-        live = {node.name: size for node, size in live_bytes(gm).items()}
+        live = {node.name: size for node, size in LiveBytes(gm.graph).now().items()}
     assert live == {
         "x_1": 0,
         "mul": 16,
@@ -145,7 +145,7 @@ def test_an_all_reduce_reads_a_copy():
         return [all_reduce(x * 2) + 1]
 
     with fake_mesh(4, ("dp",)):
-        live = list(live_bytes(captured(function, torch.ones(4))).values())
+        live = list(LiveBytes(captured(function, torch.ones(4)).graph).now().values())
     assert live == [0, 16, 32, 16, 32, 16]
 
 

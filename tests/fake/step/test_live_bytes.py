@@ -5,7 +5,7 @@ import torch
 from comm_graphs import all_reduce, captured, ops
 
 from torchspmd.step.graph.collectives import reduce_in_place
-from torchspmd.step.graph.memory import live_bytes, predict_peak
+from torchspmd.step.graph.memory import LiveBytes, predict_peak
 from torchspmd.step.passes import comm_fusion_with_concat
 from torchspmd.testing import fake_world
 
@@ -59,7 +59,7 @@ def test_live_bytes_and_the_peak(name):
         gm = captured(function, X)
         if in_place:
             assert reduce_in_place(gm.graph) == 1
-        live = live_bytes(gm)
+        live = LiveBytes(gm.graph).now()
         found = [round(size / K, 1) for size in live.values()][1:]  # without the input
         assert found == expected
         peak = predict_peak(gm.graph)
@@ -78,7 +78,7 @@ def test_a_bucket():
     with fake_world(2):
         gm = captured(two, X)
         comm_fusion_with_concat(gm, 25)
-        live = {node.name: size / K for node, size in live_bytes(gm).items()}
+        live = {node.name: size / K for node, size in LiveBytes(gm.graph).now().items()}
         peak = predict_peak(gm.graph)
     (packed,) = (name for name in live if name.startswith("cat"))
     assert live[packed] == 4  # two gradients, and their bucket

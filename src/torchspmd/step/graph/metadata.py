@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import torch
 from torch import fx, nn
 from torch.nn.modules.module import (
     register_module_forward_hook,
@@ -123,6 +124,18 @@ def readable_name(node: fx.Node) -> str:
     """
     held = node.meta.get("torchspmd_name")
     return f"{node.name} ({held})" if held else node.name
+
+
+def fake_value(node: fx.Node) -> Any:
+    """What a node gives, without values; None where that is not known."""
+    return node.meta.get("val")
+
+
+def describe_type(value: object) -> str:
+    """Dtype and shape of a tensor for messages, as in ``float32[2, 3]``."""
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
 
 
 # ----------------------------------------------------------------------------

@@ -99,7 +99,7 @@ class Chains:
             for each in _lists(node):
                 for index, element in enumerate(each):
                     for place in _places(element):
-                        self._join((node, index), place)
+                        self._parent[self._find((node, index))] = self._find(place)
 
     def chain_of(self, node: fx.Node) -> _Place:
         """The representative of the chain that a node is an item of."""
@@ -118,9 +118,6 @@ class Chains:
             self._parent[place] = above
             place, parent = parent, above
         return parent
-
-    def _join(self, one: _Place, other: _Place) -> None:
-        self._parent[self._find(one)] = self._find(other)
 
 
 def _places(element: object) -> Iterator[_Place]:

@@ -24,7 +24,6 @@ from torchspmd import _torch
 from torchspmd.comm import Kind, Phase
 from torchspmd.errors import UsageError
 from torchspmd.step.graph.aliases import is_wait
-from torchspmd.step.graph.clock import Stopwatch
 from torchspmd.step.graph.collectives import events_of
 from torchspmd.step.graph.cost import (
     CostModel,
@@ -34,6 +33,7 @@ from torchspmd.step.graph.cost import (
     operator_key,
 )
 from torchspmd.step.graph.metadata import owner_of
+from torchspmd.step.measure.clock import Stopwatch
 from torchspmd.step.progress import phase
 from torchspmd.step.rank_agreement import Agreement
 

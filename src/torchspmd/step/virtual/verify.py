@@ -104,9 +104,7 @@ class Verification:
 
 def _bytes(node: object) -> int:
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    if not isinstance(value, torch.Tensor):
-        return 0
-    return _torch.size_hint(value.numel()) * value.element_size()
+    return _torch.size_hint(value.nbytes) if isinstance(value, torch.Tensor) else 0
 
 
 _ADVICE = (

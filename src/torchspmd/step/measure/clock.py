@@ -10,9 +10,8 @@ from typing import Any, final
 import torch
 from torch import fx
 
-from torchspmd.step.graph.aliases import is_wait, started_by, without_item
 from torchspmd.step.graph.collectives import events_of
-from torchspmd.step.graph.simulate import carried_values
+from torchspmd.step.graph.simulate import find_awaited
 
 # No more than this is what a wait itself takes, not what is waited for.
 HIDDEN_SECONDS = 5e-5
@@ -121,7 +120,10 @@ def add_clock(
         mark(place)
 
     found = list(events_of(graph))
-    waits = _find_waits(graph, {start for start, _ in found}, num_carried)
+    waits: dict[fx.Node, list[tuple[fx.Node, bool]]] = {start: [] for start, _ in found}
+    for wait, (start, is_carried) in find_awaited(graph, num_carried).items():
+        if start in waits:
+            waits[start].append((wait, is_carried))
     numbers = itertools.count(first_mark)
     clocked = []
     for start, event in found:
@@ -140,18 +142,6 @@ def add_clock(
         name = event.group.name
         clocked.append(Clocked(start.name, name, begun, tuple(pairs), is_carried))
     return clocked
-
-
-def left_under_way(graph: fx.Graph, num_carried: int) -> list[int]:
-    """Which of the last outputs are results that only the next run waits for."""
-    starts = {start for start, _ in events_of(graph)}
-    carried = carried_values(graph, num_carried)
-    inputs = graph.find_nodes(op="placeholder")
-    return [
-        place
-        for place, node in enumerate(inputs[len(inputs) - num_carried :])
-        if node in carried and without_item(carried[node]) in starts
-    ]
 
 
 def read_runs(
@@ -220,19 +210,3 @@ def _median(several: Sequence[Reading]) -> Reading:
         statistics.median(each.distance for each in several),
         statistics.median(each.queued for each in several),
     )
-
-
-def _find_waits(
-    graph: fx.Graph, starts: set[fx.Node], num_carried: int
-) -> dict[fx.Node, list[tuple[fx.Node, bool]]]:
-    """The waits for each start, and whether they wait for that of the run before."""
-    carried = carried_values(graph, num_carried)
-    waits: dict[fx.Node, list[tuple[fx.Node, bool]]] = {start: [] for start in starts}
-    for node in graph.nodes:
-        if is_wait(node):
-            source = started_by(node)
-            is_carried = source in carried
-            start = without_item(carried[source]) if is_carried else source
-            if start in waits:
-                waits[start].append((node, is_carried))
-    return waits
