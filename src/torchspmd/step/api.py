@@ -139,7 +139,7 @@ def compile(  # noqa: PLR0913 - one for each choice
     problems = [
         *asked.wrong_values(),
         *_wrong_values(mesh, verify),
-        *_wrong_shadow(shadow, shadow_every),
+        *_wrong_shadow(shadow, shadow_every, module_override),
     ]
     if problems := problems or [*asked.contradictions()]:
         raise UsageError("\n".join(problems))
@@ -296,8 +296,11 @@ class _Asked:
                     f"compile({option}, passes=[...]) would have no effect: it is for the "
                     f"default passes alone. {instead}"
                 )
-        if self.overlap is True and self._runs_passes and self._cannot_overlap:
-            yield f"compile(overlap=True) is not available: {self._cannot_overlap}."
+        if self.overlap and self._runs_passes and self._cannot_overlap:
+            yield (
+                f"compile(overlap={self.overlap!r}) is not available: "
+                f"{self._cannot_overlap}."
+            )
 
     def make_transformation(self) -> Transformation | None:
         """What is done to each captured graph."""
@@ -322,7 +325,7 @@ def _wrong_values(mesh: object, verify: object) -> Iterator[str]:
         yield f"compile(verify={verify!r}): pass True, False or a Verification."
 
 
-def _wrong_shadow(shadow: object, every: object) -> Iterator[str]:
+def _wrong_shadow(shadow: object, every: object, overrides: object) -> Iterator[str]:
     if shadow is None:
         yield from wrong_environment()
     elif type(shadow) is not int or shadow < 0:
@@ -339,6 +342,14 @@ def _wrong_shadow(shadow: object, every: object) -> Iterator[str]:
         yield (
             "compile(shadow=0, shadow_every=...): nothing would be compared. Leave out "
             "one of them."
+        )
+    named = {"shadow": shadow or None, "shadow_every": every}
+    asked = [name for name, value in named.items() if value is not None]
+    if asked and overrides:
+        yield (
+            f"compile({', '.join(asked)}=..., module_override=...): modules that have "
+            "stand-ins compute something else eagerly, so that nothing would be compared. "
+            f"Leave out {' and '.join(asked)}, or the stand-ins."
         )
 
 

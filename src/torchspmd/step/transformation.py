@@ -216,7 +216,7 @@ class GraphModuleTransformation:
             self._tell(
                 f"GraphModuleTransformation: none of its passes changed anything ({names})"
                 ". Is there communication in this step?",
-                is_warning=not self._is_default,
+                is_warning=not self._is_default or self._overlap_iterations is True,
             )
         elif self._overlap_iterations:
             self._tell_if_nothing_overlaps(reports[-1])

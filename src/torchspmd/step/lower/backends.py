@@ -83,11 +83,10 @@ def choose_backend(made: Any, captured: fx.GraphModule, backend: str) -> Transfo
             f"fx.GraphModule or an IterGraphModule, not {type(made).__name__}. Return the "
             "graph, or use backend='graph'."
         )
-    if isinstance(made, IterGraphModule) and backend == "cudagraph":
-        made = _for_replay(made)
+    if isinstance(made, IterGraphModule):
+        _check_inductor(made, backend)
+        made = _for_replay(made) if backend == "cudagraph" else made
     notes: tuple[str, ...] = ()
-    if getattr(made, "enable_inductor", False):
-        backend = "inductor"
     if backend == "inductor" and _runs_once(captured):
         check_compilable(captured)  # what follows it will be compiled
         notes = ("makes the optimizer's states, so it runs once: not compiled",)
@@ -124,14 +123,24 @@ def _runs_once(graph: fx.GraphModule) -> bool:
     return any(role.kind is OutputKind.CREATED for role in roles_of(graph.graph))
 
 
+def _check_inductor(run: IterGraphModule, backend: str) -> None:
+    """Refuse a module that asks for Inductor where ``compile`` was asked for another."""
+    if run.enable_inductor and backend != "inductor":
+        raise CaptureError(
+            f"compile(backend={backend!r}): gm_transformation returned an IterGraphModule "
+            "with enable_inductor=True, but the step was captured for another backend. "
+            "Pass backend='inductor', or leave out enable_inductor."
+        )
+
+
 def _for_replay(run: IterGraphModule) -> fx.GraphModule:
     """The one graph that is replayed."""
-    if run.graph.regions or run.enable_inductor:
+    if run.graph.regions:
         raise CaptureError(
             "compile(backend='cudagraph') replays one graph that is launched as it is, in "
-            "which every collective ends: it takes neither work that is left for the next "
-            "step (overlap, defer_updates) nor enable_inductor. Leave them "
-            "out, or use backend='graph' or 'inductor'."
+            "which every collective ends: it takes no work that is left for the next step "
+            "(overlap, defer_updates). Leave that out, or use backend='graph' or "
+            "'inductor'."
         )
     return run.main_gm
 
