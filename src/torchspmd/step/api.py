@@ -10,10 +10,11 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchspmd.errors import UsageError
-from torchspmd.step.capture.override import Override
+from torchspmd.step.capture.override import Override, Overrides
 from torchspmd.step.compiled import CompiledStep, name_of_step
 from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.modes.data_parallel import DataParallel
+from torchspmd.step.pipeline import StepOptions
 from torchspmd.step.shadow.check import Plan, wrong_environment
 from torchspmd.step.transformation import GraphModuleTransformation, Pass
 from torchspmd.step.virtual.verify import Verification
@@ -152,16 +153,18 @@ def compile(  # noqa: PLR0913 - one for each choice
                 "function of your training step."
             )
         _check_function(function)
-        return CompiledStep(
+        options = StepOptions(
             function,
-            gm_transformation=asked.make_transformation(),
-            parallel_mode=asked.mode,
+            name_of_step(function),
+            transformation=asked.make_transformation(),
+            mode=asked.mode,
             mesh=mesh,
             backend=asked.resolved_backend,
-            module_override=module_override,
+            overrides=Overrides(module_override),
             verify=comparing,
             shadow=Plan.of(shadow, shadow_every),
         )
+        return CompiledStep(options)
 
     return wrap if func is None else wrap(func)
 

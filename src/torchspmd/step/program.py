@@ -3,14 +3,15 @@
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
 
 from torchspmd import _torch
 from torchspmd.comm import Ledger
+from torchspmd.errors import UsageError
 from torchspmd.step.capture.dynamic import Sizes
 from torchspmd.step.capture.guards import Signature
 from torchspmd.step.capture.host_values import Reads
@@ -248,6 +249,71 @@ class Program:
         if self.step_seconds:
             text += f", step {statistics.median(self.step_seconds) * 1e3:.1f} ms"
         return text
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class ClosedProgram:
+    """What is known about a program whose step was closed; it holds no graph or tensor.
+
+    Attributes:
+        number: Its place among the programs of its compiled step.
+        num_nodes: How many nodes its graph had.
+        reason: Why it was captured.
+        ledger: What the graph communicated.
+        certificate: Which passes ran, what they claim, what was checked and what not.
+        in_place: Which new values were computed in the memory of the old ones.
+        peak_memory: What was alive at the worst moment.
+        notes: What else was done to the graph, a line each.
+        capture_seconds: Time to trace, transform and compile it.
+        first_run_seconds: Time of its first run, after capture.
+        step_seconds: Times of the latest runs after the first.
+        explanation: The lines of ``explain()`` about it.
+    """
+
+    number: int
+    num_nodes: int
+    reason: str
+    ledger: Ledger
+    certificate: Certificate
+    in_place: InPlaceReport
+    peak_memory: PeakMemory | None
+    notes: tuple[str, ...]
+    capture_seconds: float
+    first_run_seconds: float | None
+    step_seconds: tuple[float, ...]
+    explanation: tuple[str, ...]
+
+    @classmethod
+    def of(cls, program: Program) -> "ClosedProgram":
+        """What to keep of a program."""
+        new: dict[str, Any] = {
+            "num_nodes": len(program.graph.graph.nodes),
+            "step_seconds": tuple(program.step_seconds),
+        }
+        names = [each.name for each in fields(cls) if each.name not in new]
+        return cls(**new, **{name: getattr(program, name) for name in names})
+
+    def __repr__(self) -> str:
+        """One line, as of a program."""
+        return f"ClosedProgram({self.number}: {self.num_nodes} nodes, {self.ledger!r})"
+
+    @property
+    def graph(self) -> NoReturn:
+        """Gone with its step."""
+        raise self._gone("graph")
+
+    @property
+    def code(self) -> NoReturn:
+        """Gone with its step."""
+        raise self._gone("code")
+
+    def _gone(self, name: str) -> UsageError:
+        return UsageError(
+            f"program {self.number}: its step was closed, by close() or the end of `with`, "
+            f"and no graph is kept then. Look at programs[{self.number}].{name} before "
+            "that; what stays is certificate, ledger, peak_memory, in_place, reason, notes "
+            "and times."
+        )
 
 
 def find_released(
