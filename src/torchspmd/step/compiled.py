@@ -99,7 +99,7 @@ class CompiledStep:
                 if program is None:
                     program, inventory = self._build(own, named, inventory)
                 else:
-                    self._switches.to_known(program)
+                    self._switches.to_known(program.agreed, program.plan)
                 self._num_calls += 1
                 program.last_call = self._num_calls
             return self._run(program, inventory, last_train_step)
@@ -315,7 +315,7 @@ class CompiledStep:
                 inventory = initial.mark(self._take_inventory(args, kwargs))
                 known = programs.find(inventory)
                 if known is not None and known.updated >= inventory.initial:
-                    self._switches.to_known(known)
+                    self._switches.to_known(known.agreed, known.plan)
                     return known, inventory
             _check_gradients(self._name)
             warn_of_many(self._name, programs.num_built, reason)
@@ -340,9 +340,9 @@ class CompiledStep:
                 self._num_tries += ranks.is_used
         is_agreed = program.agreed == request.agreed
         if is_agreed:
-            self._switches.to_new(program)
+            self._switches.to_new(program.agreed, program.plan)
         else:
-            self._switches.to_known(program)
+            self._switches.to_known(program.agreed, program.plan)
         programs.add(program, request, spread)
         self._shadow.note_build(program, inventory, is_agreed=is_agreed)
         return program, inventory

@@ -26,7 +26,7 @@ from torchspmd.step.capture.trace import (
 )
 from torchspmd.step.deferral.iter_graph import deferral_facts
 from torchspmd.step.deferral.module import IterGraphModule
-from torchspmd.step.graph.collectives import build_ledger, peers_of
+from torchspmd.step.graph.collectives import build_ledger
 from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.graph.memory import predict_peak
 from torchspmd.step.graph.reports import PassReport
@@ -129,7 +129,7 @@ def build_program(
                 lowered = lower_graph(chosen)
             certificate = _certify(title, graph, lowered, verifier, chosen.backend)
         if ranks.is_used:
-            ranks.wait_until_ready(peers_of(lowered.graph))
+            ranks.wait_until_ready(plan.ranks)
         if captured.relayout is not None:
             captured.relayout.commit()  # all ranks run this program now
     notes = [*captured.notes, *measured, *request.notes, *lowered.notes]

@@ -180,7 +180,7 @@ class Program:
 
         if isinstance(self.run, IterGraphModule):
             return self.run.run_and_write(flat, write, last_iter=last)
-        return write(self.run(*flat, last_iter=True) if last else self.run(*flat))
+        return write(self.run(*flat))
 
     @property
     def is_deferring(self) -> bool:
