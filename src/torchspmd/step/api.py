@@ -14,15 +14,19 @@ from torchspmd.step.capture.override import Override, Overrides
 from torchspmd.step.compiled import CompiledStep, name_of_step
 from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.modes.data_parallel import DataParallel
+from torchspmd.step.passes.pipeline import (
+    GraphModuleTransformation,
+    Overlap,
+    Pass,
+    is_list_of_passes,
+)
 from torchspmd.step.pipeline import StepOptions
 from torchspmd.step.shadow.check import Plan, wrong_environment
-from torchspmd.step.transformation import GraphModuleTransformation, Pass
 from torchspmd.step.virtual.verify import Verification
 
 Transformation = Callable[[fx.GraphModule], Any]
 Backend = Literal["graph", "inductor", "cudagraph"]
 Parallel = Literal["replicate", "fully_shard"]
-Overlap = bool | Literal["auto"]
 Cost = CostModel | Literal["measure"]
 
 _GLOBAL_BATCH = "None for the result of one device on the batches of all ranks together"
@@ -237,8 +241,7 @@ class _Asked:
                 f"compile(parallel_mode={self.parallel_mode!r}): pass a DataParallel, or "
                 f"{_GLOBAL_BATCH}."
             )
-        is_list = isinstance(self.passes, Sequence) and all(map(callable, self.passes))
-        if not (self.passes is None or isinstance(self.passes, bool) or is_list):
+        if not (isinstance(self.passes, bool | None) or is_list_of_passes(self.passes)):
             yield (
                 f"compile(passes={self.passes!r}): pass True, False or a list of "
                 "functions, each called with the IterGraphModule."

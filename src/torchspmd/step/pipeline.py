@@ -34,13 +34,13 @@ from torchspmd.step.lower.backends import Lowered, choose_backend, lower_graph
 from torchspmd.step.lower.in_place import mark_returned
 from torchspmd.step.measure.cost import measure_graph
 from torchspmd.step.modes.data_parallel import DataParallel
+from torchspmd.step.passes.pipeline import GraphModuleTransformation
 from torchspmd.step.passes.runner import pass_reports, run_transformation
 from torchspmd.step.program import Program, find_loose, find_released
 from torchspmd.step.programs import Request
 from torchspmd.step.progress import Progress, phase
 from torchspmd.step.rank_agreement import Agreement, CommPlan, build_comm_plan
 from torchspmd.step.shadow.check import Plan
-from torchspmd.step.transformation import GraphModuleTransformation
 from torchspmd.step.virtual.certificate import Certificate
 from torchspmd.step.virtual.run import is_pipelined, without_marks
 from torchspmd.step.virtual.verify import Verification, Verifier, certify

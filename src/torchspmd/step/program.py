@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NoReturn
 
@@ -17,6 +17,7 @@ from torchspmd.step.capture.guards import Signature
 from torchspmd.step.capture.host_values import Reads
 from torchspmd.step.capture.inventory import Inventory, is_counter
 from torchspmd.step.capture.outputs import (
+    Destination,
     NewGradient,
     NewNumber,
     NewState,
@@ -205,7 +206,8 @@ class Program:
         assert isinstance(self.run, IterGraphModule), type(self.run)
 
         def write(values: list[Any]) -> None:
-            write_values(self.outputs, inventory, values)
+            outputs = self.outputs
+            write_values(outputs.destinations, list(outputs.leaves), inventory, values)
 
         with (
             torch.inference_mode(False),
@@ -378,27 +380,30 @@ def write_back(
         _state(inventory, address)[address.key] = None
     for address, constant in outputs.constant_states:
         _state(inventory, address)[address.key] = constant
-    destinations = outputs.destinations
+    destinations: Sequence[Destination] = outputs.destinations
     if loose is not None:
-        destinations = tuple(destinations[place] for place in loose)
+        destinations = [destinations[place] for place in loose]
         values = [values[place] for place in loose]
-    leaves = write_values(
-        replace(outputs, destinations=destinations), inventory, values
-    )
+    leaves = list(outputs.leaves)
+    write_values(destinations, leaves, inventory, values)
     for parameter in outputs.cleared:
         inventory.slots[parameter].tensor.grad = None
     return _torch.unflatten_tree(leaves, outputs.structure)
 
 
-def write_values(outputs: Outputs, inventory: Inventory, values: Any) -> list[Any]:
-    """Put each value where it belongs; the leaves of what the user's function returns.
+def write_values(
+    destinations: Sequence[Destination],
+    leaves: list[Any],
+    inventory: Inventory,
+    values: Any,
+) -> None:
+    """Put each value where it belongs, results among the leaves of what is returned.
 
     A value that is None belongs to work that was left for the next step.
     """
-    leaves = list(outputs.leaves)
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
-    for destination, value in zip(outputs.destinations, values, strict=True):
+    for destination, value in zip(destinations, values, strict=True):
         if value is None:
             continue
         match destination:
@@ -423,7 +428,6 @@ def write_values(outputs: Outputs, inventory: Inventory, values: Any) -> list[An
                 leaves[leaf] = value.detach() if is_leaf else value
     if targets:
         _torch.copy_all(targets, _apart(targets, sources))
-    return leaves
 
 
 def _apart(
