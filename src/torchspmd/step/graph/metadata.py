@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import torch
 from torch import fx, nn
 from torch.nn.modules.module import (
     register_module_forward_hook,
@@ -123,6 +124,15 @@ def readable_name(node: fx.Node) -> str:
     """
     held = node.meta.get("torchspmd_name")
     return f"{node.name} ({held})" if held else node.name
+
+
+def same_form(one: fx.Node, other: fx.Node) -> bool:
+    """Whether two values have the same shape, dtype, device and strides."""
+    a, b = one.meta.get("val"), other.meta.get("val")
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return False
+    same_type = a.dtype == b.dtype and a.device == b.device
+    return same_type and a.shape == b.shape and a.stride() == b.stride()
 
 
 # ----------------------------------------------------------------------------

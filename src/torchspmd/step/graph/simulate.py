@@ -181,9 +181,7 @@ def schedule_of(graph: fx.Graph, cost: CostModel, num_carried: int = 0) -> list[
             seconds = cost.comm_seconds(event)
             work.append(Work(Do.START, seconds, node, event.group.name))
         elif is_wait(node):
-            source = started_by(node)
-            is_carried = source in carried
-            start = without_item(carried[source]) if is_carried else source
+            start, is_carried = awaited(node, carried)
             work.append(Work(Do.WAIT_CARRIED if is_carried else Do.WAIT, start=start))
         elif seconds := cost.compute_seconds(node):
             work.append(Work(Do.COMPUTE, seconds))
@@ -261,6 +259,26 @@ def carried_values(graph: fx.Graph, count: int) -> dict[fx.Node, fx.Node]:
         for place, value in zip(places, values[-count:], strict=True)
         if isinstance(value, fx.Node)
     }
+
+
+def awaited(wait: fx.Node, carried: Mapping[fx.Node, fx.Node]) -> tuple[fx.Node, bool]:
+    """The start that a node waits for, and whether it is that of the run before."""
+    source = started_by(wait)
+    if source not in carried:
+        return source, False
+    return without_item(carried[source]), True
+
+
+def left_under_way(graph: fx.Graph, num_carried: int) -> list[int]:
+    """Which of the last outputs are results that only the next run waits for."""
+    starts = {start for start, _ in events_of(graph)}
+    carried = carried_values(graph, num_carried)
+    inputs = graph.find_nodes(op="placeholder")
+    return [
+        place
+        for place, node in enumerate(inputs[len(inputs) - num_carried :])
+        if node in carried and without_item(carried[node]) in starts
+    ]
 
 
 def explain(ready: float, begin: float, now: float, end: float) -> str:
