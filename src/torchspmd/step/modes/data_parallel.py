@@ -100,8 +100,9 @@ def resolve_spread(
     if parallel_mode is not None:
         if mesh is None:
             raise WorldError(
-                f"compile(parallel_mode={parallel_mode}): there is no process group. "
-                "Call torch.distributed.init_process_group() first."
+                f"compile(parallel={parallel_mode.parallel_style!r}, or parallel_mode): "
+                "there is no process group. Call torch.distributed.init_process_group() "
+                "first."
             )
         if parallel_mode.parallel_style == "replicate":
             return Replicated(mesh, parallel_mode.reduce)
