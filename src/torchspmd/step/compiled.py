@@ -21,7 +21,7 @@ from torchspmd import _torch
 from torchspmd.comm import Ledger
 from torchspmd.errors import CaptureError, CaptureWarning, UsageError
 from torchspmd.layout.names import format_mesh
-from torchspmd.step.capture.dynamic import (
+from torchspmd.step.capture.dynamic_shapes import (
     differing_sizes,
     input_shapes,
     sizes_of,

@@ -11,7 +11,7 @@ from torch import fx
 
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
-from torchspmd.step.capture.dynamic import Sizes, input_shapes, with_any_size
+from torchspmd.step.capture.dynamic_shapes import Sizes, input_shapes, with_any_size
 from torchspmd.step.capture.guards import TensorFact, sign
 from torchspmd.step.capture.initial_states import UnusedStatesError
 from torchspmd.step.capture.inventory import Inventory

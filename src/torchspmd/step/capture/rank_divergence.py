@@ -19,8 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchspmd import _torch
 from torchspmd.comm import Kind
 from torchspmd.errors import CaptureError
+from torchspmd.layout.names import axis_names
 from torchspmd.step.capture.inventory import Role, Slot
-from torchspmd.step.capture.refusals import calling_line
+from torchspmd.step.capture.user_code import calling_line
 from torchspmd.step.graph.aliases import (
     communication_of,
     find_aliases,
@@ -129,7 +130,7 @@ def find_other_axes(
     names: dict[frozenset[int], str] = {}
     differing: dict[frozenset[int], set[int]] = {}
     for place, slot in enumerate(slots):
-        for name, ranks in _sharded_over(slot.tensor):
+        for name, ranks in sharded_over(slot.tensor):
             if len(ranks) > 1 and ranks != own:
                 names.setdefault(ranks, name)
                 differing.setdefault(ranks, set()).add(place)
@@ -140,13 +141,13 @@ def find_other_axes(
     )
 
 
-def _sharded_over(tensor: torch.Tensor) -> list[tuple[str, frozenset[int]]]:
+def sharded_over(tensor: torch.Tensor) -> list[tuple[str, frozenset[int]]]:
     """Name and ranks of each axis along which a tensor's values differ."""
     layout = _torch.layout_of(tensor)
     if layout is None:
         return []
     mesh, placements = layout.mesh, layout.placements
-    names = mesh.mesh_dim_names or [f"axis {dim}" for dim in range(mesh.ndim)]
+    names = axis_names(mesh)
     return [
         (names[dim], _ranks_along(mesh, dim))
         for dim, placement in enumerate(placements)

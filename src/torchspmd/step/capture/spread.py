@@ -18,6 +18,7 @@ from torchspmd import _torch
 from torchspmd.errors import CaptureError, UsageError
 from torchspmd.layout.retired import free_retired
 from torchspmd.step.capture.inventory import Inventory, Role, Slot
+from torchspmd.step.capture.rank_divergence import sharded_over
 from torchspmd.step.graph.metadata import OwnerLog
 from torchspmd.step.progress import phase
 
@@ -239,7 +240,8 @@ def checksum_values(tensors: Sequence[torch.Tensor]) -> list[int]:
 def checksum_parameters(inventory: Inventory, spread: Spread) -> tuple[str, ...]:
     """Checksums of the parameters that must be equal on all ranks of the data axis.
 
-    Buffers may differ: each rank can have statistics of its own batches.
+    Those of which these ranks hold different parts are left out. Buffers may differ: each
+    rank can have statistics of its own batches.
     """
     axis = spread.mesh
     if axis is None or not spread.reduces or axis.size() == 1:
@@ -252,22 +254,10 @@ def checksum_parameters(inventory: Inventory, spread: Spread) -> tuple[str, ...]
         for slot in inventory.slots
         if slot.role is Role.PARAMETER
         and not _torch.is_fake(_torch.plain_tensor(slot.tensor))
-        and not _is_cut_over(slot.tensor, ranks)
+        and all(len(ranks & each) <= 1 for _, each in sharded_over(slot.tensor))
     ]
     with phase("checksums"):
         return tuple(checksums(slots))
-
-
-def _is_cut_over(tensor: torch.Tensor, ranks: frozenset[int]) -> bool:
-    """Whether some of these ranks hold different parts of a tensor."""
-    layout = _torch.layout_of(tensor)
-    if layout is None:
-        return False
-    return any(
-        len(ranks.intersection(dist.get_process_group_ranks(group))) > 1
-        for dim, placement in enumerate(layout.placements)
-        if not placement.is_replicate() and (group := layout.mesh.get_group(dim))
-    )
 
 
 def _folded(value: int) -> int:

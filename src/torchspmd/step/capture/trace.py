@@ -12,14 +12,14 @@ from torch import fx
 from torchspmd import _torch
 from torchspmd.comm import Phase
 from torchspmd.errors import CaptureError
-from torchspmd.step.capture.dynamic import Sizes
+from torchspmd.step.capture.dynamic_shapes import Sizes
 from torchspmd.step.capture.functionalize import clean, make_functional
 from torchspmd.step.capture.guards import check_reached, describe_unguarded
 from torchspmd.step.capture.host_values import HostValues, Reads
 from torchspmd.step.capture.initial_states import check_initial, describe_first_step
 from torchspmd.step.capture.inventory import Inventory, Number, Role, Slot
 from torchspmd.step.capture.micro_batches import join_reductions
-from torchspmd.step.capture.optimizers import installed_optimizers
+from torchspmd.step.capture.optimizers import watched_optimizers
 from torchspmd.step.capture.outputs import (
     NewValue,
     Outputs,
@@ -38,7 +38,6 @@ from torchspmd.step.capture.refusals import (
     is_ours,
     needs_values,
     refuse,
-    runs_for_user,
 )
 from torchspmd.step.capture.rng import (
     KnownComparisons,
@@ -68,6 +67,7 @@ from torchspmd.step.capture.trace_modes import (
     RefuseFunctions,
     fake_for_transformers,
 )
+from torchspmd.step.capture.user_code import runs_for_user
 from torchspmd.step.graph.collectives import events_of
 from torchspmd.step.graph.memory import ROLE_KEY
 from torchspmd.step.graph.metadata import OwnerLog, mark_guarded, set_roles
@@ -324,7 +324,7 @@ def _trace(
             values = HostValues(inventory, states, inputs.world)
             with (
                 substitution.installed(log),
-                installed_optimizers(substitution, log, inputs.world, values),
+                watched_optimizers(substitution, log, inputs.world, values),
             ):
                 leaves = substitution.leaves()
                 args, kwargs = _torch.unflatten_tree(leaves, inventory.structure)

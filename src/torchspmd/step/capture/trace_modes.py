@@ -12,12 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
-from torchspmd.step.capture.refusals import (
-    calling_line,
-    noting_refusals,
-    printing_line,
-    runs_for_user,
-)
+from torchspmd.step.capture.refusals import noting_refusals
+from torchspmd.step.capture.user_code import calling_line, printing_line, runs_for_user
 
 
 class FunctionMode(TorchFunctionMode, ABC):

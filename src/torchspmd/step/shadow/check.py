@@ -36,10 +36,18 @@ from torchspmd.step.shadow.compare import (
     compare_returned,
     compare_values,
     likely_cause,
+    own_rows,
+    tolerance_of,
 )
-from torchspmd.step.shadow.eager import Eager, Generators, Kind, run_eagerly
-from torchspmd.step.shadow.facts import draws, find_late, own_rows, tolerance_of
-from torchspmd.step.shadow.memory import describe_shortage, free_bytes, needed_bytes
+from torchspmd.step.shadow.copies import describe_shortage, free_bytes, needed_bytes
+from torchspmd.step.shadow.eager import (
+    Eager,
+    Generators,
+    Kind,
+    draws,
+    find_late,
+    run_eagerly,
+)
 
 BY_DEFAULT = 3  # calls after each capture
 EVERY_CALL = "TORCHSPMD_CHECK"  # an environment variable: "1" for every call
@@ -415,7 +423,7 @@ class Shadow:
             raise _GivenUpError(f"a call failed on another rank ({failed})")
         # Whoever came here has read all that was posted for the last but one.
         rank = dist.get_rank()
-        for old in ("begin", "end", "values"):
+        for old in ("begin", "end"):
             _torch.default_store().delete_key(
                 f"{key}/{self._exchanged - 4}/{old}/{rank}"
             )
