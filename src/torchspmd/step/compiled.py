@@ -32,8 +32,8 @@ from torchspmd.step.capture.guards import Signature, explain_difference, sign
 from torchspmd.step.capture.initial_states import InitialStates, UnusedStatesError
 from torchspmd.step.capture.inventory import Inventory, take_inventory
 from torchspmd.step.capture.override import Override, Overrides
+from torchspmd.step.capture.parallel_mode import ParallelMode
 from torchspmd.step.capture.rank_divergence import find_other_axes
-from torchspmd.step.capture.spread import Spread
 from torchspmd.step.deferred import (
     Pending,
     expected,
@@ -175,7 +175,7 @@ class CompiledStep:
             verify,
         )
         self._parallel_mode, self._asked_mesh = parallel_mode, mesh
-        self._spread: Spread | None = None
+        self._spread: ParallelMode | None = None
         self._programs: list[Program] = []
         self._by_signature: dict[Any, list[Program]] = {}
         self._known = GuardCache[Program]()
@@ -475,7 +475,7 @@ class CompiledStep:
         kwargs: Any,
         inventory: Inventory,
         initial: InitialStates,
-        spread: Spread,
+        spread: ParallelMode,
         ranks: Agreement,
         request: Request,
     ) -> tuple[Program, Inventory]:
@@ -492,7 +492,7 @@ class CompiledStep:
                     inventory = initial.mark(inventory)
 
     def _request(
-        self, inventory: Inventory, spread: Spread, ranks: Agreement, reason: str
+        self, inventory: Inventory, spread: ParallelMode, ranks: Agreement, reason: str
     ) -> Request:
         """Which program to build: for which sizes, and whether other ranks are asked."""
         signature = sign(inventory)
@@ -570,7 +570,7 @@ class CompiledStep:
             self._by_signature[oldest.signature].remove(oldest)
             self._known.drop(oldest)
 
-    def _resolve_spread(self, inventory: Inventory) -> Spread:
+    def _resolve_spread(self, inventory: Inventory) -> ParallelMode:
         if self._spread is None:
             devices = [slot.tensor.device for slot in inventory.slots]
             device = devices[0] if devices else torch.device("cpu")

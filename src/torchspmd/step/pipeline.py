@@ -16,7 +16,7 @@ from torchspmd.step.capture.guards import TensorFact, sign
 from torchspmd.step.capture.initial_states import UnusedStatesError
 from torchspmd.step.capture.inventory import Inventory
 from torchspmd.step.capture.override import Overrides
-from torchspmd.step.capture.spread import Spread
+from torchspmd.step.capture.parallel_mode import ParallelMode
 from torchspmd.step.capture.trace import (
     Captured,
     assumes_other_sizes,
@@ -94,7 +94,7 @@ class Request:
 def build_program(
     options: StepOptions,
     inventory: Inventory,
-    spread: Spread,
+    spread: ParallelMode,
     ranks: Agreement,
     request: Request,
 ) -> Program:
@@ -182,7 +182,7 @@ class _Attempt:
 def _transform_any_size(
     options: StepOptions,
     inventory: Inventory,
-    spread: Spread,
+    spread: ParallelMode,
     ranks: Agreement,
     request: Request,
     title: str,
@@ -221,7 +221,7 @@ def _transform_any_size(
 def _transform(
     options: StepOptions,
     inventory: Inventory,
-    spread: Spread,
+    spread: ParallelMode,
     ranks: Agreement,
     request: Request,
     sizes: Sizes | None,

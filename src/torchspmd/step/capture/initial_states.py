@@ -17,7 +17,7 @@ from torchspmd import _torch
 from torchspmd.step.capture.inventory import Inventory
 from torchspmd.step.capture.optimizer_rules import ELEMENTWISE, initial_state
 from torchspmd.step.capture.outputs import Outputs
-from torchspmd.step.capture.spread import Spread
+from torchspmd.step.capture.parallel_mode import ParallelMode
 
 
 class UnusedStatesError(Exception):
@@ -36,10 +36,10 @@ class UnusedStatesError(Exception):
 class InitialStates:
     """State made for the optimizers of one call; taken back after a failure inside."""
 
-    def __init__(self, inventory: Inventory, spread: Spread) -> None:
+    def __init__(self, inventory: Inventory, mode: ParallelMode) -> None:
         self._optimizers = [optimizer for _, optimizer in inventory.optimizers]
         self._made: list[tuple[int, torch.Tensor]] = []
-        self._inventory, self._spread = inventory, spread
+        self._inventory, self._mode = inventory, mode
         self._is_traced_again = False
 
     def __enter__(self) -> Self:
@@ -83,7 +83,7 @@ class InitialStates:
         self._made = [(n, each) for n, each in self._made if (n, id(each)) in kept]
 
     def _initial(self) -> Iterator[tuple[int, torch.Tensor, dict[str, Any]]]:
-        stand_in = self._spread.stand_in(self._inventory)
+        stand_in = self._mode.stand_in(self._inventory)
         for index, number, slots in self._inventory.groups:
             optimizer = self._optimizers[index]
             for slot in slots:

@@ -141,7 +141,7 @@ class _OptimizerRun:
         self._substitution.handed.add(slot)
         stack.callback(self._substitution.handed.discard, slot)
         with torch.no_grad():
-            plain.grad = self._substitution.spread.for_optimizer(shown)
+            plain.grad = self._substitution.mode.for_optimizer(shown)
         stack.callback(_take_back, shown, plain, plain.grad)
 
     def end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -20,12 +20,12 @@ from torchspmd.layout.retired import predecessor_id
 from torchspmd.step.capture.guards import name_of_hook, walk_data
 from torchspmd.step.capture.inventory import Inventory, Number, Role
 from torchspmd.step.capture.optimizer_rules import ELEMENTWISE, check_whole, is_spread
+from torchspmd.step.capture.parallel_mode import ParallelMode
 from torchspmd.step.capture.rank_divergence import (
     keep_inner,
     mark_gradient,
     refuse_graphs,
 )
-from torchspmd.step.capture.spread import Spread
 from torchspmd.step.capture.user_code import calling_line
 from torchspmd.step.graph.metadata import OwnerLog
 
@@ -45,9 +45,9 @@ class Substitution:
     """
 
     def __init__(
-        self, inventory: Inventory, flat: tuple[Any, ...], spread: Spread
+        self, inventory: Inventory, flat: tuple[Any, ...], mode: ParallelMode
     ) -> None:
-        self.inventory, self.spread = inventory, spread
+        self.inventory, self.mode = inventory, mode
         count = len(inventory.slots)
         self.locals: list[torch.Tensor] = list(flat[:count])
         self.numbers: list[Any] = list(flat[count:])
@@ -58,7 +58,7 @@ class Substitution:
         self.updated: set[tuple[int, int]] = set()
         self._plain = _plain_slots(inventory)
         self.shown = [
-            spread.show(slot, local)
+            mode.show(slot, local)
             for slot, local in zip(inventory.slots, self.locals, strict=True)
         ]
         for slot, shown, local in zip(
@@ -118,7 +118,7 @@ class Substitution:
                 # Before it is added to `grad`: what is there was reduced already.
                 hook = shown.register_hook(_Reduction(self, log, slot))
                 stack.callback(hook.remove)
-                if self.spread.reduces:
+                if self.mode.reduces:
                     name = inventory.slots[slot].name
                     stack.callback(refuse_graphs(shown, name))
             numbers = dict(enumerate(self.numbers))
@@ -127,7 +127,7 @@ class Substitution:
             stack.enter_context(
                 in_users_objects(inventory, self.shown, stepped, numbers)
             )
-            stack.enter_context(self.spread.installed(inventory, self.shown, log))
+            stack.enter_context(self.mode.installed(inventory, self.shown, log))
             for hook in _install_gradient_hooks(inventory, self.shown, log):
                 stack.callback(hook.remove)
             for slot, shown in trained.items():  # behind all other hooks
@@ -179,7 +179,7 @@ class _Reduction:
         self._owner = self._name.rpartition(".")[0]
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
-        spread = self._substitution.spread
+        mode = self._substitution.mode
         self._substitution.arrived.add(self._place)
         if self._place in self._substitution.handed:
             raise CaptureError(
@@ -188,10 +188,10 @@ class _Reduction:
                 "before step(), or pass step() a closure that does."
             )
         with self._log.owned(Phase.BACKWARD, self._owner):
-            if spread.reduces and torch.is_grad_enabled():
+            if mode.reduces and torch.is_grad_enabled():
                 return keep_inner(gradient)  # create_graph=True
             with torch.no_grad():
-                return spread.reduce(gradient)
+                return mode.reduce(gradient)
 
 
 # ----------------------------------------------------------------------------

@@ -103,8 +103,8 @@ def _corrcoef(x: torch.Tensor) -> torch.Tensor:
     cov = _cov(x)
     if cov.ndim == 0:
         return cov / cov
-    spread = (cov.diag().real if cov.is_complex() else cov.diag()).sqrt()
-    scaled = cov / spread[:, None] / spread[None, :]
+    mode = (cov.diag().real if cov.is_complex() else cov.diag()).sqrt()
+    scaled = cov / mode[:, None] / mode[None, :]
     return scaled if scaled.is_complex() else scaled.clip(-1, 1)
 
 

@@ -12,8 +12,8 @@ import torch
 from torchspmd import _torch
 from torchspmd.layout.rounding import Tolerance, choose_tolerance
 from torchspmd.step.capture.inventory import Inventory
+from torchspmd.step.capture.parallel_mode import ParallelMode
 from torchspmd.step.capture.snapshots import MISSING
-from torchspmd.step.capture.spread import Spread
 from torchspmd.step.modes.global_batch import GlobalBatch
 from torchspmd.step.program import Program
 from torchspmd.step.shadow.eager import Eager, Expected, Kind
@@ -105,7 +105,7 @@ _LOW_PRECISION = 1e-4
 
 
 def tolerance_of(
-    program: Program, inventory: Inventory, spread: Spread, backend: str
+    program: Program, inventory: Inventory, mode: ParallelMode, backend: str
 ) -> Tolerance:
     """What counts as rounding: little where the graph does eager's own operations."""
     dtypes = [slot.tensor.dtype for slot in inventory.slots]
@@ -115,8 +115,8 @@ def tolerance_of(
             dtypes.append(value.dtype)
     floating = [each for each in dtypes if each.is_floating_point]
     coarsest = max(floating, key=lambda d: torch.finfo(d).eps, default=torch.float32)
-    size = 1 if spread.mesh is None else spread.mesh.size()
-    has_same_kernels = backend != "inductor" and not isinstance(spread, GlobalBatch)
+    size = 1 if mode.mesh is None else mode.mesh.size()
+    has_same_kernels = backend != "inductor" and not isinstance(mode, GlobalBatch)
     is_on_cpu = all(slot.tensor.device.type == "cpu" for slot in inventory.slots)
     if has_same_kernels and is_on_cpu and size == 1:
         return choose_tolerance(coarsest, 1)
@@ -188,11 +188,11 @@ class OwnRows:
         return value.narrow(dim, self.rank * own, own)
 
 
-def own_rows(spread: Spread) -> OwnRows:
+def own_rows(mode: ParallelMode) -> OwnRows:
     """Which part of a value of the global batch this rank has."""
-    if not isinstance(spread, GlobalBatch):
+    if not isinstance(mode, GlobalBatch):
         return OwnRows()
-    return OwnRows(spread.mesh.get_local_rank(), spread.mesh.size())
+    return OwnRows(mode.mesh.get_local_rank(), mode.mesh.size())
 
 
 def _leaves(value: Any) -> Iterator[tuple[str, Any]]:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchspmd import _torch
 from torchspmd.layout.retired import copy_attributes
 from torchspmd.step.capture.inventory import Inventory, Role, Slot
-from torchspmd.step.capture.spread import Spread
+from torchspmd.step.capture.parallel_mode import ParallelMode
 from torchspmd.step.capture.substitute import in_users_objects
 from torchspmd.step.modes.fully_shard import FullySharded
 from torchspmd.step.modes.gather import gather_rows
@@ -47,26 +47,26 @@ class Whole:
 
 
 def copy_slots(
-    inventory: Inventory, spread: Spread, ahead: Mapping[int, torch.Tensor]
+    inventory: Inventory, mode: ParallelMode, ahead: Mapping[int, torch.Tensor]
 ) -> list[Whole]:
     """A copy of every tensor of a call; what shares memory shares it in the copies too.
 
     Args:
         inventory: What the call works on.
-        spread: The mode; it says which tensors are whole for the eager step.
+        mode: The mode; it says which tensors are whole for the eager step.
         ahead: Values, by slot, that are newer than those of the user's own tensors,
             which have a pending update.
     """
     bases = _shared_bases(inventory)
     return [
-        _copied(slot, spread, bases, ahead.get(place))
+        _copied(slot, mode, bases, ahead.get(place))
         for place, slot in enumerate(inventory.slots)
     ]
 
 
 def _copied(
     slot: Slot,
-    spread: Spread,
+    mode: ParallelMode,
     bases: dict[int, "_Base"],
     newer: torch.Tensor | None,
 ) -> Whole:
@@ -74,9 +74,9 @@ def _copied(
     layout = _torch.layout_of(tensor)
     local = _torch.plain_tensor(tensor) if newer is None else newer
     part: Callable[[torch.Tensor], torch.Tensor] = _torch.plain_tensor
-    if isinstance(spread, FullySharded) and layout is not None:
-        assert spread.mesh is not None
-        sharding = read_sharding(layout, spread.mesh)
+    if isinstance(mode, FullySharded) and layout is not None:
+        assert mode.mesh is not None
+        sharding = read_sharding(layout, mode.mesh)
         assert sharding is not None, layout
         made = gather_rows(local.detach(), sharding)
         if sharding.whole is not None:
@@ -87,8 +87,8 @@ def _copied(
             def part(value: torch.Tensor) -> torch.Tensor:
                 return _torch.plain_tensor(value)[rows]
 
-    elif isinstance(spread, GlobalBatch) and slot.role is Role.INPUT and tensor.ndim:
-        made, part = _global_rows(tensor, spread)
+    elif isinstance(mode, GlobalBatch) and slot.role is Role.INPUT and tensor.ndim:
+        made, part = _global_rows(tensor, mode)
     elif newer is None and (base := bases.get(_torch.storage_key(tensor))) is not None:
         made = base.view_of(tensor)
     else:
@@ -99,10 +99,10 @@ def _copied(
 
 
 def _global_rows(
-    tensor: torch.Tensor, spread: GlobalBatch
+    tensor: torch.Tensor, mode: GlobalBatch
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
     """The rows of all ranks, and how to get back to those of this rank."""
-    mesh: DeviceMesh = spread.mesh
+    mesh: DeviceMesh = mode.mesh
     laid_out: Any = tensor
     if (layout := _torch.layout_of(tensor)) is not None:
         whole = _torch.finished(laid_out.full_tensor()).clone()
@@ -267,21 +267,21 @@ def describe_shortage(text: str) -> str:
     )
 
 
-def needed_bytes(program: Program, inventory: Inventory, spread: Spread) -> int:
+def needed_bytes(program: Program, inventory: Inventory, mode: ParallelMode) -> int:
     """Of copies and of an eager call: as much as the graph's own worst moment, or more."""
     copies = gradients = 0
-    size = 1 if spread.mesh is None else spread.mesh.size()
+    size = 1 if mode.mesh is None else mode.mesh.size()
     for slot in inventory.slots:
         local = _torch.plain_tensor(slot.tensor)
         taken = local.numel() * local.element_size()
-        if isinstance(spread, FullySharded) and _torch.layout_of(slot.tensor):
+        if isinstance(mode, FullySharded) and _torch.layout_of(slot.tensor):
             taken *= size
-        elif isinstance(spread, GlobalBatch) and slot.role is Role.INPUT:
+        elif isinstance(mode, GlobalBatch) and slot.role is Role.INPUT:
             taken *= size
         copies += taken
         gradients += 2 * taken if slot.role is Role.PARAMETER else 0
     peak = 0 if program.peak_memory is None else program.peak_memory.total_bytes
-    if isinstance(spread, GlobalBatch):
+    if isinstance(mode, GlobalBatch):
         peak *= size
     return max(peak, copies) + gradients + (copies if peak < copies else 0)
 

@@ -16,13 +16,13 @@ from torchspmd.step.capture.guards import walk_data
 from torchspmd.step.capture.inventory import Inventory, Role
 from torchspmd.step.capture.optimizer_rules import is_counter
 from torchspmd.step.capture.outputs import NewGradient, NewNumber, NewValue
+from torchspmd.step.capture.parallel_mode import ParallelMode
 from torchspmd.step.capture.side_effects import (
     undo_python,
     watch_hooks,
     watch_python,
 )
 from torchspmd.step.capture.snapshots import MISSING
-from torchspmd.step.capture.spread import Spread
 from torchspmd.step.deferral.module import IterGraphModule
 from torchspmd.step.graph.metadata import output_values
 from torchspmd.step.modes.data_parallel import Replicated
@@ -143,7 +143,7 @@ def find_late(program: Program) -> Late:
 def run_eagerly(
     function: Callable[..., Any],
     inventory: Inventory,
-    spread: Spread,
+    mode: ParallelMode,
     late: Late,
     before: Eager | None,
     *,
@@ -156,7 +156,7 @@ def run_eagerly(
     Args:
         function: The step.
         inventory: What the call works on.
-        spread: The mode.
+        mode: The mode.
         late: What the compiled step leaves for the next one.
         before: The eager call before this one, whose update is still pending in the
             user's own tensors.
@@ -164,15 +164,15 @@ def run_eagerly(
     """
     ahead = {} if before is None else before.ahead
     numbers = {} if before is None else before.numbers
-    copies = Copies(inventory, copy_slots(inventory, spread, ahead), numbers)
+    copies = Copies(inventory, copy_slots(inventory, mode, ahead), numbers)
     generators = Generators(inventory)
     found = Eager()
     watched = [*watch_python(inventory), *watch_hooks(inventory)]
-    talk = _Talk(spread.mesh if communicates else None)
+    talk = _Talk(mode.mesh if communicates else None)
     try:
         with (
             copies.installed(),
-            _hooked(inventory, copies.wholes, spread, talk, found),
+            _hooked(inventory, copies.wholes, mode, talk, found),
         ):
             args, kwargs = copies.arguments()
             try:
@@ -351,7 +351,11 @@ class _Talk:
 
 @contextlib.contextmanager
 def _hooked(
-    inventory: Inventory, wholes: list[Whole], spread: Spread, talk: _Talk, found: Eager
+    inventory: Inventory,
+    wholes: list[Whole],
+    mode: ParallelMode,
+    talk: _Talk,
+    found: Eager,
 ) -> Iterator[None]:
     """Hooks that reduce gradients as the mode does; behind them the user's, and a note.
 
@@ -364,10 +368,10 @@ def _hooked(
         found.gradients[place] = size if known is None else known + size
 
     reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
-    if isinstance(spread, Replicated):
-        reduce = spread.reduce
-    elif isinstance(spread, FullySharded):
-        reduce = Replicated(spread.mesh, "avg" if spread.averages else "sum").reduce
+    if isinstance(mode, Replicated):
+        reduce = mode.reduce
+    elif isinstance(mode, FullySharded):
+        reduce = Replicated(mode.mesh, "avg" if mode.averages else "sum").reduce
     with contextlib.ExitStack() as stack:
         for place, slot in enumerate(inventory.slots):
             tensor = wholes[place].tensor
@@ -375,7 +379,7 @@ def _hooked(
                 continue
             if reduce is not None:
                 layout = None
-                if isinstance(spread, FullySharded):  # its shard has lost such hooks
+                if isinstance(mode, FullySharded):  # its shard has lost such hooks
                     layout = _torch.layout_of(tensor)
                 hook = _reduction(place, reduce, talk, layout)
                 stack.callback(tensor.register_hook(hook).remove)
