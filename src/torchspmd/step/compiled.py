@@ -17,7 +17,7 @@ from torchspmd.errors import CaptureError, UsageError
 from torchspmd.layout.names import format_mesh
 from torchspmd.step.capture.initial_states import InitialStates, UnusedStatesError
 from torchspmd.step.capture.inventory import Inventory, take_inventory
-from torchspmd.step.capture.spread import Spread
+from torchspmd.step.capture.parallel_mode import ParallelMode
 from torchspmd.step.deferred import (
     Pending,
     expected,
@@ -63,7 +63,7 @@ class CompiledStep:
     def __init__(self, options: StepOptions) -> None:
         functools.update_wrapper(self, options.function)
         self._options, self._name = options, options.name
-        self._spread: Spread | None = None
+        self._spread: ParallelMode | None = None
         self._programs = Programs()
         self._closed, self._closed_by = tuple[ClosedProgram, ...](), ""
         self._pending: Pending | None = None
@@ -353,7 +353,7 @@ class CompiledStep:
         kwargs: Any,
         inventory: Inventory,
         initial: InitialStates,
-        spread: Spread,
+        spread: ParallelMode,
         ranks: Agreement,
         request: Request,
     ) -> tuple[Program, Inventory]:
@@ -375,7 +375,7 @@ class CompiledStep:
                 note = "one program for each size, since sizes cannot be symbols here: "
                 request = replace(request, sizes=None, notes=(note + why,))
 
-    def _resolve_spread(self, inventory: Inventory) -> Spread:
+    def _resolve_spread(self, inventory: Inventory) -> ParallelMode:
         if self._spread is None:
             devices = [slot.tensor.device for slot in inventory.slots]
             device = devices[0] if devices else torch.device("cpu")

@@ -11,12 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
-from torchspmd.step.capture.dynamic import Sizes, input_shapes, with_any_size
+from torchspmd.step.capture.dynamic_shapes import Sizes, input_shapes, with_any_size
 from torchspmd.step.capture.guards import Signature, TensorFact, sign
 from torchspmd.step.capture.initial_states import UnusedStatesError
 from torchspmd.step.capture.inventory import Inventory
 from torchspmd.step.capture.override import Overrides
-from torchspmd.step.capture.spread import Spread
+from torchspmd.step.capture.parallel_mode import ParallelMode
 from torchspmd.step.capture.trace import (
     Captured,
     assumes_other_sizes,
@@ -91,7 +91,7 @@ class FixedSizesError(Exception):
 def build_program(
     options: StepOptions,
     inventory: Inventory,
-    spread: Spread,
+    spread: ParallelMode,
     ranks: Agreement,
     request: Request,
 ) -> Program:
@@ -182,7 +182,7 @@ def _symbols_or_error(request: Request) -> Iterator[None]:
 
 
 def _capture(
-    options: StepOptions, inventory: Inventory, spread: Spread, request: Request
+    options: StepOptions, inventory: Inventory, spread: ParallelMode, request: Request
 ) -> Captured:
     """Trace the step by the sizes of all ranks, or where these differ, by its own."""
     sizes = request.sizes

@@ -12,10 +12,11 @@ from torch import fx
 from torchspmd import _torch
 from torchspmd.comm import Ledger
 from torchspmd.errors import UsageError
-from torchspmd.step.capture.dynamic import Sizes
+from torchspmd.step.capture.dynamic_shapes import Sizes
 from torchspmd.step.capture.guards import Signature
 from torchspmd.step.capture.host_values import Reads
-from torchspmd.step.capture.inventory import Inventory, is_counter
+from torchspmd.step.capture.inventory import Inventory
+from torchspmd.step.capture.optimizer_rules import is_counter
 from torchspmd.step.capture.outputs import (
     Destination,
     NewGradient,

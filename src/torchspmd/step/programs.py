@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any, final
 
 from torchspmd.errors import CaptureWarning
-from torchspmd.step.capture.dynamic import (
+from torchspmd.step.capture.dynamic_shapes import (
     Sizes,
     differing_sizes,
     input_shapes,
@@ -19,8 +19,8 @@ from torchspmd.step.capture.dynamic import (
 from torchspmd.step.capture.guard_cache import GuardCache
 from torchspmd.step.capture.guards import Signature, explain_difference, sign
 from torchspmd.step.capture.inventory import Inventory
+from torchspmd.step.capture.parallel_mode import ParallelMode
 from torchspmd.step.capture.rank_divergence import find_other_axes
-from torchspmd.step.capture.spread import Spread
 from torchspmd.step.program import Program
 from torchspmd.step.rank_agreement import Agreement, share_shapes
 
@@ -105,7 +105,7 @@ class Programs:
     def request(
         self,
         inventory: Inventory,
-        spread: Spread,
+        spread: ParallelMode,
         ranks: Agreement,
         reason: str,
         *,
@@ -136,7 +136,9 @@ class Programs:
             agreed=self.num_agreed,
         )
 
-    def _why_fixed(self, spread: Spread, has_own_batches: bool, backend: str) -> str:
+    def _why_fixed(
+        self, spread: ParallelMode, has_own_batches: bool, backend: str
+    ) -> str:
         """Why sizes that change cannot be symbols; empty where they can."""
         if backend != "graph":
             why = f"backend={backend!r} compiles for each"
@@ -159,7 +161,7 @@ class Programs:
                 return program
         return None
 
-    def add(self, program: Program, request: Request, spread: Spread) -> None:
+    def add(self, program: Program, request: Request, spread: ParallelMode) -> None:
         """Keep a program that was built, and let go of one where there are many."""
         self.num_built += 1
         self.num_agreed += program.agreed == request.agreed

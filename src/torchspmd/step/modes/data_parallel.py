@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchspmd import _torch
 from torchspmd.errors import UsageError, WorldError
-from torchspmd.step.capture.spread import Spread
+from torchspmd.step.capture.parallel_mode import ParallelMode
 from torchspmd.step.modes.fully_shard import FullySharded
 from torchspmd.step.modes.global_batch import GlobalBatch
 
@@ -65,7 +65,7 @@ class DataParallel:
 
 
 @final
-class Replicated(Spread):
+class Replicated(ParallelMode):
     """Ranks compute on plain tensors; gradients are summed over the mesh, or averaged."""
 
     reduces = has_own_batches = True
@@ -85,7 +85,7 @@ class Replicated(Spread):
 
 def resolve_spread(
     parallel_mode: DataParallel | None, mesh: DeviceMesh | None, device: torch.device
-) -> Spread:
+) -> ParallelMode:
     """The mode and the mesh that a call of ``compile`` asks for."""
     if mesh is not None and mesh.ndim != 1:
         raise UsageError(
@@ -112,4 +112,4 @@ def resolve_spread(
             reshard_after_forward=parallel_mode.reshard_after_forward,
             sync_each_backward=parallel_mode.sync_each_backward,
         )
-    return Spread() if mesh is None else GlobalBatch(mesh)
+    return ParallelMode() if mesh is None else GlobalBatch(mesh)
