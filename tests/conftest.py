@@ -1,5 +1,6 @@
 """Fixtures for all tiers: one seed, and real ranks that are started once for a run."""
 
+import gc
 import multiprocessing
 import os
 from collections.abc import Iterator
@@ -24,8 +25,18 @@ settings.register_profile("explore", max_examples=500, deadline=None)
 settings.load_profile("repeatable")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One worker of xdist has all tests on ranks: its ranks are started and warm once."""
+    for item in items:
+        if item.get_closest_marker("ranks") is not None:
+            item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the server of forks before the package does so with fewer imports."""
+    """What has been imported stays: garbage collection need not walk it."""
+    gc.freeze()
+    # Before the package starts the server of forks, with fewer imports.
     if any(map(_may_fork, session.items)):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(IMPORTS)
