@@ -411,6 +411,9 @@ def _describe(
     mark_guarded(graph.graph, [slot for _, slot in reads.slots])
 
 
+_MANY_OBJECTS = 100_000  # take about 20 ms to walk through
+
+
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
     """Keep the garbage collector from walking growing graphs again and again."""
@@ -420,7 +423,8 @@ def without_collection() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
-            if gc.get_freeze_count() == 0:
+            # Counting what is frozen takes longer than walking through a small graph.
+            if gc.get_count()[0] > _MANY_OBJECTS and gc.get_freeze_count() == 0:
                 # All that was made counts as old: otherwise the next allocation would
                 # walk through it, though nearly all of it stays.
                 gc.freeze()
