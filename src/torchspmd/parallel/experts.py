@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torchspmd import _torch
 from torchspmd.errors import LayoutCountError, LayoutError
 from torchspmd.layout.placements import positive_dim
-from torchspmd.parallel.axis import describe_uneven, global_shape, is_uneven, layout_of
+from torchspmd.parallel.axis import check_even, global_shape
 from torchspmd.parallel.fused import Part, SplitParameter
 from torchspmd.parallel.parameters import (
     describe_computed,
@@ -20,12 +20,7 @@ from torchspmd.parallel.parameters import (
     place_parameter,
     wrong_shard,
 )
-from torchspmd.parallel.redistribute import (
-    change_layout,
-    reduce_other_partials,
-    unwrap,
-    wrap,
-)
+from torchspmd.parallel.redistribute import arriving, change_layout, unwrap, wrap
 from torchspmd.parallel.style import (
     Layouts,
     Place,
@@ -175,13 +170,9 @@ class LocalForward:
         # What every rank reads whole for a partial value has a partial gradient.
         is_partial = type(target) is Replicate and type(layouts.computed) is Partial
         gradient = Partial() if is_partial and value.requires_grad else None
+        value, source, shape = arriving(value, given, axis, self._where)
         if isinstance(value, DTensor):
-            value = reduce_other_partials(value)
-            source, shape = layout_of(value, axis, self._where), tuple(value.shape)
             value = unwrap(value, axis)
-        else:
-            source = positive_dim(given, value.ndim)
-            shape = global_shape(tuple(value.shape), source, axis.size)
         return change_layout(value, source, target, axis, shape, gradient=gradient)
 
     def _leave(self, output: torch.Tensor) -> torch.Tensor:
@@ -189,8 +180,8 @@ class LocalForward:
         made = positive_dim(layouts.computed, output.ndim)
         wanted = positive_dim(layouts.output, output.ndim)
         shape = global_shape(tuple(output.shape), made, axis.size)
-        if layouts.local_output and is_uneven(shape, wanted, axis):
-            raise LayoutError(describe_uneven(shape, wanted, axis, self._where))
+        if layouts.local_output:
+            check_even(shape, wanted, axis, self._where)
         output = change_layout(output, made, wanted, axis, shape)
         return output if layouts.local_output else wrap(output, wanted, axis, shape)
 

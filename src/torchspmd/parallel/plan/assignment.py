@@ -10,7 +10,10 @@ from torch.distributed.tensor.parallel import SequenceParallel as TorchSequence
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
+from torchspmd import _torch
+from torchspmd.errors import LayoutError
 from torchspmd.layout.retired import describe_losses
+from torchspmd.parallel.axis import Axis
 from torchspmd.parallel.fused import FusedColwiseParallel, KeyValueParallel
 from torchspmd.parallel.linear import (
     ColwiseParallel,
@@ -20,7 +23,7 @@ from torchspmd.parallel.linear import (
 )
 from torchspmd.parallel.plan.plan import Style
 from torchspmd.parallel.sequence import SequenceParallel
-from torchspmd.parallel.style import ParallelStyle, PlacedStyle
+from torchspmd.parallel.style import ParallelStyle, Place, PlacedStyle
 
 _OWN_ATTENTION = (
     "leave the attention without styles, or write it with four nn.Linear "
@@ -110,6 +113,21 @@ def _find_obstacles(style: ParallelStyle, module: nn.Module) -> list[str]:
             if name in replaced and not isinstance(parameter, DTensor)
         }
     )
+
+
+def place(assignment: Assignment, axis: Axis, src_data_rank: int | None) -> None:
+    """Put the style on the module."""
+    style, module = assignment.style, assignment.module
+    if isinstance(style, ParallelStyle):
+        where = Place(axis=axis, path=assignment.path, src_data_rank=src_data_rank)
+        placed = style.place(module, where)
+    else:
+        placed = _torch.apply_torch_style(style, module, axis.mesh, src_data_rank)
+    if placed is not module:
+        raise LayoutError(
+            f"'{assignment.path}': {type(style).__name__} returned another module. A "
+            "style changes the module that it is given and returns it."
+        )
 
 
 def parameter_layouts(assignment: Assignment) -> dict[str, Placement] | None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import Placement, Shard
 
 from torchspmd.comm import Ledger, Total, format_bytes
+from torchspmd.comm.folding import unfold
 from torchspmd.comm.notebook import html_table
 from torchspmd.errors import UsageError
 from torchspmd.layout.placements import format_placement, positive_dim
@@ -94,11 +96,9 @@ def build_rows(
         groups.setdefault(key, (parameter, []))[1].append(path)
     rows = []
     for (*_, layout, style), (parameter, paths) in groups.items():
-        names = fold(paths)
-        each = len(paths) // len(names) if len(names) == 1 else 1
-        rows += [
-            _row(name, each, parameter, layout, style, num_ranks) for name in names
-        ]
+        for name in fold(paths):
+            count = len(unfold(name))
+            rows.append(_row(name, count, parameter, layout, style, num_ranks))
     return tuple(rows)
 
 
@@ -345,6 +345,13 @@ def _tokens(batch: int | None, seq: int | None) -> tuple[int, int]:
 # A preview as text, 80 columns wide.
 
 _WIDTH = 80
+_wrapper = textwrap.TextWrapper(
+    _WIDTH,
+    initial_indent="note: ",
+    subsequent_indent="  ",
+    break_long_words=False,
+    break_on_hyphens=False,
+)
 
 
 def _format_preview(preview: Preview) -> str:
@@ -361,7 +368,7 @@ def _format_preview(preview: Preview) -> str:
     else:
         parts.append(_communication(preview.ledger))
     if preview.notes:
-        parts.append("\n".join(_wrap(f"note: {note}") for note in preview.notes))
+        parts.append("\n".join(map(_wrapper.fill, preview.notes)))
     return "\n\n".join(parts)
 
 
@@ -461,14 +468,4 @@ def _table(
         lines.append("  ".join(line).rstrip())
         if number == 0:
             lines.append("  ".join("-" * width for width in widths))
-    return "\n".join(lines)
-
-
-def _wrap(text: str) -> str:
-    lines = [""]
-    for word in text.split(" "):
-        if lines[-1] and len(lines[-1]) + 1 + len(word) > _WIDTH:
-            lines.append(f"  {word}")
-        else:
-            lines[-1] = f"{lines[-1]} {word}" if lines[-1] else word
     return "\n".join(lines)

@@ -17,8 +17,9 @@ from torch import fx
 from torchspmd import _torch
 from torchspmd.comm import Phase
 from torchspmd.errors import CaptureError
-from torchspmd.step.capture.refusals import RefusalError, calling_line
+from torchspmd.step.capture.refusals import RefusalError
 from torchspmd.step.capture.trace_modes import FunctionMode, OperatorMode, replaced
+from torchspmd.step.capture.user_code import calling_line
 from torchspmd.step.graph.metadata import owner_of
 
 

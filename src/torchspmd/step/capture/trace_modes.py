@@ -12,12 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
-from torchspmd.step.capture.refusals import (
-    calling_line,
-    noting_refusals,
-    printing_line,
-    runs_for_user,
-)
+from torchspmd.step.capture.refusals import noting_refusals
+from torchspmd.step.capture.user_code import calling_line, printing_line, runs_for_user
 
 
 class FunctionMode(TorchFunctionMode, ABC):
@@ -107,8 +103,8 @@ def _corrcoef(x: torch.Tensor) -> torch.Tensor:
     cov = _cov(x)
     if cov.ndim == 0:
         return cov / cov
-    spread = (cov.diag().real if cov.is_complex() else cov.diag()).sqrt()
-    scaled = cov / spread[:, None] / spread[None, :]
+    mode = (cov.diag().real if cov.is_complex() else cov.diag()).sqrt()
+    scaled = cov / mode[:, None] / mode[None, :]
     return scaled if scaled.is_complex() else scaled.clip(-1, 1)
 
 

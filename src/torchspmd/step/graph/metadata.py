@@ -138,6 +138,15 @@ def describe_type(value: object) -> str:
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
 
 
+def same_form(one: fx.Node, other: fx.Node) -> bool:
+    """Whether two values have the same shape, dtype, device and strides."""
+    a, b = one.meta.get("val"), other.meta.get("val")
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return False
+    same_type = a.dtype == b.dtype and a.device == b.device
+    return same_type and a.shape == b.shape and a.stride() == b.stride()
+
+
 # ----------------------------------------------------------------------------
 # Whose work a graph node is: the module and the phase that made it.
 

@@ -148,7 +148,7 @@ def _run_clocked(
     on_stream = any(isinstance(each, torch.Tensor) and each.is_cuda for each in copies)
     watch = Stopwatch(on_stream)
     under_way = left_under_way(running.graph, num_carried)
-    clocked = add_clock(running.graph, watch.mark, _FIRST_FREE, num_carried)
+    clocked = add_clock(running.graph, watch, _FIRST_FREE, num_carried)
     running.recompile()
     left: Sequence[Any] = ()
     devices = [torch.cuda.current_device()] if on_stream else []

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from torchspmd.step import DataParallel, GraphModuleTransformation, compile, compiled
-from torchspmd.step.capture.walk import MAX_LEAVES
+from torchspmd.step.capture.python_values import MAX_LEAVES
 from torchspmd.testing import fake_world
 
 pytestmark = pytest.mark.unit
