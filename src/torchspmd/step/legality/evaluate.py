@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from torchspmd.step.graph.aliases import find_writes, find_written
+from torchspmd.step.graph.aliases import Written, find_writes
 from torchspmd.step.legality.collective_rules import COLLECTIVE_RULES
 from torchspmd.step.legality.operator_rules import (
     OPERATOR_RULES,
@@ -131,6 +131,7 @@ class Evaluation:
         graph: The graph; its nodes are in an order in which they can run.
         random: What tells random ops apart, for each of them.
         fakes: What each node gives, without values.
+        memory: The memory that the graph writes into.
 
     Attributes:
         made: The value that each node had when it ran.
@@ -144,12 +145,13 @@ class Evaluation:
         graph: fx.Graph,
         random: Mapping[fx.Node, Hashable],
         fakes: Fakes,
+        memory: Written,
     ) -> None:
         self.table = table
         self.fakes = fakes
         self._random = random
         self.made: dict[fx.Node, int] = {}
-        self._root, self._written = find_written(graph)
+        self._root, self._written = memory
         self._memory: dict[fx.Node, int] = {}  # what each written root holds now
         self._version = dict.fromkeys(self._written, 0)
         self._shown: dict[fx.Node, tuple[int, int]] = {}  # version and value of views
