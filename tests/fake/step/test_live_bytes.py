@@ -33,6 +33,11 @@ def scattered(x):
     return [ops.wait_tensor(start), beside]
 
 
+def viewed(x):
+    whole = ops.wait_tensor(ops.all_gather_into_tensor(x * 2, 2, "0"))
+    return [whole.view(2, -1).sum()]
+
+
 def sorted_twice(x):
     values, places = (x * 2).sort()  # 1 K, and 2 K of int64
     return [values.exp().sum(), places]
@@ -47,6 +52,8 @@ CASES = {
     # These read their input until the wait.
     "all_gather": (gathered, False, [1, 3, 4, 4, 3]),
     "reduce_scatter": (scattered, False, [1, 1.5, 2.5, 2.5, 1.5]),
+    # mul, start, wait, view, sum, output: a view is the memory that it shows.
+    "view": (viewed, False, [1, 3, 3, 2, 2, 0]),
     # mul; sort and its items: nothing is freed before the last is taken; exp; sum; output
     "items": (sorted_twice, False, [1, 4, 3, 3, 4, 3, 2]),
 }

@@ -21,7 +21,7 @@ from torchspmd.step.graph.optimizer_lists import (
     first_items,
     get_all_fused_optimizer_blocks,
     gradients_of,
-    split_by_chain,
+    split_by_group,
 )
 from torchspmd.step.graph.options import check_nodes
 from torchspmd.step.graph.reports import ORDERS, Outcome
@@ -100,7 +100,7 @@ def split_optimizer(gm: Any, gradients: Collection[fx.Node]) -> Outcome:
         for gradient in gradients
         for item in first_items(gradient)
     }
-    cut = split_by_chain(graph, chosen, chains)
+    cut = split_by_group(graph, chosen.__contains__, chains)
     return Outcome(matched=len(chains.operators), changed=cut, keeps_bits=ORDERS)
 
 
