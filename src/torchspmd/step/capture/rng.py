@@ -18,6 +18,7 @@ from torchspmd import _torch
 from torchspmd.comm import Phase
 from torchspmd.errors import CaptureError
 from torchspmd.step.capture.refusals import RefusalError
+from torchspmd.step.capture.shared_memory import extent_of
 from torchspmd.step.capture.trace_modes import FunctionMode, OperatorMode, replaced
 from torchspmd.step.capture.user_code import calling_line
 from torchspmd.step.graph.metadata import owner_of
@@ -144,9 +145,7 @@ def _check_memory(func: Any, args: tuple[Any, ...]) -> None:
     """Refuse a random op whose numbers depend on gaps in memory: a graph has none."""
     if func is not torch.ops.aten.normal_.default or args[0].device.type != "cpu":
         return
-    sizes = zip(args[0].shape, args[0].stride(), strict=True)
-    extent = 1 + sum((size - 1) * step for size, step in sizes)
-    if args[0].numel() >= _BLOCK and extent != args[0].numel():
+    if args[0].numel() >= _BLOCK and extent_of(args[0]) != args[0].numel():
         raise RefusalError(
             "aten::normal_ on a tensor with gaps in its memory, such as x[:, 1:] or x[::2]",
             "torch draws other numbers for it than for one without gaps, and the graph "

@@ -14,7 +14,7 @@ from torchspmd.comm import Phase
 from torchspmd.errors import CaptureError
 from torchspmd.step.capture.dynamic_shapes import Sizes
 from torchspmd.step.capture.functionalize import clean, make_functional
-from torchspmd.step.capture.guards import check_reached, describe_unguarded
+from torchspmd.step.capture.guards import check_reached
 from torchspmd.step.capture.host_values import HostValues, Reads
 from torchspmd.step.capture.initial_states import check_initial, describe_first_step
 from torchspmd.step.capture.inventory import Inventory, Number, Role, Slot
@@ -126,7 +126,7 @@ def capture(
     """
     check_layouts(mode, inventory.slots)
     check_memory(inventory)
-    check_reached(inventory)
+    unguarded = check_reached(inventory)
     relayout = mode.lay_out(inventory)
     if relayout is not None:
         inventory = relayout.inventory
@@ -155,7 +155,7 @@ def capture(
         graph.recompile()
     check_recomputation(name, graph)
     notes = (
-        *describe_unguarded(inventory),
+        *unguarded,
         *describe_first_step(inventory, outputs),
         *traced.notes,
     )
