@@ -45,11 +45,7 @@ from torchspmd.step.capture.refusals import (
     needs_values,
     refuse,
 )
-from torchspmd.step.capture.rng import (
-    KnownComparisons,
-    RandomReplay,
-    check_recomputation,
-)
+from torchspmd.step.capture.rng import RandomReplay, check_recomputation
 from torchspmd.step.capture.shared_memory import SharedMemory, check_memory
 from torchspmd.step.capture.side_effects import (
     Change,
@@ -63,8 +59,8 @@ from torchspmd.step.capture.side_effects import (
 )
 from torchspmd.step.capture.substitute import Substitution
 from torchspmd.step.capture.trace_modes import (
-    CheckOperators,
-    RefuseFunctions,
+    StepFunctions,
+    StepOperators,
     fake_for_transformers,
 )
 from torchspmd.step.capture.user_code import runs_for_user
@@ -371,15 +367,14 @@ def _tracing(
     refused: list[Exception],
 ) -> Iterator[None]:
     """Everything that is active while a step is traced, outermost first."""
-    refuse_functions = RefuseFunctions(refused)
+    functions = StepFunctions(refused)
     with (
         RandomReplay().recording(),  # sees what the next one makes of random operators
         mode.tracing(),
         log.recording(),
-        KnownComparisons(),
-        refuse_functions,
-        _torch.backward_under(refuse_functions),  # hooks
-        CheckOperators(refused, log.note),
+        functions,
+        _torch.backward_under(functions),  # hooks
+        StepOperators(refused, log.note),
         refusing_schedulers(name, refused),
         fake_for_transformers(),
         _torch.numbers.plain_for(runs_for_user),
