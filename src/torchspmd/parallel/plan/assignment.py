@@ -1,5 +1,6 @@
 """One style for one module, and what can be known of a style before it is applied."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -22,6 +23,7 @@ from torchspmd.parallel.linear import (
     linear_form,
 )
 from torchspmd.parallel.plan.plan import Style
+from torchspmd.parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput
 from torchspmd.parallel.sequence import SequenceParallel
 from torchspmd.parallel.style import ParallelStyle, Place, PlacedStyle
 
@@ -64,6 +66,20 @@ def own_style(style: Style) -> ParallelStyle | None:
             sequence_dim=layout.dim, use_local_output=style.use_local_output
         )
     return None
+
+
+def taken_layouts(
+    style: ParallelStyle | None, module: nn.Module
+) -> tuple[tuple[Placement | None, ...], Mapping[str, Placement]]:
+    """The layouts in which a style takes plain inputs, by position and by name."""
+    if isinstance(style, PrepareModuleInputOutput):
+        style = style.prepare_module_input
+    if isinstance(style, PrepareModuleInput):
+        given = style.input_layouts
+        by_name = style.input_kwarg_layouts or {}
+        return (given if isinstance(given, tuple) else ()), by_name
+    layouts = None if style is None else style.layouts(module)
+    return (() if layouts is None else layouts.inputs), {}
 
 
 def fused_form(assignment: Assignment) -> FusedColwiseParallel | None:
