@@ -20,7 +20,6 @@ from torchspmd.parallel.linear import (
     ColwiseParallel,
     RowwiseParallel,
     ShardedStyle,
-    linear_form,
 )
 from torchspmd.parallel.plan.plan import Style
 from torchspmd.parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput
@@ -80,14 +79,6 @@ def taken_layouts(
         return (given if isinstance(given, tuple) else ()), by_name
     layouts = None if style is None else style.layouts(module)
     return (() if layouts is None else layouts.inputs), {}
-
-
-def fused_form(assignment: Assignment) -> FusedColwiseParallel | None:
-    """A fused style, or the one that is equal to a KeyValueParallel; else None."""
-    style, module = assignment.style, assignment.module
-    if isinstance(style, KeyValueParallel) and linear_form(module) is not None:
-        return style.fused(module)
-    return style if isinstance(style, FusedColwiseParallel) else None
 
 
 def find_problems(style: Style, module: nn.Module, num_ranks: int) -> list[str]:

@@ -18,7 +18,7 @@ from torchspmd.layout.placements import format_placement
 from torchspmd.parallel.linear import ColwiseParallel, linear_form
 from torchspmd.parallel.plan.assignment import Assignment, own_style, taken_layouts
 from torchspmd.parallel.plan.copies import copy_shapes, reaches_globals, traces_kept
-from torchspmd.parallel.plan.flow import is_plain_linear
+from torchspmd.parallel.plan.flow import SPLITS, is_plain_linear
 from torchspmd.parallel.plan.text_form import describe_style
 from torchspmd.parallel.style import ParallelStyle
 
@@ -32,7 +32,6 @@ _KEEPS_LAYOUT = frozenset(
     "mul neg relu relu6 sigmoid silu softplus square tanh".split()
 )
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
-_SPLITS = ("chunk", "split", "tensor_split")
 # The last dimension of what a Linear gets in a transformer: (batch, sequence, features).
 _LAST_DIMS = (-1, 2)
 
@@ -123,7 +122,7 @@ def _split_name(node: fx.Node) -> str | None:
     target: str | Callable[..., object] = node.target
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     dim = node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else 0)
-    return name if name in _SPLITS and dim in _LAST_DIMS else None
+    return name if name in SPLITS and dim in _LAST_DIMS else None
 
 
 # ----------------------------------------------------------------------------
