@@ -5,9 +5,10 @@ from collections.abc import Iterator
 
 import pytest
 from browser import Browser, Tab, find_chromium
+from ledger_strategies import make_event, make_ledger
 from prediction_documents import HOSTILE, prediction, search
 
-from torchspmd.comm import CommEvent, Group, Kind, Ledger, Phase, ledger_to_dict
+from torchspmd.comm import Phase, ledger_to_dict
 from torchspmd.report import compare_results, write_page
 
 VIEWS = ["verdict", "timeline", "memory", "modules", "mesh", "compare", "assumptions"]
@@ -39,14 +40,12 @@ def document():
 def pages(document, tmp_path_factory):
     """A file for each kind of result."""
     folder = tmp_path_factory.mktemp("pages")
-    group = Group("0", tuple(range(16)), "tp")
-    ledger = Ledger()
-    for layer in range(4):
-        event = CommEvent(
-            Kind.ALL_REDUCE, "c10d_functional.all_reduce", "float32", (8, 4), 128, 240,
-            group, Phase.BACKWARD, f"Net.layers.{layer}.up",
-        )  # fmt: skip
-        ledger.append(event)
+    ledger = make_ledger(
+        *(
+            make_event(phase=Phase.BACKWARD, module=f"Net.layers.{layer}.up")
+            for layer in range(4)
+        )
+    )
     documents = {
         "prediction": document,
         "large": prediction(layers=32, micro_batches=4, glue=14),
@@ -243,12 +242,8 @@ def test_an_exposed_wait_is_drawn_in_its_colour(browser, pages):
         )
         tab.settle()
         x, y = state(tab, "timeline", "view.pixel(view.slices.exposed[0])")
-        assert pixel(tab, "canvas.timeline", round(x), round(y) + 8) == [
-            213,
-            94,
-            0,
-            255,
-        ]
+        orange = [213, 94, 0, 255]
+        assert pixel(tab, "canvas.timeline", round(x), round(y) + 8) == orange
 
 
 def test_wheel_drag_keys_and_buttons_move_the_timeline(browser, pages):
