@@ -22,9 +22,11 @@ from torchspmd.parallel.parameters import (
 )
 from torchspmd.parallel.redistribute import arriving, change_layout, unwrap, wrap
 from torchspmd.parallel.style import (
+    Cut,
     Layouts,
     Place,
     PlacedStyle,
+    Slab,
     StyleLayouts,
     check_layouts,
     describe_placed,
@@ -268,6 +270,16 @@ class ExpertParallel(PlacedStyle):
             return {n: p for n, p in dict(placements).items() if n in names}
         chosen = placements if isinstance(placements, Placement) else Shard(0)
         return dict.fromkeys(names, chosen)
+
+    def parameter_cuts(self, module: nn.Module, num_ranks: int) -> dict[str, Cut]:
+        """Each of several that lie side by side in one by itself."""
+        cuts = super().parameter_cuts(module, num_ranks)
+        for name, count in self._packed():
+            layout = cuts[name][0].layout if name in cuts else None
+            if isinstance(layout, Shard):  # else it is one of the problems
+                size = module.get_parameter(name).size(layout.dim) // max(count, 1)
+                cuts[name] = (Slab(size, layout),) * count
+        return cuts
 
     def layouts(self, module: nn.Module) -> StyleLayouts:
         """Every rank computes a partial value."""

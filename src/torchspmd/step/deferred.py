@@ -120,36 +120,36 @@ class Pending:
 
     def flush(self) -> None:
         """Make the updates; once a lost one has been loaded again, forget them."""
-        lost = self._find_lost()
-        if lost is None:
+        if self._lost is None:
             self._check_unwritten()
             try:
                 self._program.flush(self._inventory)
             except BaseException:
-                self._versions = self._read_versions()  # some may be made
+                self._look_at_states()  # some may be made
                 raise
         else:
-            lost.check()
+            self._lost.check()
             self._run.drop_pending()
         self.release()
 
     def _flush_before_load(self) -> None:
         """Make the updates, unless one is lost: loading is what helps then."""
-        if self._find_lost() is None:
+        if self._lost is None:
             self._flush_early()
-
-    def _find_lost(self) -> "LostStates | None":
-        if self._lost is None and self._run.state.is_lost:
-            self._lost = LostStates(self._inventory, self._run.lost)
-        return self._lost
 
     def settle(self) -> "Pending | None":
         """After a call: itself while anything is pending or lost, else None."""
         if self._run.is_pending:
-            self._versions = self._read_versions()
+            self._look_at_states()
             return self
         self.release()
         return None
+
+    def _look_at_states(self) -> None:
+        """Note what the states are now, so that it shows when others write to them."""
+        self._versions = self._read_versions()
+        if self._run.state.is_lost:
+            self._lost = LostStates(self._inventory, self._run.lost)
 
     def writes_to(self, inventory: Inventory) -> bool:
         """Whether the updates write into a tensor of a call."""

@@ -1,7 +1,7 @@
 """From the first call of a step to the program that serves it, phase by phase."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
-from torchspmd.step.capture.dynamic_shapes import Sizes, input_shapes, with_any_size
-from torchspmd.step.capture.guards import Signature, TensorFact, sign
+from torchspmd.step.capture.dynamic_shapes import input_shapes, with_any_size
+from torchspmd.step.capture.guards import TensorFact, sign
 from torchspmd.step.capture.initial_states import UnusedStatesError
 from torchspmd.step.capture.inventory import Inventory
 from torchspmd.step.capture.override import Overrides
@@ -116,55 +116,27 @@ def build_program(
             graph = _override(captured.graph, laid_out, options.overrides)
             flat = laid_out.flat_inputs()
             with _torch.without_autocast():  # its casts are nodes of the graph
-                cost, measured = _measure(graph, flat, options, ranks)
+                cost, notes = _measure(graph, flat, options, ranks)
                 verifier = _make_verifier(title, graph, flat, options.verify)
                 made = _run_passes(graph, options, cost, verifier)
-                chosen = choose_backend(made, graph, options.backend)
+                if options.passes is not None:
+                    notes += options.passes.notes
+                chosen = choose_backend(made, graph, options.backend, notes)
             if request.sizes is not None:
                 check_sizes(chosen.graph, flat)
         with _torch.without_autocast():
             with phase("agreement"):
-                plan, agreed = _agree(ranks, chosen.graph, inventory, captured, request)
+                agreed = _agree(ranks, chosen.graph, inventory, captured, request)
             with phase("lowering"):
                 lowered = lower_graph(chosen)
             certificate = _certify(title, graph, lowered, verifier, chosen.backend)
         if ranks.is_used:
-            ranks.wait_until_ready(plan.ranks)
+            ranks.wait_until_ready(agreed.plan.ranks)
         if captured.relayout is not None:
             captured.relayout.commit()  # all ranks run this program now
-    notes = [*captured.notes, *measured, *request.notes, *lowered.notes]
-    if options.passes is not None:
-        notes += options.passes.notes
     with phase("program", progress.what):
-        signature, shapes, sizes = _sign(inventory, request, captured)
-        running = lowered.running
-        released = find_released(captured.outputs, inventory, lowered)
-        return Program(
-            number=request.number,
-            graph=lowered.graph,
-            signature=signature,
-            outputs=captured.outputs,
-            symbols=captured.symbols,
-            assumptions=captured.assumptions,
-            reads=captured.reads,
-            memory=captured.memory,
-            updated=captured.updated,
-            run=lowered.run,
-            released=released,
-            loose=find_loose(captured.outputs, lowered),
-            in_place=lowered.in_place,
-            notes=(f"phases: {progress.describe()}", *notes),
-            phase_seconds=dict(progress.seconds),
-            peak_memory=predict_peak(running.graph, released) if running else None,
-            reason=request.reason,
-            certificate=certificate,
-            ledger=build_ledger(lowered.graph),
-            agreed=agreed,
-            plan=plan,
-            shapes=shapes,
-            sizes=sizes,
-            size_symbols=captured.sizes,
-            capture_seconds=progress.elapsed,
+        return _make_program(
+            request, inventory, captured, lowered, agreed, certificate, progress
         )
 
 
@@ -257,14 +229,22 @@ def _run_passes(
     return made
 
 
+@dataclass(frozen=True, slots=True)
+class _Agreed:
+    """What ranks will send, and the number of the first program that sends this."""
+
+    plan: CommPlan
+    number: int
+
+
 def _agree(
     ranks: Agreement,
     graph: fx.GraphModule,
     inventory: Inventory,
     captured: Captured,
     request: Request,
-) -> tuple[CommPlan, int]:
-    """Compare what this rank is about to run with other ranks; the plan, and its number."""
+) -> _Agreed:
+    """Compare what this rank is about to run with other ranks."""
     facts = dict(sign(inventory))
     inputs = [
         f"{name} {fact}"
@@ -277,12 +257,12 @@ def _agree(
     plan = build_comm_plan(graph, inputs, captured.values, deferred)
     like = request.like
     if like is not None and plan.sent == like.plan:
-        return plan.sent, like.agreed
+        return _Agreed(plan.sent, like.agreed)
     ranks.compare(plan)
     if (relayout := captured.relayout) is not None:
         for axis in relayout.beside:
             ranks.compare(CommPlan(values=relayout.facts_along(axis)), axis)
-    return plan.sent, request.agreed
+    return _Agreed(plan.sent, request.agreed)
 
 
 def _certify(
@@ -326,12 +306,50 @@ def _reports(captured: fx.GraphModule, lowered: Lowered) -> tuple[PassReport, ..
     return tuple(report for each in modules.values() for report in pass_reports(each))
 
 
-def _sign(
-    inventory: Inventory, request: Request, captured: Captured
-) -> tuple[Signature, Mapping[str, tuple[int, ...]], Sizes | None]:
-    """What a call must be like, the shapes that choices were made by, and free sizes."""
-    signature, sizes = sign(inventory), request.sizes
-    if sizes is not None and captured.sizes:
-        return with_any_size(signature, sizes.dims), sizes.shapes, sizes
+def _make_program(
+    request: Request,
+    inventory: Inventory,
+    captured: Captured,
+    lowered: Lowered,
+    agreed: _Agreed,
+    certificate: Certificate,
+    progress: Progress,
+) -> Program:
+    signature, sizes = sign(inventory), request.sizes if captured.sizes else None
     shapes = input_shapes(signature) if request.like is None else request.like.shapes
-    return signature, shapes, None
+    if sizes is not None:
+        signature, shapes = with_any_size(signature, sizes.dims), sizes.shapes
+    released = find_released(captured.outputs, inventory, lowered)
+    running = lowered.running
+    return Program(
+        number=request.number,
+        reason=request.reason,
+        signature=signature,
+        shapes=shapes,
+        sizes=sizes,
+        size_symbols=captured.sizes,
+        outputs=captured.outputs,
+        symbols=captured.symbols,
+        assumptions=captured.assumptions,
+        reads=captured.reads,
+        memory=captured.memory,
+        updated=captured.updated,
+        graph=lowered.graph,
+        run=lowered.run,
+        in_place=lowered.in_place,
+        released=released,
+        loose=find_loose(captured.outputs, lowered),
+        peak_memory=predict_peak(running.graph, released) if running else None,
+        ledger=build_ledger(lowered.graph),
+        certificate=certificate,
+        agreed=agreed.number,
+        plan=agreed.plan,
+        notes=(
+            f"phases: {progress.describe()}",
+            *captured.notes,
+            *request.notes,
+            *lowered.notes,
+        ),
+        phase_seconds=dict(progress.seconds),
+        capture_seconds=progress.elapsed,
+    )

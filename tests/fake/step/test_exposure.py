@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from clock import Clock
 from edit_graphs import GraphBuilder, aten, c10d
 from torch import fx, nn
 
@@ -26,19 +27,6 @@ MILLISECONDS = 30  # of any collective, one after the other
 
 # All collectives take a second in the simulation, and computing nothing.
 SLOW_PAPER = CostModel(1e30, 1e30, 1e30, launch_seconds=0.0, latency_seconds=1.0)
-
-
-class Clock:
-    """Stands in for ``time``: it goes on only when somebody sleeps."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def perf_counter(self):
-        return self.now
-
-    def sleep(self, seconds):
-        self.now += seconds
 
 
 CLOCK = Clock()

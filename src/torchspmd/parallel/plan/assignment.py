@@ -1,5 +1,6 @@
 """One style for one module, and what can be known of a style before it is applied."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -19,9 +20,9 @@ from torchspmd.parallel.linear import (
     ColwiseParallel,
     RowwiseParallel,
     ShardedStyle,
-    linear_form,
 )
 from torchspmd.parallel.plan.plan import Style
+from torchspmd.parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput
 from torchspmd.parallel.sequence import SequenceParallel
 from torchspmd.parallel.style import ParallelStyle, Place, PlacedStyle
 
@@ -66,12 +67,18 @@ def own_style(style: Style) -> ParallelStyle | None:
     return None
 
 
-def fused_form(assignment: Assignment) -> FusedColwiseParallel | None:
-    """A fused style, or the one that is equal to a KeyValueParallel; else None."""
-    style, module = assignment.style, assignment.module
-    if isinstance(style, KeyValueParallel) and linear_form(module) is not None:
-        return style.fused(module)
-    return style if isinstance(style, FusedColwiseParallel) else None
+def taken_layouts(
+    style: ParallelStyle | None, module: nn.Module
+) -> tuple[tuple[Placement | None, ...], Mapping[str, Placement]]:
+    """The layouts in which a style takes plain inputs, by position and by name."""
+    if isinstance(style, PrepareModuleInputOutput):
+        style = style.prepare_module_input
+    if isinstance(style, PrepareModuleInput):
+        given = style.input_layouts
+        by_name = style.input_kwarg_layouts or {}
+        return (given if isinstance(given, tuple) else ()), by_name
+    layouts = None if style is None else style.layouts(module)
+    return (() if layouts is None else layouts.inputs), {}
 
 
 def find_problems(style: Style, module: nn.Module, num_ranks: int) -> list[str]:

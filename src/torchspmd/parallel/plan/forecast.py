@@ -21,7 +21,12 @@ from torchspmd.layout.placements import positive_dim
 from torchspmd.layout.shards import shard_size
 from torchspmd.parallel.axis import Axis, PlanMesh
 from torchspmd.parallel.linear import linear_form
-from torchspmd.parallel.plan.assignment import Assignment, own_style, place
+from torchspmd.parallel.plan.assignment import (
+    Assignment,
+    own_style,
+    place,
+    taken_layouts,
+)
 from torchspmd.parallel.plan.copies import copy_shapes
 from torchspmd.parallel.plan.names import fold
 from torchspmd.parallel.plan.resolve import Resolved
@@ -38,7 +43,6 @@ from torchspmd.parallel.plan.run import (
     state_of,
     try_modes,
 )
-from torchspmd.parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput
 from torchspmd.parallel.sequence import SequenceParallel
 from torchspmd.parallel.style import PlacedStyle
 from torchspmd.trace.intercept import listen_alone
@@ -212,24 +216,29 @@ class _Rank:
     ) -> None:
         self._model, self._assignments, self._axis = model, assignments, axis
 
-    def run(self, inputs: Inputs) -> RankRun:
-        """One forward and backward; inputs are whole.
+    def run(self, inputs: Inputs, *, backward: bool = True) -> RankRun:
+        """One forward, and backward; inputs are whole.
 
         Raises:
             NotRunnableError: It fails, or needs values.
         """
         unknown = [a.path for a in self._assignments if not _is_ours_or_torchs(a)]
         run = RankRun(unknown=unknown)
-        with on_shapes(self._model), _recorded(self._axis, run.events):
-            _backward(self._forward(_Given(inputs), run))
+        with (
+            torch.set_grad_enabled(backward),
+            on_shapes(self._model),
+            _recorded(self._axis, run.events),
+        ):
+            output = self._forward(_Given(inputs), run)
+            if backward:
+                _backward(output)
         return run
 
     def find_failure(self, inputs: Inputs) -> NotRunnableError | None:
         """Why the forward fails; None when it does not."""
         self._model.eval()
         try:
-            with torch.no_grad():
-                self.run(inputs)
+            self.run(inputs, backward=False)
         except NotRunnableError as error:
             return error
         return None
@@ -315,26 +324,18 @@ class _NoteCall:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self.run.called[self.assignment.path] = None
-        style = own_style(self.assignment.style)
-        if isinstance(style, PrepareModuleInputOutput):
-            style = style.prepare_module_input
-        if isinstance(style, PrepareModuleInput):
-            layouts = style.input_layouts
-            for name, layout in (style.input_kwarg_layouts or {}).items():
-                self.given.note(kwargs.get(name), layout)
-        else:
-            found = None if style is None else style.layouts(module)
-            layouts = None if found is None else found.inputs
-        if isinstance(layouts, tuple):
-            for value, layout_ in zip(args, layouts, strict=False):
-                self.given.note(value, layout_)
+        by_place, by_name = taken_layouts(own_style(self.assignment.style), module)
+        for value, layout in zip(args, by_place, strict=False):
+            self.given.note(value, layout)
+        for name, value in kwargs.items():
+            self.given.note(value, by_name.get(name))
 
 
 def _backward(output: Any) -> None:
     """A gradient for everything that a model returns."""
     made = [t for t in _torch.leaves_of(torch.Tensor, output) if t.requires_grad]
     local = [t.to_local() if isinstance(t, DTensor) else t for t in made]
-    if local and torch.is_grad_enabled():
+    if local:
         torch.autograd.backward([tensor.sum() for tensor in local])
 
 

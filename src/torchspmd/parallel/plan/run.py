@@ -142,7 +142,11 @@ def _record(copied: nn.Module, inputs: Inputs, paths: Collection[str]) -> Record
         for path in paths:
             watcher = _ModuleWatcher(path, module_calls)
             module = copied.get_submodule(path)
-            stack.enter_context(module_hooks(module, watcher.enter, watcher.leave))
+            for hook in (
+                module.register_forward_pre_hook(watcher.enter, with_kwargs=True),
+                module.register_forward_hook(watcher.leave, with_kwargs=True),
+            ):
+                stack.enter_context(hook)
         stack.enter_context(on_shapes(copied))
         stack.enter_context(_FunctionRecorder(function_calls))
         output = functional_call(copied, state, args, kwargs)
@@ -198,16 +202,6 @@ def _noting(model: nn.Module, running: list[str]) -> Iterator[None]:
     with (
         register_module_forward_pre_hook(enter),
         register_module_forward_hook(leave),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def module_hooks(module: nn.Module, enter: Any, leave: Any) -> Iterator[None]:
-    """Hooks around the forward of a module, for a while; both get keyword arguments."""
-    with (
-        module.register_forward_pre_hook(enter, with_kwargs=True),
-        module.register_forward_hook(leave, with_kwargs=True),
     ):
         yield
 

@@ -70,20 +70,8 @@ def _begin_walk(inventory: Inventory) -> Walk:
     return Walk(known | {id(child): path for path, child in inventory.named_modules()})
 
 
-def describe_unguarded(inventory: Inventory, limit: int = 8) -> tuple[str, ...]:
-    """A line about values that are too many or too deep to be compared, if any."""
-    names = walk_data(inventory).beyond
-    if not names:
-        return ()
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return (
-        f"not guarded, beyond {MAX_LEAVES} values or {MAX_DEPTH} levels: "
-        f"{', '.join(names[:limit])}{more}; if one changes, call close() and compile again",
-    )
-
-
-def check_reached(inventory: Inventory) -> None:
-    """Refuse what a step can reach and a graph cannot follow."""
+def check_reached(inventory: Inventory, limit: int = 8) -> tuple[str, ...]:
+    """Refuse what a step can reach and a graph cannot follow; note what is not guarded."""
     walk = walk_data(inventory)
     if names := list(walk.scalers.values()):
         raise CaptureError(
@@ -96,6 +84,13 @@ def check_reached(inventory: Inventory) -> None:
             "step would take from it once, while it is captured, and use that value for "
             "ever. Call next() outside of the step, and pass what it gives."
         )
+    if not (names := walk.beyond):
+        return ()
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return (
+        f"not guarded, beyond {MAX_LEAVES} values or {MAX_DEPTH} levels: "
+        f"{', '.join(names[:limit])}{more}; if one changes, call close() and compile again",
+    )
 
 
 def _data_facts(inventory: Inventory, walk: Walk) -> Iterator[tuple[str, Any]]:
@@ -228,7 +223,6 @@ def _constant_facts(inventory: Inventory, walk: Walk) -> Iterator[tuple[str, Any
             walk.add_function(name, leaf)
             yield name, (type(leaf).__name__, fact)
             continue
-        walk.begin()
         facts = list(walk.whole(name, leaf))
         _check_guarded(name, leaf, facts, walk)
         yield from facts
@@ -258,7 +252,6 @@ def _module_facts(inventory: Inventory, walk: Walk) -> Iterator[tuple[str, Any]]
 def _attribute_facts(
     path: str, module: nn.Module, walk: Walk
 ) -> Iterator[tuple[str, Any]]:
-    walk.begin()
     walk.add_class(type(module))
     simple: list[Any] = [type(module)]
     for key, value in sorted(_own_attributes(module).items()):

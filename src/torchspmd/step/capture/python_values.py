@@ -44,8 +44,7 @@ from torchspmd.step.capture.user_code import (
     unwrapped,
 )
 
-MAX_LEAVES = 512  # of each module, argument and class
-MAX_REACHED = 4 * MAX_LEAVES  # of all that the step's code reaches
+MAX_LEAVES = 512  # of each argument, attribute and variable
 MAX_DEPTH = 6
 
 # ----------------------------------------------------------------------------
@@ -308,17 +307,12 @@ class Walk:
         """Snapshots of each container and object that was found."""
         return list(self._taken.values())
 
-    def begin(self) -> None:
-        """Begin with another module, argument or class."""
-        self._left = MAX_LEAVES
-
     def whole(self, path: str, value: Any) -> Iterator[NamedFact]:
         """What is guarded about a value and all that is in it."""
-        return self._value(path, value, 0, is_named=False)
+        return self._begin(path, value, is_named=False)
 
     def reached_from(self, *functions: Callable[..., Any]) -> Iterator[NamedFact]:
         """What is guarded about all that the code of functions can read."""
-        self._left = MAX_REACHED
         for function in functions:
             yield from self._start(function)
         size = None
@@ -345,6 +339,12 @@ class Walk:
 
     # ------------------------------------------------------------------------
     # Values, by their kind.
+
+    def _begin(
+        self, path: str, value: Any, depth: int = 0, *, is_named: bool
+    ) -> Iterator[NamedFact]:
+        self._left = MAX_LEAVES
+        return self._value(path, value, depth, is_named=is_named)
 
     def _value(
         self, path: str, value: Any, depth: int, *, is_named: bool
@@ -411,9 +411,7 @@ class Walk:
             is_all = not holds_model(value)
             self._objects.append(_Named(path, value, depth, is_all=is_all))
         else:
-            left, self._left = self._left, MAX_LEAVES if is_named else self._left
             yield from self._object(path, value, depth)
-            self._left = left if is_named else self._left
 
     def _object(self, path: str, value: Any, depth: int) -> Iterator[NamedFact]:
         kind = type(value)
@@ -508,16 +506,16 @@ class Walk:
             named = (("arguments", step.args), ("keywords", step.keywords))
             for key, value in named:
                 path = f"{key} of the partial"
-                yield from self._value(path, value, 0, is_named=True)
+                yield from self._begin(path, value, is_named=True)
         elif isinstance(step, MethodType):
             yield from self._start(step.__func__)
-            yield from self._value("self", step.__self__, 0, is_named=True)
+            yield from self._begin("self", step.__self__, is_named=True)
         elif isinstance(step, FunctionType):
             yield from self._function(step.__name__, step)
         elif (inner := unwrapped(step)) is not None:
             yield from self._start(inner)
         else:
-            yield from self._value("self", step, 0, is_named=True)
+            yield from self._begin("self", step, is_named=True)
 
     def _size(self) -> tuple[int, ...]:
         found = (self._names, self._functions, self._classes, self._objects, self._made)
@@ -538,7 +536,8 @@ class Walk:
                 found.append((f"{variable} around {name}", snapshots.contents_of(cell)))
         if variables := sorted(names.globals):
             file = f"global {function.__module__}"
-            self._hold(function, snapshots.Globals(file, table, variables))
+            values = snapshots.Attributes(file, None, table=table, names=variables)
+            self._hold(function, values)
             for variable in variables:
                 if variable in table and (id(table), variable) not in self._globals:
                     self._globals.add((id(table), variable))
@@ -547,25 +546,20 @@ class Walk:
             found.append((f"defaults of {name}", value))
         for path, value in found:
             if value is not snapshots.MISSING:
-                yield from self._value(path, value, 0, is_named=True)
+                yield from self._begin(path, value, is_named=True)
 
     def _class_facts(self) -> Iterator[NamedFact]:
         """What is guarded about each class that was noted since the last time."""
-        left = self._left
         while todo := [kind for kind in self._classes if kind not in self._done]:
             for kind in todo:
                 self._done.add(kind)
-                self.begin()
                 path = f"class {kind.__qualname__}"
                 self._hold(kind, snapshots.Attributes(path, kind))
-                entries = []
                 for key, value in vars(kind).items():
                     if isinstance(value, FunctionType):  # its code matters if called
                         yield f"{path}.{key}", Fact((FunctionType, Same(value)))
                     elif not key.startswith("__"):
-                        entries.append((f".{key}", value))
-                yield from self._inside(path, kind, entries, 0, is_named=False)
-        self._left = left
+                        yield from self.whole(f"{path}.{key}", value)
 
     def _add_methods(self) -> None:
         for kind in filter(_is_users_class, list(self._classes)):
@@ -579,7 +573,8 @@ class Walk:
         for key in sorted(names - named.done):
             named.done.add(key)
             path = f"{named.path}.{key}"
-            yield from self._value(path, table[key], named.depth + 1, is_named=True)
+            depth = named.depth + 1
+            yield from self._begin(path, table[key], depth, is_named=True)
 
     def _takes_all(self, named: _Named) -> bool:
         return self._is_open and named.is_all
@@ -588,7 +583,7 @@ class Walk:
         names = frozenset(self._names)
         for each in self._objects:
             only = None if self._takes_all(each) else names
-            attributes = snapshots.Attributes(each.path, each.value, only=only)
+            attributes = snapshots.Attributes(each.path, each.value, names=only)
             self._hold(each.value, attributes)
             if self._is_open and only and not isinstance(each.value, ModuleType):
                 text = "it holds a model: only attributes that the code names"

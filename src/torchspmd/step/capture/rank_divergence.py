@@ -318,20 +318,14 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def checksums(slots: Sequence[Slot]) -> list[str]:
     """Name, shape and checksum of the values of each tensor; of a DTensor, of its shard."""
-    sums = checksum_values([slot.tensor for slot in slots])
-    return [
-        f"{slot.name} {list(slot.tensor.shape)} #{_folded(value):08x}"
-        for slot, value in zip(slots, sums, strict=True)
-    ]
-
-
-def checksum_values(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """A checksum of the values of each tensor; of a DTensor, of its shard."""
-    if not tensors:
+    if not slots:
         return []
     with torch.no_grad():
-        sums = torch.stack([_bits(each).sum().cpu() for each in tensors])
-    return [int(value) for value in sums.tolist()]
+        sums = torch.stack([_bits(slot.tensor).sum().cpu() for slot in slots])
+    return [
+        f"{slot.name} {list(slot.tensor.shape)} #{_folded(int(value)):08x}"
+        for slot, value in zip(slots, sums.tolist(), strict=True)
+    ]
 
 
 def checksum_parameters(inventory: Inventory, mode: ParallelMode) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ import functools
 import random
 import sys
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import FunctionType, ModuleType
@@ -217,7 +217,10 @@ class PythonState:
         ]
         self._watched = watch_python(inventory)
         self._watched += [
-            Watched(Attributes(name, traced, only=_Public(vars(own))), Fix.OBJECT)
+            Watched(
+                Attributes(name, traced, matters=functools.partial(_is_public, own)),
+                Fix.OBJECT,
+            )
             for name, own, traced, _ in self._parameters
         ]
         self.stored: list[str] = []
@@ -269,14 +272,9 @@ class PythonState:
             yield Change(describe_change(difference), fix)
 
 
-class _Public(Container[str]):
-    """Names of attributes that are there already, or that are not private."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        self._names = frozenset(names)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names or not str(name).startswith("_")
+def _is_public(own: torch.Tensor, key: str) -> bool:
+    """Whether an attribute is the user's: there already, or not private."""
+    return key in vars(own) or not key.startswith("_")
 
 
 def _is_other(before: Any, now: Any) -> bool:
@@ -341,7 +339,9 @@ def _watched_table(
 ) -> Iterator[Watched]:
     """What a module, an optimizer or a group holds, and the containers it keeps."""
     kind = type(holder) if isinstance(holder, nn.Module) else None
-    attributes = Attributes(path, holder, table=table, ignored=ignored)
+    attributes = Attributes(
+        path, holder, table=table, matters=lambda key: key not in ignored
+    )
     yield Watched(attributes, fix, kind)
     for key, value in table.items():
         if key not in ignored and isinstance(value, (dict, list, set, deque)):

@@ -9,8 +9,9 @@ import random
 import sys
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from operator import is_
 from types import CellType, MappingProxyType
 from typing import Any
@@ -179,13 +180,13 @@ class Attributes(Snapshot):
         path: The path of the holder.
         holder: The object.
         table: Where it has them; its ``__dict__`` by default.
-        only: The attributes that matter; all by default.
-        ignored: Attributes that do not matter.
+        names: Those that matter, whether they are there or not; all by default.
+        matters: Whether a change of an attribute matters.
     """
 
     __slots__ = (
-        *("_holder", "_ignored", "_keys", "_kind", "_only", "_path", "_size"),
-        *("_table", "_values"),
+        *("_holder", "_keys", "_kind", "_matters", "_path", "_table", "_values"),
+        "_has_names",
     )
 
     def __init__(
@@ -194,45 +195,46 @@ class Attributes(Snapshot):
         holder: Any,
         *,
         table: Mapping[str, Any] | None = None,
-        only: Container[str] | None = None,
-        ignored: Collection[str] = (),
+        names: Collection[str] | None = None,
+        matters: Callable[[str], bool] | None = None,
     ) -> None:
         self._path, self._holder, self._kind = path, holder, type(holder)
-        self._table, self._only, self._ignored = table, only, frozenset(ignored)
+        self._table, self._matters, self._has_names = table, matters, names is not None
         found = self._read()
-        self._keys = [key for key in found if self._matters(key)]
-        self._values = [found[key] for key in self._keys]
-        self._size = len(found)
+        self._keys = list(found if names is None else names)
+        self._values = self._get(found)
 
     def _read(self) -> Mapping[str, Any]:
         return vars(self._holder) if self._table is None else self._table
 
-    def _matters(self, key: str) -> bool:
-        return key not in self._ignored and (self._only is None or key in self._only)
+    def _get(self, table: Mapping[str, Any]) -> list[Any]:
+        return list(map(table.get, self._keys, repeat(MISSING)))
 
     def holds(self) -> bool:
         """Whether its class and its attributes are the same, and none is new."""
-        table = self._read()
-        if len(table) != self._size or type(self._holder) is not self._kind:
+        if type(self._holder) is not self._kind:
             return False
-        if len(self._keys) == self._size:
-            return is_same_table(table, self._keys, self._values)
-        return all(map(is_, map(table.get, self._keys), self._values))
+        table = self._read()
+        if self._has_names:
+            return all(map(is_, self._get(table), self._values))
+        return is_same_table(table, self._keys, self._values)
 
     def differences(self) -> Iterator[Difference]:
         """Each attribute that is another one, new, or gone."""
-        before, table = dict(self.places()), self._read()
-        for key in {**before, **table}:
+        before, table = dict(zip(self._keys, self._values, strict=True)), self._read()
+        for key in before if self._has_names else {**before, **table}:
             was, now = before.get(key, MISSING), table.get(key, MISSING)
-            if self._matters(key) and not is_alike(was, now):
+            if not is_alike(was, now) and (self._matters is None or self._matters(key)):
                 yield Difference(self._path_of(key), key, was, now)
 
     def _path_of(self, key: str) -> str:
         return f"{self._path}.{key}"
 
     def places(self) -> Iterator[tuple[Any, Any]]:
-        """Each attribute that matters."""
-        yield from zip(self._keys, self._values, strict=True)
+        """Each attribute that was there."""
+        for key, value in zip(self._keys, self._values, strict=True):
+            if value is not MISSING:
+                yield key, value
 
     def put(self, key: Any, value: Any) -> None:
         """Set an attribute, or delete it."""
@@ -246,28 +248,6 @@ class Attributes(Snapshot):
             delattr(self._holder, key)
         else:
             setattr(self._holder, key, value)
-
-
-class Globals(Attributes):
-    """The variables of its file that a function names; others come and go."""
-
-    __slots__ = ()
-
-    def __init__(self, path: str, table: dict[str, Any], names: Collection[str]):
-        super().__init__(path, None, table=table, only=names)
-        self._keys = list(names)  # also those that are not there: they may come
-        self._values = list(map(table.get, self._keys))
-
-    def holds(self) -> bool:
-        """Whether they are the same objects."""
-        return all(map(is_, map(self._read().get, self._keys), self._values))
-
-    def differences(self) -> Iterator[Difference]:
-        """Each variable that is another one, new, or gone."""
-        table = self._read()
-        for key, was in self.places():
-            if not is_alike(was, now := table.get(key)):
-                yield Difference(self._path_of(key), key, was, now)
 
 
 class Slots(Attributes):

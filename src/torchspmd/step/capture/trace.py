@@ -14,7 +14,7 @@ from torchspmd.comm import Phase
 from torchspmd.errors import CaptureError
 from torchspmd.step.capture.dynamic_shapes import Sizes
 from torchspmd.step.capture.functionalize import clean, make_functional
-from torchspmd.step.capture.guards import check_reached, describe_unguarded
+from torchspmd.step.capture.guards import check_reached
 from torchspmd.step.capture.host_values import HostValues, Reads
 from torchspmd.step.capture.initial_states import check_initial, describe_first_step
 from torchspmd.step.capture.inventory import Inventory, Number, Role, Slot
@@ -45,11 +45,7 @@ from torchspmd.step.capture.refusals import (
     needs_values,
     refuse,
 )
-from torchspmd.step.capture.rng import (
-    KnownComparisons,
-    RandomReplay,
-    check_recomputation,
-)
+from torchspmd.step.capture.rng import RandomReplay, check_recomputation
 from torchspmd.step.capture.shared_memory import SharedMemory, check_memory
 from torchspmd.step.capture.side_effects import (
     Change,
@@ -63,8 +59,8 @@ from torchspmd.step.capture.side_effects import (
 )
 from torchspmd.step.capture.substitute import Substitution
 from torchspmd.step.capture.trace_modes import (
-    CheckOperators,
-    RefuseFunctions,
+    StepFunctions,
+    StepOperators,
     fake_for_transformers,
 )
 from torchspmd.step.capture.user_code import runs_for_user
@@ -126,7 +122,7 @@ def capture(
     """
     check_layouts(mode, inventory.slots)
     check_memory(inventory)
-    check_reached(inventory)
+    unguarded = check_reached(inventory)
     relayout = mode.lay_out(inventory)
     if relayout is not None:
         inventory = relayout.inventory
@@ -155,7 +151,7 @@ def capture(
         graph.recompile()
     check_recomputation(name, graph)
     notes = (
-        *describe_unguarded(inventory),
+        *unguarded,
         *describe_first_step(inventory, outputs),
         *traced.notes,
     )
@@ -371,15 +367,14 @@ def _tracing(
     refused: list[Exception],
 ) -> Iterator[None]:
     """Everything that is active while a step is traced, outermost first."""
-    refuse_functions = RefuseFunctions(refused)
+    functions = StepFunctions(refused)
     with (
         RandomReplay().recording(),  # sees what the next one makes of random operators
         mode.tracing(),
         log.recording(),
-        KnownComparisons(),
-        refuse_functions,
-        _torch.backward_under(refuse_functions),  # hooks
-        CheckOperators(refused, log.note),
+        functions,
+        _torch.backward_under(functions),  # hooks
+        StepOperators(refused, log.note),
         refusing_schedulers(name, refused),
         fake_for_transformers(),
         _torch.numbers.plain_for(runs_for_user),

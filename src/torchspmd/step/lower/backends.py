@@ -24,7 +24,7 @@ class Transformed:
         run: The graph, or a callable of the user's own.
         graph: The functional graph behind it, as far as it can be seen.
         backend: What runs it.
-        notes: What there is to say about that, a line each.
+        notes: What there is to say about both, a line each.
     """
 
     run: Any
@@ -57,13 +57,16 @@ class Lowered:
     notes: tuple[str, ...] = ()
 
 
-def choose_backend(made: Any, captured: fx.GraphModule, backend: str) -> Transformed:
+def choose_backend(
+    made: Any, captured: fx.GraphModule, backend: str, notes: tuple[str, ...] = ()
+) -> Transformed:
     """How to run what a transformation returned; raises where that cannot be done.
 
     Args:
         made: A graph module, or any callable; then the captured graph is what is shown.
         captured: The step as it was captured.
         backend: What the user asked for.
+        notes: What there is to say about the transformation, a line each.
     """
     if backend != "graph" and not isinstance(made, (fx.GraphModule, IterGraphModule)):
         raise CaptureError(
@@ -74,10 +77,9 @@ def choose_backend(made: Any, captured: fx.GraphModule, backend: str) -> Transfo
     if isinstance(made, IterGraphModule):
         _check_inductor(made, backend)
         made = _for_replay(made) if backend == "cudagraph" else made
-    notes: tuple[str, ...] = ()
     if backend == "inductor" and _runs_once(captured):
         check_compilable(captured)  # what follows it will be compiled
-        notes = ("makes the optimizer's states, so it runs once: not compiled",)
+        notes += ("makes the optimizer's states, so it runs once: not compiled",)
         backend = "graph"
     shown = made.main_gm if isinstance(made, IterGraphModule) else made
     graph = shown if isinstance(shown, fx.GraphModule) else captured

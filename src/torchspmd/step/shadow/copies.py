@@ -22,6 +22,7 @@ from torchspmd import _torch
 from torchspmd.layout.retired import copy_attributes
 from torchspmd.step.capture.inventory import Inventory, Role, Slot
 from torchspmd.step.capture.parallel_mode import ParallelMode
+from torchspmd.step.capture.shared_memory import extent_of
 from torchspmd.step.capture.substitute import in_users_objects
 from torchspmd.step.modes.fully_shard import FullySharded
 from torchspmd.step.modes.gather import gather_rows
@@ -164,8 +165,7 @@ def _first(tensor: torch.Tensor) -> int:
 
 
 def _end(tensor: torch.Tensor) -> int:
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    return int(tensor.storage_offset()) + 1 + sum((n - 1) * step for n, step in sizes)
+    return _first(tensor) + int(extent_of(tensor))
 
 
 def _like(original: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
