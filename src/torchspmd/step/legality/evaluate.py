@@ -26,7 +26,6 @@ from torchspmd.step.legality.values import (
     Flat,
     Impossible,
     OpCall,
-    Pieces,
     Rule,
     Segment,
     Term,
@@ -39,8 +38,6 @@ from torchspmd.step.legality.values import (
 
 # ----------------------------------------------------------------------------
 # Writes into a part of a tensor's memory.
-
-_MOST_RUNS = 4096
 
 
 def overwrite(
@@ -71,20 +68,8 @@ def _places(table: ValueTable, shown: int, memory: int) -> list[Segment] | None:
     flat = table[shown]
     if not isinstance(flat, Flat):
         return None
-    places: list[Segment] = []
-    for segment in flat.segments:
-        runs = table.runs_of(segment.atom)
-        if segment.atom == memory:
-            places.append(segment)
-            continue
-        if runs is None or runs.base != memory or runs.num > _MOST_RUNS:
-            return None
-        parts = [
-            Segment(memory, runs.offset + i * runs.stride, runs.length)
-            for i in range(runs.num)
-        ]
-        places += Pieces(parts).cut(segment.offset, segment.length)
-    return places
+    places = [part for each in flat.segments for part in table.run_by_run(each)]
+    return places if all(part.atom == memory for part in places) else None
 
 
 def _spliced(
