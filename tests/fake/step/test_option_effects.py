@@ -148,7 +148,7 @@ def seen(mode, given):
 @pytest.mark.parametrize(
     ("option", "value", "beside"),
     CASES,
-    ids=lambda each: getattr(each, "__name__", str(each))[:30],
+    ids=[f"{option}-{number}" for number, (option, *_) in enumerate(CASES)],
 )
 def test_an_option_has_an_effect_or_an_error_names_it(mode, option, value, beside):
     others = tuple((name, BESIDE[name]) for name in beside)
