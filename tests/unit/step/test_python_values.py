@@ -278,3 +278,31 @@ def test_globals_of_two_functions_of_one_file(name, monkeypatch):
     monkeypatch.setitem(globals(), name, 2.0)
     train(model, optim, torch.ones(3, 4))
     assert f"{name}: 1.0 -> 2.0" in train.programs[1].reason
+
+
+class Node:
+    def __init__(self, children=()):
+        self.scale, self.children = 1.0, list(children)
+
+
+def test_a_large_tree_of_objects_is_looked_at_in_part():
+    tree = Node(Node(Node() for _ in range(10)) for _ in range(500))
+
+    def reads_a_tree(model, optim, batch):
+        return step(model, optim, batch * tree.scale)
+
+    model, optim = build()
+    train = compile(reads_a_tree)
+    for _ in range(2):
+        train(model, optim, torch.ones(3, 4))
+    tree.scale = 2.0
+    train(model, optim, torch.ones(3, 4))
+    assert "tree around reads_a_tree.scale: 1.0 -> 2.0" in train.programs[1].reason
+    assert "not guarded" not in train.explain()  # no line names the children
+
+    def reads_children(model, optim, batch):
+        return step(model, optim, batch * len(tree.children))
+
+    train = compile(reads_children)
+    train(model, optim, torch.ones(3, 4))
+    assert "tree around reads_children.children" in train.explain()
