@@ -116,6 +116,11 @@ CASES = {
         put(lambda: functools.partial(float, 2)),
     ),
     "set": (lambda: {0}, lambda d: float(len(d)), lambda m: m.data.add(1)),
+    "objects in a set": (
+        lambda: {Slotted()},
+        lambda d: next(iter(d)).scale,
+        lambda m: setattr(next(iter(m.data)), "scale", 2.0),
+    ),
     "number": (lambda: np.float32(1), float, put(lambda: np.float32(2))),
     "array": (lambda: np.ones(2), lambda d: float(d[0]), lambda m: m.data.fill(2)),
     "integer": (lambda: np.int64(1), float, put(lambda: np.int64(2))),

@@ -470,7 +470,8 @@ class Walk:
             return self._stop(path, type(value))
         facts, known = set(), self._paths
         for item in value:
-            self._paths = dict(known)  # a set has no order: none may come first
+            if simple_fact(item) is None:
+                self._paths = dict(known)  # a set has no order: none may come first
             facts.add(tuple(self._value(path, item, depth + 1, is_named=False)))
         self._paths = known
         return Fact((type(value), frozenset(facts)))
