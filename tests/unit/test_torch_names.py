@@ -382,6 +382,8 @@ def test_private_mesh():
     with _torch.private_mesh(4) as mesh:
         group = mesh.get_group()
         assert (group.size(), group.rank(), mesh.get_coordinate()) == (4, 0, (0,))
+        with _torch.private_mesh(4) as again:
+            assert again is mesh
         assert _torch.resolve_group(group.group_name) is group
     assert not torch.distributed.is_initialized()
     with pytest.raises(RuntimeError, match="Could not resolve the process group"):

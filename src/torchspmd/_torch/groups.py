@@ -143,7 +143,8 @@ def fake_store() -> Store:
     return FakeStore()
 
 
-_private_lock = threading.Lock()
+_private_lock = threading.RLock()
+_private_open: set[str] = set()
 
 
 @contextlib.contextmanager
@@ -154,12 +155,18 @@ def private_mesh(size: int) -> Iterator[DeviceMesh]:
     name, and only while this is open.
     """
     mesh, group = _private_mesh(size)
+    name = group.group_name
     with _private_lock:
-        _c10d._register_process_group(group.group_name, group)
+        if name in _private_open:
+            yield mesh
+            return
+        _c10d._register_process_group(name, group)
+        _private_open.add(name)
         try:
             yield mesh
         finally:
-            torch._C._distributed_c10d._unregister_process_group(group.group_name)
+            _private_open.remove(name)
+            torch._C._distributed_c10d._unregister_process_group(name)
 
 
 @functools.cache

@@ -256,11 +256,12 @@ class _Rank:
             except Exception:
                 if not given.taken:
                     raise
-            if given.taken and self._axis.size > 1:
-                given.cut(self._axis.size)
-                run.events.clear()
-                output = self._model(*given.args, **given.kwargs)
-        return output
+            else:
+                if not given.taken:
+                    return output
+            given.cut(self._axis.size)
+            run.events.clear()
+            return self._model(*given.args, **given.kwargs)
 
 
 def _is_ours_or_torchs(assignment: Assignment) -> bool:
@@ -274,7 +275,9 @@ def _give_shapes(copied: nn.Module) -> None:
     """Tensors to compute with instead of those that only have a shape; ties are kept."""
     for path, tensor in state_of(copied).items():
         owner, _, name = path.rpartition(".")
-        setattr(copied.get_submodule(owner), name, tensor)
+        module = copied.get_submodule(owner)
+        if not isinstance(module, torch.jit.ScriptModule):  # the user's: it has no copy
+            setattr(module, name, tensor)
 
 
 class _Given:
