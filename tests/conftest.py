@@ -34,13 +34,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What has been imported stays: garbage collection need not walk it."""
+    """Let garbage collection, and whoever looks for meshes, not walk all of torch."""
     gc.freeze()
     # Before the package starts the server of forks, with fewer imports.
     if any(map(_may_fork, session.items)):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(IMPORTS)
         forkserver.ensure_running()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """The same for what the tests of a file leave in caches."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 def _may_fork(item: pytest.Item) -> bool:
