@@ -13,10 +13,10 @@ from torch import fx, nn
 from torchspmd import _torch
 from torchspmd.errors import UsageError
 from torchspmd.step import DataParallel, IterGraphModule, compile, measure_exposure
-from torchspmd.step.graph.clock import Clocked, Stopwatch, read_runs
 from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.graph.metadata import OutputKind, OutputRole, set_roles
 from torchspmd.step.graph.simulate import simulate, simulate_steady
+from torchspmd.step.measure.clock import Clocked, Stopwatch, read_runs
 from torchspmd.step.passes import defer_updates, schedule_comm_wait
 from torchspmd.testing import fake_world
 

@@ -15,7 +15,7 @@ from torchspmd.step.deferral.forms import CARRIED_KEY, PENDING_KEY
 from torchspmd.step.deferral.module import Marks
 from torchspmd.step.graph.inductor import lower
 from torchspmd.step.graph.metadata import OutputKind, OutputRole, set_roles
-from torchspmd.step.lower import backends
+from torchspmd.step.lower import update_calls
 from torchspmd.step.lower.deferred_in_place import find_spare, write_pending_in_place
 from torchspmd.step.lower.update_calls import NOT_PENDING, make_one_call, noting
 
@@ -197,7 +197,9 @@ def test_a_first_step_that_makes_states_is_not_compiled():
 
 
 def test_updates_that_cannot_be_one_call_are_copied_and_that_is_said(monkeypatch):
-    monkeypatch.setattr(backends, "make_one_call", lambda *_: "a reason of this test")
+    monkeypatch.setattr(
+        update_calls, "make_one_call", lambda *_: "a reason of this test"
+    )
     compiled = Compiled(adamw)
     line = "Inductor copies the states of fused optimizers: a reason of this test"
     assert line in compiled.step.programs[-1].notes

@@ -19,6 +19,13 @@ from torchspmd import _torch
 from torchspmd.errors import CaptureError
 from torchspmd.step.deferral.module import Marks
 from torchspmd.step.graph.aliases import find_aliases, written_nodes
+from torchspmd.step.graph.optimizer_lists import is_fused_update
+from torchspmd.step.graph.snapshot import copy_graph
+from torchspmd.step.lower.in_place import (
+    InPlaceReport,
+    compute_in_place,
+    written_tensors,
+)
 
 NOT_PENDING = -1  # the number of an update that this step makes for itself
 
@@ -58,6 +65,32 @@ def noting(marks: Marks, inputs: Sequence[object] | None = None) -> Iterator[Non
         yield
     finally:
         _RUN.reset(token)
+
+
+def write_for_compiler(
+    graph: fx.GraphModule,
+) -> tuple[fx.GraphModule, InPlaceReport, tuple[str, ...]]:
+    """A copy whose fused optimizers are calls that write in place, or else no call is.
+
+    A compiler chooses itself where all else is computed. The last value says why no call
+    is, if so.
+    """
+    notes: tuple[str, ...] = ()
+    for may_write in (is_fused_update, _never):
+        edited, _ = copy_graph(graph.graph)
+        written = written_tensors(edited)
+        report = compute_in_place(edited, written, may_write=may_write)
+        updates = [n for n in edited.nodes if is_fused_update(n) and written_nodes(n)]
+        problems = (make_one_call(edited, [node], NOT_PENDING) for node in updates)
+        problem = next(filter(None, problems), None)
+        if problem is None:
+            break
+        notes += (f"Inductor copies the states of fused optimizers: {problem}",)
+    return _torch.lazy_module(graph, edited), report, notes
+
+
+def _never(_: fx.Node) -> bool:
+    return False
 
 
 def make_one_call(graph: fx.Graph, nodes: Sequence[fx.Node], number: int) -> str | None:
