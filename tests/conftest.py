@@ -9,7 +9,7 @@ from multiprocessing import forkserver
 import pytest
 import torch
 from hypothesis import settings
-from processes import IMPORTS
+from processes import IMPORTS, freeze_garbage
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchspmd.testing import Ranks, fake_mesh
@@ -34,13 +34,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What has been imported stays: garbage collection need not walk it."""
+    """Let garbage collection, and whoever looks for meshes, not walk all of torch."""
     gc.freeze()
     # Before the package starts the server of forks, with fewer imports.
     if any(map(_may_fork, session.items)):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(IMPORTS)
         forkserver.ensure_running()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """The same for what the tests of a file leave in caches, here and on ranks."""
+    if nextitem is None or nextitem.path != item.path:
+        freeze_garbage()
+        for ranks in _STARTED if item.get_closest_marker("ranks") else ():
+            ranks.run(freeze_garbage)
+
+
+_STARTED: list[Ranks] = []
 
 
 def _may_fork(item: pytest.Item) -> bool:
@@ -57,20 +69,24 @@ def seeded() -> None:
 
 @pytest.fixture(scope="session")
 def ranks2() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
+    yield from _started(2)
 
 
 @pytest.fixture(scope="session")
 def ranks3() -> Iterator[Ranks]:
-    with Ranks(3) as ranks:
-        yield ranks
+    yield from _started(3)
 
 
 @pytest.fixture(scope="session")
 def ranks4() -> Iterator[Ranks]:
-    with Ranks(4) as ranks:
+    yield from _started(4)
+
+
+def _started(world_size: int) -> Iterator[Ranks]:
+    with Ranks(world_size) as ranks:
+        _STARTED.append(ranks)
         yield ranks
+    _STARTED.remove(ranks)
 
 
 @pytest.fixture(params=(2, 3))
