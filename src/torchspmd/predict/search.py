@@ -107,13 +107,8 @@ def predict_call(
     world: World,
 ) -> Answer:
     """Rehearse one call in this process, and predict its memory and time."""
-    settings = AllocatorSettings.parse(os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
-    recording = Recording(world.size, world.rank, world.gpus_per_node)
-    major, _, minor = gpu.compute_capability.partition(".")
-    device = Gpu(gpu.title, gpu.nbytes("total"), (int(major or 9), int(minor or 0)))
-    memory = LiveMemory(recording, gpu, settings)
-    with rehearsal(recording, world, device, memory):
-        build(**candidate.values)
+    settings = _settings()
+    recording = rehearse_call(partial(build, **candidate.values), gpu, world)
     account = count_memory(recording, gpu, settings)
     timed = predict_time(recording, gpu, network)
     return {
@@ -122,6 +117,21 @@ def predict_call(
         "memory": account.as_json(),
         "notes": [*recording.notes, *timed.notes()],
     }
+
+
+def rehearse_call(call: Callable[[], object], gpu: Hardware, world: World) -> Recording:
+    """What a call does as one rank, in this process."""
+    recording = Recording(world.size, world.rank, world.gpus_per_node)
+    major, _, minor = gpu.compute_capability.partition(".")
+    device = Gpu(gpu.title, gpu.nbytes("total"), (int(major or 9), int(minor or 0)))
+    memory = LiveMemory(recording, gpu, _settings())
+    with rehearsal(recording, world, device, memory):
+        call()
+    return recording
+
+
+def _settings() -> AllocatorSettings:
+    return AllocatorSettings.parse(os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
 
 
 def work_of(
