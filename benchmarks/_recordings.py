@@ -9,7 +9,7 @@ import os
 import pickle
 import runpy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,7 +69,7 @@ def record(rehearsals: Sequence[Rehearsal], jobs: int) -> dict[Rehearsal, str]:
     """Rehearse those that are not on disk; why, for each that could not be."""
     missing = [each for each in dict.fromkeys(rehearsals) if not each.path.exists()]
     points = [Candidate({"rehearsal": str(place)}, ()) for place in range(len(missing))]
-    predict = _Record(tuple(missing))
+    predict = _Record(tuple(missing), tuple(each.path for each in missing))
     outcomes = run_candidates(points, predict, jobs=jobs, progress=_show(missing))
     problems = zip(missing, outcomes, strict=True)
     return {each: outcome.problem for each, outcome in problems if outcome.problem}
@@ -86,9 +86,11 @@ def _show(missing: Sequence[Rehearsal]) -> Any:
 
 class _Record(NamedTuple):
     rehearsals: tuple[Rehearsal, ...]
+    paths: tuple[Path, ...]  # as of the sources when it began
 
     def __call__(self, candidate: Candidate) -> dict[str, Any]:
-        what = self.rehearsals[int(candidate.values["rehearsal"])]
+        place = int(candidate.values["rehearsal"])
+        what, path = self.rehearsals[place], self.paths[place]
         world = World(what.world_size, what.rank, what.gpus_per_node)
         arguments = [str(what.script), *what.words]
 
@@ -97,13 +99,8 @@ class _Record(NamedTuple):
                 runpy.run_path(str(what.script), run_name="__main__")
 
         recording = rehearse_call(run, load_gpu(what.gpu), world)
-        what.path.parent.mkdir(parents=True, exist_ok=True)
-        part = what.path.with_suffix(f".{os.getpid()}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}")
         part.write_bytes(pickle.dumps(recording, protocol=pickle.HIGHEST_PROTOCOL))
-        part.replace(what.path)
+        part.replace(path)
         return {}
-
-
-def recordings(rehearsals: Sequence[Rehearsal]) -> Iterator[Recording]:
-    """Those of several ranks, one after the other."""
-    return (each.read() for each in rehearsals)

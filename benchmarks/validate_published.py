@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--source", nargs="+", choices=SOURCES, default=list(SOURCES))
     parser.add_argument("--only", nargs="+", metavar="NAME", help="beginnings of names")
     parser.add_argument(
-        "--stages", type=int, default=8, help="the longest pipeline (8)"
+        "--stages", type=int, default=4, help="the longest pipeline (4); all: 32"
     )
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--parts", action="store_true", help="what a step is made of")

@@ -417,6 +417,8 @@ def pipeline(
     words = options.vocabulary // options.tp
     logits = torch.empty(options.batch, options.sequence, words, dtype=torch.bfloat16)
     tokens, middle, logits = (x.to("meta") for x in (tokens, middle, logits))
+    middle.requires_grad_()  # its gradient is sent back
+    logits.requires_grad_()
     parts_of_pipeline = []
     for chunk, stage in enumerate(stages):
         place = mine + options.pp * chunk

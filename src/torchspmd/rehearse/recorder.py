@@ -393,7 +393,7 @@ class Recorder:
         group = self._topology.group_of(arguments)
         size = measure(operator, arguments, group.size)
         sent = arguments.get(operator.buffer)
-        peer = _peer(arguments)
+        peer = _peer(arguments, group.ranks)
         self.recording.groups.setdefault(group.name, group.ranks)
         for event in self._events[place + 1 :]:
             if isinstance(event, Alloc):
@@ -632,10 +632,11 @@ def _received(
     return outputs or inputs
 
 
-def _peer(arguments: Mapping[str, Any]) -> int:
+def _peer(arguments: Mapping[str, Any], ranks: tuple[int, ...]) -> int:
+    """The global rank of a send or receive: the operator is told its place in the group."""
     for name in ("dst", "dstRank", "src", "srcRank"):
         if isinstance(arguments.get(name), int):
-            return int(arguments[name])
+            return ranks[int(arguments[name])]
     return -1
 
 

@@ -269,3 +269,12 @@ def test_attention_without_cudnn_is_told_apart(rehearse):
         if isinstance(event, Op) and "attention" in event.name
     ]
     assert told == [True, True, False, False]
+
+
+def test_the_peer_of_a_subgroup_is_told_by_its_global_rank(rehearse):
+    with rehearse(4) as recording:
+        dist.init_process_group("nccl")
+        mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("pp", "dp"))
+        dist.send(torch.ones(4, device="cuda"), dst=2, group=mesh["pp"].get_group())
+    sent = [event for event in recording.events if isinstance(event, Comm)]
+    assert [(event.kind, event.peer) for event in sent] == [("send", 2)]
