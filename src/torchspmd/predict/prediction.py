@@ -17,7 +17,7 @@ from torchspmd.predict.power import Power, at_clock, power_of
 from torchspmd.predict.program import Program, price_step
 from torchspmd.predict.slices import timeline_json
 from torchspmd.predict.timeline import Item, Run, simulate
-from torchspmd.rehearse.recording import Op, Phase, Recording
+from torchspmd.rehearse.recording import Event, Op, Phase, Recording
 
 __all__ = ["ErrorBar", "TimePrediction", "predict_time"]
 
@@ -72,8 +72,7 @@ class TimePrediction:
         """Of this rank and step; model FLOPs are without those that are done again."""
         total = 0.0
         for place, cost in self.program.costs.items():
-            event = self.recording.events[place]
-            if isinstance(event, Op) and (recomputed or event.site.phase in _MODEL):
+            if recomputed or counts_for_model(self.recording.events[place]):
                 total += cost.flops
         return total
 
@@ -195,6 +194,11 @@ class TimePrediction:
             ),
             "assumptions": self.figures.assumptions(),
         }
+
+
+def counts_for_model(event: Event) -> bool:
+    """Whether the FLOPs of an operator are the model's, not done a second time."""
+    return isinstance(event, Op) and event.site.phase in _MODEL
 
 
 def predict_time(

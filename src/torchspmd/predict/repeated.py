@@ -4,17 +4,83 @@ What a block takes and holds is the same for each of them, so that the figures o
 are affine in their number: from two rehearsals with few blocks follow those with many.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from torchspmd.predict.memory import verdict
 from torchspmd.predict.power import Power
+from torchspmd.predict.ranking import Outcome
+from torchspmd.predict.space import Candidate, Space, Value
 
-__all__ = ["extend"]
+__all__ = ["Repeated", "extend"]
+
+FEW = (2, 4)  # the first and last block may differ from the others: not one and two
+_ALIKE = 0.02  # of the whole rehearsal: what an extended one may be off
 
 _KEPT = frozenset(
     {"mfu", "step_error", "fragmentation", "device_bytes", "idle", "limit", "behind"}
 )
+
+
+class Repeated(NamedTuple):
+    """Which argument of a space is a number of equal blocks.
+
+    Attributes:
+        name: Of the argument.
+        space: That it is swept in.
+        counts: Of a candidate's values: the two numbers that are rehearsed.
+    """
+
+    name: str
+    space: Space
+    counts: Callable[[Mapping[str, Value]], tuple[int, int]] = lambda values: FEW
+
+    def rehearsed(self, candidate: Candidate) -> tuple[Candidate, ...]:
+        """With few blocks, twice; or as it is, where it has no more."""
+        counts = self.counts(candidate.values)
+        if int(candidate.values[self.name]) <= max(counts):
+            return (candidate,)
+        several = ({**candidate.values, self.name: count} for count in counts)
+        return tuple(map(self.space.candidate, several))
+
+    def outcome(
+        self, candidate: Candidate, found: Mapping[tuple[object, ...], Outcome]
+    ) -> Outcome:
+        """Of all blocks, from the outcomes with few of them by ``key``."""
+        points = self.rehearsed(candidate)
+        outcomes = [found[key(point)] for point in points]
+        problem = next((each.problem for each in outcomes if each.problem), "")
+        if problem or len(outcomes) == 1:
+            return Outcome(candidate, outcomes[0].prediction, problem=problem)
+        few, more = outcomes
+        whole = int(candidate.values[self.name])
+        counts = self.counts(candidate.values)
+        return Outcome(
+            candidate, extend(few.prediction, more.prediction, counts, whole)
+        )
+
+
+def key(candidate: Candidate) -> tuple[object, ...]:
+    """What tells candidates apart."""
+    return (*candidate.words, *sorted(candidate.values.items()))
+
+
+def how_far_off(extended: Outcome, whole: Outcome) -> str:
+    """What a rehearsal of all blocks says of the extended one."""
+    what = f"{extended.candidate}, rehearsed with all blocks"
+    if whole.problem:
+        return f"{what}: {whole.problem}"
+    time = extended.seconds / whole.seconds - 1 if whole.seconds else 0.0
+    memory = extended.nbytes / whole.nbytes - 1 if whole.nbytes else 0.0
+    advice = ""
+    if max(abs(time), abs(memory)) > _ALIKE:
+        advice = "; its blocks are not alike: search without repeating them"
+    return f"{what}: extended, the step is {time:+.1%} and memory {memory:+.1%} off{advice}"
+
+
+def unique(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Each once, in their order."""
+    return list({key(each): each for each in candidates}.values())
 
 
 def extend(
