@@ -13,6 +13,7 @@ ranks. An ordinary script for GPUs: it knows nothing of rehearsals.
 import argparse
 import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -249,6 +250,8 @@ class Stage(nn.Module):
         if place == count - 1:
             self.norm = nn.LayerNorm(width)
             self.head = nn.Linear(width, words, bias=False)
+            if options.tied and self.embed is not None:
+                self.head.weight = self.embed.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Tokens, or what the stage before has made, to logits, or what comes next."""
@@ -290,10 +293,12 @@ def loss_of(
 class Bucket:
     """Parameters of a block in one buffer, with gradients and a copy in 32 bits."""
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh, options: Any) -> None:
+    def __init__(
+        self, parameters: list[nn.Parameter], mesh: DeviceMesh, options: Any
+    ) -> None:
         self.group, self.options = mesh["dp"].get_group(), options
         ranks = self.group.size()
-        self.parameters = list(module.parameters())
+        self.parameters = parameters
         count = sum(p.numel() for p in self.parameters)
         count += -count % ranks
         device = self.parameters[0].device
@@ -382,7 +387,7 @@ def parse() -> argparse.Namespace:
         ("steps", 3),
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
-    for name in ("bias", "recompute", "sequence-parallel", "zero", "overlap"):
+    for name in ("bias", "tied", "recompute", "sequence-parallel", "zero", "overlap"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--mlp", choices=["gelu", "relu2", "swiglu"], default="gelu")
@@ -455,9 +460,9 @@ def main() -> None:
     )
     stages = build(options, mesh, device)
     buckets = [
-        Bucket(module, mesh, options)
+        Bucket(parameters, mesh, options)
         for stage in stages
-        for module in (*stage.blocks, *ends(stage))
+        for parameters in groups(stage)
     ]
     optimizer = torch.optim.AdamW([b.master for b in buckets], lr=1e-4, fused=True)
     schedule = pipeline(options, stages, mesh, device) if options.pp > 1 else None
@@ -485,9 +490,14 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def ends(stage: Stage) -> list[nn.Module]:
-    """The embedding and the head, where they are."""
-    return [part for part in (stage.embed, stage.norm, stage.head) if part is not None]
+def groups(stage: Stage) -> Iterator[list[nn.Parameter]]:
+    """Parameters of each block, of the embedding and of the head; tied ones once."""
+    taken: set[nn.Parameter] = set()
+    for module in (*stage.blocks, stage.embed, stage.norm, stage.head):
+        new = [p for p in module.parameters() if p not in taken] if module else []
+        taken.update(new)
+        if new:
+            yield new
 
 
 if __name__ == "__main__":
