@@ -245,15 +245,15 @@ def predict_time(
 
 
 def simulate_programs(
-    programs: Sequence[Program], figures: Figures
+    programs: Sequence[Program], figures: Figures, *, rounds: int = ROUNDS
 ) -> tuple[Run, list[Power]]:
     """Run them on one clock; and again, where that takes more power than the chip has."""
-    run = _simulate([program.items for program in programs], programs, figures)
-    powers = [
-        power_of(figures, program.costs.values(), ends[-1] - ends[-2], ranks)
-        for program, ends in zip(programs, run.ends, strict=True)
-        for ranks in [program.recording.world_size]
-    ]
+    run = _simulate([program.items for program in programs], programs, figures, rounds)
+    powers = []
+    for program, ends in zip(programs, run.ends, strict=True):
+        seconds = ends[-1] - (ends[-2] if rounds > 1 else 0.0)
+        ranks = program.recording.world_size
+        powers.append(power_of(figures, program.costs.values(), seconds, ranks))
     clocks = [power.slowest for power in powers]
     if min(clocks) == 1:
         return run, powers
@@ -261,15 +261,18 @@ def simulate_programs(
         [at_clock(item, program.costs.get(item.place), clock) for item in program.items]
         for program, clock in zip(programs, clocks, strict=True)
     ]
-    return _simulate(slowed, programs, figures), powers
+    return _simulate(slowed, programs, figures, rounds), powers
 
 
 def _simulate(
-    items: Sequence[Sequence[Item]], programs: Sequence[Program], figures: Figures
+    items: Sequence[Sequence[Item]],
+    programs: Sequence[Program],
+    figures: Figures,
+    rounds: int,
 ) -> Run:
     return simulate(
         items,
-        rounds=ROUNDS,
+        rounds=rounds,
         slowdown=figures.number("overlap.slowdown"),
         ranks=[program.recording.rank for program in programs],
     )
