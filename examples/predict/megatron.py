@@ -5,7 +5,7 @@ r"""Pretrain a decoder the way Megatron-LM does: tensor, sequence, pipeline, dat
         -- --layers 30 --width 3072 --heads 32 --tp 2 --recompute --attention unfused
 
 Ranks that share tensors are next to each other, then come those of data parallelism, then
-the stages of the pipeline. Parameters are in 16 bits, gradients are summed up in 32,
+the stages of the pipeline. Parameters are in 16 bits, gradients are summed up in 32 or 16,
 and the optimizer works on a copy in 32, whole or sharded (``--zero``) over data parallel
 ranks. An ordinary script for GPUs: it knows nothing of rehearsals.
 """
@@ -303,7 +303,8 @@ class Bucket:
         count += -count % ranks
         device = self.parameters[0].device
         self.weights = torch.zeros(count, dtype=torch.bfloat16, device=device)
-        self.gradients = torch.zeros(count, dtype=torch.float32, device=device)
+        dtype = torch.bfloat16 if options.half_gradients else torch.float32
+        self.gradients = torch.zeros(count, dtype=dtype, device=device)
         self.places: dict[nn.Parameter, torch.Tensor] = {}
         at = 0
         for p in self.parameters:
@@ -352,10 +353,11 @@ class Bucket:
         if self.pending is not None:
             self.pending.wait()
         is_part = self.options.zero and self.group.size() > 1
-        self.master.grad = self.part if is_part else self.gradients
+        self.master.grad = (self.part if is_part else self.gradients).float()
 
     def publish(self) -> None:
         """Write the new weights back, and start with no gradients."""
+        self.master.grad = None
         share = self.master.numel()
         if share < self.weights.numel():
             dist.all_gather_into_tensor(
@@ -389,6 +391,9 @@ def parse() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=default)
     for name in ("bias", "tied", "recompute", "sequence-parallel", "zero", "overlap"):
         parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument(
+        "--half-gradients", action="store_true", help="sum them up in 16 bits"
+    )
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--mlp", choices=["gelu", "relu2", "swiglu"], default="gelu")
     parser.add_argument(

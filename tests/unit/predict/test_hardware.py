@@ -32,7 +32,7 @@ def test_every_gpu_has_what_memory_and_time_need(name):
     assert gpu.nbytes("cublas_workspace") == (32 << 20 if hopper else 8519680)
 
 
-@pytest.mark.parametrize("name", ["ib-hdr200", "ib-ndr400", "efa-400"])
+@pytest.mark.parametrize("name", ["ib-hdr100", "ib-hdr200", "ib-ndr400", "efa-400"])
 def test_every_network_has_a_rate(name):
     assert load_network(name).number("network.port") > 1e10
 
