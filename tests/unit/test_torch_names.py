@@ -385,6 +385,12 @@ def test_private_mesh():
         _torch.resolve_group(group.group_name)
 
 
+def test_work_types():
+    types = _torch.work_types()
+    assert types[0] is torch.distributed.Work
+    assert all("wait" in vars(kind) for kind in types)
+
+
 def test_file_store(tmp_path):
     store = _torch.file_store(tmp_path / "store", 1)
     store.set("key", "value")

@@ -116,6 +116,7 @@ from torchspmd._torch.groups import private_mesh as private_mesh
 from torchspmd._torch.groups import resolve_group as resolve_group
 from torchspmd._torch.groups import root_ranks as root_ranks
 from torchspmd._torch.groups import uses_gloo as uses_gloo
+from torchspmd._torch.groups import work_types as work_types
 from torchspmd._torch.landmarks import LANDMARKS as LANDMARKS
 from torchspmd._torch.landmarks import Landmark as Landmark
 from torchspmd._torch.landmarks import fsdp_module as fsdp_module

@@ -192,6 +192,13 @@ def _private_mesh(size: int) -> tuple[Any, Any]:
     return mesh, group
 
 
+def work_types() -> tuple[type[Any], ...]:
+    """The classes of works that Python waits for: the fake backend's has its own wait."""
+    fake = getattr(torch._C._distributed_c10d, "FakeWork", None)
+    types = (_dist.Work, fake) if fake is not None else (_dist.Work,)
+    return tuple(each for each in types if "wait" in vars(each))
+
+
 def num_unwaited() -> int:
     """How many functional collectives were started and never waited for."""
     return int(torch._C._distributed_c10d._get_work_registry_size())
