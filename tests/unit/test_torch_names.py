@@ -778,16 +778,6 @@ def test_reduction_in_place():
         assert _torch.reduction_in_place(other) is None
 
 
-def test_update_operator():
-    seen = []
-    name = "a name of this test"
-    call = _torch.update_operator(name, lambda *args: seen.append(args))
-    weight = torch.ones(1)
-    assert call(name, 3, [weight], []) is None
-    (number, written, read) = seen[0]
-    assert (number, list(read)) == (3, []) and written[0] is weight
-
-
 # ----------------------------------------------------------------------------
 # Private torch names behind numbers that an optimizer reads and chooses by.
 

@@ -9,7 +9,7 @@ from torch import fx
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
 from torchspmd.step.deferral.module import IterGraphModule
-from torchspmd.step.graph.aliases import written_nodes
+from torchspmd.step.graph.collectives import gather_into_memory, reduce_in_place
 from torchspmd.step.graph.inductor import check_compilable, lower
 from torchspmd.step.graph.metadata import OutputKind, roles_of
 from torchspmd.step.graph.optimizer_lists import is_fused_update
@@ -21,10 +21,6 @@ from torchspmd.step.lower.in_place import (
     compute_in_place,
     write_in_place,
     written_tensors,
-)
-from torchspmd.step.lower.update_calls import (
-    NOT_PENDING,
-    make_one_call,
 )
 
 
@@ -106,11 +102,10 @@ def lower_graph(chosen: Transformed) -> Lowered:
     if not isinstance(run, fx.GraphModule):
         return Lowered(_WithoutLastIteration(run), graph, notes=chosen.notes)
     if chosen.backend == "inductor":
-        running, report, notes = write_for_compiler(run)
+        running, report = write_for_compiler(run)
         compiled, note = lower(running)
         call = _WithoutLastIteration(compiled)
-        notes = (*chosen.notes, *notes, note)
-        return Lowered(call, graph, running, report, notes=notes)
+        return Lowered(call, graph, running, report, notes=(*chosen.notes, note))
     running, report = write_in_place(run)
     if chosen.backend == "cudagraph":
         replayed = CudaGraphRun(running)
@@ -138,10 +133,8 @@ def _for_replay(run: IterGraphModule) -> fx.GraphModule:
 
 def _lower_iterated(run: IterGraphModule, notes: tuple[str, ...]) -> Lowered:
     """Every form of an iterated graph writes in place what it may."""
-    if run.enable_inductor:
-        whole, report, more = write_for_compiler(run.main_gm)
-    else:
-        (whole, report), more = write_in_place(run.main_gm), ()
+    write = write_for_compiler if run.enable_inductor else write_in_place
+    whole, report = write(run.main_gm)
     forms = FormsInPlace(run, whole)
     run.finalize_setup(forms.make_ready)
     is_plain = not run.is_deferring and not run.enable_inductor
@@ -153,34 +146,21 @@ def _lower_iterated(run: IterGraphModule, notes: tuple[str, ...]) -> Lowered:
         report,
         is_plain,
         dict(overlapped),
-        (*notes, *more, *dict.fromkeys(forms.notes)),
+        (*notes, *dict.fromkeys(forms.notes)),
     )
 
 
-def write_for_compiler(
-    graph: fx.GraphModule,
-) -> tuple[fx.GraphModule, InPlaceReport, tuple[str, ...]]:
-    """A copy whose fused optimizers are calls that write in place, or else no call is.
+def write_for_compiler(graph: fx.GraphModule) -> tuple[fx.GraphModule, InPlaceReport]:
+    """A copy in which fused optimizers and collectives write in place, and nothing else.
 
-    A compiler chooses itself where all else is computed. The last value says why no call
-    is, if so.
+    A compiler chooses itself where all else is computed.
     """
-    notes: tuple[str, ...] = ()
-    for may_write in (is_fused_update, _never):
-        edited, _ = copy_graph(graph.graph)
-        written = written_tensors(edited)
-        report = compute_in_place(edited, written, may_write=may_write)
-        updates = [n for n in edited.nodes if is_fused_update(n) and written_nodes(n)]
-        problems = (make_one_call(edited, [node], NOT_PENDING) for node in updates)
-        problem = next(filter(None, problems), None)
-        if problem is None:
-            break
-        notes += (f"Inductor copies the states of fused optimizers: {problem}",)
-    return _torch.lazy_module(graph, edited), report, notes
-
-
-def _never(_: fx.Node) -> bool:
-    return False
+    edited, _ = copy_graph(graph.graph)
+    written = written_tensors(edited)
+    report = compute_in_place(edited, written, may_write=is_fused_update)
+    reduce_in_place(edited)
+    gather_into_memory(edited)
+    return _torch.lazy_module(graph, edited), report
 
 
 class _WithoutLastIteration:
