@@ -223,14 +223,43 @@ def test_two_inputs_with_one_example_are_two():
     graph = fx.Graph()
     now, before = graph.placeholder("now"), graph.placeholder("before")
     now.meta["val"] = before.meta["val"] = torch.tensor(0.1)
-    nodes = [
-        graph.call_function(aten.mul.Tensor, (before, 2)),
-        graph.call_function(aten.clone.default, (now,)),
-    ]
-    for node in nodes:
-        node.meta["val"] = torch.tensor(0.1)
-    graph.output(nodes)
+    product = graph.call_function(aten.mul.Tensor, (before, 2))
+    total = graph.call_function(aten.add.Tensor, (product, now))
+    product.meta["val"] = total.meta["val"] = torch.tensor(0.1)
+    graph.output([total])
     run, told = lower(fx.GraphModule({}, graph))
     assert "1 pieces" in told
-    new, kept = run(torch.tensor(3.0), torch.tensor(5.0))
-    assert (new.item(), kept.item()) == (10.0, 3.0)
+    assert run(torch.tensor(3.0), torch.tensor(5.0))[0].item() == 13.0
+
+
+def test_an_operator_alone_waits_for_the_piece_that_reads_it():
+    """Gradients of one value by three products: one kernel adds them and goes on."""
+    graph = traced(lambda x, w: [(x @ w + w @ x + x @ x).cos()], X, X.clone())
+    *products, piece = find_steps(graph)
+    assert [names(step) for step in products] == [["mm"]] * 3
+    assert names(piece) == ["add", "add", "cos"]
+
+
+def test_operators_that_share_nothing_are_pieces_of_their_own():
+    """Updates of equal parameters are compiled once."""
+    inputs = [torch.ones(4) for _ in range(6)]
+    graph = traced(lambda *args: [(x.cos() + 1).sin() for x in args], *inputs)
+    assert [names(each) for each in pieces_of(graph)] == [["cos", "add", "sin"]] * 6
+    assert len({each.form() for each in pieces_of(graph)}) == 1
+
+
+def test_a_reshape_that_copies_is_computed_and_one_that_views_is_not():
+    graph = traced(lambda x: [(x.t().reshape(16) + 1), x.reshape(16)], X)
+    (piece,) = pieces_of(graph)
+    assert names(piece) == ["t", "clone", "_unsafe_view", "add"]
+    reshape = aten.reshape.default
+    for source, is_view in ((X, True), (X.t(), False)):
+        graph = fx.Graph()
+        given = graph.placeholder("x")
+        given.meta["val"] = source
+        flat = graph.call_function(reshape, (given, [16]))
+        flat.meta["val"] = source.reshape(16)
+        new = graph.call_function(aten.neg.default, (flat,))
+        new.meta["val"] = flat.meta["val"]
+        graph.output([new])
+        assert (len(pieces_of(fx.GraphModule({}, graph))) == 0) is is_view

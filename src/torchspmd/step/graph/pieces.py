@@ -78,7 +78,7 @@ class Piece:
             args, kwargs = fx.node.map_arg(
                 (node.args, node.kwargs), lambda each: _Name(names[each])
             )
-            lines.append(f"{node.target}{args!r}{kwargs!r}")
+            lines.append(f"{_target(node)}{args!r}{kwargs!r}")
         lines.append(" ".join(names[node] for node in self.outputs))
         return "\n".join(lines)
 
@@ -90,9 +90,8 @@ class Piece:
             copies[source] = graph.placeholder(f"input_{place}")
             copies[source].meta = {"val": source.meta["val"]}
         for node in self.nodes:
-            assert callable(node.target)
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
-            copies[node] = graph.call_function(node.target, args, kwargs)
+            copies[node] = graph.call_function(_target(node), args, kwargs)
             copies[node].meta = {"val": node.meta.get("val")}
         graph.output([copies[node] for node in self.outputs])
         return fx.GraphModule({}, graph)
@@ -104,6 +103,12 @@ Step = fx.Node | Piece
 def find_steps(gm: fx.GraphModule) -> list[Step]:
     """What to run, one after another: pieces, and nodes that run as they are."""
     return _Cut(gm).steps()
+
+
+def _target(node: fx.Node) -> Any:
+    """What a node of a piece calls: one of two operators that give a view by its shape."""
+    is_unsafe = node.target is torch.ops.aten._unsafe_view.default
+    return torch.ops.aten.view.default if is_unsafe else node.target
 
 
 class _Name(str):
@@ -136,8 +141,13 @@ class _Cut:
         self._groups: list[list[fx.Node]] = []
         self._place: dict[fx.Node, int] = {}  # of the group that makes a value
         self._first_open = 0  # the first group that a later operator may join
+        self._first_near = 0  # the first one behind which everything is a piece
+        self._readers: dict[fx.Node, int] = {}  # of those, by what they read
+        self._segments: list[int] = []  # of each group: nothing is moved to another
         for node in gm.graph.nodes:
             self._add(node)
+        for place in reversed(range(len(self._groups))):
+            self._move_down(place)
 
     def steps(self) -> list[Step]:
         """What to run, each view directly before it is needed first."""
@@ -165,40 +175,103 @@ class _Cut:
 
     def _add(self, node: fx.Node) -> None:
         kind = self._kinds[node]
-        latest = max((self._place[s] for s in node.all_input_nodes), default=-1)
         if node.op in ("placeholder", "get_attr"):
             self._place[node] = -1
         elif kind in (_Kind.VIEW, _Kind.ITEM):
-            self._place[node] = latest
+            self._place[node] = self._latest(node)
         elif kind is _Kind.PART:
-            self._place[node] = self._group_for(node, latest)
-            self._groups[self._place[node]].append(node)
+            self._add_part(node)
         elif node.op != "output":
-            self._groups.append([node])
-            self._place[node] = len(self._groups) - 1
+            self._place[node] = self._open()
+            self._groups[-1].append(node)
+            self._first_near = len(self._groups)
+            self._readers.clear()
             if kind is _Kind.ORDERED:
-                self._first_open = len(self._groups)
+                self._first_open = self._first_near
 
-    def _group_for(self, node: fx.Node, latest: int) -> int:
-        """The place of the group that an operator joins, given that of its last input."""
-        last = len(self._groups) - 1
+    def _latest(self, node: fx.Node) -> int:
+        """The place of the last group that makes an input of a node."""
+        return max((self._place[source] for source in node.all_input_nodes), default=-1)
+
+    def _add_part(self, node: fx.Node) -> None:
+        """Let an operator join the groups that make or read what it reads."""
+        latest = self._latest(node)
+        read = {self._viewed(source) for source in node.all_input_nodes}
+        related = {self._readers[each] for each in read if each in self._readers}
+        makers = {self._place[source] for source in node.all_input_nodes}
+        related |= {place for place in makers if place >= self._first_near}
+        is_near = latest >= max(self._first_open, len(self._groups) - 1 - _WITHIN)
+        if related:
+            place = self._merge(sorted(related))
+        elif is_near and self._kinds[self._groups[latest][0]] is _Kind.PART:
+            place = latest
+        else:
+            place = self._open()
+        self._groups[place].append(node)
+        self._place[node] = place
+        if place >= self._first_near:
+            self._readers |= {each: place for each in read if _is_large(each)}
         if node.target is _COPY:
-            self._first_open = max(last, self._first_open)  # nothing may pass a write
-        elif latest >= max(self._first_open, last - _WITHIN) and self._is_open(latest):
-            return latest
-        if last >= self._first_open and self._is_open(last):
-            return last
-        self._groups.append([])
-        return last + 1
+            self._place[node.all_input_nodes[0]] = (
+                place  # which nothing may read before
+            )
 
-    def _is_open(self, place: int) -> bool:
-        return self._kinds[self._groups[place][0]] is _Kind.PART
+    def _open(self) -> int:
+        self._groups.append([])
+        self._segments.append(self._first_open)
+        return len(self._groups) - 1
+
+    def _move_down(self, place: int) -> None:
+        """Let an operator that is alone join the one group that reads it, if it is near."""
+        group = self._groups[place]
+        if len(group) != 1 or self._kinds[group[0]] is not _Kind.PART:
+            return
+        (node,) = group
+        readers = set(self._find_readers(node))
+        places = {self._place.get(each, -1) for each in readers}
+        if len(places) != 1 or any(self._kinds[n] is not _Kind.PART for n in readers):
+            return
+        (later,) = places
+        is_near = later - place <= _WITHIN
+        if is_near and self._segments[later] == self._segments[place]:
+            self._groups[later].insert(0, node)
+            self._place[node] = later
+            group.clear()
+
+    def _find_readers(self, node: fx.Node) -> Iterator[fx.Node]:
+        """The operators that read a value or a view of it; the end of the graph, too."""
+        for user in node.users:
+            if self._kinds[user] in (_Kind.VIEW, _Kind.ITEM):
+                yield from self._find_readers(user)
+            else:
+                yield user
+
+    def _merge(self, places: Sequence[int]) -> int:
+        """Make one group of some that follow each other and need nothing of each other."""
+        first, *others = places
+        for place in others:
+            moved, self._groups[place] = self._groups[place], []
+            self._groups[first] += moved
+            for node in moved:
+                self._place[node] = first
+                self._place.update(dict.fromkeys(_items_of(node), first))
+        if others:
+            for source, place in self._readers.items():
+                if place in others:
+                    self._readers[source] = first
+        return first
+
+    def _viewed(self, node: fx.Node) -> fx.Node:
+        """The value that a view of all of it shows."""
+        while self._kinds[node] is _Kind.VIEW and _is_whole_view(node):
+            node = node.all_input_nodes[0]
+        return node
 
     # -- what a piece takes, makes and gives
 
     def _drafts(self, group: Sequence[fx.Node]) -> Sequence[Step]:
         """A piece, or the operators of one that is not worth it."""
-        if sum(node.target is not _COPY for node in group) < _LEAST:
+        if len(group) < _LEAST or all(node.target is _COPY for node in group):
             return group
         own = set(group)
         nodes: dict[fx.Node, None] = {}
@@ -297,6 +370,11 @@ def _sources(step: Step) -> Sequence[fx.Node]:
     return step.inputs if isinstance(step, Piece) else step.all_input_nodes
 
 
+def _is_large(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.numel() > 1
+
+
 def _items_of(node: fx.Node) -> Iterator[fx.Node]:
     """What is taken out of the results of an operator, lists in it first."""
     if isinstance(node.meta.get("val"), torch.Tensor):
@@ -326,7 +404,7 @@ def _can_be_viewed(reshape: fx.Node) -> bool:
     if not isinstance(value, torch.Tensor) or not isinstance(made, torch.Tensor):
         return False
     try:
-        value.view(made.shape)
+        torch.empty_strided(value.shape, value.stride(), device="meta").view(made.shape)
     except RuntimeError:
         return False
     return True

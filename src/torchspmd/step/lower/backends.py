@@ -12,7 +12,7 @@ from torchspmd.step.deferral.module import IterGraphModule
 from torchspmd.step.graph.collectives import gather_into_memory, reduce_in_place
 from torchspmd.step.graph.inductor import check_compilable, lower
 from torchspmd.step.graph.metadata import OutputKind, roles_of
-from torchspmd.step.graph.optimizer_lists import is_fused_update
+from torchspmd.step.graph.optimizer_lists import is_fused_update, is_list_operator
 from torchspmd.step.graph.snapshot import copy_graph
 from torchspmd.step.lower.cuda_graph import CudaGraphRun
 from torchspmd.step.lower.deferred_in_place import FormsInPlace
@@ -151,16 +151,25 @@ def _lower_iterated(run: IterGraphModule, notes: tuple[str, ...]) -> Lowered:
 
 
 def write_for_compiler(graph: fx.GraphModule) -> tuple[fx.GraphModule, InPlaceReport]:
-    """A copy in which fused optimizers and collectives write in place, and nothing else.
+    """A copy in which fused optimizers and collectives write in place, and little else.
 
     A compiler chooses itself where all else is computed.
     """
     edited, _ = copy_graph(graph.graph)
     written = written_tensors(edited)
-    report = compute_in_place(edited, written, may_write=is_fused_update)
+    report = compute_in_place(edited, written, may_write=_is_called)
     reduce_in_place(edited)
     gather_into_memory(edited)
     return _torch.lazy_module(graph, edited), report
+
+
+def _is_called(node: fx.Node) -> bool:
+    """Whether an operator is called in place: a fused update, and counters beside it."""
+    if is_fused_update(node):
+        return True
+    return is_list_operator(node) and all(
+        source.meta["val"].numel() == 1 for source in node.all_input_nodes
+    )
 
 
 class _WithoutLastIteration:
