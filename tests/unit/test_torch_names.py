@@ -139,6 +139,19 @@ def test_load_compiler():
     assert "torch._dynamo" in sys.modules
 
 
+def test_start_kernel_compilers(monkeypatch):
+    from torch._inductor.async_compile import AsyncCompile
+
+    started = []
+    monkeypatch.setattr(
+        "torch._inductor.async_compile.has_triton_package", lambda: True
+    )
+    for name in ("warm_pool", "wakeup"):
+        monkeypatch.setattr(AsyncCompile, name, lambda name=name: started.append(name))
+    _torch.start_kernel_compilers()
+    assert "warm_pool" in started
+
+
 def test_is_compiled_module():
     module = nn.Linear(2, 2)
     assert not _torch.is_compiled_module(module)

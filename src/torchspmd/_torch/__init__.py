@@ -66,6 +66,9 @@ from torchspmd._torch.compilation import load_compiler as load_compiler
 from torchspmd._torch.compilation import number_hint as number_hint
 from torchspmd._torch.compilation import on_graph_replay as on_graph_replay
 from torchspmd._torch.compilation import size_hint as size_hint
+from torchspmd._torch.compilation import (
+    start_kernel_compilers as start_kernel_compilers,
+)
 from torchspmd._torch.dtensor import apply_torch_style as apply_torch_style
 from torchspmd._torch.dtensor import build_spec as build_spec
 from torchspmd._torch.dtensor import current_mesh as current_mesh

@@ -36,6 +36,16 @@ def load_compiler() -> None:
     import torch._dynamo  # noqa: F401
 
 
+def start_kernel_compilers() -> None:
+    """Start the processes that compile kernels for a GPU: they take a few seconds.
+
+    Until they are up, kernels are compiled one after another in this process.
+    """
+    from torch._inductor import async_compile
+
+    async_compile.maybe_warm_pool()
+
+
 def keep_from_compiler(function: Callable[..., Any]) -> None:
     """Have torch.compile run a function as it is, but look at what it calls.
 
