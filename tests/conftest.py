@@ -1,6 +1,6 @@
 """Fixtures for all tiers: one seed, and real ranks that are started once for a run."""
 
-import functools
+import gc
 import multiprocessing
 import os
 from collections.abc import Iterator
@@ -25,22 +25,28 @@ settings.register_profile("explore", max_examples=500, deadline=None)
 settings.load_profile("repeatable")
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("ranks") is not None:
-        _start_fork_server()
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One worker of xdist has all tests on ranks: its ranks are started and warm once."""
+    for item in items:
+        if item.get_closest_marker("ranks") is not None:
+            item.add_marker(pytest.mark.xdist_group("ranks"))
 
 
-@pytest.fixture
-def fork_server() -> None:
-    """Forks of one process do not import torch anew."""
-    _start_fork_server()
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What has been imported stays: garbage collection need not walk it."""
+    gc.freeze()
+    # Before the package starts the server of forks, with fewer imports.
+    if any(map(_may_fork, session.items)):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTS)
+        forkserver.ensure_running()
 
 
-@functools.cache
-def _start_fork_server() -> None:
-    """Start it before the package does so with fewer imports."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTS)
-    forkserver.ensure_running()
+def _may_fork(item: pytest.Item) -> bool:
+    return isinstance(item, pytest.DoctestItem) or any(
+        item.get_closest_marker(name) for name in ("ranks", "forks")
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -391,6 +391,16 @@ def test_fake_store():
     assert "fake" in torch.distributed.Backend.backend_list
 
 
+def test_private_mesh():
+    with _torch.private_mesh(4) as mesh:
+        group = mesh.get_group()
+        assert (group.size(), group.rank(), mesh.get_coordinate()) == (4, 0, (0,))
+        assert _torch.resolve_group(group.group_name) is group
+    assert not torch.distributed.is_initialized()
+    with pytest.raises(RuntimeError, match="Could not resolve the process group"):
+        _torch.resolve_group(group.group_name)
+
+
 def test_file_store(tmp_path):
     store = _torch.file_store(tmp_path / "store", 1)
     store.set("key", "value")

@@ -113,6 +113,7 @@ from torchspmd._torch.groups import is_first_ddp_step as is_first_ddp_step
 from torchspmd._torch.groups import live_meshes as live_meshes
 from torchspmd._torch.groups import num_unwaited as num_unwaited
 from torchspmd._torch.groups import owned_axis as owned_axis
+from torchspmd._torch.groups import private_mesh as private_mesh
 from torchspmd._torch.groups import resolve_group as resolve_group
 from torchspmd._torch.groups import root_ranks as root_ranks
 from torchspmd._torch.groups import uses_gloo as uses_gloo

@@ -98,7 +98,31 @@ def shape_mode() -> Any:
     """The mode of tensors that have shapes only; one, so that all of them go together."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    from torchspmd._torch.operator_cache import OperatorCache
+
+    class ShapeMode(FakeTensorMode):
+        """Remembers results: layers repeat, and torch's own cache is slow."""
+
+        def __init__(self) -> None:
+            super().__init__(allow_non_fake_inputs=True)
+            # Numbers in an operator may give its result the default dtype.
+            self._caches: dict[torch.dtype, OperatorCache] = {}
+
+        def dispatch(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            kwargs = kwargs or {}
+
+            def run() -> Any:
+                return FakeTensorMode.dispatch(self, func, types, args, kwargs)
+
+            if not types:
+                return run()
+            dtype = torch.get_default_dtype()
+            known = self._caches.setdefault(dtype, OperatorCache(self))
+            return known.call(func, args, kwargs, run)
+
+    return ShapeMode()
 
 
 class FakeWorld:

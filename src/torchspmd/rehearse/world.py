@@ -143,35 +143,41 @@ def _replacements(
 
 
 def _objects(mail: Mail) -> Iterator[tuple[Any, str, Any]]:
-    """Objects of other ranks are as those of this one, where all send alike."""
+    """Objects of other ranks are as those of this one, where all send alike.
 
-    def broadcast(objects: list[Any], *args: Any, **kwargs: Any) -> None:
+    Scripts and libraries call these with keywords: the names are those of torch.
+    """
+
+    def broadcast(object_list: list[Any], *args: Any, **kwargs: Any) -> None:
         """It has what it sends."""
 
-    def all_gather(objects: list[Any], own: Any, group: Any = None) -> None:
-        objects[:] = [own] * len(objects)
+    def all_gather(object_list: list[Any], obj: Any, group: Any = None) -> None:
+        object_list[:] = [obj] * len(object_list)
 
     def gather(
-        own: Any, objects: list[Any] | None = None, *args: Any, **kwargs: Any
+        obj: Any, object_gather_list: list[Any] | None = None, *args: Any, **kwargs: Any
     ) -> None:
-        if objects is not None:
-            objects[:] = [own] * len(objects)
+        if object_gather_list is not None:
+            object_gather_list[:] = [obj] * len(object_gather_list)
 
     def scatter(
-        output: list[Any], objects: list[Any] | None = None, *args: Any, **kwargs: Any
+        scatter_object_output_list: list[Any],
+        scatter_object_input_list: list[Any] | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
-        if objects:
-            output[0] = objects[0]
+        if scatter_object_input_list:
+            scatter_object_output_list[0] = scatter_object_input_list[0]
 
     def send(
-        objects: list[Any], dst: int | None = None, *args: Any, **kwargs: Any
+        object_list: list[Any], dst: int | None = None, *args: Any, **kwargs: Any
     ) -> None:
-        mail.send(objects, dst)
+        mail.send(object_list, dst)
 
     def receive(
-        objects: list[Any], src: int | None = None, *args: Any, **kwargs: Any
+        object_list: list[Any], src: int | None = None, *args: Any, **kwargs: Any
     ) -> int:
-        objects[:] = mail.receive(src)
+        object_list[:] = mail.receive(src)
         return -1 if src is None else src
 
     for module in (dist, distributed_c10d):

@@ -10,7 +10,7 @@ from torch import nn
 
 from torchspmd.comm import Kind
 from torchspmd.errors import PassWarning, UsageError
-from torchspmd.step import DataParallel, GraphModuleTransformation, compile
+from torchspmd.step import DataParallel, GraphModuleTransformation, Override, compile
 from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.passes import comm_fusion_with_concat
 from torchspmd.testing import fake_world
@@ -246,6 +246,18 @@ REFUSED = {
     "an update has written before its forward can begin.": {
         "parallel": "fully_shard",
         "overlap": True,
+    },
+    "compile(overlap='auto') is not available: with 'fully_shard' the next step gathers "
+    "what an update has written before its forward can begin.": {
+        "parallel": "fully_shard",
+        "overlap": "auto",
+    },
+    "compile(shadow, shadow_every=..., module_override=...): modules that have stand-ins "
+    "compute something else eagerly, so that nothing would be compared. Leave out shadow "
+    "and shadow_every, or the stand-ins.": {
+        "shadow": 1,
+        "shadow_every": 2,
+        "module_override": [Override()],
     },
     "compile(overlap=True) is not available: backend='cudagraph' replays one graph in "
     "which every collective ends.": {

@@ -15,6 +15,7 @@ from torchspmd.comm import Kind, Phase
 from torchspmd.errors import PlanError, UsageError
 from torchspmd.parallel import (
     ColwiseParallel,
+    ExpertParallel,
     FusedColwiseParallel,
     KeyValueParallel,
     RowwiseParallel,
@@ -90,6 +91,28 @@ def test_fused_parts_and_shared_heads_are_counted_as_they_lie():
     few = Plan({"k": KeyValueParallel(num_heads=2)})
     assert rows(few.preview(Attention(), {"tp": 4}))["k.weight"].is_replicated
     assert not rows(few.preview(Attention(), {"tp": 2}))["k.weight"].is_replicated
+
+
+def test_packed_parameters_are_cut_part_by_part():
+    model = nn.Module()
+    model.gate_up = nn.Parameter(torch.ones(2, 10, 4))
+    style = ExpertParallel(parameter_placements=Shard(1), packed={"gate_up": 2})
+    (row,) = Plan({"": style}).preview(model, {"tp": 2}).rows
+    assert row.local_shapes == ((2, 3 + 3, 4), (2, 2 + 2, 4))
+    assert (row.layout, row.parts) == ("Shard(1)", ((5, "Shard(1)"),) * 2)
+
+
+@pytest.mark.parametrize(
+    "style",
+    [
+        KeyValueParallel(num_heads=3),
+        ExpertParallel(packed={"weights": 2}),
+        ExpertParallel(parameter_placements=Replicate(), packed={"weight": 0}),
+    ],
+)
+def test_a_style_that_does_not_fit_is_a_problem_of_the_plan(style):
+    with pytest.raises(PlanError, match="the plan does not fit MLP"):
+        Plan({"up": style}).preview(MLP(), {"tp": 2})
 
 
 def test_a_style_that_does_not_tell_is_shown_as_unknown():

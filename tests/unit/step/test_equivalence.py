@@ -353,17 +353,31 @@ def test_a_new_write_into_an_input():
         compare(lambda b, x, y: [b.call(aten.relu.default, x)], writes, (3,), (3,))
 
 
-def test_a_bucket_that_cannot_be_taken_apart():
+@pytest.mark.parametrize(
+    ("target", "sizes", "text"),
+    [
+        (
+            aten.split_with_sizes.default,
+            [8, 12],
+            "split_with_sizes_default takes pieces of 20 places in all of dimension 0",
+        ),
+        (
+            aten.view.default,
+            [4, 5],
+            r"view_default takes a shape of \[4, 5\] for 8 elements",
+        ),
+    ],
+)
+def test_a_bucket_that_cannot_be_taken_apart(target, sizes, text):
     def short(b, x, y):
         total = b.reduced(b.call(aten.cat.default, [x]))
-        pieces = b.graph.call_function(aten.split_with_sizes.default, (total, [8, 12]))
+        pieces = b.graph.call_function(target, (total, sizes))
         made = [b.graph.call_function(operator.getitem, (pieces, i)) for i in (0, 1)]
         for node, like in zip(made, (x, y), strict=True):
             node.meta["val"] = like.meta["val"]
         return made
 
-    text = "shape: split_with_sizes_default takes pieces of 20 places in all of dimension 0"
-    with pytest.raises(LegalityError, match=text):
+    with pytest.raises(LegalityError, match=f"shape: {text}"):
         compare(reduced_alone, short, *VECTORS)
 
 

@@ -69,7 +69,7 @@ def planted(monkeypatch, change):
 
 def without_guards(compiled, args, kwargs):
     inventory = take_inventory(args, kwargs, lift_numbers=True)
-    return compiled._programs[0], inventory
+    return compiled._programs.kept[0], inventory
 
 
 def frozen_lr(program, flat, inventory, call):

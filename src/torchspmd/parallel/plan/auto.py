@@ -10,8 +10,8 @@ from torchspmd.errors import PlanError
 from torchspmd.parallel.experts import ReplicateParallel
 from torchspmd.parallel.fused import FusedColwiseParallel
 from torchspmd.parallel.linear import ColwiseParallel, RowwiseParallel, linear_form
-from torchspmd.parallel.plan.dry_run import find_fixed_sizes
 from torchspmd.parallel.plan.flow import OUTPUT, Flow, follow, is_plain_linear
+from torchspmd.parallel.plan.forecast import find_fixed_sizes
 from torchspmd.parallel.plan.hugging_face import packed_experts
 from torchspmd.parallel.plan.names import (
     explain_no_match,

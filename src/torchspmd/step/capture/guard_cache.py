@@ -19,9 +19,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from torchspmd import _torch
-from torchspmd.step.capture.facts import Fact, simple_fact
-from torchspmd.step.capture.guards import ambient_facts, watch_data
-from torchspmd.step.capture.held import is_same_items, is_same_table
+from torchspmd.step.capture.guards import ambient_facts, walk_data
 from torchspmd.step.capture.inventory import (
     Inventory,
     Number,
@@ -30,6 +28,8 @@ from torchspmd.step.capture.inventory import (
     is_liftable,
     own_table,
 )
+from torchspmd.step.capture.python_values import Fact, simple_fact
+from torchspmd.step.capture.snapshots import is_same_items, is_same_table
 
 _form = attrgetter("shape", "dtype", "device", "requires_grad")
 _gradient = attrgetter("grad")
@@ -103,7 +103,7 @@ class Unchanged:
             for _, root in inventory.modules
             for child in root.modules()
         ]
-        self._data = watch_data(inventory)
+        self._data = walk_data(inventory).taken
         self._optimizers: list[OptimizerFacts | ScalerFacts] = [
             OptimizerFacts(optimizer, inventory.numbers)
             for _, optimizer in inventory.optimizers
@@ -122,24 +122,18 @@ class Unchanged:
     def _keep_arguments(self, inventory: Inventory) -> None:
         self._roots: dict[int, weakref.ref[Any]] = {}
         self._constants: dict[int, tuple[Any, Fact | None]] = {}
-        known = {id(each) for _, each in inventory.modules}
-        known |= {id(each) for _, each in inventory.optimizers}
-        known |= {id(each) for _, each in inventory.scalers}
+        roots = (*inventory.modules, *inventory.optimizers, *inventory.scalers)
+        known = {id(each) for _, each in roots}
         lifted = {number.leaf for number in inventory.numbers}
         for place, leaf in enumerate(inventory.leaves):
             if id(leaf) in known:
                 self._roots[place] = weakref.ref(leaf, self._forget)
             elif place not in inventory.inputs and place not in lifted:
                 self._constants[place] = leaf, simple_fact(leaf)
-        self._module_names = [
-            (name, weakref.ref(module)) for name, module in inventory.modules
-        ]
-        self._optimizer_names = [
-            (name, weakref.ref(optimizer)) for name, optimizer in inventory.optimizers
-        ]
-        self._scaler_names = [
-            (name, weakref.ref(scaler)) for name, scaler in inventory.scalers
-        ]
+        self._named = {
+            key: [(name, weakref.ref(each)) for name, each in getattr(inventory, key)]
+            for key in ("modules", "optimizers", "scalers")
+        }
 
     def _keep_tensors(self, inventory: Inventory) -> None:
         passing = {*inventory.inputs.values(), *inventory.gradients.values()}
@@ -194,22 +188,21 @@ class Unchanged:
             return None
         if not all(facts.hold() for facts in self._optimizers):
             return None
-        if not all(held.holds() for held in self._data):
+        if not all(each.holds() for each in self._data):
             return None
         numbers = [_reread(number, leaves) for number in self._inventory.numbers]
-        optimizers: list[Any] = [(name, ref()) for name, ref in self._optimizer_names]
-        modules: list[Any] = [(name, ref()) for name, ref in self._module_names]
-        scalers: list[Any] = [(name, ref()) for name, ref in self._scaler_names]
+        named: dict[str, Any] = {
+            key: [(name, ref()) for name, ref in found]
+            for key, found in self._named.items()
+        }
         return replace(
             self._inventory,
             leaves=leaves,
             structure=structure,
-            modules=modules,
-            optimizers=optimizers,
-            scalers=scalers,
-            saved_states=[each.state for _, each in optimizers],
+            saved_states=[each.state for _, each in named["optimizers"]],
             slots=slots,
             numbers=numbers,
+            **named,
         )
 
     def _has_same_arguments(self, leaves: list[Any], structure: Any) -> bool:

@@ -136,6 +136,18 @@ def written_nodes(node: fx.Node) -> list[fx.Node]:
     return [write.node for write in find_writes(node)]
 
 
+def find_written(
+    graph: fx.Graph,
+) -> tuple[Mapping[fx.Node, fx.Node], frozenset[fx.Node]]:
+    """The root of each node's memory, and the roots that are written.
+
+    Few graphs write at all. For others both are empty: nothing need be known about memory.
+    """
+    written = [each for node in graph.nodes for each in written_nodes(node)]
+    root = find_aliases(graph).root if written else {}
+    return root, frozenset(root[node] for node in written)
+
+
 def memory_sources(node: fx.Node) -> list[fx.Node]:
     """The nodes in whose memory a node's value may lie; none where it has its own.
 

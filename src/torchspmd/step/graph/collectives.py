@@ -34,7 +34,7 @@ from torchspmd.step.graph.aliases import (
     written_nodes,
 )
 from torchspmd.step.graph.edit import HasGraph
-from torchspmd.step.graph.metadata import output_node, owner_of
+from torchspmd.step.graph.metadata import fake_value, output_node, owner_of
 from torchspmd.step.graph.options import check_module
 from torchspmd.step.graph.reports import GraphSize
 
@@ -78,7 +78,7 @@ def graph_size(graph: fx.Graph) -> GraphSize:
 
 
 def _event(node: fx.Node, operator: Operator, topology: Topology) -> CommEvent:
-    arguments: Any = fx.node.map_arg(node_arguments(node), _value)
+    arguments: Any = fx.node.map_arg(node_arguments(node), fake_value)
     group = topology.group_of(arguments)
     sizes = measure(operator, arguments, group.size)
     owner = owner_of(node)
@@ -93,10 +93,6 @@ def _event(node: fx.Node, operator: Operator, topology: Topology) -> CommEvent:
         phase=owner.phase,
         module=owner.module,
     )
-
-
-def _value(node: fx.Node) -> Any:
-    return node.meta.get("val")
 
 
 # Besides views: what costs about a copy and may move with a collective.

@@ -31,6 +31,7 @@ from torchspmd.step.graph.collectives import (
 from torchspmd.step.graph.metadata import output_node
 
 _COPY = torch.ops.aten.copy_.default
+_EMPTY = torch.ops.aten.new_empty.default
 _ALIGNED = 16  # bytes: what vector loads need
 _LEAST = 2  # operators: one alone is as fast as it is
 
@@ -361,7 +362,7 @@ def _find_packing(gm: fx.GraphModule) -> set[fx.Node]:
     found = {node for block in get_all_comm_blocks(gm) for node in block.head}
     for node in gm.graph.nodes:
         is_behind = not found.isdisjoint(node.all_input_nodes) and is_cheap(node)
-        if is_wait(node) or is_behind:
+        if is_wait(node) or is_behind or node.target is _EMPTY:
             found.add(node)
     return found
 

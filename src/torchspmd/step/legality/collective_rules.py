@@ -15,7 +15,7 @@ from typing import Any
 from torch import fx
 
 from torchspmd import _torch
-from torchspmd.step.legality.math_rules import commuted, elementwise, lifted
+from torchspmd.step.legality.operator_rules import commuted, elementwise, lifted
 from torchspmd.step.legality.values import (
     ALL_REDUCE,
     BROADCAST,

@@ -15,7 +15,7 @@ from torchspmd.step.graph.metadata import output_values, readable_name, written_
 from torchspmd.step.legality.edit import Edit, Problem, output_name, shorten
 from torchspmd.step.legality.evaluate import Evaluation
 from torchspmd.step.legality.graph_rules import random_nodes
-from torchspmd.step.legality.shape_rules import VIEWS
+from torchspmd.step.legality.operator_rules import VIEWS
 from torchspmd.step.legality.values import (
     COLLECTIVES,
     FILL,
@@ -108,8 +108,8 @@ class Comparer:
         one, two = self._table[was], self._table[now]
         if isinstance(one, Flat) and isinstance(two, Flat):
             return self._look_at_tensors(was, now, one, two)
-        if isinstance(one, Term) and isinstance(two, Term) and _is_alike(one, two):
-            if now not in self._known:
+        if isinstance(one, Term) and isinstance(two, Term) and now not in self._known:
+            if one.head == two.head and len(one.children) == len(two.children):
                 return self._look_at_terms(was, now, one, two)
         return self._settle(was, now, self._is_elsewhere(was, now), "another value")
 
@@ -217,10 +217,6 @@ class Comparer:
         if isinstance(found, Term):
             return found.head == FILL
         return all(self._table[atom][0] == FILL for atom in _parts(found))
-
-
-def _is_alike(one: Term, two: Term) -> bool:
-    return one.head == two.head and len(one.children) == len(two.children)
 
 
 def _parts(value: Term | Flat) -> Iterator[int]:

@@ -6,22 +6,19 @@ from typing import Any
 
 from torch import fx
 
-from torchspmd.step.graph.aliases import find_aliases, find_writes, written_nodes
+from torchspmd.step.graph.aliases import find_writes, find_written
 from torchspmd.step.legality.collective_rules import COLLECTIVE_RULES
-from torchspmd.step.legality.math_rules import (
-    MATH_RULES,
+from torchspmd.step.legality.operator_rules import (
+    OPERATOR_RULES,
     commuted,
     elementwise,
     foreach,
     fused,
-)
-from torchspmd.step.legality.memory_rules import (
     known_layout,
     layout_read,
     reads_layout,
     unknown_layout,
 )
-from torchspmd.step.legality.shape_rules import SHAPE_RULES
 from torchspmd.step.legality.values import (
     INPUT,
     TUPLE,
@@ -109,7 +106,7 @@ def _spliced(
     return segments + kept.cut(at, table.num_elements(old) - at)
 
 
-_RULES = {**SHAPE_RULES, **MATH_RULES, **COLLECTIVE_RULES}
+_RULES = {**OPERATOR_RULES, **COLLECTIVE_RULES}
 _RULES_BY_PREFIX = {"aten::_foreach_": foreach, "aten::_fused_": fused}
 # Views that copy where memory is not laid out for them: after a write to what they were
 # taken of, they hold either the old or the new elements.
@@ -152,10 +149,7 @@ class Evaluation:
         self.fakes = fakes
         self._random = random
         self.made: dict[fx.Node, int] = {}
-        written = [each for node in graph.nodes for each in written_nodes(node)]
-        # Few graphs write at all, and then nothing need be known about memory.
-        self._root = find_aliases(graph).root if written else {}
-        self._written = {self._root[node] for node in written}
+        self._root, self._written = find_written(graph)
         self._memory: dict[fx.Node, int] = {}  # what each written root holds now
         self._version = dict.fromkeys(self._written, 0)
         self._shown: dict[fx.Node, tuple[int, int]] = {}  # version and value of views

@@ -49,8 +49,10 @@ class FormsInPlace:
         running: The graphs that run, by form, before a compiler gets them.
     """
 
-    def __init__(self, run: IterGraphModule, whole: fx.GraphModule) -> None:
-        self._run, self._whole = run, whole
+    def __init__(
+        self, run: IterGraphModule, whole: fx.GraphModule, *, is_compiled: bool
+    ) -> None:
+        self._run, self._whole, self._is_compiled = run, whole, is_compiled
         self._left: Mapping[
             int, str
         ] = {}  # updates that are not made in place, and why
@@ -61,12 +63,11 @@ class FormsInPlace:
 
     def make_ready(self, name: str, form: fx.GraphModule) -> Callable[..., Any]:
         """What is called for a form."""
-        is_compiled = self._run.enable_inductor
         if name == "whole":
             running = self._whole
         elif name in ("steady", "flush"):
             running = self._write_pending(name, form)
-        elif is_compiled:
+        elif self._is_compiled:
             running = _torch.lazy_module(form, copy_graph(form.graph)[0])
             copy_results(running.graph)
             reduce_in_place(running.graph)
@@ -75,7 +76,7 @@ class FormsInPlace:
             running, _ = write_in_place(form, keep_inputs=True)
         self.running[name] = running.graph
         # Whoever asks for a flush waits for it, and it is mostly updates.
-        if not is_compiled or name == "flush":
+        if not self._is_compiled or name == "flush":
             return running
         compiled, note = lower(running, self._compiled)
         self.notes.append(note)
@@ -90,7 +91,7 @@ class FormsInPlace:
             self._run.marks,
             self._left,
             self._spare,
-            only_pending=self._run.enable_inductor,
+            only_pending=self._is_compiled,
         )
         if name == "steady":
             self._left = report.left

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchspmd import _torch
 from torchspmd.errors import UsageError, WorldError
-from torchspmd.step.capture.spread import Spread
+from torchspmd.step.capture.parallel_mode import ParallelMode
 from torchspmd.step.modes.fully_shard import FullySharded
 from torchspmd.step.modes.global_batch import GlobalBatch
 
@@ -65,7 +65,7 @@ class DataParallel:
 
 
 @final
-class Replicated(Spread):
+class Replicated(ParallelMode):
     """Ranks compute on plain tensors; gradients are summed over the mesh, or averaged."""
 
     reduces = has_own_batches = True
@@ -85,7 +85,7 @@ class Replicated(Spread):
 
 def resolve_spread(
     parallel_mode: DataParallel | None, mesh: DeviceMesh | None, device: torch.device
-) -> Spread:
+) -> ParallelMode:
     """The mode and the mesh that a call of ``compile`` asks for."""
     if mesh is not None and mesh.ndim != 1:
         raise UsageError(
@@ -100,8 +100,9 @@ def resolve_spread(
     if parallel_mode is not None:
         if mesh is None:
             raise WorldError(
-                f"compile(parallel_mode={parallel_mode}): there is no process group. "
-                "Call torch.distributed.init_process_group() first."
+                f"compile(parallel={parallel_mode.parallel_style!r}, or parallel_mode): "
+                "there is no process group. Call torch.distributed.init_process_group() "
+                "first."
             )
         if parallel_mode.parallel_style == "replicate":
             return Replicated(mesh, parallel_mode.reduce)
@@ -111,4 +112,4 @@ def resolve_spread(
             reshard_after_forward=parallel_mode.reshard_after_forward,
             sync_each_backward=parallel_mode.sync_each_backward,
         )
-    return Spread() if mesh is None else GlobalBatch(mesh)
+    return ParallelMode() if mesh is None else GlobalBatch(mesh)

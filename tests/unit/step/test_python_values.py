@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from torchspmd.step import DataParallel, GraphModuleTransformation, compile, compiled
-from torchspmd.step.capture.walk import MAX_LEAVES
+from torchspmd.step.capture.python_values import MAX_LEAVES
 from torchspmd.testing import fake_world
 
 pytestmark = pytest.mark.unit
@@ -256,3 +256,25 @@ def test_what_drives_a_model_is_not_kept_alive():
     del model, optim
     gc.collect()
     assert gone() is None
+
+
+FIRST, SECOND = 1.0, 1.0
+
+
+def second():
+    return SECOND
+
+
+def two_globals(model, optim, batch):
+    return step(model, optim, batch * FIRST * second())
+
+
+@pytest.mark.parametrize("name", ("FIRST", "SECOND"))
+def test_globals_of_two_functions_of_one_file(name, monkeypatch):
+    model, optim = build()
+    train = compile(two_globals)
+    for _ in range(3):
+        train(model, optim, torch.ones(3, 4))
+    monkeypatch.setitem(globals(), name, 2.0)
+    train(model, optim, torch.ones(3, 4))
+    assert f"{name}: 1.0 -> 2.0" in train.programs[1].reason
