@@ -134,6 +134,19 @@ def test_load_compiler():
     assert "torch._dynamo" in sys.modules
 
 
+def test_start_kernel_compilers(monkeypatch):
+    from torch._inductor.async_compile import AsyncCompile
+
+    started = []
+    monkeypatch.setattr(
+        "torch._inductor.async_compile.has_triton_package", lambda: True
+    )
+    for name in ("warm_pool", "wakeup"):
+        monkeypatch.setattr(AsyncCompile, name, lambda name=name: started.append(name))
+    _torch.start_kernel_compilers()
+    assert "warm_pool" in started
+
+
 def test_is_compiled_module():
     module = nn.Linear(2, 2)
     assert not _torch.is_compiled_module(module)
@@ -777,16 +790,6 @@ def test_reduction_in_place():
     assert _torch.written_arguments(form) == (0,)
     for other in (functional.reduce_scatter_tensor.default, aten.add.Tensor, None):
         assert _torch.reduction_in_place(other) is None
-
-
-def test_update_operator():
-    seen = []
-    name = "a name of this test"
-    call = _torch.update_operator(name, lambda *args: seen.append(args))
-    weight = torch.ones(1)
-    assert call(name, 3, [weight], []) is None
-    (number, written, read) = seen[0]
-    assert (number, list(read)) == (3, []) and written[0] is weight
 
 
 # ----------------------------------------------------------------------------

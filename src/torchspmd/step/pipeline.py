@@ -109,6 +109,8 @@ def build_program(
         UnusedStatesError: Before ranks agree: build it without these states.
     """
     title = f"{options.name}, program {request.number}"
+    if options.backend == "inductor" and any(s.tensor.is_cuda for s in inventory.slots):
+        _torch.start_kernel_compilers()
     with Progress(f"compile {options.name}") as progress, without_collection():
         with _symbols_or_error(request):
             captured = _capture(options, inventory, spread, request)

@@ -12,8 +12,11 @@ from torchspmd.step.graph.inductor import check_compilable, lower
 from torchspmd.step.graph.metadata import OutputKind, roles_of
 from torchspmd.step.lower.cuda_graph import CudaGraphRun
 from torchspmd.step.lower.deferred_in_place import FormsInPlace
-from torchspmd.step.lower.in_place import InPlaceReport, write_in_place
-from torchspmd.step.lower.update_calls import write_for_compiler
+from torchspmd.step.lower.in_place import (
+    InPlaceReport,
+    write_for_compiler,
+    write_in_place,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +95,8 @@ def lower_graph(chosen: Transformed) -> Lowered:
     if not isinstance(run, (fx.GraphModule, IterGraphModule)):
         return Lowered(run, graph, notes=notes)
     is_compiled = chosen.backend == "inductor"
-    if is_compiled:
-        running, report, more = write_for_compiler(graph)
-        notes += more
-    else:
-        running, report = write_in_place(graph)
+    write = write_for_compiler if is_compiled else write_in_place
+    running, report = write(graph)
     overlapped: Mapping[str, fx.Graph] = {}
     if isinstance(run, IterGraphModule):
         forms = FormsInPlace(run, running, is_compiled=is_compiled)

@@ -25,6 +25,7 @@ from torchspmd.step.graph.metadata import (
     same_form,
     written_state,
 )
+from torchspmd.step.graph.optimizer_lists import is_fused_update, is_list_operator
 from torchspmd.step.graph.snapshot import copy_graph
 
 
@@ -82,6 +83,27 @@ def write_in_place(
     reduce_in_place(edited)
     gather_into_memory(edited)
     return _torch.lazy_module(graph, edited), report
+
+
+def write_for_compiler(graph: fx.GraphModule) -> tuple[fx.GraphModule, InPlaceReport]:
+    """A copy in which fused optimizers and collectives write in place, and little else.
+
+    A compiler chooses itself where all else is computed.
+    """
+    edited, _ = copy_graph(graph.graph)
+    report = compute_in_place(edited, written_tensors(edited), may_write=_is_called)
+    reduce_in_place(edited)
+    gather_into_memory(edited)
+    return _torch.lazy_module(graph, edited), report
+
+
+def _is_called(node: fx.Node) -> bool:
+    """Whether an operator is called in place: a fused update, and counters beside it."""
+    if is_fused_update(node):
+        return True
+    return is_list_operator(node) and all(
+        source.meta["val"].numel() == 1 for source in node.all_input_nodes
+    )
 
 
 def written_tensors(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
