@@ -226,9 +226,11 @@ def summary(table: list[dict[str, Any]], rows: list[Row]) -> Iterator[str]:
 def _errors(table: list[dict[str, Any]]) -> str:
     told = []
     for title, key in (("", "error %"), (" with the factor", "with factor, error %")):
-        errors = [abs(row[key]) for row in table]
+        errors = sorted(abs(row[key]) for row in table)
+        most = errors[min(len(errors) - 1, math.ceil(0.9 * len(errors)) - 1)]
         told.append(
-            f"mean error{title} {statistics.fmean(errors):.1f} %, worst {max(errors):.1f} %"
+            f"mean error{title} {statistics.fmean(errors):.1f} %, nine of ten within "
+            f"{most:.1f} %, worst {errors[-1]:.1f} %"
         )
     if len(table) > 2:
         order = statistics.correlation(
