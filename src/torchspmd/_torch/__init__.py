@@ -174,6 +174,7 @@ from torchspmd._torch.regions import is_fake as is_fake
 from torchspmd._torch.regions import is_in_custom_function as is_in_custom_function
 from torchspmd._torch.regions import leaf_paths as leaf_paths
 from torchspmd._torch.regions import leaves_of as leaves_of
+from torchspmd._torch.regions import map_tensors as map_tensors
 from torchspmd._torch.regions import map_tree as map_tree
 from torchspmd._torch.regions import node_group as node_group
 from torchspmd._torch.regions import node_kind as node_kind

@@ -4,7 +4,15 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict, Unpack, get_args, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    TypedDict,
+    Unpack,
+    get_args,
+    overload,
+)
 
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,9 +22,13 @@ from torchspmd.step.capture.override import Override
 from torchspmd.step.compiled import CompiledStep, name_of_step
 from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.modes.data_parallel import DataParallel
+from torchspmd.step.modes.precision import policy_problems
 from torchspmd.step.shadow.check import Plan, wrong_environment
 from torchspmd.step.transformation import GraphModuleTransformation, Pass
 from torchspmd.step.virtual.verify import Verification
+
+if TYPE_CHECKING:  # importing it registers operators
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 Transformation = Callable[[fx.GraphModule], Any]
 Backend = Literal["graph", "inductor", "cudagraph"]
@@ -35,6 +47,7 @@ class _Options(TypedDict, total=False):
     overlap: Overlap | None
     cost: Cost | None
     backend: Backend | None
+    mp_policy: "MixedPrecisionPolicy | None"
     mesh: DeviceMesh | None
     verify: bool | Verification
     shadow: int | None
@@ -65,6 +78,7 @@ def compile(  # noqa: PLR0913 - one for each choice
     overlap: Overlap | None = None,
     cost: Cost | None = None,
     backend: Backend | None = None,
+    mp_policy: "MixedPrecisionPolicy | None" = None,
     mesh: DeviceMesh | None = None,
     verify: bool | Verification = False,
     shadow: int | None = None,
@@ -99,6 +113,9 @@ def compile(  # noqa: PLR0913 - one for each choice
             on all ranks. A coarse guess for the kind of device by default.
         backend: ``"graph"``, the default, runs generated Python, ``"inductor"`` compiled
             code, ``"cudagraph"`` replays what was launched once.
+        mp_policy: With ``parallel="fully_shard"``, torch's ``MixedPrecisionPolicy``: the
+            dtypes in which parameters are gathered and gradients reduced, as for FSDP2's
+            ``fully_shard(model, mp_policy=...)``.
         mesh: The data axis, a mesh of one axis; all ranks when there is a process group.
         verify: Run the graphs before and after each pass on virtual ranks and compare them
             bit for bit; a ``Verification`` says on how many and how long.
@@ -134,7 +151,14 @@ def compile(  # noqa: PLR0913 - one for each choice
         1
     """
     asked = _Asked(
-        parallel, parallel_mode, passes, overlap, cost, backend, gm_transformation
+        parallel,
+        parallel_mode,
+        passes,
+        overlap,
+        cost,
+        backend,
+        gm_transformation,
+        mp_policy,
     )
     problems = [
         *asked.wrong_values(),
@@ -177,13 +201,14 @@ class _Asked:
     cost: Any
     backend: Any
     transformation: Any
+    mp_policy: Any
 
     @property
     def mode(self) -> DataParallel | None:
         """How the step is spread over ranks."""
         found: DataParallel | None = self.parallel_mode
         if isinstance(self.parallel, str):
-            found = DataParallel(self.parallel)
+            found = DataParallel(self.parallel, mp_policy=self.mp_policy)
         elif self.parallel is not None:
             found = self.parallel
         return found
@@ -257,6 +282,17 @@ class _Asked:
                 f"compile(gm_transformation={self.transformation!r}): pass a function of "
                 "the captured graph module, or a GraphModuleTransformation."
             )
+        if self.mp_policy is not None:
+            yield from self._wrong_policy()
+
+    def _wrong_policy(self) -> Iterator[str]:
+        if self.parallel != "fully_shard":
+            yield (
+                "compile(mp_policy=...): it goes with parallel='fully_shard'. Pass that, "
+                "or give the policy to the DataParallel, DataParallel('fully_shard', "
+                "mp_policy=...)."
+            )
+        yield from (f"compile: {each}." for each in policy_problems(self.mp_policy))
 
     def contradictions(self) -> Iterator[str]:
         """Options that do not go together, or would have no effect."""

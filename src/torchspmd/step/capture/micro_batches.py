@@ -19,6 +19,7 @@ from torchspmd.step.graph.aliases import operator_of
 
 _ADD = torch.ops.aten.add.Tensor
 _SLICE = torch.ops.aten.slice.Tensor
+_CAST = torch.ops.aten._to_copy.default
 _SCALES = (torch.ops.aten.div.Tensor, torch.ops.aten.mul.Tensor)
 
 
@@ -101,6 +102,9 @@ def _reduced(value: Any, is_start: _IsStart) -> _Reduced | None:
         name = "" if target is None else _torch.packet_name(target)
         if node.target in _SCALES and isinstance(node.args[1], (int, float)):
             how.append((node.target, node.args[1]))
+            node = node.args[0]
+        elif node.target is _CAST:  # from the dtype that it was reduced in
+            how.append((node.target, tuple(node.kwargs.items())))
             node = node.args[0]
         elif node.target is _SLICE:  # without the rows that were added for evenness
             how.append((node.target, *node.args[1:]))

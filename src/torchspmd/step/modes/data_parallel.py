@@ -1,7 +1,7 @@
 """Data parallelism: what a user can choose, and the mode that each choice gives."""
 
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import TYPE_CHECKING, Literal, final
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,10 @@ from torchspmd.errors import UsageError, WorldError
 from torchspmd.step.capture.spread import Spread
 from torchspmd.step.modes.fully_shard import FullySharded
 from torchspmd.step.modes.global_batch import GlobalBatch
+from torchspmd.step.modes.precision import Precision, policy_problems
+
+if TYPE_CHECKING:  # importing it registers operators
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 @final
@@ -30,6 +34,11 @@ class DataParallel:
         sync_each_backward: Of ``"fully_shard"``: reduce gradients in each backward. False
             reduces once what several backwards add up (micro-batches), and keeps whole
             gradients until then; parameters that are kept whole are gathered once.
+        mp_policy: Of ``"fully_shard"``: torch's ``MixedPrecisionPolicy``, with the meaning
+            that ``fully_shard(model, mp_policy=...)`` gives to it. Shards and optimizer
+            state keep their dtype; ``param_dtype`` is gathered and computed in,
+            ``reduce_dtype`` reduced in. Arguments and results are cast at the models that
+            the step itself calls.
 
     Example:
         >>> DataParallel("fully_shard").reduce
@@ -40,6 +49,7 @@ class DataParallel:
     reduce: Literal["avg", "sum"] = "avg"
     reshard_after_forward: bool = True
     sync_each_backward: bool = True
+    mp_policy: "MixedPrecisionPolicy | None" = None
 
     def __post_init__(self) -> None:
         if self.parallel_style not in ("replicate", "fully_shard"):
@@ -62,6 +72,15 @@ class DataParallel:
                 "effect: this style keeps whole parameters at all times; leave the "
                 "argument out."
             )
+        if self.mp_policy is not None:
+            if self.parallel_style == "replicate":
+                raise UsageError(
+                    "DataParallel('replicate', mp_policy=...): the policy is for sharded "
+                    "parameters. Choose 'fully_shard', or run the step under "
+                    "torch.autocast."
+                )
+            if problems := "; ".join(policy_problems(self.mp_policy)):
+                raise UsageError(f"DataParallel('fully_shard'): {problems}.")
 
 
 @final
@@ -110,5 +129,6 @@ def resolve_spread(
             parallel_mode.reduce,
             reshard_after_forward=parallel_mode.reshard_after_forward,
             sync_each_backward=parallel_mode.sync_each_backward,
+            precision=Precision.of(parallel_mode.mp_policy),
         )
     return Spread() if mesh is None else GlobalBatch(mesh)

@@ -12,7 +12,7 @@ from torch import fx
 from torchspmd import _torch
 from torchspmd.comm import Kind, format_bytes
 from torchspmd.errors import UsageError
-from torchspmd.step.graph.aliases import node_arguments
+from torchspmd.step.graph.aliases import is_view, node_arguments
 from torchspmd.step.graph.collectives import (
     CommBlock,
     earliest_place,
@@ -32,6 +32,7 @@ Layout = Literal["plain", "rank_major"]
 
 _SHOWN = 3  # names in one line
 _aten = torch.ops.aten
+_CAST = _aten._to_copy.default
 _STARTS: dict[Kind, Any] = {
     Kind.ALL_REDUCE: _torch.ALL_REDUCE,
     Kind.ALL_GATHER: _torch.ALL_GATHER,
@@ -253,19 +254,75 @@ def _fuse(graph: fx.Graph, bucket: list[CommBlock], layout: str) -> fx.Node:
     rows = _lay_out(bucket, layout)
     last = bucket[-1].start
     make = NodeMaker(graph, common_owner([block.start for block in bucket]))
+    casts = _shared_casts(bucket)
+    tails = _shared_tails(bucket)
     with graph.inserting_before(last):
-        joined = _pack(make, bucket, rows)
+        inputs = [_source(cast) for cast in casts] or [b.inputs[0] for b in bucket]
+        joined = _pack(make, inputs, rows)
+        if casts:
+            joined = make.call(_CAST, joined, **casts[0].kwargs)
         start = make.call(last.target, joined, *list(node_arguments(last).values())[1:])
-        results = _unpack(make, make.call(_torch.WAIT, start), bucket, rows)
+        made = make.call(_torch.WAIT, start)
+        for node in tails[0][1:]:
+            made = make.call(node.target, made, *node.args[1:], **node.kwargs)
+        results = _unpack(make, made, bucket, [tail[-1] for tail in tails], rows)
     # What scales or casts a result comes after it: move those of earlier members.
     for node in [node for block in bucket for node in block.tail if node < last]:
         last.prepend(node)
-    for block, result in zip(bucket, results, strict=True):
-        for wait in block.waits:
-            wait.replace_all_uses_with(result)
-            graph.erase_node(wait)
-        graph.erase_node(block.start)
+    for block, tail, result in zip(bucket, tails, results, strict=True):
+        for end in {tail[-1], *block.waits[1:]}:
+            end.replace_all_uses_with(result)
+        for node in (*reversed(tail), *block.waits[1:], block.start):
+            graph.erase_node(node)
+    for cast in casts:
+        graph.erase_node(cast)
     return start
+
+
+def _shared_casts(bucket: Sequence[CommBlock]) -> list[fx.Node]:
+    """The casts of all inputs, where they can be one cast of the bucket."""
+    casts = [block.inputs[0] for block in bucket]
+    if not all(
+        cast.target is _CAST and set(cast.kwargs) == {"dtype"} and cast in block.head
+        for cast, block in zip(casts, bucket, strict=True)
+    ):
+        return []
+    pairs = [(tensor_value(cast), tensor_value(_source(cast))) for cast in casts]
+    dtypes = {(made.dtype, given.dtype) for made, given in pairs}
+    keeps_strides = all(made.stride() == given.stride() for made, given in pairs)
+    return casts if len(dtypes) == 1 and keeps_strides else []
+
+
+def _source(cast: fx.Node) -> fx.Node:
+    (source,) = cast.all_input_nodes
+    return source
+
+
+def _shared_tails(bucket: Sequence[CommBlock]) -> list[list[fx.Node]]:
+    """Of each block its wait, and what scales and casts all results alike behind it.
+
+    The bucket is scaled and cast instead, once.
+    """
+    tails = [[block.wait] for block in bucket]
+    if any(len(block.waits) > 1 for block in bucket):
+        return tails
+    while all(len(tail[-1].users) == 1 for tail in tails):
+        after = [next(iter(tail[-1].users)) for tail in tails]
+        forms = {(node.target, repr((node.args[1:], node.kwargs))) for node in after}
+        is_tail = all(n in b.tail for n, b in zip(after, bucket, strict=True))
+        if len(forms) > 1 or not is_tail or not _is_elementwise(after[0]):
+            break
+        for tail, node in zip(tails, after, strict=True):
+            tail.append(node)
+    return tails
+
+
+def _is_elementwise(node: fx.Node) -> bool:
+    if node.target is _CAST:
+        return set(node.kwargs) == {"dtype"}
+    factors = node.args[1:]
+    is_scaling = node.target in (_aten.div.Tensor, _aten.mul.Tensor)
+    return is_scaling and len(factors) == 1 and isinstance(factors[0], (int, float))
 
 
 def _start_early(gm: HasGraph, starts: set[fx.Node]) -> None:
@@ -332,11 +389,11 @@ def _lay_out(blocks: Sequence[CommBlock], layout: str) -> _Rows:
     return _Rows(num_ranks, widths, spare)
 
 
-def _pack(make: NodeMaker, blocks: Sequence[CommBlock], rows: _Rows) -> fx.Node:
-    """Join the inputs of blocks to one flat tensor."""
+def _pack(make: NodeMaker, inputs: Sequence[Any], rows: _Rows) -> fx.Node:
+    """Join inputs to one flat tensor."""
     parts = [
-        _as_rows(make, block.inputs[0], rows.num_rows, width)
-        for block, width in zip(blocks, rows.widths, strict=True)
+        _as_rows(make, each, rows.num_rows, width)
+        for each, width in zip(inputs, rows.widths, strict=True)
     ]
     if rows.num_rows == 1:
         return make.call(_aten.cat.default, parts)
@@ -347,9 +404,13 @@ def _pack(make: NodeMaker, blocks: Sequence[CommBlock], rows: _Rows) -> fx.Node:
 
 
 def _unpack(
-    make: NodeMaker, bucket: fx.Node, blocks: Sequence[CommBlock], rows: _Rows
+    make: NodeMaker,
+    bucket: fx.Node,
+    blocks: Sequence[CommBlock],
+    likes: Sequence[fx.Node],
+    rows: _Rows,
 ) -> list[fx.Node]:
-    """The results of blocks, from the result of their bucket.
+    """The results of blocks, from the result of their bucket, each like another node.
 
     What leaves the graph is copied: whoever gets it must not hold the whole bucket, nor
     share memory with another.
@@ -365,9 +426,7 @@ def _unpack(
         width = sum(widths)
         table = make.call(_aten.view.default, bucket, [num_rows, width])
         pieces = make.call(_aten.split_with_sizes.default, table, widths, 1)
-    return [
-        _restore(make, pieces, number, block) for number, block in enumerate(blocks)
-    ]
+    return [_restore(make, pieces, number, like) for number, like in enumerate(likes)]
 
 
 def _keeps_ring_bits(blocks: Sequence[CommBlock], rows: _Rows) -> bool:
@@ -397,12 +456,10 @@ def _as_rows(make: NodeMaker, source: fx.Node, num_rows: int, width: int) -> fx.
     return make.call(_aten.reshape.default, source, [num_rows, width])
 
 
-def _restore(
-    make: NodeMaker, pieces: fx.Node, number: int, block: CommBlock
-) -> fx.Node:
-    like = tensor_value(block.wait)
+def _restore(make: NodeMaker, pieces: fx.Node, number: int, node: fx.Node) -> fx.Node:
+    like = tensor_value(node)
     piece = make.call(operator.getitem, pieces, number)
-    if any(reader.op == "output" for reader in block.readers()):
+    if _leaves(node):
         piece = make.call(_aten.clone.default, piece)
     if tensor_value(piece).numel() != like.numel():
         flat = make.call(_aten.reshape.default, piece, [-1])
@@ -413,6 +470,13 @@ def _restore(
         # With other strides some operators take another kernel, and give other bits.
         piece = make.call(_aten.clone.default, piece)
     return piece
+
+
+def _leaves(node: fx.Node) -> bool:
+    """Whether a value, or a view of it, is an output of the graph."""
+    return any(
+        user.op == "output" or (is_view(user) and _leaves(user)) for user in node.users
+    )
 
 
 def _spare(blocks: Sequence[CommBlock], width: int) -> int:

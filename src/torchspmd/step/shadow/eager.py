@@ -146,6 +146,7 @@ def run_eagerly(
         tensors = [each.tensor for each in copies.wholes]
         with (
             copies.installed(),
+            _seen_by_forwards(spread, inventory, tensors),
             held_by_python(inventory, tensors),
             _reduced(inventory, copies.wholes, spread, talk),
             _watched_gradients(inventory, copies.wholes, found),
@@ -348,7 +349,7 @@ def _reduced(
     if isinstance(spread, Replicated):
         reduce = spread.reduce
     elif isinstance(spread, FullySharded):
-        reduce = Replicated(spread.mesh, "avg" if spread.averages else "sum").reduce
+        reduce = spread.reduce_whole
     with contextlib.ExitStack() as stack:
         for place, slot in enumerate(inventory.slots):
             tensor = wholes[place].tensor
@@ -366,6 +367,15 @@ def _reduced(
                 handle = _torch.add_gradient_hook(tensor, table, own)
                 stack.callback(handle.remove)
         yield
+
+
+def _seen_by_forwards(
+    spread: Spread, inventory: Inventory, tensors: list[torch.Tensor]
+) -> contextlib.AbstractContextManager[None]:
+    """Casts of whole parameters, where the mode gathers them in another precision."""
+    if not isinstance(spread, FullySharded):
+        return contextlib.nullcontext()
+    return spread.installed_eagerly(inventory, tensors)
 
 
 def _reduction(
