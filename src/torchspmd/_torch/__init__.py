@@ -71,6 +71,7 @@ from torchspmd._torch.compilation import update_operator as update_operator
 from torchspmd._torch.dtensor import apply_torch_style as apply_torch_style
 from torchspmd._torch.dtensor import build_spec as build_spec
 from torchspmd._torch.dtensor import current_mesh as current_mesh
+from torchspmd._torch.dtensor import flatten_mesh as flatten_mesh
 from torchspmd._torch.dtensor import foreach_norm as foreach_norm
 from torchspmd._torch.dtensor import free_shard as free_shard
 from torchspmd._torch.dtensor import is_autocast_enabled as is_autocast_enabled

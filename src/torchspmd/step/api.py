@@ -117,6 +117,8 @@ def compile(  # noqa: PLR0913 - one for each choice
             dtypes in which parameters are gathered and gradients reduced, as for FSDP2's
             ``fully_shard(model, mp_policy=...)``.
         mesh: The data axis, a mesh of one axis; all ranks when there is a process group.
+            For ``"fully_shard"`` also one of two: the second has shards, the first
+            replicas of them.
         verify: Run the graphs before and after each pass on virtual ranks and compare them
             bit for bit; a ``Verification`` says on how many and how long.
         shadow: How many calls after each capture are also made eagerly, on copies, and

@@ -49,6 +49,8 @@ from torchspmd.step.measure.exposure import check_request, measure_program
 from torchspmd.step.measure.exposure_report import ExposureReport
 from torchspmd.step.modes.data_parallel import DataParallel, resolve_spread
 from torchspmd.step.modes.full_parameters import full_parameters
+from torchspmd.step.modes.fully_shard import FullySharded
+from torchspmd.step.modes.shard_layout import DataAxes
 from torchspmd.step.pipeline import Request, StepOptions, build_program
 from torchspmd.step.program import Program
 from torchspmd.step.progress import logger, phase
@@ -322,12 +324,15 @@ class CompiledStep:
                 f"{self._name}.full_parameters: pass the models, for instance "
                 "full_parameters(model)."
             )
-        mesh = None if self._spread is None else self._spread.mesh
+        spread = self._spread
         with self._lock:
-            if mesh is None:
+            if spread is None or spread.mesh is None:
                 yield
             else:
-                with full_parameters(models, mesh):
+                axes = DataAxes.of(spread.mesh)
+                if isinstance(spread, FullySharded):
+                    axes = spread.axes
+                with full_parameters(models, axes):
                     yield
 
     def flush(self) -> None:
@@ -497,7 +502,7 @@ class CompiledStep:
         """Which program to build: for which sizes, and whether other ranks are asked."""
         signature = sign(inventory)
         is_alone = spread.mesh is None
-        others = find_other_axes(inventory.slots, spread.mesh)
+        others = find_other_axes(inventory.slots, spread.sharded_over)
         has_own = spread.has_own_batches and not others
         like = self._find_like(signature)
         transformation = self._options.transformation

@@ -115,6 +115,9 @@ def _reduced(value: Any, is_start: _IsStart) -> _Reduced | None:
             payload = node.args[0]
             assert isinstance(payload, fx.Node)
             return _Reduced(node, payload, (*how, node.target, *node.args[1:]))
+        elif _is_sum(node, name):  # of rows, over the ranks that have replicas of them
+            how.append((node.target, *node.args[1:]))
+            node = node.args[0]
         else:
             return None
     return None

@@ -130,7 +130,7 @@ def capture(
     relayout = spread.lay_out(inventory)
     if relayout is not None:
         inventory = relayout.inventory
-    other_axes = find_other_axes(inventory.slots, spread.mesh)
+    other_axes = find_other_axes(inventory.slots, spread.sharded_over)
     inputs = _fake_inputs(inventory, sizes)
 
     traced = _trace(function, name, inventory, spread, inputs)

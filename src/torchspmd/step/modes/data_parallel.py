@@ -13,6 +13,7 @@ from torchspmd.step.capture.spread import Spread
 from torchspmd.step.modes.fully_shard import FullySharded
 from torchspmd.step.modes.global_batch import GlobalBatch
 from torchspmd.step.modes.precision import Precision, policy_problems
+from torchspmd.step.modes.shard_layout import DataAxes
 
 if TYPE_CHECKING:  # importing it registers operators
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -106,11 +107,23 @@ def resolve_spread(
     parallel_mode: DataParallel | None, mesh: DeviceMesh | None, device: torch.device
 ) -> Spread:
     """The mode and the mesh that a call of ``compile`` asks for."""
+    is_sharded = (
+        parallel_mode is not None and parallel_mode.parallel_style == "fully_shard"
+    )
     if mesh is not None and mesh.ndim != 1:
-        raise UsageError(
-            f"compile(mesh=...): the mesh has {mesh.ndim} axes {mesh.mesh_dim_names}; "
-            "pass its data axis alone, for instance mesh['dp']."
-        )
+        is_hybrid = is_sharded and mesh.ndim == 2
+        if not is_hybrid:
+            raise UsageError(
+                f"compile(mesh=...): the mesh has {mesh.ndim} axes {mesh.mesh_dim_names}; "
+                "pass its data axis alone, for instance mesh['dp']. Only 'fully_shard' "
+                "takes two, the first with replicas of shards, the second with shards."
+            )
+        if mesh.mesh_dim_names is None:
+            raise UsageError(
+                "compile(mesh=...): the axes of the mesh have no names. Make it with "
+                "mesh_dim_names=('replicate', 'shard'): the first has replicas of shards, "
+                "the second shards."
+            )
     if mesh is None and dist.is_initialized():
         names = ("data",)
         mesh = init_device_mesh(
@@ -125,7 +138,7 @@ def resolve_spread(
         if parallel_mode.parallel_style == "replicate":
             return Replicated(mesh, parallel_mode.reduce)
         return FullySharded(
-            mesh,
+            DataAxes.of(mesh),
             parallel_mode.reduce,
             reshard_after_forward=parallel_mode.reshard_after_forward,
             sync_each_backward=parallel_mode.sync_each_backward,

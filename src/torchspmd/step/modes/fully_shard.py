@@ -23,6 +23,7 @@ from torchspmd.step.modes.gather import (
 )
 from torchspmd.step.modes.precision import Casting, Precision, divisors
 from torchspmd.step.modes.shard_layout import (
+    DataAxes,
     Sharding,
     empty_shard,
     plan_layout,
@@ -38,14 +39,16 @@ class FullySharded(Spread):
 
     def __init__(
         self,
-        mesh: DeviceMesh,
+        axes: DataAxes,
         reduce: Literal["avg", "sum"],
         *,
         reshard_after_forward: bool,
         sync_each_backward: bool,
         precision: Precision,
     ) -> None:
-        self.mesh: DeviceMesh = mesh
+        self.axes = axes
+        # All ranks that have a batch of their own; they compile the step together.
+        self.mesh: DeviceMesh = _torch.flatten_mesh(axes.mesh)
         self.averages = reduce == "avg"
         self._reshard = reshard_after_forward
         self._sync_each_backward = sync_each_backward
@@ -53,14 +56,19 @@ class FullySharded(Spread):
         # Of the step that is captured, by slot. Meshes cannot be asked while it is traced.
         self._shardings: dict[int, Sharding] = {}
 
+    @property
+    def sharded_over(self) -> tuple[DeviceMesh, ...]:
+        """The axes that this mode itself shards tensors over."""
+        return (self.mesh, self.axes.shard)
+
     def lay_out(self, inventory: Inventory) -> Relayout | None:
         """Shards for the parameters that are none yet."""
-        self._shardings = plan_shardings(inventory, self.mesh)
+        self._shardings = plan_shardings(inventory, self.axes)
         return plan_layout(inventory, self._shardings)
 
     def stand_in(self, inventory: Inventory) -> Callable[[int], torch.Tensor]:
         """Shards without values: whole states would take the memory of whole models."""
-        shardings = plan_shardings(inventory, self.mesh)
+        shardings = plan_shardings(inventory, self.axes)
         return lambda slot: empty_shard(inventory.slots[slot], shardings[slot])
 
     @contextlib.contextmanager
@@ -131,7 +139,7 @@ class FullySharded(Spread):
 
     def finish(self, graph: fx.GraphModule) -> int:
         """Gather again in backward, reduce micro-batches once, where that was asked for."""
-        group = self.mesh.get_group().group_name
+        group = self.axes.shard.get_group().group_name
         drop_unused_gathers(graph.graph)
         if self._reshard:
             gather_again_in_backward(graph.graph, group)

@@ -72,7 +72,7 @@ def reduce_rows(
     """
     before, after = 1.0, 1.0
     if average:  # gloo has no average: the sum is scaled everywhere
-        before, after = divisors(gradient.dtype, sharding.mesh.size())
+        before, after = divisors(gradient.dtype, sharding.num_batches)
     whole = gradient if before == 1.0 else gradient / before
     if not sharding.is_sharded:
         total = _torch.sum_over(whole, sharding.mesh.get_group())
@@ -82,9 +82,11 @@ def reduce_rows(
             padded = sharding.mesh.size() * sharding.share
             whole = _pad_rows(whole, padded - sharding.rows)
         total = _torch.wait(_torch.start_reduce_scatter(whole, *_group(sharding)))
-        if not sharding.is_even:
-            first, last = sharding.kept
-            total = total.narrow(0, 0, last - first)
+    if sharding.replicas is not None:
+        total = _torch.sum_over(total, sharding.replicas.get_group())
+    if sharding.is_sharded and not sharding.is_even:
+        first, last = sharding.kept
+        total = total.narrow(0, 0, last - first)
     total = total if after == 1.0 else total / after
     return total.to(dtype or total.dtype)
 

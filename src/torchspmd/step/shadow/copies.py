@@ -70,8 +70,7 @@ def _copied(
     local = _torch.plain_tensor(tensor) if newer is None else newer
     part: Callable[[torch.Tensor], torch.Tensor] = _torch.plain_tensor
     if isinstance(spread, FullySharded) and layout is not None:
-        assert spread.mesh is not None
-        sharding = read_sharding(layout, spread.mesh)
+        sharding = read_sharding(layout, spread.axes)
         assert sharding is not None, layout
         made = gather_rows(local.detach(), sharding)
         if sharding.whole is not None:

@@ -30,7 +30,7 @@ def needed_bytes(program: Program, inventory: Inventory, spread: Spread) -> int:
         local = _torch.plain_tensor(slot.tensor)
         taken = local.numel() * local.element_size()
         if isinstance(spread, FullySharded) and _torch.layout_of(slot.tensor):
-            taken *= size
+            taken *= spread.axes.shard.size()
         elif isinstance(spread, GlobalBatch) and slot.role is Role.INPUT:
             taken *= size
         copies += taken
