@@ -102,10 +102,11 @@ def compile(  # noqa: PLR0913 - one for each choice
         passes: Whether to fuse and schedule the communication, or a list of passes, each
             called with the ``IterGraphModule``. On by default where ``parallel`` is given.
         overlap: Whether updates may wait for the next step, so that reductions overlap
-            with its forward. ``"auto"``, the default with passes: where the simulation
-            says that the step is faster by 1 %. True: wherever that is legal. End a run
-            with ``last_train_step=True``, ``flush()``, or use the step as a context
-            manager.
+            with its forward. ``"auto"``, the default with passes and replicas: where the
+            simulation says that the step is faster by 1 %. True: wherever that is legal.
+            With ``"fully_shard"`` nothing waits unless asked for: gradients that wait
+            take memory, and parameters are gathered first thing. End a run with
+            ``last_train_step=True``, ``flush()``, or use the step as a context manager.
         cost: The rates by which the passes choose the size of buckets, the order of
             deferred reductions and, with ``overlap="auto"``, whether to defer at all.
             ``"measure"`` measures them on the ranks that compile, with the operators of the
@@ -232,13 +233,12 @@ class _Asked:
         return self.parallel is not None and self.transformation is None
 
     @property
+    def _is_sharded(self) -> bool:
+        return self.mode is not None and self.mode.parallel_style == "fully_shard"
+
+    @property
     def _cannot_overlap(self) -> str:
         """Why updates cannot wait for the next step; empty where they can."""
-        if self.mode is not None and self.mode.parallel_style == "fully_shard":
-            return (
-                "with 'fully_shard' the next step gathers what an update has written "
-                "before its forward can begin"
-            )
         if self.resolved_backend == "cudagraph":
             return (
                 "backend='cudagraph' replays one graph in which every collective ends"
@@ -344,7 +344,8 @@ class _Asked:
             return given
         if not isinstance(self.passes, bool | None):
             return GraphModuleTransformation(passes=self.passes)
-        overlap: Overlap = "auto" if self.overlap is None else self.overlap
+        overlap: Overlap = False if self._is_sharded else "auto"
+        overlap = overlap if self.overlap is None else self.overlap
         if self._cannot_overlap:
             overlap = False
         return GraphModuleTransformation.by_default(overlap, self.cost)

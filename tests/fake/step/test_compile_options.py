@@ -243,11 +243,6 @@ REFUSED = {
         "cost": "measure",
         "passes": [],
     },
-    "compile(overlap=True) is not available: with 'fully_shard' the next step gathers what "
-    "an update has written before its forward can begin.": {
-        "parallel": "fully_shard",
-        "overlap": True,
-    },
     "compile(mp_policy=...): it goes with parallel='fully_shard'. Pass that, or give the "
     "policy to the DataParallel, DataParallel('fully_shard', mp_policy=...).": {
         "parallel": "replicate",

@@ -32,12 +32,14 @@ from torchspmd.step.graph.metadata import output_node, owner_of
 from torchspmd.step.graph.optimizer_lists import Chains, first_items, split_by_group
 from torchspmd.step.graph.options import check_budget, check_flags, check_names
 from torchspmd.step.graph.reports import ORDERS, Outcome
+from torchspmd.step.graph.simulate import begin_seconds
 from torchspmd.step.passes.optimizer import remove_copy_from_optimizer
 from torchspmd.step.passes.overlap import schedule_comm_wait
 from torchspmd.step.passes.pacing import Ordering, Reduction, estimate, orderings
 from torchspmd.step.passes.runner import LeaveUnchanged, graph_optimization_pass
 
 _REDUCTIONS = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)
+_SLOWDOWN = 1.3  # of a network beside computation
 _WORTH = 1.01  # a smaller gain is within what a simulation can tell
 
 
@@ -120,6 +122,8 @@ def defer_updates(
     cost = cost or CostModel.for_device(device_of(graph))
     blocks = _blocks(gm)
     at_once = estimate(graph, cost)  # as it came: every update in its own iteration
+    if start == "now":
+        _gather_later(gm, cost)
     jobs, refused = _find_jobs(gm, blocks, start, cost)
     detail: list[str] = []
     gain: float | None = None
@@ -231,6 +235,28 @@ def _blocks(gm: IterGraphModule) -> list[CommBlock]:
             and all(owner_of(n).phase is Phase.OPTIMIZER for n in block.readers())
         )
     ]
+
+
+def _gather_later(gm: IterGraphModule, cost: CostModel) -> None:
+    """Start gathers of forward when one of those before them has come, if that is enough.
+
+    The network stays busy, and the updates of what is gathered have more time.
+    """
+    gathers = [
+        block
+        for block in get_all_comm_blocks(gm, (Kind.ALL_GATHER,))
+        if block.gathers_inputs() and owner_of(block.start).phase is Phase.FORWARD
+    ]
+    clock = begin_seconds(gm.graph, cost)
+    for number, block in enumerate(gathers):
+        wanted = min(map(clock.__getitem__, block.waits))
+        wanted -= _SLOWDOWN * cost.comm_seconds(block.event)
+        places = [max(each.waits) for each in gathers[: max(0, number - 1)]]
+        place = max((each for each in places if clock[each] <= wanted), default=None)
+        if place is not None and place < min(block.waits):
+            for node in reversed((*block.head, block.start)):
+                if node < place:
+                    place.append(node)
 
 
 def _find_jobs(
