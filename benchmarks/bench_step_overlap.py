@@ -137,16 +137,20 @@ def row(
     limit: float = 0.0,
 ) -> dict[str, Any]:
     found = {"model": f"{model}, batch {workload.batch}", "variant": name}
+    columns = ("times the best peer", "best peer", "of the limit", "GiB")
     if isinstance(measured, str):
-        return {**found, "ms": measured}
+        return {**found, "ms": measured, **dict.fromkeys(columns, "")}
     best = min(peers, key=peers.__getitem__) if peers else ""
+    values = (
+        peers[best] / measured.seconds if peers else "",
+        best,
+        limit / measured.seconds if limit else "",
+        measured.peak / 2**30 if measured.peak else "",
+    )
     return {
         **found,
         "ms": measured.seconds * 1e3,
-        "times the best peer": peers[best] / measured.seconds if peers else "",
-        "best peer": best,
-        "of the limit": limit / measured.seconds if limit else "",
-        "GiB": measured.peak / 2**30 if measured.peak else "",
+        **dict(zip(columns, values, strict=True)),
     }
 
 

@@ -40,6 +40,10 @@ from torchspmd.step.passes.runner import LeaveUnchanged, graph_optimization_pass
 
 _REDUCTIONS = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)
 _SLOWDOWN = 1.3  # of a network beside computation
+# What Python takes, in times that an operator is launched: around any node; and to leave
+# an update, to note that it is made and to write it.
+_NODE_LAUNCHES = 1.5
+_JOB_LAUNCHES = 6.0
 _WORTH = 1.01  # a smaller gain is within what a simulation can tell
 
 
@@ -121,6 +125,7 @@ def defer_updates(
     graph = gm.graph
     cost = cost or CostModel.for_device(device_of(graph))
     blocks = _blocks(gm)
+    host = _Host(device_of(graph), len(graph.nodes), cost.launch_seconds)
     at_once = estimate(graph, cost)  # as it came: every update in its own iteration
     if start == "now":
         _gather_later(gm, cost)
@@ -134,7 +139,8 @@ def defer_updates(
     if start == "now" and jobs:
         _sink(graph, jobs)
         ordering, line = _order(gm, jobs, cost, delay_gradients, memory_budget_mb)
-        gain, places = at_once / ordering.seconds, ordering.places
+        seconds = host.steady_seconds(ordering.seconds, len(graph.nodes), len(jobs))
+        gain, places = host.seconds(at_once) / seconds, ordering.places
         detail = [line, _worth(gain)]
         if only_if_faster and gain < _WORTH:
             refused.append(f"left as it was: {_simulated(gain)}")
@@ -143,6 +149,35 @@ def defer_updates(
         detail.append(_move(graph, job.name, job.region, target))
     num_moved = sum(len(job.blocks) for job in jobs)
     return Outcome(len(blocks), num_moved, tuple(refused), tuple(detail), ORDERS, gain)
+
+
+@dataclass(frozen=True, slots=True)
+class _Host:
+    """What Python costs: nothing is overlapped with it on a CPU, all of it on a GPU.
+
+    Attributes:
+        device: What the step computes on.
+        num_nodes: Of the graph as it came.
+        launch: Seconds to launch an operator.
+    """
+
+    device: str
+    num_nodes: int
+    launch: float
+
+    def seconds(self, simulated: float) -> float:
+        """How long a step takes whose nodes are simulated to take this long."""
+        if self.device == "cpu":
+            return simulated
+        return max(simulated, self.num_nodes * _NODE_LAUNCHES * self.launch)
+
+    def steady_seconds(self, simulated: float, num_nodes: int, num_jobs: int) -> float:
+        """The same with optimizers that are split, and updates that are left."""
+        more = (num_nodes - self.num_nodes) * _NODE_LAUNCHES + num_jobs * _JOB_LAUNCHES
+        if self.device == "cpu":
+            return simulated + max(0.0, more) * self.launch
+        nodes = self.num_nodes * _NODE_LAUNCHES
+        return max(simulated, (nodes + more) * self.launch)
 
 
 def _check_module(what: str, gm: object) -> None:
