@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Many processes import the same files: they keep the compiled form, and one thread each.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet \
-	--numprocesses 2 --dist worksteal
+	--numprocesses 2 --dist loadgroup
 
 .PHONY: demo test check format pytest docs wheel bench screenshots clean help
 
@@ -23,7 +23,8 @@ demo: $(STAMP) ## trace an example GPT on a simulated 8-device mesh: a table, JS
 		--html demo-page.html
 	@echo "Open the page in a browser: file://$(CURDIR)/demo-page.html"
 
-test: check pytest ## everything CI runs
+test: ## everything CI runs
+	$(MAKE) --jobs 2 check pytest
 
 check: $(STAMP) ## format, lint, types, import contracts, spelling, the example's lock
 	$(BIN)/ruff format --check .

@@ -70,7 +70,7 @@ def _then(
     spread: Callable[..., Any],
     spoil: Callable[[Any, DeviceMesh], Any],
 ) -> Any:
-    """Spread the model rightly, then spoil it."""
+    """ParallelMode the model rightly, then spoil it."""
     spread_model = spread(model, mesh)
     spoil(model, mesh)
     return spread_model

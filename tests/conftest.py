@@ -1,6 +1,6 @@
 """Fixtures for all tiers: one seed, and real ranks that are started once for a run."""
 
-import functools
+import gc
 import multiprocessing
 import os
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from multiprocessing import forkserver
 import pytest
 import torch
 from hypothesis import settings
-from processes import IMPORTS
+from processes import IMPORTS, freeze_garbage
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchspmd.testing import Ranks, fake_mesh
@@ -25,22 +25,40 @@ settings.register_profile("explore", max_examples=500, deadline=None)
 settings.load_profile("repeatable")
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("ranks") is not None:
-        _start_fork_server()
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One worker of xdist has all tests on ranks: its ranks are started and warm once."""
+    for item in items:
+        if item.get_closest_marker("ranks") is not None:
+            item.add_marker(pytest.mark.xdist_group("ranks"))
 
 
-@pytest.fixture
-def fork_server() -> None:
-    """Forks of one process do not import torch anew."""
-    _start_fork_server()
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let garbage collection, and whoever looks for meshes, not walk all of torch."""
+    gc.freeze()
+    # Before the package starts the server of forks, with fewer imports.
+    if any(map(_may_fork, session.items)):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTS)
+        forkserver.ensure_running()
 
 
-@functools.cache
-def _start_fork_server() -> None:
-    """Start it before the package does so with fewer imports."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTS)
-    forkserver.ensure_running()
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """The same for what the tests of a file leave in caches, here and on ranks."""
+    if nextitem is None or nextitem.path != item.path:
+        freeze_garbage()
+        for ranks in _STARTED if item.get_closest_marker("ranks") else ():
+            ranks.run(freeze_garbage)
+
+
+_STARTED: list[Ranks] = []
+
+
+def _may_fork(item: pytest.Item) -> bool:
+    return isinstance(item, pytest.DoctestItem) or any(
+        item.get_closest_marker(name) for name in ("ranks", "forks")
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -51,20 +69,24 @@ def seeded() -> None:
 
 @pytest.fixture(scope="session")
 def ranks2() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
+    yield from _started(2)
 
 
 @pytest.fixture(scope="session")
 def ranks3() -> Iterator[Ranks]:
-    with Ranks(3) as ranks:
-        yield ranks
+    yield from _started(3)
 
 
 @pytest.fixture(scope="session")
 def ranks4() -> Iterator[Ranks]:
-    with Ranks(4) as ranks:
+    yield from _started(4)
+
+
+def _started(world_size: int) -> Iterator[Ranks]:
+    with Ranks(world_size) as ranks:
+        _STARTED.append(ranks)
         yield ranks
+    _STARTED.remove(ranks)
 
 
 @pytest.fixture(params=(2, 3))

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 
 import pytest
 from browser import Browser, Tab, find_chromium
+from ledger_strategies import make_event, make_ledger
 from prediction_documents import HOSTILE, prediction, search
 
-from torchspmd.comm import CommEvent, Group, Kind, Ledger, Phase, ledger_to_dict
+from torchspmd.comm import Phase, ledger_to_dict
 from torchspmd.report import compare_results, write_page
 
 VIEWS = ["verdict", "timeline", "memory", "modules", "mesh", "compare", "assumptions"]
@@ -39,14 +40,12 @@ def document():
 def pages(document, tmp_path_factory):
     """A file for each kind of result."""
     folder = tmp_path_factory.mktemp("pages")
-    group = Group("0", tuple(range(16)), "tp")
-    ledger = Ledger()
-    for layer in range(4):
-        event = CommEvent(
-            Kind.ALL_REDUCE, "c10d_functional.all_reduce", "float32", (8, 4), 128, 240,
-            group, Phase.BACKWARD, f"Net.layers.{layer}.up",
-        )  # fmt: skip
-        ledger.append(event)
+    ledger = make_ledger(
+        *(
+            make_event(phase=Phase.BACKWARD, module=f"Net.layers.{layer}.up")
+            for layer in range(4)
+        )
+    )
     documents = {
         "prediction": document,
         "large": prediction(layers=32, micro_batches=4, glue=14),
@@ -59,6 +58,13 @@ def pages(document, tmp_path_factory):
     for name, each in documents.items():
         write_page(each, folder / f"{name}.html")
     return folder
+
+
+@pytest.fixture
+def tab(browser, pages):
+    """The page of the prediction."""
+    with browser.open(pages / "prediction.html") as tab:
+        yield tab
 
 
 PLAN = {
@@ -159,46 +165,41 @@ def test_no_view_complains_or_overflows(browser, pages, name, dark):
         assert tab.problems() == []
 
 
-def test_the_verdict_shows_the_documents_figures(browser, pages, document):
-    with browser.open(pages / "prediction.html") as tab:
-        assert tab.text(".answer strong") == "Fits"
-        shown = values(tab, "#view-verdict .figure .value")
-        assert shown == pytest.approx(
-            [
-                document["step_seconds"],
-                document["mfu"],
-                document["exposed_seconds"],
-                document["memory"]["allocated_peak_bytes"],
-                document["memory"]["reserved_peak_bytes"],
-                sum(group["wire_bytes"] for group in document["mesh"]["groups"]),
-            ]
-        )
-        parts = values(tab, "#view-verdict .legend b")
-        assert sum(parts) == pytest.approx(document["step_seconds"])
-        assert tab.text(".command code") == document["command"]
-
-
-def test_a_cause_leads_to_its_wait_in_the_timeline(browser, pages):
-    with browser.open(pages / "prediction.html") as tab:
-        tab.click("#view-verdict tr.clickable td")
-        assert tab.js("location.hash") == "#timeline"
-        assert state(tab, "timeline", "view.state.chosen") >= 0
-        assert tab.text(".details h3").startswith("wait for")
-        assert "self_attn.o_proj" in tab.text("#view-timeline .chip")
-
-
-def test_the_timeline_has_every_slice(browser, pages, document):
-    timeline = document["timeline"]
-    with browser.open(pages / "prediction.html") as tab:
-        open_view(tab, "timeline")
-        assert state(tab, "timeline", "view.count") == len(timeline["start"])
-        exposed = sum(kind > 0 for kind in timeline["exposed"])
-        assert state(tab, "timeline", "view.exposed") == exposed
-        rows = state(tab, "timeline", "view.slices.rows.map(row => row.places.length)")
-        counts = [
-            timeline["lane"].count(lane) for lane in range(len(timeline["lanes"]))
+def test_the_verdict_shows_the_documents_figures(tab, document):
+    assert tab.text(".answer strong") == "Fits"
+    shown = values(tab, "#view-verdict .figure .value")
+    assert shown == pytest.approx(
+        [
+            document["step_seconds"],
+            document["mfu"],
+            document["exposed_seconds"],
+            document["memory"]["allocated_peak_bytes"],
+            document["memory"]["reserved_peak_bytes"],
+            sum(group["wire_bytes"] for group in document["mesh"]["groups"]),
         ]
-        assert rows == counts
+    )
+    parts = values(tab, "#view-verdict .legend b")
+    assert sum(parts) == pytest.approx(document["step_seconds"])
+    assert tab.text(".command code") == document["command"]
+
+
+def test_a_cause_leads_to_its_wait_in_the_timeline(tab):
+    tab.click("#view-verdict tr.clickable td")
+    assert tab.js("location.hash") == "#timeline"
+    assert state(tab, "timeline", "view.state.chosen") >= 0
+    assert tab.text(".details h3").startswith("wait for")
+    assert "self_attn.o_proj" in tab.text("#view-timeline .chip")
+
+
+def test_the_timeline_has_every_slice(tab, document):
+    timeline = document["timeline"]
+    open_view(tab, "timeline")
+    assert state(tab, "timeline", "view.count") == len(timeline["start"])
+    exposed = sum(kind > 0 for kind in timeline["exposed"])
+    assert state(tab, "timeline", "view.exposed") == exposed
+    rows = state(tab, "timeline", "view.slices.rows.map(row => row.places.length)")
+    counts = [timeline["lane"].count(lane) for lane in range(len(timeline["lanes"]))]
+    assert rows == counts
 
 
 def test_slices_before_the_step_are_reached_by_moving(browser, tmp_path):
@@ -221,251 +222,215 @@ def test_slices_before_the_step_are_reached_by_moving(browser, tmp_path):
         assert state(tab, "timeline", "view.range.low") == 0
 
 
-def test_layers_are_marked_and_highlight_their_module(browser, pages):
-    with browser.open(pages / "prediction.html") as tab:
-        open_view(tab, "timeline")
-        paths = state(tab, "timeline", "view.spans.map(span => span.path)")
-        forward = [f"Llama.model.layers.{layer}" for layer in range(6)]
-        # The last one of forward is the first of backward, without a gap.
-        assert paths == [*forward, *forward[-2::-1]]
-        x, y, width, _ = canvas_box(tab, "timeline")
-        tab.click_at(x + width * 0.5, y + 46)
-        assert "Llama.model.layers." in tab.text("#view-timeline .chip")
+def test_layers_are_marked_and_highlight_their_module(tab):
+    open_view(tab, "timeline")
+    paths = state(tab, "timeline", "view.spans.map(span => span.path)")
+    forward = [f"Llama.model.layers.{layer}" for layer in range(6)]
+    # The last one of forward is the first of backward, without a gap.
+    assert paths == [*forward, *forward[-2::-1]]
+    x, y, width, _ = canvas_box(tab, "timeline")
+    tab.click_at(x + width * 0.5, y + 46)
+    assert "Llama.model.layers." in tab.text("#view-timeline .chip")
 
 
-def test_an_exposed_wait_is_drawn_in_its_colour(browser, pages):
-    with browser.open(pages / "prediction.html") as tab:
-        open_view(tab, "timeline")
-        tab.js(
-            "(view => { const p = view.slices.exposed[0]; "
-            "view.range.show(view.slices.start[p], view.slices.end[p]); })"
-            "(document.querySelector('#view-timeline').view)"
-        )
-        tab.settle()
-        x, y = state(tab, "timeline", "view.pixel(view.slices.exposed[0])")
-        assert pixel(tab, "canvas.timeline", round(x), round(y) + 8) == [
-            213,
-            94,
-            0,
-            255,
-        ]
+def test_an_exposed_wait_is_drawn_in_its_colour(tab):
+    open_view(tab, "timeline")
+    tab.js(
+        "(view => { const p = view.slices.exposed[0]; "
+        "view.range.show(view.slices.start[p], view.slices.end[p]); })"
+        "(document.querySelector('#view-timeline').view)"
+    )
+    tab.settle()
+    x, y = state(tab, "timeline", "view.pixel(view.slices.exposed[0])")
+    orange = [213, 94, 0, 255]
+    assert pixel(tab, "canvas.timeline", round(x), round(y) + 8) == orange
 
 
-def test_wheel_drag_keys_and_buttons_move_the_timeline(browser, pages):
+def test_wheel_drag_keys_and_buttons_move_the_timeline(tab):
     span = "view.range.high - view.range.low"
-    with browser.open(pages / "prediction.html") as tab:
-        open_view(tab, "timeline")
-        x, y, width, height = canvas_box(tab, "timeline")
-        middle = (x + width / 2, y + height / 2)
-        whole = state(tab, "timeline", span)
-        tab.wheel(*middle, -300)
-        near = state(tab, "timeline", span)
-        assert near < 0.7 * whole
-        low = state(tab, "timeline", "view.range.low")
-        tab.drag(middle, (middle[0] - 100, middle[1]))
-        moved = state(tab, "timeline", "view.range.low")
-        assert moved > low
-        assert state(tab, "timeline", span) == pytest.approx(near)
-        tab.js("document.querySelector('canvas.timeline').focus()")
-        tab.key("ArrowLeft")
-        assert state(tab, "timeline", "view.range.low") < moved
-        tab.key("+")
-        assert state(tab, "timeline", span) < near
-        tab.key("0")
-        assert state(tab, "timeline", span) == pytest.approx(whole)
-        tab.click("#view-timeline button[aria-label='Zoom in']")
-        assert state(tab, "timeline", span) == pytest.approx(whole / 2)
+    open_view(tab, "timeline")
+    x, y, width, height = canvas_box(tab, "timeline")
+    middle = (x + width / 2, y + height / 2)
+    whole = state(tab, "timeline", span)
+    tab.wheel(*middle, -300)
+    near = state(tab, "timeline", span)
+    assert near < 0.7 * whole
+    low = state(tab, "timeline", "view.range.low")
+    tab.drag(middle, (middle[0] - 100, middle[1]))
+    moved = state(tab, "timeline", "view.range.low")
+    assert moved > low
+    assert state(tab, "timeline", span) == pytest.approx(near)
+    tab.js("document.querySelector('canvas.timeline').focus()")
+    tab.key("ArrowLeft")
+    assert state(tab, "timeline", "view.range.low") < moved
+    tab.key("+")
+    assert state(tab, "timeline", span) < near
+    tab.key("0")
+    assert state(tab, "timeline", span) == pytest.approx(whole)
+    tab.click("#view-timeline button[aria-label='Zoom in']")
+    assert state(tab, "timeline", span) == pytest.approx(whole / 2)
 
 
-def test_keys_step_through_waits_and_slices(browser, pages, document):
+def test_keys_step_through_waits_and_slices(tab, document):
     timeline = document["timeline"]
-    with browser.open(pages / "prediction.html") as tab:
-        open_view(tab, "timeline")
-        tab.js("document.querySelector('canvas.timeline').focus()")
-        tab.key("n")
-        first = state(tab, "timeline", "view.state.chosen")
-        assert timeline["exposed"][first] == 1
-        sent = timeline["waits_for"][first]
-        assert timeline["strings"][timeline["name"][sent]] in tab.text(".details")
-        tab.key("n")
-        second = state(tab, "timeline", "view.state.chosen")
-        assert timeline["start"][second] > timeline["start"][first]
-        tab.key("p")
-        assert state(tab, "timeline", "view.state.chosen") == first
-        tab.key(".")
-        assert state(tab, "timeline", "view.state.chosen") not in (first, second)
-        tab.key("Escape")
-        assert state(tab, "timeline", "view.state.chosen") == -1
+    open_view(tab, "timeline")
+    tab.js("document.querySelector('canvas.timeline').focus()")
+    tab.key("n")
+    first = state(tab, "timeline", "view.state.chosen")
+    assert timeline["exposed"][first] == 1
+    sent = timeline["waits_for"][first]
+    assert timeline["strings"][timeline["name"][sent]] in tab.text(".details")
+    tab.key("n")
+    second = state(tab, "timeline", "view.state.chosen")
+    assert timeline["start"][second] > timeline["start"][first]
+    tab.key("p")
+    assert state(tab, "timeline", "view.state.chosen") == first
+    tab.key(".")
+    assert state(tab, "timeline", "view.state.chosen") not in (first, second)
+    tab.key("Escape")
+    assert state(tab, "timeline", "view.state.chosen") == -1
 
 
-def test_hovering_and_clicking_tell_what_a_slice_is(browser, pages, document):
-    with browser.open(pages / "prediction.html") as tab:
-        open_view(tab, "timeline")
-        tab.js(
-            "(view => { const p = view.slices.exposed[1]; "
-            "view.range.show(view.slices.start[p], view.slices.end[p]); })"
-            "(document.querySelector('#view-timeline').view)"
-        )
-        tab.settle()
-        x, y, *_ = canvas_box(tab, "timeline")
-        dx, dy = state(tab, "timeline", "view.pixel(view.slices.exposed[1])")
-        tab.mouse("mouseMoved", x + dx, y + dy)
-        tab.settle()
-        tip = tab.text("#tip")
-        for word in ("module", "phase", "takes", "waits for", "because", "Llama.model"):
-            assert word in tip
-        tab.click_at(x + dx, y + dy)
-        assert "Go to the collective" in tab.text(".details")
-        press(tab, "Go to the collective")
-        chosen = state(tab, "timeline", "view.state.chosen")
-        lane = document["timeline"]["lanes"][document["timeline"]["lane"][chosen]]
-        assert lane["kind"] == "communicator"
+def test_hovering_and_clicking_tell_what_a_slice_is(tab, document):
+    open_view(tab, "timeline")
+    tab.js(
+        "(view => { const p = view.slices.exposed[1]; "
+        "view.range.show(view.slices.start[p], view.slices.end[p]); })"
+        "(document.querySelector('#view-timeline').view)"
+    )
+    tab.settle()
+    x, y, *_ = canvas_box(tab, "timeline")
+    dx, dy = state(tab, "timeline", "view.pixel(view.slices.exposed[1])")
+    tab.mouse("mouseMoved", x + dx, y + dy)
+    tab.settle()
+    tip = tab.text("#tip")
+    for word in ("module", "phase", "takes", "waits for", "because", "Llama.model"):
+        assert word in tip
+    tab.click_at(x + dx, y + dy)
+    assert "Go to the collective" in tab.text(".details")
+    press(tab, "Go to the collective")
+    chosen = state(tab, "timeline", "view.state.chosen")
+    lane = document["timeline"]["lanes"][document["timeline"]["lane"][chosen]]
+    assert lane["kind"] == "communicator"
 
 
-def test_many_slices_stay_smooth(browser, pages):
+def test_many_slices_are_drawn_together(browser, pages):
     with browser.open(pages / "large.html") as tab:
         open_view(tab, "timeline")
         assert state(tab, "timeline", "view.count") > 50_000
         # Slices below a pixel are drawn together: no more rectangles than pixels.
         width = canvas_box(tab, "timeline")[2]
         assert state(tab, "timeline", "view.state.drawn") < 7 * width
-        # The quickest of some: tests run beside others.
-        frame = tab.js(
-            """(() => {
-                const view = document.querySelector('#view-timeline').view, times = [];
-                for (let turn = 0; turn < 10; turn++) {
-                    view.range.zoom(view.slices.last * 0.4, turn % 2 ? 1.25 : 0.8);
-                    const begin = performance.now();
-                    view.draw();
-                    times.push(performance.now() - begin);
-                }
-                return Math.min(...times);
-            })()"""
-        )
-        assert frame < 40, "milliseconds; a frame of 60 a second has 17"
 
 
-def test_the_memory_curve_adds_up_and_its_peak_is_one_click_away(
-    browser, pages, document
-):
+def test_the_memory_curve_adds_up_and_its_peak_is_one_click_away(tab, document):
     curve = document["memory"]["curve"]
-    with browser.open(pages / "prediction.html") as tab:
-        open_view(tab, "memory")
-        count = len(curve["event"])
-        assert state(tab, "memory", "view.count") == count
-        sums = state(
-            tab, "memory", f"Array.from({{length: {count}}}, (_, p) => view.sum(p))"
-        )
-        assert sums == curve["allocated"]
-        tab.click("#view-memory button.main")
-        assert state(tab, "memory", "view.state.pinned") == state(
-            tab, "memory", "view.peak"
-        )
-        assert tab.text(".held h3") == "At the peak"
-        assert values(tab, ".held dd")[0] == document["memory"]["allocated_peak_bytes"]
-        assert len(
-            tab.js("[...document.querySelectorAll('.holders li')].map(e => 1)")
-        ) == len(curve["holders"][0]["holders"])
-        x, y, width, height = canvas_box(tab, "memory")
-        tab.mouse("mouseMoved", x + width * 0.4, y + height * 0.6)
-        tab.settle()
-        point = state(tab, "memory", "view.state.point")
-        assert values(tab, ".held dd")[0] == curve["allocated"][point]
+    open_view(tab, "memory")
+    count = len(curve["event"])
+    assert state(tab, "memory", "view.count") == count
+    sums = state(
+        tab, "memory", f"Array.from({{length: {count}}}, (_, p) => view.sum(p))"
+    )
+    assert sums == curve["allocated"]
+    tab.click("#view-memory button.main")
+    assert state(tab, "memory", "view.state.pinned") == state(
+        tab, "memory", "view.peak"
+    )
+    assert tab.text(".held h3") == "At the peak"
+    assert values(tab, ".held dd")[0] == document["memory"]["allocated_peak_bytes"]
+    assert len(
+        tab.js("[...document.querySelectorAll('.holders li')].map(e => 1)")
+    ) == len(curve["holders"][0]["holders"])
+    x, y, width, height = canvas_box(tab, "memory")
+    tab.mouse("mouseMoved", x + width * 0.4, y + height * 0.6)
+    tab.settle()
+    point = state(tab, "memory", "view.state.point")
+    assert values(tab, ".held dd")[0] == curve["allocated"][point]
 
 
-def test_modules_fold_open_sort_and_are_found(browser, pages, document):
+def test_modules_fold_open_sort_and_are_found(tab, document):
     rows = "document.querySelectorAll('.tree-table tbody tr')"
-    with browser.open(pages / "prediction.html") as tab:
-        open_view(tab, "modules")
-        first = values(tab, ".tree-table tbody tr:first-child .number")
-        root = document["modules"][0]
-        assert first[0] == root["parameters"]
-        assert first[6] == pytest.approx(root["seconds"])
-        assert "[0-5]" in tab.text(".tree-table")
-        tab.click("#view-modules input[type=checkbox]")
-        press(tab, "Open all")
-        assert tab.js(f"{rows}.length") == len(document["modules"])
-        tab.type("#view-modules input[type=search]", "layers.3.mlp.up")
-        found = tab.js(f"[...{rows}].map(e => e.dataset.path)")
-        assert found[-1] == "Llama.model.layers.3.mlp.up_proj"
-        assert len(found) < 12
-        tab.type("#view-modules input[type=search]", "nothing")
-        assert "No module has" in tab.text("#view-modules")
+    open_view(tab, "modules")
+    first = values(tab, ".tree-table tbody tr:first-child .number")
+    root = document["modules"][0]
+    assert first[0] == root["parameters"]
+    assert first[6] == pytest.approx(root["seconds"])
+    assert "[0-5]" in tab.text(".tree-table")
+    tab.click("#view-modules input[type=checkbox]")
+    press(tab, "Open all")
+    assert tab.js(f"{rows}.length") == len(document["modules"])
+    tab.type("#view-modules input[type=search]", "layers.3.mlp.up")
+    found = tab.js(f"[...{rows}].map(e => e.dataset.path)")
+    assert found[-1] == "Llama.model.layers.3.mlp.up_proj"
+    assert len(found) < 12
+    tab.type("#view-modules input[type=search]", "nothing")
+    assert "No module has" in tab.text("#view-modules")
 
 
-def test_columns_sort_inside_of_their_parents(browser, pages):
-    with browser.open(pages / "prediction.html") as tab:
-        open_view(tab, "modules")
-        tab.click(".tree-table th:nth-child(2) button")
-        names = tab.js(
-            "[...document.querySelectorAll('.tree .name')].map(e => e.textContent)"
-        )
-        assert names.index("mlp") < names.index("self_attn")
-        assert tab.js("document.querySelector('th[aria-sort=descending]') !== null")
+def test_columns_sort_inside_of_their_parents(tab):
+    open_view(tab, "modules")
+    tab.click(".tree-table th:nth-child(2) button")
+    names = tab.js(
+        "[...document.querySelectorAll('.tree .name')].map(e => e.textContent)"
+    )
+    assert names.index("mlp") < names.index("self_attn")
+    assert tab.js("document.querySelector('th[aria-sort=descending]') !== null")
 
 
-def test_a_module_is_highlighted_everywhere(browser, pages, document):
+def test_a_module_is_highlighted_everywhere(tab, document):
     timeline = document["timeline"]
     path = "Llama.model.layers.[0-5].mlp.up_proj"
-    with browser.open(pages / "prediction.html") as tab:
-        open_view(tab, "modules")
-        tab.click(f"tr[data-path='{path}']")
-        open_view(tab, "timeline")
-        lit = state(tab, "timeline", "view.state.lit.reduce((a, b) => a + b, 0)")
-        inside = [text.endswith("mlp.up_proj") for text in timeline["strings"]]
-        assert lit == sum(inside[module] for module in timeline["module"])
+    open_view(tab, "modules")
+    tab.click(f"tr[data-path='{path}']")
+    open_view(tab, "timeline")
+    lit = state(tab, "timeline", "view.state.lit.reduce((a, b) => a + b, 0)")
+    inside = [text.endswith("mlp.up_proj") for text in timeline["strings"]]
+    assert lit == sum(inside[module] for module in timeline["module"])
 
 
-def test_the_tree_is_reached_by_keys(browser, pages):
+def test_the_tree_is_reached_by_keys(tab):
     focused = "document.activeElement.dataset.path"
-    with browser.open(pages / "prediction.html") as tab:
-        open_view(tab, "modules")
-        tab.js("document.querySelector('.tree-table tbody tr').focus()")
-        tab.key("ArrowDown")
-        assert tab.js(focused) == "Llama.model"
-        before = tab.js("document.querySelectorAll('.tree-table tbody tr').length")
-        tab.key("ArrowLeft")
-        assert (
-            tab.js("document.querySelectorAll('.tree-table tbody tr').length") < before
-        )
-        tab.key("ArrowRight")
-        assert (
-            tab.js("document.querySelectorAll('.tree-table tbody tr').length") == before
-        )
-        tab.key("Enter")
-        assert "Llama.model" in tab.text("#view-modules .chip")
+    open_view(tab, "modules")
+    tab.js("document.querySelector('.tree-table tbody tr').focus()")
+    tab.key("ArrowDown")
+    assert tab.js(focused) == "Llama.model"
+    before = tab.js("document.querySelectorAll('.tree-table tbody tr').length")
+    tab.key("ArrowLeft")
+    assert tab.js("document.querySelectorAll('.tree-table tbody tr').length") < before
+    tab.key("ArrowRight")
+    assert tab.js("document.querySelectorAll('.tree-table tbody tr').length") == before
+    tab.key("Enter")
+    assert "Llama.model" in tab.text("#view-modules .chip")
 
 
-def test_tabs_are_reached_by_keys(browser, pages):
-    with browser.open(pages / "prediction.html") as tab:
-        tab.js("document.querySelector('#tab-verdict').focus()")
-        tab.key("ArrowRight")
-        assert tab.js("location.hash") == "#timeline"
-        tab.key("End")
-        assert tab.js("document.activeElement.id") == "tab-assumptions"
-        tab.key("Home")
-        assert tab.js("location.hash") == "#verdict"
+def test_tabs_are_reached_by_keys(tab):
+    tab.js("document.querySelector('#tab-verdict').focus()")
+    tab.key("ArrowRight")
+    assert tab.js("location.hash") == "#timeline"
+    tab.key("End")
+    assert tab.js("document.activeElement.id") == "tab-assumptions"
+    tab.key("Home")
+    assert tab.js("location.hash") == "#verdict"
 
 
-def test_the_mesh_shows_groups_and_links(browser, pages, document):
-    with browser.open(pages / "prediction.html") as tab:
-        open_view(tab, "mesh")
-        assert state(tab, "mesh", "view.ranks()") == document["world_size"]
-        assert state(tab, "mesh", "view.own()") == 8
-        sums = values(tab, "#view-mesh .hint b")
-        tp, dp = document["mesh"]["groups"]
-        assert sums == [8 * tp["wire_bytes"], 8 * dp["wire_bytes"]]
-        tab.js("(s => { s.value = 'dp'; s.dispatchEvent(new Event('change')); })"
-               "(document.querySelector('#view-mesh select'))")  # fmt: skip
-        own = "[...document.querySelectorAll('rect.own')].map(e => Number(e.dataset.rank))"
-        assert tab.js(own) == dp["ranks"]
-        tab.js("document.querySelector(\"rect[data-rank='3']\")"
-               ".dispatchEvent(new MouseEvent('click'))")  # fmt: skip
-        assert tab.js(own) == [rank + 3 for rank in dp["ranks"]]
-        assert tab.js("document.querySelector(\"[aria-label='Rank']\").value") == "3"
-        tab.js("(i => { i.value = 5; i.dispatchEvent(new Event('change')); })"
-               "(document.querySelector(\"[aria-label='Rank']\"))")  # fmt: skip
-        assert tab.js(own) == [rank + 5 for rank in dp["ranks"]]
+def test_the_mesh_shows_groups_and_links(tab, document):
+    open_view(tab, "mesh")
+    assert state(tab, "mesh", "view.ranks()") == document["world_size"]
+    assert state(tab, "mesh", "view.own()") == 8
+    sums = values(tab, "#view-mesh .hint b")
+    tp, dp = document["mesh"]["groups"]
+    assert sums == [8 * tp["wire_bytes"], 8 * dp["wire_bytes"]]
+    tab.js("(s => { s.value = 'dp'; s.dispatchEvent(new Event('change')); })"
+           "(document.querySelector('#view-mesh select'))")  # fmt: skip
+    own = "[...document.querySelectorAll('rect.own')].map(e => Number(e.dataset.rank))"
+    assert tab.js(own) == dp["ranks"]
+    tab.js("document.querySelector(\"rect[data-rank='3']\")"
+           ".dispatchEvent(new MouseEvent('click'))")  # fmt: skip
+    assert tab.js(own) == [rank + 3 for rank in dp["ranks"]]
+    assert tab.js("document.querySelector(\"[aria-label='Rank']\").value") == "3"
+    tab.js("(i => { i.value = 5; i.dispatchEvent(new Event('change')); })"
+           "(document.querySelector(\"[aria-label='Rank']\"))")  # fmt: skip
+    assert tab.js(own) == [rank + 5 for rank in dp["ranks"]]
 
 
 def test_a_plan_shows_who_holds_what(browser, pages):
@@ -562,28 +527,26 @@ def test_texts_have_contrast(browser, pages, dark):
                 assert tab.js(_CONTRAST) == [], view
 
 
-def test_the_theme_switches_and_canvases_follow(browser, pages):
-    with browser.open(pages / "prediction.html") as tab:
-        open_view(tab, "timeline")
-        back = "getComputedStyle(document.documentElement).backgroundColor"
-        before = tab.js(back), pixel(tab, "canvas.timeline", 300, 300)
-        tab.click("#theme")
-        after = tab.js(back), pixel(tab, "canvas.timeline", 300, 300)
-        assert before != after
-        tab.click("#theme")
-        assert tab.js(back) == before[0]
+def test_the_theme_switches_and_canvases_follow(tab):
+    open_view(tab, "timeline")
+    back = "getComputedStyle(document.documentElement).backgroundColor"
+    before = tab.js(back), pixel(tab, "canvas.timeline", 300, 300)
+    tab.click("#theme")
+    after = tab.js(back), pixel(tab, "canvas.timeline", 300, 300)
+    assert before != after
+    tab.click("#theme")
+    assert tab.js(back) == before[0]
 
 
-def test_every_control_has_a_name(browser, pages):
-    with browser.open(pages / "prediction.html") as tab:
-        for view in VIEWS:
-            open_view(tab, view)
-        nameless = tab.js(
-            "[...document.querySelectorAll('button, input, select, canvas, a')]"
-            ".filter(e => !(e.textContent.trim() || e.ariaLabel || e.closest('label') "
-            "|| e.ariaHidden)).map(e => e.outerHTML)"
-        )
-        assert nameless == []
+def test_every_control_has_a_name(tab):
+    for view in VIEWS:
+        open_view(tab, view)
+    nameless = tab.js(
+        "[...document.querySelectorAll('button, input, select, canvas, a')]"
+        ".filter(e => !(e.textContent.trim() || e.ariaLabel || e.closest('label') "
+        "|| e.ariaHidden)).map(e => e.outerHTML)"
+    )
+    assert nameless == []
 
 
 def test_it_prints_every_view(browser, pages):

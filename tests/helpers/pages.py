@@ -118,7 +118,12 @@ def _run_command(command: str) -> tuple[int, str]:
 
 def _run_pytest(words: list[str]) -> int:
     known = "ignore::pytest.PytestAssertRewriteWarning"  # it runs in this process
-    return int(pytest.main([*words, "-W", known]))
+    others = [word for name in _PLUGINS for word in ("-p", f"no:{name}")]
+    return int(pytest.main([*words, "-W", known, *others]))
+
+
+# Of others: importing them on every rank takes longer than what the pages show.
+_PLUGINS = ("anyio", "hypothesispytest", "timeout", "xdist", "xdist.looponfail")
 
 
 def _run_python(words: list[str]) -> int:

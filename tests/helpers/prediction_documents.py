@@ -5,9 +5,10 @@ host issues, the device computes, three communicators send. Every figure of the 
 added up from the same slices, modules and allocations, as it is in a real one.
 """
 
-from collections import defaultdict
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
 from typing import Any
+
+from torchspmd.comm import CommEvent, Group, Kind, Ledger, Phase, ledger_to_dict
 
 HOSTILE = "<script>alert(1)</script>"
 _LANES = [
@@ -36,27 +37,24 @@ _CLASSES = {"self_attn": "LlamaAttention", "mlp": "LlamaMLP"}
 _RATE = 6.0e14  # floating-point operations a second
 _TP, _DP, _NODE = 8, 8, 8
 _TOKENS = 8192
+_GROUPS = {
+    "tp": Group("mesh_tp", tuple(range(_TP)), "tp"),
+    "dp": Group("mesh_dp", tuple(range(0, _TP * _DP, _TP)), "dp"),
+}
 
 
-@dataclass
 class _Player:
     """Streams, slices and sums."""
 
-    strings: dict[str, int] = field(default_factory=dict)
-    rows: list[tuple[Any, ...]] = field(default_factory=list)
-    free: list[float] = field(default_factory=lambda: [0.0] * len(_LANES))
-    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    waited: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    flops: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
-    sent: defaultdict[tuple[str, str], int] = field(
-        default_factory=lambda: defaultdict(int)
-    )
-    totals: defaultdict[tuple[str, str, str, str], list[int]] = field(
-        default_factory=lambda: defaultdict(lambda: [0, 0, 0])
-    )
-    exposed: defaultdict[tuple[str, str, str], list[float]] = field(
-        default_factory=lambda: defaultdict(lambda: [0.0, 0, 0])
-    )
+    def __init__(self) -> None:
+        self.strings: dict[str, int] = {}
+        self.rows: list[tuple[Any, ...]] = []
+        self.free = [0.0] * len(_LANES)
+        self.seconds: Counter[str] = Counter()
+        self.waited: Counter[str] = Counter()
+        self.flops: Counter[str] = Counter()
+        self.ledger = Ledger(max_events=0)
+        self.exposed = defaultdict(lambda: [0.0, 0, 0])
 
     def text(self, text: str) -> int:
         return self.strings.setdefault(text, len(self.strings))
@@ -97,11 +95,11 @@ class _Player:
         us = 12.0 + nbytes / (2.6e5 if axis == "tp" else 4.2e4)
         ranks = _TP if axis == "tp" else _DP
         wire = nbytes * (ranks - 1) // ranks * (2 if kind == "all_reduce" else 1)
-        self.sent[module, axis] += wire
-        row = self.totals[kind, axis, phase, module]
-        row[0] += 1
-        row[1] += nbytes
-        row[2] += wire
+        event = CommEvent(
+            Kind(kind), f"c10d_functional.{kind}", "bfloat16", (nbytes // 2,), nbytes, wire,
+            _GROUPS[axis], Phase(phase), module,
+        )  # fmt: skip
+        self.ledger.append(event)
         words = (kind, module, phase, f"bf16 over {axis}, {ranks} ranks")
         return self.slice(lane, start, us, words, (nbytes, 0, -1, 0))
 
@@ -276,21 +274,14 @@ def _modules(player: _Player, names: list[str]) -> list[dict[str, Any]]:
             parent = child.split(".")[0]
             paths.setdefault(f"{layer}.{parent}", (_CLASSES[parent], 0))
             paths[f"{layer}.{child}"] = ("Linear", rows * columns)
-    sums: dict[str, dict[str, Any]] = {}
-    for path, (kind, _) in paths.items():
-        sums[path] = {
-            "path": path,
-            "class": kind,
-            "parameters": 0,
-            "parameter_bytes": 0,
-            "gradient_bytes": 0,
-            "state_bytes": 0,
-            "activation_bytes": 0,
-            "flops": 0,
-            "seconds": 0.0,
-            "exposed_seconds": 0.0,
-            "bytes_by_axis": {},
-        }
+    figures = (
+        *("parameters", "parameter_bytes", "gradient_bytes", "state_bytes"),
+        *("activation_bytes", "flops", "seconds", "exposed_seconds"),
+    )
+    sums: dict[str, dict[str, Any]] = {
+        path: {"path": path, "class": kind, **dict.fromkeys(figures, 0)}
+        for path, (kind, _) in paths.items()
+    }
     for path, (_, count) in paths.items():
         for around in _around(path):
             entry = sums[around]
@@ -302,11 +293,11 @@ def _modules(player: _Player, names: list[str]) -> list[dict[str, Any]]:
             entry["flops"] += player.flops[path]
             entry["seconds"] += player.seconds[path]
             entry["exposed_seconds"] += player.waited[path]
-            for axis in ("tp", "dp"):
-                sent = player.sent[path, axis]
-                if sent:
-                    by_axis = entry["bytes_by_axis"]
-                    by_axis[axis] = by_axis.get(axis, 0) + sent
+    for path, entry in sums.items():
+        sent = {axis: player.ledger.total(axis=axis, module=path) for axis in _GROUPS}
+        entry["bytes_by_axis"] = {
+            axis: total.wire_bytes for axis, total in sent.items() if total.count
+        }
     return list(sums.values())
 
 
@@ -440,59 +431,18 @@ def _memory(root: dict[str, Any], layers: int, fits: str) -> dict[str, Any]:
     }
 
 
-def _ledger(player: _Player, groups: list[dict[str, Any]]) -> dict[str, Any]:
-    rows = [
+def _groups(ledger: Ledger) -> list[dict[str, Any]]:
+    return [
         {
-            "kind": kind,
-            "op": f"c10d_functional.{kind}",
+            "name": group.name,
             "axis": axis,
-            "dtype": "bfloat16",
-            "phase": phase,
-            "module": module,
-            "implicit": False,
-            "compiled": False,
-            "check": False,
-            "count": count,
-            "payload_bytes": payload,
-            "wire_bytes": wire,
+            "ranks": list(group.ranks),
+            "payload_bytes": ledger.total(axis=axis).payload_bytes,
+            "wire_bytes": ledger.total(axis=axis).wire_bytes,
+            "count": ledger.total(axis=axis).count,
         }
-        for (kind, axis, phase, module), (count, payload, wire) in player.totals.items()
+        for axis, group in _GROUPS.items()
     ]
-    return {
-        "format": "torchspmd.ledger",
-        "version": 1,
-        "torch": "2.13.0",
-        "max_events": 0,
-        "dropped_events": sum(row["count"] for row in rows),
-        "notes": {},
-        "groups": [
-            {"name": group["name"], "ranks": group["ranks"], "axis": group["axis"]}
-            for group in groups
-        ],
-        "totals": rows,
-        "events": [],
-    }
-
-
-def _groups(player: _Player) -> list[dict[str, Any]]:
-    groups = []
-    for axis, ranks in (
-        ("tp", list(range(_TP))),
-        ("dp", list(range(0, _TP * _DP, _TP))),
-    ):
-        rows = [row for key, row in player.totals.items() if key[1] == axis]
-        count, payload, wire = (sum(column) for column in zip(*rows, strict=True))
-        groups.append(
-            {
-                "name": f"mesh_{axis}",
-                "axis": axis,
-                "ranks": ranks,
-                "payload_bytes": payload,
-                "wire_bytes": wire,
-                "count": count,
-            }
-        )
-    return groups
 
 
 def _document(
@@ -505,7 +455,6 @@ def _document(
     hostile: bool,
 ) -> dict[str, Any]:
     columns = player.columns()
-    groups = _groups(player)
     exposed = [
         {
             "axis": axis,
@@ -577,9 +526,9 @@ def _document(
         },
         "mesh": {
             "axes": [{"name": "dp", "size": _DP}, {"name": "tp", "size": _TP}],
-            "groups": groups,
+            "groups": _groups(player.ledger),
         },
-        "ledger": _ledger(player, groups),
+        "ledger": ledger_to_dict(player.ledger),
         "assumptions": [
             {
                 "what": "bf16 matrix products",

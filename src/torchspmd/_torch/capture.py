@@ -7,7 +7,7 @@ import logging
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -98,7 +98,31 @@ def shape_mode() -> Any:
     """The mode of tensors that have shapes only; one, so that all of them go together."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    from torchspmd._torch.operator_cache import OperatorCache
+
+    class ShapeMode(FakeTensorMode):
+        """Remembers results: layers repeat, and torch's own cache is slow."""
+
+        def __init__(self) -> None:
+            super().__init__(allow_non_fake_inputs=True)
+            # Numbers in an operator may give its result the default dtype.
+            self._caches: dict[torch.dtype, OperatorCache] = {}
+
+        def dispatch(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            kwargs = kwargs or {}
+
+            def run() -> Any:
+                return FakeTensorMode.dispatch(self, func, types, args, kwargs)
+
+            if not types:
+                return run()
+            dtype = torch.get_default_dtype()
+            known = self._caches.setdefault(dtype, OperatorCache(self))
+            return known.call(func, args, kwargs, run)
+
+    return ShapeMode()
 
 
 class FakeWorld:
@@ -575,29 +599,25 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 
 def compile_with_inductor(
-    graph: fx.GraphModule, inputs: list[Any], *, keep_order: bool
-) -> tuple[Callable[..., Any], str]:
+    graph: fx.GraphModule, inputs: list[Any]
+) -> tuple[Callable[[list[Any]], Sequence[Any]], str]:
     """The graph compiled ahead by torch's own compiler, and what its cache gave.
 
-    A cache that cannot be used costs time, and nothing else. With ``keep_order`` the code
-    runs in the graph's order: otherwise it is rearranged for memory, starts of collectives
-    towards the end and waits towards the front, and nothing overlaps any more.
+    What is returned takes a list of the inputs and empties it. A cache that cannot be used
+    costs time, and nothing else.
     """
-    import torch._inductor
     from torch._dynamo.utils import counters
     from torch._inductor.utils import fresh_cache
 
-    names = ("reorder_for_locality", "reorder_for_peak_memory") if keep_order else ()
-    options = dict.fromkeys(names, False)
     inputs = _distinct(inputs)
     before = dict(counters["inductor"])
     try:
-        made: Callable[..., Any] = torch._inductor.compile(graph, inputs, options)
+        made = _compile_boxed(graph, inputs)
     except Exception as error:
         # It may be a broken file in the cache: once more, without it.
         try:
             with fresh_cache():
-                made = torch._inductor.compile(graph, inputs, options)
+                made = _compile_boxed(graph, inputs)
         except Exception:
             raise error from None
         return made, "its cache could not be used, compiled without it"
@@ -610,6 +630,57 @@ def compile_with_inductor(
     return (
         made,
         "compiled anew, kept in its cache" if misses else "compiled, not cached",
+    )
+
+
+def _compile_boxed(
+    graph: fx.GraphModule, inputs: list[Any]
+) -> Callable[[list[Any]], Sequence[Any]]:
+    """Inductor's own code without the wrapper around it, where that would do nothing.
+
+    The wrapper gives outputs that are views of inputs their history. It holds all inputs
+    until the end, and takes longer than a small kernel.
+    """
+    from torch._inductor import compile_fx
+
+    (output,) = graph.graph.find_nodes(op="output")
+    found: list[Callable[[list[Any]], Sequence[Any]]] = []
+
+    def compile_inner(inner: fx.GraphModule, examples: Any, **options: Any) -> Any:
+        made: Any = compile_fx.compile_fx_inner(inner, examples, **options)
+        if _gives_the_same(inner, len(inputs), len(output.args[0])):
+            found.append(made)
+        return made
+
+    with torch.no_grad():
+        wrapped: Any = compile_fx.compile_fx(graph, inputs, inner_compile=compile_inner)
+    if found:
+        return found[-1]
+
+    def run(args: list[Any]) -> Sequence[Any]:
+        taken = tuple(args)
+        args.clear()
+        result: Sequence[Any] = wrapped(*taken)
+        return result
+
+    return run
+
+
+def _gives_the_same(inner: fx.GraphModule, num_inputs: int, num_outputs: int) -> bool:
+    """Whether what Inductor gets takes and gives the same as the graph it was made of."""
+    inputs = inner.graph.find_nodes(op="placeholder")
+    (output,) = inner.graph.find_nodes(op="output")
+    values = [getattr(node, "meta", {}).get("val") for node in output.args[0]]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    memory = {
+        value.untyped_storage()._cdata
+        for value in (node.meta.get("val") for node in inputs)
+        if isinstance(value, torch.Tensor)
+    }
+    return (
+        len(inputs) == num_inputs
+        and len(values) == len(tensors) == num_outputs
+        and not any(each.untyped_storage()._cdata in memory for each in tensors)
     )
 
 

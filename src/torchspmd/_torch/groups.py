@@ -1,9 +1,12 @@
 """Process groups, their meshes and their stores; DDP on fake groups."""
 
 import contextlib
+import functools
 import gc
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
@@ -138,6 +141,62 @@ def fake_store() -> Store:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
+
+
+_private_lock = threading.RLock()
+_private_open: set[str] = set()
+
+
+@contextlib.contextmanager
+def private_mesh(size: int) -> Iterator[DeviceMesh]:
+    """A mesh of one axis that this process plays rank 0 of, for tensors without values.
+
+    No default process group is needed, made or changed: torch knows the group by its
+    name, and only while this is open.
+    """
+    mesh, group = _private_mesh(size)
+    name = group.group_name
+    with _private_lock:
+        if name in _private_open:
+            yield mesh
+            return
+        _c10d._register_process_group(name, group)
+        _private_open.add(name)
+        try:
+            yield mesh
+        finally:
+            _private_open.remove(name)
+            torch._C._distributed_c10d._unregister_process_group(name)
+
+
+@functools.cache
+def _private_mesh(size: int) -> tuple[Any, Any]:
+    """The mesh and its group; one for each size, since DTensor remembers meshes.
+
+    What it remembers of a mesh, it uses for equal ones: so this one equals no other.
+    """
+    from torch.testing._internal.distributed import fake_pg
+
+    place = SimpleNamespace(group_rank=0, group_size=size)
+    fake: Any = torch._C._distributed_c10d.FakeProcessGroup
+    backend = fake_pg._create_fake_pg(place, fake.Options())
+    group: Any = dist.ProcessGroup(fake_store(), 0, size)
+    kind = dist.ProcessGroup.BackendType.CUSTOM
+    group._register_backend(torch.device("cpu"), kind, backend)
+    name = f"torchspmd private {size}"
+    group._set_group_name(name)
+    mesh: Any = DeviceMesh(
+        "cpu", torch.arange(size), mesh_dim_names=(name,), _init_backend=False, _rank=0
+    )
+    mesh._dim_group_names = [name]
+    return mesh, group
+
+
+def work_types() -> tuple[type[Any], ...]:
+    """The classes of works that Python waits for: the fake backend's has its own wait."""
+    fake = getattr(torch._C._distributed_c10d, "FakeWork", None)
+    types = (_dist.Work, fake) if fake is not None else (_dist.Work,)
+    return tuple(each for each in types if "wait" in vars(each))
 
 
 def num_unwaited() -> int:

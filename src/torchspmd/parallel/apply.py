@@ -17,12 +17,11 @@ from torchspmd.layout.retired import (
     set_successor,
     successor,
 )
-from torchspmd.parallel.axis import Axis, build_axis
-from torchspmd.parallel.plan.assignment import Assignment
+from torchspmd.parallel.axis import build_axis
+from torchspmd.parallel.plan.assignment import place
 from torchspmd.parallel.plan.plan import Style
 from torchspmd.parallel.plan.resolve import is_alias, resolve
 from torchspmd.parallel.replicas import Replicas, is_meant
-from torchspmd.parallel.style import ParallelStyle, Place
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -84,7 +83,7 @@ def parallelize_module(
     axis = replace(axis, replicas=Replicas(module, axis.mesh, per_rank))
     slots = _plain_slots(module)
     for assignment in assignments:
-        _place(assignment, axis, src_data_rank)
+        place(assignment, axis, src_data_rank)
     _retire_replaced(slots)
     return module
 
@@ -106,20 +105,6 @@ def _check_patterns(module: nn.Module, per_rank: Collection[str]) -> None:
             f"parallelize_module: per_rank names {', '.join(unused)}, which no parameter "
             f"of {type(module).__name__} matches. Pass names of parameters or modules, in "
             "which * and ? are wildcards."
-        )
-
-
-def _place(assignment: Assignment, axis: Axis, src_data_rank: int | None) -> None:
-    style, module = assignment.style, assignment.module
-    if isinstance(style, ParallelStyle):
-        place = Place(axis=axis, path=assignment.path, src_data_rank=src_data_rank)
-        placed = style.place(module, place)
-    else:
-        placed = _torch.apply_torch_style(style, module, axis.mesh, src_data_rank)
-    if placed is not module:
-        raise LayoutError(
-            f"'{assignment.path}': {type(style).__name__} returned another module. A "
-            "style changes the module that it is given and returns it."
         )
 
 

@@ -121,30 +121,25 @@ def global_shape(
     return tuple(shape)
 
 
-def is_uneven(shape: tuple[int, ...], layout: Placement, axis: Axis) -> bool:
-    """Whether the whole shape does not follow from a plain part in this layout.
+def check_even(
+    shape: tuple[int, ...], layout: Placement, axis: Axis, where: str
+) -> None:
+    """Raise where the shape of the whole does not follow from a plain part of it.
 
     Who takes a plain tensor takes it as one of even parts. Only the last dimension may
     be uneven: the layers know their features.
     """
     if type(layout) is not Shard or layout.dim == len(shape) - 1:
-        return False
-    return bool(shape[layout.dim] % axis.size)
-
-
-def describe_uneven(
-    shape: tuple[int, ...], layout: Placement, axis: Axis, where: str
-) -> str:
-    """The error text for a local tensor whose whole is cut unevenly."""
-    assert type(layout) is Shard, layout
-    dim = layout.dim
-    return (
-        f"{where}: the whole has shape {tuple(shape)}; the {shape[dim]} elements of "
-        f"dimension {dim} do not divide over {axis.size} ranks. A plain tensor is taken "
-        "as one of even parts, so the next layer would mistake the size of the whole. "
-        "Return a DTensor, with use_local_output=False, or pad the dimension to a "
-        f"multiple of {axis.size}."
-    )
+        return
+    dim, size = layout.dim, shape[layout.dim]
+    if size % axis.size:
+        raise LayoutError(
+            f"{where}: the whole has shape {tuple(shape)}; the {size} elements of "
+            f"dimension {dim} do not divide over {axis.size} ranks. A plain tensor is "
+            "taken as one of even parts, so the next layer would mistake the size of the "
+            "whole. Return a DTensor, with use_local_output=False, or pad the dimension "
+            f"to a multiple of {axis.size}."
+        )
 
 
 def layout_of(tensor: DTensor, axis: Axis, where: str) -> Placement:

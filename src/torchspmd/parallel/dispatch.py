@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor, Placement
 
 from torchspmd import _torch
 from torchspmd.errors import LayoutError
-from torchspmd.parallel.axis import layout_of
-from torchspmd.parallel.redistribute import redistribute, reduce_other_partials
-from torchspmd.parallel.route import Route, Steps, check_even, enter, enter_features
+from torchspmd.parallel.axis import check_even
+from torchspmd.parallel.redistribute import arriving, redistribute
+from torchspmd.parallel.route import Route, Steps, enter, enter_features
 
 
 def run_on_dtensors(module: nn.Module, route: Route) -> None:
@@ -64,8 +64,7 @@ class _Enter:
     ) -> torch.Tensor:
         route, needed = self.route, steps.desired_input
         if isinstance(tensor, DTensor):
-            tensor = reduce_other_partials(tensor)
-            source, shape = layout_of(tensor, route.axis, route.where), tensor.shape
+            tensor, source, shape = arriving(tensor, needed, route.axis, route.where)
             if source == needed:
                 return tensor
         else:
@@ -74,10 +73,8 @@ class _Enter:
                 if isinstance(module, nn.Linear)
                 else enter(tensor, route, steps)
             )
-            source, shape = value.layout, torch.Size(value.shape)
-        return redistribute(
-            tensor, source, needed, route.axis, tuple(shape), as_dtensor=True
-        )
+            source, shape = value.layout, value.shape
+        return redistribute(tensor, source, needed, route.axis, shape, as_dtensor=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +95,6 @@ class _Leave:
         if output.placements != (wanted,):
             output = output.redistribute(placements=(wanted,))
         if route.local_output:
-            check_even(route, wanted, tuple(output.shape))
+            check_even(tuple(output.shape), wanted, route.axis, route.where)
         local: torch.Tensor = output.to_local() if route.local_output else output
         return local

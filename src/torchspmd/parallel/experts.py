@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torchspmd import _torch
 from torchspmd.errors import LayoutCountError, LayoutError
 from torchspmd.layout.placements import positive_dim
-from torchspmd.parallel.axis import describe_uneven, global_shape, is_uneven, layout_of
+from torchspmd.parallel.axis import check_even, global_shape
 from torchspmd.parallel.fused import Part, SplitParameter
 from torchspmd.parallel.parameters import (
     describe_computed,
@@ -20,16 +20,13 @@ from torchspmd.parallel.parameters import (
     place_parameter,
     wrong_shard,
 )
-from torchspmd.parallel.redistribute import (
-    change_layout,
-    reduce_other_partials,
-    unwrap,
-    wrap,
-)
+from torchspmd.parallel.redistribute import arriving, change_layout, unwrap, wrap
 from torchspmd.parallel.style import (
+    Cut,
     Layouts,
     Place,
     PlacedStyle,
+    Slab,
     StyleLayouts,
     check_layouts,
     describe_placed,
@@ -175,13 +172,9 @@ class LocalForward:
         # What every rank reads whole for a partial value has a partial gradient.
         is_partial = type(target) is Replicate and type(layouts.computed) is Partial
         gradient = Partial() if is_partial and value.requires_grad else None
+        value, source, shape = arriving(value, given, axis, self._where)
         if isinstance(value, DTensor):
-            value = reduce_other_partials(value)
-            source, shape = layout_of(value, axis, self._where), tuple(value.shape)
             value = unwrap(value, axis)
-        else:
-            source = positive_dim(given, value.ndim)
-            shape = global_shape(tuple(value.shape), source, axis.size)
         return change_layout(value, source, target, axis, shape, gradient=gradient)
 
     def _leave(self, output: torch.Tensor) -> torch.Tensor:
@@ -189,8 +182,8 @@ class LocalForward:
         made = positive_dim(layouts.computed, output.ndim)
         wanted = positive_dim(layouts.output, output.ndim)
         shape = global_shape(tuple(output.shape), made, axis.size)
-        if layouts.local_output and is_uneven(shape, wanted, axis):
-            raise LayoutError(describe_uneven(shape, wanted, axis, self._where))
+        if layouts.local_output:
+            check_even(shape, wanted, axis, self._where)
         output = change_layout(output, made, wanted, axis, shape)
         return output if layouts.local_output else wrap(output, wanted, axis, shape)
 
@@ -277,6 +270,16 @@ class ExpertParallel(PlacedStyle):
             return {n: p for n, p in dict(placements).items() if n in names}
         chosen = placements if isinstance(placements, Placement) else Shard(0)
         return dict.fromkeys(names, chosen)
+
+    def parameter_cuts(self, module: nn.Module, num_ranks: int) -> dict[str, Cut]:
+        """Each of several that lie side by side in one by itself."""
+        cuts = super().parameter_cuts(module, num_ranks)
+        for name, count in self._packed():
+            layout = cuts[name][0].layout if name in cuts else None
+            if isinstance(layout, Shard):  # else it is one of the problems
+                size = module.get_parameter(name).size(layout.dim) // max(count, 1)
+                cuts[name] = (Slab(size, layout),) * count
+        return cuts
 
     def layouts(self, module: nn.Module) -> StyleLayouts:
         """Every rank computes a partial value."""

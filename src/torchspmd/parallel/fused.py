@@ -33,8 +33,10 @@ from torchspmd.parallel.parameters import (
 from torchspmd.parallel.redistribute import change_layout, wrap
 from torchspmd.parallel.route import Route, build_route, check_tensor, enter_features
 from torchspmd.parallel.style import (
+    Cut,
     Place,
     PlacedStyle,
+    Slab,
     StyleLayouts,
     describe_placed,
     one_layout,
@@ -652,6 +654,10 @@ class FusedColwiseParallel(PlacedStyle):
         """Rows sharded, part by part, where a part has as many heads as ranks."""
         return _row_layouts(module)
 
+    def parameter_cuts(self, module: nn.Module, num_ranks: int) -> dict[str, Cut]:
+        """Each part by itself; whole where ranks share its heads."""
+        return _row_cuts(module, self.split(), num_ranks)
+
     def layouts(self, module: nn.Module) -> StyleLayouts:
         """The input is needed whole; the output stays sharded."""
         return _fused_layouts(self.input_layouts, self.use_local_output)
@@ -760,6 +766,13 @@ class KeyValueParallel(PlacedStyle):
         """Rows sharded, where there are at least as many heads as ranks."""
         return _row_layouts(module)
 
+    def parameter_cuts(self, module: nn.Module, num_ranks: int) -> dict[str, Cut]:
+        """One part, whole where ranks share its heads."""
+        form = linear_form(module)
+        size = 0 if form is None else form.outside
+        part = Part(start=0, size=size, num_heads=self.num_heads)
+        return _row_cuts(module, (part,), num_ranks)
+
     def layouts(self, module: nn.Module) -> StyleLayouts:
         """The input is needed whole; the output stays sharded."""
         return _fused_layouts(self.input_layouts)
@@ -779,6 +792,16 @@ class KeyValueParallel(PlacedStyle):
 
 def _row_layouts(module: nn.Module) -> dict[str, Placement]:
     return ColwiseParallel().parameter_layouts(module)
+
+
+def _row_cuts(
+    module: nn.Module, parts: tuple[Part, ...], num_ranks: int
+) -> dict[str, Cut]:
+    return {
+        name: tuple(Slab(p.size, p.layout(num_ranks, layout.dim)) for p in parts)
+        for name, layout in _row_layouts(module).items()
+        if isinstance(layout, Shard)
+    }
 
 
 def _fused_layouts(given: object, local_output: bool = True) -> StyleLayouts:

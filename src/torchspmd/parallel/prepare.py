@@ -11,14 +11,8 @@ from torch.distributed.tensor import DTensor, Placement
 
 from torchspmd.errors import LayoutCountError, LayoutError
 from torchspmd.layout.placements import positive_dim
-from torchspmd.parallel.axis import (
-    Axis,
-    describe_uneven,
-    global_shape,
-    is_uneven,
-    layout_of,
-)
-from torchspmd.parallel.redistribute import redistribute, reduce_other_partials
+from torchspmd.parallel.axis import Axis, check_even, layout_of
+from torchspmd.parallel.redistribute import arriving, redistribute
 from torchspmd.parallel.style import (
     Layouts,
     Place,
@@ -388,18 +382,15 @@ def _change(
             f"{where} is a {type(value).__name__}; expecting input to be a "
             "torch.Tensor! Write None as its layout to leave it alone."
         )
-    if isinstance(value, DTensor):
-        reduced: DTensor = value if desired is None else reduce_other_partials(value)
-        source, shape = layout_of(reduced, axis, where), tuple(reduced.shape)
-        if not local_output and desired in (None, source):
-            return reduced
-        value = reduced
-    else:
-        source = positive_dim(given, value.ndim)
-        shape = global_shape(tuple(value.shape), source, axis.size)
+    if isinstance(value, DTensor) and desired is None and not local_output:
+        layout_of(value, axis, where)
+        return value
+    value, source, shape = arriving(value, given, axis, where)
     target = source if desired is None else positive_dim(desired, value.ndim)
-    if local_output and is_uneven(shape, target, axis):
-        raise LayoutError(describe_uneven(shape, target, axis, where))
+    if isinstance(value, DTensor) and not local_output and source == target:
+        return value
+    if local_output:
+        check_even(shape, target, axis, where)
     return redistribute(value, source, target, axis, shape, as_dtensor=not local_output)
 
 

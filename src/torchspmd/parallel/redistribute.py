@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from torchspmd import _torch
 from torchspmd.errors import LayoutError, UsageError
+from torchspmd.layout.placements import positive_dim
 from torchspmd.layout.shards import full_shard_size, shard_bounds, shard_size
-from torchspmd.parallel.axis import Axis, gradient_layout
+from torchspmd.parallel.axis import Axis, global_shape, gradient_layout, layout_of
 
 # ----------------------------------------------------------------------------
 # Move a plain local tensor from one layout to another on one axis.
@@ -237,6 +238,21 @@ def reduce_other_partials(tensor: DTensor) -> DTensor:
         return tensor
     reduced: DTensor = tensor.redistribute(placements=(Replicate(), *placements[1:]))
     return reduced
+
+
+def arriving(
+    tensor: torch.Tensor, given: Placement, axis: Axis, where: str
+) -> tuple[torch.Tensor, Placement, tuple[int, ...]]:
+    """What a layer gets as an input, its layout, and the shape of the whole.
+
+    The parts of a plain tensor, whose layout is the given one, are taken as even; only a
+    DTensor says otherwise.
+    """
+    if isinstance(tensor, DTensor):
+        reduced = reduce_other_partials(tensor)
+        return reduced, layout_of(reduced, axis, where), tuple(reduced.shape)
+    layout = positive_dim(given, tensor.ndim)
+    return tensor, layout, global_shape(tuple(tensor.shape), layout, axis.size)
 
 
 def unwrap(

@@ -14,15 +14,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torchspmd.errors import LayoutError
 from torchspmd.layout.placements import positive_dim
 from torchspmd.layout.shards import shard_size
-from torchspmd.parallel.axis import (
-    Axis,
-    describe_uneven,
-    global_shape,
-    gradient_layout,
-    is_uneven,
-    layout_of,
-)
-from torchspmd.parallel.redistribute import reduce_other_partials, unwrap, wrap
+from torchspmd.parallel.axis import Axis, check_even, gradient_layout
+from torchspmd.parallel.redistribute import arriving, unwrap, wrap
 from torchspmd.parallel.style import ParallelStyle, Place
 
 _MAX_CALLS = 256  # shapes of inputs that one layer remembers
@@ -181,14 +174,10 @@ def check_tensor(value: object, route: Route) -> None:
 
 
 def enter(tensor: torch.Tensor, route: Route, steps: Steps) -> Value:
-    """An input of any kind as a plain tensor with its layout and whole shape.
-
-    The shards of a plain tensor are taken as even; only a DTensor says otherwise.
-    """
+    """An input of any kind as a plain tensor with its layout and whole shape."""
     axis = route.axis
-    if isinstance(tensor, DTensor):
-        reduced = reduce_other_partials(tensor)
-        layout = layout_of(reduced, axis, route.where)
+    reduced, layout, shape = arriving(tensor, steps.input, axis, route.where)
+    if isinstance(reduced, DTensor):
         gradient = gradient_layout(layout)
         computed = steps.desired_input_gradient
         # Through a computed mean DTensor takes no partial gradient.
@@ -197,12 +186,10 @@ def enter(tensor: torch.Tensor, route: Route, steps: Steps) -> Value:
             # projections of attention, then sum once and not once each.
             gradient = computed
         shard = unwrap(reduced, axis, gradient)
-        return Value(shard, layout, tuple(reduced.shape), gradient)
-    layout = steps.input
+        return Value(shard, layout, shape, gradient)
     if type(layout) is Shard and layout.dim < tensor.ndim - 1:
         if axis.replicas is not None and not torch.compiler.is_compiling():
             axis.replicas.note_part(route.where, tensor, layout.dim)
-    shape = global_shape(tuple(tensor.shape), layout, axis.size)
     return Value(tensor, layout, shape, steps.input_gradient)
 
 
@@ -255,12 +242,6 @@ def leave(
 ) -> torch.Tensor:
     """What the module returns: the local tensor, or a DTensor around it."""
     if route.local_output:
-        check_even(route, steps.output, shape)
+        check_even(shape, steps.output, route.axis, route.where)
         return tensor
     return wrap(tensor, steps.output, route.axis, shape)
-
-
-def check_even(route: Route, layout: Placement, shape: tuple[int, ...]) -> None:
-    """Raise for a local output that is one of uneven parts of a whole of this shape."""
-    if is_uneven(shape, layout, route.axis):
-        raise LayoutError(describe_uneven(shape, layout, route.axis, route.where))

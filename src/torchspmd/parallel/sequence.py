@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from torchspmd import _torch
 from torchspmd.errors import LayoutError
+from torchspmd.parallel.axis import check_even
 from torchspmd.parallel.dispatch import run_on_dtensors
 from torchspmd.parallel.parameters import (
     describe_computed,
@@ -32,7 +33,6 @@ from torchspmd.parallel.route import (
     RoutedModule,
     Steps,
     build_route,
-    check_even,
     check_tensor,
     enter,
     leave,
@@ -59,7 +59,7 @@ class LocalLayerNorm(RoutedModule, nn.LayerNorm):
         local, steps, shape = _enter_shard(input, route, len(self.normalized_shape))
         if not torch.compiler.is_compiling() and not _torch.is_autocast_enabled():
             if route.local_output:
-                check_even(route, steps.output, shape)
+                check_even(shape, steps.output, route.axis, route.where)
             call = NormCall(route, steps.output, shape, self.normalized_shape, self.eps)
             output: torch.Tensor = _LocalNorm.apply(local, self.weight, self.bias, call)
             return output

@@ -60,6 +60,16 @@ class StyleLayouts(NamedTuple):
     local_output: bool
 
 
+class Slab(NamedTuple):
+    """Some rows of a parameter, or all of it (None), and how they lie on the axis."""
+
+    size: int | None
+    layout: Placement
+
+
+Cut = tuple[Slab, ...]  # side by side on the dimension that is cut
+
+
 class ParallelStyle(ABC):
     """Base of the styles, and of your own.
 
@@ -87,6 +97,11 @@ class ParallelStyle(ABC):
     def parameter_layouts(self, module: nn.Module) -> dict[str, Placement]:
         """The placement that each of the module's own parameters gets."""
         return {}
+
+    def parameter_cuts(self, module: nn.Module, num_ranks: int) -> dict[str, Cut]:
+        """The same for so many ranks, part by part where a parameter is kept in parts."""
+        layouts = self.parameter_layouts(module)
+        return {name: (Slab(None, layout),) for name, layout in layouts.items()}
 
     def layouts(self, module: nn.Module) -> StyleLayouts | None:
         """The layouts of the module's inputs and output; None where it does not say."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from torchspmd import _torch
+from torchspmd.rehearse.checkpoints import checkpoints_skipped
 from torchspmd.rehearse.compilation import eager_compilation
 from torchspmd.rehearse.device import Gpu, MemoryCounter, fake_cuda
 from torchspmd.rehearse.kernels import cuda_kernels
@@ -57,6 +58,7 @@ def rehearsal(
         enter = stack.enter_context
         enter(fake_cuda(recorder, shown, gpu, memory))
         enter(cuda_kernels())
+        enter(checkpoints_skipped(values))
         enter(eager_compilation(recorder))
         enter(fake_ranks(world, recorder, mail or NoMail()))
         enter(_torch.shapes_apart())

@@ -20,12 +20,13 @@ from torchspmd.rehearse.recorder import Recorder
 __all__ = ["Mail", "NoMail", "World", "fake_ranks"]
 
 _MODULES = (dist, distributed_c10d, device_mesh)
-# Methods of a process group that give a work to wait for.
+# Methods of a process group that give a work to wait for; torch renames some of them.
 _COLLECTIVES = """
 allreduce allreduce_coalesced broadcast reduce _allgather_base allgather
 allgather_coalesced allgather_into_tensor_coalesced _reduce_scatter_base reduce_scatter
 reduce_scatter_tensor_coalesced alltoall_base alltoall gather scatter send recv
-recv_anysource barrier
+recv_anysource barrier all_gather_single all_gather_single_coalesced all_to_all_single
+reduce_scatter_single reduce_scatter_single_coalesced
 """.split()
 
 
@@ -143,35 +144,41 @@ def _replacements(
 
 
 def _objects(mail: Mail) -> Iterator[tuple[Any, str, Any]]:
-    """Objects of other ranks are as those of this one, where all send alike."""
+    """Objects of other ranks are as those of this one, where all send alike.
 
-    def broadcast(objects: list[Any], *args: Any, **kwargs: Any) -> None:
+    Scripts and libraries call these with keywords: the names are those of torch.
+    """
+
+    def broadcast(object_list: list[Any], *args: Any, **kwargs: Any) -> None:
         """It has what it sends."""
 
-    def all_gather(objects: list[Any], own: Any, group: Any = None) -> None:
-        objects[:] = [own] * len(objects)
+    def all_gather(object_list: list[Any], obj: Any, group: Any = None) -> None:
+        object_list[:] = [obj] * len(object_list)
 
     def gather(
-        own: Any, objects: list[Any] | None = None, *args: Any, **kwargs: Any
+        obj: Any, object_gather_list: list[Any] | None = None, *args: Any, **kwargs: Any
     ) -> None:
-        if objects is not None:
-            objects[:] = [own] * len(objects)
+        if object_gather_list is not None:
+            object_gather_list[:] = [obj] * len(object_gather_list)
 
     def scatter(
-        output: list[Any], objects: list[Any] | None = None, *args: Any, **kwargs: Any
+        scatter_object_output_list: list[Any],
+        scatter_object_input_list: list[Any] | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
-        if objects:
-            output[0] = objects[0]
+        if scatter_object_input_list:
+            scatter_object_output_list[0] = scatter_object_input_list[0]
 
     def send(
-        objects: list[Any], dst: int | None = None, *args: Any, **kwargs: Any
+        object_list: list[Any], dst: int | None = None, *args: Any, **kwargs: Any
     ) -> None:
-        mail.send(objects, dst)
+        mail.send(object_list, dst)
 
     def receive(
-        objects: list[Any], src: int | None = None, *args: Any, **kwargs: Any
+        object_list: list[Any], src: int | None = None, *args: Any, **kwargs: Any
     ) -> int:
-        objects[:] = mail.receive(src)
+        object_list[:] = mail.receive(src)
         return -1 if src is None else src
 
     for module in (dist, distributed_c10d):
@@ -186,13 +193,15 @@ def _objects(mail: Mail) -> Iterator[tuple[Any, str, Any]]:
 def _works(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
     """A work that Python waits for is a wait of the current stream."""
     numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-    plain_wait: Any = dist.Work.wait
 
-    def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-        number = numbers.pop(work, None)
-        if number is not None:
-            recorder.wait(number)
-        return plain_wait(work, *args, **kwargs)
+    def waiting(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+            number = numbers.pop(work, None)
+            if number is not None:
+                recorder.wait(number)
+            return plain(work, *args, **kwargs)
+
+        return wait
 
     def watched(plain: Callable[..., Any]) -> Callable[..., Any]:
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
@@ -204,7 +213,8 @@ def _works(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
 
         return call
 
-    yield dist.Work, "wait", wait
+    for kind in _torch.work_types():
+        yield kind, "wait", waiting(vars(kind)["wait"])
     for name in _COLLECTIVES:
         if hasattr(torch.distributed.ProcessGroup, name):
             yield (

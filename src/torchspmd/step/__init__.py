@@ -2,7 +2,7 @@
 
 from torchspmd.step.api import compile
 from torchspmd.step.capture.override import Override
-from torchspmd.step.compiled import ClosedProgram, CompiledStep
+from torchspmd.step.compiled import CompiledStep
 from torchspmd.step.deferral.module import IterGraphModule
 from torchspmd.step.graph.collectives import build_ledger
 from torchspmd.step.graph.cost import CostModel
@@ -13,9 +13,9 @@ from torchspmd.step.measure.cost import measure_cost
 from torchspmd.step.measure.exposure import measure_exposure
 from torchspmd.step.measure.exposure_report import ExposureReport, MeasuredExposure
 from torchspmd.step.modes.data_parallel import DataParallel
+from torchspmd.step.passes.pipeline import GraphModuleTransformation
 from torchspmd.step.passes.runner import graph_optimization_pass, pass_reports
-from torchspmd.step.program import Program
-from torchspmd.step.transformation import GraphModuleTransformation
+from torchspmd.step.program import ClosedProgram, Program
 from torchspmd.step.virtual.run import VirtualRanks, run_virtual
 from torchspmd.step.virtual.verify import Verification
 

@@ -18,13 +18,19 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchspmd.errors import UsageError
-from torchspmd.step.capture.override import Override
+from torchspmd.step.capture.override import Override, Overrides
 from torchspmd.step.compiled import CompiledStep, name_of_step
 from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.modes.data_parallel import DataParallel
 from torchspmd.step.modes.precision import policy_problems
+from torchspmd.step.passes.pipeline import (
+    GraphModuleTransformation,
+    Overlap,
+    Pass,
+    is_list_of_passes,
+)
+from torchspmd.step.pipeline import StepOptions
 from torchspmd.step.shadow.check import Plan, wrong_environment
-from torchspmd.step.transformation import GraphModuleTransformation, Pass
 from torchspmd.step.virtual.verify import Verification
 
 if TYPE_CHECKING:  # importing it registers operators
@@ -33,7 +39,6 @@ if TYPE_CHECKING:  # importing it registers operators
 Transformation = Callable[[fx.GraphModule], Any]
 Backend = Literal["graph", "inductor", "cudagraph"]
 Parallel = Literal["replicate", "fully_shard"]
-Overlap = bool | Literal["auto"]
 Cost = CostModel | Literal["measure"]
 
 _GLOBAL_BATCH = "None for the result of one device on the batches of all ranks together"
@@ -154,23 +159,23 @@ def compile(  # noqa: PLR0913 - one for each choice
         1
     """
     asked = _Asked(
-        parallel,
-        parallel_mode,
-        passes,
-        overlap,
-        cost,
-        backend,
-        gm_transformation,
-        mp_policy,
+        parallel=parallel,
+        parallel_mode=parallel_mode,
+        passes=passes,
+        overlap=overlap,
+        cost=cost,
+        backend=backend,
+        gm_transformation=gm_transformation,
+        mp_policy=mp_policy,
+        mesh=mesh,
+        verify=verify,
     )
     problems = [
         *asked.wrong_values(),
-        *_wrong_values(mesh, verify),
-        *_wrong_shadow(shadow, shadow_every),
+        *_wrong_shadow(shadow, shadow_every, module_override),
     ]
     if problems := problems or [*asked.contradictions()]:
         raise UsageError("\n".join(problems))
-    comparing = Verification() if verify is True else verify or None
 
     def wrap(function: Callable[..., Any]) -> CompiledStep:
         if not callable(function):
@@ -179,16 +184,18 @@ def compile(  # noqa: PLR0913 - one for each choice
                 "function of your training step."
             )
         _check_function(function)
-        return CompiledStep(
+        options = StepOptions(
             function,
-            gm_transformation=asked.make_transformation(),
-            parallel_mode=asked.mode,
+            name_of_step(function),
+            transformation=asked.make_transformation(),
+            mode=asked.mode,
             mesh=mesh,
             backend=asked.resolved_backend,
-            module_override=module_override,
-            verify=comparing,
+            overrides=Overrides(module_override),
+            verify=Verification() if verify is True else verify or None,
             shadow=Plan.of(shadow, shadow_every),
         )
+        return CompiledStep(options)
 
     return wrap if func is None else wrap(func)
 
@@ -203,8 +210,10 @@ class _Asked:
     overlap: Any
     cost: Any
     backend: Any
-    transformation: Any
+    gm_transformation: Any
     mp_policy: Any
+    mesh: Any
+    verify: Any
 
     @property
     def mode(self) -> DataParallel | None:
@@ -223,14 +232,14 @@ class _Asked:
 
     @property
     def _wants_inductor(self) -> bool:
-        given = self.transformation
+        given = self.gm_transformation
         return isinstance(given, GraphModuleTransformation) and given.enable_inductor
 
     @property
     def _runs_passes(self) -> bool:
         if self.passes is not None:
             return self.passes is not False
-        return self.parallel is not None and self.transformation is None
+        return self.parallel is not None and self.gm_transformation is None
 
     @property
     def _is_sharded(self) -> bool:
@@ -247,43 +256,53 @@ class _Asked:
 
     def wrong_values(self) -> Iterator[str]:
         """Options that have no such value."""
-        if self.parallel not in (None, *get_args(Parallel)) and not isinstance(
-            self.parallel, DataParallel
-        ):
-            yield (
-                f"compile(parallel={self.parallel!r}): pass 'replicate', 'fully_shard', a "
-                f"DataParallel, or {_GLOBAL_BATCH}."
-            )
-        if self.parallel_mode is not None and not isinstance(
-            self.parallel_mode, DataParallel
-        ):
-            yield (
-                f"compile(parallel_mode={self.parallel_mode!r}): pass a DataParallel, or "
-                f"{_GLOBAL_BATCH}."
-            )
-        is_list = isinstance(self.passes, Sequence) and all(map(callable, self.passes))
-        if not (self.passes is None or isinstance(self.passes, bool) or is_list):
-            yield (
-                f"compile(passes={self.passes!r}): pass True, False or a list of "
-                "functions, each called with the IterGraphModule."
-            )
-        if not (self.overlap in (None, "auto") or isinstance(self.overlap, bool)):
-            yield f"compile(overlap={self.overlap!r}): pass True, False or 'auto'."
-        if not (self.cost in (None, "measure") or isinstance(self.cost, CostModel)):
-            yield (
-                f"compile(cost={self.cost!r}): pass a CostModel, 'measure', or None for a "
-                "guess."
-            )
-        if self.backend not in (None, *get_args(Backend)):
-            yield (
-                f"compile(backend={self.backend!r}): choose among "
-                f"{', '.join(get_args(Backend))}."
-            )
-        if self.transformation is not None and not callable(self.transformation):
-            yield (
-                f"compile(gm_transformation={self.transformation!r}): pass a function of "
-                "the captured graph module, or a GraphModuleTransformation."
-            )
+        modes, backends = get_args(Parallel), get_args(Backend)
+        spread = f"a DataParallel, or {_GLOBAL_BATCH}"
+        functions = "functions, each called with the IterGraphModule"
+        rules = {
+            "parallel": (
+                self.parallel in (None, *modes)
+                or isinstance(self.parallel, DataParallel),
+                f"pass {', '.join(map(repr, modes))}, {spread}",
+            ),
+            "parallel_mode": (
+                isinstance(self.parallel_mode, DataParallel | None),
+                f"pass {spread}",
+            ),
+            "passes": (
+                isinstance(self.passes, bool | None) or is_list_of_passes(self.passes),
+                f"pass True, False or a list of {functions}",
+            ),
+            "overlap": (
+                self.overlap in (None, "auto") or isinstance(self.overlap, bool),
+                "pass True, False or 'auto'",
+            ),
+            "cost": (
+                self.cost in (None, "measure") or isinstance(self.cost, CostModel),
+                "pass a CostModel, 'measure', or None for a guess",
+            ),
+            "backend": (
+                self.backend in (None, *backends),
+                f"choose among {', '.join(backends)}",
+            ),
+            "gm_transformation": (
+                self.gm_transformation is None or callable(self.gm_transformation),
+                "pass a function of the captured graph module, or a "
+                "GraphModuleTransformation",
+            ),
+            "mesh": (
+                isinstance(self.mesh, DeviceMesh | None),
+                "pass a DeviceMesh, for instance of init_device_mesh(), or None for all "
+                "ranks",
+            ),
+            "verify": (
+                isinstance(self.verify, bool | Verification),
+                "pass True, False or a Verification",
+            ),
+        }
+        for name, (is_right, rule) in rules.items():
+            if not is_right:
+                yield f"compile({name}={getattr(self, name)!r}): {rule}."
         if self.mp_policy is not None:
             yield from self._wrong_policy()
 
@@ -305,7 +324,7 @@ class _Asked:
             )
         options = ("passes", "overlap", "cost")
         chosen = [name for name in options if getattr(self, name) is not None]
-        if chosen and self.transformation is not None:
+        if chosen and self.gm_transformation is not None:
             yield (
                 f"compile({', '.join(chosen)}=..., gm_transformation=...): the "
                 "transformation says which passes run. Leave it out, or set the options "
@@ -334,13 +353,16 @@ class _Asked:
                     f"compile({option}, passes=[...]) would have no effect: it is for the "
                     f"default passes alone. {instead}"
                 )
-        if self.overlap is True and self._runs_passes and self._cannot_overlap:
-            yield f"compile(overlap=True) is not available: {self._cannot_overlap}."
+        if self.overlap and self._runs_passes and self._cannot_overlap:
+            yield (
+                f"compile(overlap={self.overlap!r}) is not available: "
+                f"{self._cannot_overlap}."
+            )
 
     def make_transformation(self) -> Transformation | None:
         """What is done to each captured graph."""
         if not self._runs_passes:
-            given: Transformation | None = self.transformation
+            given: Transformation | None = self.gm_transformation
             return given
         if not isinstance(self.passes, bool | None):
             return GraphModuleTransformation(passes=self.passes)
@@ -351,17 +373,7 @@ class _Asked:
         return GraphModuleTransformation.by_default(overlap, self.cost)
 
 
-def _wrong_values(mesh: object, verify: object) -> Iterator[str]:
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
-        yield (
-            f"compile(mesh={mesh!r}): pass a DeviceMesh, for instance of "
-            "init_device_mesh(), or None for all ranks."
-        )
-    if not isinstance(verify, (bool, Verification)):
-        yield f"compile(verify={verify!r}): pass True, False or a Verification."
-
-
-def _wrong_shadow(shadow: object, every: object) -> Iterator[str]:
+def _wrong_shadow(shadow: object, every: object, overrides: object) -> Iterator[str]:
     if shadow is None:
         yield from wrong_environment()
     elif type(shadow) is not int or shadow < 0:
@@ -378,6 +390,14 @@ def _wrong_shadow(shadow: object, every: object) -> Iterator[str]:
         yield (
             "compile(shadow=0, shadow_every=...): nothing would be compared. Leave out "
             "one of them."
+        )
+    named = {"shadow": shadow or None, "shadow_every": every}
+    asked = [name for name, value in named.items() if value is not None]
+    if asked and overrides:
+        yield (
+            f"compile({', '.join(asked)}=..., module_override=...): modules that have "
+            "stand-ins compute something else eagerly, so that nothing would be compared. "
+            f"Leave out {' and '.join(asked)}, or the stand-ins."
         )
 
 

@@ -1,6 +1,5 @@
 """The pending updates of compiled steps, and everything that must not miss them."""
 
-import contextlib
 import sys
 import warnings
 import weakref
@@ -26,19 +25,32 @@ class Pending:
     Args:
         name: The step.
         program: What leaves them.
+        inventory: The call after which updates will be pending; reading its state flushes.
         flush: Flushes the step; a method of it, so that it holds the step's lock.
     """
 
-    def __init__(self, name: str, program: Program, flush: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        program: Program,
+        inventory: Inventory,
+        flush: Callable[[], None],
+    ) -> None:
         assert isinstance(program.run, IterGraphModule), type(program.run)
         self._name, self._program, self._run = name, program, program.run
-        self._flush_step = flush
-        self._inventory: Inventory | None = None
-        self._hooks = contextlib.ExitStack()
-        self._written: list[tuple[str, torch.Tensor]] = []  # what the updates write
-        self._versions: list[tuple[int, int]] = []
+        self.flush_step = flush
+        self._inventory = inventory
+        self._written = self._find_written(inventory)  # what the updates write
+        self._versions = self._read_versions()
         self._lost: LostStates | None = None
         self._at_exit = weakref.finalize(self, _report_unflushed, name)
+        self._hooks = flush_on_access(
+            inventory,
+            self._flush_early,
+            self._flush_before_load,
+            leaves_gradients=program.leaves_gradients,
+        )
+        _with_pending.add(self)
 
     def belongs_to(self, program: Program | None, inventory: Inventory) -> bool:
         """Whether a call can make the updates: the same program on the same tensors.
@@ -66,7 +78,6 @@ class Pending:
 
     def _replaced(self, inventory: Inventory) -> list[Slot]:
         """The tensors of a call, other than its arguments, that the call before had not."""
-        assert self._inventory is not None
         pairs = zip(self._inventory.slots, inventory.slots, strict=True)
         return [
             new
@@ -76,7 +87,7 @@ class Pending:
 
     def _flush_early(self) -> None:
         """Make the updates because state is read before the next call could make them."""
-        self._flush_step()
+        self.flush_step()
         self._count_early(
             "Again and again the model or the optimizer is read between two steps (here, "
             "for one), so that the updates are made first. Read them less often, or "
@@ -91,17 +102,8 @@ class Pending:
             warnings.warn(text, PassWarning, stacklevel=4)
 
     def update(self, inventory: Inventory) -> None:
-        """Note the call after which updates will be pending."""
-        if self._inventory is None:
-            self._hooks = flush_on_access(
-                inventory,
-                self._flush_early,
-                self._flush_before_load,
-                leaves_gradients=self._program.leaves_gradients,
-            )
-            _with_pending.add(self)
-        else:
-            self._check_unwritten()
+        """The next call is made, after which updates will be pending again."""
+        self._check_unwritten()
         if inventory is not self._inventory:
             before, self._written = self._written, self._find_written(inventory)
             if not _are_same(before, self._written):
@@ -118,42 +120,36 @@ class Pending:
 
     def flush(self) -> None:
         """Make the updates; once a lost one has been loaded again, forget them."""
-        assert self._inventory is not None
-        lost = self._find_lost()
-        if lost is None:
+        if self._lost is None:
             self._check_unwritten()
             try:
                 self._program.flush(self._inventory)
             except BaseException:
-                self._versions = self._read_versions()  # some may be made
+                self._look_at_states()  # some may be made
                 raise
         else:
-            lost.check()
+            self._lost.check()
             self._run.drop_pending()
         self.release()
 
-    def demand(self) -> None:
-        """Have the step that left the updates make them."""
-        self._flush_step()
-
     def _flush_before_load(self) -> None:
         """Make the updates, unless one is lost: loading is what helps then."""
-        if self._find_lost() is None:
+        if self._lost is None:
             self._flush_early()
-
-    def _find_lost(self) -> "LostStates | None":
-        if self._lost is None and self._run.state.is_lost:
-            assert self._inventory is not None
-            self._lost = LostStates(self._inventory, self._run.lost)
-        return self._lost
 
     def settle(self) -> "Pending | None":
         """After a call: itself while anything is pending or lost, else None."""
         if self._run.is_pending:
-            self._versions = self._read_versions()
+            self._look_at_states()
             return self
         self.release()
         return None
+
+    def _look_at_states(self) -> None:
+        """Note what the states are now, so that it shows when others write to them."""
+        self._versions = self._read_versions()
+        if self._run.state.is_lost:
+            self._lost = LostStates(self._inventory, self._run.lost)
 
     def writes_to(self, inventory: Inventory) -> bool:
         """Whether the updates write into a tensor of a call."""
@@ -162,7 +158,6 @@ class Pending:
 
     def shares_modules(self, inventory: Inventory) -> bool:
         """Whether a module of a call would flush the updates."""
-        assert self._inventory is not None
         return not modules_of(self._inventory).keys().isdisjoint(modules_of(inventory))
 
     def release(self) -> None:
@@ -217,10 +212,10 @@ def expected(
     last: bool,
 ) -> Pending | None:
     """What a call may leave, also by an exception; reading state flushes it from now on."""
-    if pending is None and program.is_deferring and not last:
-        pending = Pending(name, program, flush)
     if pending is not None:
         pending.update(inventory)
+    elif program.is_deferring and not last:
+        pending = Pending(name, program, inventory, flush)
     return pending
 
 
@@ -241,14 +236,14 @@ def flush_others(inventory: Inventory, own: Pending | None) -> bool:
     others = [each for each in _with_pending if each is not own]
     found = [each for each in others if each.writes_to(inventory)]
     for each in found:
-        each.demand()
+        each.flush_step()
     return bool(found)
 
 
 def flush_shared(inventory: Inventory) -> None:
     """Flush the steps that a module of this call would flush within its capture."""
     for each in [each for each in _with_pending if each.shares_modules(inventory)]:
-        each.demand()
+        each.flush_step()
 
 
 def _report_unflushed(name: str) -> None:

@@ -146,19 +146,8 @@ class WrappedMethod:
         vars(owner)[name] = self
 
     def remove(self) -> None:
-        """Put back what was there, also from below what others put on top since.
-
-        Below a wrapper of the user's it stays, and does nothing any more.
-        """
-        top: Any = vars(self._owner).get(self._name)
-        if top is self and self.own is None:
-            del vars(self._owner)[self._name]
-        elif top is self:
-            vars(self._owner)[self._name] = self.own
-        while isinstance(top, WrappedMethod):
-            if top.own is self:
-                top.own = self.own
-            top = top.own
+        """Put back what was there."""
+        _take_out(self, self._owner, self._name)
 
     @property
     def __wrapped__(self) -> Any:
@@ -211,14 +200,8 @@ class WatchedTable(dict[str, Any]):
         vars(module)[name] = self
 
     def remove(self) -> None:
-        """Put the table back, also from below another one that was put there since."""
-        top: Any = vars(self._module).get(self._name)
-        if top is self:
-            vars(self._module)[self._name] = self.own
-        while isinstance(top, WatchedTable):
-            if top.own is self:
-                top.own = self.own
-            top = top.own
+        """Put the table back."""
+        _take_out(self, self._module, self._name)
 
     def __getitem__(self, key: str) -> Any:
         return self._flushed()[key]
@@ -256,6 +239,22 @@ class WatchedTable(dict[str, Any]):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         _refuse_copy(type(self._module).__name__)
+
+
+def _take_out(layer: WrappedMethod | WatchedTable, owner: object, name: str) -> None:
+    """Put back what a layer stands for, also from below others that were put on top.
+
+    Below a wrapper of the user's it stays, and does nothing any more.
+    """
+    top: Any = vars(owner).get(name)
+    if top is layer and layer.own is None:
+        del vars(owner)[name]
+    elif top is layer:
+        vars(owner)[name] = layer.own
+    while isinstance(top, type(layer)):
+        if top.own is layer:
+            top.own = layer.own
+        top = top.own
 
 
 class _FlushHook:

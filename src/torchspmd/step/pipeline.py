@@ -1,22 +1,22 @@
 """From the first call of a step to the program that serves it, phase by phase."""
 
 import contextlib
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
 
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
-from torchspmd.step.capture.dynamic import Sizes, input_shapes, with_any_size
+from torchspmd.step.capture.dynamic_shapes import input_shapes, with_any_size
 from torchspmd.step.capture.guards import TensorFact, sign
 from torchspmd.step.capture.initial_states import UnusedStatesError
 from torchspmd.step.capture.inventory import Inventory
 from torchspmd.step.capture.override import Overrides
-from torchspmd.step.capture.spread import Spread
+from torchspmd.step.capture.parallel_mode import ParallelMode
 from torchspmd.step.capture.trace import (
     Captured,
     assumes_other_sizes,
@@ -26,23 +26,21 @@ from torchspmd.step.capture.trace import (
 )
 from torchspmd.step.deferral.iter_graph import deferral_facts
 from torchspmd.step.deferral.module import IterGraphModule
-from torchspmd.step.graph.collectives import build_ledger, peers_of
+from torchspmd.step.graph.collectives import build_ledger
 from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.graph.memory import predict_peak
 from torchspmd.step.graph.reports import PassReport
-from torchspmd.step.lower.backends import (
-    Lowered,
-    Transformed,
-    choose_backend,
-    lower_graph,
-)
+from torchspmd.step.lower.backends import Lowered, choose_backend, lower_graph
 from torchspmd.step.lower.in_place import mark_returned
 from torchspmd.step.measure.cost import measure_graph
+from torchspmd.step.modes.data_parallel import DataParallel
+from torchspmd.step.passes.pipeline import GraphModuleTransformation
 from torchspmd.step.passes.runner import pass_reports, run_transformation
 from torchspmd.step.program import Program, find_loose, find_released
-from torchspmd.step.progress import Progress, logger, phase
+from torchspmd.step.programs import Request
+from torchspmd.step.progress import Progress, phase
 from torchspmd.step.rank_agreement import Agreement, CommPlan, build_comm_plan
-from torchspmd.step.transformation import GraphModuleTransformation
+from torchspmd.step.shadow.check import Plan
 from torchspmd.step.virtual.certificate import Certificate
 from torchspmd.step.virtual.run import is_pipelined, without_marks
 from torchspmd.step.virtual.verify import Verification, Verifier, certify
@@ -56,45 +54,44 @@ class StepOptions:
         function: The step.
         name: What it is called in messages.
         transformation: What is done to its graph.
+        mode: How it is spread over ranks; None: as it is written.
+        mesh: The ranks that it is spread over; None for all.
         backend: What runs its graph.
         overrides: Stand-ins for its modules.
         verify: How to compare graphs; None to compare nothing.
+        shadow: Which calls are also made eagerly.
     """
 
     function: Callable[..., Any]
     name: str
     transformation: Callable[[fx.GraphModule], Any] | None
+    mode: DataParallel | None
+    mesh: DeviceMesh | None
     backend: str
     overrides: Overrides
     verify: Verification | None
+    shadow: Plan
+
+    @property
+    def passes(self) -> GraphModuleTransformation | None:
+        """The transformation, where it is no function of the user's own."""
+        given = self.transformation
+        return given if isinstance(given, GraphModuleTransformation) else None
+
+    @property
+    def measures_cost(self) -> bool:
+        """Whether passes choose by measured rates."""
+        return self.passes is not None and self.passes.measures_cost
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """Which program to build.
-
-    Attributes:
-        number: Which program of its step it is.
-        reason: Why it is needed.
-        sizes: The sizes of tensor arguments that are to be symbols, if that is possible.
-        like: A program of the same step for other sizes. Where both send the same, other
-            ranks need not be asked: they may be running that one.
-        has_own_batches: Whether ranks may have batches of other shapes.
-        agreed: How many programs the ranks have agreed on.
-    """
-
-    number: int
-    reason: str
-    sizes: Sizes | None = None
-    like: Program | None = None
-    has_own_batches: bool = False
-    agreed: int = 0
+class FixedSizesError(Exception):
+    """The sizes of a request cannot be symbols of the graph; its cause says why."""
 
 
 def build_program(
     options: StepOptions,
     inventory: Inventory,
-    spread: Spread,
+    spread: ParallelMode,
     ranks: Agreement,
     request: Request,
 ) -> Program:
@@ -106,154 +103,76 @@ def build_program(
         spread: How the step is spread over ranks.
         ranks: The ranks that build the program together.
         request: Which program it is to be.
+
+    Raises:
+        FixedSizesError: Before ranks agree: build it for one size.
+        UnusedStatesError: Before ranks agree: build it without these states.
     """
-    start = time.perf_counter()
     title = f"{options.name}, program {request.number}"
-    with (
-        Progress(f"compile {options.name}") as progress,
-        without_collection(),
-    ):
-        transformed = _transform_any_size(
-            options, inventory, spread, ranks, request, title
-        )
-        captured, chosen = transformed.captured, transformed.chosen
-        with _torch.without_autocast():  # its casts are nodes of the graph
+    if options.backend == "inductor" and any(s.tensor.is_cuda for s in inventory.slots):
+        _torch.start_kernel_compilers()
+    with Progress(f"compile {options.name}") as progress, without_collection():
+        with _symbols_or_error(request):
+            captured = _capture(options, inventory, spread, request)
+            laid_out = captured.relayout.inventory if captured.relayout else inventory
+            graph = _override(captured.graph, laid_out, options.overrides)
+            flat = laid_out.flat_inputs()
+            with _torch.without_autocast():  # its casts are nodes of the graph
+                cost, notes = _measure(graph, flat, options, ranks)
+                verifier = _make_verifier(title, graph, flat, options.verify)
+                made = _run_passes(graph, options, cost, verifier)
+                if options.passes is not None:
+                    notes += options.passes.notes
+                chosen = choose_backend(made, graph, options.backend, notes)
+            if request.sizes is not None:
+                check_sizes(chosen.graph, flat)
+        with _torch.without_autocast():
             with phase("agreement"):
-                plan, agreed = _agree(ranks, chosen.graph, inventory, captured, request)
+                agreed = _agree(ranks, chosen.graph, inventory, captured, request)
             with phase("lowering"):
                 lowered = lower_graph(chosen)
-            certificate = _certify(
-                title, transformed.graph, lowered, transformed.verifier, chosen.backend
-            )
+            certificate = _certify(title, graph, lowered, verifier, chosen.backend)
         if ranks.is_used:
-            ranks.wait_until_ready(peers_of(lowered.graph))
+            ranks.wait_until_ready(agreed.plan.ranks)
         if captured.relayout is not None:
             captured.relayout.commit()  # all ranks run this program now
-    notes = [*captured.notes, *transformed.notes, *lowered.notes]
-    if isinstance(options.transformation, GraphModuleTransformation):
-        notes += options.transformation.notes
-    signature = sign(inventory)
-    sizes = request.sizes if captured.sizes else None
-    if sizes is not None:
-        signature = with_any_size(signature, sizes.dims)
     with phase("program", progress.what):
-        running = lowered.running
-        released = find_released(captured.outputs, inventory, lowered)
-        return Program(
-            number=request.number,
-            graph=lowered.graph,
-            signature=signature,
-            outputs=captured.outputs,
-            symbols=captured.symbols,
-            assumptions=captured.assumptions,
-            reads=captured.reads,
-            memory=captured.memory,
-            updated=captured.updated,
-            run=lowered.run,
-            released=released,
-            loose=find_loose(captured.outputs, lowered),
-            in_place=lowered.in_place,
-            notes=(f"phases: {progress.describe()}", *notes),
-            phase_seconds=dict(progress.seconds),
-            peak_memory=predict_peak(running.graph, released) if running else None,
-            reason=request.reason,
-            certificate=certificate,
-            ledger=build_ledger(lowered.graph),
-            agreed=agreed,
-            plan=plan,
-            shapes=_shapes(inventory, request, sizes),
-            sizes=sizes,
-            size_symbols=captured.sizes,
-            capture_seconds=time.perf_counter() - start,
+        return _make_program(
+            request, inventory, captured, lowered, agreed, certificate, progress
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Attempt:
-    """A captured step, and what the passes made of it."""
-
-    captured: Captured
-    graph: fx.GraphModule
-    chosen: Transformed
-    verifier: Verifier | None
-    notes: tuple[str, ...]
-
-
-def _transform_any_size(
-    options: StepOptions,
-    inventory: Inventory,
-    spread: Spread,
-    ranks: Agreement,
-    request: Request,
-    title: str,
-) -> _Attempt:
-    """Capture the step, with symbols for sizes where they are asked for and possible."""
-
-    def transform(sizes: Sizes | None) -> _Attempt:
-        return _transform(options, inventory, spread, ranks, request, sizes, title)
-
-    def check(made: _Attempt) -> _Attempt:
-        relayout = made.captured.relayout
-        laid_out = inventory if relayout is None else relayout.inventory
-        check_sizes(made.chosen.graph, laid_out.flat_inputs())
-        return made
-
-    if request.sizes is None:
-        return transform(None)
-    own = replace(request.sizes, shapes=input_shapes(sign(inventory)))
+@contextlib.contextmanager
+def _symbols_or_error(request: Request) -> Iterator[None]:
+    """Whatever fails inside with symbols for sizes may succeed without them."""
     try:
-        made = transform(request.sizes)
-        if assumes_other_sizes(made.captured, inventory):
-            made = transform(own)
-            if assumes_other_sizes(made.captured, inventory):
-                raise CaptureError("a size of 0 or 1 has a program of its own")
-        return check(made)
+        yield
     except UnusedStatesError:
         raise  # the step is traced again, with symbols
     except Exception as error:
-        logger.info("%s: sizes stay fixed", options.name, exc_info=True)
-        made = transform(None)  # a refusal is one of this, too
-        why = str(error).strip().partition("\n")[0]
-        note = f"one program for each size, since sizes cannot be symbols here: {why}"
-        return replace(made, notes=(*made.notes, note))
+        if request.sizes is None:
+            raise
+        raise FixedSizesError from error
 
 
-def _transform(
-    options: StepOptions,
-    inventory: Inventory,
-    spread: Spread,
-    ranks: Agreement,
-    request: Request,
-    sizes: Sizes | None,
-    title: str,
-) -> _Attempt:
-    captured = capture(
-        options.function,
-        options.name,
-        inventory,
-        spread,
-        compare_values=request.number == 0,
-        sizes=sizes,
-    )
-    laid_out = captured.relayout.inventory if captured.relayout else inventory
-    graph = _override(captured.graph, laid_out, options.overrides)
-    with _torch.without_autocast():  # its casts are nodes of the graph
-        cost, notes = _measure(graph, laid_out, options, ranks)
-        verifier = _make_verifier(title, graph, laid_out, options.verify)
-        made = _run_passes(graph, options.transformation, cost, verifier)
-        chosen = choose_backend(made, graph, options.backend)
-    return _Attempt(captured, graph, chosen, verifier, tuple(notes))
-
-
-def _shapes(
-    inventory: Inventory, request: Request, sizes: Sizes | None
-) -> Mapping[str, tuple[int, ...]]:
-    """The shapes of tensor arguments that choices were made by."""
-    if sizes is not None:
-        return sizes.shapes
-    if request.like is not None:
-        return request.like.shapes
-    return input_shapes(sign(inventory))
+def _capture(
+    options: StepOptions, inventory: Inventory, spread: ParallelMode, request: Request
+) -> Captured:
+    """Trace the step by the sizes of all ranks, or where these differ, by its own."""
+    sizes = request.sizes
+    for _ in range(2):
+        captured = capture(
+            options.function,
+            options.name,
+            inventory,
+            spread,
+            compare_values=request.number == 0,
+            sizes=sizes,
+        )
+        if sizes is None or not assumes_other_sizes(captured, inventory):
+            return captured
+        sizes = replace(sizes, shapes=input_shapes(sign(inventory)))
+    raise CaptureError("a size of 0 or 1 has a program of its own")
 
 
 def _override(
@@ -265,42 +184,45 @@ def _override(
 
 def _measure(
     graph: fx.GraphModule,
-    inventory: Inventory,
+    flat: Sequence[Any],
     options: StepOptions,
     ranks: Agreement,
 ) -> tuple[CostModel | None, tuple[str, ...]]:
     """What passes choose by, where they ask for measured rates, and lines about it."""
-    asked = options.transformation
-    if not isinstance(asked, GraphModuleTransformation) or not asked.measures_cost:
+    asked = options.passes
+    if asked is None or not asked.measures_cost:
         return None, ()
-    fuses = options.backend == "inductor"
-    return measure_graph(graph, inventory.flat_inputs(), ranks, asked.cost, fuses=fuses)
+    if ranks.measured is None:
+        fuses = options.backend == "inductor"
+        ranks.measured = measure_graph(graph, flat, ranks, asked.cost, fuses=fuses)
+    return ranks.measured
 
 
 def _make_verifier(
-    title: str, graph: fx.GraphModule, inventory: Inventory, asked: Verification | None
+    title: str, graph: fx.GraphModule, flat: Sequence[Any], asked: Verification | None
 ) -> Verifier | None:
     if asked is None:
         return None
     with phase("verification"):
-        return Verifier(title, graph, inventory.flat_inputs(), asked)
+        return Verifier(title, graph, flat, asked)
 
 
 def _run_passes(
     graph: fx.GraphModule,
-    transformation: Callable[..., Any] | None,
+    options: StepOptions,
     cost: CostModel | None,
     verifier: Verifier | None,
 ) -> Any:
     """What a transformation makes of the graph; all of a user's own is checked."""
+    transformation = options.transformation
     if transformation is None:
         return graph
     mark_returned(graph.graph)  # as the step was captured, before any edit
     observing = contextlib.nullcontext() if verifier is None else verifier.observing()
     made: Any
     with phase("passes"), torch.no_grad(), observing:
-        if isinstance(transformation, GraphModuleTransformation):
-            made = transformation(graph, cost)  # checks whatever it runs
+        if options.passes is not None:
+            made = options.passes(graph, cost)  # checks whatever it runs
         else:
             made = run_transformation(graph, transformation)
     if not callable(made):
@@ -311,14 +233,22 @@ def _run_passes(
     return made
 
 
+@dataclass(frozen=True, slots=True)
+class _Agreed:
+    """What ranks will send, and the number of the first program that sends this."""
+
+    plan: CommPlan
+    number: int
+
+
 def _agree(
     ranks: Agreement,
     graph: fx.GraphModule,
     inventory: Inventory,
     captured: Captured,
     request: Request,
-) -> tuple[CommPlan, int]:
-    """Compare what this rank is about to run with other ranks; the plan, and its number."""
+) -> _Agreed:
+    """Compare what this rank is about to run with other ranks."""
     facts = dict(sign(inventory))
     inputs = [
         f"{name} {fact}"
@@ -331,12 +261,12 @@ def _agree(
     plan = build_comm_plan(graph, inputs, captured.values, deferred)
     like = request.like
     if like is not None and plan.sent == like.plan:
-        return plan.sent, like.agreed
+        return _Agreed(plan.sent, like.agreed)
     ranks.compare(plan)
     if (relayout := captured.relayout) is not None:
         for axis in relayout.beside:
             ranks.compare(CommPlan(values=relayout.facts_along(axis)), axis)
-    return plan.sent, request.agreed
+    return _Agreed(plan.sent, request.agreed)
 
 
 def _certify(
@@ -378,3 +308,52 @@ def _reports(captured: fx.GraphModule, lowered: Lowered) -> tuple[PassReport, ..
     if isinstance(lowered.run, (fx.GraphModule, IterGraphModule)):
         modules[id(lowered.run)] = lowered.run
     return tuple(report for each in modules.values() for report in pass_reports(each))
+
+
+def _make_program(
+    request: Request,
+    inventory: Inventory,
+    captured: Captured,
+    lowered: Lowered,
+    agreed: _Agreed,
+    certificate: Certificate,
+    progress: Progress,
+) -> Program:
+    signature, sizes = sign(inventory), request.sizes if captured.sizes else None
+    shapes = input_shapes(signature) if request.like is None else request.like.shapes
+    if sizes is not None:
+        signature, shapes = with_any_size(signature, sizes.dims), sizes.shapes
+    released = find_released(captured.outputs, inventory, lowered)
+    running = lowered.running
+    return Program(
+        number=request.number,
+        reason=request.reason,
+        signature=signature,
+        shapes=shapes,
+        sizes=sizes,
+        size_symbols=captured.sizes,
+        outputs=captured.outputs,
+        symbols=captured.symbols,
+        assumptions=captured.assumptions,
+        reads=captured.reads,
+        memory=captured.memory,
+        updated=captured.updated,
+        graph=lowered.graph,
+        run=lowered.run,
+        in_place=lowered.in_place,
+        released=released,
+        loose=find_loose(captured.outputs, lowered),
+        peak_memory=predict_peak(running.graph, released) if running else None,
+        ledger=build_ledger(lowered.graph),
+        certificate=certificate,
+        agreed=agreed.number,
+        plan=agreed.plan,
+        notes=(
+            f"phases: {progress.describe()}",
+            *captured.notes,
+            *request.notes,
+            *lowered.notes,
+        ),
+        phase_seconds=dict(progress.seconds),
+        capture_seconds=progress.elapsed,
+    )

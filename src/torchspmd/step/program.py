@@ -2,20 +2,23 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
 
 from torchspmd import _torch
 from torchspmd.comm import Ledger
-from torchspmd.step.capture.dynamic import Sizes
+from torchspmd.errors import UsageError
+from torchspmd.step.capture.dynamic_shapes import Sizes
 from torchspmd.step.capture.guards import Signature
 from torchspmd.step.capture.host_values import Reads
-from torchspmd.step.capture.inventory import Inventory, is_counter
+from torchspmd.step.capture.inventory import Inventory
+from torchspmd.step.capture.optimizer_rules import is_counter
 from torchspmd.step.capture.outputs import (
+    Destination,
     NewGradient,
     NewNumber,
     NewState,
@@ -179,7 +182,7 @@ class Program:
 
         if isinstance(self.run, IterGraphModule):
             return self.run.run_and_write(flat, write, last_iter=last)
-        return write(self.run(*flat, last_iter=True) if last else self.run(*flat))
+        return write(self.run(*flat))
 
     @property
     def is_deferring(self) -> bool:
@@ -204,7 +207,8 @@ class Program:
         assert isinstance(self.run, IterGraphModule), type(self.run)
 
         def write(values: list[Any]) -> None:
-            write_values(self.outputs, inventory, values)
+            outputs = self.outputs
+            write_values(outputs.destinations, list(outputs.leaves), inventory, values)
 
         with (
             torch.inference_mode(False),
@@ -248,6 +252,71 @@ class Program:
         if self.step_seconds:
             text += f", step {statistics.median(self.step_seconds) * 1e3:.1f} ms"
         return text
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class ClosedProgram:
+    """What is known about a program whose step was closed; it holds no graph or tensor.
+
+    Attributes:
+        number: Its place among the programs of its compiled step.
+        num_nodes: How many nodes its graph had.
+        reason: Why it was captured.
+        ledger: What the graph communicated.
+        certificate: Which passes ran, what they claim, what was checked and what not.
+        in_place: Which new values were computed in the memory of the old ones.
+        peak_memory: What was alive at the worst moment.
+        notes: What else was done to the graph, a line each.
+        capture_seconds: Time to trace, transform and compile it.
+        first_run_seconds: Time of its first run, after capture.
+        step_seconds: Times of the latest runs after the first.
+        explanation: The lines of ``explain()`` about it.
+    """
+
+    number: int
+    num_nodes: int
+    reason: str
+    ledger: Ledger
+    certificate: Certificate
+    in_place: InPlaceReport
+    peak_memory: PeakMemory | None
+    notes: tuple[str, ...]
+    capture_seconds: float
+    first_run_seconds: float | None
+    step_seconds: tuple[float, ...]
+    explanation: tuple[str, ...]
+
+    @classmethod
+    def of(cls, program: Program) -> "ClosedProgram":
+        """What to keep of a program."""
+        new: dict[str, Any] = {
+            "num_nodes": len(program.graph.graph.nodes),
+            "step_seconds": tuple(program.step_seconds),
+        }
+        names = [each.name for each in fields(cls) if each.name not in new]
+        return cls(**new, **{name: getattr(program, name) for name in names})
+
+    def __repr__(self) -> str:
+        """One line, as of a program."""
+        return f"ClosedProgram({self.number}: {self.num_nodes} nodes, {self.ledger!r})"
+
+    @property
+    def graph(self) -> NoReturn:
+        """Gone with its step."""
+        raise self._gone("graph")
+
+    @property
+    def code(self) -> NoReturn:
+        """Gone with its step."""
+        raise self._gone("code")
+
+    def _gone(self, name: str) -> UsageError:
+        return UsageError(
+            f"program {self.number}: its step was closed, by close() or the end of `with`, "
+            f"and no graph is kept then. Look at programs[{self.number}].{name} before "
+            "that; what stays is certificate, ledger, peak_memory, in_place, reason, notes "
+            "and times."
+        )
 
 
 def find_released(
@@ -312,27 +381,30 @@ def write_back(
         _state(inventory, address)[address.key] = None
     for address, constant in outputs.constant_states:
         _state(inventory, address)[address.key] = constant
-    destinations = outputs.destinations
+    destinations: Sequence[Destination] = outputs.destinations
     if loose is not None:
-        destinations = tuple(destinations[place] for place in loose)
+        destinations = [destinations[place] for place in loose]
         values = [values[place] for place in loose]
-    leaves = write_values(
-        replace(outputs, destinations=destinations), inventory, values
-    )
+    leaves = list(outputs.leaves)
+    write_values(destinations, leaves, inventory, values)
     for parameter in outputs.cleared:
         inventory.slots[parameter].tensor.grad = None
     return _torch.unflatten_tree(leaves, outputs.structure)
 
 
-def write_values(outputs: Outputs, inventory: Inventory, values: Any) -> list[Any]:
-    """Put each value where it belongs; the leaves of what the user's function returns.
+def write_values(
+    destinations: Sequence[Destination],
+    leaves: list[Any],
+    inventory: Inventory,
+    values: Any,
+) -> None:
+    """Put each value where it belongs, results among the leaves of what is returned.
 
     A value that is None belongs to work that was left for the next step.
     """
-    leaves = list(outputs.leaves)
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
-    for destination, value in zip(outputs.destinations, values, strict=True):
+    for destination, value in zip(destinations, values, strict=True):
         if value is None:
             continue
         match destination:
@@ -357,7 +429,6 @@ def write_values(outputs: Outputs, inventory: Inventory, values: Any) -> list[An
                 leaves[leaf] = value.detach() if is_leaf else value
     if targets:
         _torch.copy_all(targets, _apart(targets, sources))
-    return leaves
 
 
 def _apart(

@@ -83,6 +83,11 @@ class Progress:
         if error is None and sum(self.seconds.values()) > least:
             self._line.print(f"{self.what}: {self.describe()}")
 
+    @property
+    def elapsed(self) -> float:
+        """Seconds since it began."""
+        return time.perf_counter() - self._start
+
     def describe(self) -> str:
         """The total and each phase, in seconds.
 

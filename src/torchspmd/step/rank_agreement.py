@@ -3,21 +3,21 @@
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import zip_longest
-from typing import Protocol, final
+from typing import final
 
 import torch.distributed as dist
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchspmd import _torch
-from torchspmd.comm import Ledger
 from torchspmd.comm.exchange import Exchanged, exchange, post_failure
 from torchspmd.errors import AgreementError
 from torchspmd.layout.names import format_mesh
-from torchspmd.step.graph.collectives import events_of, peers_of
+from torchspmd.step.graph.collectives import events_of
+from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.graph.memory import ROLE_KEY
 from torchspmd.step.graph.metadata import OutputKind, output_values, roles_of
 from torchspmd.step.progress import phase
@@ -69,6 +69,11 @@ class CommPlan:
     updates: tuple[str, ...] = ()
 
     @property
+    def ranks(self) -> set[int]:
+        """The ranks that it communicates with."""
+        return {rank for each in self.collectives for rank in each.ranks}
+
+    @property
     def sent(self) -> "CommPlan":
         """What other ranks see of it: not the shapes of arguments, nor values."""
         return replace(self, inputs=(), values=())
@@ -102,10 +107,7 @@ def build_comm_plan(
         )
         for node, event in events_of(graph.graph)
     )
-    updates = tuple(
-        f"{name} from collective {_numbers(bits)}"
-        for name, bits in _updates(graph.graph)
-    )
+    updates = tuple(_updates(graph.graph))
     return CommPlan(sent, tuple(inputs), tuple(values), tuple(deferred), updates)
 
 
@@ -127,7 +129,7 @@ def _states_behind(graph: fx.Graph) -> dict[fx.Node, str]:
     behind = _bits_behind(graph, inputs)
     return {
         node: ", ".join(
-            inputs[place].meta.get("torchspmd_name", inputs[place].name)
+            _held_by(inputs[place])
             for first, end in _runs(behind[node])
             for place in range(first, end)
         )
@@ -136,12 +138,25 @@ def _states_behind(graph: fx.Graph) -> dict[fx.Node, str]:
     }
 
 
-def _updates(graph: fx.Graph) -> Iterator[tuple[str, int]]:
-    """What the step writes, by name, and a bit for each collective behind it."""
+def _updates(graph: fx.Graph) -> Iterator[str]:
+    """What the step writes, by name, and the collectives that it follows from."""
     behind = _bits_behind(graph, [node for node, _ in events_of(graph)])
-    for name, value in _named_outputs(graph):
-        if behind[value]:
-            yield name, behind[value]
+    inputs = graph.find_nodes(op="placeholder")
+    outputs = zip(output_values(graph), roles_of(graph), strict=True)
+    for place, (value, role) in enumerate(outputs):
+        if not isinstance(value, fx.Node) or not behind[value]:
+            continue
+        name = f"output {place}"
+        if role.placeholder >= 0:
+            name = _held_by(inputs[role.placeholder])
+            if role.kind is not OutputKind.STATE:
+                name = f"{role.kind.value} of {name}"
+        yield f"{name} from collective {_numbers(behind[value])}"
+
+
+def _held_by(node: fx.Node) -> str:
+    """The tensor that goes in: its name is equal on all ranks and in all programs."""
+    return str(node.meta.get("torchspmd_name", node.name))
 
 
 def _bits_behind(graph: fx.Graph, numbered: Sequence[fx.Node]) -> dict[fx.Node, int]:
@@ -271,6 +286,11 @@ class Agreement:
         key: Which step of that name it is, and how often it has tried.
         number: Which program of the step it is.
         mesh: The ranks that run it; None for a step of this rank alone.
+
+    Attributes:
+        is_used: Whether other ranks were asked or told anything.
+        measured: The rates that all ranks have measured together, and lines about them:
+            once, also where the program is then built anew for one size.
     """
 
     def __init__(
@@ -280,7 +300,8 @@ class Agreement:
         self._key = f"torchspmd/step/{name}/{key}/{number}"
         is_alone = mesh is None or dist.get_backend() == "fake"
         self._mesh = None if is_alone else mesh
-        self.is_used = False  # whether other ranks were asked or told anything
+        self.is_used = False
+        self.measured: tuple[CostModel, tuple[str, ...]] | None = None
 
     def compare(self, plan: CommPlan, along: DeviceMesh | None = None) -> None:
         """Raise on every rank of the mesh, or of that one, unless all have this plan."""
@@ -300,7 +321,7 @@ class Agreement:
             lines = "\n".join(f"  * {line}" for line in problems)
             raise AgreementError(f"compile: {title} ({what})\n\n{lines}\n\n{cure}")
 
-    def wait_until_ready(self, peers: Sequence[int]) -> None:
+    def wait_until_ready(self, peers: Collection[int]) -> None:
         """Wait until all ranks can run the program; raise where one cannot.
 
         Args:
@@ -425,14 +446,6 @@ _SAME_BATCHES = (
     "step; with uneven batches, pad or drop the last one."
 )
 
-_Facts = tuple[object, ...]
-
-
-class _Program(Protocol):
-    agreed: int
-    ledger: Ledger
-    graph: fx.GraphModule
-
 
 @final
 class Switches:
@@ -447,77 +460,49 @@ class Switches:
     """
 
     def __init__(self, name: str, key: str) -> None:
-        self._name, self._key = name, key
-        self._facts: dict[int, _Facts] = {}  # by program; those may be let go of
+        self._what = f"compile on {name!r}"
+        self._key = f"torchspmd/step/{name}/{key}/switch"
+        self._plans: dict[int, CommPlan] = {}  # by number
         self._latest: int | None = None
         self._count = 0
 
-    def to_new(self, program: _Program) -> None:
-        """Ranks have just built this program together."""
-        if len(program.ledger):
-            self._facts[program.agreed] = _facts(program)
-            self._latest = program.agreed
+    def to_new(self, number: int, plan: CommPlan) -> None:
+        """Ranks have just built a program together: its number, and what it sends."""
+        if plan.collectives:
+            self._plans[number], self._latest = plan, number
 
-    def to_known(self, program: _Program) -> None:
+    def to_known(self, number: int, plan: CommPlan) -> None:
         """Raise unless all ranks that it communicates with take up this program as well.
 
         One that sends nothing may come between: steps for micro-batches take turns.
         """
-        if program.agreed == self._latest or not len(program.ledger):
+        if number == self._latest or not plan.collectives:
             return
-        latest, self._latest = (
-            self._latest,
-            None,
-        )  # after a failure ranks synchronise again
-        if latest is None or self._facts[latest] != self._facts[program.agreed]:
-            self._synchronise(program)
-        self._latest = program.agreed
+        latest = None if self._latest is None else self._plans[self._latest]
+        self._latest = None  # after a failure ranks synchronise again
+        if latest != self._plans[number]:
+            self._synchronise(number, plan)
+        self._latest = number
 
-    def _synchronise(self, program: _Program) -> None:
+    def _synchronise(self, number: int, plan: CommPlan) -> None:
         self._count += 1
         if not dist.is_initialized() or dist.get_backend() == "fake":
             return
-        ranks = sorted({dist.get_rank(), *peers_of(program.graph)})
-        key = f"torchspmd/step/{self._name}/{self._key}/switch"
-        found = exchange_texts(
-            str(program.agreed), ranks, f"{key}/{self._count}", SWITCH_SECONDS
-        )
+        ranks = sorted({dist.get_rank(), *plan.ranks})
+        key = f"{self._key}/{self._count}"
+        found = exchange_texts(str(number), ranks, key, SWITCH_SECONDS)
         # Whoever came to this switch has read all that was posted for the last but one.
-        _torch.default_store().delete_key(f"{key}/{self._count - 2}/{dist.get_rank()}")
-        what = f"compile on {self._name!r}"
+        old = f"{self._key}/{self._count - 2}/{dist.get_rank()}"
+        _torch.default_store().delete_key(old)
         numbers = found.require_all(
-            f"{what}, back to program {program.agreed}",
+            f"{self._what}, back to program {number}",
             f"Ranks may run programs that do not send the same. {_SAME_BATCHES}",
         )
-        if set(numbers.values()) == {str(program.agreed)}:
+        if set(numbers.values()) == {str(number)}:
             return
         told = [f"rank {rank} runs program {n}" for rank, n in sorted(numbers.items())]
         lines = "\n".join(f"  * {line}" for line in told)
         raise AgreementError(
-            f"{what}: ranks would run programs that do not send the same.\n\n{lines}\n\n"
-            f"{_SAME_BATCHES}"
+            f"{self._what}: ranks would run programs that do not send the same.\n\n{lines}"
+            f"\n\n{_SAME_BATCHES}"
         )
-
-
-def _facts(program: _Program) -> _Facts:
-    """What a program sends, in order, and for which of its outputs."""
-    graph = program.graph.graph
-    sent = [
-        (event.kind, event.group.name, event.dtype, event.shape)
-        for event in program.ledger.events
-    ]
-    return (*sent, *_updates(graph))
-
-
-def _named_outputs(graph: fx.Graph) -> Iterator[tuple[str, fx.Node]]:
-    inputs = graph.find_nodes(op="placeholder")
-    outputs = zip(output_values(graph), roles_of(graph), strict=True)
-    for place, (value, role) in enumerate(outputs):
-        name = f"output {place}"
-        if role.placeholder >= 0:
-            owner = inputs[role.placeholder]
-            name = owner.meta.get("torchspmd_name", owner.name)
-            if role.kind is not OutputKind.STATE:
-                name = f"{role.kind.value} of {name}"
-        if isinstance(value, fx.Node):
-            yield name, value

@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import faulthandler
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -44,6 +45,7 @@ def serve(
             file=stack_file
         )  # where a crash was, for the parent to tell
         torch.set_num_threads(1)
+        gc.freeze()  # what the server imported stays: nothing to look for garbage in
         _answer(connection, _join, rank, world_size, backend, folder)
         while True:
             try:

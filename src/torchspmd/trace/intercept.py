@@ -4,8 +4,9 @@ While there is a listener, a kernel runs in front of each operator of the commun
 namespaces; without one, there is none. Other operators are not touched.
 """
 
+import contextlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, partial
 from typing import Any
 
@@ -21,7 +22,7 @@ Listener = Callable[[Operator, Mapping[str, Any]], None]
 _lock = threading.Lock()
 _listeners: tuple[Listener, ...] = ()
 _remove: Callable[[], None] | None = None
-_inside = threading.local()
+_inside = threading.local()  # operator: one is running; alone: who hears this thread
 
 
 def listen(listener: Listener) -> Callable[[], None]:
@@ -44,6 +45,23 @@ def listen(listener: Listener) -> Callable[[], None]:
                 _remove = None
 
     return stop
+
+
+@contextlib.contextmanager
+def listen_alone(listener: Listener) -> Iterator[None]:
+    """Tell only ``listener`` of what this thread sends: a rehearsal is no communication."""
+    stop = listen(_ignore)  # the kernels are there
+    before = getattr(_inside, "alone", None)
+    _inside.alone = torch.compiler.disable(listener)
+    try:
+        yield
+    finally:
+        _inside.alone = before
+        stop()
+
+
+def _ignore(operator: Operator, arguments: Mapping[str, Any]) -> None:
+    pass
 
 
 def _kernels() -> dict[Any, _torch.Kernel]:
@@ -79,7 +97,8 @@ def _run(
     _inside.operator = True
     try:
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-        for listener in _listeners:
+        alone = getattr(_inside, "alone", None)
+        for listener in _listeners if alone is None else (alone,):
             listener(operator, arguments)
         return _torch.call_below(op, keyset, args, kwargs)
     finally:

@@ -4,9 +4,12 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
+from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 
 from torchspmd import CommDebugMode
 from torchspmd.errors import PlanError, PlanWarning
@@ -31,6 +34,7 @@ pytestmark = pytest.mark.fake
 
 COLWISE, ROWWISE = ColwiseParallel(), RowwiseParallel()
 SHARD, WHOLE = Shard(1), Replicate()
+ROWWISE_SCATTER = RowwiseParallel(input_layouts=WHOLE, output_layouts=Shard(0))
 
 
 class MLP(nn.Module):
@@ -325,6 +329,39 @@ def test_frozen_parameters_and_other_dtypes():
     model = Normed().to(torch.bfloat16)
     model.embed.requires_grad_(False)
     check(model, auto_plan(model), (tokens(2, 8),))
+
+
+def test_modules_that_compute_on_dtensors_are_counted_as_they_run():
+    class OwnNorm(nn.LayerNorm):
+        """A subclass may do anything, so that DTensor computes it."""
+
+    style = SequenceParallel(sequence_dim=0, use_local_output=True)
+    plan = Plan({"0": ROWWISE_SCATTER, "1": style})
+    model = nn.Sequential(nn.Linear(12, 12), OwnNorm(12))
+    preview = check(model, plan, (features(8, 12),))
+    assert preview.ledger.total(module="Sequential.1").count
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_styles_of_torch_are_counted_as_they_run(size):
+    plan = Plan({"up": TorchColwise(), "down": TorchRowwise()})
+    preview = check(MLP(), plan, (features(2, 8, 12),), size)
+    assert preview.ledger.total().count > 1
+
+
+def test_a_preview_is_no_communication_and_needs_no_group():
+    plan = Plan({"up": COLWISE, "down": ROWWISE})
+    expected = plan.preview(MLP(), {"tp": 4}, batch=2, seq=8).ledger.total()
+    with fake_mesh(2, ("tp",)) as mesh, CommDebugMode() as mode:
+        group = dist.group.WORLD
+        for where in (mesh, {"tp": 4}):
+            preview = plan.preview(MLP(), where, batch=2, seq=8)
+        assert dist.group.WORLD is group
+        assert mode.ledger.total().count == 0
+        dist.all_reduce(torch.ones(2))
+        assert mode.ledger.total().count == 1
+    assert preview.ledger.total() == expected
+    assert not dist.is_initialized()
 
 
 class Gated(nn.Module):

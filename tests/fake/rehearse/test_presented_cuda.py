@@ -1,10 +1,12 @@
 """Common lines of scripts for GPUs, in a rehearsal; and torch as it was afterwards."""
 
 import copy
+import io
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -172,6 +174,32 @@ def test_compiled_regions_are_numbered(rehearse):
     assert any("torch.compile" in note for note in recording.notes)
 
 
+def test_checkpoints_are_skipped_and_noted(rehearse, tmp_path):
+    plain = torch.save, dcp.save, dcp.state_dict_saver.save, dcp.async_save, dcp.load
+    with rehearse(8) as recording:
+        dist.init_process_group("nccl")
+        state = nn.Linear(4, 4).cuda().state_dict()
+        torch.save(state, tmp_path / "model.pt")
+        dcp.save(state, checkpoint_id=tmp_path / "one")
+        dcp.async_save(state, checkpoint_id=tmp_path / "two").result()
+        dcp.load(state, checkpoint_id=tmp_path / "three")
+        buffer = io.BytesIO()
+        torch.save({"epoch": 3}, buffer)
+        buffer.seek(0)
+        assert torch.load(buffer) == {"epoch": 3}
+    assert not list(tmp_path.iterdir())
+    notes = "\n".join(recording.notes)
+    assert notes.count("saves a checkpoint: skipped, its time too.") == 3
+    assert "loads a checkpoint: skipped, the state stays as it was made." in notes
+    assert plain == (
+        torch.save,
+        dcp.save,
+        dcp.state_dict_saver.save,
+        dcp.async_save,
+        dcp.load,
+    )
+
+
 def test_ranks_of_a_node(rehearse, monkeypatch):
     import os
 
@@ -181,8 +209,11 @@ def test_ranks_of_a_node(rehearse, monkeypatch):
         assert (dist.get_rank(), dist.get_world_size()) == (13, 64)
         assert dist.get_backend() == "nccl"
         objects = [None] * 64
-        dist.all_gather_object(objects, "a")
+        dist.all_gather_object(object_list=objects, obj="a")
         assert objects == ["a"] * 64
+        gathered = [None] * 64
+        dist.gather_object(obj="b", object_gather_list=gathered, dst=13)
+        assert gathered == ["b"] * 64
     assert not dist.is_initialized()
     assert "LOCAL_RANK" not in os.environ
 

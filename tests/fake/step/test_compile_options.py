@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from torchspmd.comm import Kind
 from torchspmd.errors import PassWarning, UsageError
-from torchspmd.step import DataParallel, GraphModuleTransformation, compile
+from torchspmd.step import DataParallel, GraphModuleTransformation, Override, compile
 from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.passes import comm_fusion_with_concat
 from torchspmd.testing import fake_world
@@ -255,6 +255,19 @@ REFUSED = {
     "torch.float16, torch.float32, torch.float64, or None.": {
         "parallel": "fully_shard",
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.int8),
+    },
+    "compile(overlap='auto') is not available: backend='cudagraph' replays one graph in "
+    "which every collective ends.": {
+        "parallel": "fully_shard",
+        "overlap": "auto",
+        "backend": "cudagraph",
+    },
+    "compile(shadow, shadow_every=..., module_override=...): modules that have stand-ins "
+    "compute something else eagerly, so that nothing would be compared. Leave out shadow "
+    "and shadow_every, or the stand-ins.": {
+        "shadow": 1,
+        "shadow_every": 2,
+        "module_override": [Override()],
     },
     "compile(overlap=True) is not available: backend='cudagraph' replays one graph in "
     "which every collective ends.": {

@@ -1,21 +1,22 @@
 """Measured exposure over a wire that takes a known time, in one process."""
 
 import functools
-import time
+import sys
 
 import pytest
 import torch
 import torch.distributed as dist
+from clock import Clock
 from edit_graphs import GraphBuilder, aten, c10d
 from torch import fx, nn
 
 from torchspmd import _torch
 from torchspmd.errors import UsageError
 from torchspmd.step import DataParallel, IterGraphModule, compile, measure_exposure
-from torchspmd.step.graph.clock import Clocked, Stopwatch, read_runs
 from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.graph.metadata import OutputKind, OutputRole, set_roles
 from torchspmd.step.graph.simulate import simulate, simulate_steady
+from torchspmd.step.measure.clock import Clocked, Stopwatch, read_runs
 from torchspmd.step.passes import defer_updates, schedule_comm_wait
 from torchspmd.testing import fake_world
 
@@ -26,6 +27,9 @@ MILLISECONDS = 30  # of any collective, one after the other
 
 # All collectives take a second in the simulation, and computing nothing.
 SLOW_PAPER = CostModel(1e30, 1e30, 1e30, launch_seconds=0.0, latency_seconds=1.0)
+
+
+CLOCK = Clock()
 
 
 class Wire:
@@ -39,18 +43,19 @@ class Wire:
         return self.start_in_place(keyset, tensor.clone())
 
     def start_in_place(self, keyset, tensor, *args):
-        self.free = max(self.free, time.perf_counter()) + MILLISECONDS / 1e3
+        self.free = max(self.free, CLOCK.now) + MILLISECONDS / 1e3
         self.ready[tensor.data_ptr()] = self.free
         return tensor
 
     def wait(self, keyset, tensor):
         ready = self.ready.pop(tensor.data_ptr())
-        time.sleep(max(0.0, ready - time.perf_counter()))
+        CLOCK.sleep(max(0.0, ready - CLOCK.now))
         return tensor
 
 
 @pytest.fixture
-def wire():
+def wire(monkeypatch):
+    monkeypatch.setattr(sys.modules[Stopwatch.__module__], "time", CLOCK)
     wire = Wire()
     with fake_world(4):
         in_place = _torch.reduction_in_place(_torch.ALL_REDUCE)
@@ -64,7 +69,7 @@ def wire():
 
 
 def compute(tensor, milliseconds):
-    time.sleep(milliseconds / 1e3)
+    CLOCK.sleep(milliseconds / 1e3)
     return tensor + 1
 
 
@@ -110,11 +115,11 @@ def test_time_goes_to_the_wait_that_takes_it(wire):
     second = b.wait(b.start(work))
     report, found = measured(b.module(first, second), numbers())
     early, late = found["all_reduce_default"], found["all_reduce_default_1"]
-    assert early.is_hidden and early.distance_ms >= 2 * MILLISECONDS
-    assert late.exposed_ms > MILLISECONDS / 2 > 10 * early.exposed_ms
+    assert early.is_hidden and early.distance_ms == pytest.approx(2 * MILLISECONDS)
+    assert (early.exposed_ms, late.exposed_ms) == pytest.approx((0, MILLISECONDS))
     assert late.reason.startswith("its result is needed right after it starts")
-    assert report.exposed_ms > 0.8 * late.exposed_ms
-    assert report.step_ms > 2.5 * MILLISECONDS
+    assert report.exposed_ms == pytest.approx(MILLISECONDS)
+    assert report.step_ms == pytest.approx(3 * MILLISECONDS)
     assert (report.form, report.device, report.rank) == ("whole", "cpu", 0)
 
 
@@ -125,15 +130,14 @@ def test_one_that_waits_for_another_says_so(wire):
     _, found = measured(b.module(*map(b.wait, starts)), numbers())
     reason = found["all_reduce_default_1"].reason
     assert "ms for earlier collectives of its group" in reason
-    assert float(reason.split()[1]) > MILLISECONDS / 3
-    assert found["all_reduce_default"].exposed_ms > MILLISECONDS / 3
+    assert float(reason.split()[1]) == MILLISECONDS - 1
+    assert found["all_reduce_default"].exposed_ms == pytest.approx(MILLISECONDS - 1)
 
 
 def check_one_third(each):
     """A third of the wire's time is computed in, the rest is waited for."""
-    assert each.distance_ms >= MILLISECONDS / 3
-    assert each.exposed_ms + each.distance_ms > 0.9 * MILLISECONDS
-    assert 0 < each.exposed_ms < 0.8 * MILLISECONDS
+    assert each.distance_ms == pytest.approx(MILLISECONDS / 3)
+    assert each.exposed_ms == pytest.approx(MILLISECONDS * 2 / 3)
 
 
 def test_too_little_computation_in_between(wire):
@@ -190,9 +194,8 @@ def test_where_the_simulation_says_otherwise(wire):
     module = b.module(b.wait(hidden), b.wait(b.start(work)))
     report, found = measured(module, numbers(), cost=SLOW_PAPER)
     right = "its result is needed right after it starts"
-    # What comes first is measured, and depends on how busy the machine is.
-    assert found["all_reduce_default"].reason.endswith(
-        f"; simulated 1000.00 ms: {right}"
+    assert (
+        found["all_reduce_default"].reason == f"hidden; simulated 1000.00 ms: {right}"
     )
     assert found["all_reduce_default_1"].reason == f"{right}; simulated 1000.00 ms"
     far = "2 of 2 differ from the simulation by more than half"

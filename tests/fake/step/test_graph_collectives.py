@@ -6,10 +6,12 @@ from comm_graphs import all_gather, all_reduce, captured, ops
 
 from torchspmd import _torch
 from torchspmd.comm import Kind, Phase
+from torchspmd.errors import LegalityError
 from torchspmd.step.graph.collectives import get_all_comm_blocks, reduce_in_place
 from torchspmd.step.graph.edit import NodeMaker, common_owner
-from torchspmd.step.graph.memory import live_bytes
 from torchspmd.step.graph.metadata import META_KEY, Owner, owner_of
+from torchspmd.step.graph.snapshot import copy_graph
+from torchspmd.step.legality.check import check_edit
 from torchspmd.testing import fake_mesh, fake_world
 
 pytestmark = pytest.mark.fake
@@ -118,35 +120,6 @@ def test_only_gathers_of_inputs():
         blocks = get_all_comm_blocks(gm)
         assert len(get_all_comm_blocks(gm, ["all_gather"])) == 2
     assert [block.gathers_inputs() for block in blocks] == [True, False, False]
-
-
-def test_live_bytes():
-    def function(x):
-        doubled = x * 2  # 16 bytes, held by the gather until its wait
-        whole = all_gather(doubled, 4)  # 64 bytes
-        return [whole.view(2, 8).sum()]  # 4 bytes
-
-    with fake_mesh(4, ("dp",)):
-        gm = captured(function, torch.ones(4))
-        live = {node.name: size for node, size in live_bytes(gm).items()}
-    assert live == {
-        "x_1": 0,
-        "mul": 16,
-        "all_gather_into_tensor": 80,
-        "wait_tensor": 80,
-        "view": 64,
-        "sum_1": 68,
-        "output": 4,
-    }
-
-
-def test_an_all_reduce_reads_a_copy():
-    def function(x):
-        return [all_reduce(x * 2) + 1]
-
-    with fake_mesh(4, ("dp",)):
-        live = list(live_bytes(captured(function, torch.ones(4))).values())
-    assert live == [0, 16, 32, 16, 32, 16]
 
 
 def test_new_nodes_have_values_and_owners():
@@ -290,3 +263,30 @@ def test_a_coalesced_one_reads_until_all_its_waits():
 
 def test_one_that_is_left_under_way_for_the_next_step():
     assert forms(lambda x: ops.all_reduce(x * 2, "sum", "0")) == [True]
+
+
+# ----------------------------------------------------------------------------
+# A reduction may be dropped where its group is one rank, and nowhere else.
+
+
+def without_its_reduction():
+    gm = captured(lambda x: [all_reduce(x)], torch.ones(3))
+    before, mapping = copy_graph(gm.graph)
+    x, start, wait, _ = gm.graph.nodes
+    wait.replace_all_uses_with(x)
+    gm.graph.erase_node(wait)
+    gm.graph.erase_node(start)
+    return str(check_edit(before, gm.graph, mapping))
+
+
+def test_a_group_of_one():
+    with fake_mesh(1, ("dp",)):
+        assert without_its_reduction() == "proved equal"
+
+
+def test_a_group_of_two():
+    with (
+        fake_mesh(2, ("dp",)),
+        pytest.raises(LegalityError, match="all_reduce was where x_1 is now"),
+    ):
+        without_its_reduction()

@@ -1,14 +1,15 @@
-"""Compiled code keeps the order in which a schedule put collectives."""
+"""Compiled steps communicate where a schedule put it, and update states once."""
 
 import re
 
 import pytest
 import torch
 from torch import nn
-from torch._inductor.utils import run_and_get_code
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchspmd import _torch
 from torchspmd.step import DataParallel, GraphModuleTransformation, compile
+from torchspmd.step.deferral.module import IterGraphModule
+from torchspmd.step.deferral.state import Event
 from torchspmd.testing import fake_world
 
 pytestmark = pytest.mark.fake
@@ -22,104 +23,113 @@ def letters(calls):
     return "".join(found)
 
 
-def in_code(code):
-    call = re.compile(
-        r"extern_kernels\.mm|all_reduce_?\.default\(|wait_tensor\.default\("
-    )
-    return letters(m.group() for m in call.finditer(code.split("def call")[-1]))
+class Calls(TorchDispatchMode):
+    """Writes down which operators run."""
 
+    def __init__(self):
+        super().__init__()
+        self.names = []
 
-def test_starts_and_waits_stay_among_the_products():
-    @compile(
-        backend="inductor",
-        parallel_mode=DataParallel("replicate"),
-        gm_transformation=GraphModuleTransformation(
-            enable_graph_optimization=True,
-            overlap_iterations=True,
-            bucket_size_mb=0.01,
-        ),
-    )
-    def step(model, optim, batch):
-        model(batch).square().mean().backward()
-        optim.step()
-        optim.zero_grad()
-
-    with fake_world(2):
-        layers = [nn.Linear(64, 64, bias=False) for _ in range(4)]
-        model = nn.Sequential(*(part for each in layers for part in (each, nn.ReLU())))
-        optim = torch.optim.SGD(model.parameters(), lr=0.1)
-        batch = torch.randn(32, 64)
-        _, codes = run_and_get_code(lambda: step(model, optim, batch))
-        steady = step.programs[-1].run.forms["steady"].graph
-        step.flush()
-    expected = letters(str(n.target) for n in steady.nodes if n.op == "call_function")
-    # Products stand between waits and between starts, so an order could be lost.
-    assert re.search("wm+w", expected) and re.search("Sm+S", expected)
-    assert expected in map(in_code, codes)
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 class FailureError(Exception):
     """What a test raises."""
 
 
-def overlapped(backend, fail_at=()):
-    """Train three steps and three more, by bucket of two updates.
+class Overlapped:
+    """Three steps and three more, by small buckets.
 
-    Before each of the last steps, one step may fail in the pending update that
-    ``fail_at`` names.
+    Before each of the last steps, one step may fail in a pending update: in the one whose
+    number among those that are made ``fail_at`` gives.
     """
-    updates = _torch.compilation._UPDATES
 
-    def train(model, optim, batch):
-        model(batch).square().mean().backward()
-        optim.step()
-        optim.zero_grad()
+    def __init__(self, backend, fail_at=(None,) * 3):
+        def train(model, optim, batch):
+            model(batch).square().mean().backward()
+            optim.step()
+            optim.zero_grad()
 
-    step = compile(
-        backend=backend,
-        parallel_mode=DataParallel("replicate"),
-        gm_transformation=GraphModuleTransformation(
-            enable_graph_optimization=True, overlap_iterations=True, bucket_size_mb=0.02
-        ),
-    )(train)
-    with fake_world(2):
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
-        optim = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-        batch = torch.randn(32, 64)
+        self.step = compile(
+            backend=backend,
+            parallel_mode=DataParallel("replicate"),
+            gm_transformation=GraphModuleTransformation(
+                enable_graph_optimization=True,
+                overlap_iterations=True,
+                bucket_size_mb=0.02,
+            ),
+        )(train)
+        with fake_world(2):
+            torch.manual_seed(0)
+            layers = [(nn.Linear(64, 64), nn.Tanh(), nn.LayerNorm(64)) for _ in "123"]
+            parts = (part for layer in layers for part in layer)
+            self.model = nn.Sequential(*parts).double()
+            optim = torch.optim.AdamW(self.model.parameters(), lr=0.01, fused=True)
+            args = self.model, optim, torch.randn(32, 64, dtype=torch.float64)
+            for rate in (0.01, 0.3, 0.02):  # a schedule must take effect
+                optim.param_groups[0]["lr"] = rate
+                self.step(*args)
+            for number in fail_at:
+                if number is not None:
+                    with pytest.MonkeyPatch.context() as patch:
+                        patch.setattr(IterGraphModule, "_advance", failing(number))
+                        with pytest.raises(FailureError):
+                            self.step(*args)
+                self.step(*args)
+            with Calls() as self.calls:
+                self.step(*args)
+            self.step.flush()
 
-        def train_on(rate):
-            optim.param_groups[0]["lr"] = rate  # a schedule must take effect
-            return step(model, optim, batch)
 
-        codes = run_and_get_code(lambda: [train_on(lr) for lr in (0.01, 0.3, 0.02)])[1]
-        for number in fail_at or [None] * 3:
-            if number is not None:
-                with pytest.MonkeyPatch.context() as patch, pytest.raises(FailureError):
-                    for name, update in [*updates.items()]:
-                        patch.setitem(updates, name, failing(update, number))
-                    step(model, optim, batch)
-            step(model, optim, batch)
-        step.flush()
-    return [p.detach() for p in model.parameters()], codes, step
+def failing(number):
+    """Fails where an update begins, before it is noted."""
+    advance, events = IterGraphModule._advance, []
 
-
-def failing(update, fail_at):
-    def run(number, written, read):
-        if number == fail_at:
+    def run(self, event, **changes):
+        events.append(event)
+        if event is Event.BEGIN_UPDATE and events.count(event) == number + 1:
             raise FailureError
-        update(number, written, read)
+        advance(self, event, **changes)
 
     return run
 
 
-def test_pending_updates_are_calls_that_write_the_states_once():
+@pytest.fixture(scope="module")
+def compiled():
+    return Overlapped("inductor", fail_at=(0, 1, 2))
+
+
+def test_starts_and_waits_stay_among_the_products(compiled):
+    steady = compiled.step.programs[-1].run.forms["steady"].graph
+    expected = letters(str(n.target) for n in steady.nodes if n.op == "call_function")
+    # Products stand between waits and between starts, so an order could be lost.
+    assert re.search("wm+w", expected) and re.search("Sm+S", expected)
+    assert letters(compiled.calls.names) == expected
+
+
+def test_pending_updates_write_the_states_once(compiled):
     """Also after an exception in compiled code, no update is made twice."""
-    found, codes, step = overlapped("inductor", fail_at=(0, 1, 2))
-    expected, _, _ = overlapped("graph")
-    assert "3 of 3 pending updates are made in place" in step.programs[-1].notes
-    steady = max(codes, key=lambda code: code.count("torchspmd.update.default("))
-    assert steady.count("torchspmd.update.default(") == 3
-    assert "_fused_adamw" not in steady and "copy_" not in steady
-    for left, right in zip(found, expected, strict=True):
+    assert (
+        "4 of 4 pending updates are made in place" in compiled.step.programs[-1].notes
+    )
+    expected = Overlapped("graph").model.parameters()
+    for left, right in zip(compiled.model.parameters(), expected, strict=True):
         torch.testing.assert_close(left, right)
+
+
+def test_what_was_compiled_is_told(compiled):
+    """The steady form has the pieces of the first step, and more calls around them."""
+    first, steady = (n for n in compiled.step.programs[-1].notes if "pieces" in n)
+    pattern = (
+        r"Inductor: (.+); (\d+) pieces, (\d+) of them different, (\d+) of them new"
+    )
+    _, count, different, new = re.match(pattern, first).groups()
+    assert int(count) > int(different) == int(new)
+    assert re.match(pattern, steady).groups() == (
+        "nothing to compile",
+        count,
+        different,
+        "0",
+    )

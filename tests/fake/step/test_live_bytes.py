@@ -5,7 +5,7 @@ import torch
 from comm_graphs import all_reduce, captured, ops
 
 from torchspmd.step.graph.collectives import reduce_in_place
-from torchspmd.step.graph.memory import live_bytes, predict_peak
+from torchspmd.step.graph.memory import LiveBytes, predict_peak
 from torchspmd.step.passes import comm_fusion_with_concat
 from torchspmd.testing import fake_world
 
@@ -33,6 +33,11 @@ def scattered(x):
     return [ops.wait_tensor(start), beside]
 
 
+def viewed(x):
+    whole = ops.wait_tensor(ops.all_gather_into_tensor(x * 2, 2, "0"))
+    return [whole.view(2, -1).sum()]
+
+
 def sorted_twice(x):
     values, places = (x * 2).sort()  # 1 K, and 2 K of int64
     return [values.exp().sum(), places]
@@ -47,6 +52,8 @@ CASES = {
     # These read their input until the wait.
     "all_gather": (gathered, False, [1, 3, 4, 4, 3]),
     "reduce_scatter": (scattered, False, [1, 1.5, 2.5, 2.5, 1.5]),
+    # mul, start, wait, view, sum, output: a view is the memory that it shows.
+    "view": (viewed, False, [1, 3, 3, 2, 2, 0]),
     # mul; sort and its items: nothing is freed before the last is taken; exp; sum; output
     "items": (sorted_twice, False, [1, 4, 3, 3, 4, 3, 2]),
 }
@@ -59,7 +66,7 @@ def test_live_bytes_and_the_peak(name):
         gm = captured(function, X)
         if in_place:
             assert reduce_in_place(gm.graph) == 1
-        live = live_bytes(gm)
+        live = LiveBytes(gm.graph).now()
         found = [round(size / K, 1) for size in live.values()][1:]  # without the input
         assert found == expected
         peak = predict_peak(gm.graph)
@@ -78,7 +85,7 @@ def test_a_bucket():
     with fake_world(2):
         gm = captured(two, X)
         comm_fusion_with_concat(gm, 25)
-        live = {node.name: size / K for node, size in live_bytes(gm).items()}
+        live = {node.name: size / K for node, size in LiveBytes(gm.graph).now().items()}
         peak = predict_peak(gm.graph)
     (packed,) = (name for name in live if name.startswith("cat"))
     assert live[packed] == 4  # two gradients, and their bucket

@@ -11,7 +11,7 @@ from torch import fx, nn
 from torchspmd.errors import UsageError
 from torchspmd.step import DataParallel, IterGraphModule, compile
 from torchspmd.step.graph.cost import CostModel
-from torchspmd.step.graph.memory import live_bytes
+from torchspmd.step.graph.memory import LiveBytes
 from torchspmd.step.graph.simulate import simulate, simulate_steady
 from torchspmd.step.passes import defer_updates, pacing, schedule_comm_wait
 from torchspmd.step.passes.pacing import Reduction, update_places
@@ -57,7 +57,7 @@ def deferred(gm, costs, options):
         report.outcome.detail[1],
         report.outcome.gain,
         steady.step_seconds,
-        max(live_bytes(gm).values()),
+        max(LiveBytes(gm.graph).now().values()),
         [_layer(node.name) for node in gm.graph.nodes if "all_reduce" in node.name],
         [
             (_layer(line.split(":")[0]), line.split(" before ")[1])

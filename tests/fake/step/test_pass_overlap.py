@@ -17,7 +17,7 @@ from torchspmd.errors import PassWarning, UsageError
 from torchspmd.step import DataParallel, compile
 from torchspmd.step.graph.collectives import get_all_comm_blocks
 from torchspmd.step.graph.cost import CostModel
-from torchspmd.step.graph.memory import live_bytes
+from torchspmd.step.graph.memory import LiveBytes
 from torchspmd.step.graph.metadata import META_KEY, Owner
 from torchspmd.step.graph.reports import ORDERS
 from torchspmd.step.passes import (
@@ -222,9 +222,9 @@ def test_the_memory_budget_holds():
     peaks, starts = [], []
     for budget in (0, 16 / 1024, 32 / 1024):
         gm = captured(gathers, *tensors)
-        before = max(live_bytes(gm).values())
+        before = max(LiveBytes(gm.graph).now().values())
         outcome = schedule_comm_wait(gm, memory_budget_mb=budget).outcome
-        after = max(live_bytes(gm).values())
+        after = max(LiveBytes(gm.graph).now().values())
         assert after <= before + budget * 2**20
         peaks.append(after - before)
         starts.append(names(gm, "all_gather", "mul").index("mul"))
@@ -394,10 +394,10 @@ def _most_in_flight(gm):
 
 def test_the_memory_budget_of_prefetch_holds():
     gm = four_layers()
-    before = max(live_bytes(gm).values())
+    before = max(LiveBytes(gm.graph).now().values())
     budget = 4096 * 4 / 2**20
     outcome = prefetch_gathers(gm, 9, memory_budget_mb=budget).outcome
-    after = max(live_bytes(gm).values())
+    after = max(LiveBytes(gm.graph).now().values())
     assert before < after <= before + budget * 2**20
     assert any("the memory budget is used up" in line for line in outcome.refused)
 

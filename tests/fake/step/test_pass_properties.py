@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from torchspmd.errors import PassWarning
 from torchspmd.step.graph.collectives import get_all_comm_blocks
-from torchspmd.step.graph.memory import live_bytes
+from torchspmd.step.graph.memory import LiveBytes
 from torchspmd.step.passes import (
     comm_fusion_with_concat,
     dedupe_collectives,
@@ -123,9 +123,9 @@ def test_all_passes(program, budget):
         kept = comm_fusion_with_concat(edited, 1, layout="rank_major").outcome
         prefetch_gathers(edited, memory_budget_mb=budget)
         remove_dead_code(edited)
-        before = max(live_bytes(edited).values())
+        before = max(LiveBytes(edited.graph).now().values())
         mib = None if budget is None else budget / 2**20
         schedule_comm_wait(edited, memory_budget_mb=mib)
         if budget is not None:
-            assert max(live_bytes(edited).values()) <= before + budget
+            assert max(LiveBytes(edited.graph).now().values()) <= before + budget
         assert_same(gm, edited, inputs, kept.keeps_bits)

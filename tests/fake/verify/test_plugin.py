@@ -44,8 +44,6 @@ def warm():
         parallelize_module(model, maker(tp=2), {"0": ColwiseParallel()})
         model(torch.ones(2, 8, requires_grad=True)).sum().backward()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.unit
 _ALL_REDUCE = TABLE["_c10d_functional::all_reduce"]
 _ALL_GATHER = TABLE["_c10d_functional::all_gather_into_tensor"]
 _UNKNOWN = find_operator("c10d::brand_new_op")
+_NOTHING = Measure("none", (), 0, 0)
 
 
 def _real(*shape, dtype=torch.float32):
@@ -60,9 +61,82 @@ def test_dtypes(dtype, name, size):
     assert found == Measure(name, (3, 5), 15 * size, 20 * size)
 
 
-def test_a_shard_counts_as_the_whole():
-    found = measure(_ALL_GATHER, {"input": _meta(2, 8)}, group_size=4)
-    assert found == Measure("float32", (2, 8), 256, 192)
+# The operator, its arguments, the size of the group, and what is found.
+_CASES = {
+    "a shard counts as the whole": (
+        "_c10d_functional::all_gather_into_tensor",
+        {"input": _meta(2, 8)}, 4, Measure("float32", (2, 8), 256, 192),
+    ),
+    "a scalar is one element": (
+        "_c10d_functional::all_reduce",
+        {"input": torch.tensor(1.0)}, 2, Measure("float32", (), 4, 4),
+    ),
+    "a view counts its own elements": (
+        "_c10d_functional::all_reduce",
+        {"input": _real(1, 1).expand(8, 8)}, 2, Measure("float32", (8, 8), 256, 256),
+    ),
+    "a list of one keeps its shape": (
+        "c10d::allreduce_",
+        {"tensors": [_meta(8, 4)]}, 4, Measure("float32", (8, 4), 128, 192),
+    ),
+    "a coalesced list is one buffer": (
+        "_c10d_functional::all_reduce_coalesced",
+        {"inputs": [_meta(8, 4), _meta(3), _meta(2, 2, 2)]}, 43,
+        Measure("float32", (43,), 172, 2 * 42 * 4),
+    ),
+    "coalesced shards count as the whole": (
+        "_c10d_functional::all_gather_into_tensor_coalesced",
+        {"inputs": (_meta(2), _meta(4))}, 2, Measure("float32", (6,), 48, 24),
+    ),
+    "nested lists are flattened": (
+        "c10d::reduce_scatter_",
+        {
+            "output_tensors": [_meta(5)],
+            "input_tensors": [[_meta(5), _meta(5)], (_meta(5), _meta(5))],
+        },
+        4, Measure("float32", (20,), 80, 60),
+    ),
+    "mixed dtypes are named mixed and summed": (
+        "c10d::allreduce_coalesced_",
+        {"tensors": [_meta(4), _meta(4, dtype=torch.half), _meta(1, dtype=torch.long)]},
+        2, Measure("mixed", (9,), 32, 32),
+    ),
+    "a gather counts all shares": (
+        "c10d::gather_", {"input_tensors": [_meta(6)]}, 3,
+        Measure("float32", (6,), 72, 16),
+    ),
+    "a scatter counts all shares": (
+        "c10d::scatter_", {"output_tensors": [_meta(6)]}, 3,
+        Measure("float32", (6,), 72, 16),
+    ),
+    "a fused all_gather moves the left factor": (
+        "symm_mem::fused_all_gather_matmul",
+        {"A": _meta(2, 4, 16), "Bs": [_meta(16, 8), _meta(16, 32)]}, 4,
+        Measure("float32", (2, 4, 16), 2048, 1536),
+    ),
+    "a fused reduce_scatter moves the product": (
+        "symm_mem::fused_matmul_reduce_scatter",
+        {"A": _meta(8, 16), "B": _meta(16, 4)}, 4, Measure("float32", (8, 4), 128, 96),
+    ),
+    "an unknown operator may have a zero in its tensor": (
+        "c10d::brand_new_op", {"x": torch.zeros(1)}, 4, Measure("float32", (1,), 4, 0),
+    ),
+    "no tensor": ("c10d::allreduce_", {"tensors": []}, 4, _NOTHING),
+    "a list of no tensor": ("c10d::allreduce_", {"tensors": [[]]}, 4, _NOTHING),
+    "None": ("c10d::allreduce_", {"tensors": None}, 4, _NOTHING),
+    # Its `tensor` only says which device to use.
+    "a barrier": ("c10d::barrier", {"tensor": _real(7)}, 4, _NOTHING),
+    "a watched barrier": ("c10d::monitored_barrier_", {"tensor": _real(7)}, 4, _NOTHING),
+    "unknown, without tensors": ("c10d::brand_new_op", {"tag": "x"}, 4, _NOTHING),
+    "unknown, without arguments": ("c10d::brand_new_op", {}, 4, _NOTHING),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "size", "found"), _CASES.values(), ids=_CASES
+)
+def test_every_form_of_argument(name, arguments, size, found):
+    assert measure(find_operator(name), arguments, size) == found
 
 
 @pytest.mark.parametrize("shape", [(0,), (4, 0), (0, 3, 2)])
@@ -70,82 +144,6 @@ def test_a_shard_counts_as_the_whole():
 def test_empty_tensors_send_nothing(operator, shape):
     found = measure(operator, {"input": _real(*shape)}, group_size=4)
     assert found == Measure("float32", shape, 0, 0)
-
-
-def test_a_scalar_is_one_element():
-    found = measure(_ALL_REDUCE, {"input": torch.tensor(1.0)}, group_size=2)
-    assert found == Measure("float32", (), 4, 4)
-
-
-def test_views_count_their_own_elements():
-    found = measure(_ALL_REDUCE, {"input": _real(1, 1).expand(8, 8)}, group_size=2)
-    assert found.payload_bytes == 256
-
-
-def test_a_list_of_one_keeps_its_shape():
-    found = measure(TABLE["c10d::allreduce_"], {"tensors": [_meta(8, 4)]}, 4)
-    assert found == Measure("float32", (8, 4), 128, 192)
-
-
-def test_a_coalesced_list_is_measured_as_one_buffer():
-    tensors = [_meta(8, 4), _meta(3), _meta(2, 2, 2)]
-    operator = TABLE["_c10d_functional::all_reduce_coalesced"]
-    found = measure(operator, {"inputs": tensors}, group_size=43)
-    assert found == Measure("float32", (43,), 172, 2 * 42 * 4)
-
-
-def test_coalesced_shards_count_as_the_whole():
-    operator = TABLE["_c10d_functional::all_gather_into_tensor_coalesced"]
-    found = measure(operator, {"inputs": (_meta(2), _meta(4))}, group_size=2)
-    assert found == Measure("float32", (6,), 48, 24)
-
-
-def test_nested_lists_are_flattened():
-    arguments = {
-        "output_tensors": [_meta(5)],
-        "input_tensors": [[_meta(5), _meta(5)], (_meta(5), _meta(5))],
-    }
-    found = measure(TABLE["c10d::reduce_scatter_"], arguments, group_size=4)
-    assert found == Measure("float32", (20,), 80, 60)
-
-
-def test_mixed_dtypes_are_named_mixed_and_summed():
-    tensors = [_meta(4), _meta(4, dtype=torch.float16), _meta(1, dtype=torch.int64)]
-    found = measure(TABLE["c10d::allreduce_coalesced_"], {"tensors": tensors}, 2)
-    assert found == Measure("mixed", (9,), 32, 32)
-
-
-@pytest.mark.parametrize("tensors", [[], [[]], None])
-def test_no_tensor_at_all(tensors):
-    found = measure(TABLE["c10d::allreduce_"], {"tensors": tensors}, 4)
-    assert found == Measure("none", (), 0, 0)
-
-
-@pytest.mark.parametrize("name", ["c10d::barrier", "c10d::monitored_barrier_"])
-def test_a_barrier_carries_nothing(name):
-    # Its `tensor` only says which device to use.
-    found = measure(TABLE[name], {"tensor": _real(7)}, group_size=4)
-    assert found == Measure("none", (), 0, 0)
-
-
-def test_gather_and_scatter_count_all_shares():
-    gather = measure(TABLE["c10d::gather_"], {"input_tensors": [_meta(6)]}, 3)
-    scatter = measure(TABLE["c10d::scatter_"], {"output_tensors": [_meta(6)]}, 3)
-    assert gather == scatter == Measure("float32", (6,), 72, 16)
-
-
-def test_fused_all_gather_moves_the_left_factor():
-    arguments = {"A": _meta(2, 4, 16), "Bs": [_meta(16, 8), _meta(16, 32)]}
-    operator = TABLE["symm_mem::fused_all_gather_matmul"]
-    found = measure(operator, arguments, group_size=4)
-    assert found == Measure("float32", (2, 4, 16), 2048, 1536)
-
-
-def test_fused_reduce_scatter_moves_the_product():
-    arguments = {"A": _meta(8, 16), "B": _meta(16, 4)}
-    operator = TABLE["symm_mem::fused_matmul_reduce_scatter"]
-    found = measure(operator, arguments, group_size=4)
-    assert found == Measure("float32", (8, 4), 128, 96)
 
 
 @pytest.mark.parametrize(
@@ -183,16 +181,6 @@ def test_an_unknown_operator_shows_its_first_tensors(make):
     arguments = {"tag": "x", "tensors": [make(3, 2)], "other": make(9)}
     found = measure(_UNKNOWN, arguments, group_size=4)
     assert found == Measure("float32", (3, 2), 24, 0)
-
-
-def test_an_unknown_operator_with_a_zero_in_its_tensor():
-    found = measure(_UNKNOWN, {"x": torch.zeros(1)}, group_size=4)
-    assert found == Measure("float32", (1,), 4, 0)
-
-
-def test_an_unknown_operator_without_tensors():
-    assert measure(_UNKNOWN, {"tag": "x"}, 4) == Measure("none", (), 0, 0)
-    assert measure(_UNKNOWN, {}, 4) == Measure("none", (), 0, 0)
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "all_gather_into_tensor", "broadcast"])

@@ -1,7 +1,6 @@
 """Wire bytes against closed formulas, written down a second time here."""
 
 from fractions import Fraction
-from math import ceil
 
 import pytest
 from hypothesis import given
@@ -27,10 +26,6 @@ _TRAFFIC = {
     Kind.UNKNOWN: lambda s, n: 0,
 }
 _COLLECTIVES = sorted(_TRAFFIC)
-
-payloads = st.integers(0, 2**60)
-sizes = st.integers(1, 4096)
-kinds = st.sampled_from(list(Kind))
 
 
 def test_every_kind_has_a_formula():
@@ -71,43 +66,9 @@ def test_send_does_not_depend_on_the_group(size):
 
 
 @pytest.mark.parametrize("kind", _COLLECTIVES)
-@given(payload=payloads, size=st.integers(2, 4096))
-def test_sum_over_ranks_is_the_traffic_within_rounding(kind, payload, size):
-    traffic = _TRAFFIC[kind](payload, size)
-    over_all = size * wire_bytes(kind, payload, size)
-    assert traffic <= over_all < traffic + size
-
-
-@pytest.mark.parametrize("kind", _COLLECTIVES)
-@given(units=st.integers(0, 2**40), size=st.integers(2, 512))
-def test_sum_over_ranks_is_exact_where_sizes_divide(kind, units, size):
-    payload = units * size * size
-    over_all = size * wire_bytes(kind, payload, size)
-    assert over_all == _TRAFFIC[kind](payload, size)
-
-
-@given(kind=kinds, payload=payloads, size=sizes)
-def test_wire_is_a_whole_number_and_at_most_twice_the_payload(kind, payload, size):
-    wire = wire_bytes(kind, payload, size)
+@given(payload=st.integers(0, 2**60), size=st.integers(2, 4096))
+def test_wire_is_the_share_of_the_traffic_rounded_up(kind, payload, size):
+    """No other whole number is within these bounds."""
+    traffic, wire = _TRAFFIC[kind](payload, size), wire_bytes(kind, payload, size)
     assert isinstance(wire, int)
-    assert 0 <= wire <= 2 * payload
-
-
-@given(kind=kinds, payload=payloads, more=payloads, size=sizes)
-def test_wire_grows_with_the_payload(kind, payload, more, size):
-    assert wire_bytes(kind, payload, size) <= wire_bytes(kind, payload + more, size)
-
-
-@given(payload=payloads, size=sizes)
-def test_all_reduce_is_reduce_scatter_then_all_gather(payload, size):
-    halves = sum(
-        wire_bytes(kind, payload, size)
-        for kind in (Kind.REDUCE_SCATTER, Kind.ALL_GATHER)
-    )
-    assert 0 <= halves - wire_bytes(Kind.ALL_REDUCE, payload, size) <= 1
-
-
-@pytest.mark.parametrize(("payload", "size"), [(1, 2), (5, 3), (7, 4), (2**53 + 1, 3)])
-def test_fractions_of_a_byte_are_rounded_up(payload, size):
-    exact = Fraction((size - 1) * payload, size)
-    assert wire_bytes(Kind.ALL_GATHER, payload, size) == ceil(exact)
+    assert traffic <= size * wire < traffic + size

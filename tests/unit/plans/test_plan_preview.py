@@ -15,6 +15,7 @@ from torchspmd.comm import Kind, Phase
 from torchspmd.errors import PlanError, UsageError
 from torchspmd.parallel import (
     ColwiseParallel,
+    ExpertParallel,
     FusedColwiseParallel,
     KeyValueParallel,
     RowwiseParallel,
@@ -90,6 +91,28 @@ def test_fused_parts_and_shared_heads_are_counted_as_they_lie():
     few = Plan({"k": KeyValueParallel(num_heads=2)})
     assert rows(few.preview(Attention(), {"tp": 4}))["k.weight"].is_replicated
     assert not rows(few.preview(Attention(), {"tp": 2}))["k.weight"].is_replicated
+
+
+def test_packed_parameters_are_cut_part_by_part():
+    model = nn.Module()
+    model.gate_up = nn.Parameter(torch.ones(2, 10, 4))
+    style = ExpertParallel(parameter_placements=Shard(1), packed={"gate_up": 2})
+    (row,) = Plan({"": style}).preview(model, {"tp": 2}).rows
+    assert row.local_shapes == ((2, 3 + 3, 4), (2, 2 + 2, 4))
+    assert (row.layout, row.parts) == ("Shard(1)", ((5, "Shard(1)"),) * 2)
+
+
+@pytest.mark.parametrize(
+    "style",
+    [
+        KeyValueParallel(num_heads=3),
+        ExpertParallel(packed={"weights": 2}),
+        ExpertParallel(parameter_placements=Replicate(), packed={"weight": 0}),
+    ],
+)
+def test_a_style_that_does_not_fit_is_a_problem_of_the_plan(style):
+    with pytest.raises(PlanError, match="the plan does not fit MLP"):
+        Plan({"up": style}).preview(MLP(), {"tp": 2})
 
 
 def test_a_style_that_does_not_tell_is_shown_as_unknown():
@@ -245,6 +268,40 @@ def test_sizes_that_are_written_into_a_forward_are_noted():
     assert "not from the config: -1 in a view" in preview.notes[-1]
     whole = plan.preview(model, {"tp": 1}, batch=2, seq=3)
     assert len(whole.notes) == 1
+
+
+def test_a_forward_that_fails_on_one_rank_is_counted_layer_by_layer():
+    class LocalHeads(FixedHeads):
+        def forward(self, x):
+            q = self.q(x).view(*x.shape[:-1], -1, self.head_dim)
+            return self.o(q.flatten(-2))
+
+    plan = Plan({"0.q": ColwiseParallel(), "0.o": RowwiseParallel()})
+    fails, runs = (
+        plan.preview(nn.Sequential(m), {"tp": 2}, batch=2, seq=3).ledger.total_by(
+            "module", "phase", "kind"
+        )
+        for m in (FixedHeads(), LocalHeads())
+    )
+    assert fails == runs != {}
+
+
+def test_a_preview_without_gradients_around_it_has_a_backward():
+    model = GPT()
+    plan = auto_plan(model)
+    expected = plan.preview(model, {"tp": 2}, batch=2, seq=6).ledger.total_by("phase")
+    with torch.no_grad():
+        found = plan.preview(model, {"tp": 2}, batch=2, seq=6).ledger.total_by("phase")
+    assert found == expected and len(found) == 2
+
+
+def test_a_scripted_module_is_not_changed():
+    model = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.Linear(8, 8)))
+    held = [id(p) for p in model.parameters()]
+    plan = Plan({"0": ColwiseParallel(output_layouts=Replicate())})
+    plan.preview(model, {"tp": 2}, batch=2, seq=3)
+    assert [id(p) for p in model.parameters()] == held
+    assert type(model[1].weight.data) is torch.Tensor
 
 
 class TokensOfHeads(nn.Module):

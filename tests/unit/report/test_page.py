@@ -6,6 +6,7 @@ import json
 import re
 
 import pytest
+from ledger_strategies import make_event, make_ledger
 from prediction_documents import HOSTILE, prediction, search
 
 from torchspmd.comm import CommEvent, Group, Kind, Ledger, Phase, ledger_to_dict
@@ -17,19 +18,17 @@ from torchspmd.step import ExposureReport
 pytestmark = pytest.mark.unit
 
 VIEWS = ["verdict", "timeline", "memory", "modules", "mesh", "compare", "assumptions"]
-TP = Group("0", (0, 1, 2, 3), "tp")
 
 
 def ledger(*, payload=128, module="Net.layers.{}.up", implicit=False):
-    found = Ledger()
-    for layer in range(3):
-        found.append(
-            CommEvent(
-                Kind.ALL_REDUCE, "c10d_functional.all_reduce", "float32", (8, 4), payload,
-                payload * 3 // 2, TP, Phase.BACKWARD, module.format(layer), implicit,
-            )
-        )  # fmt: skip
-    return found
+    fields = {"phase": Phase.BACKWARD, "implicit": implicit}
+    wire = payload * 3 // 2
+    return make_ledger(
+        *(
+            make_event(payload=payload, wire=wire, module=module.format(n), **fields)
+            for n in range(3)
+        )
+    )
 
 
 def data_of(html):

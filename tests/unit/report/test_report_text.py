@@ -3,38 +3,20 @@
 import io
 
 import pytest
+from ledger_strategies import make_event, make_ledger
 from rich.console import Console
 
-from torchspmd.comm import CommEvent, Group, Kind, Ledger, Phase, diff_ledgers
+from torchspmd.comm import Kind, Ledger, Phase, diff_ledgers
 from torchspmd.comm.tree import build_tree, fold_alike
 from torchspmd.report import format_bytes, print_changes, print_ledger
 
 pytestmark = pytest.mark.unit
 
-TP = Group("1", (0, 1, 2, 3), "tp")
-
 
 def event(module, kind=Kind.ALL_REDUCE, phase=Phase.FORWARD, payload=1024, **more):
-    wire = payload * 3 // 2
-    return CommEvent(
-        kind,
-        f"c10d_functional.{kind}",
-        "float32",
-        (256,),
-        payload,
-        wire,
-        TP,
-        phase,
-        module,
-        **more,
+    return make_event(
+        kind, payload, payload * 3 // 2, phase=phase, module=module, **more
     )
-
-
-def ledger_of(*events, **options):
-    ledger = Ledger(**options)
-    for each in events:
-        ledger.append(each)
-    return ledger
 
 
 def text_of(print_it, *values, width=80):
@@ -49,7 +31,7 @@ def gpt(num_layers=4):
         events.append(event(f"GPT.layers.{layer}.mlp.down"))
         if layer:  # the first layer's input needs no gradient
             events.append(event(f"GPT.layers.{layer}.mlp.up", phase=Phase.BACKWARD))
-    return ledger_of(
+    return make_ledger(
         *events, event("GPT.head", Kind.ALL_GATHER, payload=4096), event("Global")
     )
 
@@ -83,7 +65,7 @@ def test_ledger_report():
 
 def test_report_fits_80_columns_with_all_phases_and_long_names():
     name = "Model." + ".".join(f"a_rather_long_name_{n}" for n in range(5))
-    ledger = ledger_of(*(event(name, phase=phase, payload=2**40) for phase in Phase))
+    ledger = make_ledger(*(event(name, phase=phase, payload=2**40) for phase in Phase))
     assert max(map(len, text_of(print_ledger, ledger).splitlines())) <= 80
 
 
@@ -104,7 +86,7 @@ def test_parents_include_their_children():
 
 def test_what_numbers_do_not_say():
     cause = "aten.mm.default: Shard(0) -> Replicate"
-    ledger = ledger_of(
+    ledger = make_ledger(
         event("M", implicit=True, cause=cause),
         event("M", implicit=True, cause=cause),
         event("M", check=True),
@@ -128,10 +110,10 @@ def test_an_empty_ledger_says_so():
 
 
 def test_changes():
-    after = ledger_of(
+    after = make_ledger(
         event("M.a"), event("M.a"), event("M.b", Kind.ALL_GATHER, implicit=True)
     )
-    changes = diff_ledgers(ledger_of(event("M.a"), event("M.c")), after)
+    changes = diff_ledgers(make_ledger(event("M.a"), event("M.c")), after)
     assert (
         text_of(print_changes, changes)
         == """\
@@ -149,10 +131,10 @@ M.c     all_reduce  tp    forward  1 -> 0       1.00 KiB -> 0 B
 
 def test_alike_changes_fold_and_paths_break_at_dots():
     names = [f"GPT.decoder_layers.{layer}.self_attention.norm" for layer in range(12)]
-    before = ledger_of(*map(event, names))
+    before = make_ledger(*map(event, names))
     more = event(names[5], payload=2048)
     changes = diff_ledgers(
-        before, ledger_of(*map(event, names), *map(event, names), more)
+        before, make_ledger(*map(event, names), *map(event, names), more)
     )
     assert (
         text_of(print_changes, changes)

@@ -9,7 +9,7 @@ import torch
 from step_models import build, difference
 from torch import nn
 
-from torchspmd.step import compile, compiled
+from torchspmd.step import compile, compiled, programs
 
 pytestmark = pytest.mark.unit
 
@@ -170,7 +170,7 @@ def train():
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_every_change_is_seen(change, train, long_ways, monkeypatch):
-    monkeypatch.setattr(compiled, "MANY_PROGRAMS", 2 + 2 * len(CHANGES))
+    monkeypatch.setattr(programs, "MANY_PROGRAMS", 2 + 2 * len(CHANGES))
     pairs = build("mlp", "momentum")
     for model, _ in pairs:
         model.scales = [1.0, 2.0]

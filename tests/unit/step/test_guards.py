@@ -207,7 +207,7 @@ def test_many_programs_are_told_of():
 
 
 def test_of_too_many_programs_the_one_unused_longest_goes(monkeypatch):
-    monkeypatch.setattr("torchspmd.step.compiled.MAX_PROGRAMS", 2)
+    monkeypatch.setattr("torchspmd.step.programs.MAX_PROGRAMS", 2)
     pairs = build("mlp", "sgd")
     compiled = compile(named_step)
     for name in "abaca":  # b goes when c comes

@@ -125,7 +125,8 @@ def deferred(step, names, place, given):
     nodes = {node.name: node for node in module.graph.nodes}
     region = [nodes[name] for name in names]
     module.graph.move_to_next_iter_before(region, nodes[place], strict=True)
-    module.finalize_setup(FormsInPlace(module, module.main_gm).make_ready)
+    forms = FormsInPlace(module, module.main_gm, is_compiled=False)
+    module.finalize_setup(forms.make_ready)
     return module
 
 

@@ -475,7 +475,7 @@ def far_down_a_list():
         return train(model, optim, batch, sum(numbers) / 5000)
 
     def change(number):
-        numbers[7] = 5000.0 * number
+        numbers[4007] = 5000.0 * number
 
     return World(step, change=change)
 
@@ -657,8 +657,7 @@ ROWS = {
     "p in a frozenset": Row(
         by_parameter(
             lambda p, held: 0.5 if p in held else 1.0, lambda m: frozenset([m.bias])
-        ),
-        "held around step is a frozenset of parameters",
+        )
     ),
     "a refusal that the step catches": Row(
         caught(Exception), "needs a tensor's value while it is captured"

@@ -7,9 +7,9 @@ import re
 
 import pytest
 import torch
-import torch._inductor
 from rich.console import Console
 from torch import nn
+from torch._inductor import compile_fx
 from torch.profiler import ProfilerActivity, profile
 from training import train
 
@@ -118,15 +118,15 @@ def test_the_compilers_cache_is_used_and_may_be_broken(monkeypatch):
     again, same = run(backend="inductor")
     assert "Inductor: compiled" in first.explain()
     assert "Inductor: compiled code from its cache" in again.explain()
-    real, calls = torch._inductor.compile, []
+    real, calls = compile_fx.compile_fx, []
 
-    def fails_once(*args):
+    def fails_once(*args, **options):
         calls.append(1)
         if len(calls) == 1:
             raise OSError("truncated")
-        return real(*args)
+        return real(*args, **options)
 
-    monkeypatch.setattr(torch._inductor, "compile", fails_once)
+    monkeypatch.setattr(compile_fx, "compile_fx", fails_once)
     # A cache of its own would compile everything anew, which takes long.
     monkeypatch.setattr("torch._inductor.utils.fresh_cache", contextlib.nullcontext)
     without, third = run(backend="inductor")

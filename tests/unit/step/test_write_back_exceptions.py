@@ -99,6 +99,20 @@ def test_a_step_whose_results_were_not_all_copied_is_lost(training, fail, form, 
     assert_equal(training.snapshot(), training.references[2])
 
 
+def test_lost_states_may_be_written_by_whoever_holds_the_tensors(training, fail):
+    """Without a method of the model or the optimizer that could notice it."""
+    step = start(training, "steady")
+    held = training.tensors()
+    before = [tensor.detach().clone() for tensor in held]
+    fail(1)
+    interrupted(step)
+    with torch.no_grad():
+        for tensor, value in zip(held, before, strict=True):
+            tensor.copy_(value)
+    training.compiled.flush()  # nothing is lost any more
+    assert all(map(torch.equal, held, before))
+
+
 def test_a_flush_whose_results_were_not_copied(training, fail):
     training.load()
     training.step(batches(1)[0])

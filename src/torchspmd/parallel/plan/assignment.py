@@ -1,5 +1,6 @@
 """One style for one module, and what can be known of a style before it is applied."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -10,17 +11,20 @@ from torch.distributed.tensor.parallel import SequenceParallel as TorchSequence
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
+from torchspmd import _torch
+from torchspmd.errors import LayoutError
 from torchspmd.layout.retired import describe_losses
+from torchspmd.parallel.axis import Axis
 from torchspmd.parallel.fused import FusedColwiseParallel, KeyValueParallel
 from torchspmd.parallel.linear import (
     ColwiseParallel,
     RowwiseParallel,
     ShardedStyle,
-    linear_form,
 )
 from torchspmd.parallel.plan.plan import Style
+from torchspmd.parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput
 from torchspmd.parallel.sequence import SequenceParallel
-from torchspmd.parallel.style import ParallelStyle, PlacedStyle
+from torchspmd.parallel.style import ParallelStyle, Place, PlacedStyle
 
 _OWN_ATTENTION = (
     "leave the attention without styles, or write it with four nn.Linear "
@@ -63,12 +67,18 @@ def own_style(style: Style) -> ParallelStyle | None:
     return None
 
 
-def fused_form(assignment: Assignment) -> FusedColwiseParallel | None:
-    """A fused style, or the one that is equal to a KeyValueParallel; else None."""
-    style, module = assignment.style, assignment.module
-    if isinstance(style, KeyValueParallel) and linear_form(module) is not None:
-        return style.fused(module)
-    return style if isinstance(style, FusedColwiseParallel) else None
+def taken_layouts(
+    style: ParallelStyle | None, module: nn.Module
+) -> tuple[tuple[Placement | None, ...], Mapping[str, Placement]]:
+    """The layouts in which a style takes plain inputs, by position and by name."""
+    if isinstance(style, PrepareModuleInputOutput):
+        style = style.prepare_module_input
+    if isinstance(style, PrepareModuleInput):
+        given = style.input_layouts
+        by_name = style.input_kwarg_layouts or {}
+        return (given if isinstance(given, tuple) else ()), by_name
+    layouts = None if style is None else style.layouts(module)
+    return (() if layouts is None else layouts.inputs), {}
 
 
 def find_problems(style: Style, module: nn.Module, num_ranks: int) -> list[str]:
@@ -110,6 +120,21 @@ def _find_obstacles(style: ParallelStyle, module: nn.Module) -> list[str]:
             if name in replaced and not isinstance(parameter, DTensor)
         }
     )
+
+
+def place(assignment: Assignment, axis: Axis, src_data_rank: int | None) -> None:
+    """Put the style on the module."""
+    style, module = assignment.style, assignment.module
+    if isinstance(style, ParallelStyle):
+        where = Place(axis=axis, path=assignment.path, src_data_rank=src_data_rank)
+        placed = style.place(module, where)
+    else:
+        placed = _torch.apply_torch_style(style, module, axis.mesh, src_data_rank)
+    if placed is not module:
+        raise LayoutError(
+            f"'{assignment.path}': {type(style).__name__} returned another module. A "
+            "style changes the module that it is given and returns it."
+        )
 
 
 def parameter_layouts(assignment: Assignment) -> dict[str, Placement] | None:

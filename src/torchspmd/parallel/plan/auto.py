@@ -10,8 +10,8 @@ from torchspmd.errors import PlanError
 from torchspmd.parallel.experts import ReplicateParallel
 from torchspmd.parallel.fused import FusedColwiseParallel
 from torchspmd.parallel.linear import ColwiseParallel, RowwiseParallel, linear_form
-from torchspmd.parallel.plan.dry_run import find_fixed_sizes
 from torchspmd.parallel.plan.flow import OUTPUT, Flow, follow, is_plain_linear
+from torchspmd.parallel.plan.forecast import find_fixed_sizes
 from torchspmd.parallel.plan.hugging_face import packed_experts
 from torchspmd.parallel.plan.names import (
     explain_no_match,
@@ -128,13 +128,15 @@ def _find_failure(
     plan: Plan, model: nn.Module, inputs: Inputs
 ) -> NotRunnableError | None:
     """Why the forward runs on the shapes of one rank for no number of ranks."""
-    failure = None
     assignments = resolve(plan, model, {"tp": 1}, call="auto_plan").assignments
+    failures = []
     for num_ranks in _RANKS:
         failure = find_fixed_sizes(model, assignments, inputs, num_ranks)
         if failure is None:
             return None
-    return failure
+        failures.append(failure)
+    # Heads that do not divide over so many ranks fail before any module runs.
+    return max(failures, key=lambda failure: bool(failure.path))
 
 
 def _left(

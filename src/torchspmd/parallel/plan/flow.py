@@ -244,6 +244,7 @@ _CONVERSIONS = """
     bfloat16 bool clone contiguous detach double float half requires_grad_ to type
     type_as
 """.split()
+SPLITS = ("chunk", "split", "tensor_split")
 RULES: dict[str, Rule] = {
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
     **dict.fromkeys(_CONVERSIONS, _same),
@@ -253,7 +254,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("transpose", "swapaxes", "swapdims"), _transpose),
     "permute": _permute,
     **dict.fromkeys(("softmax", "log_softmax", "cumsum"), _along),
-    **dict.fromkeys(("chunk", "split", "tensor_split"), _split),
+    **dict.fromkeys(SPLITS, _split),
     "__getitem__": _index,
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expand),
     "repeat_interleave": _repeat_interleave,
@@ -264,7 +265,6 @@ RULES: dict[str, Rule] = {
     "scaled_dot_product_attention": _attention,
     **dict.fromkeys(("layer_norm", "rms_norm"), _normalise),
 }
-_SPLITS = ("chunk", "split", "tensor_split")
 
 
 OUTPUT = "they are an output of the model"
@@ -480,7 +480,7 @@ class _Follower:
                 f"the torch function {call.name} is applied, for which no rule is known"
             )
         try:
-            if call.name in _SPLITS and self._split(call):
+            if call.name in SPLITS and self._split(call):
                 return [self.trails[id(call.args[0])]] * len(call.outputs)
             if rule not in (_reshape, _same):
                 self._note_unsplit(call)

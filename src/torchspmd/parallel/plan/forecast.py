@@ -1,22 +1,33 @@
-"""The communication that a plan will cause, as a ledger that nothing has sent."""
+"""The communication that a plan will cause: that of its own layers, on shapes.
 
-import math
+A copy of the model gets the plan's styles, on a private group that has no other ranks, and
+makes one forward and backward without values, as rank 0 of the axis. What its layers send
+is recorded as in a real run, so a forecast and a run cannot differ. Where the model does
+not run so, each layer with a style is run by itself.
+"""
+
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from torchspmd.comm import CommEvent, Group, Kind, Ledger, Phase, wire_bytes
+from torchspmd import _torch
+from torchspmd.comm import GLOBAL, CommEvent, Group, Ledger, Operator, Phase, measure
 from torchspmd.layout.placements import positive_dim
-from torchspmd.layout.shards import full_shard_size
-from torchspmd.parallel.axis import PlanMesh, gradient_layout
-from torchspmd.parallel.experts import ExpertParallel
+from torchspmd.layout.shards import shard_size
+from torchspmd.parallel.axis import Axis, PlanMesh
 from torchspmd.parallel.linear import linear_form
-from torchspmd.parallel.plan.assignment import Assignment, fused_form, own_style
-from torchspmd.parallel.plan.dry_run import find_fixed_sizes
+from torchspmd.parallel.plan.assignment import (
+    Assignment,
+    own_style,
+    place,
+    taken_layouts,
+)
+from torchspmd.parallel.plan.copies import copy_shapes
 from torchspmd.parallel.plan.names import fold
 from torchspmd.parallel.plan.resolve import Resolved
 from torchspmd.parallel.plan.run import (
@@ -26,314 +37,16 @@ from torchspmd.parallel.plan.run import (
     TensorInfo,
     describe_inputs,
     guess_inputs,
+    on_shapes,
     record,
-)
-from torchspmd.parallel.prepare import (
-    PrepareModuleInput,
-    PrepareModuleInputOutput,
-    PrepareModuleOutput,
+    shapes_of,
+    state_of,
+    try_modes,
 )
 from torchspmd.parallel.sequence import SequenceParallel
-from torchspmd.parallel.style import ParallelStyle, StyleLayouts
-
-# ----------------------------------------------------------------------------
-# The layout changes that a style makes in one call, forward and backward.
-
-
-class Move(NamedTuple):
-    """A tensor that changes from one layout to another."""
-
-    phase: Phase
-    source: Placement
-    target: Placement
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class DTensors:
-    """The DTensors that modules pass to each other, by identity.
-
-    Attributes:
-        layouts: Their layouts.
-        partial_gradients: Those whose gradient comes back as partial values, because
-            all that read them leave the sum to the module that made the DTensor.
-    """
-
-    layouts: dict[int, Placement] = field(default_factory=dict)
-    partial_gradients: set[int] = field(default_factory=set)
-
-    def gradient_of(self, info: TensorInfo, layout: Placement) -> Placement:
-        """The layout in which the gradient of a tensor with this layout comes back."""
-        is_partial = info.identity in self.partial_gradients
-        return Partial() if is_partial else gradient_layout(layout)
-
-    def remember(self, info: TensorInfo, layout: Placement, *, local: bool) -> None:
-        """A DTensor tells the next module its layout; a plain tensor does not."""
-        if local:
-            self.layouts.pop(info.identity, None)
-        else:
-            self.layouts[info.identity] = layout
-
-
-def moves_of(
-    assignment: Assignment, call: ModuleCall, dtensors: DTensors, num_ranks: int
-) -> list[Move] | None:
-    """The layout changes of one call; None where it is not known.
-
-    Args:
-        assignment: The module and its style.
-        call: The module's tensors.
-        dtensors: The tensors that are DTensors by now; written to.
-        num_ranks: How many ranks the axis has.
-    """
-    style, module = own_style(assignment.style), assignment.module
-    if isinstance(style, PrepareModuleInput):
-        return list(_input_moves(style, call, dtensors))
-    if isinstance(style, PrepareModuleOutput):
-        return list(_output_moves(style, call, dtensors))
-    if isinstance(style, PrepareModuleInputOutput):
-        before = list(_input_moves(style.prepare_module_input, call, dtensors))
-        after = list(_output_moves(style.prepare_module_output, call, dtensors))
-        return before + after
-    layouts = None if style is None else style.layouts(module)
-    if style is None or layouts is None:
-        return None
-    moves = list(_layer_moves(style, layouts, call, dtensors))
-    trained = [p for p in module.parameters() if p.requires_grad]
-    if isinstance(style, SequenceParallel) and trained:
-        if type(module) not in (nn.LayerNorm, nn.RMSNorm):
-            return None  # DTensor decides when it sums the gradients
-    moves += _parameter_moves(assignment, num_ranks)
-    return sorted(moves, key=lambda move: move.phase is Phase.BACKWARD)
-
-
-def _layer_moves(
-    style: ParallelStyle, layouts: StyleLayouts, call: ModuleCall, dtensors: DTensors
-) -> Iterator[Move]:
-    """Inputs into the layouts that a layer reads, its output into that it returns."""
-    made, wanted = layouts.computed, layouts.output
-    for info, given, needed in zip(
-        call.inputs, layouts.inputs, layouts.desired_inputs, strict=False
-    ):
-        if info is None or given is None or needed is None:
-            continue
-        arriving = dtensors.layouts.get(info.identity, given)
-        yield from _forward(info, arriving, needed)
-        if info.needs_grad:
-            # Ranks that compute different things from a whole input have partial
-            # values of its gradient.
-            is_partial = isinstance(needed, Replicate) and made != Replicate()
-            gradient = Partial() if is_partial else needed
-            shares_sum = not isinstance(style, ExpertParallel)
-            if shares_sum and _leaves_sum(info, gradient, arriving, dtensors):
-                dtensors.partial_gradients.add(info.identity)
-            else:
-                yield from _backward(info, gradient, gradient_layout(arriving))
-    output = call.outputs[0]
-    assert output is not None, call
-    yield from _forward(output, made, wanted)
-    if output.needs_grad:
-        if not layouts.local_output:
-            returned = dtensors.gradient_of(output, wanted)
-            yield from _backward(output, returned, gradient_layout(wanted))
-        yield from _backward(output, gradient_layout(wanted), gradient_layout(made))
-    dtensors.remember(output, wanted, local=layouts.local_output)
-
-
-def _leaves_sum(
-    info: TensorInfo, gradient: Placement, arriving: Placement, dtensors: DTensors
-) -> bool:
-    """Whether a layer leaves the sum of a DTensor's gradient to the one that made it."""
-    is_partial = isinstance(arriving, Replicate) and isinstance(gradient, Partial)
-    return is_partial and info.identity in dtensors.layouts
-
-
-def _parameter_moves(assignment: Assignment, num_ranks: int) -> Iterator[Move]:
-    """The sums of the gradients of replicated parameters."""
-    style, module = own_style(assignment.style), assignment.module
-    trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
-    fused = fused_form(assignment)
-    if fused is not None:
-        for parameter in trained.values():
-            for part in fused.split():
-                if part.is_shared(num_ranks):
-                    # Ranks that share a head have partial gradients of its parameters.
-                    shape = (part.size, *parameter.shape[1:])
-                    yield _gradient_sum(shape, parameter.dtype)
-    elif isinstance(style, (SequenceParallel, ExpertParallel)):
-        # All in one collective.
-        placed = style.parameter_layouts(module)
-        summed = [p for n, p in trained.items() if placed[n] == Replicate()]
-        if summed:
-            shape = (sum(parameter.numel() for parameter in summed),)
-            yield _gradient_sum(shape, summed[0].dtype)
-
-
-def _gradient_sum(shape: tuple[int, ...], dtype: torch.dtype) -> Move:
-    return Move(Phase.BACKWARD, Partial(), Replicate(), shape, dtype)
-
-
-def _input_moves(
-    style: PrepareModuleInput, call: ModuleCall, dtensors: DTensors
-) -> Iterator[Move]:
-    given = style.input_layouts if isinstance(style.input_layouts, tuple) else ()
-    desired = style.desired_input_layouts
-    desired = desired if isinstance(desired, tuple) else ()
-    for info, source, target in zip(call.inputs, given, desired, strict=False):
-        yield from _prepared(info, source, target, style.use_local_output, dtensors)
-    targets = style.desired_input_kwarg_layouts or {}
-    for name, source in (style.input_kwarg_layouts or {}).items():
-        info, target = call.keywords.get(name), targets.get(name)
-        yield from _prepared(info, source, target, style.use_local_output, dtensors)
-
-
-def _output_moves(
-    style: PrepareModuleOutput, call: ModuleCall, dtensors: DTensors
-) -> Iterator[Move]:
-    given, desired = style.output_layouts, style.desired_output_layouts
-    assert isinstance(given, tuple) and isinstance(desired, tuple)
-    for info, source, target in zip(call.outputs, given, desired, strict=False):
-        yield from _prepared(info, source, target, style.use_local_output, dtensors)
-
-
-def _prepared(
-    info: TensorInfo | None,
-    source: Placement | None,
-    target: Placement | None,
-    local: bool,
-    dtensors: DTensors,
-) -> Iterator[Move]:
-    if info is None or source is None:
-        return
-    arriving = dtensors.layouts.get(info.identity, source)
-    target = target or arriving
-    yield from _forward(info, arriving, target)
-    if info.needs_grad:
-        returned = gradient_layout(target)
-        if not local:
-            returned = dtensors.gradient_of(info, target)
-        yield from _backward(info, returned, gradient_layout(arriving))
-    dtensors.remember(info, target, local=local)
-
-
-def _forward(info: TensorInfo, source: Placement, target: Placement) -> Iterator[Move]:
-    yield Move(Phase.FORWARD, source, target, info.shape, info.dtype)
-
-
-def _backward(info: TensorInfo, source: Placement, target: Placement) -> Iterator[Move]:
-    yield Move(Phase.BACKWARD, source, target, info.shape, info.dtype)
-
-
-# ----------------------------------------------------------------------------
-# The communication of a plan, from the layouts of its styles and the calls of a model.
-#
-# What ``redistribute.move`` does with tensors, this does with shapes, by one table:
-#
-# | from      | to          | sends                                      |
-# |-----------|-------------|--------------------------------------------|
-# | Partial   | Replicate   | all_reduce of the whole tensor             |
-# | Partial   | Shard(d)    | reduce_scatter of the whole, d padded      |
-# | Shard(d)  | Replicate   | all_gather to the whole, d padded          |
-# | Shard(d)  | Shard(e)    | all_to_all of one rank's shard, e padded   |
-# | Replicate | anything    | nothing                                    |
-
-_OPS = {
-    Kind.ALL_REDUCE: "c10d_functional.all_reduce",
-    Kind.ALL_GATHER: "c10d_functional.all_gather_into_tensor",
-    Kind.REDUCE_SCATTER: "c10d_functional.reduce_scatter_tensor",
-    Kind.ALL_TO_ALL: "c10d_functional.all_to_all_single",
-}
-
-
-class Prediction(NamedTuple):
-    """What a plan will send, and the modules for which that is not known."""
-
-    events: list[CommEvent]
-    unknown: list[str]
-
-
-def predict_collectives(
-    assignments: Sequence[Assignment],
-    calls: Sequence[ModuleCall],
-    mesh: PlanMesh,
-    model_name: str,
-) -> Prediction:
-    """Every collective of one forward and backward of the calls."""
-    by_path = {assignment.path: assignment for assignment in assignments}
-    group = Group(name="predicted", ranks=tuple(range(mesh.size)), axis=mesh.axis)
-    dtensors = _follow_dtensors(by_path, calls, mesh.size)
-    prediction = Prediction([], [])
-    for call in calls:
-        assignment = by_path[call.path]
-        module = f"{model_name}.{call.path}" if call.path else model_name
-        moves = moves_of(assignment, call, dtensors, mesh.size)
-        if moves is None:
-            prediction.unknown.append(call.path)
-            continue
-        for move in moves:
-            event = _event(move, group, module)
-            if event is not None:
-                prediction.events.append(event)
-    return prediction
-
-
-def _follow_dtensors(
-    by_path: Mapping[str, Assignment], calls: Sequence[ModuleCall], num_ranks: int
-) -> DTensors:
-    """Which sums are left to the module that made a DTensor.
-
-    It is read after it is made, so this takes a walk over the calls of its own.
-    """
-    first = DTensors()
-    for call in calls:
-        moves_of(by_path[call.path], call, first, num_ranks)
-    return DTensors(partial_gradients=first.partial_gradients)
-
-
-def _event(move: Move, group: Group, module: str) -> CommEvent | None:
-    source = positive_dim(move.source, len(move.shape))
-    target = positive_dim(move.target, len(move.shape))
-    kind = _kind(source, target)
-    if kind is None:
-        return None
-    shape = _buffer_shape(source, target, move.shape, group.size)
-    payload = math.prod(shape) * move.dtype.itemsize
-    return CommEvent(
-        kind=kind,
-        op=_OPS[kind],
-        dtype=str(move.dtype).removeprefix("torch."),
-        shape=shape,
-        payload_bytes=payload,
-        wire_bytes=wire_bytes(kind, payload, group.size),
-        group=group,
-        phase=move.phase,
-        module=module,
-    )
-
-
-def _kind(source: Placement, target: Placement) -> Kind | None:
-    if source == target or isinstance(source, Replicate):
-        return None
-    if isinstance(source, Partial):
-        if isinstance(target, Shard):
-            return Kind.REDUCE_SCATTER
-        return Kind.ALL_REDUCE if isinstance(target, Replicate) else None
-    return Kind.ALL_TO_ALL if isinstance(target, Shard) else Kind.ALL_GATHER
-
-
-def _buffer_shape(
-    source: Placement, target: Placement, shape: tuple[int, ...], size: int
-) -> tuple[int, ...]:
-    """The whole logical buffer: sharded dimensions padded to equal shards."""
-    padded = list(shape)
-    for placement in (source, target):
-        if isinstance(placement, Shard):
-            padded[placement.dim] = full_shard_size(shape[placement.dim], size) * size
-    if isinstance(source, Shard) and isinstance(target, Shard):
-        padded[source.dim] //= size  # an all-to-all exchanges one rank's shard
-    return tuple(padded)
-
+from torchspmd.parallel.style import PlacedStyle
+from torchspmd.trace.intercept import listen_alone
+from torchspmd.trace.modules import ModuleTracker
 
 # Batch and length that few numbers divide: view(batch, -1, heads, size) with the heads of
 # one device would otherwise make tokens of heads on a rank, without an error.
@@ -346,7 +59,7 @@ def forecast(
     example: Inputs | None,
     tokens: tuple[int, int],
 ) -> tuple[Ledger, list[str]]:
-    """The expected ledger of one forward and backward, and what it rests on.
+    """The ledger of one forward and backward of rank 0, and what it rests on.
 
     Args:
         model: The model, before the plan.
@@ -355,46 +68,334 @@ def forecast(
         tokens: Batch and sequence length.
     """
     assignments = resolved.assignments
-    notes: list[str]
     try:
         inputs = example if example is not None else guess_inputs(model, *tokens)
-        recording = record(model, inputs, [a.path for a in assignments])
-        calls = recording.module_calls
-        notes = [f"Shapes are those of a run on {describe_inputs(inputs)}."]
-        if recording.why_eval:
-            notes.append(
-                f"It was run in eval mode, as in training mode {recording.why_eval}."
-            )
-        tried = inputs if example is not None else guess_inputs(model, *_ODD)
-        failure = find_fixed_sizes(model, assignments, tried, resolved.mesh.size)
-        if failure is not None:
-            notes.append(
-                f"The forward fails on the shapes of one rank, {failure}. Take sizes and "
-                "numbers of heads from the tensors, not from the config: -1 in a view; "
-                "for a fused layer that it splits, split_whole=True."
-            )
+        run, notes = _run_model(model, resolved, inputs, is_example=example is not None)
     except NotRunnableError as error:
         tokens = tokens if example is None else _tokens_of(example) or tokens
         calls = list(_assumed_calls(assignments, *tokens))
+        run = _run_layers(model, assignments, calls, resolved.mesh)
         notes = [
             f"The model does not run on shapes alone ({error}): every layer is taken to "
             f"be called once on {tokens[0]} x {tokens[1]} tokens."
         ]
-    prediction = predict_collectives(
-        assignments, calls, resolved.mesh, type(model).__name__
-    )
-    called = {call.path for call in calls}
     notes += _each(
-        (a.path for a in assignments if a.path not in called),
+        (a.path for a in assignments if a.path not in run.called),
         "was not called, so what it sends is not counted.",
     )
-    notes += _each(
-        prediction.unknown, "sends an amount that is not known, and not counted."
-    )
+    notes += _each(run.unknown, "sends an amount that is not known, and not counted.")
     ledger = Ledger()
-    for event in prediction.events:
+    # A table of modules is read from the input to the output: backward beside forward.
+    places = {path: place for place, path in enumerate(run.called)}
+    for event in sorted(
+        run.events,
+        key=lambda e: places.get(e.module.partition(".")[2], len(places)),
+    ):
         ledger.append(event)
     return ledger, notes
+
+
+def _run_model(
+    model: nn.Module, resolved: Resolved, inputs: Inputs, *, is_example: bool
+) -> tuple["RankRun", list[str]]:
+    """One run as rank 0, layer by layer where that fails; and notes on it.
+
+    Raises:
+        NotRunnableError: The whole model does not run on shapes either.
+    """
+    assignments, mesh = resolved.assignments, resolved.mesh
+    odd = None
+    if not is_example and all(map(_cuts_features, assignments)):
+        odd = guess_inputs(model, *_ODD)
+
+    def run_as_rank(copied: nn.Module) -> tuple[RankRun, NotRunnableError | None]:
+        with _placed(copied, assignments, mesh) as rank:
+            return rank.run(inputs), None if odd is None else rank.find_failure(odd)
+
+    try:
+        (run, failure), why_eval = try_modes(model, run_as_rank)
+    except NotRunnableError as error:
+        failure = error
+        recording = record(model, inputs, [a.path for a in assignments])
+        why_eval = recording.why_eval
+        run = _run_layers(model, assignments, recording.module_calls, mesh)
+    notes = [f"Shapes are those of a run on {describe_inputs(inputs)}."]
+    if why_eval:
+        notes.append(f"It was run in eval mode, as in training mode {why_eval}.")
+    if failure is not None:
+        notes.append(
+            f"The forward fails on the shapes of one rank, {failure}. Take sizes and "
+            "numbers of heads from the tensors, not from the config: -1 in a view; "
+            "for a fused layer that it splits, split_whole=True."
+        )
+    return run, notes
+
+
+def find_fixed_sizes(
+    model: nn.Module, assignments: Sequence[Assignment], inputs: Inputs, num_ranks: int
+) -> NotRunnableError | None:
+    """Why the forward fails on the shapes of rank 0; None when it does not.
+
+    ``x.view(batch, tokens, self.num_heads, head_dim)`` is right on one device and fails
+    when a rank has some of the heads.
+    """
+    if num_ranks == 1:
+        return None
+    mesh = PlanMesh("tp", num_ranks, (("tp", num_ranks),))
+    try:
+        with _placed(copy_shapes(model), assignments, mesh) as rank:
+            return rank.find_failure(inputs)
+    except NotRunnableError as error:  # the styles do not fit so many ranks
+        return error
+
+
+def _cuts_features(assignment: Assignment) -> bool:
+    """Whether any number of tokens will do: plain tensors are whole, or cut in features."""
+    style = own_style(assignment.style)
+    if isinstance(style, SequenceParallel):
+        return style.use_local_output
+    layouts = None if style is None else style.layouts(assignment.module)
+    return (
+        layouts is not None
+        and layouts.local_output
+        and all(
+            x in (Replicate(), Shard(-1)) for x in (*layouts.inputs, layouts.output)
+        )
+    )
+
+
+# ----------------------------------------------------------------------------
+# One run of a copied model as rank 0 of an axis.
+
+
+@dataclass(frozen=True, slots=True)
+class RankRun:
+    """What one rank did.
+
+    Attributes:
+        events: What it sent, in order.
+        called: Paths of the modules with styles that were called, in order.
+        unknown: Paths of those of which it is not known what they send.
+    """
+
+    events: list[CommEvent] = field(default_factory=list)
+    called: dict[str, None] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def _placed(
+    copied: nn.Module, assignments: Sequence[Assignment], mesh: PlanMesh
+) -> Iterator["_Rank"]:
+    """A copied model with the styles of a plan on it, as rank 0 of an axis has it.
+
+    Raises:
+        NotRunnableError: A style could not be put on it.
+    """
+    with _torch.private_mesh(mesh.size) as device_mesh:
+        axis = Axis(
+            mesh=device_mesh,
+            name=mesh.axis,
+            size=mesh.size,
+            rank=0,
+            group=device_mesh.get_group().group_name,
+        )
+        own = [replace(a, module=copied.get_submodule(a.path)) for a in assignments]
+        with on_shapes(copied):
+            _give_shapes(copied)
+            for assignment in filter(_is_ours_or_torchs, own):
+                place(assignment, axis, src_data_rank=None)
+        yield _Rank(copied, own, axis)
+
+
+class _Rank:
+    """Runs a model that has its styles."""
+
+    def __init__(
+        self, model: nn.Module, assignments: Sequence[Assignment], axis: Axis
+    ) -> None:
+        self._model, self._assignments, self._axis = model, assignments, axis
+
+    def run(self, inputs: Inputs, *, backward: bool = True) -> RankRun:
+        """One forward, and backward; inputs are whole.
+
+        Raises:
+            NotRunnableError: It fails, or needs values.
+        """
+        unknown = [a.path for a in self._assignments if not _is_ours_or_torchs(a)]
+        run = RankRun(unknown=unknown)
+        with (
+            torch.set_grad_enabled(backward),
+            on_shapes(self._model),
+            _recorded(self._axis, run.events),
+        ):
+            output = self._forward(_Given(inputs), run)
+            if backward:
+                _backward(output)
+        return run
+
+    def find_failure(self, inputs: Inputs) -> NotRunnableError | None:
+        """Why the forward fails; None when it does not."""
+        self._model.eval()
+        try:
+            self.run(inputs, backward=False)
+        except NotRunnableError as error:
+            return error
+        return None
+
+    def _forward(self, given: "_Given", run: RankRun) -> Any:
+        """What the model returns; run again once it is known which inputs are parts."""
+        with contextlib.ExitStack() as stack:
+            for assignment in self._assignments:
+                hook = assignment.module.register_forward_pre_hook(
+                    _NoteCall(assignment, run, given), prepend=True, with_kwargs=True
+                )
+                stack.enter_context(hook)
+            try:
+                output = self._model(*given.args, **given.kwargs)
+            except Exception:
+                if not given.taken:
+                    raise
+            else:
+                if not given.taken:
+                    return output
+            given.cut(self._axis.size)
+            run.events.clear()
+            return self._model(*given.args, **given.kwargs)
+
+
+def _is_ours_or_torchs(assignment: Assignment) -> bool:
+    """Whether a style is known to touch only the module that it is given."""
+    style = assignment.style
+    known = "torch.distributed.tensor.parallel."
+    return isinstance(style, PlacedStyle) or type(style).__module__.startswith(known)
+
+
+def _give_shapes(copied: nn.Module) -> None:
+    """Tensors to compute with instead of those that only have a shape; ties are kept."""
+    for path, tensor in state_of(copied).items():
+        owner, _, name = path.rpartition(".")
+        module = copied.get_submodule(owner)
+        if not isinstance(module, torch.jit.ScriptModule):  # the user's: it has no copy
+            setattr(module, name, tensor)
+
+
+class _Given:
+    """The inputs of a model: whole at first, then as rank 0 gets them.
+
+    Attributes:
+        args: Those by position.
+        kwargs: Those by name.
+        taken: The layout in which a style takes each that is no whole tensor, by ``id``.
+    """
+
+    def __init__(self, inputs: Inputs) -> None:
+        self.args, self.kwargs = shapes_of(inputs)
+        self.taken: dict[int, Shard] = {}
+
+    def note(self, value: Any, layout: Placement | None) -> None:
+        """Note in which layout a style takes a tensor, if that is one of the inputs."""
+        inputs = (*self.args, *self.kwargs.values())
+        if isinstance(layout, Shard) and any(value is given for given in inputs):
+            self.taken[id(value)] = layout
+
+    def cut(self, num_ranks: int) -> None:
+        """Cut what was taken as one rank's part."""
+        self.args = tuple(self._cut(value, num_ranks) for value in self.args)
+        self.kwargs = {n: self._cut(v, num_ranks) for n, v in self.kwargs.items()}
+        self.taken.clear()
+
+    def _cut(self, value: Any, num_ranks: int) -> Any:
+        if id(value) not in self.taken:
+            return value
+        layout = positive_dim(self.taken[id(value)], value.ndim)
+        assert isinstance(layout, Shard)
+        size = shard_size(value.size(layout.dim), num_ranks, 0)
+        part = value.detach().narrow(layout.dim, 0, size).clone()
+        return part.requires_grad_(value.requires_grad)
+
+
+@dataclass(frozen=True, slots=True)
+class _NoteCall:
+    """Hook before all others of a module with a style: notes its call and its inputs."""
+
+    assignment: Assignment
+    run: RankRun
+    given: _Given
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.run.called[self.assignment.path] = None
+        by_place, by_name = taken_layouts(own_style(self.assignment.style), module)
+        for value, layout in zip(args, by_place, strict=False):
+            self.given.note(value, layout)
+        for name, value in kwargs.items():
+            self.given.note(value, by_name.get(name))
+
+
+def _backward(output: Any) -> None:
+    """A gradient for everything that a model returns."""
+    made = [t for t in _torch.leaves_of(torch.Tensor, output) if t.requires_grad]
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in made]
+    if local:
+        torch.autograd.backward([tensor.sum() for tensor in local])
+
+
+@contextlib.contextmanager
+def _recorded(axis: Axis, events: list[CommEvent]) -> Iterator[None]:
+    """Record what is sent over the axis, and hide it from other recordings."""
+    group = Group(name="predicted", ranks=tuple(range(axis.size)), axis=axis.name)
+    tracker = ModuleTracker()
+
+    def note(operator: Operator, arguments: Mapping[str, Any]) -> None:
+        if arguments.get("group_name") == axis.group:
+            module, phase = tracker.locate() or (GLOBAL, Phase.FORWARD)
+            size = measure(operator, arguments, axis.size)
+            kind, op = operator.kind, operator.counted_as
+            events.append(CommEvent(kind, op, *size, group, phase, module))
+
+    tracker.start()
+    try:
+        with listen_alone(note):
+            yield
+    finally:
+        tracker.stop()
+
+
+# ----------------------------------------------------------------------------
+# Layer by layer, where the whole does not run.
+
+
+def _run_layers(
+    model: nn.Module,
+    assignments: Sequence[Assignment],
+    calls: Sequence[ModuleCall],
+    mesh: PlanMesh,
+) -> RankRun:
+    """Each call of a module with a style by itself, on inputs of the whole shapes."""
+    run = RankRun()
+    by_path = {assignment.path: assignment for assignment in assignments}
+    for call in calls:
+        alone = replace(by_path[call.path], path="")
+        run.called[call.path] = None
+        try:
+            with _placed(copy_shapes(alone.module), [alone], mesh) as rank:
+                done = rank.run(tuple(map(_empty, call.inputs)))
+        except NotRunnableError:
+            run.unknown.append(call.path)
+            continue
+        run.unknown.extend(call.path for _ in done.unknown)
+        name = f"{type(model).__name__}.{call.path}" if call.path else ""
+        run.events.extend(e._replace(module=name or e.module) for e in done.events)
+    return run
+
+
+def _empty(info: TensorInfo | None) -> torch.Tensor | None:
+    if info is None:
+        return None
+    made = torch.empty(info.shape, dtype=info.dtype, device="meta")
+    return made.requires_grad_(info.needs_grad)
 
 
 def _tokens_of(inputs: Inputs) -> tuple[int, int] | None:

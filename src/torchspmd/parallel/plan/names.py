@@ -1,13 +1,14 @@
 """Module names: matching patterns, suggesting near ones, folding repeated layers."""
 
 import difflib
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
 from torch import nn
+
+from torchspmd.comm import folding
 
 _NUMBER_PART = re.compile(r"(?<![^.])\d+(?![^.])")
 _QUOTED = re.compile(r"'([\w.]+)'")
@@ -114,7 +115,7 @@ def listed(names: Iterable[str]) -> str:
     """
     all_names = list(names)
     if len(all_names) > 2 and all(name.isdecimal() for name in all_names):
-        return f"[{_ranges(sorted(map(int, all_names)))}]"
+        return f"[{folding.ranges(map(int, all_names))}]"
     more = len(all_names) - _LISTED
     shown = ", ".join(all_names[:_LISTED])
     return f"{shown} and {more} more" if more > 0 else shown
@@ -126,10 +127,9 @@ def fold(paths: Sequence[str]) -> list[str]:
     >>> fold(["layers.0.up", "layers.1.up", "layers.0.down", "head"])
     ['layers.[0-1].up', 'layers.0.down', 'head']
     """
-    groups: dict[str, list[str]] = {}
-    for path in dict.fromkeys(paths):
-        groups.setdefault(generalise(path), []).append(path)
-    return [name for group in groups.values() for name in _fold_group(group)]
+    # The first part of a path in a ledger is the model's class, which is never folded.
+    rows = folding.fold((f"model.{path}", None) for path in dict.fromkeys(paths))
+    return [name.removeprefix("model.") for name, _ in rows]
 
 
 def fold_texts(texts: Iterable[str]) -> list[str]:
@@ -168,28 +168,3 @@ def _fold_text_group(texts: list[str]) -> list[str]:
         return list(dict.fromkeys(texts))
     names = iter(folded)
     return [_QUOTED.sub(lambda found: f"'{next(names)[0]}'", first)]
-
-
-def _fold_group(paths: list[str]) -> list[str]:
-    numbers = [tuple(map(int, _NUMBER_PART.findall(path))) for path in paths]
-    columns = [sorted(set(column)) for column in zip(*numbers, strict=True)]
-    if len(paths) == 1 or math.prod(map(len, columns)) != len(paths):
-        return paths  # not every combination is there: ranges would claim too much
-    ranges = iter(columns)
-    return [_NUMBER_PART.sub(lambda found: _part(next(ranges)), paths[0])]
-
-
-def _part(numbers: list[int]) -> str:
-    return f"[{_ranges(numbers)}]" if len(numbers) > 1 else str(numbers[0])
-
-
-def _ranges(numbers: list[int]) -> str:
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ",".join(
-        f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs
-    )

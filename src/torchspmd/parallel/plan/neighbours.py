@@ -16,11 +16,10 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torchspmd import _torch
 from torchspmd.layout.placements import format_placement
 from torchspmd.parallel.linear import ColwiseParallel, linear_form
-from torchspmd.parallel.plan.assignment import Assignment, own_style
+from torchspmd.parallel.plan.assignment import Assignment, own_style, taken_layouts
 from torchspmd.parallel.plan.copies import copy_shapes, reaches_globals, traces_kept
-from torchspmd.parallel.plan.flow import is_plain_linear
+from torchspmd.parallel.plan.flow import SPLITS, is_plain_linear
 from torchspmd.parallel.plan.text_form import describe_style
-from torchspmd.parallel.prepare import PrepareModuleInput
 from torchspmd.parallel.style import ParallelStyle
 
 # ----------------------------------------------------------------------------
@@ -33,7 +32,6 @@ _KEEPS_LAYOUT = frozenset(
     "mul neg relu relu6 sigmoid silu softplus square tanh".split()
 )
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
-_SPLITS = ("chunk", "split", "tensor_split")
 # The last dimension of what a Linear gets in a transformer: (batch, sequence, features).
 _LAST_DIMS = (-1, 2)
 
@@ -124,7 +122,7 @@ def _split_name(node: fx.Node) -> str | None:
     target: str | Callable[..., object] = node.target
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     dim = node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else 0)
-    return name if name in _SPLITS and dim in _LAST_DIMS else None
+    return name if name in SPLITS and dim in _LAST_DIMS else None
 
 
 # ----------------------------------------------------------------------------
@@ -204,7 +202,8 @@ def _consumer(
     if id(module) not in styles:
         return _plain_consumer(path, module, producer)
     style = styles[id(module)]
-    layout = _taken(style, module)
+    layouts, _ = taken_layouts(style, module)
+    layout = layouts[0] if layouts else None
     if layout is None:
         return None
     if producer.style is None and not _can_judge_plain(producer, module, layout):
@@ -235,15 +234,6 @@ def _is_trained_leaf(module: nn.Module) -> bool:
     hooks = (_torch.hooks_of(p, _torch.GRADIENT_HOOK_TABLES) for p in parameters)
     is_leaf = next(module.children(), None) is None
     return is_leaf and bool(parameters) and not any(map(list, hooks))
-
-
-def _taken(style: ParallelStyle | None, module: nn.Module) -> Placement | None:
-    """The layout that a style takes a first input as, if that is a plain tensor."""
-    if isinstance(style, PrepareModuleInput):
-        given = style.input_layouts
-        return given[0] if isinstance(given, tuple) else None
-    layouts = style.layouts(module) if style is not None else None
-    return None if layouts is None else layouts.inputs[0]
 
 
 def _plain_consumer(

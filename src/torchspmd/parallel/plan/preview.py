@@ -2,39 +2,32 @@
 
 import json
 import math
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor import Shard
 
 from torchspmd.comm import Ledger, Total, format_bytes
+from torchspmd.comm.folding import unfold
 from torchspmd.comm.notebook import html_table
 from torchspmd.errors import UsageError
 from torchspmd.layout.placements import format_placement, positive_dim
 from torchspmd.layout.shards import shard_size
 from torchspmd.parallel.axis import MeshLike, PlanMesh, describe_mesh_axis
-from torchspmd.parallel.plan.assignment import Assignment, fused_form, parameter_layouts
+from torchspmd.parallel.plan.assignment import Assignment, own_style
 from torchspmd.parallel.plan.forecast import forecast
 from torchspmd.parallel.plan.names import fold, generalise
 from torchspmd.parallel.plan.plan import Style
 from torchspmd.parallel.plan.resolve import resolve
 from torchspmd.parallel.plan.run import Inputs
 from torchspmd.parallel.plan.text_form import describe_style
+from torchspmd.parallel.style import Cut, Slab
 
 # ----------------------------------------------------------------------------
 # The parameters of a model under a plan: layout, local shape and bytes, as rows.
-
-
-class Slab(NamedTuple):
-    """Some rows of a parameter, or all of it (None), and how they lie on the axis."""
-
-    size: int | None
-    layout: Placement
-
-
-Cut = tuple[Slab, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,46 +87,27 @@ def build_rows(
         groups.setdefault(key, (parameter, []))[1].append(path)
     rows = []
     for (*_, layout, style), (parameter, paths) in groups.items():
-        names = fold(paths)
-        each = len(paths) // len(names) if len(names) == 1 else 1
-        rows += [
-            _row(name, each, parameter, layout, style, num_ranks) for name in names
-        ]
+        for name in fold(paths):
+            count = len(unfold(name))
+            rows.append(_row(name, count, parameter, layout, style, num_ranks))
     return tuple(rows)
 
 
 def _layouts(
     assignments: Sequence[Assignment], num_ranks: int
 ) -> tuple[dict[str, Cut], dict[str, str]]:
-    layouts: dict[str, Cut] = {}
+    """How each parameter is cut, by path, and the style that does it."""
+    cuts: dict[str, Cut] = {}
     styles: dict[str, str] = {}
     for assignment in assignments:
-        placed = _cuts(assignment, num_ranks)
+        own, module = own_style(assignment.style), assignment.module
+        placed = {} if own is None else own.parameter_cuts(module, num_ranks)
         text = describe_style(assignment.style)
-        for name, _ in assignment.module.named_parameters(remove_duplicate=False):
-            path = assignment.parameter_path(name)
-            if placed is None or path in placed:
-                styles[path] = text
-        layouts.update(placed or {})
-    return layouts, styles
-
-
-def _cuts(assignment: Assignment, num_ranks: int) -> dict[str, Cut] | None:
-    """How each parameter of a module is cut; None when that is not known."""
-    placed = parameter_layouts(assignment)
-    fused = fused_form(assignment)
-    if placed is None:
-        return None
-    if fused is None:
-        return {path: (Slab(None, layout),) for path, layout in placed.items()}
-    return {
-        path: tuple(
-            Slab(part.size, part.layout(num_ranks, layout.dim))
-            for part in fused.split()
-        )
-        for path, layout in placed.items()
-        if isinstance(layout, Shard)
-    }
+        for name, _ in module.named_parameters(remove_duplicate=False):
+            if own is None or name in placed:
+                styles[assignment.parameter_path(name)] = text
+        cuts |= {assignment.parameter_path(name): cut for name, cut in placed.items()}
+    return cuts, styles
 
 
 def _row(
@@ -345,6 +319,13 @@ def _tokens(batch: int | None, seq: int | None) -> tuple[int, int]:
 # A preview as text, 80 columns wide.
 
 _WIDTH = 80
+_wrapper = textwrap.TextWrapper(
+    _WIDTH,
+    initial_indent="note: ",
+    subsequent_indent="  ",
+    break_long_words=False,
+    break_on_hyphens=False,
+)
 
 
 def _format_preview(preview: Preview) -> str:
@@ -361,7 +342,7 @@ def _format_preview(preview: Preview) -> str:
     else:
         parts.append(_communication(preview.ledger))
     if preview.notes:
-        parts.append("\n".join(_wrap(f"note: {note}") for note in preview.notes))
+        parts.append("\n".join(map(_wrapper.fill, preview.notes)))
     return "\n\n".join(parts)
 
 
@@ -461,14 +442,4 @@ def _table(
         lines.append("  ".join(line).rstrip())
         if number == 0:
             lines.append("  ".join("-" * width for width in widths))
-    return "\n".join(lines)
-
-
-def _wrap(text: str) -> str:
-    lines = [""]
-    for word in text.split(" "):
-        if lines[-1] and len(lines[-1]) + 1 + len(word) > _WIDTH:
-            lines.append(f"  {word}")
-        else:
-            lines[-1] = f"{lines[-1]} {word}" if lines[-1] else word
     return "\n".join(lines)

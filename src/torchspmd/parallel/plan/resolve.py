@@ -21,7 +21,6 @@ from torchspmd.parallel.parameters import describe_broken_tie
 from torchspmd.parallel.plan.assignment import (
     Assignment,
     find_problems,
-    fused_form,
     own_style,
     parameter_layouts,
 )
@@ -127,8 +126,13 @@ def _find_earlier_ties(
 
 def _split_paths(assignments: Sequence[Assignment]) -> set[str]:
     """Parameters that a style replaces by several."""
-    fused = (a for a in assignments if fused_form(a) is not None)
-    return {path for a in fused for path in parameter_layouts(a) or {}}
+    return {
+        assignment.parameter_path(name)
+        for assignment in assignments
+        if (style := own_style(assignment.style)) is not None
+        for name, cut in style.parameter_cuts(assignment.module, 1).items()
+        if cut[0].size is not None
+    }
 
 
 def _split_text(path: str, paths: list[str]) -> str:

@@ -6,9 +6,9 @@ will do. What needs values (``.item()``, ``nonzero``) cannot run so, and is repo
 
 import contextlib
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from torchspmd.parallel.linear import linear_form
 from torchspmd.parallel.plan.copies import copy_shapes, to_shape, traces_kept
 
 Inputs = Mapping[str, Any] | tuple[Any, ...]
+T = TypeVar("T")
 # What fake tensors raise where a program reads values.
 _NEEDS_VALUES = ("DataDependentOutputException", "DynamicOutputShapeException")
 
@@ -112,54 +113,57 @@ class NotRunnableError(Exception):
 def record(model: nn.Module, inputs: Inputs, paths: Collection[str] = ()) -> Recording:
     """Run the model on shapes; ``paths`` are the modules whose calls are of interest.
 
-    What needs values in training mode, as to drop whole layers, is run in eval mode.
-
     Raises:
         NotRunnableError: The model needs values to run.
     """
+    recording, why = try_modes(model, lambda copied: _record(copied, inputs, paths))
+    return dataclasses.replace(recording, why_eval=why)
+
+
+def try_modes(model: nn.Module, run: Callable[[nn.Module], T]) -> tuple[T, str]:
+    """The result of a run of a copy of the model, and why it was in eval mode, if it was.
+
+    What needs values in training mode, as to drop whole layers, is run in eval mode.
+    """
     try:
-        return _record(copy_shapes(model), inputs, paths)
+        return run(copy_shapes(model)), ""
     except NotRunnableError as error:
         if not error.needs_values or not model.training:
             raise
-        why = str(error)
-    return dataclasses.replace(
-        _record(copy_shapes(model).eval(), inputs, paths), why_eval=why
-    )
+        return run(copy_shapes(model).eval()), str(error)
 
 
 def _record(copied: nn.Module, inputs: Inputs, paths: Collection[str]) -> Recording:
     state = state_of(copied)
-    given = shapes_of(inputs)
+    args, kwargs = shapes_of(inputs)
     module_calls: list[ModuleCall] = []
     function_calls: list[FunctionCall] = []
     with contextlib.ExitStack() as stack:
         for path in paths:
             watcher = _ModuleWatcher(path, module_calls)
             module = copied.get_submodule(path)
-            stack.enter_context(module_hooks(module, watcher.enter, watcher.leave))
-        output = call_on_shapes(copied, state, given, function_calls)
-    tensors = list(_torch.leaves_of(torch.Tensor, given))
+            for hook in (
+                module.register_forward_pre_hook(watcher.enter, with_kwargs=True),
+                module.register_forward_hook(watcher.leave, with_kwargs=True),
+            ):
+                stack.enter_context(hook)
+        stack.enter_context(on_shapes(copied))
+        stack.enter_context(_FunctionRecorder(function_calls))
+        output = functional_call(copied, state, args, kwargs)
+    tensors = list(_torch.leaves_of(torch.Tensor, (args, kwargs)))
     return Recording(state, module_calls, function_calls, tensors, output)
 
 
-Given = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-def shapes_of(inputs: Inputs) -> Given:
+def shapes_of(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Inputs without values, by position and by name."""
     if isinstance(inputs, Mapping):
         return (), {name: to_shape(value) for name, value in inputs.items()}
     return tuple(map(to_shape, inputs)), {}
 
 
-def call_on_shapes(
-    model: nn.Module,
-    state: dict[str, torch.Tensor],
-    given: Given,
-    calls: list[FunctionCall],
-) -> Any:
-    """The output of a copied model on shapes, with these tensors as its state."""
+@contextlib.contextmanager
+def on_shapes(model: nn.Module) -> Iterator[None]:
+    """Where a copied model runs without values; what it raises is a NotRunnableError."""
     running: list[str] = []
     try:
         with (
@@ -167,9 +171,9 @@ def call_on_shapes(
             torch.device("cpu"),
             traces_kept(),
             _noting(model, running),
-            _FunctionRecorder(calls),
+            _GroupedProducts(),
         ):
-            return functional_call(model, state, *given)
+            yield
     except Exception as error:  # the user's forward can raise anything
         path = running[-1] if running else ""
         where = f"'{path}'" if path else "its forward"
@@ -198,16 +202,6 @@ def _noting(model: nn.Module, running: list[str]) -> Iterator[None]:
     with (
         register_module_forward_pre_hook(enter),
         register_module_forward_hook(leave),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def module_hooks(module: nn.Module, enter: Any, leave: Any) -> Iterator[None]:
-    """Hooks around the forward of a module, for a while; both get keyword arguments."""
-    with (
-        module.register_forward_pre_hook(enter, with_kwargs=True),
-        module.register_forward_hook(leave, with_kwargs=True),
     ):
         yield
 
@@ -247,6 +241,22 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {path: fakes[id(tensor)] for path, tensor in state.items()}
 
 
+class _GroupedProducts(TorchFunctionMode):
+    """Lets grouped products run: on shapes they take bfloat16 only, unlike with values."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if getattr(func, "__name__", "") not in ("grouped_mm", "_grouped_mm"):
+            return func(*args, **(kwargs or {}))
+        half = [t.to(torch.bfloat16) for t in args[:2]]
+        return func(*half, *args[2:], **(kwargs or {})).to(args[0].dtype)
+
+
 class _FunctionRecorder(TorchFunctionMode):
     def __init__(self, calls: list[FunctionCall]) -> None:
         super().__init__()
@@ -261,12 +271,7 @@ class _FunctionRecorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
-        if name in ("grouped_mm", "_grouped_mm"):
-            # On shapes it takes bfloat16 only, although it computes with other types.
-            half = [t.to(torch.bfloat16) for t in args[:2]]
-            result = func(*half, *args[2:], **kwargs).to(args[0].dtype)
-        else:
-            result = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         made = args[0] if name == "__setitem__" else result
         outputs = list(_torch.leaves_of(torch.Tensor, made))
         self._calls.append(FunctionCall(func, name, args, kwargs, outputs))

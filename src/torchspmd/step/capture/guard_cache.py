@@ -7,6 +7,7 @@ form of every tensor. Whatever differs, even by an equal value in another object
 the signature; the fast path decides nothing but "all is as it was".
 """
 
+import itertools
 import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -14,14 +15,11 @@ from operator import attrgetter, is_
 from typing import Any, Generic, Protocol, TypeVar, final
 
 import torch
-from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from torchspmd import _torch
-from torchspmd.step.capture.facts import Fact, simple_fact
-from torchspmd.step.capture.guards import ambient_facts, watch_data
-from torchspmd.step.capture.held import is_same_items, is_same_table
+from torchspmd.step.capture.guards import ambient_facts, walk_data
 from torchspmd.step.capture.inventory import (
     Inventory,
     Number,
@@ -30,6 +28,8 @@ from torchspmd.step.capture.inventory import (
     is_liftable,
     own_table,
 )
+from torchspmd.step.capture.python_values import Fact, simple_fact
+from torchspmd.step.capture.snapshots import is_same_items, is_same_table
 
 _form = attrgetter("shape", "dtype", "device", "requires_grad")
 _gradient = attrgetter("grad")
@@ -96,14 +96,14 @@ class Unchanged:
         self._is_usable = _has_simple_inputs(inventory)
         self._any_sizes = any_sizes or {}  # of inputs, by slot: the dims of any size
         self._ambient = tuple(ambient_facts())
+        # Attributes and tables of modules and parameters, with what was in each.
+        self._tables: list[tuple[Mapping[Any, Any], list[Any], list[Any]]] = []
+        self._hooks: list[tuple[Mapping[int, Any], list[int]]] = []
+        self._empty: list[Mapping[Any, Any]] = []
         self._keep_arguments(inventory)
         self._keep_tensors(inventory)
-        self._modules = [
-            ModuleFacts(child)
-            for _, root in inventory.modules
-            for child in root.modules()
-        ]
-        self._data = watch_data(inventory)
+        self._keep_modules(inventory)
+        self._data = walk_data(inventory).taken
         self._optimizers: list[OptimizerFacts | ScalerFacts] = [
             OptimizerFacts(optimizer, inventory.numbers)
             for _, optimizer in inventory.optimizers
@@ -122,24 +122,18 @@ class Unchanged:
     def _keep_arguments(self, inventory: Inventory) -> None:
         self._roots: dict[int, weakref.ref[Any]] = {}
         self._constants: dict[int, tuple[Any, Fact | None]] = {}
-        known = {id(each) for _, each in inventory.modules}
-        known |= {id(each) for _, each in inventory.optimizers}
-        known |= {id(each) for _, each in inventory.scalers}
+        roots = (*inventory.modules, *inventory.optimizers, *inventory.scalers)
+        known = {id(each) for _, each in roots}
         lifted = {number.leaf for number in inventory.numbers}
         for place, leaf in enumerate(inventory.leaves):
             if id(leaf) in known:
                 self._roots[place] = weakref.ref(leaf, self._forget)
             elif place not in inventory.inputs and place not in lifted:
                 self._constants[place] = leaf, simple_fact(leaf)
-        self._module_names = [
-            (name, weakref.ref(module)) for name, module in inventory.modules
-        ]
-        self._optimizer_names = [
-            (name, weakref.ref(optimizer)) for name, optimizer in inventory.optimizers
-        ]
-        self._scaler_names = [
-            (name, weakref.ref(scaler)) for name, scaler in inventory.scalers
-        ]
+        self._named = {
+            key: [(name, weakref.ref(each)) for name, each in getattr(inventory, key)]
+            for key in ("modules", "optimizers", "scalers")
+        }
 
     def _keep_tensors(self, inventory: Inventory) -> None:
         passing = {*inventory.inputs.values(), *inventory.gradients.values()}
@@ -155,10 +149,9 @@ class Unchanged:
             for slot in self._slots
             if slot is not None and slot.role is Role.PARAMETER
         ]
-        self._hooks = _torch.gradient_hook_keys(self._owners)
-        noted = list(map(vars, self._owners))
-        self._noted = [(t, list(t), list(t.values())) for t in noted if t]
-        self._unnoted = [table for table in noted if not table]
+        self._gradient_hooks = _torch.gradient_hook_keys(self._owners)
+        for owner in self._owners:
+            self._keep_table(vars(owner))
         self._names = [(slot.name, slot.role) for slot in inventory.slots]
         self._gradient_slots = [
             inventory.gradients.get(place)
@@ -168,6 +161,27 @@ class Unchanged:
         self._passing_forms = {
             place: self._form(place, inventory.slots[place].tensor) for place in passing
         }
+
+    def _keep_modules(self, inventory: Inventory) -> None:
+        modules = [each for _, root in inventory.modules for each in root.modules()]
+        self._modules = list(map(weakref.ref, modules))
+        self._types = list(map(type, modules))
+        for own in map(vars, modules):
+            self._keep_table(own)
+            for name in ("_modules", "_parameters", "_buffers"):
+                self._keep_table(own_table(own[name]))
+            for hooks in (own[name] for name in _torch.HOOK_TABLES):
+                if hooks:
+                    # By key: what a hook holds is not held here, and no key is given twice.
+                    self._hooks.append((hooks, list(hooks)))
+                else:
+                    self._empty.append(hooks)
+
+    def _keep_table(self, table: Mapping[Any, Any]) -> None:
+        if table:
+            self._tables.append((table, list(table), list(table.values())))
+        else:
+            self._empty.append(table)
 
     def _form(self, place: int, tensor: torch.Tensor) -> Any:
         """All that is guarded about an input or a gradient."""
@@ -181,8 +195,8 @@ class Unchanged:
     def _forget(self, _: Any) -> None:
         self._is_usable = False
         self._slots, self._kept, self._owners = [], [], []
-        self._noted, self._unnoted = [], []
-        self._modules, self._optimizers, self._data = [], [], []
+        self._tables, self._hooks, self._empty = [], [], []
+        self._optimizers, self._data = [], []
         self._inventory = Inventory([], None, [])
 
     def renew(self, leaves: list[Any], structure: Any) -> Inventory | None:
@@ -190,26 +204,25 @@ class Unchanged:
         if not self._is_usable or not self._has_same_arguments(leaves, structure):
             return None
         slots = self._same_tensors(leaves)
-        if slots is None or not all(facts.hold() for facts in self._modules):
+        if slots is None or not self._has_same_tables():
             return None
         if not all(facts.hold() for facts in self._optimizers):
             return None
-        if not all(held.holds() for held in self._data):
+        if not all(each.holds() for each in self._data):
             return None
         numbers = [_reread(number, leaves) for number in self._inventory.numbers]
-        optimizers: list[Any] = [(name, ref()) for name, ref in self._optimizer_names]
-        modules: list[Any] = [(name, ref()) for name, ref in self._module_names]
-        scalers: list[Any] = [(name, ref()) for name, ref in self._scaler_names]
+        named: dict[str, Any] = {
+            key: [(name, ref()) for name, ref in found]
+            for key, found in self._named.items()
+        }
         return replace(
             self._inventory,
             leaves=leaves,
             structure=structure,
-            modules=modules,
-            optimizers=optimizers,
-            scalers=scalers,
-            saved_states=[each.state for _, each in optimizers],
+            saved_states=[each.state for _, each in named["optimizers"]],
             slots=slots,
             numbers=numbers,
+            **named,
         )
 
     def _has_same_arguments(self, leaves: list[Any], structure: Any) -> bool:
@@ -229,13 +242,21 @@ class Unchanged:
             if number.leaf >= 0
         )
 
+    def _has_same_tables(self) -> bool:
+        """Whether modules and parameters have the same attributes, tables and hooks."""
+        types = (type(module()) for module in self._modules)
+        return (
+            not any(self._empty)
+            and all(itertools.starmap(is_same_table, self._tables))
+            and all(list(hooks) == keys for hooks, keys in self._hooks)
+            and all(map(is_, types, self._types))
+        )
+
     def _same_tensors(self, leaves: list[Any]) -> list[Slot] | None:
         """The slots with this call's inputs and gradients, if all have their old forms."""
         if _forms(self._kept) != self._forms:
             return None
-        if _torch.gradient_hook_keys(self._owners) != self._hooks:
-            return None
-        if any(self._unnoted) or not all(is_same_table(*t) for t in self._noted):
+        if _torch.gradient_hook_keys(self._owners) != self._gradient_hooks:
             return None
         passing: dict[int, Any] = {
             slot: leaves[place] for place, slot in self._inventory.inputs.items()
@@ -289,41 +310,7 @@ def _reread(number: Number, leaves: list[Any]) -> Number:
 
 
 # ----------------------------------------------------------------------------
-# Modules, optimizers and scalers as an earlier call found them.
-
-
-class ModuleFacts:
-    """A module's class, tables and attributes, as they were."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
-        self._type = type(module)
-        values = vars(module)
-        self._keys, self._values = list(values), list(values.values())
-        named = (module._modules, module._parameters, module._buffers)
-        containers = [own_table(table) for table in named]
-        self._tables = [(t, list(t), list(t.values())) for t in containers if t]
-        hooks = {name: values[name] for name in _torch.HOOK_TABLES}
-        # By key: what a hook holds is not held here, and no key is given twice.
-        self._hooks = [(name, list(table)) for name, table in hooks.items() if table]
-        self._empty = [t for t in (*containers, *hooks.values()) if not t]
-
-    def hold(self) -> bool:
-        """Whether all of it is still the same."""
-        module = self._module()
-        if module is None or type(module) is not self._type:
-            return False
-        values = vars(module)
-        if len(values) != len(self._keys):
-            return False
-        if not all(map(is_, values.values(), self._values)):
-            return False
-        return (
-            list(values) == self._keys
-            and not any(self._empty)
-            and all(is_same_table(*table) for table in self._tables)
-            and all(list(values[name]) == keys for name, keys in self._hooks)
-        )
+# Optimizers and scalers as an earlier call found them.
 
 
 class OptimizerFacts:

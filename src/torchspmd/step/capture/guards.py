@@ -1,18 +1,23 @@
 """The signature of a call: all that a program took for granted, as one comparable value."""
 
 from collections.abc import Iterator
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
-from torchspmd.step.capture.facts import differing, simple_fact
-from torchspmd.step.capture.held import Held
 from torchspmd.step.capture.inventory import Inventory, Role
-from torchspmd.step.capture.reach import Reach
-from torchspmd.step.capture.walk import BOOKS_OF_MODULES, MAX_DEPTH, MAX_LEAVES, Walk
+from torchspmd.step.capture.python_values import (
+    BOOKS_OF_MODULES,
+    MAX_DEPTH,
+    MAX_LEAVES,
+    NamedFact,
+    Same,
+    Walk,
+    simple_fact,
+)
 
 # Each guarded fact by its name. Two calls may share a program when all facts are equal.
 Signature: TypeAlias = tuple[tuple[str, Any], ...]
@@ -40,11 +45,6 @@ def walk_data(inventory: Inventory) -> Walk:
     return walk
 
 
-def watch_data(inventory: Inventory) -> list[Held]:
-    """For each container and object in guarded data, what it holds."""
-    return list(walk_data(inventory).held.values())
-
-
 def walk_hooks(inventory: Inventory) -> Walk:
     """A walk through what the user's hooks can reach; guards do not compare it."""
     walk = _begin_walk(inventory)
@@ -53,11 +53,14 @@ def walk_hooks(inventory: Inventory) -> Walk:
         *((o, _torch.OPTIMIZER_HOOK_TABLES) for _, o in inventory.optimizers),
         *((slot.tensor, _torch.GRADIENT_HOOK_TABLES) for slot in inventory.slots),
     ]
-    for holder, tables in holders:
-        for _, _, hook in _torch.hooks_of(holder, tables):
-            if not is_of_step(hook):
-                for _ in Reach(walk).facts(hook):
-                    pass
+    hooks = [
+        hook
+        for holder, tables in holders
+        for _, _, hook in _torch.hooks_of(holder, tables)
+        if not is_of_step(hook)
+    ]
+    for _ in walk.reached_from(*hooks):
+        pass
     return walk
 
 
@@ -67,20 +70,8 @@ def _begin_walk(inventory: Inventory) -> Walk:
     return Walk(known | {id(child): path for path, child in inventory.named_modules()})
 
 
-def describe_unguarded(inventory: Inventory, limit: int = 8) -> tuple[str, ...]:
-    """A line about values that are too many or too deep to be compared, if any."""
-    names = walk_data(inventory).beyond
-    if not names:
-        return ()
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return (
-        f"not guarded, beyond {MAX_LEAVES} values or {MAX_DEPTH} levels: "
-        f"{', '.join(names[:limit])}{more}; if one changes, call close() and compile again",
-    )
-
-
-def check_reached(inventory: Inventory) -> None:
-    """Refuse what a step can reach and a graph cannot follow."""
+def check_reached(inventory: Inventory, limit: int = 8) -> tuple[str, ...]:
+    """Refuse what a step can reach and a graph cannot follow; note what is not guarded."""
     walk = walk_data(inventory)
     if names := list(walk.scalers.values()):
         raise CaptureError(
@@ -93,6 +84,13 @@ def check_reached(inventory: Inventory) -> None:
             "step would take from it once, while it is captured, and use that value for "
             "ever. Call next() outside of the step, and pass what it gives."
         )
+    if not (names := walk.beyond):
+        return ()
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return (
+        f"not guarded, beyond {MAX_LEAVES} values or {MAX_DEPTH} levels: "
+        f"{', '.join(names[:limit])}{more}; if one changes, call close() and compile again",
+    )
 
 
 def _data_facts(inventory: Inventory, walk: Walk) -> Iterator[tuple[str, Any]]:
@@ -101,7 +99,8 @@ def _data_facts(inventory: Inventory, walk: Walk) -> Iterator[tuple[str, Any]]:
     yield from _module_facts(inventory, walk)
     for _, optimizer in inventory.optimizers:
         walk.add_class(type(optimizer))
-    yield from Reach(walk).facts(inventory.function)
+    step = inventory.function
+    yield from walk.reached_from(*(() if step is None else (step,)))
 
 
 def explain_difference(old: Signature, new: Signature, *, limit: int = 8) -> list[str]:
@@ -129,18 +128,16 @@ def explain_difference(old: Signature, new: Signature, *, limit: int = 8) -> lis
     telling = [name for name in facts if name not in WIRING] or facts
     if not (created and all(name in WIRING for name in telling)):
         lines += [
-            f"{place}: {was} -> {now}"
+            f"{name}: {before.get(name, 'absent')} -> {after.get(name, 'absent')}"
             for name in telling
-            for place, was, now in differing(
-                name, before.get(name, "absent"), after.get(name, "absent")
-            )
         ]
+    lines = lines or ["the order of attributes or of keys"]
     rest = len(lines) - limit
     return lines if rest <= 0 else [*lines[:limit], f"and {rest} more"]
 
 
 def _role(fact: Any) -> str:
-    return fact[5] if isinstance(fact, TensorFact) else ""
+    return fact.role if isinstance(fact, TensorFact) else ""
 
 
 def ambient_facts() -> Iterator[tuple[str, Any]]:
@@ -150,37 +147,39 @@ def ambient_facts() -> Iterator[tuple[str, Any]]:
     yield "autocast", _torch.autocast_state()
 
 
+class TensorFact(NamedTuple):
+    """What is guarded about a tensor; prints readably."""
+
+    shape: tuple[Any, ...]
+    dtype: torch.dtype
+    stride: Any
+    device: torch.device
+    requires_grad: bool
+    role: str
+    layout: Any
+
+    def __str__(self) -> str:
+        text = f"{self.role} {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        stride = self.stride
+        text += f" strides {list(stride) if isinstance(stride, tuple) else stride}"
+        text += f" on {self.device}"
+        text += "" if self.requires_grad else " without gradient"
+        return text + (f" {self.layout}" if self.layout else "")
+
+
 def _tensor_facts(inventory: Inventory) -> Iterator[tuple[str, Any]]:
     for slot in inventory.slots:
         tensor = slot.tensor
-        yield (
-            slot.name,
-            TensorFact(
-                (
-                    tuple(tensor.shape),
-                    tensor.dtype,
-                    tensor.stride(),
-                    tensor.device,
-                    tensor.requires_grad,
-                    slot.role.value,
-                    _torch.layout_of(tensor),
-                )
-            ),
+        fact = TensorFact(
+            tuple(tensor.shape),
+            tensor.dtype,
+            tensor.stride(),
+            tensor.device,
+            tensor.requires_grad,
+            slot.role.value,
+            _torch.layout_of(tensor),
         )
-
-
-class TensorFact(tuple[Any, ...]):
-    """Shape, dtype, strides, device, requires_grad, role, layout; prints readably."""
-
-    __slots__ = ()
-
-    def __str__(self) -> str:
-        shape, dtype, stride, device, requires_grad, role, layout = self
-        text = f"{role} {str(dtype).removeprefix('torch.')}{list(shape)}"
-        strides = list(stride) if isinstance(stride, tuple) else stride
-        text += f" strides {strides} on {device}"
-        text += "" if requires_grad else " without gradient"
-        return text + (f" {layout}" if layout else "")
+        yield slot.name, fact
 
 
 WIRING = (
@@ -220,15 +219,20 @@ def _constant_facts(inventory: Inventory, walk: Walk) -> Iterator[tuple[str, Any
         if id(leaf) in scalers:
             yield name, _torch.scaler_facts(leaf)
             continue
-        walk.begin()
-        fact = walk.fact(name, leaf)
-        _check_guarded(name, leaf, walk)
-        is_simple = simple_fact(leaf) is not None
-        yield name, (type(leaf).__name__, fact) if is_simple else fact
+        if (fact := simple_fact(leaf)) is not None:
+            walk.add_function(name, leaf)
+            yield name, (type(leaf).__name__, fact)
+            continue
+        facts = list(walk.whole(name, leaf))
+        _check_guarded(name, leaf, facts, walk)
+        yield from facts
 
 
-def _check_guarded(name: str, leaf: Any, walk: Walk) -> None:
-    if type(leaf).__hash__ is None and not walk.sees(name, leaf):
+def _check_guarded(name: str, leaf: Any, facts: list[NamedFact], walk: Walk) -> None:
+    """Refuse an argument that can change where no guard sees it."""
+    is_seen = not any(each.startswith(name) for each in walk.beyond)
+    is_seen = is_seen and not isinstance(facts[0][1][1], Same)
+    if type(leaf).__hash__ is None and not is_seen:
         raise CaptureError(
             f"compile: argument {name} is a {type(leaf).__name__}, which can change "
             "without a sign, so a graph made with it could be stale. Pass tensors, "
@@ -248,7 +252,6 @@ def _module_facts(inventory: Inventory, walk: Walk) -> Iterator[tuple[str, Any]]
 def _attribute_facts(
     path: str, module: nn.Module, walk: Walk
 ) -> Iterator[tuple[str, Any]]:
-    walk.begin()
     walk.add_class(type(module))
     simple: list[Any] = [type(module)]
     for key, value in sorted(_own_attributes(module).items()):
@@ -256,7 +259,7 @@ def _attribute_facts(
             walk.add_function(f"{path}.{key}", value)
             simple.append((key, fact))
         elif key not in BOOKS_OF_MODULES:
-            yield f"{path}.{key}", walk.fact(f"{path}.{key}", value)
+            yield from walk.whole(f"{path}.{key}", value)
     yield path, tuple(simple)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from torchspmd import _torch
 from torchspmd.step.capture.inventory import Inventory
-from torchspmd.step.capture.refusals import is_spread, refuse_read
+from torchspmd.step.capture.optimizer_rules import is_spread, refuse_read
 from torchspmd.step.capture.trace_modes import FunctionMode
 
 # What counters are made of. Anything else is not followed: what is read from its result

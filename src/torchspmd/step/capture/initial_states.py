@@ -12,13 +12,12 @@ from collections.abc import Collection, Iterator
 from typing import Any, Self, final
 
 import torch
-from torch.optim import Optimizer
 
 from torchspmd import _torch
 from torchspmd.step.capture.inventory import Inventory
+from torchspmd.step.capture.optimizer_rules import ELEMENTWISE, initial_state
 from torchspmd.step.capture.outputs import Outputs
-from torchspmd.step.capture.spread import Spread
-from torchspmd.step.capture.substitute import ELEMENTWISE
+from torchspmd.step.capture.parallel_mode import ParallelMode
 
 
 class UnusedStatesError(Exception):
@@ -37,10 +36,10 @@ class UnusedStatesError(Exception):
 class InitialStates:
     """State made for the optimizers of one call; taken back after a failure inside."""
 
-    def __init__(self, inventory: Inventory, spread: Spread) -> None:
+    def __init__(self, inventory: Inventory, mode: ParallelMode) -> None:
         self._optimizers = [optimizer for _, optimizer in inventory.optimizers]
         self._made: list[tuple[int, torch.Tensor]] = []
-        self._inventory, self._spread = inventory, spread
+        self._inventory, self._mode = inventory, mode
         self._is_traced_again = False
 
     def __enter__(self) -> Self:
@@ -84,7 +83,7 @@ class InitialStates:
         self._made = [(n, each) for n, each in self._made if (n, id(each)) in kept]
 
     def _initial(self) -> Iterator[tuple[int, torch.Tensor, dict[str, Any]]]:
-        stand_in = self._spread.stand_in(self._inventory)
+        stand_in = self._mode.stand_in(self._inventory)
         for index, number, slots in self._inventory.groups:
             optimizer = self._optimizers[index]
             for slot in slots:
@@ -96,23 +95,9 @@ class InitialStates:
                 if is_laid_out and type(optimizer) not in ELEMENTWISE:
                     continue  # refused where it would step
                 group = optimizer.param_groups[number]
-                state = _initial_state(optimizer, group, shown)
+                state = initial_state(optimizer, group, shown)
                 if state:
                     yield index, parameter, state
-
-
-def _initial_state(
-    optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor
-) -> dict[str, Any]:
-    """The state of a parameter before its first update; empty where none is known."""
-    with torch.no_grad():
-        if type(optimizer) is not torch.optim.SGD:
-            return _torch.initial_state(optimizer, group, parameter)
-        if group["momentum"] == 0 or group["dampening"] != 0:
-            return {}
-        # Its first update takes the gradient itself; later ones add it to the decayed
-        # buffer. Only to minus zero can any number be added, zeros too, and stay as it is.
-        return {"momentum_buffer": torch.full_like(parameter, -0.0)}
 
 
 def check_initial(inventory: Inventory, updated: Collection[tuple[int, int]]) -> None:

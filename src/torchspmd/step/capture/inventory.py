@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
-from torchspmd.step.capture.facts import simple_fact
-from torchspmd.step.capture.refusals import check_optimizer
+from torchspmd.step.capture.optimizer_rules import check_optimizer
+from torchspmd.step.capture.python_values import simple_fact
 
 
 class Role(StrEnum):
@@ -399,20 +399,3 @@ def is_liftable(value: Any) -> bool:
     """Whether a number can be an input of the graph."""
     # Infinity and NaN have no symbol; they stay constants.
     return type(value) is float and math.isfinite(value)
-
-
-# ----------------------------------------------------------------------------
-# Which states of an optimizer are counters, and not values of its parameter.
-
-_NAMES = frozenset({"step", "eta", "mu", "mu_product"})
-
-
-def is_counter(key: str, tensor: torch.Tensor) -> bool:
-    """Whether a state is a number that is the same on every rank, however sharded.
-
-    Only the name tells it from the state of a parameter that is one number.
-
-    >>> is_counter("step", torch.zeros(())), is_counter("exp_avg", torch.zeros(()))
-    (True, False)
-    """
-    return key in _NAMES and tensor.ndim == 0

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,29 +16,27 @@ from torchspmd.comm import Phase
 from torchspmd.errors import CaptureError
 from torchspmd.step.capture.host_values import HostValues
 from torchspmd.step.capture.inventory import Inventory
-from torchspmd.step.capture.refusals import check_first_step
+from torchspmd.step.capture.optimizer_rules import (
+    check_first_step,
+    check_skipped_start,
+)
 from torchspmd.step.capture.substitute import Substitution
 from torchspmd.step.capture.trace_modes import replaced
 from torchspmd.step.graph.metadata import OwnerLog
 
 
 @contextlib.contextmanager
-def installed_optimizers(
+def watched_optimizers(
     substitution: Substitution,
     log: OwnerLog,
     world: _torch.FakeWorld,
     values: HostValues,
 ) -> Iterator[None]:
-    """Give the user's optimizers traced parameters and states; put all back at the end."""
+    """Inside, each step of an optimizer works on plain tensors, and may be skipped."""
     inventory = substitution.inventory
     around = _Surroundings(log, world, values, [])
     with contextlib.ExitStack() as stack:
         for index, (_, optimizer) in enumerate(inventory.optimizers):
-            stack.callback(setattr, optimizer, "state", optimizer.state)
-            for group, slots in substitution.groups_of(index):
-                stack.callback(group.__setitem__, "params", group["params"])
-                group["params"] = [substitution.shown[slot] for slot in slots]
-            optimizer.state = _traced_state(substitution, index)
             run = _OptimizerRun(substitution, index, around)
             for hook in (
                 optimizer.register_step_pre_hook(run.begin),
@@ -61,31 +58,6 @@ class _Surroundings:
     world: _torch.FakeWorld
     values: HostValues
     running: "list[_OptimizerRun]"
-
-
-def _traced_state(
-    substitution: Substitution, index: int
-) -> defaultdict[torch.Tensor, Any]:
-    """An optimizer's state, keyed by what it steps on."""
-    inventory = substitution.inventory
-    traced = {
-        (place.parameter, place.key): substitution.steps_on(place.slot)
-        for place in inventory.states
-        if place.optimizer == index
-    }
-    numbers = {
-        (id(number.holder), number.key): value
-        for number, value in zip(inventory.numbers, substitution.numbers, strict=True)
-        if number.is_state
-    }
-    state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
-    for parameter, entries in inventory.optimizers[index][1].state.items():
-        slot = inventory.by_id[id(parameter)]
-        state[substitution.steps_on(slot)] = {
-            key: traced.get((slot, key), numbers.get((id(entries), key), value))
-            for key, value in entries.items()
-        }
-    return state
 
 
 def _refuse_unknown(
@@ -169,7 +141,7 @@ class _OptimizerRun:
         self._substitution.handed.add(slot)
         stack.callback(self._substitution.handed.discard, slot)
         with torch.no_grad():
-            plain.grad = self._substitution.spread.for_optimizer(shown)
+            plain.grad = self._substitution.mode.for_optimizer(shown)
         stack.callback(_take_back, shown, plain, plain.grad)
 
     def end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -241,19 +213,6 @@ def _noting_cleared(substitution: Substitution) -> Iterator[None]:
 # ----------------------------------------------------------------------------
 # Loss scaling in a captured step: an update may be skipped, without a host read.
 
-# Optimizers whose state, made in a step that is skipped, is as good as none when it is
-# zero: it decays to what the first real step would make.
-_START_AT_ZERO = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.RMSprop,
-    torch.optim.Adadelta,
-    torch.optim.Adamax,
-    torch.optim.RAdam,
-    torch.optim.Adafactor,
-)
-
 
 @contextlib.contextmanager
 def _scaled_steps(substitution: Substitution) -> Iterator[None]:
@@ -302,7 +261,7 @@ def _step_or_skip(
         each for each in _written_by(substitution, optimizer) if id(each) not in known
     ]
     if created:
-        _check_start(optimizer)
+        check_skipped_start(optimizer)
     with torch.no_grad():
         is_skipped = found != 0
         for tensor, old in before:
@@ -327,13 +286,3 @@ def _written_by(substitution: Substitution, optimizer: Optimizer) -> list[torch.
         if isinstance(value, torch.Tensor)
     ]
     return [_torch.plain_tensor(tensor) for tensor in found]
-
-
-def _check_start(optimizer: Optimizer) -> None:
-    dampening = any(group.get("dampening") for group in optimizer.param_groups)
-    if type(optimizer) not in _START_AT_ZERO or dampening:
-        raise CaptureError(
-            f"compile: the first step of {type(optimizer).__name__} makes its state, and "
-            "GradScaler may skip that step. Make one step without compile first, so that "
-            "the state exists, or pass fused=True where the optimizer has it."
-        )

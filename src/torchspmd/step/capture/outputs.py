@@ -96,7 +96,7 @@ def collect(substitution: Substitution, returned: Any) -> tuple[list[Any], Outpu
     leaves, structure = _torch.flatten_tree(_opened(returned))
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
-            found.append((Result(place), substitution.spread.result(leaf.detach())))
+            found.append((Result(place), substitution.mode.result(leaf.detach())))
             leaves[place] = None
         elif isinstance(leaf, (torch.SymFloat, torch.SymInt, torch.SymBool)):
             found.append((Result(place), leaf))
@@ -146,7 +146,7 @@ def _module_values(substitution: Substitution) -> list[tuple[Destination, Any]]:
         if slot.role is Role.HYPER or now is substitution.shown[place.slot]:
             continue
         local = substitution.locals[place.slot]
-        value = now if now is None else substitution.spread.result(now.detach())
+        value = now if now is None else substitution.mode.result(now.detach())
         if value is None or value.shape != local.shape or value.dtype != local.dtype:
             raise CaptureError(
                 f"compile: the step replaces {slot.name} by a tensor of another shape or "
@@ -238,7 +238,7 @@ def _gradient_values(
             if before is not None:
                 cleared.append(place)
         elif before is None or gradient is not substitution.shown[before]:
-            local = substitution.spread.for_optimizer(substitution.shown[place])
+            local = substitution.mode.for_optimizer(substitution.shown[place])
             is_fresh = before is not None or place in substitution.fresh
             is_used = (
                 place in substitution.stepped

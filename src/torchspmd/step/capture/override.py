@@ -117,6 +117,10 @@ class Overrides:
             weakref.WeakKeyDictionary()
         )
 
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._overrides)
+
     @contextlib.contextmanager
     def standing_in(self, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
         """Put the stand-ins into the models among some arguments; take them out again.

@@ -19,8 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchspmd import _torch
 from torchspmd.comm import Kind
 from torchspmd.errors import CaptureError
-from torchspmd.step.capture.inventory import Role, Slot
-from torchspmd.step.capture.refusals import calling_line
+from torchspmd.layout.names import axis_names
+from torchspmd.step.capture.inventory import Inventory, Role, Slot
+from torchspmd.step.capture.parallel_mode import ParallelMode
+from torchspmd.step.capture.user_code import calling_line
 from torchspmd.step.graph.aliases import (
     communication_of,
     find_aliases,
@@ -28,6 +30,7 @@ from torchspmd.step.graph.aliases import (
     written_nodes,
 )
 from torchspmd.step.graph.metadata import last_node, output_node, output_values
+from torchspmd.step.progress import phase
 
 _EQUALIZING = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.BROADCAST)
 # They take the form of their argument, not its values.
@@ -146,7 +149,7 @@ def _sharded_over(tensor: torch.Tensor) -> list[tuple[str, frozenset[int]]]:
     if layout is None:
         return []
     mesh, placements = layout.mesh, layout.placements
-    names = mesh.mesh_dim_names or [f"axis {dim}" for dim in range(mesh.ndim)]
+    names = axis_names(mesh)
     return [
         (names[dim], _ranks_along(mesh, dim))
         for dim, placement in enumerate(placements)
@@ -305,3 +308,56 @@ def check_inner_gradients(
             "batch, so that ranks would train other models. Make a loss of them and call "
             "its backward(), which reduces; or leave create_graph out."
         )
+
+
+# ----------------------------------------------------------------------------
+# Checksums of tensors that ranks must hold alike.
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def checksums(slots: Sequence[Slot]) -> list[str]:
+    """Name, shape and checksum of the values of each tensor; of a DTensor, of its shard."""
+    if not slots:
+        return []
+    with torch.no_grad():
+        sums = torch.stack([_bits(slot.tensor).sum().cpu() for slot in slots])
+    return [
+        f"{slot.name} {list(slot.tensor.shape)} #{_folded(int(value)):08x}"
+        for slot, value in zip(slots, sums.tolist(), strict=True)
+    ]
+
+
+def checksum_parameters(inventory: Inventory, mode: ParallelMode) -> tuple[str, ...]:
+    """Checksums of the parameters that must be equal on all ranks of the data axis.
+
+    Those of which these ranks hold different parts are left out. Buffers may differ: each
+    rank can have statistics of its own batches.
+    """
+    axis = mode.mesh
+    if axis is None or not mode.reduces or axis.size() == 1:
+        return ()
+    if dist.get_backend() == "fake":
+        return ()
+    ranks = frozenset(int(rank) for rank in axis.mesh.flatten().tolist())
+    slots = [
+        slot
+        for slot in inventory.slots
+        if slot.role is Role.PARAMETER
+        and not _torch.is_fake(_torch.plain_tensor(slot.tensor))
+        and all(len(ranks & each) <= 1 for _, each in _sharded_over(slot.tensor))
+    ]
+    with phase("checksums"):
+        return tuple(checksums(slots))
+
+
+def _folded(value: int) -> int:
+    # Both halves: round float64 numbers differ in the upper one alone.
+    return (value ^ (value >> 32)) & 0xFFFFFFFF
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    whole = _torch.plain_tensor(tensor).detach().contiguous()
+    if whole.is_complex():
+        whole = torch.view_as_real(whole)
+    return whole.view(_INTEGERS[whole.element_size()])

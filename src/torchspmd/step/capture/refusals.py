@@ -1,13 +1,8 @@
 """Why a step cannot be captured, with the user's own line and the fix."""
 
 import contextlib
-import linecache
-import sys
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
-from types import CodeType, FrameType
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.optim import Optimizer
@@ -15,13 +10,7 @@ from torch.optim import Optimizer
 from torchspmd import _torch
 from torchspmd.comm import Owner, Phase
 from torchspmd.errors import CaptureError, SpmdError
-
-_OWN_FOLDERS = (
-    str(Path(torch.__file__).parent),
-    str(Path(__file__).resolve().parents[2]),
-)
-_LIBRARY = (str(Path(linecache.__file__).parent), "<frozen ")
-_INSTALLED = ("site-packages", "dist-packages")  # inside of that folder, or elsewhere
+from torchspmd.step.capture.user_code import user_line
 
 
 class RefusalError(Exception):
@@ -172,146 +161,6 @@ _BY_TEXT = (
     ("SparseTensorImpl", "an operator makes a sparse gradient", _SPARSE_FIX),
     ("by strided tensors", "an operator makes a sparse gradient", _SPARSE_FIX),
 )
-
-
-# Optimizers that need values on the host in the middle of a step: why, and the fix.
-_NEED_VALUES: dict[type[Optimizer], tuple[str, str]] = {
-    torch.optim.LBFGS: (
-        "calls its closure as often as the values of the loss and the gradients ask for",
-        "Compile the closure (loss and backward, without the optimizer) and call "
-        "optim.step(closure) yourself, or use an optimizer that makes one update in each "
-        "step, such as AdamW.",
-    ),
-    torch.optim.SparseAdam: (
-        "works on sparse gradients, whose sizes depend on the values of the batch",
-        "Make the embedding with sparse=False and use Adam.",
-    ),
-}
-
-
-def check_optimizer(argument: str, optimizer: Optimizer) -> None:
-    """Refuse an optimizer that cannot be captured, whatever its options are."""
-    for kind, (reason, fix) in _NEED_VALUES.items():
-        if isinstance(optimizer, kind):
-            raise CaptureError(
-                f"compile: argument {argument} is {type(optimizer).__name__}, which "
-                f"{reason}.\nA graph has no values before it runs. {fix}"
-            )
-
-
-# They take norms, means and products of whole parameters.
-_NEED_WHOLE = tuple(
-    getattr(torch.optim, name)
-    for name in ("Adafactor", "Muon")
-    if hasattr(torch.optim, name)
-)
-_WHOLE_FIX = (
-    "Use parallel_mode=DataParallel('replicate'), or an optimizer that treats each element "
-    "by itself (SGD, Adam, AdamW, RAdam, ...)."
-)
-
-
-def is_spread(tensor: torch.Tensor) -> bool:
-    """Whether ranks hold different parts or terms of a tensor."""
-    layout = _torch.layout_of(tensor)
-    return layout is not None and not all(p.is_replicate() for p in layout.placements)
-
-
-def check_whole(optimizer: Optimizer, sharded: list[str]) -> None:
-    """Refuse an optimizer that needs whole parameters where ranks hold parts of them."""
-    if sharded and isinstance(optimizer, _NEED_WHOLE):
-        more = f" and {len(sharded) - 1} more" if len(sharded) > 1 else ""
-        raise CaptureError(
-            f"compile: {type(optimizer).__name__} works on whole parameters, and each rank "
-            f"holds a part of {sharded[0]}{more}. {_WHOLE_FIX}"
-        )
-
-
-def refuse_read() -> CaptureError:
-    """The error for a number that an optimizer reads where ranks hold parts of it."""
-    return CaptureError(
-        "compile: the optimizer reads a number (item()) from a tensor that is spread over "
-        f"ranks, and each rank would read another one. {_WHOLE_FIX}"
-    )
-
-
-def check_first_step(optimizer: Optimizer) -> None:
-    """Refuse a first step that may be skipped and then leaves state without values."""
-    if not isinstance(optimizer, torch.optim.SGD) or optimizer.state:
-        return
-    may_skip = getattr(optimizer, "found_inf", None) is not None
-    if may_skip and any(group["momentum"] != 0 for group in optimizer.param_groups):
-        raise CaptureError(
-            "compile: the first step of SGD(fused=True) makes its momentum, and GradScaler "
-            "may skip that step; torch then leaves the momentum without values. Make one "
-            "step without GradScaler first, or pass fused=False."
-        )
-
-
-# ----------------------------------------------------------------------------
-# Lines of the user's code.
-
-# Frames that only pass on that a tensor is printed: a DTensor's, a mode's.
-_PRINTING = (
-    *("__repr__", "__format__", "__torch_function__", "handle_torch_function"),
-    *("call", "_refuse_printing"),
-)
-
-
-def user_line(error: BaseException) -> str:
-    """``file:line function: source`` of the user's innermost frame behind an error."""
-    return _innermost(reversed(list(traceback.walk_tb(error.__traceback__))))
-
-
-def calling_line() -> str:
-    """``file:line function: source`` of the user's code that is running now."""
-    return _innermost(traceback.walk_stack(sys._getframe(1)))
-
-
-def printing_line() -> str | None:
-    """The user's line that prints a tensor; None where torch or this package prints it."""
-    frame: Any = sys._getframe(1)
-    while frame and _is_own(frame.f_code) and frame.f_code.co_name in _PRINTING:
-        frame = frame.f_back
-    if frame is None or _is_own(frame.f_code):
-        return None
-    return _format_line(frame.f_code, frame.f_lineno)
-
-
-def _is_own(code: CodeType) -> bool:
-    """Whether code is torch's or this package's."""
-    return code.co_filename.startswith(_OWN_FOLDERS)
-
-
-def runs_for_user(frame: FrameType | None) -> bool:
-    """Whether code runs for the user, and not for torch or this package.
-
-    Of code of the standard library, whoever called it decides.
-    """
-    while frame is not None and not _is_own(frame.f_code):
-        file = frame.f_code.co_filename
-        if not file.startswith(_LIBRARY) or any(each in file for each in _INSTALLED):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _innermost(frames: Iterable[tuple[FrameType, int]]) -> str:
-    made = None
-    for frame, line in frames:
-        if _is_own(frame.f_code):
-            continue
-        if frame.f_code.co_filename != "<string>":
-            return _format_line(frame.f_code, line)
-        # Code without a file may have been made by torch: named if there is no other.
-        made = made or _format_line(frame.f_code, line)
-    return made or "(no line of yours: the call came from torch)"
-
-
-def _format_line(code: CodeType, line: int) -> str:
-    source = linecache.getline(code.co_filename, line).strip()
-    place = f"{code.co_filename}:{line} {code.co_name}"
-    return f"{place}: {source}" if source else place
 
 
 def _running_optimizer(error: BaseException) -> str | None:

@@ -17,8 +17,10 @@ from torch import fx
 from torchspmd import _torch
 from torchspmd.comm import Phase
 from torchspmd.errors import CaptureError
-from torchspmd.step.capture.refusals import RefusalError, calling_line
-from torchspmd.step.capture.trace_modes import FunctionMode, OperatorMode, replaced
+from torchspmd.step.capture.refusals import RefusalError
+from torchspmd.step.capture.shared_memory import extent_of
+from torchspmd.step.capture.trace_modes import OperatorMode, replaced
+from torchspmd.step.capture.user_code import calling_line
 from torchspmd.step.graph.metadata import owner_of
 
 
@@ -143,9 +145,7 @@ def _check_memory(func: Any, args: tuple[Any, ...]) -> None:
     """Refuse a random op whose numbers depend on gaps in memory: a graph has none."""
     if func is not torch.ops.aten.normal_.default or args[0].device.type != "cpu":
         return
-    sizes = zip(args[0].shape, args[0].stride(), strict=True)
-    extent = 1 + sum((size - 1) * step for size, step in sizes)
-    if args[0].numel() >= _BLOCK and extent != args[0].numel():
+    if args[0].numel() >= _BLOCK and extent_of(args[0]) != args[0].numel():
         raise RefusalError(
             "aten::normal_ on a tensor with gaps in its memory, such as x[:, 1:] or x[::2]",
             "torch draws other numbers for it than for one without gaps, and the graph "
@@ -188,41 +188,3 @@ def check_recomputation(name: str, graph: fx.GraphModule) -> None:
                 "its forward: leave preserve_rng_state=True, use F.dropout for random "
                 "numbers on a sharded batch, or take them out of the checkpointed region."
             )
-
-
-# ----------------------------------------------------------------------------
-# Comparisons of a random number that have one result, whatever the number is.
-#
-# Models that may skip layers ask ``torch.rand([]) < self.layerdrop`` for each of them, also
-# where ``layerdrop`` is 0. A number of ``torch.rand`` is never below 0, so that the answer
-# needs no value; the number is still drawn, as in eager.
-
-_ASKS = (torch.Tensor.__lt__, torch.Tensor.lt, torch.lt)
-
-
-@final
-class KnownComparisons(FunctionMode):
-    """Knows that ``torch.rand([]) < 0`` is false; other comparisons need values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        # Each with its version: a write changes what is known about it.
-        self._drawn: dict[int, tuple[torch.Tensor, int]] = {}
-        self._never: dict[int, tuple[torch.Tensor, int]] = {}
-
-    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run a function, or say what is known about its result."""
-        if func is torch.Tensor.__bool__ and _is_in(self._never, args[0]):
-            return False
-        made = func(*args, **kwargs)
-        if func is torch.rand and made.ndim == 0:
-            self._drawn[id(made)] = (made, _torch.version_of(made))
-        elif func in _ASKS and len(args) == 2 and _is_in(self._drawn, args[0]):
-            if type(args[1]) in (int, float) and args[1] <= 0:
-                self._never[id(made)] = (made, _torch.version_of(made))
-        return made
-
-
-def _is_in(known: dict[int, tuple[torch.Tensor, int]], value: Any) -> bool:
-    entry = known.get(id(value))
-    return entry is not None and entry[1] == _torch.version_of(value)

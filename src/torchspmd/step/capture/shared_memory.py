@@ -17,6 +17,16 @@ from torchspmd.errors import CaptureError
 from torchspmd.step.capture.inventory import Inventory, Role
 
 
+def extent_of(tensor: torch.Tensor) -> Any:
+    """How many elements of memory lie from a tensor's first to its last one, or a symbol.
+
+    >>> extent_of(torch.ones(4)), extent_of(torch.ones(4)[::2])
+    (4, 3)
+    """
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * step for size, step in sizes)
+
+
 class _Span(NamedTuple):
     """From the first to the last byte of a tensor, and its slot."""
 
@@ -31,10 +41,9 @@ def _spans(tensors: Sequence[Any], places: Iterable[int]) -> list[_Span]:
     for place in places:
         tensor = tensors[place]
         if _has_address(tensor) and tensor.numel():
-            reach = zip(tensor.shape, tensor.stride(), strict=True)
-            extent = 1 + sum((size - 1) * step for size, step in reach)
             start = tensor.data_ptr()
-            found.append(_Span(start, start + extent * tensor.element_size(), place))
+            end = start + extent_of(tensor) * tensor.element_size()
+            found.append(_Span(start, end, place))
     return sorted(found)
 
 

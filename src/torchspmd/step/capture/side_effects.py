@@ -5,10 +5,9 @@ import functools
 import random
 import sys
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import chain
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -22,20 +21,21 @@ from torchspmd import _torch
 from torchspmd.errors import CaptureError
 from torchspmd.layout.retired import is_retired
 from torchspmd.step.capture.guards import ambient_facts, walk_data, walk_hooks
-from torchspmd.step.capture.held import (
+from torchspmd.step.capture.inventory import Inventory, Role
+from torchspmd.step.capture.python_values import parts_of
+from torchspmd.step.capture.refusals import noting_refusals
+from torchspmd.step.capture.snapshots import (
     MISSING,
+    Attributes,
     Difference,
-    Held,
-    HeldAttributes,
-    HeldDict,
-    HeldItems,
-    HeldRandom,
+    Items,
+    RandomState,
+    Snapshot,
     describe_change,
     is_plain,
 )
-from torchspmd.step.capture.inventory import Inventory, Role
-from torchspmd.step.capture.refusals import calling_line, noting_refusals
 from torchspmd.step.capture.trace_modes import replaced
+from torchspmd.step.capture.user_code import calling_line
 
 # ----------------------------------------------------------------------------
 # Traced tensors in places where a captured step cannot put their values.
@@ -73,26 +73,8 @@ def find_traced(
         yield path
     elif depth and id(value) not in seen and not isinstance(value, _CLOSED):
         seen.add(id(value))
-        for step, item in _items(value):
+        for step, item in parts_of(value, latest=_LATEST):
             yield from find_traced(item, f"{path}{step}", depth=depth - 1, seen=seen)
-
-
-def _items(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for key in list(value)[-_LATEST:]:
-            is_short = isinstance(key, (str, int))  # a tensor would be printed
-            yield f"[{key!r}]" if is_short else "[...]", value[key]
-    elif isinstance(value, (list, tuple, deque)):
-        first = max(0, len(value) - _LATEST)
-        for place in range(first, len(value)):
-            yield f"[{place}]", value[place]
-    elif isinstance(value, (set, frozenset)):
-        yield from (("{...}", item) for item in list(value)[-_LATEST:])
-    else:
-        slots = (getattr(kind, "__slots__", ()) for kind in type(value).__mro__)
-        for key in (*getattr(value, "__dict__", ()), *chain(*slots)):
-            if hasattr(value, key):
-                yield f".{key}", getattr(value, key)
 
 
 def closed_arguments(inventory: Inventory) -> list[str]:
@@ -102,7 +84,7 @@ def closed_arguments(inventory: Inventory) -> list[str]:
         f"{name} is a {type(leaf).__name__}"
         for name, leaf in zip(inventory.names, inventory.leaves, strict=True)
         if not isinstance(leaf, _CLOSED)
-        and any(isinstance(item, held) for _, item in _items(leaf))
+        and any(isinstance(item, held) for _, item in parts_of(leaf))
     ]
 
 
@@ -184,6 +166,41 @@ class Change:
     fix: Fix | None  # None for what may stay
 
 
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """Something that holds what a step could change.
+
+    Attributes:
+        snapshot: What it held.
+        fix: What to do instead of changing it.
+        kind: Its class, where it is a module.
+    """
+
+    snapshot: Snapshot
+    fix: Fix
+    kind: type | None = None
+
+    def may_stay(self, difference: Difference) -> bool:
+        """Whether a value is what a module or an object notes about itself in a first call.
+
+        A plain attribute that is there for the first time, of a class that has none of its
+        name, or an object in the place of nothing: a cache.
+        """
+        key, before, now = difference.key, difference.before, difference.now
+        if key is None or self.fix is Fix.GROUP or any(_traced_in(difference)):
+            return False
+        if isinstance(getattr(self.kind, str(key), None), functools.cached_property):
+            return before is MISSING
+        if is_plain(now):
+            is_new = before is MISSING and self.kind is not None
+            return is_new and not hasattr(self.kind, key)
+        return before is MISSING or before is None
+
+
+def _traced_in(difference: Difference) -> Iterator[str]:
+    return find_traced(difference.now, difference.path, depth=_DEPTH)
+
+
 class PythonState:
     """All that a step could change in Python, as it was before it was traced."""
 
@@ -198,9 +215,12 @@ class PythonState:
             for slot, traced in zip(inventory.slots, shown, strict=True)
             if slot.role is Role.PARAMETER
         ]
-        self._held = hold_python(inventory)
-        self._held += [
-            (HeldAttributes(name, traced, only=_Public(vars(own))), Fix.OBJECT, None)
+        self._watched = watch_python(inventory)
+        self._watched += [
+            Watched(
+                Attributes(name, traced, matters=functools.partial(_is_public, own)),
+                Fix.OBJECT,
+            )
             for name, own, traced, _ in self._parameters
         ]
         self.stored: list[str] = []
@@ -212,11 +232,11 @@ class PythonState:
 
     def changes(self) -> Iterator[Change]:
         """What is other than before; it is put back where it may not stay."""
-        for held, fix, kind in self._held:
-            for difference in list(held.differences()):
-                yield from self._change(difference, fix, kind)
-                if not _may_stay(difference, fix, kind):
-                    held.put(difference.key, difference.before)
+        for watched in self._watched:
+            for difference in list(watched.snapshot.differences()):
+                yield from self._change(difference, watched)
+                if not watched.may_stay(difference):
+                    watched.snapshot.put(difference.key, difference.before)
         for name, own, traced, gradient in self._parameters:
             if own.requires_grad != traced.requires_grad:
                 text = f"{own.requires_grad} -> {traced.requires_grad}"
@@ -234,11 +254,8 @@ class PythonState:
             if fact != self._ambient[name]:
                 yield Change(f"{name}: {self._ambient[name]} -> {fact}", Fix.AMBIENT)
 
-    def _change(
-        self, difference: Difference, fix: Fix, kind: type | None
-    ) -> Iterator[Change]:
-        path = difference.path
-        traced = list(find_traced(difference.now, path, depth=_DEPTH))
+    def _change(self, difference: Difference, watched: Watched) -> Iterator[Change]:
+        fix, traced = watched.fix, list(_traced_in(difference))
         is_container = difference.key is None and fix is not Fix.OBJECT
         if fix is Fix.GROUP:
             yield Change(describe_change(difference), fix)
@@ -247,40 +264,17 @@ class PythonState:
         elif traced:
             text = f"{', '.join(dict.fromkeys(traced))}: a tensor of the step"
             yield Change(text, fix)
-        elif _may_stay(difference, fix, kind):
-            yield Change(f"{path} was set in this capture, and not again", None)
+        elif watched.may_stay(difference):
+            yield Change(
+                f"{difference.path} was set in this capture, and not again", None
+            )
         else:
             yield Change(describe_change(difference), fix)
 
 
-class _Public(Container[str]):
-    """Names of attributes that are there already, or that are not private."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        self._names = frozenset(names)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names or not str(name).startswith("_")
-
-
-def _may_stay(difference: Difference, fix: Fix, kind: type | None) -> bool:
-    """Whether a value is what a module or an object notes about itself in a first call.
-
-    A plain attribute that is there for the first time, of a class that has none of its
-    name, or an object in the place of nothing: a cache.
-    """
-    key, before, now = difference.key, difference.before, difference.now
-    if (
-        key is None
-        or fix is Fix.GROUP
-        or next(find_traced(now, "", depth=_DEPTH), None)
-    ):
-        return False
-    if isinstance(getattr(kind, str(key), None), functools.cached_property):
-        return before is MISSING
-    if is_plain(now):
-        return before is MISSING and kind is not None and not hasattr(kind, key)
-    return before is MISSING or before is None
+def _is_public(own: torch.Tensor, key: str) -> bool:
+    """Whether an attribute is the user's: there already, or not private."""
+    return key in vars(own) or not key.startswith("_")
 
 
 def _is_other(before: Any, now: Any) -> bool:
@@ -299,63 +293,59 @@ def _named(arguments: Any) -> list[tuple[str, Any]]:
 _TABLES = ("_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs")
 
 
-def _held_by(inventory: Inventory) -> Iterator[tuple[Held, Fix, type | None]]:
-    """All that holds something a step could change; the fix, and the class of a module."""
-    for name, optimizer in inventory.optimizers:
-        for number, group in enumerate(optimizer.param_groups):
-            yield from _held_in(f"{name}.group{number}", group, group, Fix.GROUP)
-    for path, child in inventory.named_modules():
-        yield from _held_in(path, child, vars(child), Fix.ATTRIBUTE, _TABLES)
-    for name, optimizer in inventory.optimizers:
-        ignored = ("state", *_torch.OPTIMIZER_BOOKKEEPING)
-        yield from _held_in(name, optimizer, vars(optimizer), Fix.ATTRIBUTE, ignored)
-    own = (nn.Module, Optimizer, GradScaler, torch.Tensor, type)
-    for name, leaf in zip(inventory.names, inventory.leaves, strict=True):
-        if hasattr(leaf, "__dict__") and not isinstance(leaf, own):
-            yield HeldAttributes(name, leaf), Fix.OBJECT, None
-    for held in walk_data(inventory).held.values():
-        yield held, Fix.RANDOM if isinstance(held, HeldRandom) else Fix.OBJECT, None
-    for name, generator in _global_generators():
-        yield HeldRandom(name, generator), Fix.RANDOM, None
-
-
-PythonHold = list[tuple[Held, Fix, type | None]]
-
-
-def hold_python(inventory: Inventory) -> PythonHold:
+def watch_python(inventory: Inventory) -> list[Watched]:
     """All that a step could change in Python, as it is now."""
-    return list(_held_by(inventory))
+    return list(_watched_in(inventory))
 
 
-def hold_hooks(inventory: Inventory) -> PythonHold:
+def watch_hooks(inventory: Inventory) -> list[Watched]:
     """All that the user's hooks could change in Python, as it is now."""
-    return [(held, Fix.OBJECT, None) for held in walk_hooks(inventory).held.values()]
+    return [Watched(each, Fix.OBJECT) for each in walk_hooks(inventory).taken]
 
 
-def undo_python(held: PythonHold) -> list[str]:
+def undo_python(watched: list[Watched]) -> list[str]:
     """Put back what was changed since; what may not stay, as text."""
     texts = []
-    for each, fix, kind in held:
-        for difference in list(each.differences()):
-            if not _may_stay(difference, fix, kind):
+    for each in watched:
+        for difference in list(each.snapshot.differences()):
+            if not each.may_stay(difference):
                 texts.append(describe_change(difference))
-            each.put(difference.key, difference.before)
+            each.snapshot.put(difference.key, difference.before)
     return texts
 
 
-def _held_in(
-    name: str, holder: Any, table: dict[str, Any], fix: Fix, ignored: Any = ()
-) -> Iterator[tuple[Held, Fix, type | None]]:
+def _watched_in(inventory: Inventory) -> Iterator[Watched]:
+    for name, optimizer in inventory.optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            yield from _watched_table(f"{name}.group{number}", group, group, Fix.GROUP)
+    for path, child in inventory.named_modules():
+        yield from _watched_table(path, child, vars(child), Fix.ATTRIBUTE, _TABLES)
+    for name, optimizer in inventory.optimizers:
+        own, ignored = vars(optimizer), ("state", *_torch.OPTIMIZER_BOOKKEEPING)
+        yield from _watched_table(name, optimizer, own, Fix.ATTRIBUTE, ignored)
+    known = (nn.Module, Optimizer, GradScaler, torch.Tensor, type)
+    for name, leaf in zip(inventory.names, inventory.leaves, strict=True):
+        if hasattr(leaf, "__dict__") and not isinstance(leaf, known):
+            yield Watched(Attributes(name, leaf), Fix.OBJECT)
+    for each in walk_data(inventory).taken:
+        is_random = isinstance(each, RandomState)
+        yield Watched(each, Fix.RANDOM if is_random else Fix.OBJECT)
+    for name, generator in _global_generators():
+        yield Watched(RandomState(name, generator), Fix.RANDOM)
+
+
+def _watched_table(
+    path: str, holder: Any, table: dict[str, Any], fix: Fix, ignored: Any = ()
+) -> Iterator[Watched]:
     """What a module, an optimizer or a group holds, and the containers it keeps."""
     kind = type(holder) if isinstance(holder, nn.Module) else None
-    yield HeldAttributes(name, holder, table=table, ignored=ignored), fix, kind
+    attributes = Attributes(
+        path, holder, table=table, matters=lambda key: key not in ignored
+    )
+    yield Watched(attributes, fix, kind)
     for key, value in table.items():
-        if key in ignored:
-            continue
-        if isinstance(value, dict):
-            yield HeldDict(f"{name}.{key}", value), fix, None
-        elif isinstance(value, (list, set, deque)):
-            yield HeldItems(f"{name}.{key}", value), fix, None
+        if key not in ignored and isinstance(value, (dict, list, set, deque)):
+            yield Watched(Items(f"{path}.{key}", value), fix)
 
 
 def _global_generators() -> Iterator[tuple[str, Any]]:

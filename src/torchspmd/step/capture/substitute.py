@@ -6,7 +6,9 @@ whatever happened.
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -14,33 +16,18 @@ import torch
 from torchspmd import _torch
 from torchspmd.comm import Phase
 from torchspmd.errors import CaptureError
-from torchspmd.step.capture.guards import name_of_hook
-from torchspmd.step.capture.identities import held_by_python, pass_for
+from torchspmd.layout.retired import predecessor_id
+from torchspmd.step.capture.guards import name_of_hook, walk_data
 from torchspmd.step.capture.inventory import Inventory, Number, Role
+from torchspmd.step.capture.optimizer_rules import ELEMENTWISE, check_whole, is_spread
+from torchspmd.step.capture.parallel_mode import ParallelMode
 from torchspmd.step.capture.rank_divergence import (
     keep_inner,
     mark_gradient,
     refuse_graphs,
 )
-from torchspmd.step.capture.refusals import calling_line, check_whole, is_spread
-from torchspmd.step.capture.spread import Spread
+from torchspmd.step.capture.user_code import calling_line
 from torchspmd.step.graph.metadata import OwnerLog
-
-# Optimizers whose update of an element depends on that element's own values alone: on a
-# shard they do what they would do on the whole tensor.
-ELEMENTWISE = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.RAdam,
-    torch.optim.ASGD,
-)
 
 
 class Substitution:
@@ -58,9 +45,9 @@ class Substitution:
     """
 
     def __init__(
-        self, inventory: Inventory, flat: tuple[Any, ...], spread: Spread
+        self, inventory: Inventory, flat: tuple[Any, ...], mode: ParallelMode
     ) -> None:
-        self.inventory, self.spread = inventory, spread
+        self.inventory, self.mode = inventory, mode
         count = len(inventory.slots)
         self.locals: list[torch.Tensor] = list(flat[:count])
         self.numbers: list[Any] = list(flat[count:])
@@ -71,7 +58,7 @@ class Substitution:
         self.updated: set[tuple[int, int]] = set()
         self._plain = _plain_slots(inventory)
         self.shown = [
-            spread.show(slot, local)
+            mode.show(slot, local)
             for slot, local in zip(inventory.slots, self.locals, strict=True)
         ]
         for slot, shown, local in zip(
@@ -124,10 +111,6 @@ class Substitution:
             if inventory.slots[slot].role is Role.PARAMETER and shown.requires_grad
         }
         with contextlib.ExitStack() as stack:
-            for place in inventory.places:
-                is_hyper = inventory.slots[place.slot].role is Role.HYPER
-                held = self.locals if is_hyper else self.shown
-                _install(stack, place.table, place.key, held[place.slot])
             for number, traced in zip(inventory.numbers, self.numbers, strict=True):
                 if number.holder is not None and not number.is_state:
                     _install(stack, number.holder, number.key, _placed(number, traced))
@@ -135,11 +118,16 @@ class Substitution:
                 # Before it is added to `grad`: what is there was reduced already.
                 hook = shown.register_hook(_Reduction(self, log, slot))
                 stack.callback(hook.remove)
-                if self.spread.reduces:
+                if self.mode.reduces:
                     name = inventory.slots[slot].name
                     stack.callback(refuse_graphs(shown, name))
-            stack.enter_context(held_by_python(inventory, self.shown))
-            stack.enter_context(self.spread.installed(inventory, self.shown, log))
+            numbers = dict(enumerate(self.numbers))
+            slots = range(len(inventory.slots))
+            stepped = [self.steps_on(slot) for slot in slots]
+            stack.enter_context(
+                in_users_objects(inventory, self.shown, stepped, numbers)
+            )
+            stack.enter_context(self.mode.installed(inventory, self.shown, log))
             for hook in _install_gradient_hooks(inventory, self.shown, log):
                 stack.callback(hook.remove)
             for slot, shown in trained.items():  # behind all other hooks
@@ -153,7 +141,7 @@ def _plain_slots(inventory: Inventory) -> set[int]:
     plain = {
         place
         for place, slot in enumerate(inventory.slots)
-        if _torch.layout_of(slot.tensor) is None
+        if slot.role is Role.HYPER or _torch.layout_of(slot.tensor) is None
     }
     elementwise = {
         index
@@ -191,7 +179,7 @@ class _Reduction:
         self._owner = self._name.rpartition(".")[0]
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
-        spread = self._substitution.spread
+        mode = self._substitution.mode
         self._substitution.arrived.add(self._place)
         if self._place in self._substitution.handed:
             raise CaptureError(
@@ -200,10 +188,10 @@ class _Reduction:
                 "before step(), or pass step() a closure that does."
             )
         with self._log.owned(Phase.BACKWARD, self._owner):
-            if spread.reduces and torch.is_grad_enabled():
+            if mode.reduces and torch.is_grad_enabled():
                 return keep_inner(gradient)  # create_graph=True
             with torch.no_grad():
-                return spread.reduce(gradient)
+                return mode.reduce(gradient)
 
 
 # ----------------------------------------------------------------------------
@@ -260,3 +248,129 @@ class _Owned:
     def __call__(self, tensor: torch.Tensor) -> Any:
         with self._log.owned(Phase.BACKWARD, self._owner):
             return self._hook(tensor)
+
+
+# ----------------------------------------------------------------------------
+# Other tensors in the user's objects: traced ones, or the copies of a shadow step.
+
+
+@contextlib.contextmanager
+def in_users_objects(
+    inventory: Inventory,
+    shown: Sequence[torch.Tensor],
+    stepped: Sequence[torch.Tensor],
+    numbers: Mapping[int, Any],
+) -> Iterator[None]:
+    """Inside, the user's modules, optimizers and variables hold other tensors.
+
+    Args:
+        inventory: Where the user's own tensors are.
+        shown: For each slot, what modules and Python code see.
+        stepped: For each slot, what optimizers work on: hyper-parameters and states, and
+            the parameters that states belong to.
+        numbers: Counters that are Python numbers, by their place in the inventory.
+    """
+    with contextlib.ExitStack() as stack:
+        for place in inventory.places:
+            is_hyper = inventory.slots[place.slot].role is Role.HYPER
+            held = stepped if is_hyper else shown
+            _install(stack, place.table, place.key, held[place.slot])
+        for index, number, slots in inventory.groups:
+            params = inventory.optimizers[index][1].param_groups[number]["params"]
+            stack.callback(params.__setitem__, slice(None), list(params))
+            params[:] = [shown[slot] for slot in slots]
+        for index, (_, optimizer) in enumerate(inventory.optimizers):
+            stack.callback(setattr, optimizer, "state", optimizer.state)
+            optimizer.state = _state_of(inventory, index, stepped, numbers)
+        stack.enter_context(_held_by_python(inventory, shown))
+        yield
+
+
+def _state_of(
+    inventory: Inventory,
+    index: int,
+    stepped: Sequence[torch.Tensor],
+    numbers: Mapping[int, Any],
+) -> defaultdict[torch.Tensor, Any]:
+    """An optimizer's state with other tensors, keyed by what it steps on."""
+    tensors = {
+        (place.parameter, place.key): stepped[place.slot]
+        for place in inventory.states
+        if place.optimizer == index
+    }
+    counters = {
+        (id(number.holder), number.key): numbers[place]
+        for place, number in enumerate(inventory.numbers)
+        if number.is_state and place in numbers
+    }
+    state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+    for parameter, entries in inventory.saved_states[index].items():
+        slot = inventory.by_id[id(parameter)]
+        state[stepped[slot]] = {
+            key: tensors.get((slot, key), counters.get((id(entries), key), value))
+            for key, value in entries.items()
+        }
+    return state
+
+
+# ----------------------------------------------------------------------------
+# Parameters that Python code knows by themselves: what it set on them, who holds them.
+#
+# A list, a set, a dict or a variable that holds a parameter, or its ``id``, holds that of
+# the traced one meanwhile, so that ``p is self.head`` and ``id(p) in frozen`` say what they
+# say in eager code.
+
+
+def pass_for(traced: torch.Tensor, own: torch.Tensor) -> None:
+    """Give a traced tensor what Python code can ask a parameter about itself."""
+    known = vars(traced)
+    known.update({key: each for key, each in vars(own).items() if key not in known})
+    if isinstance(own, torch.nn.Parameter):
+        known["_is_param"] = True  # what isinstance(p, nn.Parameter) asks for
+
+
+@contextlib.contextmanager
+def _held_by_python(
+    inventory: Inventory, shown: Sequence[torch.Tensor]
+) -> Iterator[None]:
+    """Inside, whatever the step's code reaches holds traced parameters for its own."""
+    pairs = [
+        (slot.tensor, traced)
+        for slot, traced in zip(inventory.slots, shown, strict=True)
+        if slot.role in (Role.PARAMETER, Role.BUFFER)
+    ]
+    known = {id(own): traced for own, traced in pairs}
+    known |= {was: traced for own, traced in pairs if (was := predecessor_id(own))}
+    with contextlib.ExitStack() as stack:
+        for each in walk_data(inventory).taken:
+            for key, before in each.places():
+                now = _all(before, known) if key is None else _one(before, known)
+                if now is not before:
+                    stack.callback(each.put, key, before)
+                    each.put(key, now)
+        yield
+
+
+def _all(held: Any, known: Mapping[int, torch.Tensor]) -> Any:
+    """The items of a container with traced parameters; the same object if there is none."""
+    if not isinstance(held, dict):
+        return _replaced(held, known)
+    keys, values = list(held), list(held.values())
+    changed = _replaced(keys, known), _replaced(values, known)
+    if changed[0] is keys and changed[1] is values:
+        return held
+    return dict(zip(*changed, strict=True))
+
+
+def _one(value: Any, known: Mapping[int, torch.Tensor]) -> Any:
+    """A traced parameter, or its id, for one that is held; other values as they are."""
+    if type(value) in (tuple, frozenset):  # a list in a list is looked at by itself
+        return _replaced(value, known)
+    if type(value) is int:
+        return id(known[value]) if value in known else value
+    return known.get(id(value), value) if isinstance(value, torch.Tensor) else value
+
+
+def _replaced(items: Any, known: Mapping[int, torch.Tensor]) -> Any:
+    changed = [_one(item, known) for item in items]
+    return items if all(map(is_, items, changed)) else type(items)(changed)

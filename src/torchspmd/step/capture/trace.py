@@ -12,14 +12,14 @@ from torch import fx
 from torchspmd import _torch
 from torchspmd.comm import Phase
 from torchspmd.errors import CaptureError
-from torchspmd.step.capture.dynamic import Sizes
+from torchspmd.step.capture.dynamic_shapes import Sizes
 from torchspmd.step.capture.functionalize import clean, make_functional
-from torchspmd.step.capture.guards import check_reached, describe_unguarded
+from torchspmd.step.capture.guards import check_reached
 from torchspmd.step.capture.host_values import HostValues, Reads
 from torchspmd.step.capture.initial_states import check_initial, describe_first_step
 from torchspmd.step.capture.inventory import Inventory, Number, Role, Slot
 from torchspmd.step.capture.micro_batches import join_reductions
-from torchspmd.step.capture.optimizers import installed_optimizers
+from torchspmd.step.capture.optimizers import watched_optimizers
 from torchspmd.step.capture.outputs import (
     NewValue,
     Outputs,
@@ -28,9 +28,15 @@ from torchspmd.step.capture.outputs import (
     find_roles,
     trained_outputs,
 )
+from torchspmd.step.capture.parallel_mode import (
+    ParallelMode,
+    Relayout,
+    check_layouts,
+)
 from torchspmd.step.capture.rank_divergence import (
     check_gradients,
     check_inner_gradients,
+    checksum_parameters,
     find_other_axes,
 )
 from torchspmd.step.capture.refusals import (
@@ -38,13 +44,8 @@ from torchspmd.step.capture.refusals import (
     is_ours,
     needs_values,
     refuse,
-    runs_for_user,
 )
-from torchspmd.step.capture.rng import (
-    KnownComparisons,
-    RandomReplay,
-    check_recomputation,
-)
+from torchspmd.step.capture.rng import RandomReplay, check_recomputation
 from torchspmd.step.capture.shared_memory import SharedMemory, check_memory
 from torchspmd.step.capture.side_effects import (
     Change,
@@ -56,18 +57,13 @@ from torchspmd.step.capture.side_effects import (
     state_of_torch,
     torch_changes,
 )
-from torchspmd.step.capture.spread import (
-    Relayout,
-    Spread,
-    check_layouts,
-    checksum_parameters,
-)
 from torchspmd.step.capture.substitute import Substitution
 from torchspmd.step.capture.trace_modes import (
-    CheckOperators,
-    RefuseFunctions,
+    StepFunctions,
+    StepOperators,
     fake_for_transformers,
 )
+from torchspmd.step.capture.user_code import runs_for_user
 from torchspmd.step.graph.collectives import events_of
 from torchspmd.step.graph.memory import ROLE_KEY
 from torchspmd.step.graph.metadata import OwnerLog, mark_guarded, set_roles
@@ -109,7 +105,7 @@ def capture(
     function: Callable[..., Any],
     name: str,
     inventory: Inventory,
-    spread: Spread,
+    mode: ParallelMode,
     *,
     compare_values: bool,
     sizes: Sizes | None = None,
@@ -120,25 +116,25 @@ def capture(
         function: The user's step.
         name: What it is called in messages.
         inventory: What the step works on.
-        spread: How it is spread over ranks.
+        mode: How it is spread over ranks.
         compare_values: Take checksums of the parameters that ranks must hold alike.
         sizes: Sizes of tensor arguments that become symbols of the graph.
     """
-    check_layouts(spread, inventory.slots)
+    check_layouts(mode, inventory.slots)
     check_memory(inventory)
-    check_reached(inventory)
-    relayout = spread.lay_out(inventory)
+    unguarded = check_reached(inventory)
+    relayout = mode.lay_out(inventory)
     if relayout is not None:
         inventory = relayout.inventory
-    other_axes = find_other_axes(inventory.slots, spread.sharded_over)
+    other_axes = find_other_axes(inventory.slots, mode.sharded_over)
     inputs = _fake_inputs(inventory, sizes)
 
-    traced = _trace(function, name, inventory, spread, inputs)
-    spread.check(traced.graph)
+    traced = _trace(function, name, inventory, mode, inputs)
+    mode.check(traced.graph)
     check_gradients(traced.graph, inventory.slots, other_axes)
-    if spread.mesh is not None and spread.has_own_batches:
+    if mode.mesh is not None and mode.has_own_batches:
         trained = trained_outputs(traced.outputs, inventory.slots)
-        check_inner_gradients(traced.graph.graph, spread.mesh, trained)
+        check_inner_gradients(traced.graph.graph, mode.mesh, trained)
 
     graph = _make_functional(name, traced, inputs)
     symbolic = _symbolic_sizes(inputs, sizes, inventory)
@@ -151,11 +147,11 @@ def capture(
     outputs = drop_unchanged(graph, traced.outputs)
     clean(graph)
     with phase("mode"):
-        num_joined = spread.finish(graph) + join_reductions(graph.graph)
+        num_joined = mode.finish(graph) + join_reductions(graph.graph)
         graph.recompile()
     check_recomputation(name, graph)
     notes = (
-        *describe_unguarded(inventory),
+        *unguarded,
         *describe_first_step(inventory, outputs),
         *traced.notes,
     )
@@ -170,7 +166,7 @@ def capture(
     if relayout is not None:
         values = tuple(fact.text for fact in relayout.facts)
     elif compare_values:
-        values = checksum_parameters(inventory, spread)
+        values = checksum_parameters(inventory, mode)
     symbols = tuple(map(_torch.symbol_of, inputs.numbers))
     memory = _shared_memory(inventory, graph, outputs)
     return Captured(
@@ -305,7 +301,7 @@ def _trace(
     function: Callable[..., Any],
     name: str,
     inventory: Inventory,
-    spread: Spread,
+    mode: ParallelMode,
     inputs: _Inputs,
 ) -> _Traced:
     """Run the user's step on traced values; refuse what a graph of it would lose."""
@@ -318,13 +314,13 @@ def _trace(
     refused: list[Exception] = []
 
     def run(*flat: Any) -> list[Any]:
-        with _tracing(name, inventory, spread, log, refused):
-            substitution = Substitution(inventory, flat, spread)
+        with _tracing(name, inventory, mode, log, refused):
+            substitution = Substitution(inventory, flat, mode)
             states = {s.slot: substitution.steps_on(s.slot) for s in inventory.states}
             values = HostValues(inventory, states, inputs.world)
             with (
                 substitution.installed(log),
-                installed_optimizers(substitution, log, inputs.world, values),
+                watched_optimizers(substitution, log, inputs.world, values),
             ):
                 leaves = substitution.leaves()
                 args, kwargs = _torch.unflatten_tree(leaves, inventory.structure)
@@ -366,20 +362,19 @@ def _trace(
 def _tracing(
     name: str,
     inventory: Inventory,
-    spread: Spread,
+    mode: ParallelMode,
     log: OwnerLog,
     refused: list[Exception],
 ) -> Iterator[None]:
     """Everything that is active while a step is traced, outermost first."""
-    refuse_functions = RefuseFunctions(refused)
+    functions = StepFunctions(refused)
     with (
         RandomReplay().recording(),  # sees what the next one makes of random operators
-        spread.tracing(),
+        mode.tracing(),
         log.recording(),
-        KnownComparisons(),
-        refuse_functions,
-        _torch.backward_under(refuse_functions),  # hooks
-        CheckOperators(refused, log.note),
+        functions,
+        _torch.backward_under(functions),  # hooks
+        StepOperators(refused, log.note),
         refusing_schedulers(name, refused),
         fake_for_transformers(),
         _torch.numbers.plain_for(runs_for_user),
@@ -411,6 +406,9 @@ def _describe(
     mark_guarded(graph.graph, [slot for _, slot in reads.slots])
 
 
+_MANY_OBJECTS = 100_000  # take about 20 ms to walk through
+
+
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
     """Keep the garbage collector from walking growing graphs again and again."""
@@ -420,7 +418,8 @@ def without_collection() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
-            if gc.get_freeze_count() == 0:
+            # Counting what is frozen takes longer than walking through a small graph.
+            if gc.get_count()[0] > _MANY_OBJECTS and gc.get_freeze_count() == 0:
                 # All that was made counts as old: otherwise the next allocation would
                 # walk through it, though nearly all of it stays.
                 gc.freeze()

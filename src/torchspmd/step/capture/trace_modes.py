@@ -12,12 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
-from torchspmd.step.capture.refusals import (
-    calling_line,
-    noting_refusals,
-    printing_line,
-    runs_for_user,
-)
+from torchspmd.step.capture.refusals import noting_refusals
+from torchspmd.step.capture.user_code import calling_line, printing_line, runs_for_user
 
 
 class FunctionMode(TorchFunctionMode, ABC):
@@ -107,8 +103,8 @@ def _corrcoef(x: torch.Tensor) -> torch.Tensor:
     cov = _cov(x)
     if cov.ndim == 0:
         return cov / cov
-    spread = (cov.diag().real if cov.is_complex() else cov.diag()).sqrt()
-    scaled = cov / spread[:, None] / spread[None, :]
+    mode = (cov.diag().real if cov.is_complex() else cov.diag()).sqrt()
+    scaled = cov / mode[:, None] / mode[None, :]
     return scaled if scaled.is_complex() else scaled.clip(-1, 1)
 
 
@@ -136,9 +132,48 @@ def _is_by_tensor(tensors: Any, other: Any = None, *rest: Any, **kwargs: Any) ->
     return isinstance(other, torch.Tensor)
 
 
+# ----------------------------------------------------------------------------
+# Comparisons of a random number that have one result, whatever the number is.
+#
+# Models that may skip layers ask ``torch.rand([]) < self.layerdrop`` for each of them, also
+# where ``layerdrop`` is 0. A number of ``torch.rand`` is never below 0, so that the answer
+# needs no value; the number is still drawn, as in eager.
+
+_IS_LESS = (torch.Tensor.__lt__, torch.Tensor.lt, torch.lt)
+
+
 @final
-class RefuseFunctions(FunctionMode):
+class _KnownComparisons:
+    """Knows that ``torch.rand([]) < 0`` is false; other comparisons need values."""
+
+    def __init__(self) -> None:
+        # Each with its version: a write changes what is known about it.
+        self._drawn: dict[int, tuple[torch.Tensor, int]] = {}
+        self._never: dict[int, tuple[torch.Tensor, int]] = {}
+
+    def is_false(self, func: Any, args: Any) -> bool:
+        """Whether a tensor is asked for its truth that is false whatever is drawn."""
+        return func is torch.Tensor.__bool__ and _is_in(self._never, args[0])
+
+    def note(self, func: Any, args: Any, made: Any) -> None:
+        """Remember what a call made, if something is known about it."""
+        if func is torch.rand and made.ndim == 0:
+            self._drawn[id(made)] = (made, _torch.version_of(made))
+        elif func in _IS_LESS and len(args) == 2 and _is_in(self._drawn, args[0]):
+            if type(args[1]) in (int, float) and args[1] <= 0:
+                self._never[id(made)] = (made, _torch.version_of(made))
+
+
+def _is_in(known: dict[int, tuple[torch.Tensor, int]], value: Any) -> bool:
+    entry = known.get(id(value))
+    return entry is not None and entry[1] == _torch.version_of(value)
+
+
+@final
+class StepFunctions(FunctionMode):
     """Refuses functions of torch that would happen once, at capture, or be lost.
+
+    Others that need a value without need are computed in another way.
 
     Args:
         refused: A list to which what was refused is added.
@@ -147,9 +182,12 @@ class RefuseFunctions(FunctionMode):
     def __init__(self, refused: list[Exception]) -> None:
         super().__init__()
         self._refused = refused
+        self._comparisons = _KnownComparisons()
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Refuse a function of the table, or run it."""
+        if self._comparisons.is_false(func, args):
+            return False
         refuse, in_parts = _REFUSED.get(func), _IN_PARTS.get(func)
         if func in _ON_LISTS and _is_by_tensor(*args, **kwargs):
             # Torch's optimizers count so, by a number that is known.
@@ -157,7 +195,9 @@ class RefuseFunctions(FunctionMode):
         with noting_refusals(self._refused):
             if refuse is not None:
                 refuse()
-            return (in_parts or func)(*args, **kwargs)
+            made = (in_parts or func)(*args, **kwargs)
+        self._comparisons.note(func, args, made)
+        return made
 
 
 # ----------------------------------------------------------------------------
@@ -169,7 +209,7 @@ class RefuseFunctions(FunctionMode):
 
 
 @final
-class CheckOperators(OperatorMode):
+class StepOperators(OperatorMode):
     """Refuses operators that only have effects; counts the writes into lists.
 
     Args:

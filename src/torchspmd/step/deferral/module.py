@@ -12,8 +12,8 @@ from torchspmd.step.deferral.forms import Stage, creates_state, derive, derive_f
 from torchspmd.step.deferral.iter_graph import IterGraph
 from torchspmd.step.deferral.regions import written_by
 from torchspmd.step.deferral.state import Event, Progress, State
-from torchspmd.step.graph.clock import left_under_way
 from torchspmd.step.graph.metadata import readable_name, written_state
+from torchspmd.step.graph.simulate import left_under_way
 from torchspmd.step.graph.snapshot import Snapshot
 
 Runnable = Callable[..., Any]

@@ -136,6 +136,25 @@ def written_nodes(node: fx.Node) -> list[fx.Node]:
     return [write.node for write in find_writes(node)]
 
 
+class Written(NamedTuple):
+    """The memory of a graph that writes; few do, and for others nothing need be known.
+
+    Attributes:
+        root: For each node, the node that brought its memory; empty without writes.
+        roots: Those whose memory is written.
+    """
+
+    root: Mapping[fx.Node, fx.Node]
+    roots: frozenset[fx.Node]
+
+
+def find_written(graph: fx.Graph) -> Written:
+    """The memory that a graph writes into."""
+    written = [each for node in graph.nodes for each in written_nodes(node)]
+    root = find_aliases(graph).root if written else {}
+    return Written(root, frozenset(root[node] for node in written))
+
+
 def memory_sources(node: fx.Node) -> list[fx.Node]:
     """The nodes in whose memory a node's value may lie; none where it has its own.
 

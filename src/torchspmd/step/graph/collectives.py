@@ -34,7 +34,7 @@ from torchspmd.step.graph.aliases import (
     written_nodes,
 )
 from torchspmd.step.graph.edit import HasGraph
-from torchspmd.step.graph.metadata import output_node, owner_of
+from torchspmd.step.graph.metadata import fake_value, output_node, owner_of
 from torchspmd.step.graph.options import check_module
 from torchspmd.step.graph.reports import GraphSize
 
@@ -78,7 +78,7 @@ def graph_size(graph: fx.Graph) -> GraphSize:
 
 
 def _event(node: fx.Node, operator: Operator, topology: Topology) -> CommEvent:
-    arguments: Any = fx.node.map_arg(node_arguments(node), _value)
+    arguments: Any = fx.node.map_arg(node_arguments(node), fake_value)
     group = topology.group_of(arguments)
     sizes = measure(operator, arguments, group.size)
     owner = owner_of(node)
@@ -93,10 +93,6 @@ def _event(node: fx.Node, operator: Operator, topology: Topology) -> CommEvent:
         phase=owner.phase,
         module=owner.module,
     )
-
-
-def _value(node: fx.Node) -> Any:
-    return node.meta.get("val")
 
 
 # Besides views: what costs about a copy and may move with a collective.
@@ -254,7 +250,7 @@ def _tails(
         if node in owner:
             continue
         starts = {owner[source] for source in node.all_input_nodes if source in owner}
-        if len(starts) == 1 and _is_cheap(node):
+        if len(starts) == 1 and is_cheap(node):
             owner[node] = tails[node] = starts.pop()
     return tails
 
@@ -269,7 +265,7 @@ def _heads(
         if node in owner or node in taken or not node.users:
             continue
         fed = {owner.get(user) for user in node.users}
-        if len(fed) == 1 and None not in fed and _is_cheap(node, _PACKING):
+        if len(fed) == 1 and None not in fed and is_cheap(node, _PACKING):
             (start,) = fed
             assert start is not None
             owner[node] = heads[node] = start
@@ -283,7 +279,7 @@ def _grouped(owner: dict[fx.Node, fx.Node]) -> dict[fx.Node, tuple[fx.Node, ...]
     return {start: tuple(nodes) for start, nodes in grouped.items()}
 
 
-def _is_cheap(node: fx.Node, more: frozenset[str] = frozenset()) -> bool:
+def is_cheap(node: fx.Node, more: frozenset[str] = frozenset()) -> bool:
     """Whether a node is a view, or costs about a copy, and depends on nothing hidden."""
     if node.op == "call_function" and node.target is operator.getitem:
         return True

@@ -12,6 +12,7 @@ from torch.utils import flop_counter
 from torchspmd import _torch
 from torchspmd.comm import CommEvent
 from torchspmd.errors import UsageError
+from torchspmd.step.graph.metadata import describe_type, fake_value
 
 _RATES = ("flops", "memory_bytes", "network_bytes")
 _SHOWN = 6  # problems with operators in one message
@@ -76,12 +77,13 @@ class CostModel:
         if self.operators and (key := operator_key(node)) in self.operators:
             return self.operators[key]
         operator: Any = node.target
-        values: Any = fx.node.map_arg((node.args, node.kwargs), _value)
+        values: Any = fx.node.map_arg((node.args, node.kwargs), fake_value)
         out = node.meta.get("val")
         counted = (
             _flops(operator, values[0], values[1], out) if _is_known(node) else 0.0
         )
-        moved = sum(map(_num_bytes, _torch.leaves_of(torch.Tensor, (values, out))))
+        tensors = _torch.leaves_of(torch.Tensor, (values, out))
+        moved = sum(each.nbytes for each in tensors)
         busy = max(counted / self.flops, moved / self.memory_bytes)
         return self.launch_seconds + busy
 
@@ -152,7 +154,7 @@ def multiplies(node: fx.Node) -> bool:
 
 def operator_key(node: fx.Node) -> str:
     """The same for nodes that do the same work: the operator and its arguments' shapes."""
-    values = fx.node.map_arg((node.args, node.kwargs), _value)
+    values = fx.node.map_arg((node.args, node.kwargs), fake_value)
     leaves, _ = _torch.flatten_tree(values)
     return " ".join([str(node.target), *map(_fact, leaves)])
 
@@ -160,8 +162,7 @@ def operator_key(node: fx.Node) -> str:
 def _fact(leaf: object) -> str:
     if not isinstance(leaf, torch.Tensor):
         return repr(leaf)
-    dtype = str(leaf.dtype).removeprefix("torch.")
-    return f"{dtype}{list(leaf.shape)}{list(leaf.stride())}"
+    return f"{describe_type(leaf)}{list(leaf.stride())}"
 
 
 def device_of(graph: fx.Graph) -> str:
@@ -182,12 +183,4 @@ def _flops(operator: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> flo
 
 def _is_known(node: fx.Node) -> bool:
     """Whether the shapes are there to count with: a pass may add nodes without them."""
-    return all(_value(each) is not None for each in (node, *node.all_input_nodes))
-
-
-def _value(node: fx.Node) -> Any:
-    return node.meta.get("val")
-
-
-def _num_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return all(fake_value(each) is not None for each in (node, *node.all_input_nodes))

@@ -131,12 +131,9 @@ def common_owner(nodes: Sequence[fx.Node]) -> Owner:
     """
     owners = [owner_of(node) for node in nodes]
     paths = [owner.module.split(".") for owner in owners]
-    common = [names[0] for names in takewhile(_is_one, zip(*paths, strict=False))]
+    levels = takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False))
+    common = [names[0] for names in levels]
     return Owner(owners[-1].phase, ".".join(common) or GLOBAL)
-
-
-def _is_one(names: tuple[str, ...]) -> bool:
-    return len(set(names)) == 1
 
 
 # ----------------------------------------------------------------------------

@@ -1,20 +1,27 @@
-"""A graph as code that Inductor makes."""
+"""A graph as Python that calls code of Inductor, piece by piece.
 
-import copy
-from collections.abc import Callable
-from typing import Any
+Communication is no part of a piece, so what a schedule put in order stays so.
+"""
+
+import linecache
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
 
 import torch
 from torch import fx
 
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
-from torchspmd.step.graph.collectives import gather_into_memory, is_communication
-from torchspmd.step.graph.metadata import output_node, output_values
+from torchspmd.step.graph.metadata import output_node
+from torchspmd.step.graph.pieces import Piece, Step, find_steps
 from torchspmd.step.progress import phase
 
-_CLONE = torch.ops.aten.clone.default
 _ADD, _MUL = torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor
+
+Boxed = Callable[[list[Any]], Sequence[Any]]  # takes its inputs out of the list
 
 
 def check_compilable(graph: fx.GraphModule) -> None:
@@ -27,21 +34,54 @@ def check_compilable(graph: fx.GraphModule) -> None:
         )
 
 
-def lower(graph: fx.GraphModule) -> tuple[Callable[..., Any], str]:
-    """A graph compiled by Inductor, and where the compiled code comes from."""
+@final
+@dataclass(slots=True)
+class CompiledPieces:
+    """What Inductor made of the pieces of graphs that belong together.
+
+    Attributes:
+        by_form: The compiled code of each form.
+        origins: Where each of them came from.
+    """
+
+    by_form: dict[str, Boxed] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+
+    def code_for(self, piece: Piece) -> Boxed:
+        """The compiled code of a piece: made once for all equal ones."""
+        form = piece.form()
+        if form not in self.by_form:
+            graph = piece.as_graph()
+            _multiply_before_adding(graph.graph)
+            inputs = [node.meta["val"] for node in piece.inputs]
+            made, origin = _torch.compile_with_inductor(graph, inputs)
+            self.by_form[form], self.origins[form] = made, origin
+        return self.by_form[form]
+
+
+def lower(
+    graph: fx.GraphModule, compiled: CompiledPieces | None = None
+) -> tuple[Callable[..., Any], str]:
+    """A graph whose pieces are compiled by Inductor, and a line about them.
+
+    Args:
+        graph: The graph; it is not changed.
+        compiled: What was compiled for other graphs of the same step; used and added to.
+    """
     check_compilable(graph)
-    graph = fx.GraphModule(graph, copy.deepcopy(graph.graph))
-    copied = _drop_host_copies(graph.graph)
-    _multiply_before_adding(graph.graph)
-    gather_into_memory(graph.graph)
-    graph.recompile()
-    inputs = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
+    compiled = compiled or CompiledPieces()
+    known = len(compiled.origins)
+    steps = find_steps(graph)
     with phase("compiling"):
-        keep_order = any(map(is_communication, graph.graph.nodes))
-        made, from_cache = _torch.compile_with_inductor(
-            graph, inputs, keep_order=keep_order
-        )
-    return _Copying(made, copied) if copied else made, f"Inductor: {from_cache}"
+        codes = [compiled.code_for(s) if isinstance(s, Piece) else None for s in steps]
+    run = _write_run(graph, steps, codes)
+    pieces = [each for each in codes if each is not None]
+    new = Counter(list(compiled.origins.values())[known:])
+    return run, (
+        f"Inductor: {', '.join(new) or 'nothing to compile'}; {len(pieces)} pieces, "
+        f"{len(set(map(id, pieces)))} of them different, {new.total()} of them new, and "
+        f"{len(steps) - len(pieces)} operators and views as they are"
+    )
 
 
 def _multiply_before_adding(graph: fx.Graph) -> None:
@@ -62,56 +102,94 @@ def _multiply_before_adding(graph: fx.Graph) -> None:
         node.kwargs = {}
 
 
-def _drop_host_copies(graph: fx.Graph) -> dict[int, int]:
-    """Remove outputs that copy a host scalar; which input each of them copies.
+# ----------------------------------------------------------------------------
+# The steps as Python that lets go of each value at its last use.
 
-    A learning rate that is kept for the next step is copied. In a graph for a GPU that is
-    the only kernel for the host, and compiling it takes longer than all others.
+
+def _write_run(
+    graph: fx.GraphModule, steps: Sequence[Step], codes: Sequence[Boxed | None]
+) -> Callable[..., Any]:
+    names = _Names({"module": graph})
+    inputs = "".join(f"{n.name}, " for n in graph.graph.find_nodes(op="placeholder"))
+    lines = [f"def run({inputs.rstrip(', ')}):"]
+    output = output_node(graph.graph)
+    last_use: dict[fx.Node, Step] = {}
+    for step in (*steps, output):
+        for source in step.inputs if isinstance(step, Piece) else step.all_input_nodes:
+            last_use[source] = step
+    over: dict[int, list[str]] = {}
+    for source, step in last_use.items():
+        if source.op != "get_attr" and step is not output:
+            over.setdefault(id(step), []).append(source.name)
+    for step, code in zip(steps, codes, strict=True):
+        done = "".join(f"{name} = " for name in over.get(id(step), ()))
+        free = f"{done}None" if done else ""
+        if isinstance(step, Piece):
+            # The list alone holds what is not needed any more: the code takes it out.
+            lines.append(f"args = [{', '.join(map(names.text, step.inputs))}]")
+            results = "".join(f"{node.name}, " for node in step.outputs)
+            call = f"{names.add(code)}(args)"
+            lines += [free, f"{results}= {call}" if results else call]
+        else:
+            is_used = step in last_use
+            call = _call(step, names)
+            lines += [f"{step.name} = {call}" if is_used else call, free]
+    lines.append(f"return {names.text(output.args[0])}")
+    text = "\n    ".join(filter(None, lines)) + "\n"
+    file = f"<torchspmd pieces {id(graph):x}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(True), file)
+    exec(compile(text, file, "exec"), names.values)
+    run: Callable[..., Any] = names.values["run"]
+    return run
+
+
+def _call(node: fx.Node, names: "_Names") -> str:
+    args = [names.text(each) for each in node.args]
+    args += [f"{name}={names.text(each)}" for name, each in node.kwargs.items()]
+    match node.op:
+        case "call_method":
+            return f"{args[0]}.{node.target}({', '.join(args[1:])})"
+        case "call_module":
+            target = f"module.get_submodule({node.target!r})"
+        case _:
+            target = names.add(node.target)
+    return f"{target}({', '.join(args)})"
+
+
+class _Names:
+    """What generated code calls things.
+
+    Attributes:
+        values: The globals of the code.
     """
-    placeholders, values = graph.find_nodes(op="placeholder"), output_values(graph)
-    copies = {
-        place: value
-        for place, value in enumerate(values)
-        if isinstance(value, fx.Node) and _is_host_copy(value)
-    }
-    copied = {
-        place: placeholders.index(value.all_input_nodes[0])
-        for place, value in copies.items()
-    }
-    kept: list[Any] = [
-        value for place, value in enumerate(values) if place not in copies
-    ]
-    output_node(graph).args = (kept,)
-    for value in set(copies.values()):
-        graph.erase_node(value)
-    return copied
 
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+        self._by_id: dict[int, str] = {}
 
-def _is_host_copy(node: fx.Node) -> bool:
-    """Whether a number that came in is copied and given back, and no more."""
-    if node.target is not _CLONE or any(user.op != "output" for user in node.users):
-        return False
-    source = node.args[0]
-    if not isinstance(source, fx.Node) or source.op != "placeholder":
-        return False
-    value = source.meta.get("val")
-    return (
-        isinstance(value, torch.Tensor)
-        and value.device.type == "cpu"
-        and value.ndim == 0
-    )
+    def add(self, value: object) -> str:
+        """The name of an object, which is held from now on."""
+        if id(value) not in self._by_id:
+            name = self._by_id[id(value)] = f"_{len(self.values)}"
+            self.values[name] = value
+        return self._by_id[id(value)]
 
-
-class _Copying:
-    """Compiled code, with copies of some inputs among its outputs."""
-
-    def __init__(self, run: Callable[..., Any], copied: dict[int, int]) -> None:
-        self._run, self._copied = run, copied
-
-    def __call__(self, *flat: Any) -> list[Any]:
-        # Before the run: the step may write into the input itself.
-        copies = {place: flat[source].clone() for place, source in self._copied.items()}
-        outputs = list(self._run(*flat))
-        for place in sorted(copies):
-            outputs.insert(place, copies[place])
-        return outputs
+    def text(self, value: Any) -> str:
+        """An argument as Python."""
+        match value:
+            case fx.Node():
+                return (
+                    f"module.{value.target}" if value.op == "get_attr" else value.name
+                )
+            case list() | tuple():
+                inside = "".join(f"{self.text(each)}, " for each in value)
+                return f"[{inside}]" if isinstance(value, list) else f"({inside})"
+            case dict():
+                pairs = (f"{key!r}: {self.text(each)}" for key, each in value.items())
+                return f"{{{', '.join(pairs)}}}"
+            case None | bool() | int() | str():
+                return repr(value)
+            case float() if math.isfinite(value):
+                return repr(value)
+            case _:
+                return self.add(value)

@@ -12,7 +12,6 @@ from torch import fx
 from torchspmd import _torch
 from torchspmd.comm import Kind, Phase
 from torchspmd.step.graph.aliases import communication_of, find_aliases, find_waits
-from torchspmd.step.graph.edit import HasGraph
 from torchspmd.step.graph.metadata import owner_of
 
 ROLE_KEY = "torchspmd_role"  # on an input: what the tensor is to the step
@@ -101,17 +100,13 @@ def _held_throughout(graph: fx.Graph, released: frozenset[int]) -> dict[str, int
     return sizes
 
 
-def live_bytes(gm: HasGraph) -> dict[fx.Node, int]:
-    """Bytes of what the graph itself made and still needs, at each node.
+class LiveBytes:
+    """Bytes of what a graph itself made and still needs, at each node.
 
     Inputs of the graph are not counted. A collective holds its result from its start on,
-    and its input until its wait, except for an all-reduce, which works on a copy.
+    and its input until its wait, except for an all-reduce, which works on a copy. Nodes may
+    be moved meanwhile; nothing else may be edited.
     """
-    return LiveBytes(gm.graph).now()
-
-
-class LiveBytes:
-    """The same, again and again while nodes are moved; nothing else may be edited."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import torch
 from torch import fx, nn
 from torch.nn.modules.module import (
     register_module_forward_hook,
@@ -123,6 +124,27 @@ def readable_name(node: fx.Node) -> str:
     """
     held = node.meta.get("torchspmd_name")
     return f"{node.name} ({held})" if held else node.name
+
+
+def fake_value(node: fx.Node) -> Any:
+    """What a node gives, without values; None where that is not known."""
+    return node.meta.get("val")
+
+
+def describe_type(value: object) -> str:
+    """Dtype and shape of a tensor for messages, as in ``float32[2, 3]``."""
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+
+
+def same_form(one: fx.Node, other: fx.Node) -> bool:
+    """Whether two values have the same shape, dtype, device and strides."""
+    a, b = one.meta.get("val"), other.meta.get("val")
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return False
+    same_type = a.dtype == b.dtype and a.device == b.device
+    return same_type and a.shape == b.shape and a.stride() == b.stride()
 
 
 # ----------------------------------------------------------------------------

@@ -99,7 +99,7 @@ class Chains:
             for each in _lists(node):
                 for index, element in enumerate(each):
                     for place in _places(element):
-                        self._join((node, index), place)
+                        self._parent[self._find((node, index))] = self._find(place)
 
     def chain_of(self, node: fx.Node) -> _Place:
         """The representative of the chain that a node is an item of."""
@@ -118,9 +118,6 @@ class Chains:
             self._parent[place] = above
             place, parent = parent, above
         return parent
-
-    def _join(self, one: _Place, other: _Place) -> None:
-        self._parent[self._find(one)] = self._find(other)
 
 
 def _places(element: object) -> Iterator[_Place]:
@@ -142,19 +139,14 @@ def _places(element: object) -> Iterator[_Place]:
                 waiting.append(source)
 
 
-def split_by_chain(graph: fx.Graph, chosen: Iterable[_Place], chains: Chains) -> int:
-    """Cut every list operator into the items of the chosen chains and the others.
-
-    Returns:
-        How many operators were cut; those whose items are all on one side stay.
-    """
-    return split_by_group(graph, set(chosen).__contains__, chains)
-
-
 def split_by_group(
     graph: fx.Graph, group_of: Callable[[_Place], Hashable], chains: Chains
 ) -> int:
-    """Cut every list operator into the items of each group of chains, all at once."""
+    """Cut every list operator into the items of each group of chains, all at once.
+
+    Returns:
+        How many operators were cut; those whose items are all in one group stay.
+    """
     groups = {
         node: [group_of(chain) for chain in chains.chains_of(node)]
         for node in chains.operators

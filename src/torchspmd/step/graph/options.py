@@ -67,8 +67,13 @@ def check_overlap(what: str, overlap_iterations: object) -> None:
         ...
     torchspmd.errors.UsageError: run(overlap_iterations='no'): pass True, False or 'auto'.
     """
-    given = {"overlap_iterations": overlap_iterations}
-    _check(what, given, _is_overlap, "True, False or 'auto'")
+    given, rule = {"overlap_iterations": overlap_iterations}, "True, False or 'auto'"
+    _check(
+        what,
+        given,
+        lambda value: isinstance(value, bool | str) and value in (True, False, "auto"),
+        rule,
+    )
 
 
 def check_names(what: str, **names: object) -> None:
@@ -151,10 +156,6 @@ def check_bucket_size(size_mb: object, what: str) -> None:
             f"{what}(bucket_size_mb={size_mb!r}): use more than 0, a finite number of MiB, "
             "or None to have it chosen."
         )
-
-
-def _is_overlap(value: object) -> bool:
-    return isinstance(value, bool) or (isinstance(value, str) and value == "auto")
 
 
 def _check(

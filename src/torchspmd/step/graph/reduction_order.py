@@ -6,7 +6,7 @@ buffer. The ring is the one of gloo, chunk edges included.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
+from functools import reduce
 
 import torch
 
@@ -94,14 +94,8 @@ def _ring(values: list[torch.Tensor], combine: _Combine) -> torch.Tensor:
     for chunk, (start, length) in enumerate(chunks):
         ranks = [(chunk - 1 - hop) % size for hop in range(size)]
         parts = [values[rank].narrow(0, start, length) for rank in ranks]
-        pieces.append(reduce(partial(_second_first, combine), parts))
+        pieces.append(reduce(lambda passed_on, own: combine(own, passed_on), parts))
     return torch.cat(pieces)
-
-
-def _second_first(
-    combine: _Combine, passed_on: torch.Tensor, own: torch.Tensor
-) -> torch.Tensor:
-    return combine(own, passed_on)
 
 
 def ring_chunks(

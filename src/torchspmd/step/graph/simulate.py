@@ -5,7 +5,7 @@ Computation runs in order; each process group is one wire, which carries one col
 after the other.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
@@ -86,13 +86,14 @@ class Work(NamedTuple):
     Attributes:
         do: What is done.
         seconds: Of computation, or of a collective on the wire.
-        start: The node that starts the collective that is started or waited for.
+        start: Which collective is started or waited for: the node that starts it, where
+            the schedule is that of a graph.
         group: The process group of a start.
     """
 
     do: Do
     seconds: float = 0.0
-    start: fx.Node | None = None
+    start: Hashable = None
     group: str = ""
 
 
@@ -116,7 +117,7 @@ class Simulated(NamedTuple):
 
     seconds: float
     busy: dict[str, float]
-    flights: list[tuple[fx.Node | None, Flight]]
+    flights: list[tuple[Hashable, Flight]]
 
 
 def run_schedule(work: Sequence[Work], *, slowdown: float = 1.0) -> Simulated:
@@ -127,10 +128,10 @@ def run_schedule(work: Sequence[Work], *, slowdown: float = 1.0) -> Simulated:
         slowdown: How much longer than given every collective is on the wire.
     """
     free: dict[str, float] = {}  # when the wire of a group is free
-    carried: dict[fx.Node | None, Flight] = {}
+    carried: dict[Hashable, Flight] = {}
     for _ in range(_MOST_ROUNDS):  # until an iteration leaves what it found
         found, now = _left(carried, free), 0.0
-        started: dict[fx.Node | None, Flight] = {}
+        started: dict[Hashable, Flight] = {}
         busy: dict[str, float] = {}
         flights = []
         for do, seconds, start, group in work:
@@ -148,7 +149,7 @@ def run_schedule(work: Sequence[Work], *, slowdown: float = 1.0) -> Simulated:
                 if flight is not None:  # else another tensor of one that has ended
                     flights.append((start, flight._replace(needed=now)))
                     now = max(now, flight.end)
-        free = {group: max(0.0, end - now) for group, end in free.items()}
+        free = {group: end - now for group, end in free.items() if end > now}
         carried = {
             start: Flight(*(moment - now for moment in flight))
             for start, flight in started.items()
@@ -172,18 +173,15 @@ def schedule_of(graph: fx.Graph, cost: CostModel, num_carried: int = 0) -> list[
         cost: What nodes take.
         num_carried: How many of its last inputs are its own last outputs of before.
     """
-    carried = carried_values(graph, num_carried)
-    events = dict(events_of(graph))
+    events, waits = dict(events_of(graph)), find_awaited(graph, num_carried)
     work = []
     for node in graph.nodes:
         if node in events:
             event = events[node]
             seconds = cost.comm_seconds(event)
             work.append(Work(Do.START, seconds, node, event.group.name))
-        elif is_wait(node):
-            source = started_by(node)
-            is_carried = source in carried
-            start = without_item(carried[source]) if is_carried else source
+        elif node in waits:
+            start, is_carried = waits[node]
             work.append(Work(Do.WAIT_CARRIED if is_carried else Do.WAIT, start=start))
         elif seconds := cost.compute_seconds(node):
             work.append(Work(Do.COMPUTE, seconds))
@@ -223,7 +221,7 @@ def _timeline(graph: fx.Graph, cost: CostModel, num_carried: int) -> Timeline:
     exposures = tuple(
         _exposure(start.name, events[start], flight)
         for start, flight in simulated.flights
-        if start is not None
+        if isinstance(start, fx.Node)
     )
     return Timeline(simulated.seconds, compute, comm, exposures)
 
@@ -249,18 +247,44 @@ def _check_steady(graph: fx.Graph, cost: CostModel, num_carried: int) -> None:
         )
 
 
-def carried_values(graph: fx.Graph, count: int) -> dict[fx.Node, fx.Node]:
-    """The input that brings each value which the graph leaves for the next run."""
+def _carried_values(graph: fx.Graph, count: int) -> dict[fx.Node, fx.Node]:
+    """The value that the run before left for each of the last inputs."""
     if count == 0:
         return {}
-    (values,) = graph.output_node().args
-    assert isinstance(values, (list, tuple))
     places = graph.find_nodes(op="placeholder")[-count:]
     return {
         place: value
-        for place, value in zip(places, values[-count:], strict=True)
+        for place, value in zip(places, output_values(graph)[-count:], strict=True)
         if isinstance(value, fx.Node)
     }
+
+
+def find_awaited(
+    graph: fx.Graph, num_carried: int
+) -> dict[fx.Node, tuple[fx.Node, bool]]:
+    """The start that each wait is for, and whether the run before started it."""
+    carried = _carried_values(graph, num_carried)
+    found = {}
+    for wait in filter(is_wait, graph.nodes):
+        source = started_by(wait)
+        is_carried = source in carried
+        found[wait] = (
+            without_item(carried[source]) if is_carried else source,
+            is_carried,
+        )
+    return found
+
+
+def left_under_way(graph: fx.Graph, num_carried: int) -> list[int]:
+    """Which of the last outputs are results that only the next run waits for."""
+    starts = {start for start, _ in events_of(graph)}
+    carried = _carried_values(graph, num_carried)
+    inputs = graph.find_nodes(op="placeholder")
+    return [
+        place
+        for place, node in enumerate(inputs[len(inputs) - num_carried :])
+        if node in carried and without_item(carried[node]) in starts
+    ]
 
 
 def explain(ready: float, begin: float, now: float, end: float) -> str:

@@ -13,7 +13,6 @@ from torchspmd import _torch
 from torchspmd.step.graph.edit import copy_nodes
 from torchspmd.step.graph.metadata import (
     OutputKind,
-    OutputRole,
     readable_name,
     roles_of,
     set_roles,
@@ -278,7 +277,8 @@ class Snapshot:
         """
         mapping = self._find_nodes(graph)
         had, has = roles_of(self.graph), roles_of(graph)
-        is_without = had != has and len(had) == len(has) and _are_results(has)
+        has_none = all(role.kind is OutputKind.RESULT for role in has)
+        is_without = had != has and len(had) == len(has) and has_none
         if not is_without and not any(map(_has_lost, mapping, mapping.values())):
             return graph, mapping
         copy, copies = copy_graph(graph)
@@ -349,10 +349,6 @@ def _by_kind(nodes: Iterable[fx.Node]) -> dict[Any, list[fx.Node]]:
     for node in nodes:
         found.setdefault(_kind(node), []).append(node)
     return found
-
-
-def _are_results(roles: tuple[OutputRole, ...]) -> bool:
-    return all(role.kind is OutputKind.RESULT for role in roles)
 
 
 def _has_lost(node: fx.Node, old: fx.Node) -> bool:

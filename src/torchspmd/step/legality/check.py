@@ -14,17 +14,18 @@ from torch import fx
 
 from torchspmd.errors import LegalityError
 from torchspmd.step.graph.metadata import output_values
-from torchspmd.step.legality.edit import Edit, Problem, find_fakes, shorten
+from torchspmd.step.legality.edit import Edit, FakeResults, Problem, shorten
 from torchspmd.step.legality.equivalence import Equivalence
 from torchspmd.step.legality.graph_rules import (
     check_definitions,
+    check_hazards,
     check_interface,
     check_order,
+    check_output_memory,
     check_random_order,
     check_unknown_calls,
     check_waits,
 )
-from torchspmd.step.legality.memory_rules import check_hazards, check_output_memory
 
 _MOST = 20  # problems in one error
 _CONSTANTS = (
@@ -123,7 +124,7 @@ def check_edit(
     interface = check_interface(edit)
     if edit.is_empty and edit.keeps_fakes and not (problems or interface):
         return Proof(num_outputs, ())
-    fakes = find_fakes(edit)
+    fakes = FakeResults(edit)
     if edit.is_empty and not (problems or interface):
         fakes.write_down()
         return Proof(num_outputs, ())

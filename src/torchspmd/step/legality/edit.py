@@ -2,14 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Self
 
 import torch
 from torch import fx
 
+from torchspmd.step.graph.aliases import Written, find_written
 from torchspmd.step.graph.edit import fake_result
 from torchspmd.step.graph.metadata import (
     OutputKind,
+    describe_type,
     output_values,
     readable_name,
     roles_of,
@@ -20,7 +23,7 @@ _SHOWN = 3  # names in one line
 _PLAIN = (int, float, complex, str, slice, torch.dtype, torch.device)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Edit:
     """A graph before and after an edit.
 
@@ -61,6 +64,16 @@ class Edit:
         return len(self.same) == len(self.place_before) == len(self.place_after) and (
             all(self.old[now] is was for now, was in pairs)
         )
+
+    @cached_property
+    def written_before(self) -> Written:
+        """The memory that the graph before writes into."""
+        return find_written(self.before)
+
+    @cached_property
+    def written_after(self) -> Written:
+        """The memory that the edited graph writes into."""
+        return find_written(self.after)
 
     @property
     def keeps_fakes(self) -> bool:
@@ -162,30 +175,15 @@ _RUNS = "Cast or reshape in front of a call whose operands get another dtype or 
 _REFUSALS = (RuntimeError, TypeError, ValueError, IndexError)
 
 
-@dataclass(frozen=True, slots=True)
 class FakeResults:
-    """What each node of an edited graph gives.
+    """What each node of an edited graph gives; computed for changed calls.
+
+    Args:
+        edit: The edit.
 
     Attributes:
         values: A fake value for each node; None where it is not known.
         problems: Calls that could run before, and cannot on what they are given now.
-    """
-
-    values: Mapping[fx.Node, Any]
-    problems: tuple[Problem, ...]
-
-    def write_down(self) -> None:
-        """Correct what the graph says of its nodes, for whoever reads it next."""
-        for node, value in self.values.items():
-            written = node.meta.get("val")
-            if value is None or value is written:
-                continue
-            if _metadata(value) != _metadata(written):
-                node.meta["val"] = value
-
-
-def find_fakes(edit: Edit) -> FakeResults:
-    """Compute again what changed calls give, and all calls that take another operand.
 
     >>> from torchspmd.step.graph.snapshot import copy_graph
     >>> graph = fx.Graph()
@@ -196,27 +194,20 @@ def find_fakes(edit: Edit) -> FakeResults:
     >>> _ = graph.output([made])
     >>> before, mapping = copy_graph(graph)
     >>> made.kwargs = {"dtype": torch.bfloat16}
-    >>> find_fakes(Edit.of(before, graph, mapping)).values[made].dtype
+    >>> FakeResults(Edit.of(before, graph, mapping)).values[made].dtype
     torch.bfloat16
     """
-    return _Finder(edit).find()
-
-
-class _Finder:
-    """Goes through an edited graph once."""
 
     def __init__(self, edit: Edit) -> None:
         self._edit = edit
-        self._values: dict[fx.Node, Any] = {}
         self._kept: set[fx.Node] = set()  # give what they gave before
-        self._described: dict[fx.Node, str] = {}
-        self._problems: list[Problem] = []
-
-    def find(self) -> FakeResults:
-        for node in self._edit.after.nodes:
+        self._forms: dict[fx.Node, str] = {}  # of nodes of both graphs
+        self.values: dict[fx.Node, Any] = {}
+        self.problems: list[Problem] = []
+        for node in edit.after.nodes:
             if node.op == "output":
                 continue
-            was = self._edit.old.get(node)
+            was = edit.old.get(node)
             if was is not None and self._takes_the_same(node, was):
                 self._kept.add(node)
                 value = was.meta.get("val")
@@ -224,49 +215,54 @@ class _Finder:
                 value = self._compute(node, was)
             if node.op == "placeholder" and value is None:
                 value = node.meta.get("val")  # nothing else says what it is
-            self._values[node] = value
-        return FakeResults(self._values, tuple(self._problems))
+            self.values[node] = value
+
+    def write_down(self) -> None:
+        """Correct what the graph says of its nodes, for whoever reads it next."""
+        for node, value in self.values.items():
+            written = node.meta.get("val")
+            if value is None or value is written:
+                continue
+            if _metadata(value) != _metadata(written):
+                node.meta["val"] = value
 
     def _takes_the_same(self, node: fx.Node, was: fx.Node) -> bool:
         if node in self._edit.same and self._kept.issuperset(node.all_input_nodes):
             return True
         if node.op != was.op or node.target != was.target:
             return False
-        now: Any = fx.node.map_arg((node.args, node.kwargs), self._describe)
-        old: Any = fx.node.map_arg((was.args, was.kwargs), self._describe_before)
+        now: Any = fx.node.map_arg((node.args, node.kwargs), self._form)
+        old: Any = fx.node.map_arg((was.args, was.kwargs), self._form)
         return is_equal(now, old)
 
-    def _describe(self, node: fx.Node) -> str:
+    def _form(self, node: fx.Node) -> str:
         """What is known of an operand; what is not known is like nothing else."""
-        if node in self._kept:
-            return self._describe_before(self._edit.old[node])
-        if node not in self._described:
-            value = self._values[node]
-            self._described[node] = _describe(f"new {node.name}", value)
-        return self._described[node]
-
-    def _describe_before(self, node: fx.Node) -> str:
-        if node not in self._described:
-            value = node.meta.get("val")
-            self._described[node] = _describe(f"old {node.name}", value)
-        return self._described[node]
+        node = self._edit.old[node] if node in self._kept else node
+        if node not in self._forms:
+            value = self.values.get(node, node.meta.get("val"))
+            self._forms[node] = f"of {id(node)}" if value is None else _metadata(value)
+        return self._forms[node]
 
     def _compute(self, node: fx.Node, was: fx.Node | None) -> Any:
         try:
-            return fake_result(node, self._values)
+            return fake_result(node, self.values)
         except _REFUSALS as error:
             # Operators that do not work on fake tensors raise subclasses.
             if was is None or type(error) not in _REFUSALS:
                 return None
             if node.target == was.target and _could_run(was):
-                self._problems.append(self._problem(node, was))
+                self.problems.append(self._problem(node, was))
         except Exception:  # of no common class in torch; then nothing is known
             pass
         return None
 
     def _problem(self, node: fx.Node, was: fx.Node) -> Problem:
         pairs = [
-            (readable_name(now), _type(self._values[now]), _type(old.meta.get("val")))
+            (
+                readable_name(now),
+                describe_type(self.values[now]),
+                describe_type(old.meta.get("val")),
+            )
             for now, old in zip(node.all_input_nodes, was.all_input_nodes, strict=False)
         ]
         changed = [
@@ -285,10 +281,6 @@ def _could_run(was: fx.Node) -> bool:
         return False
 
 
-def _describe(unknown: str, value: object) -> str:
-    return unknown if value is None else _metadata(value)
-
-
 def _metadata(value: Any) -> str:
     """All that must be the same for two fake values to be.
 
@@ -303,12 +295,6 @@ def _metadata(value: Any) -> str:
     if value.layout is not torch.strided:
         return f"{kind} {tuple(value.shape)}"
     return f"{kind} {tuple(value.shape)} {value.stride()}"
-
-
-def _type(value: object) -> str:
-    if not isinstance(value, torch.Tensor):
-        return type(value).__name__
-    return f"{_short(value.dtype)}{list(value.shape)}"
 
 
 def _short(name: object) -> str:

@@ -15,7 +15,7 @@ from torchspmd.step.graph.metadata import output_values, readable_name, written_
 from torchspmd.step.legality.edit import Edit, Problem, output_name, shorten
 from torchspmd.step.legality.evaluate import Evaluation
 from torchspmd.step.legality.graph_rules import random_nodes
-from torchspmd.step.legality.shape_rules import VIEWS
+from torchspmd.step.legality.operator_rules import VIEWS
 from torchspmd.step.legality.values import (
     COLLECTIVES,
     FILL,
@@ -108,8 +108,8 @@ class Comparer:
         one, two = self._table[was], self._table[now]
         if isinstance(one, Flat) and isinstance(two, Flat):
             return self._look_at_tensors(was, now, one, two)
-        if isinstance(one, Term) and isinstance(two, Term) and _is_alike(one, two):
-            if now not in self._known:
+        if isinstance(one, Term) and isinstance(two, Term) and now not in self._known:
+            if one.head == two.head and len(one.children) == len(two.children):
                 return self._look_at_terms(was, now, one, two)
         return self._settle(was, now, self._is_elsewhere(was, now), "another value")
 
@@ -219,10 +219,6 @@ class Comparer:
         return all(self._table[atom][0] == FILL for atom in _parts(found))
 
 
-def _is_alike(one: Term, two: Term) -> bool:
-    return one.head == two.head and len(one.children) == len(two.children)
-
-
 def _parts(value: Term | Flat) -> Iterator[int]:
     if isinstance(value, Term):
         yield from value.children
@@ -275,8 +271,10 @@ class Equivalence:
             for i, node in enumerate(random_nodes(edit.after))
         }
         written_down = {node: node.meta.get("val") for node in edit.before.nodes}
-        self.before = Evaluation(self.table, edit.before, old, written_down)
-        self.after = Evaluation(self.table, edit.after, new, fakes)
+        self.before = Evaluation(
+            self.table, edit.before, old, written_down, edit.written_before
+        )
+        self.after = Evaluation(self.table, edit.after, new, fakes, edit.written_after)
 
     def elements(self, node: fx.Node) -> Hashable:
         """Which elements of which values a node of the edited graph holds."""

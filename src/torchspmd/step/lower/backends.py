@@ -6,25 +6,16 @@ from typing import Any
 
 from torch import fx
 
-from torchspmd import _torch
 from torchspmd.errors import CaptureError
 from torchspmd.step.deferral.module import IterGraphModule
-from torchspmd.step.graph.aliases import written_nodes
 from torchspmd.step.graph.inductor import check_compilable, lower
 from torchspmd.step.graph.metadata import OutputKind, roles_of
-from torchspmd.step.graph.optimizer_lists import is_fused_update
-from torchspmd.step.graph.snapshot import copy_graph
 from torchspmd.step.lower.cuda_graph import CudaGraphRun
 from torchspmd.step.lower.deferred_in_place import FormsInPlace
 from torchspmd.step.lower.in_place import (
     InPlaceReport,
-    compute_in_place,
+    write_for_compiler,
     write_in_place,
-    written_tensors,
-)
-from torchspmd.step.lower.update_calls import (
-    NOT_PENDING,
-    make_one_call,
 )
 
 
@@ -36,7 +27,7 @@ class Transformed:
         run: The graph, or a callable of the user's own.
         graph: The functional graph behind it, as far as it can be seen.
         backend: What runs it.
-        notes: What there is to say about that, a line each.
+        notes: What there is to say about both, a line each.
     """
 
     run: Any
@@ -69,13 +60,16 @@ class Lowered:
     notes: tuple[str, ...] = ()
 
 
-def choose_backend(made: Any, captured: fx.GraphModule, backend: str) -> Transformed:
+def choose_backend(
+    made: Any, captured: fx.GraphModule, backend: str, notes: tuple[str, ...] = ()
+) -> Transformed:
     """How to run what a transformation returned; raises where that cannot be done.
 
     Args:
         made: A graph module, or any callable; then the captured graph is what is shown.
         captured: The step as it was captured.
         backend: What the user asked for.
+        notes: What there is to say about the transformation, a line each.
     """
     if backend != "graph" and not isinstance(made, (fx.GraphModule, IterGraphModule)):
         raise CaptureError(
@@ -83,14 +77,12 @@ def choose_backend(made: Any, captured: fx.GraphModule, backend: str) -> Transfo
             f"fx.GraphModule or an IterGraphModule, not {type(made).__name__}. Return the "
             "graph, or use backend='graph'."
         )
-    if isinstance(made, IterGraphModule) and backend == "cudagraph":
-        made = _for_replay(made)
-    notes: tuple[str, ...] = ()
-    if getattr(made, "enable_inductor", False):
-        backend = "inductor"
+    if isinstance(made, IterGraphModule):
+        _check_inductor(made, backend)
+        made = _for_replay(made) if backend == "cudagraph" else made
     if backend == "inductor" and _runs_once(captured):
         check_compilable(captured)  # what follows it will be compiled
-        notes = ("makes the optimizer's states, so it runs once: not compiled",)
+        notes += ("makes the optimizer's states, so it runs once: not compiled",)
         backend = "graph"
     shown = made.main_gm if isinstance(made, IterGraphModule) else made
     graph = shown if isinstance(shown, fx.GraphModule) else captured
@@ -98,25 +90,29 @@ def choose_backend(made: Any, captured: fx.GraphModule, backend: str) -> Transfo
 
 
 def lower_graph(chosen: Transformed) -> Lowered:
-    """Make a graph ready to run."""
-    run, graph = chosen.run, chosen.graph
+    """Make a graph ready to run: every form of it writes in place what it may."""
+    run, graph, notes = chosen.run, chosen.graph, chosen.notes
+    if not isinstance(run, (fx.GraphModule, IterGraphModule)):
+        return Lowered(run, graph, notes=notes)
+    is_compiled = chosen.backend == "inductor"
+    write = write_for_compiler if is_compiled else write_in_place
+    running, report = write(graph)
+    overlapped: Mapping[str, fx.Graph] = {}
     if isinstance(run, IterGraphModule):
-        run.enable_inductor = chosen.backend == "inductor"
-        return _lower_iterated(run, chosen.notes)
-    if not isinstance(run, fx.GraphModule):
-        return Lowered(_WithoutLastIteration(run), graph, notes=chosen.notes)
-    if chosen.backend == "inductor":
-        running, report, notes = write_for_compiler(run)
-        compiled, note = lower(running)
-        call = _WithoutLastIteration(compiled)
-        notes = (*chosen.notes, *notes, note)
-        return Lowered(call, graph, running, report, notes=notes)
-    running, report = write_in_place(run)
-    if chosen.backend == "cudagraph":
-        replayed = CudaGraphRun(running)
-        return Lowered(replayed, graph, running, report, notes=chosen.notes)
-    call = _WithoutLastIteration(running)
-    return Lowered(call, graph, running, report, can_release=True, notes=chosen.notes)
+        forms = FormsInPlace(run, running, is_compiled=is_compiled)
+        run.finalize_setup(forms.make_ready)
+        notes += tuple(dict.fromkeys(forms.notes))
+        if run.is_deferring and not is_compiled:
+            overlapped = dict(forms.running)
+    elif is_compiled:
+        run, note = lower(running)
+        notes += (note,)
+    elif chosen.backend == "cudagraph":
+        run = CudaGraphRun(running)
+    else:
+        run = running
+    can_release = chosen.backend == "graph" and not overlapped
+    return Lowered(run, graph, running, report, can_release, overlapped, notes)
 
 
 def _runs_once(graph: fx.GraphModule) -> bool:
@@ -124,70 +120,23 @@ def _runs_once(graph: fx.GraphModule) -> bool:
     return any(role.kind is OutputKind.CREATED for role in roles_of(graph.graph))
 
 
+def _check_inductor(run: IterGraphModule, backend: str) -> None:
+    """Refuse a module that asks for Inductor where ``compile`` was asked for another."""
+    if run.enable_inductor and backend != "inductor":
+        raise CaptureError(
+            f"compile(backend={backend!r}): gm_transformation returned an IterGraphModule "
+            "with enable_inductor=True, but the step was captured for another backend. "
+            "Pass backend='inductor', or leave out enable_inductor."
+        )
+
+
 def _for_replay(run: IterGraphModule) -> fx.GraphModule:
     """The one graph that is replayed."""
-    if run.graph.regions or run.enable_inductor:
+    if run.graph.regions:
         raise CaptureError(
             "compile(backend='cudagraph') replays one graph that is launched as it is, in "
-            "which every collective ends: it takes neither work that is left for the next "
-            "step (overlap, defer_updates) nor enable_inductor. Leave them "
-            "out, or use backend='graph' or 'inductor'."
+            "which every collective ends: it takes no work that is left for the next step "
+            "(overlap, defer_updates). Leave that out, or use backend='graph' or "
+            "'inductor'."
         )
     return run.main_gm
-
-
-def _lower_iterated(run: IterGraphModule, notes: tuple[str, ...]) -> Lowered:
-    """Every form of an iterated graph writes in place what it may."""
-    if run.enable_inductor:
-        whole, report, more = write_for_compiler(run.main_gm)
-    else:
-        (whole, report), more = write_in_place(run.main_gm), ()
-    forms = FormsInPlace(run, whole)
-    run.finalize_setup(forms.make_ready)
-    is_plain = not run.is_deferring and not run.enable_inductor
-    overlapped = forms.running if run.is_deferring and not run.enable_inductor else {}
-    return Lowered(
-        run,
-        run.main_gm,
-        whole,
-        report,
-        is_plain,
-        dict(overlapped),
-        (*notes, *more, *dict.fromkeys(forms.notes)),
-    )
-
-
-def write_for_compiler(
-    graph: fx.GraphModule,
-) -> tuple[fx.GraphModule, InPlaceReport, tuple[str, ...]]:
-    """A copy whose fused optimizers are calls that write in place, or else no call is.
-
-    A compiler chooses itself where all else is computed. The last value says why no call
-    is, if so.
-    """
-    notes: tuple[str, ...] = ()
-    for may_write in (is_fused_update, _never):
-        edited, _ = copy_graph(graph.graph)
-        written = written_tensors(edited)
-        report = compute_in_place(edited, written, may_write=may_write)
-        updates = [n for n in edited.nodes if is_fused_update(n) and written_nodes(n)]
-        problems = (make_one_call(edited, [node], NOT_PENDING) for node in updates)
-        problem = next(filter(None, problems), None)
-        if problem is None:
-            break
-        notes += (f"Inductor copies the states of fused optimizers: {problem}",)
-    return _torch.lazy_module(graph, edited), report, notes
-
-
-def _never(_: fx.Node) -> bool:
-    return False
-
-
-class _WithoutLastIteration:
-    """A graph in which no iteration differs from another."""
-
-    def __init__(self, run: Callable[..., Any]) -> None:
-        self._run = run
-
-    def __call__(self, *flat: Any, last_iter: bool = False) -> Any:
-        return self._run(*flat)

@@ -32,7 +32,7 @@ class CudaGraphRun:
         self._num_warm = 0
         self._captured: _Replay | None = None
 
-    def __call__(self, *flat: Any, last_iter: bool = False) -> Any:
+    def __call__(self, *flat: Any) -> Any:
         """Make one step."""
         if self._captured is not None and not self._captured.fits(flat):
             self._captured = None

@@ -22,7 +22,7 @@ from torchspmd.step.graph.collectives import (
     is_communication,
     reduce_in_place,
 )
-from torchspmd.step.graph.inductor import lower
+from torchspmd.step.graph.inductor import CompiledPieces, lower
 from torchspmd.step.graph.memory import predict_peak
 from torchspmd.step.graph.metadata import (
     OutputKind,
@@ -36,7 +36,6 @@ from torchspmd.step.lower.in_place import (
     copy_results,
     write_in_place,
 )
-from torchspmd.step.lower.update_calls import make_one_call, noting
 
 
 class FormsInPlace:
@@ -50,36 +49,38 @@ class FormsInPlace:
         running: The graphs that run, by form, before a compiler gets them.
     """
 
-    def __init__(self, run: IterGraphModule, whole: fx.GraphModule) -> None:
-        self._run, self._whole = run, whole
+    def __init__(
+        self, run: IterGraphModule, whole: fx.GraphModule, *, is_compiled: bool
+    ) -> None:
+        self._run, self._whole, self._is_compiled = run, whole, is_compiled
         self._left: Mapping[
             int, str
         ] = {}  # updates that are not made in place, and why
         self._spare: frozenset[int] = frozenset()
         self.notes: list[str] = []
         self.running: dict[str, fx.Graph] = {}
+        self._compiled = CompiledPieces()
 
     def make_ready(self, name: str, form: fx.GraphModule) -> Callable[..., Any]:
         """What is called for a form."""
-        is_compiled = self._run.enable_inductor
         if name == "whole":
             running = self._whole
         elif name in ("steady", "flush"):
             running = self._write_pending(name, form)
-        elif is_compiled:
+        elif self._is_compiled:
             running = _torch.lazy_module(form, copy_graph(form.graph)[0])
             copy_results(running.graph)
+            reduce_in_place(running.graph)
+            gather_into_memory(running.graph)
         else:
             running, _ = write_in_place(form, keep_inputs=True)
         self.running[name] = running.graph
-        if not is_compiled:
+        # Whoever asks for a flush waits for it, and it is mostly updates.
+        if not self._is_compiled or name == "flush":
             return running
-        # Whoever asks for a flush waits for it: it is mostly updates, which are calls.
-        if name == "flush":
-            return _Noting(running.forward, self._run.marks)
-        compiled, note = lower(running)
+        compiled, note = lower(running, self._compiled)
         self.notes.append(note)
-        return _Noting(compiled, self._run.marks)
+        return compiled
 
     def _write_pending(self, name: str, form: fx.GraphModule) -> fx.GraphModule:
         """The steady form comes first: it alone shows collectives that read a state."""
@@ -90,27 +91,13 @@ class FormsInPlace:
             self._run.marks,
             self._left,
             self._spare,
-            as_calls=self._run.enable_inductor,
+            only_pending=self._is_compiled,
         )
         if name == "steady":
             self._left = report.left
             peak = predict_peak(running.graph)
             self.notes += [*report.lines(), f"memory of an overlapped step: {peak}"]
         return running
-
-
-class _Noting:
-    """Compiled code whose updates note that they begin and end."""
-
-    def __init__(self, run: Callable[..., Any], marks: Marks) -> None:
-        self._run, self._marks = run, marks
-        self._is_known = False  # whether the states themselves are written
-
-    def __call__(self, *flat: Any) -> Any:
-        with noting(self._marks, None if self._is_known else flat):
-            out = self._run(*flat)
-        self._is_known = True
-        return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +132,7 @@ def write_pending_in_place(
     refused: Mapping[int, str],
     spare: Collection[int] = (),
     *,
-    as_calls: bool = False,
+    only_pending: bool = False,
 ) -> tuple[fx.GraphModule, PendingReport]:
     """A copy of a derived graph whose pending regions write where the old values lie.
 
@@ -156,7 +143,7 @@ def write_pending_in_place(
         marks: Called in the copy before the first and after the last write of a region.
         refused: Regions that may not, by number, each with the reason.
         spare: Carried values, by place, that a region may overwrite once it has begun.
-        as_calls: Make one call of each region, for a compiler; all else stays as it is.
+        only_pending: Change nothing else, for a compiler: it chooses itself.
     """
     left = dict(refused)
     while True:
@@ -171,21 +158,18 @@ def write_pending_in_place(
                 value = values[index]
                 assert isinstance(value, fx.Node), type(value)
                 written.setdefault(value, state)
-        scratch = {} if as_calls else find_scratch(graph, spare, regions)
-        may_write = _is_pending if as_calls else None
+        scratch = find_scratch(graph, spare, regions)
+        may_write = _is_pending if only_pending else None
         compute_in_place(graph, written, may_write=may_write, scratch=scratch)
         writes = _find_writes(graph, regions, scratch)
         problems = _find_problems(graph, regions, writes)
-        if as_calls and not problems:
-            problems = _make_calls(graph, writes)
         if not problems:
             break
         left.update(problems)
-    if not as_calls:
-        for number, nodes in writes.items():
-            _mark(graph, number, nodes, marks)
-        reduce_in_place(graph)
-        gather_into_memory(graph)
+    for number, nodes in writes.items():
+        _mark(graph, number, nodes, marks)
+    reduce_in_place(graph)
+    gather_into_memory(graph)
     running.recompile()
     numbers = set(map(_region_of, form.graph.nodes))
     left = {number: why for number, why in left.items() if number in numbers}
@@ -289,18 +273,6 @@ def _find_problems(
             for node in nodes[position[first] : position[last]]:
                 if node not in own and _region_of(node) != number:
                     found[number] = f"{readable_name(node)} runs between its writes"
-    return found
-
-
-def _make_calls(graph: fx.Graph, writes: Mapping[int, list[fx.Node]]) -> dict[int, str]:
-    found = {}
-    for number, nodes in writes.items():
-        update = [nodes[0]]
-        while update[-1] is not nodes[-1]:
-            update.append(update[-1].next)
-        problem = make_one_call(graph, update, number)
-        if problem is not None:
-            found[number] = problem
     return found
 
 

@@ -22,8 +22,10 @@ from torchspmd.step.graph.metadata import (
     output_node,
     output_values,
     roles_of,
+    same_form,
     written_state,
 )
+from torchspmd.step.graph.optimizer_lists import is_fused_update, is_list_operator
 from torchspmd.step.graph.snapshot import copy_graph
 
 
@@ -81,6 +83,27 @@ def write_in_place(
     reduce_in_place(edited)
     gather_into_memory(edited)
     return _torch.lazy_module(graph, edited), report
+
+
+def write_for_compiler(graph: fx.GraphModule) -> tuple[fx.GraphModule, InPlaceReport]:
+    """A copy in which fused optimizers and collectives write in place, and little else.
+
+    A compiler chooses itself where all else is computed.
+    """
+    edited, _ = copy_graph(graph.graph)
+    report = compute_in_place(edited, written_tensors(edited), may_write=_is_called)
+    reduce_in_place(edited)
+    gather_into_memory(edited)
+    return _torch.lazy_module(graph, edited), report
+
+
+def _is_called(node: fx.Node) -> bool:
+    """Whether an operator is called in place: a fused update, and counters beside it."""
+    if is_fused_update(node):
+        return True
+    return is_list_operator(node) and all(
+        source.meta["val"].numel() == 1 for source in node.all_input_nodes
+    )
 
 
 def written_tensors(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
@@ -245,7 +268,7 @@ def _find_forwarded(written: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node
         source = value.args[1]
         assert isinstance(source, fx.Node), type(source)
         is_made = source.op == "call_function" and source not in written
-        if is_made and len(source.users) == 1 and _same_form(source, value):
+        if is_made and len(source.users) == 1 and same_form(source, value):
             found[value] = source
     return found
 
@@ -356,7 +379,7 @@ def _memory_obstacle(
     is_input = root.op == "placeholder" and root not in scratch
     if write.target is not root and is_input:
         return f"{write.target.name} is a view of an input"
-    if write.out is not None and not _same_form(write.target, write.out):
+    if write.out is not None and not same_form(write.target, write.out):
         return f"{write.out.name} has another shape, layout or dtype"
     value, base = write.target.meta.get("val"), root.meta.get("val")
     if not isinstance(value, torch.Tensor) or not isinstance(base, torch.Tensor):
@@ -392,15 +415,6 @@ def _reads_itself_only(
     return all(
         item is write.target and place == write.place for item, place in arguments
     )
-
-
-def _same_form(one: fx.Node, other: fx.Node) -> bool:
-    """Whether two values have the same shape, dtype, device and strides."""
-    a, b = one.meta.get("val"), other.meta.get("val")
-    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-        return False
-    same_type = a.dtype == b.dtype and a.device == b.device
-    return same_type and a.shape == b.shape and a.stride() == b.stride()
 
 
 def _overlaps_itself(value: torch.Tensor) -> bool:

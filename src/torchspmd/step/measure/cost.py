@@ -24,7 +24,6 @@ from torchspmd import _torch
 from torchspmd.comm import Kind, Phase
 from torchspmd.errors import UsageError
 from torchspmd.step.graph.aliases import is_wait
-from torchspmd.step.graph.clock import Stopwatch
 from torchspmd.step.graph.collectives import events_of
 from torchspmd.step.graph.cost import (
     CostModel,
@@ -34,6 +33,7 @@ from torchspmd.step.graph.cost import (
     operator_key,
 )
 from torchspmd.step.graph.metadata import owner_of
+from torchspmd.step.measure.clock import Stopwatch
 from torchspmd.step.progress import phase
 from torchspmd.step.rank_agreement import Agreement
 
@@ -362,14 +362,9 @@ def _stand_in(graph: fx.Graph, start: fx.Node) -> Any:
 
 def _add_clock(graph: fx.Graph, watch: Stopwatch) -> list[str]:
     """Look at the clock behind each operator; their keys, in order."""
-
-    def mark(place: int) -> None:  # a plain function: generated code calls it by name
-        watch.mark(place)
-
     nodes = [node for node in graph.nodes if computes(node)]
     for place, node in enumerate(nodes, 1):
-        with graph.inserting_after(node):
-            graph.call_function(mark, (place,))
+        watch.mark_after(node, place)
     return [operator_key(node) for node in nodes]
 
 

@@ -14,20 +14,19 @@ from torchspmd import _torch
 from torchspmd.errors import AgreementError, UsageError
 from torchspmd.step.capture.inventory import Inventory
 from torchspmd.step.deferral.module import IterGraphModule, Marks
-from torchspmd.step.graph.clock import (
-    Reading,
-    Stopwatch,
-    add_clock,
-    left_under_way,
-    read_runs,
-)
 from torchspmd.step.graph.collectives import get_all_comm_blocks, peers_of
 from torchspmd.step.graph.cost import CostModel, check_cost
 from torchspmd.step.graph.metadata import OutputKind, roles_of, written_state
 from torchspmd.step.graph.options import check_integers
-from torchspmd.step.graph.simulate import Timeline, simulate, simulate_steady
+from torchspmd.step.graph.simulate import (
+    Timeline,
+    left_under_way,
+    simulate,
+    simulate_steady,
+)
 from torchspmd.step.lower.deferred_in_place import find_spare, write_pending_in_place
 from torchspmd.step.lower.in_place import write_in_place
+from torchspmd.step.measure.clock import Reading, Stopwatch, add_clock, read_runs
 from torchspmd.step.measure.exposure_report import (
     ExposureReport,
     MeasuredExposure,
@@ -149,7 +148,7 @@ def _run_clocked(
     on_stream = any(isinstance(each, torch.Tensor) and each.is_cuda for each in copies)
     watch = Stopwatch(on_stream)
     under_way = left_under_way(running.graph, num_carried)
-    clocked = add_clock(running.graph, watch.mark, _FIRST_FREE, num_carried)
+    clocked = add_clock(running.graph, watch, _FIRST_FREE, num_carried)
     running.recompile()
     left: Sequence[Any] = ()
     devices = [torch.cuda.current_device()] if on_stream else []

@@ -6,11 +6,11 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from torchspmd.comm import CommEvent, Kind, Phase, format_bytes
-from torchspmd.step.graph.clock import HIDDEN_SECONDS, Reading
 from torchspmd.step.graph.collectives import CommBlock
 from torchspmd.step.graph.metadata import owner_of
 from torchspmd.step.graph.reports import wrap_text
 from torchspmd.step.graph.simulate import Exposure, explain
+from torchspmd.step.measure.clock import HIDDEN_SECONDS, Reading
 
 _HIDDEN_MS = HIDDEN_SECONDS * 1e3
 _FAR = 0.5  # of the larger one: two times are said to differ

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchspmd import _torch
 from torchspmd.errors import UsageError, WorldError
-from torchspmd.step.capture.spread import Spread
+from torchspmd.step.capture.parallel_mode import ParallelMode
 from torchspmd.step.modes.fully_shard import FullySharded
 from torchspmd.step.modes.global_batch import GlobalBatch
 from torchspmd.step.modes.precision import Precision, policy_problems
@@ -85,7 +85,7 @@ class DataParallel:
 
 
 @final
-class Replicated(Spread):
+class Replicated(ParallelMode):
     """Ranks compute on plain tensors; gradients are summed over the mesh, or averaged."""
 
     reduces = has_own_batches = True
@@ -105,7 +105,7 @@ class Replicated(Spread):
 
 def resolve_spread(
     parallel_mode: DataParallel | None, mesh: DeviceMesh | None, device: torch.device
-) -> Spread:
+) -> ParallelMode:
     """The mode and the mesh that a call of ``compile`` asks for."""
     is_sharded = (
         parallel_mode is not None and parallel_mode.parallel_style == "fully_shard"
@@ -132,8 +132,9 @@ def resolve_spread(
     if parallel_mode is not None:
         if mesh is None:
             raise WorldError(
-                f"compile(parallel_mode={parallel_mode}): there is no process group. "
-                "Call torch.distributed.init_process_group() first."
+                f"compile(parallel={parallel_mode.parallel_style!r}, or parallel_mode): "
+                "there is no process group. Call torch.distributed.init_process_group() "
+                "first."
             )
         if parallel_mode.parallel_style == "replicate":
             return Replicated(mesh, parallel_mode.reduce)
@@ -144,4 +145,4 @@ def resolve_spread(
             sync_each_backward=parallel_mode.sync_each_backward,
             precision=Precision.of(parallel_mode.mp_policy),
         )
-    return Spread() if mesh is None else GlobalBatch(mesh)
+    return ParallelMode() if mesh is None else GlobalBatch(mesh)

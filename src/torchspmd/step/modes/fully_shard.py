@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchspmd import _torch
 from torchspmd.step.capture.inventory import Inventory, Role
 from torchspmd.step.capture.micro_batches import join_scatters
-from torchspmd.step.capture.spread import Relayout, Spread
+from torchspmd.step.capture.parallel_mode import ParallelMode, Relayout
 from torchspmd.step.graph.metadata import OwnerLog
 from torchspmd.step.modes.gather import (
     Gathering,
@@ -32,7 +32,7 @@ from torchspmd.step.modes.shard_layout import (
 
 
 @final
-class FullySharded(Spread):
+class FullySharded(ParallelMode):
     """Parameters and optimizer state are shards; each rank computes on its own batch."""
 
     has_own_batches = True

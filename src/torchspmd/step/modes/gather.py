@@ -28,10 +28,10 @@ from torch.autograd.function import once_differentiable
 from torchspmd import _torch
 from torchspmd.comm import Owner, Phase
 from torchspmd.errors import CaptureError
-from torchspmd.step.capture.identities import pass_for
 from torchspmd.step.capture.inventory import Inventory
-from torchspmd.step.capture.refusals import calling_line
+from torchspmd.step.capture.substitute import pass_for
 from torchspmd.step.capture.trace_modes import FunctionMode
+from torchspmd.step.capture.user_code import calling_line
 from torchspmd.step.graph.aliases import find_aliases, written_nodes
 from torchspmd.step.graph.metadata import META_KEY, OwnerLog, last_node, owner_of
 from torchspmd.step.modes.precision import Precision, divisors

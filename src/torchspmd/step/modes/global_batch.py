@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
 from torchspmd.step.capture.inventory import Role, Slot
+from torchspmd.step.capture.parallel_mode import ParallelMode
 from torchspmd.step.capture.refusals import RefusalError
-from torchspmd.step.capture.spread import Spread
 from torchspmd.step.capture.trace_modes import FunctionMode
 from torchspmd.step.modes.global_batch_ops import (
     GlobalBatchOperators,
@@ -34,7 +34,7 @@ from torchspmd.step.modes.global_batch_ops import (
 
 
 @final
-class GlobalBatch(Spread):
+class GlobalBatch(ParallelMode):
     """Inputs ``Shard(0)``, everything else ``Replicate``, on a mesh of one axis."""
 
     takes_layouts = False

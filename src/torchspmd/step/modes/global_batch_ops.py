@@ -17,8 +17,10 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
-from torchspmd.step.capture.refusals import RefusalError, calling_line, is_spread
+from torchspmd.step.capture.optimizer_rules import is_spread
+from torchspmd.step.capture.refusals import RefusalError
 from torchspmd.step.capture.trace_modes import OperatorMode
+from torchspmd.step.capture.user_code import calling_line
 
 
 @final

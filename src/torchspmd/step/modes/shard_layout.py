@@ -19,8 +19,10 @@ from torchspmd.errors import CaptureError
 from torchspmd.layout.retired import copy_attributes, note_predecessor
 from torchspmd.layout.shards import full_shard_size, shard_bounds, shard_size
 from torchspmd.step.capture.guards import name_of_hook
-from torchspmd.step.capture.inventory import Inventory, Role, Slot, is_counter
-from torchspmd.step.capture.spread import Checksum, Relayout, checksums
+from torchspmd.step.capture.inventory import Inventory, Role, Slot
+from torchspmd.step.capture.optimizer_rules import is_counter
+from torchspmd.step.capture.parallel_mode import Checksum, Relayout
+from torchspmd.step.capture.rank_divergence import checksums
 
 # ----------------------------------------------------------------------------
 # How a tensor is sharded over the data axis: what a rank keeps, and of which whole.

@@ -12,6 +12,7 @@ from torchspmd.step.graph.metadata import (
     OutputKind,
     output_values,
     roles_of,
+    same_form,
     written_state,
 )
 from torchspmd.step.graph.optimizer_lists import (
@@ -20,7 +21,7 @@ from torchspmd.step.graph.optimizer_lists import (
     first_items,
     get_all_fused_optimizer_blocks,
     gradients_of,
-    split_by_chain,
+    split_by_group,
 )
 from torchspmd.step.graph.options import check_nodes
 from torchspmd.step.graph.reports import ORDERS, Outcome
@@ -99,7 +100,7 @@ def split_optimizer(gm: Any, gradients: Collection[fx.Node]) -> Outcome:
         for gradient in gradients
         for item in first_items(gradient)
     }
-    cut = split_by_chain(graph, chosen, chains)
+    cut = split_by_group(graph, chosen.__contains__, chains)
     return Outcome(matched=len(chains.operators), changed=cut, keeps_bits=ORDERS)
 
 
@@ -130,7 +131,7 @@ def remove_copy_from_optimizer(gm: Any) -> Outcome:
         matched += 1
         source = copy.args[-1] if copy.target is _COPIES[0] else copy.args[0]
         assert isinstance(source, fx.Node)
-        if not _same_form(copy, source):
+        if not same_form(copy, source):
             refused.append(f"{copy.name} of {source.name} for {state.name} converts it")
             continue
         if source.op == "placeholder" or is_view(source):
@@ -187,15 +188,3 @@ class _OutputMemory:
         while root in self._joined:
             root = self._joined[root]
         return root
-
-
-def _same_form(copy: fx.Node, source: fx.Node) -> bool:
-    """Whether a copy has the shape, the dtype and the strides of what it copies."""
-    made, given = copy.meta.get("val"), source.meta.get("val")
-    if not isinstance(made, torch.Tensor) or not isinstance(given, torch.Tensor):
-        return False
-    return (made.shape, made.dtype, made.stride()) == (
-        given.shape,
-        given.dtype,
-        given.stride(),
-    )

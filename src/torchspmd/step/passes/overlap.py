@@ -27,7 +27,7 @@ from torchspmd.step.graph.edit import HasGraph
 from torchspmd.step.graph.memory import LiveBytes, held_until_wait, value_bytes
 from torchspmd.step.graph.options import check_budget, is_size, is_whole
 from torchspmd.step.graph.reports import ORDERS, Outcome
-from torchspmd.step.graph.simulate import begin_seconds
+from torchspmd.step.graph.simulate import Do, Work, begin_seconds, run_schedule
 from torchspmd.step.passes.bucket import comm_fusion_with_concat, find_followers
 from torchspmd.step.passes.embedding_rows import gather_embedding_gradients
 from torchspmd.step.passes.runner import graph_optimization_pass
@@ -501,27 +501,16 @@ def simulate_transfers(
     gathers: Sequence[Transfer], others: Sequence[Transfer]
 ) -> tuple[float, list[float]]:
     """Seconds of a step, and how long computation waits for each gather."""
-    starts = [(each.start, 1, place) for place, each in enumerate(gathers)]
-    starts += [(each.start, 2, place) for place, each in enumerate(others)]
-    reads = [(each.needed, 0, place) for place, each in enumerate(gathers)]
-    last = max((each.needed for each in (*gathers, *others)), default=0.0)
-    now = at = free = 0.0
-    ends: dict[int, float] = {}
-    waits = [0.0] * len(gathers)
+    transfers = [*gathers, *others]
+    moments = [(each.start, False, place) for place, each in enumerate(transfers)]
+    moments += [(each.needed, True, place) for place, each in enumerate(transfers)]
+    work, now = [], 0.0
     # What is read at a moment must have started before: starts at one moment come first.
-    for moment, kind, place in sorted([*starts, *reads], key=_starts_first):
-        now, at = now + moment - at, moment
-        if kind == 0:
-            waits[place] = max(0.0, ends[place] - now)
-            now = max(now, ends[place])
-        else:
-            transfer = (gathers if kind == 1 else others)[place]
-            free = max(now, free) + transfer.seconds
-            if kind == 1:
-                ends[place] = free
-    return max(now + last - at, free), waits
-
-
-def _starts_first(event: tuple[float, int, int]) -> tuple[float, bool, int, int]:
-    moment, kind, place = event
-    return moment, kind == 0, kind, place
+    for moment, is_read, place in sorted(moments):
+        work.append(Work(Do.COMPUTE, moment - now))
+        seconds = 0.0 if is_read else transfers[place].seconds
+        work.append(Work(Do.WAIT if is_read else Do.START, seconds, place))
+        now = moment
+    found = run_schedule(work)
+    waits = {place: max(0.0, each.end - each.needed) for place, each in found.flights}
+    return found.seconds, [waits[place] for place in range(len(gathers))]

@@ -9,7 +9,7 @@ reduction starts, is chosen by simulating the iteration, with all that shares th
 """
 
 import bisect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -268,7 +268,7 @@ class _Plan:
         order: list[fx.Node] = []
         ready: list[int] = []  # places among the reductions
         free: dict[str, float] = {}
-        ends: dict[fx.Node | None, float] = {}
+        ends: dict[Hashable, float] = {}
         now = 0.0
         for node in body:
             if node in self._rank:

@@ -1,11 +1,22 @@
-"""The default passes, in their order."""
+"""Which passes run on a captured graph: the default ones in their order, or a list."""
 
+import difflib
 import functools
+import json
 import math
-from collections.abc import Callable
-from typing import Any, Literal
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self, final
+
+import torch.distributed as dist
+from torch import fx
 
 from torchspmd.comm import Kind
+from torchspmd.errors import PassWarning, UsageError
+from torchspmd.step.deferral.module import IterGraphModule
 from torchspmd.step.graph.collectives import events_of
 from torchspmd.step.graph.cost import CostModel, check_cost, device_of
 from torchspmd.step.graph.memory import predict_peak
@@ -17,6 +28,10 @@ from torchspmd.step.passes.defer import defer_updates
 from torchspmd.step.passes.embedding_rows import gather_embedding_gradients
 from torchspmd.step.passes.optimizer import remove_copy_from_optimizer
 from torchspmd.step.passes.overlap import prefetch_gathers, schedule_comm_wait
+from torchspmd.step.passes.runner import observing_passes, pass_reports, run_any
+
+Pass = Callable[[IterGraphModule], Any]
+Overlap = bool | Literal["auto"]
 
 _SMALLEST_MB, _LARGEST_MB, _MORE = 1.0, 64.0, 2.0
 _IN_FLIGHT = 2  # buckets that are gathered where memory is at its peak
@@ -26,10 +41,10 @@ _KEPT = 0.01  # of the peak memory
 def default_passes(
     *,
     bucket_size_mb: float | None = None,
-    overlap_iterations: bool | Literal["auto"] = False,
+    overlap_iterations: Overlap = False,
     gather_embeddings: bool = False,
     cost: CostModel | None = None,
-) -> tuple[Callable[[Any], Any], ...]:
+) -> tuple[Pass, ...]:
     """The passes of ``GraphModuleTransformation(enable_graph_optimization=True)``.
 
     Args:
@@ -45,7 +60,7 @@ def default_passes(
     check_flags("default_passes", gather_embeddings=gather_embeddings)
     check_overlap("default_passes", overlap_iterations)
     check_cost(cost, "default_passes")
-    passes: tuple[Callable[[Any], Any], ...] = (
+    passes: tuple[Pass, ...] = (
         _dedupe,  # the same bytes are not sent twice
         functools.partial(_fuse, bucket_size_mb=bucket_size_mb, cost=cost),
         # fully sharded parameters, before the layers that need them
@@ -113,3 +128,233 @@ def choose_bucket_size(gm: Any, cost: CostModel | None = None) -> float:
     count = max(1.0, more * math.sqrt(shorter))
     megabytes = sum(event.payload_bytes for event in events) / 2**20
     return min(_LARGEST_MB, max(_SMALLEST_MB, megabytes / count))
+
+
+# ----------------------------------------------------------------------------
+# Graphs on disk: numbered files with the rank in their names, and a manifest.
+
+
+class Dumps:
+    """Writes graphs into one folder, each with its difference to the one before."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder or Path(tempfile.mkdtemp(prefix="torchspmd-graphs-"))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._rows: list[dict[str, Any]] = []
+        self._last: list[str] = []
+
+    def write(self, name: str, gm: fx.GraphModule) -> None:
+        """Write one graph; the first of a program has no difference."""
+        if name == "captured":
+            self._last = []
+        sequence = len(self._rows)
+        stem = f"{sequence:03d}_{name}_rank{self._rank}"
+        lines = gm.print_readable(print_output=False).splitlines()
+        (self.folder / f"{stem}.py.txt").write_text("\n".join(lines) + "\n")
+        row = {"sequence": sequence, "name": name, "graph": f"{stem}.py.txt"}
+        if self._last:
+            change = difflib.unified_diff(
+                self._last, lines, "before", "after", lineterm=""
+            )
+            (self.folder / f"{stem}.diff").write_text("\n".join(change) + "\n")
+            row["difference"] = f"{stem}.diff"
+        self._last = lines
+        self._rows.append({**row, "nodes": len(gm.graph.nodes)})
+        manifest = self.folder / f"manifest_rank{self._rank}.json"
+        manifest.write_text(json.dumps(self._rows, indent=1) + "\n")
+
+
+# ----------------------------------------------------------------------------
+# What compile does to each captured graph.
+
+_WHAT = "GraphModuleTransformation"
+
+
+@final
+class GraphModuleTransformation:
+    """Turns a captured graph into the object that a program runs.
+
+    Args:
+        enable_graph_optimization: Run the passes of ``passes.default_passes``.
+        enable_inductor: Compile the graph with Inductor.
+        dump_graphs: Write the graphs to files: True for a folder of its own, printed in
+            ``folder``, or the folder to write to.
+        bucket_size_mb: How much one fused collective carries at most; chosen by the size
+            of the gradients by default.
+        overlap_iterations: Also leave updates for the next step, where they overlap with
+            its forward; ``"auto"`` does so only where the simulation says that the step
+            is faster by 1 %. End a run with ``last_train_step=True``, ``flush()``, or use
+            the compiled step as a context manager.
+        gather_embeddings: Also send embeddings' gradients as the rows that were looked
+            up, where that is less. Sums are made in another order, and every rank must
+            have a batch of the same shape.
+        cost: What the size of buckets and the order of deferred reductions are chosen by;
+            the same on all ranks. ``"measure"`` measures the network and the operators of
+            the captured step on the ranks that compile it, which takes some seconds.
+        passes: Passes to run instead of the default ones, each called with the
+            ``IterGraphModule``. What a plain function edits is checked and reported too.
+
+    Attributes:
+        folder: Where the dumps are; None before the first.
+        reports: What each pass did to the latest graph.
+        notes: What else there is to say about it, a line each.
+        cost: What was given or measured; None for a guess.
+        measures_cost: Whether ``compile`` measures it.
+
+    Example:
+        >>> transformation = GraphModuleTransformation(dump_graphs=False)
+        >>> transformation.enable_inductor
+        False
+    """
+
+    def __init__(  # noqa: PLR0913 - one for each choice
+        self,
+        *,
+        enable_graph_optimization: bool = False,
+        enable_inductor: bool = False,
+        dump_graphs: bool | str | os.PathLike[str] = False,
+        bucket_size_mb: float | None = None,
+        overlap_iterations: Overlap = False,
+        gather_embeddings: bool = False,
+        cost: CostModel | Literal["measure"] | None = None,
+        passes: Sequence[Pass] | None = None,
+    ) -> None:
+        check_flags(
+            _WHAT,
+            enable_graph_optimization=enable_graph_optimization,
+            enable_inductor=enable_inductor,
+            gather_embeddings=gather_embeddings,
+        )
+        check_overlap(_WHAT, overlap_iterations)
+        self._options: dict[str, Any] = {
+            "bucket_size_mb": bucket_size_mb,
+            "overlap_iterations": overlap_iterations,
+            "gather_embeddings": gather_embeddings,
+        }
+        given = {**self._options, "cost": cost}
+        unused = [name for name, value in given.items() if value not in (None, False)]
+        if unused and (not enable_graph_optimization or passes is not None):
+            raise UsageError(
+                f"GraphModuleTransformation: {', '.join(unused)} would have no effect: for "
+                "the default passes alone. Set enable_graph_optimization=True and leave "
+                "out passes."
+            )
+        if cost != "measure":
+            check_cost(cost, _WHAT, "'measure', or None for a guess")
+        check_bucket_size(bucket_size_mb, _WHAT)
+        if not isinstance(dump_graphs, (bool, str, os.PathLike)):
+            raise UsageError(
+                f"{_WHAT}(dump_graphs={dump_graphs!r}): pass True, False or a folder."
+            )
+        if passes is not None and not is_list_of_passes(passes):
+            raise UsageError(
+                f"{_WHAT}(passes={passes!r}): pass a list of functions, each called with "
+                "the IterGraphModule."
+            )
+        self.enable_graph_optimization = enable_graph_optimization
+        self.enable_inductor = enable_inductor
+        self.dump_graphs = dump_graphs
+        self.reports: tuple[PassReport, ...] = ()
+        self.cost = None if isinstance(cost, str) else cost
+        self.measures_cost = isinstance(cost, str)
+        self._overlap = overlap_iterations
+        self._passes = None if passes is None else tuple(passes)
+        self._is_default = self._has_warned = False
+        self.notes: tuple[str, ...] = ()
+        self._dumps: Dumps | None = None
+
+    @classmethod
+    def by_default(
+        cls,
+        overlap: Overlap,
+        cost: CostModel | Literal["measure"] | None,
+    ) -> Self:
+        """What ``compile(passes=True)`` runs; does not warn where nothing can be done."""
+        made = cls(
+            enable_graph_optimization=True, overlap_iterations=overlap, cost=cost
+        )
+        made._is_default = True
+        return made
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the dumps are; None before the first."""
+        return None if self._dumps is None else self._dumps.folder
+
+    def __call__(
+        self, gm: fx.GraphModule, cost: CostModel | None = None
+    ) -> IterGraphModule:
+        """Transform one graph; ``compile`` hands in the cost that it measured for it."""
+        if self.measures_cost and cost is None:
+            raise UsageError(
+                f"{_WHAT}(cost='measure'): compile measures the step that it captures, and "
+                "does so for gm_transformation itself, not for one that another function "
+                "calls. Pass it as gm_transformation=, or give the cost that "
+                "measure_cost() found."
+            )
+        self.cost, self.notes = cost or self.cost, ()
+        if self.dump_graphs is not False and self._dumps is None:
+            asked = None if self.dump_graphs is True else Path(self.dump_graphs)
+            self._dumps = Dumps(asked)
+        self._dump("captured", gm)
+        module = IterGraphModule(gm, enable_inductor=self.enable_inductor)
+        if passes := self._choose_passes():
+            self._run_passes(module, passes)
+        return module
+
+    def _choose_passes(self) -> Sequence[Pass]:
+        if self._passes is not None:
+            return self._passes
+        if not self.enable_graph_optimization:
+            return ()
+        return default_passes(**self._options, cost=self.cost)
+
+    def _run_passes(self, module: IterGraphModule, passes: Sequence[Pass]) -> None:
+        def note(report: PassReport, before: fx.Graph, after: fx.Graph) -> None:
+            self._dump(report.name, module.main_gm)
+
+        with observing_passes(note):
+            for each in passes:
+                if self._passes is None:
+                    each(module)
+                else:
+                    run_any(module, each)
+        self.reports = reports = pass_reports(module)  # without what was undone
+        if not any(report.outcome.changed for report in reports):
+            names = ", ".join(report.name for report in reports)
+            self._tell(
+                f"GraphModuleTransformation: none of its passes changed anything ({names})"
+                ". Is there communication in this step?",
+                is_warning=not self._is_default or self._overlap is True,
+            )
+        elif self._overlap:
+            self._tell_if_nothing_overlaps(reports[-1])
+
+    def _tell_if_nothing_overlaps(self, report: PassReport) -> None:
+        outcome = report.outcome
+        if outcome.changed or not outcome.refused or self._has_warned:
+            return
+        is_warning = self._has_warned = self._overlap is True
+        self._tell(
+            "GraphModuleTransformation(overlap_iterations=True): no update can wait for "
+            f"the next step, so nothing overlaps with it. {outcome.refused[0]}"
+            if is_warning
+            else f"overlap='auto': nothing is deferred: {outcome.refused[-1]}",
+            is_warning=is_warning,
+        )
+
+    def _tell(self, text: str, *, is_warning: bool) -> None:
+        if is_warning:
+            warnings.warn(text, PassWarning, stacklevel=4)
+        else:
+            self.notes += (text,)
+
+    def _dump(self, name: str, gm: fx.GraphModule) -> None:
+        if self._dumps is not None:
+            self._dumps.write(name, gm)
+
+
+def is_list_of_passes(value: object) -> bool:
+    """Whether a value is a list of functions."""
+    return isinstance(value, Sequence) and all(map(callable, value))

@@ -145,7 +145,7 @@ def _run(gm: Any, key: str, edit: Callable[[], Any], rules: _Rules) -> PassRepor
         edit()
         size, seconds = GraphSize(0, 0, 0), time.perf_counter() - start
         none = Outcome(0, 0)
-        report = PassReport(_names([key]), none, size, size, "not a graph", seconds)
+        report = PassReport(_name(key), none, size, size, "not a graph", seconds)
         _history(gm).append((key, report))
         return report
     with _undone_on_failure(gm) as snapshot:
@@ -154,7 +154,7 @@ def _run(gm: Any, key: str, edit: Callable[[], Any], rules: _Rules) -> PassRepor
             said = edit()
         except LeaveUnchanged as left:
             said, mapping = left.outcome, _undo(gm, snapshot, done)
-        _check_returned(gm, _names([key]), said)
+        _check_returned(gm, _name(key), said)
         proof = _check(gm, key, snapshot, mapping, rules.reorders_collectives)
         outcome = said
         if not isinstance(outcome, Outcome):
@@ -177,8 +177,8 @@ def run_any(gm: Any, function: Pass) -> None:
         between = _Between(snapshot.graph)
         with observing_passes(between.note, between.forget):
             said = function(gm)
-        _check_whole(gm, _names([key]))
-        _check_returned(gm, _names([key]), said)
+        _check_whole(gm, _name(key))
+        _check_returned(gm, _name(key), said)
         own = between.num_until(gm.graph) + len(snapshot.constants.changes(gm))
         if own or not between.notes:
             may_reorder = bool(between.notes)  # the passes that it ran may have done so
@@ -201,7 +201,7 @@ def run_transformation(gm: fx.GraphModule, function: Pass) -> Any:
     if not isinstance(made, (fx.GraphModule, IterGraphModule)):
         return made
     key = _key(_innermost(function))
-    name = f"compile(gm_transformation={_names([key])})"
+    name = f"compile(gm_transformation={_name(key)})"
     _check_whole(made, name)
     constants = before.constants.changes(made)
     own = between.num_until(made.graph) + len(constants)
@@ -255,7 +255,7 @@ def _check(
     may_reorder: bool,
 ) -> Proof:
     """Remove dead code, check an edit since a snapshot, and generate code."""
-    name = _names([key])
+    name = _name(key)
     _check_whole(gm, name)
     drop_dead_code(gm.graph)
     with phase("proofs"):
@@ -295,7 +295,7 @@ def _record(
         seen: The last graph that observers know, where that is another one.
     """
     report = PassReport(
-        _names([key]),
+        _name(key),
         outcome,
         graph_size(before),
         graph_size(gm.graph),
@@ -352,7 +352,7 @@ def observing_passes(
 
 def applied_passes(gm: Any) -> tuple[str, ...]:
     """The names of the passes that were applied to a graph, in order."""
-    return tuple(_names([key]) for key, _ in _histories.get(gm, ()))
+    return tuple(_name(key) for key, _ in _histories.get(gm, ()))
 
 
 def pass_reports(gm: Any) -> tuple[PassReport, ...]:
@@ -458,7 +458,7 @@ def _check_order(gm: Any, key: str, rules: _Rules) -> None:
             "The first argument of the pass must be either fx.GraphModule or "
             f"IterGraphModule, not {type(gm).__name__}."
         )
-    name, applied = _names([key]), [each for each, _ in _histories.get(gm, ())]
+    name, applied = _name(key), [each for each, _ in _histories.get(gm, ())]
     if not rules.repeatable and key in applied:
         raise PassOrderError(
             f"Cannot apply {name} twice: it was applied to this graph already."
@@ -512,5 +512,9 @@ def _key(function: Pass) -> str:
     return f"{function.__module__}.{function.__qualname__}"
 
 
+def _name(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
 def _names(keys: Iterable[str]) -> str:
-    return ", ".join(key.rpartition(".")[2] for key in keys)
+    return ", ".join(map(_name, keys))

@@ -17,7 +17,8 @@ from torchspmd.comm.exchange import post_failure
 from torchspmd.errors import ShadowError, ShadowWarning
 from torchspmd.layout.rounding import Tolerance
 from torchspmd.step.capture.inventory import Inventory
-from torchspmd.step.capture.spread import Spread, checksum_parameters
+from torchspmd.step.capture.parallel_mode import ParallelMode
+from torchspmd.step.capture.rank_divergence import checksum_parameters
 from torchspmd.step.flush_hooks import (
     without_flushing,
     without_flushing_in_backward,
@@ -36,10 +37,18 @@ from torchspmd.step.shadow.compare import (
     compare_returned,
     compare_values,
     likely_cause,
+    own_rows,
+    tolerance_of,
 )
-from torchspmd.step.shadow.eager import Eager, Generators, Kind, run_eagerly
-from torchspmd.step.shadow.facts import draws, find_late, own_rows, tolerance_of
-from torchspmd.step.shadow.memory import describe_shortage, free_bytes, needed_bytes
+from torchspmd.step.shadow.copies import describe_shortage, free_bytes, needed_bytes
+from torchspmd.step.shadow.eager import (
+    Eager,
+    Generators,
+    Kind,
+    draws,
+    find_late,
+    run_eagerly,
+)
 
 BY_DEFAULT = 3  # calls after each capture
 EVERY_CALL = "TORCHSPMD_CHECK"  # an environment variable: "1" for every call
@@ -86,7 +95,7 @@ class _Call:
 
     program: Program
     inventory: Inventory
-    spread: Spread
+    mode: ParallelMode
     eager: Eager
     generators: Generators
     tolerance: Tolerance
@@ -176,7 +185,7 @@ class Shadow:
         self,
         program: Program,
         inventory: Inventory,
-        spread: Spread,
+        mode: ParallelMode,
         *,
         is_pending: bool,
     ) -> _Call | None:
@@ -185,8 +194,8 @@ class Shadow:
         if not self._left.get(communicates):
             return None
         start = time.perf_counter()
-        why = self._why_not(program, inventory, spread)
-        why = self._agree_to_begin(program, spread, communicates, why)
+        why = self._why_not(program, inventory, mode)
+        why = self._agree_to_begin(program, mode, communicates, why)
         if why:
             self._skip(why)
             self._left[communicates] = 0
@@ -196,7 +205,7 @@ class Shadow:
             eager = run_eagerly(
                 self.function,
                 inventory,
-                spread,
+                mode,
                 find_late(program),
                 None if before is None else before.eager,
                 communicates=communicates,
@@ -207,20 +216,22 @@ class Shadow:
         return _Call(
             program,
             inventory,
-            spread,
+            mode,
             eager,
             Generators(inventory),
-            tolerance_of(program, inventory, spread, self.backend),
+            tolerance_of(program, inventory, mode, self.backend),
             self._calls,
             0 if before is None else before.chained + 1,
             is_first,
             time.perf_counter() - start,
-            _why_void(eager, spread),
+            _why_void(eager, mode),
         )
 
-    def _why_not(self, program: Program, inventory: Inventory, spread: Spread) -> str:
+    def _why_not(
+        self, program: Program, inventory: Inventory, mode: ParallelMode
+    ) -> str:
         """Why this call cannot be made eagerly; empty where it can be."""
-        if spread.mesh is not None and dist.get_backend() == "fake":
+        if mode.mesh is not None and dist.get_backend() == "fake":
             return "the process group is fake, and gives no values"
         if any(slot.tensor.is_meta for slot in inventory.slots):
             return "tensors are on the meta device"
@@ -229,7 +240,7 @@ class Shadow:
                 "Inductor draws other random numbers than eager code; compare a step "
                 "without them (dropout 0), or with backend='graph'"
             )
-        needed, free = needed_bytes(program, inventory, spread), free_bytes(inventory)
+        needed, free = needed_bytes(program, inventory, mode), free_bytes(inventory)
         if free is not None and needed > free:
             return describe_shortage(
                 f"copies and an eager call would take {needed / 2**30:.1f} GiB, "
@@ -296,7 +307,7 @@ class Shadow:
         if self._draws_differ(call):
             text = " is in another state than after the eager step"
             outcome.differences.append(Difference("random generator", "", text))
-        own, rounding = own_rows(call.spread), call.rounding
+        own, rounding = own_rows(call.mode), call.rounding
         compare_returned(eager.returned, result, rounding, outcome, own)
         values = [each for each in eager.values if not (is_pending and each.is_late)]
         compare_values(values, rounding, outcome)
@@ -342,18 +353,18 @@ class Shadow:
         program = call.program
         if not len(program.ledger) or dist.get_backend() == "fake":
             return []
-        return _peers(program, call.spread)
+        return _peers(program, call.mode)
 
     def _agree_to_begin(
-        self, program: Program, spread: Spread, communicates: bool, why: str
+        self, program: Program, mode: ParallelMode, communicates: bool, why: str
     ) -> str:
         """Why some rank cannot make an eager call; empty where all can."""
-        if spread.mesh is None or not communicates or dist.get_backend() == "fake":
+        if mode.mesh is None or not communicates or dist.get_backend() == "fake":
             return why
         state = ""
-        if isinstance(spread, GlobalBatch) and draws(program.graph):
+        if isinstance(mode, GlobalBatch) and draws(program.graph):
             state = str(torch.default_generator.get_state().sum().item())
-        ranks = _peers(program, spread)
+        ranks = _peers(program, mode)
         try:
             texts = self._exchange(json.dumps([why, state]), ranks, "begin")
         except _GivenUpError as error:
@@ -378,7 +389,7 @@ class Shadow:
         told = _Told(call.void, str(found[0]) if found else "")
         all_told = {-1: told}
         if len(ranks) > 1:
-            sums = checksum_parameters(call.inventory, call.spread)
+            sums = checksum_parameters(call.inventory, call.mode)
             text = json.dumps([told.void, told.first, *sums])
             try:
                 texts = self._exchange(text, ranks, "end")
@@ -399,7 +410,7 @@ class Shadow:
             if each.first and len(ranks) > 1 and rank != dist.get_rank()
         }
         if not found and not others:
-            found = _unlike_replicas(all_told, call.spread)
+            found = _unlike_replicas(all_told, call.mode)
         if found or others:
             self._pending = None
             raise ShadowError(self._describe(call, found, others))
@@ -415,7 +426,7 @@ class Shadow:
             raise _GivenUpError(f"a call failed on another rank ({failed})")
         # Whoever came here has read all that was posted for the last but one.
         rank = dist.get_rank()
-        for old in ("begin", "end", "values"):
+        for old in ("begin", "end"):
             _torch.default_store().delete_key(
                 f"{key}/{self._exchanged - 4}/{old}/{rank}"
             )
@@ -514,15 +525,15 @@ class _Told:
         self.void, self.first, self.sums = void, first, sums
 
 
-def _peers(program: Program, spread: Spread) -> list[int]:
+def _peers(program: Program, mode: ParallelMode) -> list[int]:
     """The ranks of the mode, and those of other groups that the program speaks to."""
-    own = [] if spread.mesh is None else spread.mesh.mesh.flatten().tolist()
+    own = [] if mode.mesh is None else mode.mesh.mesh.flatten().tolist()
     return sorted({dist.get_rank(), *own, *peers_of(program.graph)})
 
 
-def _unlike_replicas(told: Mapping[int, _Told], spread: Spread) -> list[Difference]:
+def _unlike_replicas(told: Mapping[int, _Told], mode: ParallelMode) -> list[Difference]:
     """Parameters that ranks must hold alike, and do not."""
-    mesh = spread.mesh
+    mesh = mode.mesh
     if mesh is None or len(told) < 2:
         return []
     replicas = {rank: told[rank] for rank in mesh.mesh.flatten().tolist()}
@@ -535,12 +546,12 @@ def _unlike_replicas(told: Mapping[int, _Told], spread: Spread) -> list[Differen
     return []
 
 
-def _why_void(eager: Eager, spread: Spread) -> str:
+def _why_void(eager: Eager, mode: ParallelMode) -> str:
     """Why an eager call says nothing; empty where it does."""
     error = eager.error
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return describe_shortage("an eager call ran out of memory")
-    if error is not None and isinstance(spread, FullySharded):
+    if error is not None and isinstance(mode, FullySharded):
         return (
             f"the step raises {type(error).__name__} on whole parameters: its code is "
             "written for shards"

@@ -10,8 +10,12 @@ from typing import Any
 import torch
 
 from torchspmd import _torch
-from torchspmd.layout.rounding import Tolerance
-from torchspmd.step.capture.held import MISSING
+from torchspmd.layout.rounding import Tolerance, choose_tolerance
+from torchspmd.step.capture.inventory import Inventory
+from torchspmd.step.capture.parallel_mode import ParallelMode
+from torchspmd.step.capture.snapshots import MISSING
+from torchspmd.step.modes.global_batch import GlobalBatch
+from torchspmd.step.program import Program
 from torchspmd.step.shadow.eager import Eager, Expected, Kind
 
 _ORDER = tuple(Kind)
@@ -94,6 +98,36 @@ class Rounding:
         return (self.largest / size.to(like.device, like.dtype)).clamp(min=1.0)
 
 
+# Times the tolerance of check_parity, which is for one step of a whole model.
+_INEXACT = 64.0  # sums are taken in another order
+_SAME_KERNELS = 4.0
+_LOW_PRECISION = 1e-4
+
+
+def tolerance_of(
+    program: Program, inventory: Inventory, mode: ParallelMode, backend: str
+) -> Tolerance:
+    """What counts as rounding: little where the graph does eager's own operations."""
+    dtypes = [slot.tensor.dtype for slot in inventory.slots]
+    for node in program.graph.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            dtypes.append(value.dtype)
+    floating = [each for each in dtypes if each.is_floating_point]
+    coarsest = max(floating, key=lambda d: torch.finfo(d).eps, default=torch.float32)
+    size = 1 if mode.mesh is None else mode.mesh.size()
+    has_same_kernels = backend != "inductor" and not isinstance(mode, GlobalBatch)
+    is_on_cpu = all(slot.tensor.device.type == "cpu" for slot in inventory.slots)
+    if has_same_kernels and is_on_cpu and size == 1:
+        return choose_tolerance(coarsest, 1)
+    wide = choose_tolerance(coarsest, sum(1 for _ in inventory.named_modules()))
+    if torch.finfo(coarsest).eps > _LOW_PRECISION:
+        return wide
+    # Kernels of a GPU may add in another order in each run.
+    factor = _SAME_KERNELS if has_same_kernels and size == 1 else _INEXACT
+    return Tolerance(min(factor * wide.relative, 0.3), wide.reason)
+
+
 def compare_values(
     values: Sequence[Expected], rounding: Rounding, outcome: Outcome
 ) -> None:
@@ -101,7 +135,10 @@ def compare_values(
     with torch.no_grad():
         for each in sorted(values, key=lambda value: _ORDER.index(value.kind)):
             outcome.compared += 1
-            found = _compare(each, each.read(), rounding, outcome)
+            now = each.read()
+            if isinstance(now, torch.Tensor):
+                now = _torch.plain_tensor(now).detach()
+            found = _compare(each, now, rounding, outcome)
             if found is not None:
                 outcome.differences.append(found)
 
@@ -149,6 +186,13 @@ class OwnRows:
         if value.shape[dim] != own * self.size:
             return None
         return value.narrow(dim, self.rank * own, own)
+
+
+def own_rows(mode: ParallelMode) -> OwnRows:
+    """Which part of a value of the global batch this rank has."""
+    if not isinstance(mode, GlobalBatch):
+        return OwnRows()
+    return OwnRows(mode.mesh.get_local_rank(), mode.mesh.size())
 
 
 def _leaves(value: Any) -> Iterator[tuple[str, Any]]:

@@ -6,23 +6,29 @@ lists and the ``state`` of optimizers hold something else for a while, as in a c
 
 import contextlib
 import copy
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchspmd import _torch
 from torchspmd.layout.retired import copy_attributes
 from torchspmd.step.capture.inventory import Inventory, Role, Slot
-from torchspmd.step.capture.spread import Spread
+from torchspmd.step.capture.parallel_mode import ParallelMode
+from torchspmd.step.capture.shared_memory import extent_of
+from torchspmd.step.capture.substitute import in_users_objects
 from torchspmd.step.modes.fully_shard import FullySharded
 from torchspmd.step.modes.gather import gather_rows
 from torchspmd.step.modes.global_batch import GlobalBatch
 from torchspmd.step.modes.shard_layout import read_sharding
+from torchspmd.step.program import Program
 
 # ----------------------------------------------------------------------------
 # What the eager step works on: in each mode, the tensors that its meaning is written for.
@@ -42,26 +48,26 @@ class Whole:
 
 
 def copy_slots(
-    inventory: Inventory, spread: Spread, ahead: Mapping[int, torch.Tensor]
+    inventory: Inventory, mode: ParallelMode, ahead: Mapping[int, torch.Tensor]
 ) -> list[Whole]:
     """A copy of every tensor of a call; what shares memory shares it in the copies too.
 
     Args:
         inventory: What the call works on.
-        spread: The mode; it says which tensors are whole for the eager step.
+        mode: The mode; it says which tensors are whole for the eager step.
         ahead: Values, by slot, that are newer than those of the user's own tensors,
             which have a pending update.
     """
     bases = _shared_bases(inventory)
     return [
-        _copied(slot, spread, bases, ahead.get(place))
+        _copied(slot, mode, bases, ahead.get(place))
         for place, slot in enumerate(inventory.slots)
     ]
 
 
 def _copied(
     slot: Slot,
-    spread: Spread,
+    mode: ParallelMode,
     bases: dict[int, "_Base"],
     newer: torch.Tensor | None,
 ) -> Whole:
@@ -69,8 +75,8 @@ def _copied(
     layout = _torch.layout_of(tensor)
     local = _torch.plain_tensor(tensor) if newer is None else newer
     part: Callable[[torch.Tensor], torch.Tensor] = _torch.plain_tensor
-    if isinstance(spread, FullySharded) and layout is not None:
-        sharding = read_sharding(layout, spread.axes)
+    if isinstance(mode, FullySharded) and layout is not None:
+        sharding = read_sharding(layout, mode.axes)
         assert sharding is not None, layout
         made = gather_rows(local.detach(), sharding)
         if sharding.whole is not None:
@@ -81,8 +87,8 @@ def _copied(
             def part(value: torch.Tensor) -> torch.Tensor:
                 return _torch.plain_tensor(value)[rows]
 
-    elif isinstance(spread, GlobalBatch) and slot.role is Role.INPUT and tensor.ndim:
-        made, part = _global_rows(tensor, spread)
+    elif isinstance(mode, GlobalBatch) and slot.role is Role.INPUT and tensor.ndim:
+        made, part = _global_rows(tensor, mode)
     elif newer is None and (base := bases.get(_torch.storage_key(tensor))) is not None:
         made = base.view_of(tensor)
     else:
@@ -93,10 +99,10 @@ def _copied(
 
 
 def _global_rows(
-    tensor: torch.Tensor, spread: GlobalBatch
+    tensor: torch.Tensor, mode: GlobalBatch
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
     """The rows of all ranks, and how to get back to those of this rank."""
-    mesh: DeviceMesh = spread.mesh
+    mesh: DeviceMesh = mode.mesh
     laid_out: Any = tensor
     if (layout := _torch.layout_of(tensor)) is not None:
         whole = _torch.finished(laid_out.full_tensor()).clone()
@@ -158,8 +164,7 @@ def _first(tensor: torch.Tensor) -> int:
 
 
 def _end(tensor: torch.Tensor) -> int:
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    return int(tensor.storage_offset()) + 1 + sum((n - 1) * step for n, step in sizes)
+    return _first(tensor) + int(extent_of(tensor))
 
 
 def _like(original: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
@@ -207,7 +212,7 @@ class Copies:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Inside, the user's modules, optimizers and scalers hold the copies."""
+        """Inside, the user's modules, optimizers, scalers and variables hold the copies."""
         inventory, tensors = self.inventory, [each.tensor for each in self.wholes]
         modules = [module for _, module in inventory.modules]
         for parameter, gradient in inventory.gradients.items():
@@ -218,46 +223,13 @@ class Copies:
                 key = "_per_optimizer_states"
                 if key in vars(scaler):
                     vars(scaler)[key] = copy.deepcopy(vars(scaler)[key])
-            for place in inventory.places:
-                stack.callback(
-                    place.table.__setitem__, place.key, place.table[place.key]
-                )
-                place.table[place.key] = tensors[place.slot]
-            for index, number, slots in inventory.groups:
-                params = inventory.optimizers[index][1].param_groups[number]["params"]
-                stack.callback(params.__setitem__, slice(None), list(params))
-                params[:] = [tensors[slot] for slot in slots]
-            for index, (_, optimizer) in enumerate(inventory.optimizers):
-                stack.callback(setattr, optimizer, "state", optimizer.state)
-                optimizer.state = self._copied_state(index)
+            stack.enter_context(
+                in_users_objects(inventory, tensors, tensors, self.numbers)
+            )
             stack.enter_context(_torch.keep_flat_weights(modules))
             _torch.renew_flat_weights(modules)
             yield
             self._read()
-
-    def _copied_state(self, index: int) -> Any:
-        inventory = self.inventory
-        _, optimizer = inventory.optimizers[index]
-        by_place = {
-            (place.parameter, place.key): self.wholes[place.slot].tensor
-            for place in inventory.states
-            if place.optimizer == index
-        }
-        newer = {
-            (id(number.holder), number.key): self.numbers[place]
-            for place, number in enumerate(inventory.numbers)
-            if place in self.numbers
-        }
-        state: Any = defaultdict(dict)
-        for parameter, entries in optimizer.state.items():
-            slot = inventory.by_id.get(id(parameter))
-            if slot is None:
-                continue
-            state[self.wholes[slot].tensor] = {
-                key: by_place.get((slot, key), newer.get((id(entries), key), value))
-                for key, value in entries.items()
-            }
-        return state
 
     def _read(self) -> None:
         """What the block left, before everything is put back."""
@@ -280,3 +252,55 @@ class Copies:
 def _restore(table: dict[str, Any], before: dict[str, Any]) -> None:
     table.clear()
     table.update(before)
+
+
+# ----------------------------------------------------------------------------
+# Whether copies of a call and an eager call of it fit into memory.
+
+
+def describe_shortage(text: str) -> str:
+    """What does not fit, and how to compare nevertheless."""
+    return (
+        f"{text}. To compare, run a few steps with fewer layers or a smaller batch, on a "
+        "CPU, or pass shadow=0 to leave it"
+    )
+
+
+def needed_bytes(program: Program, inventory: Inventory, mode: ParallelMode) -> int:
+    """Of copies and of an eager call: as much as the graph's own worst moment, or more."""
+    copies = gradients = 0
+    size = 1 if mode.mesh is None else mode.mesh.size()
+    for slot in inventory.slots:
+        local = _torch.plain_tensor(slot.tensor)
+        taken = local.numel() * local.element_size()
+        if isinstance(mode, FullySharded) and _torch.layout_of(slot.tensor):
+            taken *= mode.axes.shard.size()
+        elif isinstance(mode, GlobalBatch) and slot.role is Role.INPUT:
+            taken *= size
+        copies += taken
+        gradients += 2 * taken if slot.role is Role.PARAMETER else 0
+    peak = 0 if program.peak_memory is None else program.peak_memory.total_bytes
+    if isinstance(mode, GlobalBatch):
+        peak *= size
+    return max(peak, copies) + gradients + (copies if peak < copies else 0)
+
+
+def free_bytes(inventory: Inventory) -> int | None:
+    """What the device can still give to this rank; None where that is not known."""
+    devices = {slot.tensor.device for slot in inventory.slots}
+    cuda = [each for each in devices if each.type == "cuda"]
+    if cuda:
+        free, _ = torch.cuda.mem_get_info(cuda[0])
+        cached = torch.cuda.memory_reserved(cuda[0]) - torch.cuda.memory_allocated(
+            cuda[0]
+        )
+        return int(free) + int(cached)
+    known = Path("/proc/meminfo")
+    if not known.exists():
+        return None
+    found = dict(line.split(":", 1) for line in known.read_text().splitlines())
+    available = int(found.get("MemAvailable", "0 kB").split()[0]) * 1024
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or (
+        dist.get_world_size() if dist.is_initialized() else 1
+    )
+    return available // ranks

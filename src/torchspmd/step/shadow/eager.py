@@ -8,21 +8,26 @@ from enum import IntEnum, StrEnum
 from typing import Any
 
 import torch
+from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchspmd import _torch
 from torchspmd.step.capture.guards import walk_data
-from torchspmd.step.capture.held import MISSING
-from torchspmd.step.capture.identities import held_by_python
-from torchspmd.step.capture.inventory import Inventory, Role, is_counter
+from torchspmd.step.capture.inventory import Inventory, Role
+from torchspmd.step.capture.optimizer_rules import is_counter
+from torchspmd.step.capture.outputs import NewGradient, NewNumber, NewValue
+from torchspmd.step.capture.parallel_mode import ParallelMode
 from torchspmd.step.capture.side_effects import (
-    hold_hooks,
-    hold_python,
     undo_python,
+    watch_hooks,
+    watch_python,
 )
-from torchspmd.step.capture.spread import Spread
+from torchspmd.step.capture.snapshots import MISSING
+from torchspmd.step.deferral.module import IterGraphModule
+from torchspmd.step.graph.metadata import output_values
 from torchspmd.step.modes.data_parallel import Replicated
 from torchspmd.step.modes.fully_shard import FullySharded
+from torchspmd.step.program import Program
 from torchspmd.step.shadow.copies import Copies, Whole, copy_slots
 
 
@@ -55,7 +60,7 @@ class Expected:
         kind: What it is.
         name: Its name.
         value: This rank's part of what the eager step left; a tensor or a Python value.
-        read: Reads what the user's own object holds there.
+        read: What the user's own object holds there, in its layout.
         change: How much the eager step changed it at most; None for what is new.
         slot: Its slot, of a gradient that of its parameter; -1 for none.
         owner: The slot of the parameter that it belongs to; -1 for none.
@@ -114,10 +119,31 @@ class Late:
     numbers: frozenset[int] = frozenset()
 
 
+def find_late(program: Program) -> Late:
+    """What a program leaves for the next call, by where it goes."""
+    run = program.run
+    if not isinstance(run, IterGraphModule) or not run.is_deferring:
+        return Late()
+    names = {name for region in run.graph.regions for name in region.nodes}
+    slots, gradients, numbers = set(), set(), set()
+    values = output_values(run.graph)
+    for value, where in zip(values, program.outputs.destinations, strict=True):
+        if not isinstance(value, fx.Node) or value.name not in names:
+            continue
+        match where:
+            case NewValue(slot):
+                slots.add(slot)
+            case NewGradient(parameter):
+                gradients.add(parameter)
+            case NewNumber(number):
+                numbers.add(number)
+    return Late(frozenset(slots), frozenset(gradients), frozenset(numbers))
+
+
 def run_eagerly(
     function: Callable[..., Any],
     inventory: Inventory,
-    spread: Spread,
+    mode: ParallelMode,
     late: Late,
     before: Eager | None,
     *,
@@ -130,7 +156,7 @@ def run_eagerly(
     Args:
         function: The step.
         inventory: What the call works on.
-        spread: The mode.
+        mode: The mode.
         late: What the compiled step leaves for the next one.
         before: The eager call before this one, whose update is still pending in the
             user's own tensors.
@@ -138,18 +164,16 @@ def run_eagerly(
     """
     ahead = {} if before is None else before.ahead
     numbers = {} if before is None else before.numbers
-    copies = Copies(inventory, copy_slots(inventory, spread, ahead), numbers)
+    copies = Copies(inventory, copy_slots(inventory, mode, ahead), numbers)
     generators = Generators(inventory)
-    found, held = Eager(), [*hold_python(inventory), *hold_hooks(inventory)]
-    talk = _Talk(spread.mesh if communicates else None)
+    found = Eager()
+    watched = [*watch_python(inventory), *watch_hooks(inventory)]
+    talk = _Talk(mode.mesh if communicates else None)
     try:
-        tensors = [each.tensor for each in copies.wholes]
         with (
             copies.installed(),
-            _seen_by_forwards(spread, inventory, tensors),
-            held_by_python(inventory, tensors),
-            _reduced(inventory, copies.wholes, spread, talk),
-            _watched_gradients(inventory, copies.wholes, found),
+            _seen_by_forwards(mode, inventory, copies.wholes),
+            _hooked(inventory, copies.wholes, mode, talk, found),
         ):
             args, kwargs = copies.arguments()
             try:
@@ -160,7 +184,7 @@ def run_eagerly(
                 found.error = error.with_traceback(None)
     finally:
         found.random, found.drew = generators.put_back()
-        found.changes = undo_python(held)
+        found.changes = undo_python(watched)
         torch.clear_autocast_cache()
     _read_values(found, copies, late, ahead)
     return found
@@ -185,7 +209,7 @@ def _read_values(
                     _KINDS[slot.role],
                     slot.name,
                     value,
-                    _reader(slot.tensor),
+                    functools.partial(_same, slot.tensor),
                     _change(ahead.get(place, own), value),
                     slot=place,
                     owner=place,
@@ -215,7 +239,7 @@ def _read_gradients(found: Eager, copies: Copies, late: Late) -> None:
                     Kind.GRADIENT,
                     f"{slot.name}.grad",
                     value,
-                    _gradient_reader(slot.tensor),
+                    functools.partial(getattr, slot.tensor, "grad"),
                     slot=place,
                     owner=place,
                     is_late=place in late.gradients,
@@ -249,12 +273,20 @@ def _read_states(found: Eager, copies: Copies, late: Late) -> None:
                         Kind.STATE,
                         f"{owner.name}.{key}",
                         value,
-                        _state_reader(optimizer, owner.tensor, key),
+                        functools.partial(_state, optimizer, owner.tensor, key),
                         slot=place,
                         owner=slot,
                         is_late=is_late,
                     )
                 )
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str) -> Any:
+    return optimizer.state.get(parameter, {}).get(key, MISSING)
 
 
 def _state_part(key: str, value: torch.Tensor, whole: Whole) -> torch.Tensor:
@@ -271,28 +303,6 @@ def _change(before: torch.Tensor, after: torch.Tensor) -> float | None:
     if not after.numel():
         return 0.0
     return float((after - before).abs().amax())
-
-
-def _reader(tensor: torch.Tensor) -> Callable[[], Any]:
-    return lambda: _torch.plain_tensor(tensor).detach()
-
-
-def _gradient_reader(tensor: torch.Tensor) -> Callable[[], Any]:
-    def read() -> Any:
-        return None if tensor.grad is None else _torch.plain_tensor(tensor.grad)
-
-    return read
-
-
-def _state_reader(
-    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str
-) -> Callable[[], Any]:
-    def read() -> Any:
-        entries = optimizer.state.get(parameter, {})
-        value = entries.get(key, MISSING)
-        return _torch.plain_tensor(value) if isinstance(value, torch.Tensor) else value
-
-    return read
 
 
 # ----------------------------------------------------------------------------
@@ -341,15 +351,28 @@ class _Talk:
 
 
 @contextlib.contextmanager
-def _reduced(
-    inventory: Inventory, wholes: list[Whole], spread: Spread, talk: _Talk
+def _hooked(
+    inventory: Inventory,
+    wholes: list[Whole],
+    mode: ParallelMode,
+    talk: _Talk,
+    found: Eager,
 ) -> Iterator[None]:
-    """Hooks that reduce gradients as the mode does, and those of the user behind them."""
+    """Hooks that reduce gradients as the mode does; behind them the user's, and a note.
+
+    The note is how large gradients are where backward makes them: some are rounding alone.
+    Not where an optimizer takes them: clipping makes large ones small, and rounding stays.
+    """
+
+    def note(place: int, gradient: torch.Tensor) -> None:
+        size, known = gradient.detach().abs(), found.gradients.get(place)
+        found.gradients[place] = size if known is None else known + size
+
     reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
-    if isinstance(spread, Replicated):
-        reduce = spread.reduce
-    elif isinstance(spread, FullySharded):
-        reduce = spread.reduce_whole
+    if isinstance(mode, Replicated):
+        reduce = mode.reduce
+    elif isinstance(mode, FullySharded):
+        reduce = mode.reduce_whole
     with contextlib.ExitStack() as stack:
         for place, slot in enumerate(inventory.slots):
             tensor = wholes[place].tensor
@@ -357,25 +380,26 @@ def _reduced(
                 continue
             if reduce is not None:
                 layout = None
-                if isinstance(spread, FullySharded):  # its shard has lost such hooks
+                if isinstance(mode, FullySharded):  # its shard has lost such hooks
                     layout = _torch.layout_of(tensor)
                 hook = _reduction(place, reduce, talk, layout)
                 stack.callback(tensor.register_hook(hook).remove)
-            for table, _, own in _torch.hooks_of(
-                slot.tensor, _torch.GRADIENT_HOOK_TABLES
-            ):
+            tables = _torch.GRADIENT_HOOK_TABLES
+            for table, _, own in _torch.hooks_of(slot.tensor, tables):
                 handle = _torch.add_gradient_hook(tensor, table, own)
                 stack.callback(handle.remove)
+            noting = functools.partial(note, place)
+            stack.callback(tensor.register_hook(noting).remove)
         yield
 
 
 def _seen_by_forwards(
-    spread: Spread, inventory: Inventory, tensors: list[torch.Tensor]
+    mode: ParallelMode, inventory: Inventory, wholes: list[Whole]
 ) -> contextlib.AbstractContextManager[None]:
     """Casts of whole parameters, where the mode gathers them in another precision."""
-    if not isinstance(spread, FullySharded):
+    if not isinstance(mode, FullySharded):
         return contextlib.nullcontext()
-    return spread.installed_eagerly(inventory, tensors)
+    return mode.installed_eagerly(inventory, [each.tensor for each in wholes])
 
 
 def _reduction(
@@ -396,28 +420,6 @@ def _reduction(
         return total
 
     return hook
-
-
-@contextlib.contextmanager
-def _watched_gradients(
-    inventory: Inventory, wholes: list[Whole], found: Eager
-) -> Iterator[None]:
-    """Note how large gradients are where backward makes them: some are rounding alone.
-
-    Not where an optimizer takes them: clipping makes large ones small, and rounding stays.
-    """
-
-    def note(place: int, gradient: torch.Tensor) -> None:
-        size, known = gradient.detach().abs(), found.gradients.get(place)
-        found.gradients[place] = size if known is None else known + size
-
-    with contextlib.ExitStack() as stack:
-        for place, slot in enumerate(inventory.slots):
-            tensor = wholes[place].tensor
-            if slot.role is Role.PARAMETER and tensor.requires_grad:
-                hook = functools.partial(note, place)
-                stack.callback(tensor.register_hook(hook).remove)
-        yield
 
 
 # ----------------------------------------------------------------------------
@@ -448,3 +450,12 @@ class Generators:
         for generator, state in zip(self._all, self._before, strict=True):
             generator.set_state(state)
         return now, not all(map(torch.equal, now, self._before))
+
+
+def draws(graph: fx.GraphModule) -> bool:
+    """Whether a graph draws random numbers."""
+    return any(
+        node.op == "call_function"
+        and _torch.draws_random_numbers(node.target, node.args, node.kwargs)
+        for node in graph.graph.nodes
+    )

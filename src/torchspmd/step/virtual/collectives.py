@@ -1,6 +1,7 @@
 """What each collective does, computed from the values of all ranks of a group."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ def communicate(
     ]
     results: list[Any] = [None] * len(arguments)
     for team in teams:
-        found = run([by_name[rank] for rank in team], order)
+        found = run(_Team([by_name[rank] for rank in team], order))
         for rank, value in zip(team, found, strict=True):
             written = by_name[rank] if name.endswith("_") else None
             if name.endswith("_out"):
@@ -82,39 +83,60 @@ def _in_flight(value: torch.Tensor, target: torch.Tensor | None) -> InFlight:
 # What each collective gives to the ranks of a group, from their arguments in group order.
 
 
-def _all_reduce(ranks: list[Arguments], order: str) -> list[Any]:
-    total = reduce_values(_inputs(ranks), ranks[0]["reduce_op"], order)
-    return [total.clone() for _ in ranks]
+@dataclass(frozen=True, slots=True)
+class _Team:
+    """The ranks of a group, each with its arguments, and the order of reductions."""
+
+    ranks: list[Arguments]
+    order: str
+
+    @property
+    def inputs(self) -> list[torch.Tensor]:
+        return [rank["input"] for rank in self.ranks]
+
+    def with_inputs(self, values: Iterable[torch.Tensor]) -> "_Team":
+        pairs = zip(self.ranks, values, strict=True)
+        return replace(self, ranks=[{**rank, "input": value} for rank, value in pairs])
+
+    def reduce(self, values: list[torch.Tensor]) -> torch.Tensor:
+        return reduce_values(values, self.ranks[0]["reduce_op"], self.order)
 
 
-def _all_reduce_coalesced(ranks: list[Arguments], order: str) -> list[Any]:
+_Run = Callable[[_Team], list[Any]]
+
+
+def _all_reduce(team: _Team) -> list[Any]:
+    total = team.reduce(team.inputs)
+    return [total.clone() for _ in team.ranks]
+
+
+def _all_reduce_coalesced(team: _Team) -> list[Any]:
     """As gloo does: one buffer of all tensors, so a ring's chunks cross their borders."""
-    shapes = [tensor.shape for tensor in ranks[0]["inputs"]]
-    flat = [torch.cat([t.reshape(-1) for t in rank["inputs"]]) for rank in ranks]
-    total = reduce_values(flat, ranks[0]["reduce_op"], order)
-    parts = total.split([shape.numel() for shape in shapes])
+    shapes = [tensor.shape for tensor in team.ranks[0]["inputs"]]
+    flat = [torch.cat([t.reshape(-1) for t in rank["inputs"]]) for rank in team.ranks]
+    parts = team.reduce(flat).split([shape.numel() for shape in shapes])
     return [
         [part.clone().view(shape) for part, shape in zip(parts, shapes, strict=True)]
-        for _ in ranks
+        for _ in team.ranks
     ]
 
 
-def _all_gather(ranks: list[Arguments], order: str) -> list[Any]:
-    values = _inputs(ranks)
+def _all_gather(team: _Team) -> list[Any]:
+    values = team.inputs
     whole = torch.stack(values) if values[0].ndim == 0 else torch.cat(values)
-    return [whole.clone() for _ in ranks]
+    return [whole.clone() for _ in team.ranks]
 
 
-def _reduce_scatter(ranks: list[Arguments], order: str) -> list[Any]:
+def _reduce_scatter(team: _Team) -> list[Any]:
     """As gloo does: the whole buffer is reduced, and each rank keeps its part."""
-    total = reduce_values(_inputs(ranks), ranks[0]["reduce_op"], order)
-    return [part.clone() for part in total.split(total.shape[0] // len(ranks))]
+    total = team.reduce(team.inputs)
+    return [part.clone() for part in total.split(total.shape[0] // len(team.ranks))]
 
 
-def _all_to_all(ranks: list[Arguments], order: str) -> list[Any]:
-    sent = [list(rank["input"].split(rank["input_split_sizes"])) for rank in ranks]
+def _all_to_all(team: _Team) -> list[Any]:
+    sent = [list(rank["input"].split(rank["input_split_sizes"])) for rank in team.ranks]
     results = []
-    for place, rank in enumerate(ranks):
+    for place, rank in enumerate(team.ranks):
         parts = [from_one[place] for from_one in sent]
         expected = list(rank["output_split_sizes"])
         if [len(part) for part in parts] != expected:
@@ -126,35 +148,27 @@ def _all_to_all(ranks: list[Arguments], order: str) -> list[Any]:
     return results
 
 
-def _shard_dim_all_to_all(ranks: list[Arguments], order: str) -> list[Any]:
-    parts = [each.chunk(len(ranks), ranks[0]["shard_dim"]) for each in _inputs(ranks)]
+def _shard_dim_all_to_all(team: _Team) -> list[Any]:
+    given = team.ranks[0]
+    parts = [each.chunk(len(team.ranks), given["shard_dim"]) for each in team.inputs]
     return [
-        torch.cat(column, ranks[0]["gather_dim"]) for column in zip(*parts, strict=True)
+        torch.cat(column, given["gather_dim"]) for column in zip(*parts, strict=True)
     ]
 
 
-def _broadcast(ranks: list[Arguments], order: str) -> list[Any]:
-    source = ranks[0]["src"]
-    return [ranks[source]["input"].clone() for _ in ranks]
-
-
-def _inputs(ranks: list[Arguments]) -> list[torch.Tensor]:
-    return [rank["input"] for rank in ranks]
-
-
-_Run = Callable[[list[Arguments], str], list[Any]]  # for the ranks of a group
+def _broadcast(team: _Team) -> list[Any]:
+    source = team.inputs[team.ranks[0]["src"]]
+    return [source.clone() for _ in team.ranks]
 
 
 def _item_by_item(run: _Run) -> _Run:
     """A coalesced collective, which does the same to each tensor of a list."""
 
-    def coalesced(ranks: list[Arguments], order: str) -> list[Any]:
-        items = zip(*(rank["inputs"] for rank in ranks), strict=True)
-        columns = [
-            run([{**r, "input": x} for r, x in zip(ranks, item, strict=True)], order)
-            for item in items
-        ]
-        return [[column[place] for column in columns] for place in range(len(ranks))]
+    def coalesced(team: _Team) -> list[Any]:
+        items = zip(*(rank["inputs"] for rank in team.ranks), strict=True)
+        columns = [run(team.with_inputs(item)) for item in items]
+        places = range(len(team.ranks))
+        return [[column[place] for column in columns] for place in places]
 
     return coalesced
 

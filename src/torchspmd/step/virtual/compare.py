@@ -10,7 +10,12 @@ from typing import Any, Self
 import torch
 from torch import fx
 
-from torchspmd.step.graph.metadata import owner_of, readable_name, written_state
+from torchspmd.step.graph.metadata import (
+    describe_type,
+    owner_of,
+    readable_name,
+    written_state,
+)
 from torchspmd.step.legality.edit import output_name
 from torchspmd.step.virtual.run import StepWatcher
 
@@ -38,13 +43,6 @@ def digest(value: Any) -> str:
     memory = (ctypes.c_char * size).from_address(data.data_ptr()) if size else b""
     bits = hashlib.blake2b(memory, digest_size=16).hexdigest()
     return f"{describe_type(value)} {bits}"
-
-
-def describe_type(value: Any) -> str:
-    """As in ``float32[2, 3]``."""
-    if not isinstance(value, torch.Tensor):
-        return type(value).__name__
-    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
 
 
 def is_vacuous(value: Any) -> bool:

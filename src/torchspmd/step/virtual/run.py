@@ -16,6 +16,7 @@ from torchspmd.step.capture.inventory import Role
 from torchspmd.step.deferral.forms import Stage, creates_state, derive
 from torchspmd.step.deferral.iter_graph import IterGraph
 from torchspmd.step.deferral.module import Marks
+from torchspmd.step.graph.aliases import is_view, operator_of
 from torchspmd.step.graph.memory import ROLE_KEY
 from torchspmd.step.graph.metadata import written_state
 from torchspmd.step.graph.options import check_integers
@@ -359,13 +360,10 @@ def _spread(layout: RankLayout, node: fx.Node, is_state: bool) -> tuple[int, ...
     return _gathered_over(layout, node)
 
 
+# Besides views: operators that hand on what they take.
 _PASSED_ON = frozenset(
-    {
-        "aten::view", "aten::reshape", "aten::_unsafe_view", "aten::clone",
-        "aten::_to_copy", "aten::constant_pad_nd", "aten::cat", "aten::slice",
-        "aten::t", "aten::transpose",
-    }
-)  # fmt: skip
+    f"aten::{name}" for name in ("_to_copy", "cat", "clone", "constant_pad_nd")
+)
 
 
 def _gathered_over(layout: RankLayout, node: fx.Node) -> tuple[int, ...]:
@@ -376,10 +374,10 @@ def _gathered_over(layout: RankLayout, node: fx.Node) -> tuple[int, ...]:
         found = collective(user)
         if found is not None and found[0].kind is Kind.ALL_GATHER:
             return layout.groups[found[1]["group_name"]]
-        target = user.target
-        if isinstance(target, _torch.OpOverload):
-            if _torch.packet_name(target) in _PASSED_ON:
-                waiting += list(user.users)
+        target = operator_of(user)
+        is_copy = target is not None and _torch.packet_name(target) in _PASSED_ON
+        if is_copy or is_view(user):
+            waiting += list(user.users)
     return ()
 
 

@@ -104,9 +104,7 @@ class Verification:
 
 def _bytes(node: object) -> int:
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    if not isinstance(value, torch.Tensor):
-        return 0
-    return _torch.size_hint(value.numel()) * value.element_size()
+    return _torch.size_hint(value.nbytes) if isinstance(value, torch.Tensor) else 0
 
 
 _ADVICE = (
@@ -171,8 +169,8 @@ class Verifier:
         """
         self.reports.append(report)
         self.compare(before, "an edit outside of the passes")
-        claim, done = report.outcome.keeps_bits, len(self.checks)
-        self.compare(after, f"pass {report.name}", claim or (), claim != (), report)
+        done = len(self.checks)
+        self.compare(after, f"pass {report.name}", report)
         return next((check.settled for check in self.checks[done:]), ())
 
     def forget(self, undone: Sequence[PassReport], graph: fx.Graph) -> None:
@@ -182,22 +180,18 @@ class Verifier:
         self.reports = [each for each in self.reports if id(each) not in gone]
 
     def compare(
-        self,
-        graph: fx.Graph,
-        what: str,
-        orders: Sequence[str] = (),
-        strict: bool = True,
-        report: PassReport | None = None,
+        self, graph: fx.Graph, what: str, report: PassReport | None = None
     ) -> None:
         """Compare a graph with the one before it; that is what the next is compared to.
 
         Args:
             graph: The edited graph.
             what: The edit.
-            orders: Orders under which bits must be kept, besides that of the ranks.
-            strict: Whether other bits are an error, or a line in the certificate.
-            report: Of the pass that made the edit.
+            report: Of the pass that made the edit. It may say under which orders of
+                reductions bits are kept, besides that of the ranks, or that they may
+                change: then other bits are a line in the certificate, and no error.
         """
+        claim = None if report is None else report.outcome.keeps_bits
         if self.refusal or not num_changes(self._current, graph):
             return
         try:
@@ -207,8 +201,8 @@ class Verifier:
         except VirtualRanksError as error:
             self._refuse(error)
             return
-        if not self.layouts["rank"].groups:
-            orders = ()  # nothing is reduced
+        is_reducing = bool(self.layouts["rank"].groups)
+        orders = claim if claim and is_reducing else ()
         known = {}
         for order in dict.fromkeys(("rank", *orders)):
             if order in self.skipped:
@@ -217,7 +211,7 @@ class Verifier:
             with self._running(what):
                 known[order] = self._trace(graph, order)
             differing = before.differing(known[order])
-            if differing and strict:
+            if differing and claim != ():
                 text = self._explain(graph, what, order, differing, report)
                 raise VerificationError(text)
             traces = before, known[order]

@@ -33,7 +33,8 @@ from torchspmd.verify.recording.layouts import sketch
 # Where a difference begins: the first one in execution order that nothing puts right.
 
 _FORWARD = (Kind.INPUT, Kind.FORWARD)
-_INSIDE = (*_FORWARD, Kind.GRAD_INPUT, Kind.GRAD_OUTPUT)
+_BACKWARD = (Kind.GRAD_INPUT, Kind.GRAD_OUTPUT)
+_INSIDE = (*_FORWARD, *_BACKWARD)
 _NOISE = 0.1  # of the largest difference of an activation
 _MOST = 0.8  # of all parameters: then it is not one module's fault
 
@@ -97,8 +98,7 @@ def _where_it_arrived(first: Result, ordered: Sequence[Result]) -> str:
     backward = [
         result
         for result in ordered
-        if result.key.kind in (Kind.GRAD_INPUT, Kind.GRAD_OUTPUT)
-        and result.status is not Status.UNKNOWN
+        if result.key.kind in _BACKWARD and result.status is not Status.UNKNOWN
     ]
     place = backward.index(first)
     is_beginning = place == 0
@@ -174,8 +174,6 @@ def place_of(key: Key) -> str:
 
 # ----------------------------------------------------------------------------
 # The place of each recorded value in the execution of a step.
-
-_BACKWARD = (Kind.GRAD_INPUT, Kind.GRAD_OUTPUT)
 
 
 def execution_order(keys: Iterable[Key]) -> dict[Key, float]:
@@ -317,7 +315,7 @@ def _from_rows(
     if key.kind is Kind.LOSS or not rows[0].ndim:
         total = torch.stack(rows).sum(0)
         return total / len(rows) if header.loss_reduction == "mean" else total
-    if key.kind in (Kind.GRAD_INPUT, Kind.GRAD_OUTPUT):
+    if key.kind in _BACKWARD:
         return None  # their scale is not known
     if key.kind in (Kind.INPUT, Kind.FORWARD, Kind.OUTPUT):
         return torch.cat(rows)
@@ -337,8 +335,6 @@ def _same(value: torch.Tensor, other: torch.Tensor) -> bool:
 # Two micro-batches of eight rows are rows 0-3 and 4-7 on one device, but rows 0 and 1 on
 # the first of four ranks. Over all calls of a step together, the rows are the same.
 
-_MERGED = (Kind.INPUT, Kind.FORWARD, Kind.GRAD_OUTPUT, Kind.GRAD_INPUT)
-
 
 def num_model_calls(pieces: Mapping[Key, Piece]) -> int:
     """How often the model itself was called."""
@@ -350,12 +346,12 @@ def merge_calls(pieces: Mapping[Key, Piece]) -> dict[Key, Piece]:
     """The calls of a step as one, by rows; a module called twice in a call stays two."""
     model_calls = num_model_calls(pieces)
     calls = Counter(
-        (key.kind, key.name, key.leaf) for key in pieces if key.kind in _MERGED
+        (key.kind, key.name, key.leaf) for key in pieces if key.kind in _INSIDE
     )
     found: dict[Key, list[tuple[int, Piece]]] = {}
     for key, piece in pieces.items():
         each = calls[key.kind, key.name, key.leaf] // model_calls
-        if key.kind in _MERGED and each and _has_rows(piece):
+        if key.kind in _INSIDE and each and _has_rows(piece):
             group = key._replace(call=key.call % each)
             found.setdefault(group, []).append((key.call, piece))
         else:
@@ -445,7 +441,6 @@ RESULTS = (
     Kind.BUFFER,
     Kind.STATE,
 )
-_BACKWARD_STEP = (Kind.GRAD_INPUT, Kind.GRAD_OUTPUT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -574,7 +569,7 @@ class StepComparison:
         header = self._sides.parallel.first
         if key.kind is Kind.GRADIENT:
             return header.sees_gradients
-        if key.kind in _BACKWARD_STEP:  # where forward was seen, backward would be
+        if key.kind in _BACKWARD:  # where forward was seen, backward would be
             return key._replace(kind=Kind.FORWARD, leaf=0) in self._right[0]
         return key.kind in RESULTS
 
@@ -591,14 +586,14 @@ class StepComparison:
     ) -> Match | None:
         header = self._sides.parallel.first
         allowed = self._allowed(key, reference)
-        if key.kind in _BACKWARD_STEP and self._gradient_scale != 1:
+        if key.kind in _BACKWARD and self._gradient_scale != 1:
             values = tuple(value / self._gradient_scale for value in values)
         match = find_match(values, reference, allowed, header.grid, self._blocks())
         if match is None or match.agrees:
             return match
         if key.kind is Kind.LOSS and header.data_axes:
             return find_match(self._reduced(values), reference, allowed, header.grid)
-        if key.kind in _BACKWARD_STEP and header.data_axes:
+        if key.kind in _BACKWARD and header.data_axes:
             # What has no rows gets its gradient from all rows: reduced with the others.
             summed = find_match(self._summed(values), reference, allowed, header.grid)
             if summed is not None and summed.agrees:
@@ -690,7 +685,7 @@ def _family(key: Key) -> str:
     """Values whose rounding has one size: they are sums of terms of any size."""
     if key.kind is Kind.GRADIENT:
         return "gradient"
-    if key.kind in _BACKWARD_STEP:
+    if key.kind in _BACKWARD:
         return "gradient of an activation"
     if key.kind is Kind.STATE:
         return f"state {key.name.rpartition('.')[2]}"

@@ -5,12 +5,11 @@ tensors the step is to work on afterwards.
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -19,10 +18,9 @@ from torchspmd.errors import CaptureError, UsageError
 from torchspmd.layout.retired import free_retired
 from torchspmd.step.capture.inventory import Inventory, Role, Slot
 from torchspmd.step.graph.metadata import OwnerLog
-from torchspmd.step.progress import phase
 
 
-class Spread:
+class ParallelMode:
     """What one mode does to the tensors of a step while it is traced.
 
     This class itself is the mode of one device, without a mesh: the step as it is
@@ -96,9 +94,9 @@ class Spread:
         return 0
 
 
-def check_layouts(spread: Spread, slots: list[Slot]) -> None:
+def check_layouts(mode: ParallelMode, slots: list[Slot]) -> None:
     """The default mode lays tensors out itself; a model that has layouts needs a choice."""
-    if spread.takes_layouts:
+    if mode.takes_layouts:
         return
     laid_out = [
         slot.name
@@ -109,7 +107,7 @@ def check_layouts(spread: Spread, slots: list[Slot]) -> None:
         raise CaptureError(
             f"compile: {laid_out[0]} and {len(laid_out) - 1} more tensors are DTensors "
             "already, and the default mode would lay plain ones out over "
-            f"{spread.mesh}. Pass parallel_mode=DataParallel('replicate', "
+            f"{mode.mesh}. Pass parallel_mode=DataParallel('replicate', "
             "reduce='avg' or 'sum') with mesh=mesh['dp'], the axis that gradients are "
             "reduced over."
         )
@@ -215,73 +213,3 @@ class _EagerCall:
                 "compiled step, on every rank; or compile the evaluation with the same "
                 "mode, with torch.no_grad() inside of the function."
             )
-
-
-# ----------------------------------------------------------------------------
-# Checksums of tensors that ranks must hold alike.
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def checksums(slots: Sequence[Slot]) -> list[str]:
-    """Name, shape and checksum of the values of each tensor; of a DTensor, of its shard."""
-    sums = checksum_values([slot.tensor for slot in slots])
-    return [
-        f"{slot.name} {list(slot.tensor.shape)} #{_folded(value):08x}"
-        for slot, value in zip(slots, sums, strict=True)
-    ]
-
-
-def checksum_values(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """A checksum of the values of each tensor; of a DTensor, of its shard."""
-    if not tensors:
-        return []
-    with torch.no_grad():
-        sums = torch.stack([_bits(each).sum().cpu() for each in tensors])
-    return [int(value) for value in sums.tolist()]
-
-
-def checksum_parameters(inventory: Inventory, spread: Spread) -> tuple[str, ...]:
-    """Checksums of the parameters that must be equal on all ranks of the data axis.
-
-    Buffers may differ: each rank can have statistics of its own batches.
-    """
-    axis = spread.mesh
-    if axis is None or not spread.reduces or axis.size() == 1:
-        return ()
-    if dist.get_backend() == "fake":
-        return ()
-    ranks = frozenset(int(rank) for rank in axis.mesh.flatten().tolist())
-    slots = [
-        slot
-        for slot in inventory.slots
-        if slot.role is Role.PARAMETER
-        and not _torch.is_fake(_torch.plain_tensor(slot.tensor))
-        and not _is_cut_over(slot.tensor, ranks)
-    ]
-    with phase("checksums"):
-        return tuple(checksums(slots))
-
-
-def _is_cut_over(tensor: torch.Tensor, ranks: frozenset[int]) -> bool:
-    """Whether some of these ranks hold different parts of a tensor."""
-    layout = _torch.layout_of(tensor)
-    if layout is None:
-        return False
-    return any(
-        len(ranks.intersection(dist.get_process_group_ranks(group))) > 1
-        for dim, placement in enumerate(layout.placements)
-        if not placement.is_replicate() and (group := layout.mesh.get_group(dim))
-    )
-
-
-def _folded(value: int) -> int:
-    # Both halves: round float64 numbers differ in the upper one alone.
-    return (value ^ (value >> 32)) & 0xFFFFFFFF
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    whole = _torch.plain_tensor(tensor).detach().contiguous()
-    if whole.is_complex():
-        whole = torch.view_as_real(whole)
-    return whole.view(_INTEGERS[whole.element_size()])

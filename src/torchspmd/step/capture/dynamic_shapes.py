@@ -22,7 +22,6 @@ class _Any:
 
 
 ANY = _Any()
-_SHAPE, _STRIDE, _ROLE = 0, 2, 5  # of a TensorFact
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ def _with_any(shape: tuple[int, ...], dims: frozenset[int]) -> list[Any]:
 
 def input_shapes(signature: Signature) -> dict[str, tuple[int, ...]]:
     """The shape of each tensor argument."""
-    return {name: fact[_SHAPE] for name, fact in signature if _is_input(fact)}
+    return {name: fact.shape for name, fact in signature if _is_input(fact)}
 
 
 def differing_sizes(
@@ -61,7 +60,7 @@ def differing_sizes(
     """The dims in which tensor arguments of two calls differ; None: more than that does.
 
     >>> one, two = (
-    ...     (("x", TensorFact(((n, 4), "f", (4, 1), "cpu", False, "input", None))),)
+    ...     (("x", TensorFact((n, 4), "f", (4, 1), "cpu", False, "input", None)),)
     ...     for n in (2, 3)
     ... )
     >>> differing_sizes(one, two), differing_sizes(one, (*two, ("y", 1)))
@@ -85,17 +84,13 @@ def differing_sizes(
 def _differing_dims(ours: Any, theirs: Any) -> frozenset[int] | None:
     if not (_is_input(ours) and _is_input(theirs)):
         return None
-    if len(ours[_SHAPE]) != len(theirs[_SHAPE]):
+    if len(ours.shape) != len(theirs.shape):
         return None
     if not (_is_contiguous(ours) and _is_contiguous(theirs)):
         return None
-    shapeless = [
-        [part for place, part in enumerate(fact) if place not in (_SHAPE, _STRIDE)]
-        for fact in (ours, theirs)
-    ]
-    if shapeless[0] != shapeless[1]:
+    if ours != theirs._replace(shape=ours.shape, stride=ours.stride):
         return None
-    pairs = zip(ours[_SHAPE], theirs[_SHAPE], strict=True)
+    pairs = zip(ours.shape, theirs.shape, strict=True)
     return frozenset(dim for dim, (a, b) in enumerate(pairs) if a != b)
 
 
@@ -112,7 +107,7 @@ def sizes_of(
     if shapes.keys() != input_shapes(signature).keys():
         return None
     for name, shape in shapes.items():
-        now, free = found[name][_SHAPE], dims.get(name, frozenset())
+        now, free = found[name].shape, dims.get(name, frozenset())
         others = [n for n in range(len(shape)) if n not in free]
         if len(now) != len(shape) or any(now[n] != shape[n] for n in others):
             return None
@@ -139,26 +134,19 @@ def with_any_size(
 
 
 def _masked(fact: Any, dims: frozenset[int]) -> Any:
-    if (
-        not _is_input(fact)
-        or not _is_contiguous(fact)
-        or max(dims) >= len(fact[_SHAPE])
-    ):
+    if not _is_input(fact) or not _is_contiguous(fact) or max(dims) >= len(fact.shape):
         return fact
-    parts = list(fact)
-    parts[_SHAPE] = tuple(_with_any(fact[_SHAPE], dims))
-    parts[_STRIDE] = ANY
-    return TensorFact(parts)
+    return fact._replace(shape=tuple(_with_any(fact.shape, dims)), stride=ANY)
 
 
 def _is_input(fact: Any) -> bool:
     is_tensor = isinstance(fact, TensorFact)
-    return is_tensor and fact[_ROLE] == Role.INPUT.value and fact[-1] is None
+    return is_tensor and fact.role == Role.INPUT.value and fact.layout is None
 
 
 def _is_contiguous(fact: TensorFact) -> bool:
     """Whether the strides are those of a tensor that lies in order, or any."""
-    shape, stride = fact[_SHAPE], fact[_STRIDE]
+    shape, stride = fact.shape, fact.stride
     if stride is ANY:
         return True
     step = 1

@@ -1,4 +1,4 @@
-"""What a function's code names: globals, variables around it, attributes.
+"""The user's own code: what it names, whose it is, and which of its lines runs now.
 
 A captured step is stale when a value that its code reads has changed since. Which values
 those are is read from the code, as Dynamo reads it: a counter that no line names may count.
@@ -6,11 +6,14 @@ those are is read from the code, as Dynamo reads it: a counter that no line name
 
 import dis
 import functools
+import linecache
+import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -69,15 +72,9 @@ def names_in(code: CodeType) -> Names:
 # ----------------------------------------------------------------------------
 # Whose code it is.
 
-_INSTALLED = ("site-packages", "dist-packages")
-_OWN = tuple(
-    str(path)
-    for path in (
-        Path(torch.__file__).parent,
-        Path(__file__).resolve().parents[2],
-        sysconfig.get_path("stdlib"),
-    )
-)
+_OWN = (str(Path(torch.__file__).parent), str(Path(__file__).resolve().parents[2]))
+_LIBRARY = (sysconfig.get_path("stdlib"), "<frozen")
+_INSTALLED = ("site-packages", "dist-packages")  # inside of that folder, or elsewhere
 
 
 @functools.lru_cache(maxsize=4096)
@@ -87,7 +84,7 @@ def is_users_file(filename: str) -> bool:
     >>> is_users_file(torch.__file__), is_users_file("train.py")
     (False, True)
     """
-    if filename.startswith(("<frozen", *_OWN)):
+    if filename.startswith((*_OWN, *_LIBRARY)):
         return False
     return not any(folder in Path(filename).parts for folder in _INSTALLED)
 
@@ -147,3 +144,69 @@ def unwrapped(value: Any) -> Callable[..., Any] | None:
     """The Python function that a decorator of the standard library keeps, if any."""
     inner = getattr(value, "__wrapped__", None)
     return inner if isinstance(inner, FunctionType) else None
+
+
+# ----------------------------------------------------------------------------
+# Lines of the user's code.
+
+# Frames that only pass on that a tensor is printed: a DTensor's, a mode's.
+_PRINTING = (
+    *("__repr__", "__format__", "__torch_function__", "handle_torch_function"),
+    *("call", "_refuse_printing"),
+)
+
+
+def user_line(error: BaseException) -> str:
+    """``file:line function: source`` of the user's innermost frame behind an error."""
+    return _innermost(reversed(list(traceback.walk_tb(error.__traceback__))))
+
+
+def calling_line() -> str:
+    """``file:line function: source`` of the user's code that is running now."""
+    return _innermost(traceback.walk_stack(sys._getframe(1)))
+
+
+def printing_line() -> str | None:
+    """The user's line that prints a tensor; None where torch or this package prints it."""
+    frame: Any = sys._getframe(1)
+    while frame and _is_own(frame.f_code) and frame.f_code.co_name in _PRINTING:
+        frame = frame.f_back
+    if frame is None or _is_own(frame.f_code):
+        return None
+    return _format_line(frame.f_code, frame.f_lineno)
+
+
+def _is_own(code: CodeType) -> bool:
+    """Whether code is torch's or this package's."""
+    return code.co_filename.startswith(_OWN)
+
+
+def runs_for_user(frame: FrameType | None) -> bool:
+    """Whether code runs for the user, and not for torch or this package.
+
+    Of code of the standard library, whoever called it decides.
+    """
+    while frame is not None and not _is_own(frame.f_code):
+        file = frame.f_code.co_filename
+        if not file.startswith(_LIBRARY) or any(each in file for each in _INSTALLED):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _innermost(frames: Iterable[tuple[FrameType, int]]) -> str:
+    made = None
+    for frame, line in frames:
+        if _is_own(frame.f_code):
+            continue
+        if frame.f_code.co_filename != "<string>":
+            return _format_line(frame.f_code, line)
+        # Code without a file may have been made by torch: named if there is no other.
+        made = made or _format_line(frame.f_code, line)
+    return made or "(no line of yours: the call came from torch)"
+
+
+def _format_line(code: CodeType, line: int) -> str:
+    source = linecache.getline(code.co_filename, line).strip()
+    place = f"{code.co_filename}:{line} {code.co_name}"
+    return f"{place}: {source}" if source else place

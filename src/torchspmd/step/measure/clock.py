@@ -3,16 +3,15 @@
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from torch import fx
 
-from torchspmd.step.graph.aliases import is_wait, started_by, without_item
 from torchspmd.step.graph.collectives import events_of
-from torchspmd.step.graph.simulate import carried_values
+from torchspmd.step.graph.simulate import find_awaited
 
 # No more than this is what a wait itself takes, not what is waited for.
 HIDDEN_SECONDS = 5e-5
@@ -80,6 +79,11 @@ class Stopwatch:
         self._on_stream = on_stream
         self._runs: list[dict[int, Any]] = []
 
+        def note(place: int) -> None:  # a plain function: generated code has its name
+            self.mark(place)
+
+        self._note = note
+
     def begin_run(self) -> None:
         """The marks that follow belong to a new run."""
         self._runs.append({})
@@ -92,6 +96,16 @@ class Stopwatch:
             self._runs[-1][place] = event
         else:
             self._runs[-1][place] = time.perf_counter()
+
+    def mark_before(self, node: fx.Node, place: int) -> None:
+        """Have a graph note the moment before it runs a node."""
+        with node.graph.inserting_before(node):
+            node.graph.call_function(self._note, (place,))
+
+    def mark_after(self, node: fx.Node, place: int) -> None:
+        """Have a graph note the moment after it has run a node."""
+        with node.graph.inserting_after(node):
+            node.graph.call_function(self._note, (place,))
 
     def read(self) -> list[dict[int, float]]:
         """The moments of each run, in seconds; waits for the GPU once."""
@@ -106,52 +120,36 @@ class Stopwatch:
 
 
 def add_clock(
-    graph: fx.Graph, mark: Callable[[int], None], first_mark: int, num_carried: int = 0
+    graph: fx.Graph, watch: Stopwatch, first_mark: int, num_carried: int = 0
 ) -> list[Clocked]:
-    """Add calls of ``mark`` behind each start and around each wait of a graph.
+    """Read the clock behind each start and around each wait of a graph.
 
     Args:
         graph: The graph to edit.
-        mark: Called with a number whenever the graph passes a place.
+        watch: Notes a number whenever the graph passes a place.
         first_mark: The first of these numbers.
         num_carried: How many of the last inputs are the last outputs of the run before.
     """
-
-    def note(place: int) -> None:  # a plain function: generated code calls it by name
-        mark(place)
-
     found = list(events_of(graph))
-    waits = _find_waits(graph, {start for start, _ in found}, num_carried)
+    waits: dict[fx.Node, list[tuple[fx.Node, bool]]] = {start: [] for start, _ in found}
+    for wait, (start, is_carried) in find_awaited(graph, num_carried).items():
+        if start in waits:
+            waits[start].append((wait, is_carried))
     numbers = itertools.count(first_mark)
     clocked = []
     for start, event in found:
         begun = next(numbers)
-        with graph.inserting_after(start):
-            graph.call_function(note, (begun,))
+        watch.mark_after(start, begun)
         pairs = []
         for wait, _ in waits[start]:
             before, after = next(numbers), next(numbers)
-            with graph.inserting_before(wait):
-                graph.call_function(note, (before,))
-            with graph.inserting_after(wait):
-                graph.call_function(note, (after,))
+            watch.mark_before(wait, before)
+            watch.mark_after(wait, after)
             pairs.append((before, after))
         is_carried = any(brought for _, brought in waits[start])
         name = event.group.name
         clocked.append(Clocked(start.name, name, begun, tuple(pairs), is_carried))
     return clocked
-
-
-def left_under_way(graph: fx.Graph, num_carried: int) -> list[int]:
-    """Which of the last outputs are results that only the next run waits for."""
-    starts = {start for start, _ in events_of(graph)}
-    carried = carried_values(graph, num_carried)
-    inputs = graph.find_nodes(op="placeholder")
-    return [
-        place
-        for place, node in enumerate(inputs[len(inputs) - num_carried :])
-        if node in carried and without_item(carried[node]) in starts
-    ]
 
 
 def read_runs(
@@ -220,19 +218,3 @@ def _median(several: Sequence[Reading]) -> Reading:
         statistics.median(each.distance for each in several),
         statistics.median(each.queued for each in several),
     )
-
-
-def _find_waits(
-    graph: fx.Graph, starts: set[fx.Node], num_carried: int
-) -> dict[fx.Node, list[tuple[fx.Node, bool]]]:
-    """The waits for each start, and whether they wait for that of the run before."""
-    carried = carried_values(graph, num_carried)
-    waits: dict[fx.Node, list[tuple[fx.Node, bool]]] = {start: [] for start in starts}
-    for node in graph.nodes:
-        if is_wait(node):
-            source = started_by(node)
-            is_carried = source in carried
-            start = without_item(carried[source]) if is_carried else source
-            if start in waits:
-                waits[start].append((node, is_carried))
-    return waits
