@@ -321,3 +321,22 @@ def test_programs_of_all_kinds_compute_the_same(seed, compiled_graphs):
         (*found, *given), (*expected, *expected_inputs), strict=True
     ):
         torch.testing.assert_close(left, right)
+
+
+def test_an_operator_alone_writes_into_memory_that_is_needed_no_more():
+    """A compiler would do so: relu between two products needs no memory of its own."""
+
+    def step(x, w):
+        first, second = x @ w, w @ x
+        return [first.relu() @ w, (second.relu() @ second), x.relu()]
+
+    inputs = [torch.randn(4, 4), torch.randn(4, 4)]
+    before = [each.clone() for each in inputs]
+    graph = traced(step, *inputs)
+    run, _ = lower(graph)
+    assert "relu_" in {
+        getattr(each, "__name__", "").split(".")[0] for each in run.__globals__.values()
+    }
+    for left, right in zip(run(*inputs), graph(*before), strict=True):
+        torch.testing.assert_close(left, right)
+    assert all(map(torch.equal, inputs, before))
