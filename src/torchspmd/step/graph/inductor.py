@@ -6,6 +6,7 @@ Communication is no part of a piece, so what a schedule put in order stays so.
 import linecache
 import math
 import operator
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -150,6 +151,7 @@ def _write_run(
     linecache.cache[file] = (len(text), None, text.splitlines(True), file)
     exec(compile(text, file, "exec"), names.values)
     run: Callable[..., Any] = names.values["run"]
+    weakref.finalize(run, linecache.cache.pop, file, None)
     return run
 
 
