@@ -1,224 +1,212 @@
 """How wrong is a predicted step on clusters that others have measured? Published rows.
 
-    python benchmarks/validate_published.py --json published.json
-    python benchmarks/validate_published.py --only "mpt 7b 8" --markdown
+    python benchmarks/validate_published.py --json published.json --svg published.svg
+    python benchmarks/validate_published.py --source mpt torchtitan --markdown
+    python benchmarks/validate_published.py --only "mpt 7b 8" --parts
 
-Each row is ``examples/predict/gpt.py`` with the shape and layout that its source tells. The
-hardware files are as they are; one factor for each source and GPU is fitted on its rows of
-up to 8 GPUs, for what frameworks do differently, and printed. Blocks repeat, so a row is
-rehearsed with two and with four of them, and the difference is extended to all.
+Each row is a script of ``examples/predict`` with the shape and layout that its source tells
+(``_published.py``). The hardware files are as they are. Beside the prediction stands one
+with a factor for each source and GPU, fitted on rows of up to 8 GPUs, for what
+frameworks and their versions do differently. Blocks and micro-batches repeat, so a row is
+rehearsed with few of them, and the difference is extended. Recordings are kept: a second
+run, with other prices, takes seconds.
 """
 
 import argparse
 import math
 import statistics
-import sys
 from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from _harness import publish
+from _published import EXAMPLES, SOURCES, Row
+from _recordings import Rehearsal, record
 from _rows import markdown
+from _scatter import scatter
 
-from torchspmd._cli.search import predict_script
-from torchspmd.predict.ranking import Outcome
-from torchspmd.predict.search import run_candidates
-from torchspmd.predict.space import Candidate
+from torchspmd.predict.allocator import AllocatorSettings
+from torchspmd.predict.hardware import load_gpu, load_network
+from torchspmd.predict.memory import count_memory
+from torchspmd.predict.prediction import predict_time
+from torchspmd.predict.repeated import extend
 
-SCRIPT = Path(__file__).parent.parent / "examples" / "predict" / "gpt.py"
-
-
-class Row(NamedTuple):
-    """A published figure: tokens a second and GPU, or milliseconds of a step.
-
-    Attributes:
-        name: Of the row.
-        source: Framework and table; rows of one source share a factor.
-        gpu: Of the hardware file.
-        network: Between its nodes.
-        gpus: How many.
-        layers: Of the model.
-        arguments: Of the script, without the layers.
-        tokens: Of a rank and step; 0 where milliseconds are given.
-        measured: The figure.
-    """
-
-    name: str
-    source: str
-    gpu: str
-    network: str
-    gpus: int
-    layers: int
-    arguments: str
-    tokens: int
-    measured: float
-
-    @property
-    def seconds(self) -> float:
-        """Of a step, as measured."""
-        return self.tokens / self.measured if self.tokens else self.measured / 1e3
-
-
-# Layers, width and heads of MPT; 50368 words, GELU, tied, learned positions.
-_MPT = {
-    "760m": (24, 1536, 12),
-    "1b": (24, 2048, 16),
-    "3b": (32, 2560, 20),
-    "7b": (32, 4096, 32),
-    "13b": (40, 5120, 40),
-    "30b": (48, 7168, 56),
-    "70b": (80, 8192, 64),
-}
-_SOURCE = "llm-foundry, H100"
-
-
-def _mpt(
-    model: str, gpus: int, batch: int, rate: float, sequence: int = 2048, **more: bool
-) -> Row:
-    layers, width, heads = _MPT[model]
-    arguments = f"--width {width} --heads {heads} --vocabulary 50368 --tied "
-    arguments += f"--sequence {sequence} --batch {batch}"
-    if more.get("recompute"):
-        arguments += " --recompute"
-    name = f"mpt {model} {gpus} GPUs, {batch} x {sequence}"
-    tokens = batch * sequence
-    network = "ib-ndr400"
-    return Row(name, _SOURCE, "h100", network, gpus, layers, arguments, tokens, rate)
-
-
-def _vtrain(  # noqa: PLR0913, PLR0917
-    gpus: int,
-    batch: int,
-    micro_batch: int,
-    width: int,
-    heads: int,
-    layers: int,
-    sequence: int,
-    milliseconds: float,
-) -> Row:
-    """Data parallel rows of vTrain's validation, full recomputation."""
-    accumulate = batch // gpus // micro_batch
-    arguments = f"--width {width} --heads {heads} --sequence {sequence} --bias "
-    arguments += f"--batch {micro_batch} --accumulate {accumulate} "
-    arguments += "--parallel megatron --recompute"
-    name = f"vTrain {width} x {layers} {gpus} GPUs, {accumulate} x {micro_batch}"
-    source, network = "Megatron-DeepSpeed, A100", "ib-hdr200"
-    return Row(name, source, "a100", network, gpus, layers, arguments, 0, milliseconds)
-
-
-# Tokens a second and GPU; rows with one or few micro-batches, so that the optimizer counts.
-ROWS = [
-    _mpt("760m", 8, 24, 63147),
-    _mpt("1b", 8, 14, 45455),
-    _mpt("1b", 8, 3, 29157, 8192),
-    _mpt("7b", 8, 6, 10643),
-    _mpt("7b", 8, 16, 8611, 4096, recompute=True),
-    _mpt("13b", 8, 2, 4792),
-    _mpt("13b", 8, 10, 4717, 4096, recompute=True),
-    _mpt("760m", 16, 24, 68551),
-    _mpt("760m", 32, 24, 67971),
-    _mpt("1b", 16, 20, 46037),
-    _mpt("1b", 32, 20, 45130),
-    _mpt("1b", 64, 20, 44402),
-    _mpt("3b", 16, 10, 24142),
-    _mpt("3b", 32, 6, 23021),
-    _mpt("3b", 64, 6, 22525),
-    _mpt("7b", 128, 6, 10475),
-    _mpt("13b", 16, 2, 4767),
-    _mpt("13b", 32, 2, 4811),
-    _mpt("13b", 64, 2, 4800),
-    _mpt("13b", 128, 16, 5080, recompute=True),
-    _mpt("30b", 16, 10, 2263, recompute=True),
-    _mpt("30b", 32, 14, 2308, recompute=True),
-    _mpt("30b", 128, 8, 2199, recompute=True),
-    _mpt("70b", 64, 8, 1039, recompute=True),
-    _mpt("70b", 128, 8, 1058, recompute=True),
-    _vtrain(2, 16, 4, 2048, 16, 12, 1024, 304.09996),
-    _vtrain(4, 32, 2, 2048, 16, 16, 1024, 406.355066),
-    _vtrain(8, 64, 2, 2048, 16, 16, 1024, 406.061957),
-    _vtrain(8, 32, 1, 2048, 16, 20, 1024, 334.638746),
-    _vtrain(64, 512, 8, 3072, 32, 30, 2048, 3566.5),
-]
+_PARTS = ("compute", "exposed", "host", "bubble")
+Point = tuple[int, int]  # layers, micro-batches
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--source", nargs="+", choices=SOURCES, default=list(SOURCES))
     parser.add_argument("--only", nargs="+", metavar="NAME", help="beginnings of names")
+    parser.add_argument(
+        "--stages", type=int, default=4, help="the longest pipeline (4); all: 32"
+    )
+    parser.add_argument(
+        "--whole",
+        action="store_true",
+        help="rehearse every layer: what is reserved is not affine in them",
+    )
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--parts", action="store_true", help="what a step is made of")
     parser.add_argument("--markdown", action="store_true")
+    parser.add_argument("--svg", type=Path, help="draw the scatter here")
     parser.add_argument("--json", type=Path, help="also write the table here")
     options = parser.parse_args()
     rows = [
         row
-        for row in ROWS
+        for source in options.source
+        for row in SOURCES[source]()
         if not options.only or any(map(row.name.startswith, options.only))
     ]
-    table = compare(rows, predict(rows, options.jobs))
+    rows = [row for row in rows if row.pp <= options.stages]
+    if options.whole:
+        rows = [row._replace(is_whole=True) for row in rows]
+    table = compare(rows, predict(rows, options.jobs), parts=options.parts)
     if options.markdown:
         print(*markdown(table), sep="\n")
     publish("Predicted and published steps, ms", table, options.json)
-    print(*summary(table), sep="\n")
+    print(*summary(table, rows), sep="\n")
+    if options.svg:
+        options.svg.write_text(scatter(table), encoding="utf-8")
 
 
-def predict(rows: list[Row], jobs: int) -> list[float | str]:
-    """Seconds of a step of each; a text where it could not be rehearsed."""
-    points = [
-        Candidate({"row": row.name, "layers": layers}, ())
-        for row in rows
-        for layers in (2, 4)
+# ----------------------------------------------------------------------------
+# Predictions
+
+
+def points(row: Row) -> tuple[list[int], list[int]]:
+    """Numbers of layers and micro-batches that are rehearsed: few, where that is enough."""
+    if row.is_whole:
+        return [row.layers], [row.accumulate]
+    unit = row.pp * row.chunks
+    layers = [2 * unit, 4 * unit] if row.pp == 1 else [unit, 2 * unit]
+    if row.layers <= layers[-1]:
+        layers = [row.layers]
+    batches = [1, 2] if row.pp == 1 else [row.pp, 2 * row.pp]
+    if row.accumulate <= batches[-1]:
+        batches = [row.accumulate]
+    return layers, batches
+
+
+def rehearsals(row: Row, point: Point) -> list[Rehearsal]:
+    """One rank of each stage of the pipeline."""
+    layers, batches = point
+    words = [*row.words.split(), "--layers", str(layers), "--steps", "2"]
+    if row.script != "llama_fsdp2.py":
+        words += ["--accumulate", str(batches)]
+    if row.pp > 1:
+        words += ["--pp", str(row.pp), "--interleave", str(row.chunks)]
+    path, stride = EXAMPLES / row.script, row.gpus // row.pp
+    return [
+        Rehearsal(path, tuple(words), row.gpu, row.gpus, rank=stage * stride)
+        for stage in range(row.pp)
     ]
-    found = list(run_candidates(points, rehearse, jobs=jobs, progress=show))
-    result: list[float | str] = []
-    for row, two, four in zip(rows, found[::2], found[1::2], strict=True):
-        each = (four.seconds - two.seconds) / 2
-        whole = two.seconds + each * (row.layers - 2)
-        result.append(two.problem or four.problem or whole)
+
+
+def every_point(row: Row) -> list[Point]:
+    layers, batches = points(row)
+    return [(count, batch) for batch in batches for count in layers]
+
+
+def predict(rows: list[Row], jobs: int) -> list[dict[str, Any] | str]:
+    """A prediction of each row; a text where it could not be rehearsed."""
+    wanted = [
+        each
+        for row in rows
+        for point in every_point(row)
+        for each in rehearsals(row, point)
+    ]
+    problems = record(wanted, jobs)
+    result: list[dict[str, Any] | str] = []
+    for row in rows:
+        needed = [e for point in every_point(row) for e in rehearsals(row, point)]
+        bad = next((problems[each] for each in needed if each in problems), "")
+        result.append(bad or _predict(row))
     return result
 
 
-def show(outcome: Outcome, done: int, total: int) -> None:
-    told = outcome.problem or f"{1e3 * outcome.seconds:.2f} ms"
-    print(
-        f"{done} of {total}: {outcome.candidate}: {told}", file=sys.stderr, flush=True
-    )
+def _predict(row: Row) -> dict[str, Any]:
+    layers, batches = points(row)
+    found = [
+        _extended({count: _at(row, (count, batch)) for count in layers}, row.layers)
+        for batch in batches
+    ]
+    return _extended(dict(zip(batches, found, strict=True)), row.accumulate)
 
 
-def rehearse(candidate: Candidate) -> dict[str, Any]:
-    """A step of a row with some of its blocks, in a process of its own."""
-    row = next(row for row in ROWS if row.name == candidate.values["row"])
-    command = ["--gpu", row.gpu, "--network", row.network]
-    command += ["--world-size", str(row.gpus)]
-    words = (*row.arguments.split(), "--layers", str(candidate.values["layers"]))
-    return predict_script(Candidate({}, words), command=command, script=SCRIPT)
+def _extended(found: Mapping[int, dict[str, Any]], to: int) -> dict[str, Any]:
+    if len(found) == 1:
+        return next(iter(found.values()))
+    (few, first), (more, second) = found.items()
+    return extend(first, second, (few, more), to)
 
 
-def compare(rows: list[Row], predicted: list[float | str]) -> list[dict[str, Any]]:
+def _at(row: Row, point: Point) -> dict[str, Any]:
+    gpu = load_gpu(row.gpu)
+    recordings = [each.read() for each in rehearsals(row, point)]
+    timed = predict_time(recordings, gpu, load_network(row.network))
+    answer = timed.as_json(timeline=False)
+    memory = count_memory(recordings[0], gpu, AllocatorSettings())
+    kept = ("step_seconds", "optimizer_seconds", "model_flops", "mfu", "power")
+    kept += tuple(f"{part}_seconds" for part in _PARTS)
+    return {key: answer[key] for key in kept} | {
+        "memory": {
+            "reserved_peak_bytes": memory.reserved_peak,
+            "device_peak_bytes": memory.device_peak,
+        }
+    }
+
+
+# ----------------------------------------------------------------------------
+# The table
+
+
+def compare(
+    rows: list[Row], predicted: list[dict[str, Any] | str], *, parts: bool = False
+) -> list[dict[str, Any]]:
     """Milliseconds, errors with and without the factor of the source."""
     pairs = [
-        (r, p) for r, p in zip(rows, predicted, strict=True) if isinstance(p, float)
+        (row, answer)
+        for row, answer in zip(rows, predicted, strict=True)
+        if not isinstance(answer, str)
     ]
-    factors = fit(pairs)
+    factors = fit((row, seconds_of(row, answer)) for row, answer in pairs)
     table: list[dict[str, Any]] = []
-    for row, seconds in pairs:
-        factor = factors.get(row.source, 1.0)
-        table.append(
-            {
-                "row": row.name,
-                "source": row.source,
-                "step": 1e3 * row.seconds,
-                "predicted": 1e3 * seconds,
-                "error %": 100 * (seconds / row.seconds - 1),
-                "factor": factor,
-                "with factor, error %": 100 * (factor * seconds / row.seconds - 1),
-                "fitted": "yes" if row.gpus <= 8 else "",
-            }
-        )
+    for row, answer in pairs:
+        factor, seconds = factors.get(row.source, 1.0), seconds_of(row, answer)
+        gib = answer["memory"]["reserved_peak_bytes"] / 2**30
+        entry = {
+            "row": row.name,
+            "source": row.source,
+            "step": 1e3 * row.seconds,
+            "predicted": 1e3 * seconds,
+            "error %": 100 * (seconds / row.seconds - 1),
+            "factor": factor,
+            "with factor, error %": 100 * (factor * seconds / row.seconds - 1),
+            "MFU %": 100 * (answer["mfu"] or 0.0),
+            "fitted": "yes" if row.gpus <= 8 else "",
+            "memory, error %": 100 * (gib / row.reserved_gib - 1)
+            if row.reserved_gib
+            else "",
+        }
+        if parts:
+            entry |= {part: 1e3 * (answer[f"{part}_seconds"] or 0.0) for part in _PARTS}
+            entry["clock"] = 100 * answer["power"]["clock"]
+        table.append(entry)
     return table
 
 
-def fit(pairs: list[tuple[Row, float]]) -> dict[str, float]:
+def seconds_of(row: Row, answer: Mapping[str, Any]) -> float:
+    """Of a step, of as much of it as the source has measured."""
+    without = 0.0 if row.has_optimizer else answer["optimizer_seconds"] or 0.0
+    return float(answer["step_seconds"] - without)
+
+
+def fit(pairs: Iterable[tuple[Row, float]]) -> dict[str, float]:
     """For each source, the mean ratio of its rows of up to 8 GPUs."""
     ratios: defaultdict[str, list[float]] = defaultdict(list)
     for row, seconds in pairs:
@@ -227,27 +215,60 @@ def fit(pairs: list[tuple[Row, float]]) -> dict[str, float]:
     return {source: math.exp(statistics.fmean(logs)) for source, logs in ratios.items()}
 
 
-def summary(table: list[dict[str, Any]]) -> list[str]:
-    """Mean errors of the rows that nothing was fitted on, and their order."""
-    rest = [row for row in table if not row["fitted"]]
-    lines = []
-    for key in ("error %", "with factor, error %"):
-        errors = [abs(row[key]) for row in rest]
-        if errors:
-            mean, worst = statistics.fmean(errors), max(errors)
-            lines.append(
-                f"{key} of {len(rest)} rows: mean {mean:.1f}, worst {worst:.1f}"
-            )
-    if len(rest) > 2:
-        order = statistics.correlation(
-            _places([row["step"] for row in rest]),
-            _places([row["predicted"] for row in rest]),
+def summary(table: list[dict[str, Any]], rows: list[Row]) -> Iterator[str]:
+    """By source: mean errors, the order, and how good the predicted best layout is."""
+    yield f"{len(table)} of {len(rows)} rows were predicted"
+    for source in dict.fromkeys(row["source"] for row in table):
+        these = [row for row in table if row["source"] == source]
+        rest = [row for row in these if not row["fitted"]]
+        factor = f"factor {these[0]['factor']:.2f}"
+        yield f"{source}, {factor if len(rest) < len(these) else 'nothing fitted'}"
+        for title, some in (("all", these), ("more than 8 GPUs", rest)):
+            if some:
+                yield f"  {title}, {len(some)} rows: {_errors(some)}"
+    everything = [row for row in table if not row["fitted"]]
+    if everything:
+        yield f"all rows of more than 8 GPUs, {len(everything)}: {_errors(everything)}"
+    yield from _best_layouts(table, rows)
+
+
+def _errors(table: list[dict[str, Any]]) -> str:
+    told = []
+    for title, key in (("", "error %"), (" with the factor", "with factor, error %")):
+        errors = sorted(abs(row[key]) for row in table)
+        most = errors[min(len(errors) - 1, math.ceil(0.9 * len(errors)) - 1)]
+        told.append(
+            f"mean error{title} {statistics.fmean(errors):.1f} %, nine of ten within "
+            f"{most:.1f} %, worst {errors[-1]:.1f} %"
         )
-        lines.append(f"rank correlation {order:.3f}")
-    return lines
+    if len(table) > 2:
+        order = statistics.correlation(
+            places([row["step"] for row in table]),
+            places([row["predicted"] for row in table]),
+        )
+        told.append(f"rank correlation {order:.3f}")
+    return "; ".join(told)
 
 
-def _places(values: list[float]) -> list[int]:
+def _best_layouts(table: list[dict[str, Any]], rows: list[Row]) -> Iterator[str]:
+    """Of layouts that compete: how much slower the one is that is predicted to be best."""
+    groups = {row.name: row.model for row in rows if row.model}
+    competing: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in table:
+        if row["row"] in groups:
+            competing[groups[row["row"]]].append(row)
+    for model, some in competing.items():
+        if len(some) > 2:
+            chosen = min(some, key=lambda row: row["predicted"])
+            best = min(row["step"] for row in some)
+            yield (
+                f"best of {len(some)} layouts of {model}: the predicted one is "
+                f"{100 * (chosen['step'] / best - 1):.1f} % slower than the true one"
+            )
+
+
+def places(values: list[float]) -> list[int]:
+    """The rank of each."""
     ordered = sorted(values)
     return [ordered.index(value) for value in values]
 

@@ -5,11 +5,12 @@ import multiprocessing
 import os
 from collections.abc import Iterator
 from multiprocessing import forkserver
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
-from processes import IMPORTS
+from processes import IMPORTS, freeze_garbage
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchspmd.testing import Ranks, fake_mesh
@@ -27,20 +28,43 @@ settings.load_profile("repeatable")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One worker of xdist has all tests on ranks: its ranks are started and warm once."""
+    """Each test has the mark of its folder.
+
+    One worker of xdist has all tests on ranks: its ranks are started and warm once.
+    """
     for item in items:
+        for folder in _TIERS:
+            if item.path.is_relative_to(folder):
+                item.add_marker(folder.name)
         if item.get_closest_marker("ranks") is not None:
             item.add_marker(pytest.mark.xdist_group("ranks"))
 
 
+_TIERS = [
+    Path(__file__).parent / name for name in ("unit", "fake", "ranks", "browser", "gpu")
+]
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What has been imported stays: garbage collection need not walk it."""
+    """Let garbage collection, and whoever looks for meshes, not walk all of torch."""
     gc.freeze()
     # Before the package starts the server of forks, with fewer imports.
     if any(map(_may_fork, session.items)):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(IMPORTS)
         forkserver.ensure_running()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """The same for what the tests of a file leave in caches, here and on ranks."""
+    if nextitem is None or nextitem.path != item.path:
+        freeze_garbage()
+        for ranks in _STARTED if item.get_closest_marker("ranks") else ():
+            ranks.run(freeze_garbage)
+
+
+_STARTED: list[Ranks] = []
 
 
 def _may_fork(item: pytest.Item) -> bool:
@@ -57,20 +81,24 @@ def seeded() -> None:
 
 @pytest.fixture(scope="session")
 def ranks2() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
+    yield from _started(2)
 
 
 @pytest.fixture(scope="session")
 def ranks3() -> Iterator[Ranks]:
-    with Ranks(3) as ranks:
-        yield ranks
+    yield from _started(3)
 
 
 @pytest.fixture(scope="session")
 def ranks4() -> Iterator[Ranks]:
-    with Ranks(4) as ranks:
+    yield from _started(4)
+
+
+def _started(world_size: int) -> Iterator[Ranks]:
+    with Ranks(world_size) as ranks:
+        _STARTED.append(ranks)
         yield ranks
+    _STARTED.remove(ranks)
 
 
 @pytest.fixture(params=(2, 3))

@@ -3,14 +3,20 @@ r"""Pretrain a Llama with FSDP2: meta-device init, mixed precision, checkpointin
     torchrun --nproc-per-node 8 examples/predict/llama_fsdp2.py --size 8b
     torchspmd predict examples/predict/llama_fsdp2.py --world-size 1024 --gpu h100 \
         -- --size 70b --sequence 8192
+    torchspmd predict examples/predict/llama_fsdp2.py --world-size 64 --gpu h100 \
+        -- --size 8b --recompute selective --replicate 8 --tp 2 --compile
 
 An ordinary script for GPUs: it knows nothing of rehearsals.
 """
 
 import argparse
+import contextlib
 import os
 import time
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +32,12 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.utils.checkpoint import checkpoint
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 
 @dataclass(frozen=True)
@@ -39,11 +50,37 @@ class Size:
     kv_heads: int
     hidden: int
     vocabulary: int = 128256
+    is_flash: bool = False  # FlashAttention 2, also where torch would choose cuDNN's
+    is_composed: bool = False  # norms of many operators, as before torch had a kernel
+
+    def norm(self) -> nn.Module:
+        """One of its norms."""
+        return (ComposedNorm if self.is_composed else nn.RMSNorm)(self.width)
+
+
+class ComposedNorm(nn.Module):
+    """RMS norm, operator by operator."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def reset_parameters(self) -> None:
+        """After the model has left the meta device."""
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run it."""
+        y = x.float()
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return y.type_as(x) * self.weight
 
 
 SIZES = {
     "debug": Size(4, 512, 8, 4, 1536, 32000),
     "1b": Size(16, 2048, 32, 8, 8192),
+    "llama2-13b": Size(40, 5120, 40, 40, 13824, 32000),
+    "llama2-70b": Size(80, 8192, 64, 8, 28672, 32000),
     "8b": Size(32, 4096, 32, 8, 14336),
     "70b": Size(80, 8192, 64, 8, 28672),
     "405b": Size(126, 16384, 128, 8, 53248),
@@ -66,6 +103,7 @@ class Attention(nn.Module):
 
     def __init__(self, size: Size) -> None:
         super().__init__()
+        self.is_flash = size.is_flash
         self.head_width = size.width // size.heads
         kv_width = size.kv_heads * self.head_width
         self.wq = nn.Linear(size.width, size.width, bias=False)
@@ -80,13 +118,15 @@ class Attention(nn.Module):
             for linear in (self.wq, self.wk, self.wv)
         )
         q, k = rotate(q, table), rotate(k, table)
-        y = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            is_causal=True,
-            enable_gqa=True,
-        )
+        kernel = sdpa_kernel(SDPBackend.FLASH_ATTENTION)
+        with kernel if self.is_flash else contextlib.nullcontext():
+            y = F.scaled_dot_product_attention(
+                q.transpose(1, 2),
+                k.transpose(1, 2),
+                v.transpose(1, 2),
+                is_causal=True,
+                enable_gqa=True,
+            )
         return self.wo(y.transpose(1, 2).flatten(2))
 
 
@@ -109,9 +149,9 @@ class Block(nn.Module):
 
     def __init__(self, size: Size) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(size.width)
+        self.attention_norm = size.norm()
         self.attention = Attention(size)
-        self.ffn_norm = nn.RMSNorm(size.width)
+        self.ffn_norm = size.norm()
         self.feed_forward = FeedForward(size)
 
     def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -120,15 +160,35 @@ class Block(nn.Module):
         return x + self.feed_forward(self.ffn_norm(x))
 
 
+class KeepSome:
+    """Selective checkpointing: attention and every second product are kept."""
+
+    def __init__(self) -> None:
+        self.products: Counter[bool] = Counter()
+
+    def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        """What is done with the result of an operator."""
+        keep = "scaled_dot_product" in str(op)
+        if op is torch.ops.aten.mm.default:
+            self.products[context.is_recompute] += 1
+            keep = self.products[context.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def selective() -> Any:
+    """The contexts of one checkpointed layer."""
+    return create_selective_checkpoint_contexts(KeepSome())
+
+
 class Llama(nn.Module):
     """Tokens to logits."""
 
-    def __init__(self, size: Size, sequence: int, *, recompute: bool) -> None:
+    def __init__(self, size: Size, sequence: int, *, recompute: str) -> None:
         super().__init__()
         self.size, self.sequence, self.recompute = size, sequence, recompute
         self.tok_embeddings = nn.Embedding(size.vocabulary, size.width)
         self.layers = nn.ModuleList(Block(size) for _ in range(size.layers))
-        self.norm = nn.RMSNorm(size.width)
+        self.norm = size.norm()
         self.output = nn.Linear(size.width, size.vocabulary, bias=False)
         self.register_buffer("table", self._table(), persistent=False)
 
@@ -142,17 +202,20 @@ class Llama(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.trunc_normal_(module.weight, std=0.02)
-            elif isinstance(module, nn.RMSNorm):
+            elif isinstance(module, nn.RMSNorm | ComposedNorm):
                 module.reset_parameters()
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Run it."""
         x = self.tok_embeddings(tokens)
+        again = partial(checkpoint, use_reentrant=False)
+        if self.recompute == "selective":
+            again = partial(again, context_fn=selective)
         for layer in self.layers:
-            if self.recompute:
-                x = checkpoint(layer, x, self.table, use_reentrant=False)
-            else:
+            if self.recompute == "none":
                 x = layer(x, self.table)
+            else:
+                x = again(layer, x, self.table)
         return self.output(self.norm(x))
 
 
@@ -199,16 +262,17 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
 def build(
     options: argparse.Namespace, device: torch.device
 ) -> tuple[Llama, DeviceMesh]:
-    world_size = dist.get_world_size()
-    mesh = init_device_mesh(
-        "cuda",
-        (world_size // options.tp, options.tp),
-        mesh_dim_names=("dp", "tp"),
-    )
+    copies, tp = options.replicate, options.tp
+    shards = dist.get_world_size() // copies // tp
+    if copies > 1:  # HSDP: sharded within, copied between
+        names: tuple[str, ...] = ("replicate", "dp", "tp")
+        mesh = init_device_mesh("cuda", (copies, shards, tp), mesh_dim_names=names)
+        over = mesh["replicate", "dp"]
+    else:
+        mesh = init_device_mesh("cuda", (shards, tp), mesh_dim_names=("dp", "tp"))
+        over = mesh["dp"]
     with torch.device("meta"):
-        model = Llama(
-            SIZES[options.size], options.sequence, recompute=not options.no_recompute
-        )
+        model = Llama(size_of(options), options.sequence, recompute=options.recompute)
     if options.tp > 1:
         apply_tensor_parallel(model, mesh["tp"])
     if options.compile:
@@ -218,11 +282,21 @@ def build(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32
     )
     for layer in model.layers:
-        fully_shard(layer, mesh=mesh["dp"], mp_policy=policy)
-    fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
+        fully_shard(layer, mesh=over, mp_policy=policy)
+    fully_shard(model, mesh=over, mp_policy=policy)
     model.to_empty(device=device)
     model.init_weights(device)
     return model, mesh
+
+
+def size_of(options: argparse.Namespace) -> Size:
+    size = SIZES[options.size]
+    return replace(
+        size,
+        layers=options.layers or size.layers,
+        is_flash=options.flash,
+        is_composed=options.composed_norms,
+    )
 
 
 def parse() -> argparse.Namespace:
@@ -231,7 +305,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=8192)
     parser.add_argument("--batch", type=int, default=1, help="sequences of a rank")
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel ranks")
-    parser.add_argument("--no-recompute", action="store_true")
+    parser.add_argument("--replicate", type=int, default=1, help="copies, for HSDP")
+    parser.add_argument("--layers", type=int, help="instead of those of the size")
+    parser.add_argument(
+        "--recompute", choices=["full", "selective", "none"], default="full"
+    )
+    parser.add_argument("--flash", action="store_true", help="FlashAttention 2")
+    parser.add_argument("--composed-norms", action="store_true")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--steps", type=int, default=10)
     return parser.parse_args()

@@ -1,21 +1,17 @@
-"""Wrong edits, made at random; each function says whether it found a place for one."""
+"""Wrong edits, made at random; ``NoPlaceError`` where a graph has no place for one."""
 
+import itertools
 import operator
 
 from edit_graphs import aten, c10d
-from edit_moves import WAIT, starts_of
+from edit_moves import COALESCED, WAIT, starts_of
+from torch import fx
 
-_PACKING = (
-    aten.cat.default,
-    *(
-        getattr(c10d, n).default
-        for n in (
-            "all_reduce_coalesced",
-            "all_gather_into_tensor_coalesced",
-            "reduce_scatter_tensor_coalesced",
-        )
-    ),
-)
+_PACKING = (aten.cat.default, *COALESCED.values())
+
+
+class NoPlaceError(Exception):
+    """Another graph may have one."""
 
 
 def _shape(node):
@@ -28,39 +24,30 @@ def _calls(graph):
 
 def _choose(random, items):
     items = list(items)
-    return random.choice(items) if items else None
+    if not items:
+        raise NoPlaceError
+    return random.choice(items)
 
 
 def swap_operands(graph, random):
     """Two operands of one operator, of the same shape."""
     places = [
-        (node, i, j)
+        (node, one, two)
         for node in _calls(graph)
-        for i, one in enumerate(node.all_input_nodes)
-        for j, two in enumerate(node.all_input_nodes)
-        if i < j and _shape(one) == _shape(two)
+        for one, two in itertools.combinations(node.all_input_nodes, 2)
+        if _shape(one) == _shape(two)
     ]
-    found = _choose(random, places)
-    if found is None:
-        return False
-    node, (one, two) = found[0], [found[0].all_input_nodes[k] for k in found[1:]]
+    node, one, two = _choose(random, places)
     swap = {one: two, two: one}
-    node.args, node.kwargs = fx_map((node.args, node.kwargs), swap)
-    return True
-
-
-def fx_map(arguments, swap):
-    from torch import fx
-
-    return fx.node.map_arg(arguments, lambda node: swap.get(node, node))
+    node.args, node.kwargs = fx.node.map_arg(
+        (node.args, node.kwargs), lambda each: swap.get(each, each)
+    )
 
 
 def take_another_value(graph, random):
     """A value of the same shape that was computed earlier."""
     node = _choose(random, [n for n in _calls(graph) if n.target is not WAIT])
     source = _choose(random, node.all_input_nodes)
-    if source is None:
-        return False
     earlier = [
         n
         for n in graph.nodes
@@ -71,10 +58,7 @@ def take_another_value(graph, random):
         and operator.getitem is not n.target
     ]
     other = _choose(random, earlier)
-    if other is None:
-        return False
     node.replace_input_with(source, other)
-    return True
 
 
 def repeat_a_member(graph, random):
@@ -88,59 +72,43 @@ def repeat_a_member(graph, random):
         for j, two in enumerate(node.args[0])
         if i != j and _shape(one) == _shape(two)
     ]
-    found = _choose(random, places)
-    if found is None:
-        return False
-    node, i, j = found
+    node, i, j = _choose(random, places)
     members = list(node.args[0])
     members[i] = members[j]
     node.args = (members, *node.args[1:])
-    return True
 
 
 def reorder_members(graph, random):
     """A bucket whose members are packed in another order than they are unpacked."""
     node = _choose(random, [n for n in _calls(graph) if n.target in _PACKING])
-    if node is None:
-        return False
     members = list(node.args[0])
     random.shuffle(members)
     node.args = (members, *node.args[1:])
-    return True
 
 
 def lose_a_member(graph, random):
     """A bucket that holds one tensor less."""
     node = _choose(random, [n for n in _calls(graph) if n.target in _PACKING])
-    if node is None:
-        return False
     members = list(node.args[0])
     del members[random.randrange(len(members))]
     node.args = (members, *node.args[1:])
-    return True
 
 
 def take_another_item(graph, random):
     """The wrong piece of a bucket, or the wrong item of a list."""
     node = _choose(random, [n for n in _calls(graph) if n.target is operator.getitem])
-    count = len(node.args[0].meta["val"]) if node is not None else 0
-    if count < 2:
-        return False
+    count = len(node.args[0].meta["val"])
     places = [i for i in range(count) if i != node.args[1]]
-    node.args = (node.args[0], random.choice(places))
-    return True
+    node.args = (node.args[0], _choose(random, places))
 
 
 def cut_elsewhere(graph, random):
     """Pieces of a bucket that begin and end at other places."""
     splits = [n for n in _calls(graph) if n.target is aten.split_with_sizes.default]
     node = _choose(random, splits)
-    if node is None:
-        return False
     sizes = list(node.args[1])
     sizes.reverse()
     node.args = (node.args[0], sizes, *node.args[2:])
-    return True
 
 
 def change_a_number(graph, random):
@@ -151,24 +119,17 @@ def change_a_number(graph, random):
         for i, each in enumerate(node.args)
         if type(each) is float or each in ("sum", "avg")
     ]
-    found = _choose(random, places)
-    if found is None:
-        return False
-    node, i = found
+    node, i = _choose(random, places)
     args, other = list(node.args), {"sum": "avg", "avg": "sum"}
     args[i] = other[args[i]] if isinstance(args[i], str) else args[i] * 1.5
     node.args = tuple(args)
-    return True
 
 
 def skip_a_reduction(graph, random):
     """The gradient of this rank in place of the sum."""
     starts = starts_of(graph, c10d.all_reduce.default)
     start = _choose(random, [n for n in starts if next(iter(n.users)).target is WAIT])
-    if start is None:
-        return False
     next(iter(start.users)).replace_all_uses_with(start.args[0])
-    return True
 
 
 def swap_outputs(graph, random):
@@ -177,7 +138,6 @@ def swap_outputs(graph, random):
     i, j = random.sample(range(len(values)), 2)
     values[i], values[j] = values[j], values[i]
     output.args = (values,)
-    return True
 
 
 def drop_an_output(graph, random):
@@ -185,14 +145,12 @@ def drop_an_output(graph, random):
     values = list(output.args[0])
     del values[random.randrange(len(values))]
     output.args = (values,)
-    return True
 
 
 def drop_a_wait(graph, random):
     wait = _choose(random, [n for n in _calls(graph) if n.target is WAIT])
     wait.replace_all_uses_with(wait.args[0])
     graph.erase_node(wait)
-    return True
 
 
 def wait_twice(graph, random):
@@ -202,10 +160,7 @@ def wait_twice(graph, random):
         again = graph.call_function(WAIT, (source,))
     again.meta = dict(wait.meta)
     user = _choose(random, [user for user in wait.users if user is not again])
-    if user is None:
-        return False
     user.replace_input_with(wait, again)
-    return True
 
 
 def reorder_collectives(graph, random):
@@ -218,11 +173,8 @@ def reorder_collectives(graph, random):
         and one.args[-1] == two.args[-1]
         and all(source < one for source in two.all_input_nodes)
     ]
-    found = _choose(random, places)
-    if found is None:
-        return False
-    found[0].prepend(found[1])
-    return True
+    one, two = _choose(random, places)
+    one.prepend(two)
 
 
 def move_over_a_write(graph, random):
@@ -235,12 +187,8 @@ def move_over_a_write(graph, random):
         for read in target.users
         if read not in (write, graph.output_node()) and not _is_between(read, write)
     ]
-    found = _choose(random, places)
-    if found is None:
-        return False
-    read, write = found
+    read, write = _choose(random, places)
     (write.append if read < write else write.prepend)(read)
-    return True
 
 
 def _is_between(read, write):

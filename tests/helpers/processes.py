@@ -28,6 +28,12 @@ IMPORTS = [
 ]
 
 
+def freeze_garbage():
+    """What there is now stays; nobody need walk through it again."""
+    gc.collect()
+    gc.freeze()
+
+
 @dataclass(frozen=True)
 class Done:
     """How a program ended, and what it wrote."""

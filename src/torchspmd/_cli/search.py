@@ -9,7 +9,7 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,9 @@ from torchspmd._cli.output import say_written
 from torchspmd._cli.script import output_problems, script_problems, typed_command
 from torchspmd.errors import UsageError
 from torchspmd.predict.hardware import hardware_text, load_gpu, load_network
-from torchspmd.predict.ranking import Outcome, SearchResult, describe_search, rank
-from torchspmd.predict.search import run_candidates, work_of
+from torchspmd.predict.ranking import Outcome, SearchResult, describe_search
+from torchspmd.predict.repeated import FEW, Repeated
+from torchspmd.predict.search import best_rate, explore, run_candidates, work_of
 from torchspmd.predict.space import Candidate, Expression, Space, read_space
 from torchspmd.report import write_page
 from torchspmd.report.results import PREDICTION
@@ -36,6 +37,7 @@ USAGE = "torchspmd search script.py --world-size N --gpu NAME [options] -- --tp 
 EPILOG = """\
 examples:
   torchspmd search train.py --world-size 64 --gpu h100 -- --tp {1,2,4,8} --ac {none,full}
+  torchspmd search train.py --gpu h100 --repeat layers -- --layers 32 --batch {1,2,4}
   torchspmd search train.py --gpu h200 --where "batch * seq <= 65536" \\
       --work "batch * seq" -- --batch {1,2,4,8} --seq {2048,4096}
 
@@ -57,6 +59,7 @@ _KEYS = (
     "bubble_seconds",
     "optimizer_seconds",
     "step_error",
+    "power",
     "model_flops",
     "mfu",
     "notes",
@@ -87,6 +90,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus-per-node", type=int, default=8, help="(8)")
     parser.add_argument("--where", help="which combinations are tried, as in 'tp <= 8'")
     parser.add_argument("--work", help="items of a step, as in 'batch * seq'")
+    parser.add_argument(
+        "--repeat",
+        metavar="NAME[=FEW,MORE]",
+        help="the script's argument that is its number of equal blocks: few are "
+        "rehearsed, twice, and the difference is extended",
+    )
     parser.add_argument("--jobs", type=int, help="processes at a time; all cores")
     parser.add_argument("--top", type=int, default=10, help="rows to show (10)")
     parser.add_argument(
@@ -100,7 +109,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Search and print the table; 1 when nothing fits."""
     _check(options)
-    space = read_space(options.arguments)
+    repeat, _, counts = (options.repeat or "").partition("=")
+    repeat = repeat.replace("-", "_")
+    space = read_space(options.arguments, also=repeat)
     where = Expression(options.where, "--where") if options.where else None
     work = Expression(options.work, "--work") if options.work else None
     known = {**space.fixed, "world_size": options.world_size}
@@ -117,11 +128,16 @@ def run(options: argparse.Namespace) -> int:
     )
     print(f"{len(candidates)} candidates: {swept}", file=sys.stderr, flush=True)
     space = Space(space.swept, known, space.template)
-    outcomes = _outcomes(options, candidates)
-    for each in outcomes:
-        if not each.problem:
-            each.work = work_of(each.candidate, space, work, dict(each.prediction))
-    result = rank(outcomes, "item" if work else "TFLOP")
+
+    def items(outcome: Outcome) -> float:
+        return work_of(outcome.candidate, space, work, dict(outcome.prediction))
+
+    def run_some(some: Sequence[Candidate]) -> list[Outcome]:
+        return _outcomes(options, some, None if repeat else items)
+
+    blocks = Repeated(repeat, space, _counts(counts, known)) if repeat else None
+    unit = "item" if work else "TFLOP"
+    result = explore(candidates, run_some, items, unit, blocks)
     print(describe_search(result, most=options.top))
     if options.json is not None:
         text = json.dumps(_document(options, result), indent=1)
@@ -131,6 +147,31 @@ def run(options: argparse.Namespace) -> int:
         write_page(_document(options, result), options.html)
         say_written("Page", options.html)
     return 0 if result.best is not None else 1
+
+
+def _counts(
+    text: str, known: Mapping[str, Any]
+) -> Callable[[Mapping[str, Any]], tuple[int, int]]:
+    """How many blocks are rehearsed, by the values of a candidate."""
+    if not text:
+        return lambda values: FEW
+    parts = [Expression(part, "--repeat") for part in text.split(",")]
+    if len(parts) != 2:
+        raise UsageError(
+            f"--repeat {text!r}: two numbers of blocks, as in --repeat layers=2,4 or "
+            "--repeat 'layers=pp,2*pp'."
+        )
+
+    def counts(values: Mapping[str, Any]) -> tuple[int, int]:
+        few, more = (int(part({**known, **values})) for part in parts)
+        if not 0 < few < more:
+            raise UsageError(
+                f"--repeat {text!r}: {few} and {more} blocks; the first number must be "
+                "at least 1, and less than the second."
+            )
+        return few, more
+
+    return counts
 
 
 def _document(options: argparse.Namespace, result: SearchResult) -> dict[str, Any]:
@@ -184,9 +225,14 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _outcomes(
-    options: argparse.Namespace, candidates: Sequence[Candidate]
+    options: argparse.Namespace,
+    candidates: Sequence[Candidate],
+    work: Callable[[Outcome], float] | None = None,
 ) -> list[Outcome]:
-    """Those of the cache, and those that are predicted now; in the given order."""
+    """Those of the cache, and those that are predicted now; in the given order.
+
+    With ``work``, those that cannot be the best are not rehearsed to their end.
+    """
     cache = _Cache(options)
     found = {c: cache.read(c) for c in map(_key, candidates)}
     missing = [each for each in candidates if found[_key(each)] is None]
@@ -194,8 +240,10 @@ def _outcomes(
         known = len(candidates) - len(missing)
         print(f"{known} from {cache.folder}", file=sys.stderr, flush=True)
     predict = partial(predict_script, command=_command(options), script=options.script)
+    if work is not None and options.work:
+        predict = partial(predict, work={_key(c): work(Outcome(c)) for c in missing})
     for outcome in run_candidates(
-        missing, predict, jobs=options.jobs, progress=_show_progress
+        missing, predict, jobs=options.jobs, progress=_show_progress, work=work
     ):
         found[_key(outcome.candidate)] = dict(outcome.prediction) | (
             {"problem": outcome.problem} if outcome.problem else {}
@@ -238,15 +286,29 @@ def _command(options: argparse.Namespace) -> list[str]:
 
 
 def predict_script(
-    candidate: Candidate, *, command: list[str], script: Path
+    candidate: Candidate,
+    *,
+    command: list[str],
+    script: Path,
+    work: Mapping[tuple[str, ...], float] | None = None,
 ) -> dict[str, Any]:
-    """In a process of its own: ``torchspmd predict`` with a candidate's words."""
+    """In a process of its own: ``torchspmd predict`` with a candidate's words.
+
+    Args:
+        candidate: Whose words.
+        command: Options of ``predict``.
+        script: The script.
+        work: Items of a step by words; None: model FLOPs count.
+    """
     from torchspmd._cli import main
 
     output = io.StringIO()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "prediction.json"
         words = ["predict", str(script), *command, "--brief", "--json", str(path)]
+        if best := best_rate():
+            bound = work[_key(candidate)] / best if work else best
+            words += ["--bound-seconds" if work else "--bound-rate", repr(bound)]
         with contextlib.redirect_stderr(output):
             code = main([*words, "--", *candidate.words])
         if not path.exists():

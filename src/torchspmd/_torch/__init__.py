@@ -72,6 +72,7 @@ from torchspmd._torch.compilation import (
 from torchspmd._torch.dtensor import apply_torch_style as apply_torch_style
 from torchspmd._torch.dtensor import build_spec as build_spec
 from torchspmd._torch.dtensor import current_mesh as current_mesh
+from torchspmd._torch.dtensor import flatten_mesh as flatten_mesh
 from torchspmd._torch.dtensor import foreach_norm as foreach_norm
 from torchspmd._torch.dtensor import free_shard as free_shard
 from torchspmd._torch.dtensor import is_autocast_enabled as is_autocast_enabled
@@ -117,6 +118,7 @@ from torchspmd._torch.groups import private_mesh as private_mesh
 from torchspmd._torch.groups import resolve_group as resolve_group
 from torchspmd._torch.groups import root_ranks as root_ranks
 from torchspmd._torch.groups import uses_gloo as uses_gloo
+from torchspmd._torch.groups import work_types as work_types
 from torchspmd._torch.landmarks import LANDMARKS as LANDMARKS
 from torchspmd._torch.landmarks import Landmark as Landmark
 from torchspmd._torch.landmarks import fsdp_module as fsdp_module
@@ -176,6 +178,7 @@ from torchspmd._torch.regions import is_fake as is_fake
 from torchspmd._torch.regions import is_in_custom_function as is_in_custom_function
 from torchspmd._torch.regions import leaf_paths as leaf_paths
 from torchspmd._torch.regions import leaves_of as leaves_of
+from torchspmd._torch.regions import map_tensors as map_tensors
 from torchspmd._torch.regions import map_tree as map_tree
 from torchspmd._torch.regions import node_group as node_group
 from torchspmd._torch.regions import node_kind as node_kind

@@ -143,7 +143,8 @@ def fake_store() -> Store:
     return FakeStore()
 
 
-_private_lock = threading.Lock()
+_private_lock = threading.RLock()
+_private_open: set[str] = set()
 
 
 @contextlib.contextmanager
@@ -154,12 +155,18 @@ def private_mesh(size: int) -> Iterator[DeviceMesh]:
     name, and only while this is open.
     """
     mesh, group = _private_mesh(size)
+    name = group.group_name
     with _private_lock:
-        _c10d._register_process_group(group.group_name, group)
+        if name in _private_open:
+            yield mesh
+            return
+        _c10d._register_process_group(name, group)
+        _private_open.add(name)
         try:
             yield mesh
         finally:
-            torch._C._distributed_c10d._unregister_process_group(group.group_name)
+            _private_open.remove(name)
+            torch._C._distributed_c10d._unregister_process_group(name)
 
 
 @functools.cache
@@ -183,6 +190,13 @@ def _private_mesh(size: int) -> tuple[Any, Any]:
     )
     mesh._dim_group_names = [name]
     return mesh, group
+
+
+def work_types() -> tuple[type[Any], ...]:
+    """The classes of works that Python waits for: the fake backend's has its own wait."""
+    fake = getattr(torch._C._distributed_c10d, "FakeWork", None)
+    types = (_dist.Work, fake) if fake is not None else (_dist.Work,)
+    return tuple(each for each in types if "wait" in vars(each))
 
 
 def num_unwaited() -> int:

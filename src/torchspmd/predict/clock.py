@@ -3,8 +3,8 @@
 from torchspmd.predict.figures import Figures
 from torchspmd.predict.hardware import Hardware
 from torchspmd.predict.operators import Pricer
+from torchspmd.predict.prediction import simulate_programs
 from torchspmd.predict.program import price_events
-from torchspmd.predict.timeline import simulate
 from torchspmd.rehearse.recording import Recording, Synchronize
 
 __all__ = ["LiveClock"]
@@ -32,10 +32,8 @@ class LiveClock:
         places = range(self._start, len(events))
         if not places:
             return self._before
-        items = price_events(self._recording, self._pricer, places)
-        run = simulate(
-            [items], rounds=1, slowdown=self._figures.number("overlap.slowdown")
-        )
+        program = price_events(self._recording, self._pricer, places)
+        run, _ = simulate_programs([program], self._figures, rounds=1)
         for number, seconds in run.events[0].items():
             self._events[number] = self._before + seconds
         time = self._before + run.marks[0][-1]

@@ -7,17 +7,43 @@ NCCL's own tuning, a latency that grows with the hops and a rate; the rates are 
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import NamedTuple
 
 from torchspmd.predict.figures import Figures, Line
+from torchspmd.predict.hardware import Rows
 from torchspmd.rehearse.recording import Comm
 
 __all__ = ["CommCost", "Link", "Placement", "place", "price_comm"]
 
-_BASE = 8.4e-6  # NCCL tuning.cc: protocol Simple, before the first hop
-_NVLINK_HOP = 3.4e-6
-_TREE_HOP = 4.0e-6
+
+class _Protocol(NamedTuple):
+    """Seconds and rates of NCCL's protocols (tuning.cc), rings and trees.
+
+    Attributes:
+        ring, tree: Before the first hop.
+        ring_hop, tree_hop: Of a hop over NVLink.
+        ring_network, tree_network: Of a hop over the network, of that of Simple.
+        rate: Part of the link's rate that carries payload.
+    """
+
+    ring: float
+    tree: float
+    ring_hop: float
+    tree_hop: float
+    ring_network: float
+    tree_network: float
+    rate: float
+
+
+_SIMPLE = _Protocol(8.4e-6, 8.4e-6, 3.4e-6, 4.0e-6, 1.0, 1.0, 1.0)
+_PROTOCOLS = (
+    _SIMPLE,
+    _Protocol(14e-6, 14e-6, 1.9e-6, 1.25e-6, 4 / 14, 8.5 / 14, 0.92),  # LL128
+    _Protocol(6.6e-6, 6.8e-6, 0.6e-6, 0.6e-6, 2.7 / 14, 5 / 14, 0.5),  # LL
+)
+_BASE = _SIMPLE.ring
 # Part of the network's best rate by the bytes of each rank (H100 clusters).
 _RAMP = (
     (1e3, 0.115),
@@ -93,8 +119,24 @@ def collective_seconds(
     if kind == "barrier":
         nbytes = 4
         kind = "all_reduce"
+    if where.ranks == where.nodes * where.on_node:
+        table = f"collectives.{kind}_{where.nodes}x{where.on_node}"
+        _, rows = figures.table(table)
+        if rows:
+            return _measured(rows, nbytes)
     price = _on_one_node if where.nodes == 1 else _over_nodes
     return price(kind, nbytes, where, figures)
+
+
+def _measured(rows: Rows, nbytes: int) -> float:
+    """Between the sizes of nccl-tests; outside of them, at the last one's rate or time."""
+    line = Line([(math.log2(size), seconds) for size, seconds in rows])
+    largest, slowest = rows[-1]
+    return (
+        line.at(math.log2(max(nbytes, 1)))
+        if nbytes <= largest
+        else (slowest * nbytes / largest)
+    )
 
 
 def _on_one_node(kind: str, nbytes: int, where: Placement, figures: Figures) -> float:
@@ -110,12 +152,16 @@ def _on_one_node(kind: str, nbytes: int, where: Placement, figures: Figures) -> 
 
 
 def _by_ranks(table: str, ranks: int, figures: Figures) -> tuple[float, float]:
-    """Latency and bytes a second, between the group sizes that were measured."""
-    _, rows = figures.table(f"collectives.{table}")
+    """Latency and bytes a second, between the group sizes that were measured.
+
+    Those of another GPU carry over by the rates of their links.
+    """
+    measured_on, rows = figures.table(f"collectives.{table}")
+    link = figures.number("bandwidth.nvlink") / measured_on.number("bandwidth.nvlink")
     latencies = Line([(math.log2(row[0]), row[1]) for row in rows])
     rates = Line([(math.log2(row[0]), row[2]) for row in rows])
     at = math.log2(ranks)
-    return latencies.at(at), rates.at(at)
+    return latencies.at(at), rates.at(at) * link
 
 
 def _all_reduce_on_node(nbytes: int, ranks: int, figures: Figures) -> float:
@@ -131,20 +177,45 @@ def _all_reduce_on_node(nbytes: int, ranks: int, figures: Figures) -> float:
 
 def _over_nodes(kind: str, nbytes: int, where: Placement, figures: Figures) -> float:
     port = figures.network_number("port") * _WIRE
-    hop = figures.network_number("latency")
     if kind == "all_to_all":
         return _all_to_all(nbytes, where, figures, port)
-    ring = _BASE + hop * (where.nodes - 1) + _NVLINK_HOP * (where.ranks - where.nodes)
     efficiency = figures.network_number("efficiency") / _WIRE * _ramp(nbytes, where)
     n = where.ranks
     rate = port * efficiency * where.on_node * n / (n - 1)
     once = nbytes / min(rate, figures.number("bandwidth.nvlink") * 0.8 * n / (n - 1))
+    hop = figures.network_number("latency")
+    # NCCL takes the quickest of its algorithms and protocols, by size and nodes.
+    return min(
+        seconds
+        for protocol in _PROTOCOLS
+        for seconds in _algorithms(kind, protocol, once / protocol.rate, where, hop)
+    )
+
+
+def _algorithms(
+    kind: str, protocol: _Protocol, once: float, where: Placement, hop: float
+) -> Iterator[float]:
+    """A ring; for sums on all ranks, it goes around twice, or a tree goes up and down.
+
+    Args:
+        kind: Of the collective.
+        protocol: That carries it.
+        once: Seconds for the payload to go around.
+        where: The ranks are.
+        hop: Seconds between nodes, of Simple.
+    """
+    between, inside = where.nodes - 1, where.ranks - where.nodes
+    ring = protocol.ring + hop * protocol.ring_network * between
+    ring += protocol.ring_hop * inside
     if kind != "all_reduce":
-        return ring + once
+        yield ring + once
+        return
+    yield 2 * ring + 2 * once
     levels = math.ceil(math.log2(where.nodes))
-    tree = _BASE + 2 * (hop * levels + _TREE_HOP * (where.on_node - 1))
-    # Twice the ring; or a tree, whose root sends and receives everything.
-    return min(2 * ring + 2 * once, tree + 2 * once / 0.92)
+    tree = hop * protocol.tree_network * levels
+    tree += protocol.tree_hop * (where.on_node - 1)
+    # The root of a tree sends and receives everything.
+    yield protocol.tree + 2 * tree + 2 * once / 0.92
 
 
 def _ramp(nbytes: int, where: Placement) -> float:

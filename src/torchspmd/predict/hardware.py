@@ -1,7 +1,8 @@
 """GPUs and networks by name: every figure with its source.
 
 The figures are TOML files beside this module, or a file of the user's own. Each is a value
-and where it comes from, so that a prediction can say what it rests on.
+and where it comes from, so that a prediction can say what it rests on. A file that says
+``like = "h100"`` has the figures of that one, except for those that it gives itself.
 """
 
 import tomllib
@@ -78,6 +79,10 @@ class Hardware:
                 f"{{ value = ..., source = ... }} under [{table}]."
             )
         return figure.value
+
+    def has(self, *keys: str) -> bool:
+        """Whether the file has all of these figures."""
+        return all(key in self.figures for key in keys)
 
     def nbytes(self, key: str) -> int:
         """The figure ``memory.<key>``, in bytes."""
@@ -170,7 +175,9 @@ def _load(name: str, kind: str, folder: Path) -> Hardware:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"{kind} file {path}: {error}.") from None
     problems: list[str] = []
-    figures = _figures(data, problems)
+    like = data.get("like")
+    base = _load(str(like), kind, folder) if like else None
+    figures = {**(base.figures if base else {}), **_figures(data, problems)}
     problems += [f"{key} is missing" for key in _NEEDED[kind] if key not in figures]
     if problems:
         raise UsageError(
@@ -180,7 +187,9 @@ def _load(name: str, kind: str, folder: Path) -> Hardware:
     return Hardware(
         name=path.stem,
         title=str(data.get("title", path.stem)),
-        compute_capability=str(data.get("compute_capability", "")),
+        compute_capability=str(
+            data.get("compute_capability", base.compute_capability if base else "")
+        ),
         figures=figures,
     )
 
@@ -189,7 +198,7 @@ def _figures(data: Mapping[str, Any], problems: list[str]) -> dict[str, Figure]:
     figures: dict[str, Figure] = {}
     for table, entries in data.items():
         if not isinstance(entries, dict):
-            continue  # the title
+            continue  # the title, or what it is like
         for key, entry in entries.items():
             figure = _figure(entry)
             if figure is None:

@@ -69,12 +69,14 @@ class HostModel:
         self._module = ""
         self._phase = Phase.INIT
         self._region: int | None = None
+        self._shards = False  # fully_shard has just filled a buffer to send
         self._cache: dict[tuple[str, Phase], float] = {}
 
     def seconds(self, event: Event, kernels: int = 1) -> float:
         """Before this event is issued; ``kernels`` that it launches."""
         match event:
             case Op():
+                self._shards = event.name.startswith("fsdp.")
                 return self._change(event.site) + self._op(event, kernels)
             case Comm():
                 return self._change(event.site) + self._comm(event)
@@ -177,8 +179,7 @@ class HostModel:
 
     def _comm(self, comm: Comm) -> float:
         seconds = self.figures.number("launch.collective")
-        # fully_shard calls c10d itself; functional collectives are those of DTensor.
-        if comm.op.startswith(("c10d.", "c10d::")):
+        if self._shards:
             if comm.kind == "all_gather":
                 seconds += self.figures.number("launch.fully_shard_forward")
             elif comm.kind == "reduce_scatter":

@@ -58,6 +58,13 @@ class Fits(StrEnum):
     NO = "no"
 
 
+def verdict(margin: int, reserved: int) -> Fits:
+    """Whether bytes of the device are left, and more than this prediction may be wrong."""
+    if margin < 0:
+        return Fits.NO
+    return Fits.AT_RISK if margin < _RISK * reserved else Fits.YES
+
+
 class Holder(NamedTuple):
     """Storages of one category, module and line that are live at a peak, added up."""
 
@@ -144,9 +151,9 @@ class MemoryAccount:
         """Whether it runs; at risk where only the error of this prediction decides."""
         if self.failure is not None:
             return Fits.NO
-        if self.retries or self.margin < _RISK * self.reserved_peak:
+        if self.retries:
             return Fits.AT_RISK
-        return Fits.YES
+        return verdict(self.margin, self.reserved_peak)
 
     @property
     def fragmentation(self) -> float:

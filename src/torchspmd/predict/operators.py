@@ -28,8 +28,9 @@ _CORNER = (
     1.5  # how sharp the corner of the roofline is; infinite would be the ideal one
 )
 _CHANNELS = (64, 512, 2048)  # of the batch norms in hardware files
-_REACHED = 0.87  # of the memory's bandwidth, by long simple kernels
+REACHED = 0.87  # of the memory's bandwidth, by long simple kernels
 _STRIDED = 2.0  # slower than dense ones, where no table says so
+_DRAWN = 0.85  # of a product's power, by attention while it runs (H200: 0.76 to 0.95)
 _SHORT = 300.0  # keys at which attention reaches half of its best rate
 
 _ELEMENTWISE = frozenset(
@@ -115,6 +116,9 @@ _KEYS = {
 }
 
 
+_ON_TENSOR_CORES = frozenset({"bfloat16", "float16", "float8", "tf32"})
+
+
 class Cost(NamedTuple):
     """What an operator takes.
 
@@ -124,6 +128,8 @@ class Cost(NamedTuple):
         flops: Floating-point operations.
         kind: ``matmul``, ``attention``, ``convolution``, ``memory``, ``copy`` or ``view``.
         kernels: That it launches; those of torch's own operators count as one.
+        busy: Seconds of a large product that would take as much energy; 0 without tensor
+            cores.
     """
 
     seconds: float
@@ -131,6 +137,7 @@ class Cost(NamedTuple):
     flops: float
     kind: str
     kernels: int = 1
+    busy: float = 0.0
 
 
 class Pricer:
@@ -177,15 +184,25 @@ class Pricer:
             return Cost(seconds, nbytes, 0.0, "copy")
         if base in _FREE:
             return Cost(0.0, 0, 0.0, "view")
+        flops = op_flops(op)
+        busy = self._busy(op, flops) if flops else 0.0
         if shape is not None:
             seconds = self._matmul(op, shape)
-            return Cost(seconds, nbytes, op_flops(op), "matmul")
-        flops = op_flops(op)
+            return Cost(seconds, nbytes, flops, "matmul", busy=busy)
         if flops and "attention" in base:
-            return Cost(self._attention(op, flops), nbytes, flops, "attention")
+            seconds = self._attention(op, flops)
+            busy = _DRAWN * seconds if busy else 0.0
+            return Cost(seconds, nbytes, flops, "attention", busy=busy)
         if flops:
-            return Cost(self._convolution(op, nbytes), nbytes, flops, "convolution")
+            seconds = self._convolution(op, nbytes)
+            return Cost(seconds, nbytes, flops, "convolution", busy=busy)
         return Cost(self._memory_bound(op, nbytes), nbytes, 0.0, "memory")
+
+    def _busy(self, op: Op, flops: float) -> float:
+        dtype = _rate_name(op, op.inputs[-1].dtype if op.inputs else "")
+        if dtype not in _ON_TENSOR_CORES:
+            return 0.0
+        return flops / self._rate(self.figures.gpu, dtype).achieved
 
     # --- products ---------------------------------------------------------------------
 
@@ -235,7 +252,8 @@ class Pricer:
         causal = bool(dict(op.scalars).get("is_causal"))
         batch, heads, rows, width = query.shape
         columns = key.shape[2]
-        table = self._attention_name(kernel, f"{direction}_{dtype}")
+        may_choose = dict(op.scalars).get("cudnn", True)
+        table = self._attention_name(kernel, f"{direction}_{dtype}", bool(may_choose))
         rate = self._attention_rate(self.figures.gpu, direction, dtype)
         ideal = flops / rate * (1 + _SHORT / max(columns, 1))
         if table not in self._corrections:
@@ -243,10 +261,11 @@ class Pricer:
         point = _attention_point(batch, heads, key.shape[1], rows, width, causal)
         return max(self.floor, ideal * self._corrections[table].at(point))
 
-    def _attention_name(self, kernel: str, rest: str) -> str:
+    def _attention_name(self, kernel: str, rest: str, may_choose: bool) -> str:
         """Where torch chooses by itself, from Hopper on, it is cuDNN's that runs."""
         chosen = [kernel]
-        if kernel == "flash" and float(self.figures.gpu.compute_capability or 0) >= 9:
+        is_new = float(self.figures.gpu.compute_capability or 0) >= 9
+        if kernel == "flash" and is_new and may_choose:
             chosen = ["default", "cudnn", kernel]
         names = [f"attention.{name}_{rest}" for name in chosen]
         return next((name for name in names if self.figures.has(name)), names[-1])
@@ -363,7 +382,7 @@ class Pricer:
         if not is_cached and not key.startswith("nll_loss"):  # reads one of each row
             # What is measured over and over again comes from the cache; in a step, others
             # have used it meanwhile.
-            moving = nbytes / (_REACHED * self.figures.number("bandwidth.memory"))
+            moving = nbytes / (REACHED * self.figures.number("bandwidth.memory"))
             seconds = max(seconds, moving)
         return seconds
 

@@ -13,10 +13,11 @@ from torchspmd.predict.collectives import Link
 from torchspmd.predict.figures import Figures
 from torchspmd.predict.hardware import Hardware
 from torchspmd.predict.operators import Pricer, is_known
+from torchspmd.predict.power import Power, at_clock, power_of
 from torchspmd.predict.program import Program, price_step
 from torchspmd.predict.slices import timeline_json
-from torchspmd.predict.timeline import Run, simulate
-from torchspmd.rehearse.recording import Op, Phase, Recording
+from torchspmd.predict.timeline import Item, Run, simulate
+from torchspmd.rehearse.recording import Event, Op, Phase, Recording
 
 __all__ = ["ErrorBar", "TimePrediction", "predict_time"]
 
@@ -43,6 +44,7 @@ class TimePrediction:
         run: Of the simulation; None where the script made no step.
         account: What the step is made of.
         rank: The place of this rank among those that were simulated.
+        power: That the step draws, and the clock that is left.
         error: To expect of the step.
     """
 
@@ -53,6 +55,7 @@ class TimePrediction:
     run: Run | None
     account: StepAccount | None
     rank: int
+    power: Power
     error: ErrorBar
 
     @property
@@ -69,8 +72,7 @@ class TimePrediction:
         """Of this rank and step; model FLOPs are without those that are done again."""
         total = 0.0
         for place, cost in self.program.costs.items():
-            event = self.recording.events[place]
-            if isinstance(event, Op) and (recomputed or event.site.phase in _MODEL):
+            if recomputed or counts_for_model(self.recording.events[place]):
                 total += cost.flops
         return total
 
@@ -122,12 +124,24 @@ class TimePrediction:
                 f"{name} ({count})" for name, count in sorted(unknown.items())
             )
             notes.append(f"Operators that are priced by their bytes alone: {names}.")
+        power = self.power
+        if power.clock < 1:
+            others = (
+                f"; the slowest of the ranks, for whom the others wait, at "
+                f"{power.slowest:.0%}"
+                if power.behind
+                else ""
+            )
+            notes.append(
+                f"Products run at {power.clock:.0%} of the rate of a short run, because "
+                f"the chip has {power.limit:.0f} W{others}."
+            )
         if self.account is not None:
             dtype, _ = self.peak_rate
             notes.append(
                 f"MFU is of the peak rate of {dtype}; causal attention counts half; "
-                "all ranks are taken to be equally fast; congestion of the network, "
-                "throttling and data loading are not in the prediction."
+                "congestion of the network, ranks that are slow for other reasons than "
+                "their chip's power, and data loading are not in the prediction."
             )
         return notes
 
@@ -158,6 +172,7 @@ class TimePrediction:
             "optimizer_seconds": account and account.optimizer,
             "step_error": self.error.error,
             "step_error_source": self.error.source,
+            "power": {**self.power._asdict(), "clock": self.power.clock},
             "model_flops": self.flops(),
             "mfu": self.mfu,
             "exposed": [
@@ -179,6 +194,11 @@ class TimePrediction:
             ),
             "assumptions": self.figures.assumptions(),
         }
+
+
+def counts_for_model(event: Event) -> bool:
+    """Whether the FLOPs of an operator are the model's, not done a second time."""
+    return isinstance(event, Op) and event.site.phase in _MODEL
 
 
 def predict_time(
@@ -207,9 +227,10 @@ def predict_time(
     programs = [price_step(recording, pricer) for recording in several]
     program = programs[of]
     run = account = None
+    power = Power()
     if all(each.items for each in programs):
-        run = simulate_programs(programs, figures)
-        account = account_for(run, of)
+        run, powers = simulate_programs(programs, figures)
+        account, power = account_for(run, of), powers[of]
     return TimePrediction(
         recording=several[of],
         figures=figures,
@@ -218,15 +239,40 @@ def predict_time(
         run=run,
         account=account,
         rank=of,
+        power=power,
         error=error_bar(gpu, multi_rank=several[of].world_size > 1),
     )
 
 
-def simulate_programs(programs: Sequence[Program], figures: Figures) -> Run:
-    """Run them on one clock."""
+def simulate_programs(
+    programs: Sequence[Program], figures: Figures, *, rounds: int = ROUNDS
+) -> tuple[Run, list[Power]]:
+    """Run them on one clock; and again, where that takes more power than the chip has."""
+    run = _simulate([program.items for program in programs], programs, figures, rounds)
+    powers = []
+    for program, ends in zip(programs, run.ends, strict=True):
+        seconds = ends[-1] - (ends[-2] if rounds > 1 else 0.0)
+        ranks = program.recording.world_size
+        powers.append(power_of(figures, program.costs.values(), seconds, ranks))
+    clocks = [power.slowest for power in powers]
+    if min(clocks) == 1:
+        return run, powers
+    slowed = [
+        [at_clock(item, program.costs.get(item.place), clock) for item in program.items]
+        for program, clock in zip(programs, clocks, strict=True)
+    ]
+    return _simulate(slowed, programs, figures, rounds), powers
+
+
+def _simulate(
+    items: Sequence[Sequence[Item]],
+    programs: Sequence[Program],
+    figures: Figures,
+    rounds: int,
+) -> Run:
     return simulate(
-        [program.items for program in programs],
-        rounds=ROUNDS,
+        items,
+        rounds=rounds,
         slowdown=figures.number("overlap.slowdown"),
         ranks=[program.recording.rank for program in programs],
     )

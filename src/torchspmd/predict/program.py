@@ -95,11 +95,11 @@ def price_step(
     return program
 
 
-def price_events(recording: Recording, pricer: Pricer, places: range) -> list[Item]:
+def price_events(recording: Recording, pricer: Pricer, places: range) -> Program:
     """Any part of a recording, priced."""
     program = Program(recording)
     _price(program, recording.events, places, pricer, lambda event: True)
-    return program.items
+    return program
 
 
 def _price(

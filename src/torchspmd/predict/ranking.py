@@ -68,6 +68,7 @@ class SearchResult:
         failed: Those that did not run, with their problems.
         pareto: Of those that fit: none other is both faster and smaller.
         unit: Of the work.
+        notes: What was assumed.
     """
 
     fitting: list[Outcome]
@@ -75,6 +76,7 @@ class SearchResult:
     failed: list[Outcome]
     pareto: list[Outcome]
     unit: str
+    notes: list[str] = field(default_factory=list)
 
     @property
     def best(self) -> Outcome | None:
@@ -88,6 +90,7 @@ class SearchResult:
             "version": 1,
             "unit": self.unit,
             "best": dict(self.best.candidate.values) if self.best else None,
+            "notes": list(self.notes),
             "candidates": [
                 {
                     "values": dict(each.candidate.values),
@@ -152,6 +155,7 @@ def _lines(result: SearchResult, most: int) -> Iterator[str]:
         yield f"{len(result.failed)} were not predicted:"
         for each in result.failed[: 2 * most]:
             yield f"  {each.candidate}: {each.problem}"
+    yield from result.notes
 
 
 def _rate(outcome: Outcome, unit: str) -> str:
@@ -162,12 +166,12 @@ def _rate(outcome: Outcome, unit: str) -> str:
 
 def _missing(outcome: Outcome) -> str:
     memory = outcome.prediction.get("memory") or {}
-    failure = memory.get("first_failure") or {}
+    failure = memory.get("first_failure")
+    missing = f"{size_text(-float(memory.get('margin_bytes', 0)))} too much"
+    if not failure:
+        return missing
     where = failure.get("module") or "no module"
-    missing = -float(memory.get("margin_bytes", 0))
-    return (
-        f"{size_text(missing)} too much, first in {where} ({failure.get('phase', '?')})"
-    )
+    return f"{missing}, first in {where} ({failure.get('phase', '?')})"
 
 
 def _table(result: SearchResult, rows: Sequence[Outcome]) -> Iterator[str]:

@@ -17,6 +17,7 @@ from torchspmd.predict.live import LiveMemory
 from torchspmd.predict.memory import count_memory
 from torchspmd.predict.prediction import predict_time
 from torchspmd.predict.ranking import Outcome, SearchResult, rank
+from torchspmd.predict.repeated import Repeated, how_far_off, key, unique
 from torchspmd.predict.space import Candidate, Expression, Space, Value
 from torchspmd.rehearse.device import Gpu
 from torchspmd.rehearse.recording import Recording
@@ -42,6 +43,7 @@ def search(  # noqa: PLR0913
     network: str = "ib-ndr400",
     where: Callable[..., bool] | None = None,
     work: Callable[..., float] | None = None,
+    repeat: str = "",
     jobs: int | None = None,
 ) -> SearchResult:
     """Rehearse ``build(**values)`` for every combination of values, and rank them.
@@ -56,6 +58,9 @@ def search(  # noqa: PLR0913
         network: Between nodes, by name or a TOML file.
         where: Which combinations are tried; called with the values.
         work: Items of a step; called with the values. Without it, model FLOPs count.
+        repeat: The argument of build that is a number of equal blocks: it is called with
+            two and four of them, and the difference is extended; the best candidate is
+            also rehearsed whole, and the result has a note of how far that is off.
         jobs: Processes at a time; None: one for each core.
 
     Raises:
@@ -68,9 +73,15 @@ def search(  # noqa: PLR0913
             f"search(): {build!r} cannot be sent to another process: define it at the top "
             "of a module."
         ) from None
+    if repeat and repeat not in space:
+        names = ", ".join(space)
+        raise UsageError(
+            f"search(): repeat={repeat!r} is no argument: there are {names}."
+        )
+    spanned = Space(dict_of_tuples(space), {}, ())
     points = [
         candidate
-        for candidate in Space(dict_of_tuples(space), {}, ()).candidates()
+        for candidate in spanned.candidates()
         if where is None or where(**candidate.values)
     ]
     if not points:
@@ -82,13 +93,52 @@ def search(  # noqa: PLR0913
         network=load_network(network),
         world=World(world_size, 0, gpus_per_node),
     )
-    outcomes = list(run_candidates(points, predict, jobs=jobs))
-    for each in outcomes:
-        values = each.candidate.values
-        each.work = float(
-            work(**values) if work else each.prediction.get("model_flops") or 0
+
+    def items(outcome: Outcome) -> float:
+        values = outcome.candidate.values
+        return float(
+            work(**values) if work else outcome.prediction.get("model_flops") or 0
         )
-    return rank(outcomes, "item" if work else "TFLOP")
+
+    def run(some: Sequence[Candidate]) -> list[Outcome]:
+        return list(run_candidates(some, predict, jobs=jobs, work=items))
+
+    unit = "item" if work else "TFLOP"
+    blocks = Repeated(repeat, spanned) if repeat else None
+    return explore(points, run, items, unit, blocks)
+
+
+def explore(
+    candidates: Sequence[Candidate],
+    run: Callable[[Sequence[Candidate]], Sequence[Outcome]],
+    work: Callable[[Outcome], float],
+    unit: str,
+    repeated: Repeated | None = None,
+) -> SearchResult:
+    """Predict all candidates and rank them.
+
+    Args:
+        candidates: Points of a space.
+        run: Predicts some, in the given order.
+        work: Of a step of one that was predicted.
+        unit: Of the work.
+        repeated: Blocks that are rehearsed with few of them; the best candidate is then
+            rehearsed whole, and the result says how far that is off.
+    """
+    if repeated is None:
+        outcomes = list(run(candidates))
+    else:
+        points = unique([p for each in candidates for p in repeated.rehearsed(each)])
+        found = {key(each.candidate): each for each in run(points)}
+        outcomes = [repeated.outcome(each, found) for each in candidates]
+    for each in outcomes:
+        if not each.problem:
+            each.work = work(each)
+    result = rank(outcomes, unit)
+    if repeated is not None and result.best is not None:
+        (whole,) = run([result.best.candidate])
+        result.notes.append(how_far_off(result.best, whole))
+    return result
 
 
 def dict_of_tuples(
@@ -107,13 +157,8 @@ def predict_call(
     world: World,
 ) -> Answer:
     """Rehearse one call in this process, and predict its memory and time."""
-    settings = AllocatorSettings.parse(os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
-    recording = Recording(world.size, world.rank, world.gpus_per_node)
-    major, _, minor = gpu.compute_capability.partition(".")
-    device = Gpu(gpu.title, gpu.nbytes("total"), (int(major or 9), int(minor or 0)))
-    memory = LiveMemory(recording, gpu, settings)
-    with rehearsal(recording, world, device, memory):
-        build(**candidate.values)
+    settings = _settings()
+    recording = rehearse_call(partial(build, **candidate.values), gpu, world)
     account = count_memory(recording, gpu, settings)
     timed = predict_time(recording, gpu, network)
     return {
@@ -122,6 +167,21 @@ def predict_call(
         "memory": account.as_json(),
         "notes": [*recording.notes, *timed.notes()],
     }
+
+
+def rehearse_call(call: Callable[[], object], gpu: Hardware, world: World) -> Recording:
+    """What a call does as one rank, in this process."""
+    recording = Recording(world.size, world.rank, world.gpus_per_node)
+    major, _, minor = gpu.compute_capability.partition(".")
+    device = Gpu(gpu.title, gpu.nbytes("total"), (int(major or 9), int(minor or 0)))
+    memory = LiveMemory(recording, gpu, _settings())
+    with rehearsal(recording, world, device, memory):
+        call()
+    return recording
+
+
+def _settings() -> AllocatorSettings:
+    return AllocatorSettings.parse(os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
 
 
 def work_of(
@@ -143,13 +203,29 @@ def run_candidates(
     *,
     jobs: int | None = None,
     progress: Progress = lambda outcome, done, total: None,
+    work: Callable[[Outcome], float] | None = None,
 ) -> Iterator[Outcome]:
-    """Predict each in a process of its own, and give the outcomes in the given order."""
+    """Predict each in a process of its own, and give the outcomes in the given order.
+
+    Args:
+        candidates: What is predicted.
+        predict: Of one of them.
+        jobs: Processes at a time; None: one for each core.
+        progress: Is told every outcome.
+        work: Of a step; with it, processes know the best rate so far (``best_rate``).
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     found: dict[int, Outcome] = {}
     count = min(jobs or os.cpu_count() or 1, max(len(candidates), 1))
-    with ProcessPoolExecutor(count, mp_context=context, max_tasks_per_child=1) as pool:
+    best = context.Value("d", 0.0)
+    with ProcessPoolExecutor(
+        count,
+        mp_context=context,
+        max_tasks_per_child=1,
+        initializer=_know_best,
+        initargs=(best,),
+    ) as pool:
         places: dict[Future[Answer], int] = {
             pool.submit(_quietly, predict, candidate): place
             for place, candidate in enumerate(candidates)
@@ -158,8 +234,22 @@ def run_candidates(
             place = places[future]
             outcome = _outcome(candidates[place], future)
             found[place] = outcome
+            if work is not None and outcome.fits and outcome.seconds:
+                best.value = max(best.value, work(outcome) / outcome.seconds)
             progress(outcome, len(found), len(candidates))
     yield from (found[place] for place in sorted(found))
+
+
+_shared: dict[str, Any] = {}  # in a candidate's process: the best rate so far
+
+
+def _know_best(best: Any) -> None:
+    _shared["best"] = best
+
+
+def best_rate() -> float:
+    """In a candidate's process: work a second of the best that fits; 0: none so far."""
+    return float(_shared["best"].value) if _shared else 0.0
 
 
 def _completed(futures: Iterable[Future[Answer]]) -> Iterator[Future[Answer]]:

@@ -45,22 +45,29 @@ class Space(NamedTuple):
     def candidates(self) -> Iterator[Candidate]:
         """All combinations, the last argument changing first."""
         for choice in itertools.product(*self.swept.values()):
-            values = dict(zip(self.swept, choice, strict=True))
-            words = tuple(
-                part if isinstance(part, str) else f"{part[1]}{values[part[0]]}"
-                for part in self.template
-            )
-            yield Candidate(values, words)
+            yield self.candidate(dict(zip(self.swept, choice, strict=True)))
+
+    def candidate(self, values: Mapping[str, Value]) -> Candidate:
+        """The point with these values of what is swept."""
+        words = tuple(
+            part if isinstance(part, str) else f"{part[1]}{values[part[0]]}"
+            for part in self.template
+        )
+        return Candidate(values, words)
 
 
-def read_space(words: Sequence[str]) -> Space:
+def read_space(words: Sequence[str], *, also: str = "") -> Space:
     """The space that a script's arguments span.
 
     ``--tp {1,2,4}`` has three values; so has ``--tp 1 2 4``, which is what a shell makes
     of braces without quotes, and ``--tp=1 --tp=2``.
 
+    Args:
+        words: Of the script.
+        also: An argument that is swept with its one value.
+
     Raises:
-        UsageError: Nothing is swept.
+        UsageError: Nothing is swept, or there is no such argument.
     """
     if not any("{" in word for word in words):
         words = _rejoin(words)
@@ -81,7 +88,7 @@ def read_space(words: Sequence[str]) -> Space:
             front, text = "", word
             name = name or f"argument_{len(template)}"
         values = _values(text)
-        if len(values) > 1 or "{" in text:
+        if len(values) > 1 or "{" in text or name == also:
             swept[name] = values
             fixed.pop(name, None)
             template.append((name, front))
@@ -89,7 +96,12 @@ def read_space(words: Sequence[str]) -> Space:
             fixed[name] = values[0]
             template.append(word)
         name = ""
-    if not swept:
+    if also and also not in swept:
+        raise UsageError(
+            f"--repeat {also}: the script is given no such argument behind --; give it its "
+            f"number of blocks, as in -- --{also.replace('_', '-')} 32."
+        )
+    if not swept.keys() - {also} and len(swept.get(also, ())) < 2:
         raise UsageError(
             "There is nothing to search: give some argument of the script several values "
             "behind --, as in -- --tp {1,2,4,8} --batch {1,2}."

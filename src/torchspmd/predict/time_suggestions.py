@@ -35,7 +35,7 @@ def suggest_faster(prediction: TimePrediction) -> list[Gain]:
         return []  # of a pipeline, one stage's change moves the others'
     gains = []
     for text, program, how in _changes(prediction):
-        run = simulate_programs([program], prediction.figures)
+        run, _ = simulate_programs([program], prediction.figures)
         gains.append(Gain(account.seconds - account_for(run).seconds, text, how))
     worth = [gain for gain in gains if gain.seconds >= _WORTH * account.seconds]
     return sorted(worth, reverse=True)[:_MOST]

@@ -98,6 +98,7 @@ class Recorder:
         self._received: dict[int, int] = {}
         self._started: dict[int, int] = {}  # collective of a storage, by number
         self._fresh: set[int] = set()  # storages that backward may find alive
+        self._flash_only: set[int] = set()  # results of attention without cuDNN
         self._next_storage = self._next_op = 0
         self._topology = Topology()
         self._comm_streams: dict[str, int] = {}
@@ -162,7 +163,8 @@ class Recorder:
             facts.name,
             inputs,
             outputs,
-            _scalars(facts.arguments, args, kwargs),
+            _scalars(facts.arguments, args, kwargs)
+            + self._attention_choice(facts.name, inputs, outputs),
             self.stream,
             site,
             self._region_here(site.phase),
@@ -178,6 +180,20 @@ class Recorder:
         if not facts.views and (extra := workspace_bytes(op)):
             self._use(extra, number, site)
         return result
+
+    def _attention_choice(
+        self, name: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
+    ) -> tuple[tuple[str, object], ...]:
+        """Whether the script rules cuDNN's attention out; backward does as forward did."""
+        if not name.startswith("aten._scaled_dot_product_flash_attention"):
+            return ()
+        if "backward" in name:
+            is_flash = any(spec.storage in self._flash_only for spec in inputs)
+        else:
+            is_flash = not torch.backends.cuda.cudnn_sdp_enabled()
+            if is_flash:
+                self._flash_only.add(outputs[0].storage)
+        return (("cudnn", False),) if is_flash else ()
 
     def _read_value(self, name: str, tensor: torch.Tensor) -> object:
         """The host waits for a value; the tensor has none."""
@@ -377,7 +393,7 @@ class Recorder:
         group = self._topology.group_of(arguments)
         size = measure(operator, arguments, group.size)
         sent = arguments.get(operator.buffer)
-        peer = _peer(arguments)
+        peer = _peer(arguments, group.ranks)
         self.recording.groups.setdefault(group.name, group.ranks)
         for event in self._events[place + 1 :]:
             if isinstance(event, Alloc):
@@ -616,10 +632,11 @@ def _received(
     return outputs or inputs
 
 
-def _peer(arguments: Mapping[str, Any]) -> int:
+def _peer(arguments: Mapping[str, Any], ranks: tuple[int, ...]) -> int:
+    """The global rank of a send or receive: the operator is told its place in the group."""
     for name in ("dst", "dstRank", "src", "srcRank"):
         if isinstance(arguments.get(name), int):
-            return int(arguments[name])
+            return ranks[int(arguments[name])]
     return -1
 
 

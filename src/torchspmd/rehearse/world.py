@@ -20,12 +20,13 @@ from torchspmd.rehearse.recorder import Recorder
 __all__ = ["Mail", "NoMail", "World", "fake_ranks"]
 
 _MODULES = (dist, distributed_c10d, device_mesh)
-# Methods of a process group that give a work to wait for.
+# Methods of a process group that give a work to wait for; torch renames some of them.
 _COLLECTIVES = """
 allreduce allreduce_coalesced broadcast reduce _allgather_base allgather
 allgather_coalesced allgather_into_tensor_coalesced _reduce_scatter_base reduce_scatter
 reduce_scatter_tensor_coalesced alltoall_base alltoall gather scatter send recv
-recv_anysource barrier
+recv_anysource barrier all_gather_single all_gather_single_coalesced all_to_all_single
+reduce_scatter_single reduce_scatter_single_coalesced
 """.split()
 
 
@@ -192,13 +193,15 @@ def _objects(mail: Mail) -> Iterator[tuple[Any, str, Any]]:
 def _works(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
     """A work that Python waits for is a wait of the current stream."""
     numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-    plain_wait: Any = dist.Work.wait
 
-    def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-        number = numbers.pop(work, None)
-        if number is not None:
-            recorder.wait(number)
-        return plain_wait(work, *args, **kwargs)
+    def waiting(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+            number = numbers.pop(work, None)
+            if number is not None:
+                recorder.wait(number)
+            return plain(work, *args, **kwargs)
+
+        return wait
 
     def watched(plain: Callable[..., Any]) -> Callable[..., Any]:
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
@@ -210,7 +213,8 @@ def _works(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
 
         return call
 
-    yield dist.Work, "wait", wait
+    for kind in _torch.work_types():
+        yield kind, "wait", waiting(vars(kind)["wait"])
     for name in _COLLECTIVES:
         if hasattr(torch.distributed.ProcessGroup, name):
             yield (

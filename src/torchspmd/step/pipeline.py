@@ -192,8 +192,10 @@ def _measure(
     asked = options.passes
     if asked is None or not asked.measures_cost:
         return None, ()
-    fuses = options.backend == "inductor"
-    return measure_graph(graph, flat, ranks, asked.cost, fuses=fuses)
+    if ranks.measured is None:
+        fuses = options.backend == "inductor"
+        ranks.measured = measure_graph(graph, flat, ranks, asked.cost, fuses=fuses)
+    return ranks.measured
 
 
 def _make_verifier(

@@ -17,6 +17,7 @@ from torchspmd.comm.exchange import Exchanged, exchange, post_failure
 from torchspmd.errors import AgreementError
 from torchspmd.layout.names import format_mesh
 from torchspmd.step.graph.collectives import events_of
+from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.graph.memory import ROLE_KEY
 from torchspmd.step.graph.metadata import OutputKind, output_values, roles_of
 from torchspmd.step.progress import phase
@@ -285,6 +286,11 @@ class Agreement:
         key: Which step of that name it is, and how often it has tried.
         number: Which program of the step it is.
         mesh: The ranks that run it; None for a step of this rank alone.
+
+    Attributes:
+        is_used: Whether other ranks were asked or told anything.
+        measured: The rates that all ranks have measured together, and lines about them:
+            once, also where the program is then built anew for one size.
     """
 
     def __init__(
@@ -294,7 +300,8 @@ class Agreement:
         self._key = f"torchspmd/step/{name}/{key}/{number}"
         is_alone = mesh is None or dist.get_backend() == "fake"
         self._mesh = None if is_alone else mesh
-        self.is_used = False  # whether other ranks were asked or told anything
+        self.is_used = False
+        self.measured: tuple[CostModel, tuple[str, ...]] | None = None
 
     def compare(self, plan: CommPlan, along: DeviceMesh | None = None) -> None:
         """Raise on every rank of the mesh, or of that one, unless all have this plan."""

@@ -4,10 +4,10 @@ import argparse
 import json
 import pickle
 import subprocess
-import sys
 
 import pytest
 
+from torchspmd._cli import main
 from torchspmd._cli.other_ranks import OtherRanks
 from torchspmd._cli.script import EndOfWindow
 from torchspmd.errors import UsageError
@@ -41,10 +41,8 @@ for _ in range(2):
 def test_a_stage_of_a_pipeline_waits_for_the_other(tmp_path):
     script, out = tmp_path / "train.py", tmp_path / "out.json"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torchspmd", "predict", str(script)]
-    command += ["--world-size", "2", "--rank", "1", "--gpu", "h100", "--json", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    words = ["--world-size", "2", "--rank", "1", "--gpu", "h100", "--json", str(out)]
+    assert main(["predict", str(script), *words]) == 0
     prediction = json.loads(out.read_text())
     # The last stage has nothing to do until the first micro-batch arrives.
     assert prediction["bubble_seconds"] > 0

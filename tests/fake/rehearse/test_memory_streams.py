@@ -1,4 +1,6 @@
-"""Allocations of small models, computed by hand."""
+"""Allocations and orders of small models, computed by hand."""
+
+import contextlib
 
 import pytest
 import torch
@@ -7,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -214,3 +217,64 @@ def test_two_optimizers_make_one_step(rehearse):
         if isinstance(event, Mark) and event.kind is MarkKind.STEP_END
     ]
     assert ends == [0, 1]
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "all_gather", "reduce_scatter"])
+def test_a_collective_that_is_not_async_is_waited_for(rehearse, call):
+    with rehearse(4) as recording:
+        dist.init_process_group("nccl")
+        whole, part = torch.ones(16, device="cuda"), torch.ones(4, device="cuda")
+        # torch 2.13 has other names for two of them
+        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+        scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+        if call == "all_reduce":
+            dist.all_reduce(whole)
+        elif call == "all_gather":
+            gather(whole, part)
+        else:
+            scatter(part, whole)
+        whole.add_(1)
+    kinds = (Comm, Wait, Op)
+    last = [event for event in recording.events if isinstance(event, kinds)][-3:]
+    assert [type(event) for event in last] == [Comm, Wait, Op]
+    assert last[1].comm == last[0].number
+
+
+def test_a_work_is_waited_for_where_the_script_does(rehearse):
+    with rehearse(4) as recording:
+        dist.init_process_group("nccl")
+        whole = torch.ones(16, device="cuda")
+        work = dist.all_reduce(whole, async_op=True)
+        other = torch.ones(4, device="cuda") + 1
+        work.wait()
+        del other
+    kinds = [type(e) for e in recording.events if isinstance(e, Comm | Wait | Op)]
+    assert kinds[-4:] == [Comm, Op, Op, Wait]
+
+
+def test_attention_without_cudnn_is_told_apart(rehearse):
+    def attend(kernel):
+        x = torch.ones(1, 2, 8, 16, device="cuda", dtype=torch.bfloat16)
+        x.requires_grad_()
+        with kernel:
+            y = F.scaled_dot_product_attention(x, x, x)
+        y.sum().backward()
+
+    with rehearse() as recording:
+        attend(contextlib.nullcontext())
+        attend(sdpa_kernel(SDPBackend.FLASH_ATTENTION))
+    told = [
+        dict(event.scalars).get("cudnn", True)
+        for event in recording.events
+        if isinstance(event, Op) and "attention" in event.name
+    ]
+    assert told == [True, True, False, False]
+
+
+def test_the_peer_of_a_subgroup_is_told_by_its_global_rank(rehearse):
+    with rehearse(4) as recording:
+        dist.init_process_group("nccl")
+        mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("pp", "dp"))
+        dist.send(torch.ones(4, device="cuda"), dst=2, group=mesh["pp"].get_group())
+    sent = [event for event in recording.events if isinstance(event, Comm)]
+    assert [(event.kind, event.peer) for event in sent] == [("send", 2)]

@@ -270,6 +270,40 @@ def test_sizes_that_are_written_into_a_forward_are_noted():
     assert len(whole.notes) == 1
 
 
+def test_a_forward_that_fails_on_one_rank_is_counted_layer_by_layer():
+    class LocalHeads(FixedHeads):
+        def forward(self, x):
+            q = self.q(x).view(*x.shape[:-1], -1, self.head_dim)
+            return self.o(q.flatten(-2))
+
+    plan = Plan({"0.q": ColwiseParallel(), "0.o": RowwiseParallel()})
+    fails, runs = (
+        plan.preview(nn.Sequential(m), {"tp": 2}, batch=2, seq=3).ledger.total_by(
+            "module", "phase", "kind"
+        )
+        for m in (FixedHeads(), LocalHeads())
+    )
+    assert fails == runs != {}
+
+
+def test_a_preview_without_gradients_around_it_has_a_backward():
+    model = GPT()
+    plan = auto_plan(model)
+    expected = plan.preview(model, {"tp": 2}, batch=2, seq=6).ledger.total_by("phase")
+    with torch.no_grad():
+        found = plan.preview(model, {"tp": 2}, batch=2, seq=6).ledger.total_by("phase")
+    assert found == expected and len(found) == 2
+
+
+def test_a_scripted_module_is_not_changed():
+    model = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.Linear(8, 8)))
+    held = [id(p) for p in model.parameters()]
+    plan = Plan({"0": ColwiseParallel(output_layouts=Replicate())})
+    plan.preview(model, {"tp": 2}, batch=2, seq=3)
+    assert [id(p) for p in model.parameters()] == held
+    assert type(model[1].weight.data) is torch.Tensor
+
+
 class TokensOfHeads(nn.Module):
     """With the heads of one device in a view, tokens take up what a rank lacks."""
 

@@ -9,6 +9,8 @@ import torch
 from torchspmd._cli import main
 from torchspmd.predict.calibration import Limits, calibrate, run
 from torchspmd.predict.calibration.meter import Meter
+from torchspmd.predict.collectives import collective_seconds, place
+from torchspmd.predict.figures import Figures
 from torchspmd.predict.hardware import (
     Figure,
     Hardware,
@@ -133,3 +135,59 @@ def test_without_a_gpu_the_command_says_what_to_do(capsys, monkeypatch, tmp_path
     assert "there is no CUDA device here: run this on a machine with the GPU" in text
     assert "--out must end in .toml, not x.txt" in text
     assert "--seconds must be more than 0" in text
+
+
+NCCL_TESTS = """\
+# nccl-tests version 2.16.4 nccl-headers=22706 nccl-library=22706
+# Collective test starting: all_gather_perf
+# nThread 1 nGpus 1 minBytes 1048576 maxBytes 8589934592 step: 2(factor)
+# Using devices
+#  Rank  0 Group  0 Pid  11 on     node1 device  0 [0000:1b:00] NVIDIA H100 80GB HBM3
+#  Rank  1 Group  0 Pid  12 on     node1 device  1 [0000:43:00] NVIDIA H100 80GB HBM3
+#  Rank  2 Group  0 Pid  11 on     node2 device  0 [0000:1b:00] NVIDIA H100 80GB HBM3
+#  Rank  3 Group  0 Pid  12 on     node2 device  1 [0000:43:00] NVIDIA H100 80GB HBM3
+#
+#                                                              out-of-place
+#       size         count      type   redop    root     time   algbw   busbw #wrong
+#        (B)    (elements)                               (us)  (GB/s)  (GB/s)
+     1048576         65536     float    none      -1    50.00   20.97   15.73      0
+  1073741824      67108864     float    none      -1  10000.0  107.37   80.53      0
+# Out of bounds values : 0 OK
+# Avg bus bandwidth    : 48.13
+"""
+
+
+def test_collectives_are_read_from_nccl_tests(tmp_path, capsys):
+    output, out = tmp_path / "log.txt", tmp_path / "mine.toml"
+    output.write_text(NCCL_TESTS)
+    words = ["calibrate", "--gpu", "h100", "--nccl-tests", str(output)]
+    assert main([*words, "--out", str(out)]) == 0
+    assert "with collectives.all_gather_2x2, written to" in capsys.readouterr().out
+    figures = Figures(load_gpu(str(out)))  # no network is asked for
+    where = place((0, 1, 8, 9), 8)
+
+    def seconds(nbytes):
+        return collective_seconds("all_gather", nbytes, where, figures)
+
+    assert seconds(1 << 30) == pytest.approx(0.01)
+    assert seconds(1 << 10) == pytest.approx(50e-6)  # latency
+    assert seconds(1 << 32) == pytest.approx(0.04)  # the rate of the largest
+    assert 50e-6 < seconds(1 << 25) < 0.01
+
+
+def test_an_output_that_is_none_is_refused_with_every_problem(tmp_path, capsys):
+    output = tmp_path / "log.txt"
+    output.write_text("hello")
+    words = ["calibrate", "--gpu", "h100", "--out", str(tmp_path / "x.toml")]
+    assert main([*words, "--nccl-tests", str(output)]) == 2
+    text = capsys.readouterr().err
+    assert "say which test it was: rename it" in text
+    assert "keep the lines that begin with #" in text
+    assert "no lines of sizes and times" in text
+    output.write_text(NCCL_TESTS.replace("on     node2 device  1", "on x device 1"))
+    assert main([*words, "--nccl-tests", str(output)]) == 2
+    assert "its hosts have different numbers of ranks" in capsys.readouterr().err
+    assert main([*words, "--nccl-tests", str(tmp_path / "none.txt")]) == 2
+    assert "No such file" in capsys.readouterr().err
+    assert main(words) == 2
+    assert "--gpu starts from a file: give --nccl-tests" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from torchspmd.predict.hardware import load_gpu, load_network
 pytestmark = pytest.mark.unit
 
 FOLDER = Path(hardware.__file__).parent / "hardware"
-GPUS = ["a100", "a100-40gb", "b200", "h100", "h200"]
+GPUS = ["a100", "a100-40gb", "b200", "h100", "h100-500w", "h200"]
 
 
 def test_the_files_are_those_that_the_docs_name():
@@ -32,7 +32,7 @@ def test_every_gpu_has_what_memory_and_time_need(name):
     assert gpu.nbytes("cublas_workspace") == (32 << 20 if hopper else 8519680)
 
 
-@pytest.mark.parametrize("name", ["ib-hdr200", "ib-ndr400", "efa-400"])
+@pytest.mark.parametrize("name", ["ib-hdr100", "ib-hdr200", "ib-ndr400", "efa-400"])
 def test_every_network_has_a_rate(name):
     assert load_network(name).number("network.port") > 1e10
 
@@ -50,8 +50,8 @@ def test_names_are_found_in_any_case():
 def test_an_unknown_name_lists_those_there_are():
     with pytest.raises(
         UsageError,
-        match=r"There is no GPU 'v100': choose one of a100, a100-40gb, b200, h100, h200, "
-        r"or give the path of a TOML file of your own\.",
+        match=r"There is no GPU 'v100': choose one of a100, a100-40gb, b200, h100, "
+        r"h100-500w, h200, or give the path of a TOML file of your own\.",
     ):
         load_gpu("v100")
     with pytest.raises(UsageError, match="no network 'x': choose one of efa-400, ib-"):
@@ -100,3 +100,18 @@ def test_a_figure_that_is_not_there_is_asked_for_by_name():
         load_gpu("h100").number("flops.int4")
     with pytest.raises(UsageError, match="has rows, not a number, for collectives"):
         load_gpu("h100").number("collectives.all_reduce")
+
+
+def test_a_file_that_is_like_another_gives_only_what_differs(tmp_path):
+    path = tmp_path / "capped.toml"
+    path.write_text(
+        'title = "Capped"\nlike = "h100"\n[power]\n'
+        'limit = { value = 350, source = "nvidia-smi -pl 350" }\n'
+    )
+    capped, whole = load_gpu(str(path)), load_gpu("h100")
+    assert (capped.name, capped.compute_capability) == ("capped", "9.0")
+    assert capped.number("power.limit") == 350
+    assert capped.number("flops.bfloat16") == whole.number("flops.bfloat16")
+    path.write_text('like = "v100"\n')
+    with pytest.raises(UsageError, match="There is no GPU 'v100'"):
+        load_gpu(str(path))

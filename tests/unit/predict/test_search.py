@@ -8,7 +8,8 @@ from torchspmd._cli import main
 from torchspmd._cli import search as command
 from torchspmd.errors import UsageError
 from torchspmd.predict.ranking import Outcome, describe_search, rank
-from torchspmd.predict.search import search
+from torchspmd.predict.repeated import Repeated, how_far_off
+from torchspmd.predict.search import explore, search
 from torchspmd.predict.space import Candidate, Expression, read_space
 
 pytestmark = pytest.mark.unit
@@ -125,7 +126,7 @@ def test_what_was_predicted_before_comes_from_the_cache(tmp_path, monkeypatch):
     candidates = [Candidate({"tp": tp}, ("--tp", str(tp))) for tp in (1, 2)]
     asked = []
 
-    def run_candidates(missing, predict, *, jobs, progress):
+    def run_candidates(missing, predict, *, jobs, progress, work):
         for candidate in missing:
             asked.append(candidate)
             if candidate.values["tp"] == 2:
@@ -160,3 +161,81 @@ def test_the_reason_of_a_failed_script_is_its_error(tmp_path):
     text = "Traceback\n  File x\nRuntimeError: too odd\ntorchspmd predict: x failed"
     assert command._reason(text, 2) == "RuntimeError: too odd"
     assert command._reason("", 2) == "exit code 2"
+
+
+def test_a_repeated_argument_is_swept_with_its_one_value():
+    space = read_space(["--layers", "32", "--tp", "{1,2}"], also="layers")
+    assert space.swept == {"layers": (32,), "tp": (1, 2)}
+    with pytest.raises(UsageError, match=r"--repeat depth: .* as in -- --depth 32"):
+        read_space(["--tp", "{1,2}"], also="depth")
+    with pytest.raises(UsageError, match="nothing to search"):
+        read_space(["--layers", "32"], also="layers")
+
+
+def affine(candidate):
+    """A prediction whose every figure is affine in the layers."""
+    layers, tp = candidate.values["layers"], candidate.values["tp"]
+    if tp == 3:
+        return Outcome(candidate, problem="RuntimeError: 3 is odd")
+    used = 10 + layers * 8 // tp
+    memory = {
+        "device_peak_bytes": used,
+        "reserved_peak_bytes": used,
+        "device_bytes": 200,
+        "margin_bytes": 200 - used,
+    }
+    step = {"step_seconds": 1.0 + layers * tp, "model_flops": 5.0 * layers, "mfu": 0.5}
+    return Outcome(candidate, {**step, "fits": "yes", "memory": memory})
+
+
+def test_few_blocks_stand_for_many():
+    space = read_space(["--layers", "30", "--tp", "{1,2,3,4}"], also="layers")
+    asked = []
+
+    def run(candidates):
+        asked.extend(candidates)
+        return [affine(each) for each in candidates]
+
+    result = explore(
+        list(space.candidates()),
+        run,
+        lambda outcome: outcome.prediction["model_flops"],
+        "TFLOP",
+        Repeated("layers", space, lambda values: (2, 4)),
+    )
+    assert [each.values["layers"] for each in asked] == [2, 4] * 4 + [30]
+    assert result.best.candidate.values == {"layers": 30, "tp": 2}
+    assert (result.best.seconds, result.best.nbytes) == (61.0, 130)
+    assert [each.candidate.values["tp"] for each in result.too_large] == [1]
+    assert [each.candidate.values["tp"] for each in result.failed] == [3]
+    assert result.notes == [
+        "layers=30 tp=2, rehearsed with all blocks: extended, the step is +0.0% and "
+        "memory +0.0% off"
+    ]
+    assert "1 do not fit" in describe_search(result)
+    assert result.as_json()["notes"] == result.notes
+
+
+def test_a_model_of_few_blocks_is_rehearsed_as_it_is():
+    space = read_space(["--layers", "{3,5}", "--tp", "2"], also="layers")
+    repeated = Repeated("layers", space)
+    three, five = space.candidates()
+    assert repeated.rehearsed(three) == (three,)
+    assert [each.values["layers"] for each in repeated.rehearsed(five)] == [2, 4]
+
+
+def test_blocks_that_are_not_alike_are_told():
+    one = outcome(2, 1.0, 100)
+    assert "not alike" not in how_far_off(one, outcome(2, 1.01, 101))
+    assert "not alike: search without" in how_far_off(one, outcome(2, 1.05, 100))
+    broken = Outcome(one.candidate, problem="ValueError: no")
+    assert how_far_off(one, broken).endswith("with all blocks: ValueError: no")
+
+
+def test_counts_of_blocks_may_depend_on_the_candidate():
+    counts = command._counts("pp,2*pp", {"world_size": 8})
+    assert counts({"pp": 4}) == (4, 8)
+    with pytest.raises(UsageError, match="two numbers of blocks, as in --repeat lay"):
+        command._counts("2", {})
+    with pytest.raises(UsageError, match="4 and 4 blocks; the first number must"):
+        command._counts("4,pp", {})({"pp": 4})

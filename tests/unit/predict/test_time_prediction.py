@@ -6,7 +6,9 @@ import pytest
 
 from torchspmd.predict.account import Part
 from torchspmd.predict.clock import LiveClock
+from torchspmd.predict.figures import Figures
 from torchspmd.predict.hardware import load_gpu, load_network
+from torchspmd.predict.host import HostModel
 from torchspmd.predict.prediction import predict_time
 from torchspmd.predict.time_suggestions import suggest_faster
 from torchspmd.predict.time_text import describe_time
@@ -326,3 +328,16 @@ def test_the_clock_of_a_script_tells_predicted_time():
     script.events.append(Synchronize(None, None, "torch.cuda.synchronize"))
     assert clock.now() - waited == pytest.approx(both / 2e3, rel=0.1)
     assert clock.elapsed(0, 99) == 0
+
+
+def test_only_fully_shard_pays_for_its_hooks():
+    script = Script(world_size=2)
+    x = tensor(8)
+    for name in ("fsdp.all_gather_copy_in.default", "aten.add.Tensor"):
+        script.op(name, (x,), (x,), Phase.BACKWARD)
+        script.comm("all_gather", 64)
+    figures = Figures(H100)
+    host = HostModel(figures, script.recording)
+    _, sharded, _, plain = map(host.seconds, script.events)
+    hooks = figures.number("launch.fully_shard_forward")
+    assert sharded - plain == pytest.approx(hooks)

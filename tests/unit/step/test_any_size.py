@@ -5,7 +5,8 @@ import torch
 from step_models import build, difference
 from torch import nn
 
-from torchspmd.step import compile
+from torchspmd.errors import CaptureError
+from torchspmd.step import CostModel, compile, pipeline
 
 pytestmark = pytest.mark.unit
 
@@ -123,3 +124,24 @@ def test_columns_in_another_order_are_another_program():
             call(*pair, x)
     assert difference(*pairs) == 0.0
     assert len(compiled.programs) == 3
+
+
+def test_a_program_that_is_built_anew_for_one_size_is_measured_once(monkeypatch):
+    """Ranks measure together: one that did so again would do so alone."""
+    measured = []
+
+    def measure(*_, **__):
+        measured.append(CostModel())
+        return measured[-1], ()
+
+    def refuse(*_):
+        raise CaptureError("of this test")
+
+    monkeypatch.setattr(pipeline, "measure_graph", measure)
+    monkeypatch.setattr(pipeline, "check_sizes", refuse)
+    (model, optim), _ = build("mlp", "sgd")
+    compiled = compile(plain, passes=True, cost="measure")
+    for size in (5, 3):
+        compiled(model, optim, torch.randn(size, 8))
+    assert "sizes cannot be symbols here: of this test" in compiled.explain()
+    assert len(measured) == len(compiled.programs) == 2

@@ -11,7 +11,7 @@ from _memory import MemoryCounter
 from torch import fx, nn
 from training import train, train_keeping_gradients
 
-from torchspmd.errors import LostStateError, UsageError
+from torchspmd.errors import CaptureError, LostStateError, UsageError
 from torchspmd.step import IterGraphModule, compile, find_node
 from torchspmd.step.deferral.state import State
 from torchspmd.step.flush_hooks import without_flushing
@@ -465,3 +465,13 @@ def test_an_update_that_leaves_a_gradient_is_not_made_in_place():
     training.step(third)
     training.compiled.flush()
     assert_equal(training.snapshot(), expected)
+
+
+def test_a_cuda_graph_takes_no_pending_work(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    training = Training("momentum")
+    step = compile(gm_transformation=defer_two_regions, backend="cudagraph")(train)
+    with pytest.raises(
+        CaptureError, match="it takes no work that is left for the next"
+    ):
+        step(training.model, training.optim, batches(1)[0])

@@ -7,6 +7,7 @@ import torch
 from edit_graphs import NUM_RANKS, GraphBuilder, aten, c10d
 
 from torchspmd.errors import LegalityError
+from torchspmd.step.graph.edit import fake_result
 from torchspmd.step.graph.metadata import OutputKind, OutputRole, set_roles
 from torchspmd.step.graph.snapshot import copy_graph
 from torchspmd.step.legality.check import check_edit
@@ -379,6 +380,28 @@ def test_a_bucket_that_cannot_be_taken_apart(target, sizes, text):
 
     with pytest.raises(LegalityError, match=f"shape: {text}"):
         compare(reduced_alone, short, *VECTORS)
+
+
+@pytest.mark.parametrize(
+    ("target", "arguments"),
+    [
+        (aten.view.default, lambda n: ([n, 2],)),
+        (aten.split.Tensor, lambda n: (n,)),
+    ],
+)
+def test_sizes_that_are_equal_in_the_first_program_only(target, arguments):
+    """Sizes are numbers in what is noted of nodes, and nodes among their arguments."""
+    b = GraphBuilder()
+    x, n, m = b.input("x", 4), b.graph.placeholder("n"), b.graph.placeholder("m")
+    n.meta["val"] = m.meta["val"] = 2
+    made = b.graph.call_function(target, (x, *arguments(n)))
+    made.meta["val"] = fake_result(made, {x: x.meta["val"], n: 2})
+    b.graph.output([made])
+    before, mapping = copy_graph(b.graph)
+    assert str(check_edit(before, b.graph, mapping)) == "proved equal"
+    made.args = (x, *arguments(m))
+    with pytest.raises(LegalityError, match="another value: n was where m is now"):
+        check_edit(before, b.graph, mapping)
 
 
 def test_numbers_are_told_apart_by_type():

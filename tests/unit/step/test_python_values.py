@@ -116,6 +116,11 @@ CASES = {
         put(lambda: functools.partial(float, 2)),
     ),
     "set": (lambda: {0}, lambda d: float(len(d)), lambda m: m.data.add(1)),
+    "objects in a set": (
+        lambda: {Slotted()},
+        lambda d: next(iter(d)).scale,
+        lambda m: setattr(next(iter(m.data)), "scale", 2.0),
+    ),
     "number": (lambda: np.float32(1), float, put(lambda: np.float32(2))),
     "array": (lambda: np.ones(2), lambda d: float(d[0]), lambda m: m.data.fill(2)),
     "integer": (lambda: np.int64(1), float, put(lambda: np.int64(2))),
@@ -278,3 +283,31 @@ def test_globals_of_two_functions_of_one_file(name, monkeypatch):
     monkeypatch.setitem(globals(), name, 2.0)
     train(model, optim, torch.ones(3, 4))
     assert f"{name}: 1.0 -> 2.0" in train.programs[1].reason
+
+
+class Node:
+    def __init__(self, children=()):
+        self.scale, self.children = 1.0, list(children)
+
+
+def test_a_large_tree_of_objects_is_looked_at_in_part():
+    tree = Node(Node(Node() for _ in range(10)) for _ in range(500))
+
+    def reads_a_tree(model, optim, batch):
+        return step(model, optim, batch * tree.scale)
+
+    model, optim = build()
+    train = compile(reads_a_tree)
+    for _ in range(2):
+        train(model, optim, torch.ones(3, 4))
+    tree.scale = 2.0
+    train(model, optim, torch.ones(3, 4))
+    assert "tree around reads_a_tree.scale: 1.0 -> 2.0" in train.programs[1].reason
+    assert "not guarded" not in train.explain()  # no line names the children
+
+    def reads_children(model, optim, batch):
+        return step(model, optim, batch * len(tree.children))
+
+    train = compile(reads_children)
+    train(model, optim, torch.ones(3, 4))
+    assert "tree around reads_children.children" in train.explain()

@@ -128,13 +128,15 @@ def _find_failure(
     plan: Plan, model: nn.Module, inputs: Inputs
 ) -> NotRunnableError | None:
     """Why the forward runs on the shapes of one rank for no number of ranks."""
-    failure = None
     assignments = resolve(plan, model, {"tp": 1}, call="auto_plan").assignments
+    failures = []
     for num_ranks in _RANKS:
         failure = find_fixed_sizes(model, assignments, inputs, num_ranks)
         if failure is None:
             return None
-    return failure
+        failures.append(failure)
+    # Heads that do not divide over so many ranks fail before any module runs.
+    return max(failures, key=lambda failure: bool(failure.path))
 
 
 def _left(

@@ -7,6 +7,7 @@ form of every tensor. Whatever differs, even by an equal value in another object
 the signature; the fast path decides nothing but "all is as it was".
 """
 
+import itertools
 import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -14,7 +15,6 @@ from operator import attrgetter, is_
 from typing import Any, Generic, Protocol, TypeVar, final
 
 import torch
-from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
@@ -96,13 +96,13 @@ class Unchanged:
         self._is_usable = _has_simple_inputs(inventory)
         self._any_sizes = any_sizes or {}  # of inputs, by slot: the dims of any size
         self._ambient = tuple(ambient_facts())
+        # Attributes and tables of modules and parameters, with what was in each.
+        self._tables: list[tuple[Mapping[Any, Any], list[Any], list[Any]]] = []
+        self._hooks: list[tuple[Mapping[int, Any], list[int]]] = []
+        self._empty: list[Mapping[Any, Any]] = []
         self._keep_arguments(inventory)
         self._keep_tensors(inventory)
-        self._modules = [
-            ModuleFacts(child)
-            for _, root in inventory.modules
-            for child in root.modules()
-        ]
+        self._keep_modules(inventory)
         self._data = walk_data(inventory).taken
         self._optimizers: list[OptimizerFacts | ScalerFacts] = [
             OptimizerFacts(optimizer, inventory.numbers)
@@ -149,10 +149,9 @@ class Unchanged:
             for slot in self._slots
             if slot is not None and slot.role is Role.PARAMETER
         ]
-        self._hooks = _torch.gradient_hook_keys(self._owners)
-        noted = list(map(vars, self._owners))
-        self._noted = [(t, list(t), list(t.values())) for t in noted if t]
-        self._unnoted = [table for table in noted if not table]
+        self._gradient_hooks = _torch.gradient_hook_keys(self._owners)
+        for owner in self._owners:
+            self._keep_table(vars(owner))
         self._names = [(slot.name, slot.role) for slot in inventory.slots]
         self._gradient_slots = [
             inventory.gradients.get(place)
@@ -162,6 +161,27 @@ class Unchanged:
         self._passing_forms = {
             place: self._form(place, inventory.slots[place].tensor) for place in passing
         }
+
+    def _keep_modules(self, inventory: Inventory) -> None:
+        modules = [each for _, root in inventory.modules for each in root.modules()]
+        self._modules = list(map(weakref.ref, modules))
+        self._types = list(map(type, modules))
+        for own in map(vars, modules):
+            self._keep_table(own)
+            for name in ("_modules", "_parameters", "_buffers"):
+                self._keep_table(own_table(own[name]))
+            for hooks in (own[name] for name in _torch.HOOK_TABLES):
+                if hooks:
+                    # By key: what a hook holds is not held here, and no key is given twice.
+                    self._hooks.append((hooks, list(hooks)))
+                else:
+                    self._empty.append(hooks)
+
+    def _keep_table(self, table: Mapping[Any, Any]) -> None:
+        if table:
+            self._tables.append((table, list(table), list(table.values())))
+        else:
+            self._empty.append(table)
 
     def _form(self, place: int, tensor: torch.Tensor) -> Any:
         """All that is guarded about an input or a gradient."""
@@ -175,8 +195,8 @@ class Unchanged:
     def _forget(self, _: Any) -> None:
         self._is_usable = False
         self._slots, self._kept, self._owners = [], [], []
-        self._noted, self._unnoted = [], []
-        self._modules, self._optimizers, self._data = [], [], []
+        self._tables, self._hooks, self._empty = [], [], []
+        self._optimizers, self._data = [], []
         self._inventory = Inventory([], None, [])
 
     def renew(self, leaves: list[Any], structure: Any) -> Inventory | None:
@@ -184,7 +204,7 @@ class Unchanged:
         if not self._is_usable or not self._has_same_arguments(leaves, structure):
             return None
         slots = self._same_tensors(leaves)
-        if slots is None or not all(facts.hold() for facts in self._modules):
+        if slots is None or not self._has_same_tables():
             return None
         if not all(facts.hold() for facts in self._optimizers):
             return None
@@ -222,13 +242,21 @@ class Unchanged:
             if number.leaf >= 0
         )
 
+    def _has_same_tables(self) -> bool:
+        """Whether modules and parameters have the same attributes, tables and hooks."""
+        types = (type(module()) for module in self._modules)
+        return (
+            not any(self._empty)
+            and all(itertools.starmap(is_same_table, self._tables))
+            and all(list(hooks) == keys for hooks, keys in self._hooks)
+            and all(map(is_, types, self._types))
+        )
+
     def _same_tensors(self, leaves: list[Any]) -> list[Slot] | None:
         """The slots with this call's inputs and gradients, if all have their old forms."""
         if _forms(self._kept) != self._forms:
             return None
-        if _torch.gradient_hook_keys(self._owners) != self._hooks:
-            return None
-        if any(self._unnoted) or not all(is_same_table(*t) for t in self._noted):
+        if _torch.gradient_hook_keys(self._owners) != self._gradient_hooks:
             return None
         passing: dict[int, Any] = {
             slot: leaves[place] for place, slot in self._inventory.inputs.items()
@@ -282,41 +310,7 @@ def _reread(number: Number, leaves: list[Any]) -> Number:
 
 
 # ----------------------------------------------------------------------------
-# Modules, optimizers and scalers as an earlier call found them.
-
-
-class ModuleFacts:
-    """A module's class, tables and attributes, as they were."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
-        self._type = type(module)
-        values = vars(module)
-        self._keys, self._values = list(values), list(values.values())
-        named = (module._modules, module._parameters, module._buffers)
-        containers = [own_table(table) for table in named]
-        self._tables = [(t, list(t), list(t.values())) for t in containers if t]
-        hooks = {name: values[name] for name in _torch.HOOK_TABLES}
-        # By key: what a hook holds is not held here, and no key is given twice.
-        self._hooks = [(name, list(table)) for name, table in hooks.items() if table]
-        self._empty = [t for t in (*containers, *hooks.values()) if not t]
-
-    def hold(self) -> bool:
-        """Whether all of it is still the same."""
-        module = self._module()
-        if module is None or type(module) is not self._type:
-            return False
-        values = vars(module)
-        if len(values) != len(self._keys):
-            return False
-        if not all(map(is_, values.values(), self._values)):
-            return False
-        return (
-            list(values) == self._keys
-            and not any(self._empty)
-            and all(is_same_table(*table) for table in self._tables)
-            and all(list(values[name]) == keys for name, keys in self._hooks)
-        )
+# Optimizers and scalers as an earlier call found them.
 
 
 class OptimizerFacts:

@@ -32,6 +32,11 @@ class ParallelMode:
     reduces = False  # whether ranks hold whole parameters, and reduce their gradients
     has_own_batches = False  # whether each rank computes on a batch of its own
 
+    @property
+    def sharded_over(self) -> tuple[DeviceMesh, ...]:
+        """The axes that this mode itself shards tensors over."""
+        return () if self.mesh is None else (self.mesh,)
+
     def lay_out(self, inventory: Inventory) -> "Relayout | None":
         """Other tensors for those of the step, to be put in place after capture."""
         return None

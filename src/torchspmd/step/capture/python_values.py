@@ -44,7 +44,8 @@ from torchspmd.step.capture.user_code import (
     unwrapped,
 )
 
-MAX_LEAVES = 512  # of each argument, attribute and variable
+MAX_LEAVES = 512  # values in each argument and attribute of a module or a class
+MAX_REACHED = 4 * MAX_LEAVES  # values that the step's code reaches, all together
 MAX_DEPTH = 6
 
 # ----------------------------------------------------------------------------
@@ -257,15 +258,19 @@ _MAX_ARRAY_BYTES = 4096  # compared before each call
 _MAX_WRITTEN_BYTES = 1 << 24  # compared before and after a capture
 
 
-@dataclass(slots=True)
+@dataclass
 class _Named:
     """An object of which the attributes count that the code names."""
 
     path: str
     value: Any
     depth: int
-    is_all: bool  # whether all attributes count where names are computed
     done: set[str] = field(default_factory=set)
+
+    @functools.cached_property
+    def may_count(self) -> bool:
+        """Whether attributes that no code names may change with every step."""
+        return isinstance(self.value, ModuleType) or holds_model(self.value)
 
 
 @final
@@ -285,6 +290,7 @@ class Walk:
     def __init__(self, known: Mapping[int, str]) -> None:
         self._known = known
         self._left = MAX_LEAVES
+        self._left_for_code = MAX_REACHED
         self._paths: dict[int, str] = {}  # of what was looked at, by identity
         # User classes and functions that were found: what they name can change too.
         self._classes: dict[type, None] = {}
@@ -343,8 +349,10 @@ class Walk:
     def _begin(
         self, path: str, value: Any, depth: int = 0, *, is_named: bool
     ) -> Iterator[NamedFact]:
-        self._left = MAX_LEAVES
-        return self._value(path, value, depth, is_named=is_named)
+        self._left = self._left_for_code if is_named else MAX_LEAVES
+        yield from self._value(path, value, depth, is_named=is_named)
+        if is_named:
+            self._left_for_code = self._left
 
     def _value(
         self, path: str, value: Any, depth: int, *, is_named: bool
@@ -377,6 +385,7 @@ class Walk:
         elif depth >= MAX_DEPTH or self._left <= 0:
             yield path, self._stop(path, kind)
         else:
+            self._left -= 1
             if not isinstance(value, _UNCHANGING):
                 self._paths[id(value)] = path
             yield from self._compound(path, value, depth, is_named=is_named)
@@ -388,7 +397,7 @@ class Walk:
         if isinstance(value, ModuleType):
             yield path, Fact((kind, Same(value)))
             if is_users_file(getattr(value, "__file__", None) or "<frozen"):
-                self._objects.append(_Named(path, value, depth, is_all=False))
+                self._objects.append(_Named(path, value, depth))
         elif isinstance(value, (set, frozenset)):
             yield path, self._set(path, value, depth)
         elif isinstance(value, (*_TABLES, *_SEQUENCES, *_BOUND)):
@@ -408,8 +417,7 @@ class Walk:
         elif is_named and _is_users_object(value):
             yield path, Fact((kind, _Text(kind.__name__)))
             self.add_class(kind)
-            is_all = not holds_model(value)
-            self._objects.append(_Named(path, value, depth, is_all=is_all))
+            self._objects.append(_Named(path, value, depth))
         else:
             yield from self._object(path, value, depth)
 
@@ -438,7 +446,6 @@ class Walk:
                 parts = _attributes_of(value)
                 yield from self._inside(path, kind, parts, depth, is_named=False)
                 return
-        self._left -= 1
         yield path, _fact_of_whole(value)
 
     def _inside(
@@ -463,13 +470,13 @@ class Walk:
             return self._stop(path, type(value))
         facts, known = set(), self._paths
         for item in value:
-            self._paths = dict(known)  # a set has no order: none may come first
+            if simple_fact(item) is None:
+                self._paths = dict(known)  # a set has no order: none may come first
             facts.add(tuple(self._value(path, item, depth + 1, is_named=False)))
         self._paths = known
         return Fact((type(value), frozenset(facts)))
 
     def _array(self, path: str, value: Any) -> Fact:
-        self._left -= 1
         if not hasattr(value, "tobytes"):  # a dtype, a generator
             return _fact_of_whole(value)
         if value.dtype.hasobject or value.nbytes > _MAX_WRITTEN_BYTES:
@@ -577,7 +584,7 @@ class Walk:
             yield from self._begin(path, table[key], depth, is_named=True)
 
     def _takes_all(self, named: _Named) -> bool:
-        return self._is_open and named.is_all
+        return self._is_open and not named.may_count
 
     def _hold_objects(self) -> None:
         names = frozenset(self._names)

@@ -123,17 +123,17 @@ class OtherAxis:
 
 
 def find_other_axes(
-    slots: list[Slot], data: DeviceMesh | None
+    slots: list[Slot], data: Sequence[DeviceMesh]
 ) -> tuple[OtherAxis, ...]:
-    """The axes that parameters of a step are sharded over besides the data axis."""
-    if data is None:
+    """The axes that parameters of a step are sharded over besides the data axes."""
+    if not data:
         return ()
-    own = _ranks_along(data, 0)
+    own = {_ranks_along(axis, 0) for axis in data}
     names: dict[frozenset[int], str] = {}
     differing: dict[frozenset[int], set[int]] = {}
     for place, slot in enumerate(slots):
         for name, ranks in _sharded_over(slot.tensor):
-            if len(ranks) > 1 and ranks != own:
+            if len(ranks) > 1 and ranks not in own:
                 names.setdefault(ranks, name)
                 differing.setdefault(ranks, set()).add(place)
     return tuple(

@@ -136,16 +136,23 @@ def written_nodes(node: fx.Node) -> list[fx.Node]:
     return [write.node for write in find_writes(node)]
 
 
-def find_written(
-    graph: fx.Graph,
-) -> tuple[Mapping[fx.Node, fx.Node], frozenset[fx.Node]]:
-    """The root of each node's memory, and the roots that are written.
+class Written(NamedTuple):
+    """The memory of a graph that writes; few do, and for others nothing need be known.
 
-    Few graphs write at all. For others both are empty: nothing need be known about memory.
+    Attributes:
+        root: For each node, the node that brought its memory; empty without writes.
+        roots: Those whose memory is written.
     """
+
+    root: Mapping[fx.Node, fx.Node]
+    roots: frozenset[fx.Node]
+
+
+def find_written(graph: fx.Graph) -> Written:
+    """The memory that a graph writes into."""
     written = [each for node in graph.nodes for each in written_nodes(node)]
     root = find_aliases(graph).root if written else {}
-    return root, frozenset(root[node] for node in written)
+    return Written(root, frozenset(root[node] for node in written))
 
 
 def memory_sources(node: fx.Node) -> list[fx.Node]:

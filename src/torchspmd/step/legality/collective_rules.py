@@ -166,8 +166,6 @@ def _is_alone(given: _Arguments) -> bool:
 # what all ranks gathered is the sum of the ranks' own. Both are equal as sums, like every
 # collective here; a pass that uses them says that bits change.
 
-_MOST_RUNS = 1024  # more ranks than that are not compared one by one
-
 
 def _add(reader: Reader, call: OpCall) -> int:
     """A sum; that of two reduced tensors is the reduction of their sum."""
@@ -239,7 +237,9 @@ def _ungathered(table: ValueTable, value: int) -> _Origin | None:
     flat = table[value]
     if not isinstance(flat, Flat) or not flat.shape or not flat.segments:
         return None
-    segments = [part for each in table.segments(value) for part in _runs(table, each)]
+    segments = [
+        part for each in table.segments(value) for part in table.run_by_run(each)
+    ]
     first = table[segments[0].atom]
     if not isinstance(first, Term) or first.head != GATHER:
         return None
@@ -257,17 +257,6 @@ def _ungathered(table: ValueTable, value: int) -> _Origin | None:
         return None
     shape = (flat.shape[0] // num_ranks, *flat.shape[1:])
     return first.attributes, table.flat(shape, own)
-
-
-def _runs(table: ValueTable, segment: Segment) -> list[Segment]:
-    """Runs of one value one by one, as the parts of all ranks in what was gathered."""
-    runs = table.runs_of(segment.atom)
-    if runs is None or runs.num > _MOST_RUNS:
-        return [segment]
-    if segment.length != runs.length * runs.num:
-        return [segment]
-    starts = [runs.offset + number * runs.stride for number in range(runs.num)]
-    return [Segment(runs.base, start, runs.length) for start in starts]
 
 
 def _own(

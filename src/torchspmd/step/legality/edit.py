@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Self
 
 import torch
 from torch import fx
 
+from torchspmd.step.graph.aliases import Written, find_written
 from torchspmd.step.graph.edit import fake_result
 from torchspmd.step.graph.metadata import (
     OutputKind,
@@ -21,7 +23,7 @@ _SHOWN = 3  # names in one line
 _PLAIN = (int, float, complex, str, slice, torch.dtype, torch.device)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Edit:
     """A graph before and after an edit.
 
@@ -62,6 +64,16 @@ class Edit:
         return len(self.same) == len(self.place_before) == len(self.place_after) and (
             all(self.old[now] is was for now, was in pairs)
         )
+
+    @cached_property
+    def written_before(self) -> Written:
+        """The memory that the graph before writes into."""
+        return find_written(self.before)
+
+    @cached_property
+    def written_after(self) -> Written:
+        """The memory that the edited graph writes into."""
+        return find_written(self.after)
 
     @property
     def keeps_fakes(self) -> bool:

@@ -271,8 +271,10 @@ class Equivalence:
             for i, node in enumerate(random_nodes(edit.after))
         }
         written_down = {node: node.meta.get("val") for node in edit.before.nodes}
-        self.before = Evaluation(self.table, edit.before, old, written_down)
-        self.after = Evaluation(self.table, edit.after, new, fakes)
+        self.before = Evaluation(
+            self.table, edit.before, old, written_down, edit.written_before
+        )
+        self.after = Evaluation(self.table, edit.after, new, fakes, edit.written_after)
 
     def elements(self, node: fx.Node) -> Hashable:
         """Which elements of which values a node of the edited graph holds."""

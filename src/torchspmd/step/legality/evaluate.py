@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from torchspmd.step.graph.aliases import find_writes, find_written
+from torchspmd.step.graph.aliases import Written, find_writes
 from torchspmd.step.legality.collective_rules import COLLECTIVE_RULES
 from torchspmd.step.legality.operator_rules import (
     OPERATOR_RULES,
@@ -26,7 +26,6 @@ from torchspmd.step.legality.values import (
     Flat,
     Impossible,
     OpCall,
-    Pieces,
     Rule,
     Segment,
     Term,
@@ -39,8 +38,6 @@ from torchspmd.step.legality.values import (
 
 # ----------------------------------------------------------------------------
 # Writes into a part of a tensor's memory.
-
-_MOST_RUNS = 4096
 
 
 def overwrite(
@@ -71,20 +68,8 @@ def _places(table: ValueTable, shown: int, memory: int) -> list[Segment] | None:
     flat = table[shown]
     if not isinstance(flat, Flat):
         return None
-    places: list[Segment] = []
-    for segment in flat.segments:
-        runs = table.runs_of(segment.atom)
-        if segment.atom == memory:
-            places.append(segment)
-            continue
-        if runs is None or runs.base != memory or runs.num > _MOST_RUNS:
-            return None
-        parts = [
-            Segment(memory, runs.offset + i * runs.stride, runs.length)
-            for i in range(runs.num)
-        ]
-        places += Pieces(parts).cut(segment.offset, segment.length)
-    return places
+    places = [part for each in flat.segments for part in table.run_by_run(each)]
+    return places if all(part.atom == memory for part in places) else None
 
 
 def _spliced(
@@ -131,6 +116,7 @@ class Evaluation:
         graph: The graph; its nodes are in an order in which they can run.
         random: What tells random ops apart, for each of them.
         fakes: What each node gives, without values.
+        memory: The memory that the graph writes into.
 
     Attributes:
         made: The value that each node had when it ran.
@@ -144,12 +130,13 @@ class Evaluation:
         graph: fx.Graph,
         random: Mapping[fx.Node, Hashable],
         fakes: Fakes,
+        memory: Written,
     ) -> None:
         self.table = table
         self.fakes = fakes
         self._random = random
         self.made: dict[fx.Node, int] = {}
-        self._root, self._written = find_written(graph)
+        self._root, self._written = memory
         self._memory: dict[fx.Node, int] = {}  # what each written root holds now
         self._version = dict.fromkeys(self._written, 0)
         self._shown: dict[fx.Node, tuple[int, int]] = {}  # version and value of views

@@ -15,9 +15,9 @@ from torch import fx
 
 from torchspmd import _torch
 from torchspmd.step.graph.aliases import (
+    Written,
     communication_of,
     find_writes,
-    find_written,
     is_view,
     is_wait,
     memory_root,
@@ -437,12 +437,12 @@ class Accesses:
         writes: For each root that is written, who writes it, in order.
     """
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, memory: Written) -> None:
         self.last_write: dict[_Access, fx.Node | None] = {}
         self.writes: dict[fx.Node, list[fx.Node]] = {}
-        self.root, written = find_written(graph)
-        for node in graph.nodes if written else ():
-            for root in self._used_by(node) & written:
+        self.root = memory.root
+        for node in graph.nodes if memory.roots else ():
+            for root in self._used_by(node) & memory.roots:
                 before = self.writes.get(root)
                 self.last_write[node, root] = before[-1] if before else None
             for root in {self.root[each] for each in written_nodes(node)}:
@@ -462,7 +462,8 @@ def check_hazards(edit: Edit, fakes: Fakes) -> list[Problem]:
         edit: The edit.
         fakes: What the nodes of the edited graph give, without values.
     """
-    before, after = Accesses(edit.before), Accesses(edit.after)
+    before = Accesses(edit.before, edit.written_before)
+    after = Accesses(edit.after, edit.written_after)
     return [
         *_check_accesses(edit, before, after),
         *_check_flights(edit, before, after),
@@ -537,7 +538,7 @@ def _in_flight(
 
 def _check_overlaps(edit: Edit, fakes: Fakes) -> Iterator[Problem]:
     """Nothing is written into memory that overlaps itself: torch refuses to."""
-    for node in edit.after.nodes:
+    for node in edit.after.nodes if edit.written_after.roots else ():
         for written in written_nodes(node):
             old = edit.old.get(written)
             was_so = old is not None and _overlaps(old.meta.get("val"))

@@ -23,6 +23,7 @@ _T = TypeVar("_T")
 # ways to pack and unpack that bring each element back to its place give the same sequence.
 
 EVERYWHERE = -1  # the offset into a value that is the same at every place
+_MOST_RUNS = 4096  # of one value that are looked at one by one
 
 
 class Segment(NamedTuple):
@@ -229,6 +230,15 @@ class ValueTable:
         if not isinstance(term, Term) or term.head != STRIDED:
             return None
         return Runs(term.children[0], *term.attributes)
+
+    def run_by_run(self, segment: Segment) -> list[Segment]:
+        """The runs that a segment consists of; itself, for other values or too many."""
+        runs = self.runs_of(segment.atom)
+        if runs is None or runs.num > _MOST_RUNS:
+            return [segment]
+        starts = [runs.offset + number * runs.stride for number in range(runs.num)]
+        parts = [Segment(runs.base, start, runs.length) for start in starts]
+        return Pieces(parts).cut(segment.offset, segment.length)
 
     def rows(self, parts: tuple[int, ...], num_rows: int) -> int:
         """Rows that hold a row of each part, cut into these only where that is needed."""

@@ -100,7 +100,7 @@ def _prefetch(
 
 def _fuse(gm: Any, bucket_size_mb: float | None, cost: CostModel | None) -> PassReport:
     size = choose_bucket_size(gm, cost) if bucket_size_mb is None else bucket_size_mb
-    report: PassReport = comm_fusion_with_concat(gm, size)
+    report: PassReport = comm_fusion_with_concat(gm, size, by_block=True)
     return report
 
 

@@ -1,6 +1,6 @@
 """What each collective does, computed from the values of all ranks of a group."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -94,6 +94,10 @@ class _Team:
     def inputs(self) -> list[torch.Tensor]:
         return [rank["input"] for rank in self.ranks]
 
+    def with_inputs(self, values: Iterable[torch.Tensor]) -> "_Team":
+        pairs = zip(self.ranks, values, strict=True)
+        return replace(self, ranks=[{**rank, "input": value} for rank, value in pairs])
+
     def reduce(self, values: list[torch.Tensor]) -> torch.Tensor:
         return reduce_values(values, self.ranks[0]["reduce_op"], self.order)
 
@@ -162,18 +166,7 @@ def _item_by_item(run: _Run) -> _Run:
 
     def coalesced(team: _Team) -> list[Any]:
         items = zip(*(rank["inputs"] for rank in team.ranks), strict=True)
-        columns = [
-            run(
-                replace(
-                    team,
-                    ranks=[
-                        {**rank, "input": each}
-                        for rank, each in zip(team.ranks, item, strict=True)
-                    ],
-                )
-            )
-            for item in items
-        ]
+        columns = [run(team.with_inputs(item)) for item in items]
         places = range(len(team.ranks))
         return [[column[place] for column in columns] for place in places]
 

@@ -1,0 +1,296 @@
+"""Published training runs, as scripts of ``examples/predict``: shapes, layouts, figures.
+
+Each source has its own file below ``published/``, or its rows here. Where a source does not
+say something (dropout, which attention), what its framework did at that time is taken, and
+said here. Rows with float8, context parallelism or asynchronous tensor parallelism are not
+here: the scripts cannot express them.
+"""
+
+import csv
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+FOLDER = Path(__file__).parent / "published"
+EXAMPLES = Path(__file__).parent.parent / "examples" / "predict"
+
+
+class Row(NamedTuple):
+    """A published figure: tokens a second and GPU, or milliseconds of a step.
+
+    Attributes:
+        name: Of the row.
+        source: Framework, GPU: rows of one source share a factor.
+        script: Of ``examples/predict``.
+        gpu: Of the hardware file.
+        network: Between its nodes.
+        gpus: How many.
+        layers: Of the model.
+        words: Of the script, without layers and accumulation.
+        tokens: Of a rank and micro-batch, over all ranks that share it; 0 where
+            milliseconds are given.
+        measured: The figure.
+        accumulate: Micro-batches of a step.
+        pp: Stages of the pipeline.
+        chunks: Parts of the model on each stage.
+        reserved_gib: The most of memory that was reserved; 0 where it is not told.
+        model: Of those layouts that compete, for the best of them.
+        has_optimizer: False where the figure is without it.
+        is_whole: Whether all layers and micro-batches are rehearsed.
+    """
+
+    name: str
+    source: str
+    script: str
+    gpu: str
+    network: str
+    gpus: int
+    layers: int
+    words: str
+    tokens: int
+    measured: float
+    accumulate: int = 1
+    pp: int = 1
+    chunks: int = 1
+    reserved_gib: float = 0.0
+    model: str = ""
+    has_optimizer: bool = True
+    is_whole: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, as measured."""
+        if not self.tokens:
+            return self.measured / 1e3
+        return self.tokens * self.accumulate / self.measured
+
+
+def _read(name: str) -> list[dict[str, str]]:
+    with (FOLDER / name).open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# ----------------------------------------------------------------------------
+# llm-foundry, scripts/train/benchmarking: FSDP, flash attention 2, torch 2.1
+
+# Layers, width and heads of MPT; 50368 words, GELU, tied, learned positions.
+_MPT = {
+    "760m": (24, 1536, 12),
+    "1b": (24, 2048, 16),
+    "3b": (32, 2560, 20),
+    "7b": (32, 4096, 32),
+    "13b": (40, 5120, 40),
+    "30b": (48, 7168, 56),
+    "70b": (80, 8192, 64),
+}
+
+
+def mpt() -> Iterator[Row]:
+    """All bf16 rows on H100."""
+    for row in _read("mpt_h100.csv"):
+        layers, width, heads = _MPT[row["model"]]
+        batch, sequence = int(row["micro_batch"]), int(row["sequence"])
+        words = f"--width {width} --heads {heads} --vocabulary 50368 --tied --flash "
+        words += f"--sequence {sequence} --batch {batch}"
+        words += " --recompute" if row["checkpointing"] == "True" else ""
+        words += " --keep-gathered" if row["sharding"] == "SHARD_GRAD_OP" else ""
+        yield Row(
+            f"mpt {row['model']} {row['gpus']} GPUs, {batch} x {sequence}",
+            "llm-foundry, H100",
+            "gpt.py",
+            "h100",
+            "ib-ndr400",
+            int(row["gpus"]),
+            layers,
+            words,
+            batch * sequence,
+            float(row["tokens_per_second_per_gpu"]),
+            int(row["accumulate"]),
+        )
+
+
+# ----------------------------------------------------------------------------
+# torchtitan
+
+_TITAN_H100 = ("torchtitan, H100 500 W", "llama_fsdp2.py", "h100-500w", "ib-ndr400")
+_TITAN_A100 = ("torchtitan, A100", "llama_fsdp2.py", "a100", "ib-hdr200")
+_SIZES = {"8b": 32, "70b": 80, "405b": 126, "llama2-13b": 40, "llama2-70b": 80}
+
+
+def torchtitan() -> Iterator[Row]:
+    """Its H100 tables in bf16, and 64 A100 of docs/performance.md, 2024-08.
+
+    In 2024, torch had no kernel for RMS norms and chose FlashAttention 2; the rows of batch
+    1 and of TP 2 are of October 2025.
+    """
+    old = "--flash --composed-norms --recompute"
+    new = "--recompute selective"
+    for name, gpus, size, batch, tp, more, rate, gib in (
+        ("FSDP", 8, "8b", 2, 1, f"{old} selective", 5762, 82.4),
+        ("FSDP, compiled", 8, "8b", 2, 1, f"{old} selective --compile", 6667, 77.0),
+        ("FSDP 8, batch 1", 8, "8b", 1, 1, new, 7380, 47.82),
+        ("FSDP 64, batch 1", 64, "8b", 1, 1, new, 5097, 31.41),
+        ("FSDP 4, TP 2", 8, "8b", 1, 2, new, 5898, 35.33),
+        ("FSDP 16, TP 8", 128, "405b", 2, 8, f"{old} full --compile", 109, 0),
+    ):
+        yield Row(
+            f"{size} {gpus} H100, {name}",
+            *_TITAN_H100,
+            gpus,
+            _SIZES[size],
+            f"--size {size} --batch {batch} --tp {tp} {more}",
+            batch * 8192 // tp,
+            rate,
+            reserved_gib=gib,
+        )
+    for size, batch, sequence, recompute, rate in (
+        ("8b", 1, 8192, "selective", 2973),
+        ("70b", 1, 8192, "full", 331),
+        ("llama2-13b", 2, 4096, "none", 2162),
+        ("llama2-13b", 2, 4096, "selective", 1904),
+        ("llama2-70b", 1, 4096, "selective", 355),
+        ("llama2-70b", 2, 4096, "full", 353),
+    ):
+        words = f"--size {size} --batch {batch} --sequence {sequence}"
+        yield Row(
+            f"{size} 64 A100, {batch} x {sequence}, {recompute} checkpointing",
+            *_TITAN_A100,
+            64,
+            _SIZES[size],
+            f"{words} {old} {recompute}",
+            batch * sequence,
+            rate,
+        )
+
+
+def torchtitan_one_gpu() -> Iterator[Row]:
+    """Forward, loss and backward of graph_trainer's graph, run operator by operator."""
+    llama = "--width 2048 --heads 32 --kv-heads 8 --hidden 8192 --vocabulary 128256"
+    qwen = "--width 2048 --heads 16 --kv-heads 8 --head-width 128 --hidden 6144"
+    qwen += " --vocabulary 151936 --qk-norm"
+    for name, words, layers, times in (
+        ("llama3-1B", llama, 16, (177.622, 320.221, 330.258)),
+        ("qwen3-1.7B", qwen, 28, (291.522, 524.662, 538.942)),
+    ):
+        for (batch, sequence), milliseconds in zip(
+            ((4, 2048), (8, 2048), (4, 4096)), times, strict=True
+        ):
+            yield Row(
+                f"{name} 1 GPU, {batch} x {sequence}",
+                "torchtitan graph_trainer, H100",
+                "gpt.py",
+                "h100-500w",
+                "ib-ndr400",
+                1,
+                layers,
+                f"--parallel none {words} --swiglu --rotary --batch {batch} "
+                f"--sequence {sequence}",
+                0,
+                milliseconds,
+                has_optimizer=False,
+            )
+
+
+# ----------------------------------------------------------------------------
+# NVIDIA dgxc-benchmarking v25.02: NeMo, Megatron-Core
+
+
+def dgxc() -> Iterator[Row]:
+    """Nemotron 15B, TP 4 with sequence parallelism, distributed optimizer, overlapped."""
+    words = "--width 6144 --heads 48 --kv-heads 8 --vocabulary 256000 --mlp relu2 "
+    words += "--sequence 4096 --batch 4 --tp 4 --sequence-parallel --zero --overlap"
+    for gpus, seconds in (
+        (16, 2.812),
+        (32, 2.824),
+        (64, 2.845),
+        (128, 2.859),
+        (256, 2.852),
+        (512, 2.875),
+        (1024, 2.895),
+        (2048, 2.887),
+    ):
+        yield Row(
+            f"nemotron 15B {gpus} GPUs, TP 4",
+            "NeMo, H100",
+            "megatron.py",
+            "h100",
+            "ib-ndr400",
+            gpus,
+            32,
+            words,
+            0,
+            1e3 * seconds,
+            4,
+        )
+
+
+# ----------------------------------------------------------------------------
+# vTrain: Megatron-DeepSpeed on A100, fp16, full recomputation, no fused attention; a node
+# has 800 Gb/s
+
+
+def _vtrain(row: dict[str, str], network: str, where: str) -> Row:
+    gpus, tp, dp, pp, batch, micro, width, heads, layers, sequence = (
+        int(row[name])
+        for name in (
+            "gpus",
+            "tp",
+            "dp",
+            "pp",
+            "global_batch",
+            "micro_batch",
+            "width",
+            "heads",
+            "layers",
+            "sequence",
+        )
+    )
+    words = f"--width {width} --heads {heads} --sequence {sequence} --bias --recompute "
+    words += f"--batch {micro} --tp {tp} --attention unfused --dropout 0.1 "
+    words += "--half-gradients"
+    layout = f"tp {tp} dp {dp} pp {pp}, {micro} of {batch}"
+    return Row(
+        f"vTrain {width} x {layers}, {gpus} GPUs, {layout}",
+        "Megatron-DeepSpeed, A100",
+        "megatron.py",
+        "a100",
+        network,
+        gpus,
+        layers,
+        words,
+        0,
+        float(row["milliseconds"]),
+        batch // dp // micro,
+        pp,
+        model=f"vTrain {width} x {layers}, {gpus} GPUs, {where}, {batch}",
+    )
+
+
+def vtrain(single: int = 24, seed: int = 0) -> Iterator[Row]:
+    """Its runs on 64 to 512 GPUs with up to 8 stages, and some of those on one node."""
+    rows = _read("vtrain_single_node.csv")
+    kinds: dict[tuple[str, ...], list[dict[str, str]]] = {}
+    for row in rows:
+        kinds.setdefault((row["gpus"], row["tp"], row["pp"]), []).append(row)
+    chooser = random.Random(seed)
+    strata = [chooser.sample(each, len(each)) for _, each in sorted(kinds.items())]
+    chosen = [
+        each[place]
+        for place in range(len(rows))
+        for each in strata
+        if place < len(each)
+    ]
+    for row in chosen[:single]:
+        yield _vtrain(row, "ib-hdr100", "one node")
+    for row in _read("vtrain_multi_node.csv"):
+        yield _vtrain(row, "ib-hdr100", "nodes")
+
+
+SOURCES = {
+    "mpt": mpt,
+    "torchtitan": torchtitan,
+    "one-gpu": torchtitan_one_gpu,
+    "dgxc": dgxc,
+    "vtrain": vtrain,
+}

@@ -1,0 +1,509 @@
+r"""Pretrain a decoder the way Megatron-LM does: tensor, sequence, pipeline, data parallel.
+
+    torchrun --nproc-per-node 8 examples/predict/megatron.py --tp 4 --pp 2
+    torchspmd predict examples/predict/megatron.py --world-size 64 --gpu a100 \
+        -- --layers 30 --width 3072 --heads 32 --tp 2 --recompute --attention unfused
+
+Ranks that share tensors are next to each other, then come those of data parallelism, then
+the stages of the pipeline. Parameters are in 16 bits, gradients are summed up in 32 or 16,
+and the optimizer works on a copy in 32, whole or sharded (``--zero``) over data parallel
+ranks. An ordinary script for GPUs: it knows nothing of rehearsals.
+"""
+
+import argparse
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+)
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+# ----------------------------------------------------------------------------
+# What tensor parallel ranks say to each other. The sequence is the first dimension.
+
+
+class Copy(torch.autograd.Function):
+    """The same on every rank; its gradients are summed up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """Nothing happens."""
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Sum the gradients up."""
+        grad = grad.contiguous()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class Sum(torch.autograd.Function):
+    """The sum of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """Sum up."""
+        del ctx
+        x = x.contiguous()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Nothing happens."""
+        del ctx
+        return grad, None
+
+
+def gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    whole = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
+    dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
+    return whole
+
+
+def scatter(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    part = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
+    dist.reduce_scatter_tensor(part, x.contiguous(), group=group)
+    return part
+
+
+class Gather(torch.autograd.Function):
+    """The whole sequence; gradients go back to where each part is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """Gather the sequence."""
+        ctx.group = group
+        return gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Sum up, and keep this part."""
+        return scatter(grad, ctx.group), None
+
+
+class Scatter(torch.autograd.Function):
+    """The sum of all ranks, of this rank's part of the sequence."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """Sum up, and keep this part."""
+        ctx.group = group
+        return scatter(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Gather the gradients."""
+        return gather(grad, ctx.group), None
+
+
+class VocabularyLoss(torch.autograd.Function):
+    """Cross entropy where every rank has the logits of a part of the words."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, target: torch.Tensor, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        """The mean loss; three small sums over the ranks."""
+        logits = logits.float()
+        highest = logits.amax(-1)
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+        logits = logits - highest.unsqueeze(-1)
+        words = logits.shape[-1]
+        local = (target - dist.get_rank(group) * words).clamp(0, words - 1)
+        chosen = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1)
+        dist.all_reduce(chosen, group=group)
+        exps = logits.exp_()
+        total = exps.sum(-1)
+        dist.all_reduce(total, group=group)
+        exps.div_(total.unsqueeze(-1))
+        ctx.save_for_backward(exps, local)
+        return (total.log() - chosen).mean()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """Probabilities, less one for the right word."""
+        exps, local = ctx.saved_tensors
+        ones = torch.full_like(local.unsqueeze(-1), -1, dtype=exps.dtype)
+        exps.scatter_add_(-1, local.unsqueeze(-1), ones)
+        return exps.mul_(grad / local.numel()).to(torch.bfloat16), None, None
+
+
+# ----------------------------------------------------------------------------
+# The model, as large as this rank's part of it
+
+
+class Block(nn.Module):
+    """Attention and an MLP, with GELU, squared ReLU or SwiGLU."""
+
+    def __init__(self, options: argparse.Namespace, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.options, self.group = options, group
+        width, tp, bias = options.width, options.tp, options.bias
+        self.head_width = width // options.heads
+        self.heads = options.heads // tp
+        self.kv_heads = (options.kv_heads or options.heads) // tp
+        hidden = (options.hidden or 4 * width) // tp
+        rows = (self.heads + 2 * self.kv_heads) * self.head_width
+        self.qkv = nn.Linear(width, rows, bias=bias)
+        self.o = nn.Linear(self.heads * self.head_width, width, bias=bias)
+        gated = options.mlp == "swiglu"
+        self.up = nn.Linear(width, hidden * (2 if gated else 1), bias=bias)
+        self.down = nn.Linear(hidden, width, bias=bias)
+        norm = nn.RMSNorm if gated else nn.LayerNorm
+        self.norm1, self.norm2 = norm(width), norm(width)
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """Before column parallel products."""
+        if self.options.tp == 1:
+            return x
+        kind = Gather if self.options.sequence_parallel else Copy
+        return kind.apply(x, self.group)
+
+    def leave(self, x: torch.Tensor) -> torch.Tensor:
+        """After row parallel ones."""
+        if self.options.tp == 1:
+            return x
+        kind = Scatter if self.options.sequence_parallel else Sum
+        return kind.apply(x, self.group)
+
+    def drop(self, x: torch.Tensor) -> torch.Tensor:
+        """Dropout, where there is some."""
+        return F.dropout(x, self.options.dropout) if self.options.dropout else x
+
+    def attention(self, x: torch.Tensor) -> torch.Tensor:
+        """Of (sequence, batch, width)."""
+        length, batch, _ = x.shape
+        width = self.head_width
+        sizes = [self.heads * width, self.kv_heads * width, self.kv_heads * width]
+        q, k, v = (
+            part.unflatten(-1, (-1, width)).permute(1, 2, 0, 3)
+            for part in self.qkv(x).split(sizes, -1)
+        )
+        if self.options.attention == "unfused":
+            y = self.unfused(q, k, v)
+        else:
+            kernel = sdpa_kernel(SDPBackend.FLASH_ATTENTION)
+            is_flash = self.options.attention == "flash"
+            with kernel if is_flash else contextlib.nullcontext():
+                y = F.scaled_dot_product_attention(
+                    q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads
+                )
+        return self.o(y.permute(2, 0, 1, 3).reshape(length, batch, -1))
+
+    def unfused(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """Scores, a softmax with its mask in one kernel, dropout, and their product."""
+        q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
+        mask = torch.empty(1, 1, 1, device=q.device, dtype=q.dtype)
+        scores = torch.baddbmm(
+            mask, q, k.transpose(1, 2), beta=0, alpha=self.head_width**-0.5
+        )
+        parts = self.drop(torch.softmax(scores, -1))
+        return torch.bmm(parts, v).unflatten(0, (-1, self.heads))
+
+    def mlp(self, x: torch.Tensor) -> torch.Tensor:
+        """Of (sequence, batch, width)."""
+        y = self.up(x)
+        if self.options.mlp == "swiglu":
+            gate, up = y.chunk(2, -1)
+            return self.down(F.silu(gate) * up)
+        if self.options.mlp == "relu2":
+            return self.down(F.relu(y).square())
+        return self.down(F.gelu(y))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Add to the residual stream."""
+        x = x + self.drop(self.leave(self.attention(self.enter(self.norm1(x)))))
+        return x + self.drop(self.leave(self.mlp(self.enter(self.norm2(x)))))
+
+
+class Stage(nn.Module):
+    """A part of the decoder: some blocks, with the embedding or the head at the ends."""
+
+    def __init__(
+        self, options: argparse.Namespace, group: dist.ProcessGroup, place: int
+    ) -> None:
+        super().__init__()
+        self.options, self.group = options, group
+        count = options.pp * options.interleave
+        layers = options.layers // count
+        words, width = options.vocabulary // options.tp, options.width
+        self.embed = self.head = self.norm = None
+        if place == 0:
+            self.embed = nn.Embedding(words, width)
+        self.blocks = nn.ModuleList(Block(options, group) for _ in range(layers))
+        if place == count - 1:
+            self.norm = nn.LayerNorm(width)
+            self.head = nn.Linear(width, words, bias=False)
+            if options.tied and self.embed is not None:
+                self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Tokens, or what the stage before has made, to logits, or what comes next."""
+        options = self.options
+        parts = options.tp if options.sequence_parallel else 1
+        if self.embed is not None:
+            x = self.embed(x.t().remainder(self.embed.num_embeddings))
+            if options.tp > 1:
+                kind = Scatter if options.sequence_parallel else Sum
+                x = kind.apply(x, self.group)
+        else:
+            x = x.transpose(0, 1)
+        for block in self.blocks:
+            if options.recompute:
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        if self.head is None or self.norm is None:
+            return x.transpose(0, 1)
+        x = self.norm(x)
+        if options.tp > 1:
+            x = (Gather if parts > 1 else Copy).apply(x, self.group)
+        return self.head(x).transpose(0, 1)
+
+
+def loss_of(
+    logits: torch.Tensor, target: torch.Tensor, group: dist.ProcessGroup
+) -> torch.Tensor:
+    logits = logits.transpose(0, 1)
+    if group.size() == 1:
+        return F.cross_entropy(logits.flatten(0, 1).float(), target.t().flatten())
+    return VocabularyLoss.apply(logits, target.t(), group)
+
+
+# ----------------------------------------------------------------------------
+# Gradients and the optimizer
+
+
+class Bucket:
+    """Parameters of a block in one buffer, with gradients and a copy in 32 bits."""
+
+    def __init__(
+        self, parameters: list[nn.Parameter], mesh: DeviceMesh, options: Any
+    ) -> None:
+        self.group, self.options = mesh["dp"].get_group(), options
+        ranks = self.group.size()
+        self.parameters = parameters
+        count = sum(p.numel() for p in self.parameters)
+        count += -count % ranks
+        device = self.parameters[0].device
+        self.weights = torch.zeros(count, dtype=torch.bfloat16, device=device)
+        dtype = torch.bfloat16 if options.half_gradients else torch.float32
+        self.gradients = torch.zeros(count, dtype=dtype, device=device)
+        self.places: dict[nn.Parameter, torch.Tensor] = {}
+        at = 0
+        for p in self.parameters:
+            self.weights[at : at + p.numel()].copy_(p.detach().flatten())
+            p.data = self.weights[at : at + p.numel()].view_as(p)
+            self.places[p] = self.gradients[at : at + p.numel()].view_as(p)
+            p.register_post_accumulate_grad_hook(self.take)
+            at += p.numel()
+        share = count // ranks if options.zero else count
+        self.master = nn.Parameter(self.weights[:share].float())
+        self.is_last = False
+        self.missing = 0
+        self.pending: Any = None
+
+    def begin(self, *, is_last: bool) -> None:
+        """Before a backward pass; the last one of a step sends."""
+        self.is_last, self.missing = is_last, len(self.parameters)
+
+    def take(self, p: nn.Parameter) -> None:
+        """Add a gradient, and send the bucket when the last of them is there."""
+        self.places[p].add_(p.grad)
+        p.grad = None
+        self.missing -= 1
+        if self.is_last and self.options.overlap and not self.missing:
+            self.send()
+
+    def send(self) -> None:
+        """Sum up over data parallel ranks."""
+        if self.group.size() == 1:
+            return
+        if self.options.zero:
+            part = self.gradients.new_empty(self.master.numel())
+            self.pending = dist.reduce_scatter_tensor(
+                part, self.gradients, group=self.group, async_op=True
+            )
+            self.part = part
+        else:
+            self.pending = dist.all_reduce(
+                self.gradients, group=self.group, async_op=True
+            )
+
+    def finish(self) -> None:
+        """Give the optimizer its gradients."""
+        if not self.options.overlap:
+            self.send()
+        if self.pending is not None:
+            self.pending.wait()
+        is_part = self.options.zero and self.group.size() > 1
+        self.master.grad = (self.part if is_part else self.gradients).float()
+
+    def publish(self) -> None:
+        """Write the new weights back, and start with no gradients."""
+        self.master.grad = None
+        share = self.master.numel()
+        if share < self.weights.numel():
+            dist.all_gather_into_tensor(
+                self.weights, self.master.detach().bfloat16(), group=self.group
+            )
+        else:
+            self.weights.copy_(self.master.detach())
+        self.gradients.zero_()
+
+
+# ----------------------------------------------------------------------------
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, default in (
+        ("layers", 24),
+        ("width", 2048),
+        ("heads", 16),
+        ("kv-heads", 0),
+        ("hidden", 0),
+        ("vocabulary", 51200),
+        ("sequence", 2048),
+        ("batch", 1),
+        ("accumulate", 1),
+        ("tp", 1),
+        ("pp", 1),
+        ("interleave", 1),
+        ("steps", 3),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    for name in ("bias", "tied", "recompute", "sequence-parallel", "zero", "overlap"):
+        parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument(
+        "--half-gradients", action="store_true", help="sum them up in 16 bits"
+    )
+    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--mlp", choices=["gelu", "relu2", "swiglu"], default="gelu")
+    parser.add_argument(
+        "--attention", choices=["default", "flash", "unfused"], default="default"
+    )
+    return parser.parse_args()
+
+
+def build(
+    options: argparse.Namespace, mesh: DeviceMesh, device: torch.device
+) -> list[Stage]:
+    """This rank's stages."""
+    group = mesh["tp"].get_group()
+    mine = mesh["pp"].get_local_rank()
+    places = [mine + options.pp * chunk for chunk in range(options.interleave)]
+    with device:
+        stages = [Stage(options, group, place) for place in places]
+    return [stage.bfloat16() for stage in stages]
+
+
+def pipeline(
+    options: argparse.Namespace, stages: list[Stage], mesh: DeviceMesh, device: Any
+) -> Any:
+    """The schedule over the stages."""
+    mine, count = mesh["pp"].get_local_rank(), options.pp * options.interleave
+    parts = options.tp if options.sequence_parallel else 1
+    tokens = torch.empty(options.batch, options.sequence, dtype=torch.long)
+    middle = torch.empty(
+        options.batch, options.sequence // parts, options.width, dtype=torch.bfloat16
+    )
+    words = options.vocabulary // options.tp
+    logits = torch.empty(options.batch, options.sequence, words, dtype=torch.bfloat16)
+    tokens, middle, logits = (x.to("meta") for x in (tokens, middle, logits))
+    middle.requires_grad_()  # its gradient is sent back
+    logits.requires_grad_()
+    parts_of_pipeline = []
+    for chunk, stage in enumerate(stages):
+        place = mine + options.pp * chunk
+        parts_of_pipeline.append(
+            PipelineStage(
+                stage,
+                place,
+                count,
+                device,
+                input_args=(tokens if place == 0 else middle,),
+                output_args=(logits if place == count - 1 else middle,),
+                group=mesh["pp"].get_group(),
+            )
+        )
+    group = mesh["tp"].get_group()
+
+    def loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return loss_of(logits, target, group)
+
+    if options.interleave > 1:
+        return ScheduleInterleaved1F1B(parts_of_pipeline, options.accumulate, loss)
+    return Schedule1F1B(parts_of_pipeline[0], options.accumulate, loss)
+
+
+def main() -> None:
+    options = parse()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl")
+    data = dist.get_world_size() // options.pp // options.tp
+    names = ("pp", "dp", "tp")
+    mesh = init_device_mesh(
+        "cuda", (options.pp, data, options.tp), mesh_dim_names=names
+    )
+    stages = build(options, mesh, device)
+    buckets = [
+        Bucket(parameters, mesh, options)
+        for stage in stages
+        for parameters in groups(stage)
+    ]
+    optimizer = torch.optim.AdamW([b.master for b in buckets], lr=1e-4, fused=True)
+    schedule = pipeline(options, stages, mesh, device) if options.pp > 1 else None
+    mine, last = mesh["pp"].get_local_rank(), options.pp - 1
+    batch = options.batch * (options.accumulate if schedule else 1)
+    for _ in range(options.steps):
+        for number in range(1 if schedule else options.accumulate):
+            shape = (batch, options.sequence + 1)
+            tokens = torch.randint(options.vocabulary, shape, device=device)
+            is_last = schedule is not None or number == options.accumulate - 1
+            for bucket in buckets:
+                bucket.begin(is_last=is_last)
+            if schedule is None:
+                logits = stages[0](tokens[:, :-1])
+                loss_of(logits, tokens[:, 1:], mesh["tp"].get_group()).backward()
+            else:
+                inputs = (tokens[:, :-1],) if mine == 0 else ()
+                target = tokens[:, 1:] if mine == last else None
+                schedule.step(*inputs, target=target)
+        for bucket in buckets:
+            bucket.finish()
+        optimizer.step()
+        for bucket in buckets:
+            bucket.publish()
+    dist.destroy_process_group()
+
+
+def groups(stage: Stage) -> Iterator[list[nn.Parameter]]:
+    """Parameters of each block, of the embedding and of the head; tied ones once."""
+    taken: set[nn.Parameter] = set()
+    for module in (*stage.blocks, stage.embed, stage.norm, stage.head):
+        new = [p for p in module.parameters() if p not in taken] if module else []
+        taken.update(new)
+        if new:
+            yield new
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""When a candidate need not be rehearsed any further: after its first step.
+
+What does not fit by then never does. And no step is shorter than its kernels: where these
+alone are slower than the best candidate so far, the rest cannot help.
+"""
+
+from dataclasses import dataclass
+
+from torchspmd.predict.allocator import AllocatorSettings
+from torchspmd.predict.figures import Figures
+from torchspmd.predict.hardware import Hardware
+from torchspmd.predict.memory import Fits, count_memory
+from torchspmd.predict.operators import Pricer
+from torchspmd.predict.prediction import counts_for_model
+from torchspmd.predict.program import price_step
+from torchspmd.predict.time_text import seconds_text
+from torchspmd.predict.timeline import Kind
+from torchspmd.rehearse.recording import Event, Op, Phase, Recording
+
+__all__ = ["Bounds"]
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What the best candidate so far does.
+
+    Attributes:
+        gpu: The device.
+        settings: Of its allocator.
+        flops_rate: Model FLOPs a second; 0: nothing is known.
+        seconds: Of a step with as much work as this one's; 0: nothing is known.
+    """
+
+    gpu: Hardware
+    settings: AllocatorSettings
+    flops_rate: float = 0.0
+    seconds: float = 0.0
+
+    def is_too_large(self, recording: Recording) -> bool:
+        """Whether what was rehearsed so far does not fit."""
+        return count_memory(recording, self.gpu, self.settings).fits is Fits.NO
+
+    def why_slower(self, recording: Recording) -> str:
+        """Why it cannot be the best; "" where it can."""
+        if not self.flops_rate and not self.seconds:
+            return ""
+        program = price_step(recording, Pricer(Figures(self.gpu)), keep=_always_there)
+        kernels = sum(i.work for i in program.items if i.kind is Kind.COMPUTE)
+        flops = sum(
+            cost.flops
+            for place, cost in program.costs.items()
+            if counts_for_model(recording.events[place])
+        )
+        most = self.seconds or flops / self.flops_rate
+        if kernels <= most:
+            return ""
+        return (
+            f"left out: its kernels alone take {seconds_text(kernels)}, the best so far "
+            f"does as much work in {seconds_text(most)}"
+        )
+
+
+def _always_there(event: Event) -> bool:
+    """Kernels of every step: optimizers make their state in the first one only."""
+    return isinstance(event, Op) and event.site.phase is not Phase.OPTIMIZER

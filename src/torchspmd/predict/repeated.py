@@ -1,0 +1,141 @@
+"""Repeated blocks are rehearsed twice, not all of them: the difference is extended.
+
+What a block takes and holds is the same for each of them, so that the figures of a model
+are affine in their number: from two rehearsals with few blocks follow those with many.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torchspmd.predict.memory import verdict
+from torchspmd.predict.power import Power
+from torchspmd.predict.ranking import Outcome
+from torchspmd.predict.space import Candidate, Space, Value
+
+__all__ = ["Repeated", "extend"]
+
+FEW = (2, 4)  # the first and last block may differ from the others: not one and two
+_ALIKE = 0.02  # of the whole rehearsal: what an extended one may be off
+
+_KEPT = frozenset(
+    {"mfu", "step_error", "fragmentation", "device_bytes", "idle", "limit", "behind"}
+)
+
+
+class Repeated(NamedTuple):
+    """Which argument of a space is a number of equal blocks.
+
+    Attributes:
+        name: Of the argument.
+        space: That it is swept in.
+        counts: Of a candidate's values: the two numbers that are rehearsed.
+    """
+
+    name: str
+    space: Space
+    counts: Callable[[Mapping[str, Value]], tuple[int, int]] = lambda values: FEW
+
+    def rehearsed(self, candidate: Candidate) -> tuple[Candidate, ...]:
+        """With few blocks, twice; or as it is, where it has no more."""
+        counts = self.counts(candidate.values)
+        if int(candidate.values[self.name]) <= max(counts):
+            return (candidate,)
+        several = ({**candidate.values, self.name: count} for count in counts)
+        return tuple(map(self.space.candidate, several))
+
+    def outcome(
+        self, candidate: Candidate, found: Mapping[tuple[object, ...], Outcome]
+    ) -> Outcome:
+        """Of all blocks, from the outcomes with few of them by ``key``."""
+        points = self.rehearsed(candidate)
+        outcomes = [found[key(point)] for point in points]
+        problem = next((each.problem for each in outcomes if each.problem), "")
+        if problem or len(outcomes) == 1:
+            return Outcome(candidate, outcomes[0].prediction, problem=problem)
+        few, more = outcomes
+        whole = int(candidate.values[self.name])
+        counts = self.counts(candidate.values)
+        return Outcome(
+            candidate, extend(few.prediction, more.prediction, counts, whole)
+        )
+
+
+def key(candidate: Candidate) -> tuple[object, ...]:
+    """What tells candidates apart."""
+    return (*candidate.words, *sorted(candidate.values.items()))
+
+
+def how_far_off(extended: Outcome, whole: Outcome) -> str:
+    """What a rehearsal of all blocks says of the extended one."""
+    what = f"{extended.candidate}, rehearsed with all blocks"
+    if whole.problem:
+        return f"{what}: {whole.problem}"
+    time = extended.seconds / whole.seconds - 1 if whole.seconds else 0.0
+    memory = extended.nbytes / whole.nbytes - 1 if whole.nbytes else 0.0
+    advice = ""
+    if max(abs(time), abs(memory)) > _ALIKE:
+        advice = "; its blocks are not alike: search without repeating them"
+    return f"{what}: extended, the step is {time:+.1%} and memory {memory:+.1%} off{advice}"
+
+
+def unique(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Each once, in their order."""
+    return list({key(each): each for each in candidates}.values())
+
+
+def extend(
+    few: Mapping[str, Any], more: Mapping[str, Any], counts: tuple[int, int], to: int
+) -> dict[str, Any]:
+    """The prediction for ``to`` blocks from those for ``counts`` of them.
+
+    Args:
+        few: Keys of a prediction file, with the smaller number of blocks.
+        more: The same, with the larger one.
+        counts: Blocks of each.
+        to: Blocks of the whole model.
+    """
+    times = (to - counts[0]) / (counts[1] - counts[0])
+    result: dict[str, Any] = _extend(few, more, times)
+    if result.get("power") and result.get("step_seconds"):
+        _set_clock(result, few, more, times)
+    seconds, flops = result.get("step_seconds"), result.get("model_flops")
+    if seconds and flops and more.get("mfu") and more.get("step_seconds"):
+        peak = more["model_flops"] / more["step_seconds"] / more["mfu"]
+        result["mfu"] = flops / seconds / peak
+    memory = result.get("memory")
+    if memory and memory.get("device_bytes"):
+        memory["margin_bytes"] = memory["device_bytes"] - memory["device_peak_bytes"]
+        fits = verdict(memory["margin_bytes"], memory["reserved_peak_bytes"])
+        result["fits"] = fits.value
+    return result
+
+
+def _set_clock(
+    result: dict[str, Any],
+    few: Mapping[str, Any],
+    more: Mapping[str, Any],
+    times: float,
+) -> None:
+    """The clock is not affine: take what it costs out, and put that of the whole in."""
+    powers = [
+        Power(**{key: each["power"][key] for key in Power._fields})
+        for each in (few, more, result)
+    ]
+    lost = _extend(powers[0].lost, powers[1].lost, times)
+    for key in ("step_seconds", "compute_seconds"):
+        result[key] += powers[2].lost - lost
+    result["power"]["clock"] = powers[2].clock
+
+
+def _extend(few: Any, more: Any, times: float, name: str = "") -> Any:
+    if isinstance(more, Mapping):
+        before = few if isinstance(few, Mapping) else {}
+        return {
+            key: _extend(before.get(key), each, times, key)
+            for key, each in more.items()
+        }
+    is_number = isinstance(more, int | float) and not isinstance(more, bool)
+    if not is_number or not isinstance(few, int | float) or name in _KEPT:
+        return more
+    value = few + (more - few) * times
+    return round(value) if isinstance(more, int) else max(value, 0.0)

@@ -1,0 +1,60 @@
+"""The example scripts in their layouts: which groups they make, and what they wait for."""
+
+import runpy
+import sys
+from collections import Counter
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from torchspmd.predict.account import Part
+from torchspmd.predict.hardware import load_gpu, load_network
+from torchspmd.predict.prediction import predict_time
+from torchspmd.predict.search import rehearse_call
+from torchspmd.rehearse.recording import Comm
+from torchspmd.rehearse.world import World
+
+pytestmark = [
+    pytest.mark.fake,
+    # torch 2.13 has other names for two collectives; 2.11 has not
+    pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning"),
+]
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "predict"
+
+
+def rehearsed(script, words, size, rank=0):
+    path = str(EXAMPLES / script)
+
+    def run():
+        with mock.patch.object(sys, "argv", [path, *words.split()]):
+            runpy.run_path(path, run_name="__main__")
+
+    return rehearse_call(run, load_gpu("h100"), World(size, rank))
+
+
+def test_a_pipeline_of_tensor_parallel_stages():
+    words = (
+        "--width 512 --heads 8 --sequence 256 --batch 2 --vocabulary 1024 --layers 4 "
+    )
+    words += (
+        "--accumulate 4 --tp 2 --pp 2 --sequence-parallel --zero --overlap --steps 2"
+    )
+    first, last = (rehearsed("megatron.py", words, 8, rank) for rank in (0, 4))
+    kinds = Counter((e.kind, e.axis) for e in first.events if isinstance(e, Comm))
+    # two steps of four micro-batches: two gathers a layer in forward, two in backward
+    assert kinds["all_gather", "tp"] == 2 * 4 * (2 * 2 + 2 * 2) + 2 * 4
+    assert kinds["reduce_scatter", "dp"] == 2 * 3  # two blocks and the embedding
+    assert {e.peer for e in first.events if isinstance(e, Comm)} == {-1, 4}
+    timed = predict_time([first, last], load_gpu("h100"), load_network("ib-ndr400"))
+    parts = timed.account.parts
+    assert parts[Part.BUBBLE] > 0
+    assert parts[Part.EXPOSED] > 0  # of the tensor parallel ranks
+
+
+def test_hsdp_shards_within_and_copies_between():
+    words = "--size debug --replicate 2 --recompute selective --steps 2"
+    recording = rehearsed("llama_fsdp2.py", words + " --sequence 512", 16)
+    groups = {(e.kind, len(e.ranks)) for e in recording.events if isinstance(e, Comm)}
+    assert {("all_gather", 8), ("reduce_scatter", 8), ("all_reduce", 2)} <= groups

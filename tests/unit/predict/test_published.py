@@ -1,0 +1,122 @@
+"""Tables of published rows: their arithmetic, and that every row is well formed."""
+
+from xml.etree import ElementTree as ET
+
+import _published
+import pytest
+import validate_nanotron
+import validate_published
+from _published import SOURCES, Row
+from _scatter import scatter
+
+pytestmark = pytest.mark.unit
+
+
+def row(name, gpus, measured, model=""):
+    return Row(
+        name, "x", "gpt.py", "h100", "ib-ndr400", gpus, 8, "", 0, measured, model=model
+    )
+
+
+def answer(seconds):
+    memory = {"reserved_peak_bytes": 2**30, "device_peak_bytes": 2**30}
+    parts = {f"{part}_seconds": 0.0 for part in validate_published._PARTS}
+    power = {"clock": 0.9}
+    step = {"step_seconds": seconds, "optimizer_seconds": 0.25 * seconds, "mfu": 0.5}
+    return {**step, **parts, "power": power, "memory": memory}
+
+
+def test_a_factor_is_fitted_on_small_rows_only():
+    rows = [row("a", 8, 2000), row("b", 64, 2200), row("c", 64, 4000), row("d", 8, 1)]
+    table = validate_published.compare(
+        rows, [answer(1.0), answer(1.0), answer(2.0), "it failed"]
+    )
+    assert [each["row"] for each in table] == ["a", "b", "c"]
+    assert [each["factor"] for each in table] == pytest.approx([2, 2, 2])
+    assert [each["error %"] for each in table] == pytest.approx([-50, -54.5454545, -50])
+    errors = [each["with factor, error %"] for each in table]
+    assert errors == pytest.approx([0, -9.0909091, 0])
+    lines = list(validate_published.summary(table, rows))
+    assert lines[0] == "3 of 4 rows were predicted"
+    assert (
+        "more than 8 GPUs, 2 rows: mean error 52.3 %, nine of ten within 54.5 %"
+        in lines[3]
+    )
+
+
+def test_the_predicted_best_layout_is_compared_with_the_true_one():
+    rows = [row(name, 64, ms, "m") for name, ms in (("a", 100), ("b", 110), ("c", 90))]
+    table = validate_published.compare(rows, [answer(1), answer(0.9), answer(1.1)])
+    *_, last = validate_published.summary(table, rows)
+    assert last == (
+        "best of 3 layouts of m: the predicted one is 22.2 % slower than the true one"
+    )
+
+
+def test_a_figure_without_the_optimizer_is_compared_without_it():
+    one = row("a", 1, 750)._replace(has_optimizer=False)
+    (entry,) = validate_published.compare([one], [answer(1.0)])
+    assert entry["predicted"] == 750
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_row_names_a_script_and_few_points_of_it(source):
+    names = []
+    for each in SOURCES[source]():
+        names.append(each.name)
+        assert (_published.EXAMPLES / each.script).is_file()
+        assert 1e-3 < each.seconds < 1e3
+        points = validate_published.every_point(each)
+        assert 1 <= len(points) <= 4
+        layers, batches = points[-1]
+        assert layers <= each.layers
+        assert batches <= each.accumulate
+        ranks = [r.rank for r in validate_published.rehearsals(each, points[0])]
+        assert len(ranks) == each.pp
+        assert max(ranks) < each.gpus
+    assert len(names) == len(set(names))
+
+
+def test_the_picture_has_every_row():
+    rows = [row("a <b>", 8, 2000), row("c", 64, 4000)]
+    table = validate_published.compare(rows, [answer(1.0), answer(3.0)])
+    root = ET.fromstring(scatter(table))
+    titles = [each.text for each in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert titles == [
+        "a <b>: 2000 ms, predicted 1000",
+        "c: 4000 ms, predicted 3000",
+    ]
+
+
+def test_crashes_and_false_alarms_are_counted():
+    rows = list(validate_nanotron.read())
+    some = validate_nanotron.choose(rows, 16)
+    assert some == validate_nanotron.choose(rows, 16)
+    assert len({(each.model, each.gigabytes > 0) for each in some}) == 8
+    ran = next(each for each in some if each.gigabytes)
+    crashed = next(each for each in some if not each.gigabytes)
+
+    def predicted(gigabytes, fits):
+        sizes = dict.fromkeys(validate_nanotron._KEYS, gigabytes * 1e9)
+        return {"memory": sizes, "fits": fits}
+
+    table = [
+        validate_nanotron.compare(ran, predicted(1.1 * ran.gigabytes, "no")),
+        validate_nanotron.compare(crashed, predicted(90, "no")),
+        validate_nanotron.compare(crashed, predicted(70, "yes")),
+    ]
+    assert table[0]["error %"] == pytest.approx(10)
+    assert list(validate_nanotron.summary(table)) == [
+        "1 that ran: mean error 10.0 %, median 10.0 %, 0 within 6 %",
+        "1 of 1 that ran are said not to fit",
+        "1 of 2 that crashed are said not to fit, 0 at risk",
+    ]
+
+
+def test_stages_of_a_layout_are_its_first_and_last():
+    rows = list(validate_nanotron.read())
+    piped = next(each for each in rows if each.pp == 4)
+    first, last = validate_nanotron.rehearsals(piped, 2)
+    world = 8 * piped.nodes
+    assert (first.rank, last.rank) == (0, world - world // 4)
+    assert "--layers 8" in " ".join(first.words)
