@@ -36,6 +36,9 @@ from torchspmd._torch.capture import current_graph as current_graph
 from torchspmd._torch.capture import data_dependence_errors as data_dependence_errors
 from torchspmd._torch.capture import decomposition as decomposition
 from torchspmd._torch.capture import functional as functional
+from torchspmd._torch.capture import (
+    fused_updates_without_values as fused_updates_without_values,
+)
 from torchspmd._torch.capture import has_symbols as has_symbols
 from torchspmd._torch.capture import holds as holds
 from torchspmd._torch.capture import initial_state as initial_state
@@ -98,6 +101,7 @@ from torchspmd._torch.fake_device import ShownAsCuda as ShownAsCuda
 from torchspmd._torch.fake_device import fake_device as fake_device
 from torchspmd._torch.fake_device import is_device_tensor as is_device_tensor
 from torchspmd._torch.fake_device import is_fake_tensor as is_fake_tensor
+from torchspmd._torch.fake_device import is_rehearsed as is_rehearsed
 from torchspmd._torch.fake_device import own_chunks_only as own_chunks_only
 from torchspmd._torch.fake_device import shapes_apart as shapes_apart
 from torchspmd._torch.fake_device import (

@@ -203,7 +203,9 @@ class _EagerCall:
         given = [*_torch.leaves_of(torch.Tensor, (args, kwargs))]
         if not given or any(_torch.layout_of(each) is not None for each in given):
             return
-        if any(map(_torch.is_fake, given)):  # a step is captured
+        if any(
+            _torch.is_fake(each) and not _torch.is_rehearsed(each) for each in given
+        ):  # a step is captured
             return
         if any(_torch.layout_of(each) is not None for each in module.parameters()):
             raise UsageError(

@@ -424,7 +424,9 @@ def _problem(slot: Slot, axes: DataAxes) -> str:
         problem = find_layout_problem(layout, axes)
         if problem:
             return problem
-    elif type(tensor) not in (nn.Parameter, torch.Tensor):
+    elif type(tensor) not in (nn.Parameter, torch.Tensor) and not _torch.is_rehearsed(
+        tensor
+    ):
         return f"is a {type(tensor).__name__}, and shards would lose this type"
     if tensor.is_meta:
         return "is on the meta device: give it values first (module.to_empty())"
