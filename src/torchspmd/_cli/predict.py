@@ -35,7 +35,7 @@ from torchspmd.predict.live import LiveMemory
 from torchspmd.predict.memory import Fits, MemoryAccount, count_memory
 from torchspmd.predict.prediction import TimePrediction, predict_time
 from torchspmd.predict.rehearsed import rehearsed_gpu
-from torchspmd.predict.structure import mesh_json, modules_json
+from torchspmd.predict.structure import ledger_json, mesh_json, modules_json
 from torchspmd.predict.suggestions import Suggestion, suggest
 from torchspmd.predict.text import describe_memory, size_text
 from torchspmd.predict.time_suggestions import Gain, suggest_faster
@@ -315,6 +315,7 @@ def _as_json(
         ],
         "modules": modules_json(account, timed),
         "mesh": mesh_json(recording),
+        "ledger": ledger_json(recording),
         "assumptions": [
             {"what": part.name, "value": size_text(part.nbytes), "source": part.source}
             for part in account.fixed

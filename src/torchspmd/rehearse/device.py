@@ -106,7 +106,7 @@ class _Stream:
         **_: Any,
     ) -> None:
         if number is None:
-            number = self.owner.recorder.new_stream("user")
+            number = self.owner.recorder.new_stream("side stream")
         self.number, self.priority = number, priority
         self._outer: list[_Stream] = []
 

@@ -371,6 +371,10 @@ class Recorder:
             return
         number = self._number(local, -1, None)
         info = self.recording.storages[number]
+        if info.category is not category:
+            info.parts.clear()
+        if name and module:
+            info.parts[name] = (module, local.numel() * local.element_size())
         if info.category is category and info.name and name and info.name != name:
             # One storage for the gradients of a group: FSDP2's, and DDP's buckets.
             module = _common_path(info.module, module)

@@ -55,6 +55,10 @@ def default_passes(
         gather_embeddings: Also send embeddings' gradients as the rows that were looked
             up, where that is less (``gather_embedding_gradients``).
         cost: What the size of buckets and the order of deferred reductions are chosen by.
+
+    >>> passes = default_passes()
+    >>> len(default_passes(overlap_iterations=True)) > len(passes)
+    True
     """
     check_bucket_size(bucket_size_mb, "default_passes")
     check_flags("default_passes", gather_embeddings=gather_embeddings)
