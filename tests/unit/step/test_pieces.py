@@ -324,25 +324,6 @@ def test_programs_of_all_kinds_compute_the_same(seed, compiled_graphs):
         torch.testing.assert_close(left, right)
 
 
-def test_an_operator_alone_writes_into_memory_that_is_needed_no_more():
-    """A compiler would do so: relu between two products needs no memory of its own."""
-
-    def step(x, w):
-        first, second = x @ w, w @ x
-        return [first.relu() @ w, (second.relu() @ second), x.relu()]
-
-    inputs = [torch.randn(4, 4), torch.randn(4, 4)]
-    before = [each.clone() for each in inputs]
-    graph = traced(step, *inputs)
-    run, _ = lower(graph)
-    assert "relu_" in {
-        getattr(each, "__name__", "").split(".")[0] for each in run.__globals__.values()
-    }
-    for left, right in zip(run(*inputs), graph(*before), strict=True):
-        torch.testing.assert_close(left, right)
-    assert all(map(torch.equal, inputs, before))
-
-
 def test_the_text_of_what_runs_is_in_tracebacks_and_goes_with_it(compiled_graphs):
     run, _ = lower(traced(layers, torch.ones(3, 3), torch.ones(3, 3)))
     file = run.__code__.co_filename

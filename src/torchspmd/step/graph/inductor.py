@@ -5,7 +5,6 @@ Communication is no part of a piece, so what a schedule put in order stays so.
 
 import linecache
 import math
-import operator
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,19 +16,11 @@ from torch import fx
 
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
-from torchspmd.step.graph.aliases import (
-    is_wait,
-    memory_sources,
-    operator_of,
-    written_nodes,
-)
-from torchspmd.step.graph.collectives import is_communication
 from torchspmd.step.graph.metadata import output_node
 from torchspmd.step.graph.pieces import Piece, Step, find_steps
 from torchspmd.step.progress import phase
 
 _ADD, _MUL = torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor
-_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 
 Boxed = Callable[[list[Any]], Sequence[Any]]  # takes its inputs out of the list
 
@@ -127,7 +118,6 @@ def _write_run(
     for step in (*steps, output):
         for source in step.inputs if isinstance(step, Piece) else step.all_input_nodes:
             last_use[source] = step
-    overwriting = _find_overwriting(graph.graph, steps)
     over: dict[int, list[str]] = {}
     for source, step in last_use.items():
         if source.op != "get_attr" and step is not output:
@@ -143,7 +133,7 @@ def _write_run(
             lines += [free, f"{results}= {call}" if results else call]
         else:
             is_used = step in last_use
-            call = _call(step, names, overwriting.get(step))
+            call = _call(step, names)
             lines += [f"{step.name} = {call}" if is_used else call, free]
     lines.append(f"return {names.text(output.args[0])}")
     text = "\n    ".join(filter(None, lines)) + "\n"
@@ -155,69 +145,7 @@ def _write_run(
     return run
 
 
-def _find_overwriting(graph: fx.Graph, steps: Sequence[Step]) -> dict[fx.Node, Any]:
-    """Operators that run as they are, and write into their input: nothing needs it later.
-
-    A compiler does so within a piece. Memory that communication may still read, or that
-    comes from outside, is left alone.
-    """
-    outside = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
-    root = {node: node for node in outside}
-    kept, last = set(outside), dict[fx.Node, int]()
-    for index, step in enumerate(steps):
-        if isinstance(step, Piece):
-            root |= {node: node for node in step.outputs}
-            last |= {root[source]: index for source in step.inputs}
-            continue
-        sources = {root[source] for source in step.all_input_nodes}
-        last |= dict.fromkeys(sources, index)
-        is_shared = bool(memory_sources(step)) or step.target is _UNSAFE_VIEW
-        root[step] = next(iter(sources)) if is_shared and sources else step
-        is_plain = operator_of(step) is not None or step.target is operator.getitem
-        is_async = is_communication(step) or is_wait(step)
-        if (
-            not is_plain
-            or is_async
-            or written_nodes(step)
-            or len(sources) * is_shared > 1
-        ):
-            kept |= {*sources, root[step]}
-    kept |= {root[source] for source in output_node(graph).all_input_nodes}
-    found: dict[fx.Node, Any] = {}
-    for index, step in enumerate(steps):
-        form = None if isinstance(step, Piece) else _pointwise_in_place(step)
-        if form is None or isinstance(step, Piece):
-            continue
-        target, *others = step.all_input_nodes
-        memory = root[target]
-        is_free = memory not in kept and last[memory] == index
-        if not is_free or any(root[other] is memory for other in others):
-            continue
-        if _is_alike(step, target) and _is_alike(step, memory, in_size_only=True):
-            found[step] = form
-    return found
-
-
-def _pointwise_in_place(node: fx.Node) -> Any:
-    """The in-place form of an operator that computes element by element, if it has one."""
-    target = operator_of(node)
-    if target is None or torch.Tag.pointwise not in target.tags or memory_sources(node):
-        return None
-    is_first = bool(node.args) and isinstance(node.args[0], fx.Node)
-    return _torch.in_place_form(target) if is_first else None
-
-
-def _is_alike(node: fx.Node, other: fx.Node, *, in_size_only: bool = False) -> bool:
-    left, right = node.meta.get("val"), other.meta.get("val")
-    if not isinstance(left, torch.Tensor) or not isinstance(right, torch.Tensor):
-        return False
-    if in_size_only:
-        return left.numel() == right.numel()
-    same = left.shape == right.shape and left.stride() == right.stride()
-    return same and left.dtype == right.dtype and left.device == right.device
-
-
-def _call(node: fx.Node, names: "_Names", form: Any = None) -> str:
+def _call(node: fx.Node, names: "_Names") -> str:
     args = [names.text(each) for each in node.args]
     args += [f"{name}={names.text(each)}" for name, each in node.kwargs.items()]
     match node.op:
@@ -226,7 +154,7 @@ def _call(node: fx.Node, names: "_Names", form: Any = None) -> str:
         case "call_module":
             target = f"module.get_submodule({node.target!r})"
         case _:
-            target = names.add(form or node.target)
+            target = names.add(node.target)
     return f"{target}({', '.join(args)})"
 
 
