@@ -25,6 +25,7 @@ from torchspmd.step import DataParallel, compile
 from torchspmd.step.graph.collectives import is_communication
 from torchspmd.step.graph.metadata import owner_of
 from torchspmd.step.passes import comm_fusion_with_concat, schedule_comm_wait
+from torchspmd.step.passes.pipeline import default_passes
 from torchspmd.testing import fake_mesh
 
 pytestmark = pytest.mark.fake
@@ -714,6 +715,17 @@ def test_a_block_is_gathered_and_scattered_as_one():
 
 def test_without_blocks_a_bucket_ends_where_it_is_full():
     events = fused_events(size_mb=300 / 2**20).ledger.events
+    assert max(event.payload_bytes for event in events) <= 300
+
+
+def test_a_size_that_was_asked_for_is_a_limit():
+    passes = default_passes(bucket_size_mb=300 / 2**20)
+    with fake_mesh(4, ("dp",)) as mesh:
+        model = Stack()
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        compiled = compile(step, parallel="fully_shard", passes=passes, mesh=mesh)
+        compiled(model, optim, torch.randn(3, 8))
+    events = compiled.programs[0].ledger.events
     assert max(event.payload_bytes for event in events) <= 300
 
 

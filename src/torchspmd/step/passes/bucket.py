@@ -213,7 +213,12 @@ def _units(
     blocks: Sequence[CommBlock], *, by_block: bool
 ) -> list[tuple[CommBlock, _Unit]]:
     """Each collective with what it stays together with."""
-    if not by_block or blocks[0].kind is Kind.ALL_REDUCE:
+    # Of other gathers, those of activations, nothing is known to be needed together.
+    is_gather = blocks[0].kind is Kind.ALL_GATHER
+    is_sharded = blocks[0].kind is Kind.REDUCE_SCATTER or (
+        is_gather and all(block.gathers_inputs() for block in blocks)
+    )
+    if not by_block or not is_sharded:
         return [(block, _alone(block)) for block in blocks]
     sizes: dict[str, int] = {}
     for block in blocks:
