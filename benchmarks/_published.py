@@ -35,9 +35,9 @@ class Row(NamedTuple):
         pp: Stages of the pipeline.
         chunks: Parts of the model on each stage.
         reserved_gib: The most of memory that was reserved; 0 where it is not told.
-        gigabytes: The most of memory that was allocated, in 1e9 bytes; 0, or not told.
         model: Of those layouts that compete, for the best of them.
         has_optimizer: False where the figure is without it.
+        is_whole: Whether all layers and micro-batches are rehearsed.
     """
 
     name: str
@@ -54,9 +54,9 @@ class Row(NamedTuple):
     pp: int = 1
     chunks: int = 1
     reserved_gib: float = 0.0
-    gigabytes: float = 0.0
     model: str = ""
     has_optimizer: bool = True
+    is_whole: bool = False
 
     @property
     def seconds(self) -> float:

@@ -10,6 +10,7 @@ from prediction_documents import HOSTILE, prediction, search
 
 from torchspmd.comm import Phase, ledger_to_dict
 from torchspmd.report import compare_results, write_page
+from torchspmd.report.views import build_page
 
 VIEWS = ["verdict", "timeline", "memory", "modules", "mesh", "compare", "assumptions"]
 _CHROMIUM = find_chromium()
@@ -463,7 +464,8 @@ def test_a_candidate_of_a_search_opens(browser, pages):
         marks = "document.querySelectorAll('.candidate')"
         assert tab.js(f"{marks}.length") == 12
         assert (
-            tab.js("document.querySelectorAll('#view-compare tbody tr').length") == 13
+            tab.js("document.querySelectorAll('#view-compare tr.clickable').length")
+            == 13
         )
         assert tab.js("document.querySelectorAll('circle.dot.front').length") == state(
             tab, "compare", "view.front"
@@ -474,6 +476,43 @@ def test_a_candidate_of_a_search_opens(browser, pages):
         open_view(tab, "memory")
         open_view(tab, "compare")
         assert tab.js(f"{marks}.length") == 12
+
+
+def test_two_candidates_of_a_search_side_by_side(browser, tmp_path):
+    """What the page joins is what a comparison of the two predictions shows."""
+    document = search(4, layers=1)
+    candidates = document["candidates"][:2]
+    one, other = candidates[1]["prediction"], candidates[0]["prediction"]
+    one["modules"][0]["gradient_bytes"] += 4096
+    one["ledger"]["totals"][0]["count"] += 3
+    write_page(document, tmp_path / "search.html")
+    wanted = build_page(compare_results(one, other, ("A", "B")))["views"]["compare"]
+    rows = (
+        "[...document.querySelectorAll('.beside tbody tr')].map(row => "
+        "[...row.querySelectorAll('[data-value]')].slice(0, 2)"
+        ".map(cell => Number(cell.dataset.value)))"
+    )
+    pick = (
+        "(s => {{ s.value = '{0}'; s.dispatchEvent(new Event('change')); }})"
+        "(document.querySelector(\"[aria-label='Candidate {1}']\"))"
+    )
+    with browser.open(tmp_path / "search.html") as tab:
+        tab.js(pick.format(1, "A"))
+        tab.js(pick.format(0, "B"))
+        assert tab.js("document.querySelectorAll('.reach.picked').length") == 2
+        joined = [*wanted["figures"], *wanted["kinds"], *wanted["modules"]]
+        assert wanted["kinds"]
+        assert wanted["modules"]
+        assert tab.js(rows) == [
+            [value for value in (row["before"], row["after"]) if value is not None]
+            for row in joined
+        ]
+        before = tab.text(".beside")
+        press(tab, "Swap")
+        assert tab.text(".beside") != before
+        press(tab, "Swap")
+        assert tab.text(".beside") == before
+        assert tab.problems() == []
 
 
 def test_what_is_missing_says_why_and_how(browser, pages):

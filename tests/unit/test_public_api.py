@@ -104,6 +104,52 @@ def test_all_lists_every_public_name_and_no_other(name):
     assert set(namespace) - {"__builtins__"} == set(listed)
 
 
+# Public names whose docstring has no example that runs, and where one is.
+_RANKS = "starts processes: docs/parity.md has examples, which the tests run"
+_PASS = (
+    "edits a captured step with ranks: docs/passes.md and docs/iterations.md show it"
+)
+_STEP = "made by `compile`, whose docstring has the example"
+_CLOCK = "measures ranks that train: docs/passes.md shows it"
+_WITHOUT_EXAMPLE = {
+    "check_parity": _RANKS,
+    "check_local_parity": _RANKS,
+    "compare_recordings": _RANKS,
+    "Verdict": _RANKS,
+    "CompiledStep": _STEP,
+    "Program": _STEP,
+    "ClosedProgram": _STEP,
+    "measure_exposure": _CLOCK,
+    "print_exposure": _CLOCK,
+    "ExposureReport": _CLOCK,
+    "MeasuredExposure": _CLOCK,
+    "write_perfetto": "writes what `perfetto_trace`, which has the example, returns",
+    "Outcome": "in the example of `graph_optimization_pass`, which returns one",
+    "PassReport": "in the example of `graph_optimization_pass`, which makes one",
+    "get_all_fused_optimizer_blocks": _PASS,
+    "dedupe_collectives": _PASS,
+    "defer_updates": _PASS,
+    "gather_embedding_gradients": _PASS,
+    "iter_move_grads_and_optimizers": _PASS,
+    "prefetch_gathers": _PASS,
+    "remove_copy_from_optimizer": _PASS,
+    "split_fused_optimizer": _PASS,
+    "split_optimizer": _PASS,
+}
+
+
+def test_every_public_name_has_an_example_or_a_reason():
+    """Errors have a page each, with cause and fix; the rest shows how it is used."""
+    without = set()
+    for module in map(importlib.import_module, _PUBLIC_MODULES):
+        for name in module.__all__:
+            value = getattr(module, name)
+            is_error = inspect.isclass(value) and issubclass(value, Exception)
+            if not is_error and ">>>" not in (value.__doc__ or ""):
+                without.add(name)
+    assert without == set(_WITHOUT_EXAMPLE)
+
+
 def test_no_module_shares_its_name_with_a_public_function():
     functions = {n for n in _NAMES if inspect.isfunction(getattr(torchspmd, n))}
     shadowed = [n for n in functions if f"torchspmd.{n}" in sys.modules]

@@ -66,6 +66,9 @@ _KEYS = (
     "skipped",
     "exposed",
     "assumptions",
+    "modules",
+    "mesh",
+    "ledger",
 )
 _MEMORY_KEYS = (
     "allocated_peak_bytes",

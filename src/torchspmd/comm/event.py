@@ -14,7 +14,11 @@ GLOBAL = "Global"
 
 
 class Phase(StrEnum):
-    """Which part of a training step is running."""
+    """Which part of a training step is running.
+
+    >>> Phase("backward") is Phase.BACKWARD
+    True
+    """
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -91,6 +95,13 @@ class CommEvent(NamedTuple):
         source: ``file:line function`` of the user's code, where it was asked for.
         compiled: It ran inside a region compiled by torch.compile.
         check: It belongs to a check, not to training; see ``marked_as_check``.
+
+    >>> group = Group("0", (0, 1), "tp")
+    >>> event = CommEvent(
+    ...     Kind.ALL_REDUCE, "c10d.allreduce_", "float32", (4,), 16, 16, group
+    ... )
+    >>> event.axis, event.phase.value, event.module
+    ('tp', 'forward', 'Global')
     """
 
     kind: Kind

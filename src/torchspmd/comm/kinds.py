@@ -18,7 +18,11 @@ NAMESPACES = (
 
 
 class Kind(StrEnum):
-    """What one communication does."""
+    """What one communication does.
+
+    >>> Kind("all_gather") is Kind.ALL_GATHER
+    True
+    """
 
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"

@@ -21,6 +21,9 @@ _KEPT = frozenset(
     {"mfu", "step_error", "fragmentation", "device_bytes", "idle", "limit", "behind"}
 )
 
+# Lists of what few blocks have; a figure for each block of the whole model is not known.
+_OF_FEW = ("exposed", "modules", "mesh", "ledger")
+
 
 class Repeated(NamedTuple):
     """Which argument of a space is a number of equal blocks.
@@ -96,6 +99,8 @@ def extend(
     """
     times = (to - counts[0]) / (counts[1] - counts[0])
     result: dict[str, Any] = _extend(few, more, times)
+    for name in _OF_FEW:
+        result.pop(name, None)
     if result.get("power") and result.get("step_seconds"):
         _set_clock(result, few, more, times)
     seconds, flops = result.get("step_seconds"), result.get("model_flops")

@@ -9,6 +9,7 @@ made. A collective runs on the stream of its communicator (``Comm.comm_stream``)
 after what its issuing stream held at that moment, and ``Wait`` makes a stream wait for it.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias
@@ -136,8 +137,9 @@ class Op(NamedTuple):
         stream: The stream that was current.
         site: Module, phase, step and line.
         region: Number of the ``torch.compile`` region that it is fused into; None: eager.
-        through: How the host got to it: ``eager``, ``dtensor``, ``compiled`` or ``graph``
-            (of a compiled step).
+        through: How the host got to it: ``eager``, ``dtensor``, or of a compiled step
+            ``program`` (generated Python), ``compiled`` (code of Inductor) or ``graph``
+            (a CUDA graph).
         views: Whether it launches nothing: its results are views of its arguments.
     """
 
@@ -151,6 +153,10 @@ class Op(NamedTuple):
     region: int | None = None
     through: str = "eager"
     views: bool = False
+
+
+# Ways of compiled steps: without modules, autograd and its thread.
+OF_PROGRAM = frozenset({"program", "compiled", "graph"})
 
 
 class Comm(NamedTuple):
@@ -286,6 +292,8 @@ class StorageInfo:
         module: The module that made it.
         saved: Whether autograd kept it for backward.
         site: Where it was allocated.
+        parts: Of the named tensors in it: their module and bytes, by name. Several share
+            one storage where a group's gradients are one buffer, as in FSDP2 and DDP.
     """
 
     nbytes: int
@@ -294,6 +302,18 @@ class StorageInfo:
     module: str = ""
     saved: bool = False
     site: Site = NOWHERE
+    parts: dict[str, tuple[str, int]] = field(default_factory=dict)
+
+    def bytes_by_module(self) -> Iterator[tuple[str, int]]:
+        """Modules with their bytes of it; what no named tensor has is its own module's."""
+        own = self.module or self.site.module
+        named = sum(nbytes for _, nbytes in self.parts.values())
+        if named > self.nbytes:  # views of one another, as tied parameters are
+            yield own, self.nbytes
+            return
+        yield from self.parts.values()
+        if named < self.nbytes:
+            yield own, self.nbytes - named
 
 
 class ModuleFacts(NamedTuple):
@@ -332,7 +352,7 @@ class Recording:
     gpus_per_node: int = 8
     events: list[Event] = field(default_factory=list)
     storages: dict[int, StorageInfo] = field(default_factory=dict)
-    streams: dict[int, str] = field(default_factory=lambda: {0: "default"})
+    streams: dict[int, str] = field(default_factory=lambda: {0: "default stream"})
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)

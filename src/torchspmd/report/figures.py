@@ -34,7 +34,13 @@ def figure_text(value: Any, unit: str) -> str:
 def differing_figures(
     before: dict[str, Any], after: dict[str, Any], names: tuple[str, str]
 ) -> list[dict[str, Any]]:
-    """Figures of two predictions that differ: label, unit, before and after."""
+    """Figures of two predictions that differ: label, unit, before and after.
+
+    >>> one = {"format": "torchspmd/prediction", "version": 1, "fits": "yes", "memory": {},
+    ...        "modules": [], "step_seconds": 0.5}
+    >>> differing_figures(one, {**one, "step_seconds": 0.25}, ("before", "after"))
+    [{'label': 'step', 'unit': 's', 'before': 0.5, 'after': 0.25}]
+    """
     page = build_page(compare_results(before, after, names))
     rows = page["views"]["compare"]["figures"]
     keys = ("label", "unit", "before", "after")
@@ -52,7 +58,11 @@ def differing_figures(
 
 
 def print_figures(rows: Sequence[dict[str, Any]], console: Console) -> None:
-    """What differs, or that nothing does."""
+    """What differs, or that nothing does.
+
+    >>> print_figures([], Console())
+    Fit, times and memory are equal.
+    """
     if not rows:
         console.print("Fit, times and memory are equal.")
         return

@@ -41,6 +41,13 @@ def write_page(document: Mapping[str, Any], path: str | os.PathLike[str]) -> Non
 
     Raises:
         UsageError: The document is not a result, or the file cannot be written.
+
+    >>> import tempfile
+    >>> from torchspmd.comm import Ledger, ledger_to_dict
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_page(ledger_to_dict(Ledger()), Path(folder) / "page.html")
+    ...     print(*os.listdir(folder))
+    page.html
     """
     text = page_html(document)
     try:

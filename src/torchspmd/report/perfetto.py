@@ -44,6 +44,17 @@ def perfetto_trace(document: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         UsageError: The document is not a prediction, or one without a timeline.
+
+    >>> from torchspmd.report.results import COLUMNS
+    >>> columns = {name: [0] for name in COLUMNS} | {"duration": [5.0], "waits_for": [-1]}
+    >>> lanes = [{"name": "default stream", "kind": "compute"}]
+    >>> texts = {"lanes": lanes, "strings": ["aten.mm"], "phases": []}
+    >>> trace = perfetto_trace({
+    ...     "format": PREDICTION, "version": 1, "fits": "yes", "memory": {}, "modules": [],
+    ...     "timeline": columns | texts,
+    ... })
+    >>> [(e["name"], e["dur"]) for e in trace["traceEvents"] if e["ph"] == "X"]
+    [('aten.mm', 5.0)]
     """
     name = check_result(document, "the document")
     timeline = document.get("timeline") if name == PREDICTION else None

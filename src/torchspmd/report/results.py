@@ -101,6 +101,13 @@ def read_result(path: Path) -> dict[str, Any]:
 
     Raises:
         UsageError: The file cannot be read, or is no result.
+
+    >>> import tempfile
+    >>> from torchspmd.comm import Ledger, save_ledger
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_ledger(Ledger(), Path(folder) / "ledger.json")
+    ...     read_result(Path(folder) / "ledger.json")["format"]
+    'torchspmd.ledger'
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -123,6 +130,11 @@ def compare_results(
 
     Raises:
         UsageError: They have nothing in common to compare.
+
+    >>> from torchspmd.comm import Ledger, ledger_to_dict
+    >>> ledger = ledger_to_dict(Ledger())
+    >>> compare_results(ledger, ledger, ("before", "after"))["names"]
+    ['before', 'after']
     """
     one, other = check_result(before, names[0]), check_result(after, names[1])
     if one != other and not (ledger_of(before) and ledger_of(after)):

@@ -6,6 +6,7 @@ import pytest
 
 from torchspmd import load_ledger
 from torchspmd._cli import main
+from torchspmd.comm import ledger_from_dict
 
 pytestmark = pytest.mark.fake
 
@@ -70,6 +71,29 @@ def test_predict_writes_what_the_format_promises(script, tmp_path, capsys):
     assert any("reads a value" in note for note in data["notes"])
     text = capsys.readouterr().out
     assert "Fits on NVIDIA H100" in text
+
+
+def test_figures_of_a_shared_buffer_are_those_of_its_modules(tmp_path):
+    """FSDP2 has one buffer for the gradients of a group; each module has its part."""
+    script, out = tmp_path / "train.py", tmp_path / "prediction.json"
+    two = SCRIPT.replace("nn.ReLU()", "nn.Linear(width, 2 * width)")
+    script.write_text(two, encoding="utf-8")
+    assert predict(script, "--world-size", "64", "--json", str(out)) == 0
+    data = json.loads(out.read_text())
+    whole, first, second = data["modules"]
+    share = 4 * (1024 * 1024 + 1024) // 64
+    for key in ("parameter_bytes", "gradient_bytes"):
+        assert first[key] == pytest.approx(share, rel=0.01), key  # or rounded up
+        assert second[key] == pytest.approx(2 * share, rel=0.01), key
+        assert whole[key] == first[key] + second[key], key
+    ledger = ledger_from_dict(data["ledger"], "the prediction")
+    sent = {
+        group["axis"]: (group["count"], group["wire_bytes"])
+        for group in data["mesh"]["groups"]
+    }
+    total = ledger.total(axis="dp")
+    assert (total.count, total.wire_bytes) == sent["dp"]
+    assert ledger.total(kind="reduce_scatter", phase="backward").count == 1
 
 
 def test_predict_tells_what_does_not_fit(script, capsys):

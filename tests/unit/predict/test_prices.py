@@ -216,6 +216,16 @@ def test_a_small_all_reduce_over_nodes_takes_a_tree():
     assert small < ring
 
 
+def test_collectives_of_another_gpu_carry_over_by_their_links():
+    where = place(tuple(range(4)), 8)
+    a100, h100, b200 = (
+        collective_seconds("all_gather", 4 << 30, where, Figures(load_gpu(name)))
+        for name in ("a100", "h100", "b200")
+    )
+    assert a100 / h100 == pytest.approx(450 / 300, rel=0.01)
+    assert h100 / b200 == pytest.approx(900 / 450, rel=0.01)
+
+
 @pytest.mark.parametrize("nodes", [2, 8, 32])
 def test_the_algorithm_follows_size_and_nodes(nodes):
     figures = Figures(load_gpu("h100"), load_network("ib-ndr400"))

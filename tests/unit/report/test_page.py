@@ -247,7 +247,7 @@ def test_modules_of_a_prediction_have_a_column_for_each_axis():
     view = build_page(document)["views"]["modules"]
     labels = [column["label"] for column in view["columns"]]
     root = dict(zip(labels, view["rows"][0]["values"], strict=True))
-    assert root["sent, tp"] == document["modules"][0]["bytes_by_axis"]["tp"]
+    assert root["payload, tp"] == document["modules"][0]["bytes_by_axis"]["tp"]
     assert root["time"] == document["modules"][0]["seconds"]
     assert len(view["rows"]) == len(document["modules"])
 

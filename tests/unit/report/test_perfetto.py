@@ -5,6 +5,7 @@ from collections import defaultdict
 
 import pytest
 from prediction_documents import prediction, search
+from trace_events import trace_problems
 
 from torchspmd.errors import UsageError
 from torchspmd.report import perfetto_trace, write_perfetto
@@ -128,3 +129,41 @@ def test_what_has_no_timeline_is_refused(document):
         perfetto_trace({**document, "timeline": None})
     with pytest.raises(UsageError, match="this is a torchspmd/search"):
         perfetto_trace(search(1, layers=1))
+
+
+# ----------------------------------------------------------------------------
+# The Trace Event format
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_it_keeps_the_rules_of_the_format(layers):
+    assert trace_problems(perfetto_trace(prediction(layers=layers))) == []
+
+
+def _first(events, phase):
+    return next(event for event in events if event["ph"] == phase)
+
+
+@pytest.mark.parametrize(
+    ("phase", "change", "problem"),
+    [
+        ("X", {"dur": -1.0}, "dur is -1.0"),
+        ("X", {"ts": float("nan")}, "ts is nan"),
+        ("X", {"name": ""}, "its name is ''"),
+        ("X", {"tid": "host"}, "tid is 'host'"),
+        ("X", {"ph": "Z"}, "ph is 'Z'"),
+        ("X", {"tid": 99}, "thread 99 of 'forward' has no name"),
+        ("X", {"ts": 50.0}, "which it begins inside of"),
+        ("M", {"args": {}}, "metadata 'process_name' without its argument"),
+        ("C", {"args": {"allocated": "1 GiB"}}, "a counter's args are not numbers"),
+        ("C", {"args": {"other": 1}}, "changes its series"),
+        ("C", {"ts": 1e12}, "goes back in time"),
+        ("s", {"id": -5}, "has 0 begins, 1 ends"),
+        ("s", {"ts": 1e12}, "no slice at its s"),
+        ("f", {"bp": "x"}, "not at the one around it"),
+    ],
+)
+def test_a_trace_that_breaks_a_rule_is_found(document, phase, change, problem):
+    trace = json.loads(json.dumps(perfetto_trace(document)))
+    _first(trace["traceEvents"], phase).update(change)
+    assert any(problem in each for each in trace_problems(trace))

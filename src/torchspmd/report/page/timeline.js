@@ -424,7 +424,7 @@ function buildTimeline(root, data, page) {
       ["takes", seconds(length)],
       detail && ["shapes", detail],
       data.bytes[place] ? ["bytes", `${bytes(data.bytes[place])}${length && !exposed ? `, ${bytes(data.bytes[place] / length)}/s` : ""}`] : null,
-      data.flops[place] ? ["work", `${show(data.flops[place], "flop")}${length ? `, ${show(data.flops[place] / length, "flop")}/s` : ""}`] : null,
+      data.flops[place] ? ["FLOPs", `${show(data.flops[place], "flop")}${length ? `, ${show(data.flops[place] / length, "flop")}/s` : ""}`] : null,
       exposed ? ["exposed", EXPOSED[exposed]] : null,
       sent >= 0 ? ["waits for", `${kind} on ${data.lanes[data.lane[sent]].name}`] : null,
       exposed && cause ? ["because", cause] : null,

@@ -16,6 +16,9 @@ from torchspmd.report.views.paths import (
 _MORE_IS_BETTER = frozenset({"MFU", "margin", "that fit"})
 _OPEN = "A comparison has one for each result: choose one of the two above."
 
+_NAMES = ("label", "unit", "kind", "axis", "phase", "path")  # that tell rows apart
+_KIND_FIGURES = (("count", "n"), ("payload", "B"))
+
 Row = dict[str, Any]
 
 
@@ -24,9 +27,15 @@ def comparison_page(document: Document, pages: list[Page], names: list[str]) -> 
     for page, name in zip(pages, names, strict=True):
         page["name"] = name
         page.pop("pages", None)
-    figures = _figures(pages)
-    kinds = _kinds(document)
-    modules = _modules(pages)
+    before, after = (
+        comparable(page, document[side])
+        for page, side in zip(pages, ("before", "after"), strict=True)
+    )
+    figures = _joined(before["figures"], after["figures"], None, keep_same=True)
+    modules = _joined(before["modules"], after["modules"], 0)
+    kinds = None
+    if before["kinds"] is not None and after["kinds"] is not None:
+        kinds = _joined(before["kinds"], after["kinds"], 0)
     return {
         "kind": "comparison",
         "title": f"{names[0]} → {names[1]}",
@@ -53,6 +62,56 @@ def comparison_page(document: Document, pages: list[Page], names: list[str]) -> 
             },
         },
     }
+
+
+def comparable(page: Page, document: Document) -> dict[str, list[Row] | None]:
+    """What of a result can stand beside another: rows with a ``value``.
+
+    The page joins those of two candidates of a search as ``_joined`` does here.
+    """
+    return {
+        "figures": _figures(page),
+        "kinds": _kinds(document),
+        "modules": _modules(page),
+    }
+
+
+def _joined(
+    before: list[Row] | None,
+    after: list[Row] | None,
+    absent: Any,
+    *,
+    keep_same: bool = False,
+) -> list[Row]:
+    """Rows of both with their values as ``before`` and ``after``.
+
+    Args:
+        before: Rows of the first result.
+        after: Of the second.
+        absent: The value of a row that only the other result has.
+        keep_same: Also those that do not differ.
+    """
+    both = [{_key(row): row for row in rows or ()} for rows in (before, after)]
+    joined = []
+    for key in dict.fromkeys([*both[0], *both[1]]):
+        one, other = (rows.get(key) for rows in both)
+        row = dict(one or other or {})
+        del row["value"]
+        row["before"] = one["value"] if one else absent
+        row["after"] = other["value"] if other else absent
+        if keep_same or not _same(row["before"], row["after"]):
+            joined.append(row)
+    return joined
+
+
+def _key(row: Row) -> tuple[Any, ...]:
+    return tuple(row.get(name) for name in _NAMES)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if not isinstance(one, int | float) or not isinstance(other, int | float):
+        return bool(one == other)
+    return abs(one - other) <= 1e-9 * max(abs(one), abs(other))
 
 
 def _verdict(figures: list[Row], kinds: list[Row] | None, modules: list[Row]) -> View:
@@ -82,102 +141,59 @@ def _was(row: Row) -> str:
     return "changed"
 
 
-def _figures(pages: list[Page]) -> list[Row]:
-    """The figures of both verdicts, and what is held at the peak."""
-    before, after = (_by_label(page) for page in pages)
-    rows = []
-    for label in [*before, *(label for label in after if label not in before)]:
-        one, other = before.get(label), after.get(label)
-        unit = (one or other or {}).get("unit")
-        rows.append(
-            {
-                "label": label,
-                "unit": unit,
-                "before": one and one["value"],
-                "after": other and other["value"],
-                "more_is_better": label in _MORE_IS_BETTER,
-            }
-        )
-    return rows
-
-
-def _by_label(page: Page) -> dict[str, Row]:
-    figures = {each["label"]: each for each in page["views"]["verdict"]["figures"]}
+def _figures(page: Page) -> list[Row]:
+    """The figures of a verdict, and what is held at the peak."""
     memory = page["views"]["memory"]
-    for name, value in (memory.get("by_category") or {}).items():
-        label = f"{name} at the peak"
-        figures[label] = figure(label, value, "B")
+    figures = [
+        *page["views"]["verdict"]["figures"],
+        *(
+            figure(f"{name} at the peak", value, "B")
+            for name, value in (memory.get("by_category") or {}).items()
+        ),
+    ]
     if memory.get("margin_bytes") is not None:
-        figures["margin"] = figure("margin", memory["margin_bytes"], "B")
-    return figures
+        figures.append(figure("margin", memory["margin_bytes"], "B"))
+    return [
+        {
+            "label": each["label"],
+            "unit": each["unit"],
+            "value": each["value"],
+            "more_is_better": each["label"] in _MORE_IS_BETTER,
+        }
+        for each in figures
+    ]
 
 
 def _kinds(document: Document) -> list[Row] | None:
-    """Kinds of communication that differ, where both have a ledger."""
-    ledgers = [ledger_of(document["before"]), ledger_of(document["after"])]
-    if None in ledgers:
+    """Count and payload of each kind of communication, where the result has a ledger."""
+    ledger = ledger_of(dict(document))
+    if ledger is None:
         return None
-    sums: defaultdict[tuple[str, ...], list[list[int]]]
-    sums = defaultdict(lambda: [[0, 0], [0, 0]])
-    for place, ledger in enumerate(ledgers):
-        assert ledger is not None
-        for row in ledger["totals"]:
-            entry = sums[row["kind"], row["axis"], row["phase"]][place]
-            entry[0] += row["count"]
-            entry[1] += row["payload_bytes"]
-    rows = []
-    for (kind, axis, phase), (before, after) in sums.items():
-        for place, (label, unit) in enumerate((("count", "n"), ("payload", "B"))):
-            if before[place] != after[place]:
-                rows.append(
-                    {
-                        "kind": kind,
-                        "axis": axis,
-                        "phase": phase,
-                        "label": label,
-                        "unit": unit,
-                        "before": before[place],
-                        "after": after[place],
-                    }
-                )
-    return rows
+    sums: defaultdict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
+    for row in ledger["totals"]:
+        entry = sums[row["kind"], row["axis"], row["phase"]]
+        entry[0] += row["count"]
+        entry[1] += row["payload_bytes"]
+    return [
+        {
+            "kind": kind,
+            "axis": axis,
+            "phase": phase,
+            "label": label,
+            "unit": unit,
+            "value": value,
+        }
+        for (kind, axis, phase), entry in sums.items()
+        for (label, unit), value in zip(_KIND_FIGURES, entry, strict=True)
+    ]
 
 
-def _modules(pages: list[Page]) -> list[Row]:
-    """Modules whose figures differ; those of numbered layers added up."""
-    both = [_module_values(page) for page in pages]
-    labels = list(dict.fromkeys(key for values in both for key in values))
-    rows = []
-    for path, label, unit in labels:
-        before, after = (values.get((path, label, unit), (0, ())) for values in both)
-        if _same(before[0], after[0]):
-            continue
-        numbers = before[1] or after[1]
-        rows.append(
-            {
-                "module": with_numbers(path, numbers),
-                "label": label,
-                "unit": unit,
-                "before": before[0],
-                "after": after[0],
-                "more_is_better": False,
-            }
-        )
-    return rows
-
-
-def _same(one: float, other: float) -> bool:
-    return abs(one - other) <= 1e-9 * max(abs(one), abs(other))
-
-
-Values = dict[tuple[str, str, str], tuple[float, Numbers]]
-
-
-def _module_values(page: Page) -> Values:
+def _modules(page: Page) -> list[Row]:
+    """The figures of modules; those of numbered layers added up."""
     view = page["views"]["modules"]
     if "missing" in view:
-        return {}
-    values: Values = {}
+        return []
+    values: dict[tuple[str, str, str], tuple[float, Numbers]] = {}
     for row in view["rows"]:
         path, numbers = without_numbers(row["path"])
         for column, value in zip(view["columns"], row["values"], strict=True):
@@ -185,4 +201,14 @@ def _module_values(page: Page) -> Values:
             key = (path, label, column["unit"])
             sum_, seen = values.get(key, (0, ()))
             values[key] = (sum_ + value, united(seen, numbers))
-    return values
+    return [
+        {
+            "path": path,
+            "module": with_numbers(path, numbers),
+            "label": label,
+            "unit": unit,
+            "value": value,
+            "more_is_better": False,
+        }
+        for (path, label, unit), (value, numbers) in values.items()
+    ]

@@ -33,9 +33,9 @@ _MODULE_FIGURES = (
     ("parameters", "parameters", "short"),
     ("parameter_bytes", "parameter bytes", "B"),
     ("gradient_bytes", "gradients", "B"),
-    ("state_bytes", "states", "B"),
+    ("state_bytes", "optimizer states", "B"),
     ("activation_bytes", "activations", "B"),
-    ("flops", "work", "flop"),
+    ("flops", "FLOPs", "flop"),
     ("seconds", "time", "s"),
     ("exposed_seconds", "exposed", "s"),
 )
@@ -282,7 +282,7 @@ def prediction_modules(document: Document) -> View:
                 column(k, label, unit, bar=k != "parameters")
                 for k, label, unit in figures
             ),
-            *(column(axis, f"sent, {axis}", "B", bar=True) for axis in axes),
+            *(column(axis, f"payload, {axis}", "B", bar=True) for axis in axes),
         ],
         "rows": [
             {

@@ -3,6 +3,7 @@
 from typing import Any
 
 from torchspmd.comm import format_bytes
+from torchspmd.report.views.compare import comparable
 from torchspmd.report.views.parts import (
     Document,
     Page,
@@ -31,7 +32,9 @@ def search_page(document: Document) -> Page:
         page = None
         if each.get("prediction"):
             page = len(pages)
-            pages.append({**prediction_page(each["prediction"]), "name": name})
+            inner = prediction_page(each["prediction"])
+            both = comparable(inner, each["prediction"])
+            pages.append({**inner, "name": name, "comparable": both})
         candidates.append(
             {
                 **{key: each.get(key) for key in _FIGURES},
@@ -124,7 +127,7 @@ def _verdict(document: Document, candidates: list[dict[str, Any]]) -> View:
             figure("that fit", len(fitting)),
         ],
         "causes": {
-            "title": "The front: nothing is both faster and smaller",
+            "title": "The Pareto front: nothing is both faster and smaller",
             "none": "No candidate fits.",
             "columns": [
                 column("name", "candidate"),

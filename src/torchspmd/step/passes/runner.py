@@ -356,7 +356,11 @@ def applied_passes(gm: Any) -> tuple[str, ...]:
 
 
 def pass_reports(gm: Any) -> tuple[PassReport, ...]:
-    """What each pass did to a graph, in order."""
+    """What each pass did to a graph, in order.
+
+    >>> pass_reports(fx.symbolic_trace(lambda x: x + 1))
+    ()
+    """
     check_module("pass_reports", gm=gm)
     return tuple(report for _, report in _histories.get(gm, ()))
 

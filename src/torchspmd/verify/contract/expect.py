@@ -70,7 +70,12 @@ def expect(
 
 
 class Contract:
-    """Claims about one ledger; made by ``expect``."""
+    """Claims about one ledger; made by ``expect``.
+
+    >>> contract = Contract(Ledger(), None, None, checks=False)
+    >>> contract.count(0) is contract
+    True
+    """
 
     def __init__(
         self,

@@ -91,6 +91,9 @@ class RunOptions:
         loss_reduction: How the losses along the data axes make the whole one.
         timeout: Seconds that the ranks may take.
         save: Keep both recordings in this folder, as ``one`` and ``many``.
+
+    >>> RunOptions(timeout=60.0).seed
+    0
     """
 
     seed: int = 0
