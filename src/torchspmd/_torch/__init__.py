@@ -20,6 +20,7 @@ from torchspmd._torch.autograd import after_backward as after_backward
 from torchspmd._torch.autograd import after_each_backward as after_each_backward
 from torchspmd._torch.autograd import backward_under as backward_under
 from torchspmd._torch.autograd import current_node as current_node
+from torchspmd._torch.autograd import global_hook_keys as global_hook_keys
 from torchspmd._torch.autograd import gradient_hook_keys as gradient_hook_keys
 from torchspmd._torch.autograd import graph_task as graph_task
 from torchspmd._torch.autograd import has_forward_hooks as has_forward_hooks

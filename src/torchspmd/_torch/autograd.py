@@ -5,7 +5,8 @@ they can be, without a Python function around them.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any
@@ -14,6 +15,8 @@ import torch
 import torch.autograd
 from torch import nn
 
+_module: Any = importlib.import_module("torch.nn.modules.module")
+_optimizer: Any = importlib.import_module("torch.optim.optimizer")
 _autograd: Any = torch.autograd  # its annotations do not export private names
 
 # The number that the next autograd node created by this thread will get.
@@ -120,6 +123,32 @@ def hooks_of(holder: Any, tables: tuple[str, ...]) -> Iterator[tuple[str, int, A
         # A tensor that never had a hook has no table.
         for key, hook in (getattr(holder, table) or {}).items():
             yield table, key, hook
+
+
+# Hooks of all modules and of all optimizers.
+_GLOBAL_HOOKS: tuple[Mapping[int, Any], ...] = (
+    _module._global_forward_pre_hooks,
+    _module._global_forward_hooks,
+    _module._global_backward_pre_hooks,
+    _module._global_backward_hooks,
+    _optimizer._global_optimizer_pre_hooks,
+    _optimizer._global_optimizer_post_hooks,
+)
+
+
+def global_hook_keys() -> tuple[int, ...]:
+    """The hooks of the user's own that all modules or all optimizers call.
+
+    Those of torch and of torchspmd watch, and change nothing.
+    """
+    return tuple(
+        [
+            key
+            for table in _GLOBAL_HOOKS
+            for key, hook in table.items()
+            if not str(getattr(hook, "__module__", "")).startswith("torch")
+        ]
+    )
 
 
 def add_gradient_hook(tensor: torch.Tensor, table: str, hook: Any) -> Any:

@@ -7,6 +7,7 @@ them. docs/what_a_step_may_do.md is this table in words.
 """
 
 import collections
+import contextvars
 import dataclasses
 import functools
 import itertools
@@ -14,7 +15,9 @@ import os
 import pathlib
 import random
 import tempfile
+import threading
 import types
+import weakref
 
 import numpy as np
 import pytest
@@ -308,8 +311,110 @@ def attribute_of_an_argument():
     return World(step, (config,), change)
 
 
+def class_attribute():
+    class Own(Trainer):
+        def reads(self, model, optim, batch):
+            return train(model, optim, batch, self.kind)
+
+    def change(number):
+        Own.kind = halved(number)
+
+    return World(Own().reads, change=change)
+
+
+def attribute_of_the_function():
+    def step(model, optim, batch):
+        return train(model, optim, batch, step.scale)
+
+    def change(number):
+        step.scale = halved(number)
+
+    change(0)
+    return World(step, change=change)
+
+
+def weak_reference():
+    config = Config()
+    reference = weakref.ref(config)
+
+    def step(model, optim, batch):
+        return train(model, optim, batch, reference().scale)
+
+    def change(number):
+        config.scale = halved(number)
+
+    return World(step, change=change)
+
+
+def context_variable():
+    scale = contextvars.ContextVar("scale", default=1.0)
+
+    def step(model, optim, batch):
+        return train(model, optim, batch, scale.get())
+
+    return World(step, change=lambda number: scale.set(halved(number)))
+
+
+def variable_of_a_thread():
+    local = threading.local()
+
+    def step(model, optim, batch):
+        return train(model, optim, batch, local.scale)
+
+    def change(number):
+        local.scale = halved(number)
+
+    change(0)
+    return World(step, change=change)
+
+
+def hook_of_all_modules():
+    model, handles = nn.Linear(4, 4), []
+
+    def halve(module, args, output):
+        return output * 0.5 if module is model else None
+
+    def change(number):
+        if number == 2:
+            handles.append(nn.modules.module.register_module_forward_hook(halve))
+        elif number == 4:
+            handles.pop().remove()
+
+    return World(train, model=model, change=change)
+
+
 # ----------------------------------------------------------------------------
 # What the step itself changes.
+
+
+def counter_of_the_function():
+    def step(model, optim, batch):
+        step.calls += 1
+        return train(model, optim, batch, step.calls)
+
+    step.calls = 0
+    return World(step, left=lambda: step.calls)
+
+
+def variable_set_in_the_step():
+    count = contextvars.ContextVar("count", default=0)
+
+    def step(model, optim, batch):
+        count.set(count.get() + 1)
+        return train(model, optim, batch, count.get())
+
+    count.set(0)
+    return World(step, left=count.get)
+
+
+def random_of_a_library(draw):
+    def make():
+        def step(model, optim, batch):
+            return train(model, optim, batch, float(draw()))
+
+        return World(step)
+
+    return make
 
 
 def nonlocal_counter():
@@ -480,6 +585,51 @@ def far_down_a_list():
     return World(step, change=change)
 
 
+def raises_later():
+    stop = pathlib.Path(tempfile.mkdtemp()) / "stop"
+
+    def step(model, optim, batch):
+        if stop.exists():
+            raise RuntimeError("stopped")
+        return train(model, optim, batch)
+
+    def change(number):
+        if number == 2:
+            stop.touch()
+
+    return World(step, change=change)
+
+
+def large_array():
+    numbers = np.ones(5000)
+
+    def step(model, optim, batch):
+        return train(model, optim, batch, float(numbers.mean()))
+
+    def change(number):
+        numbers[7] = 5000.0 * number
+
+    return World(step, change=change)
+
+
+def deep_data():
+    inner = {"scale": 1.0}
+    data = inner
+    for _ in range(9):
+        data = {"inner": data}
+
+    def step(model, optim, batch):
+        at = data
+        while "inner" in at:
+            at = at["inner"]
+        return train(model, optim, batch, at["scale"])
+
+    def change(number):
+        inner["scale"] = halved(number)
+
+    return World(step, change=change)
+
+
 def hook_that_counts():
     model, calls = nn.Linear(4, 4), []
     model.register_forward_hook(lambda *_: calls.append(1))
@@ -584,7 +734,12 @@ ROWS = {
     "an argument of functools.partial": Row(partial, programs=3),
     "a variable of another file": Row(file_of_the_user, programs=3),
     "an attribute of an argument": Row(attribute_of_an_argument, programs=3),
-    "a class attribute": Row(method("reads", w=lambda n: Trainer.kind)),
+    "a class attribute": Row(class_attribute, programs=3),
+    "an attribute of the function": Row(attribute_of_the_function, programs=3),
+    "what a weak reference points to": Row(weak_reference, programs=3),
+    "a context variable": Row(context_variable, programs=3),
+    "a variable of a thread": Row(variable_of_a_thread, programs=3),
+    "a hook of all modules": Row(hook_of_all_modules, programs=2),
     "counters that the step does not read": Row(counted_beside),
     "what a module notes in its first call": Row(made_in_the_first_call),
     "self.count += 1": Row(method("counts"), "self.count: 0 -> 1"),
@@ -593,6 +748,16 @@ ROWS = {
     "nonlocal counter": Row(nonlocal_counter, "count around step: 0 -> 1"),
     "global counter": Row(global_counter, ".COUNT: 0 -> 1"),
     "global Counter": Row(global_container, ".COUNTS: its items"),
+    "step.calls += 1": Row(counter_of_the_function, "step.calls: 0 -> 1"),
+    "a context variable that the step sets": Row(
+        variable_set_in_the_step, "count around step.get(): 0 -> 1"
+    ),
+    "random.random()": Row(
+        random_of_a_library(random.random), "the state of Python's random"
+    ),
+    "numpy.random.rand()": Row(
+        random_of_a_library(lambda: np.random.rand()), "the state of numpy.random"
+    ),
     "numpy Generator": Row(
         random_argument(lambda: np.random.default_rng(0)), "the state of args[3]"
     ),
@@ -617,6 +782,8 @@ ROWS = {
     "a GradScaler that is off": Row(scaler_of_a_trainer(False)),
     "the environment": Row(environment, STALE, shadow="since call 3"),
     "a list of thousands": Row(far_down_a_list, STALE, shadow="since call 2"),
+    "a large array": Row(large_array, STALE, shadow="since call 2"),
+    "data deeper than six levels": Row(deep_data, STALE, shadow="since call 3"),
     "a file": Row(file_that_is_read, STALE, shadow="since call 3"),
     "a hook that counts": Row(
         hook_that_counts, STALE, shadow="calls around <lambda>: its items"
@@ -713,9 +880,21 @@ def test_shadow_steps_find_a_stale_step(name):
     assert ROWS[name].shadow and ROWS[name].shadow in str(caught.value)
 
 
+def test_shadow_steps_tell_of_a_step_that_would_raise_now():
+    """Alone, the captured step goes on; eagerly it stops."""
+    row = Row(raises_later)
+    with pytest.raises(RuntimeError, match="stopped"):
+        run(row, lambda step: step)
+    run(row, compile(shadow=0))
+    with pytest.raises(ShadowError, match="stopped"):
+        run(row, compile(shadow=3))
+
+
 @pytest.mark.parametrize(
     ("name", "left"),
     (
+        ("step.calls += 1", 0),
+        ("a context variable that the step sets", 0),
         ("self.count += 1", (0, [])),
         ("self.log.append()", (0, [])),
         ("nonlocal counter", 0),

@@ -145,6 +145,7 @@ def ambient_facts() -> Iterator[tuple[str, Any]]:
     yield "gradients enabled", torch.is_grad_enabled()
     yield "default dtype", torch.get_default_dtype()
     yield "autocast", _torch.autocast_state()
+    yield "hooks of all modules and optimizers", _torch.global_hook_keys()
 
 
 class TensorFact(NamedTuple):

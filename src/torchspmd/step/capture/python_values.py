@@ -13,9 +13,11 @@ import argparse
 import functools
 import itertools
 import sys
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
 from io import IOBase
@@ -134,12 +136,12 @@ def _fact_of_whole(value: Any) -> Fact:
 
 # Their objects keep books (caches, counters) that say nothing about a step.
 _CLOSED = frozenset({"torch", "torchspmd", "numpy", *sys.stdlib_module_names})
-_OPEN = (SimpleNamespace, argparse.Namespace)
+_OPEN = (SimpleNamespace, argparse.Namespace, threading.local)
 # Tables of tensors and hooks, which are guarded elsewhere or say nothing about a step.
 BOOKS_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 _TABLES = (dict, MappingProxyType)
 _SEQUENCES = (list, tuple, deque)
-_BOUND = (functools.partial, MethodType)
+_BOUND = (functools.partial, MethodType, weakref.ReferenceType, ContextVar)
 # They cannot hold each other in a circle, and equal ones may or may not be one object.
 _UNCHANGING = (tuple, frozenset, *_BOUND)
 _MOST_LOOKS = 1000
@@ -149,7 +151,8 @@ def parts_of(value: Any, latest: int | None = None) -> Iterator[tuple[str, Any]]
     """All that is directly inside of a value: how it is reached from there, and itself.
 
     Args:
-        value: A container, an object with attributes or slots, a bound method, a partial.
+        value: A container, an object with attributes or slots, a bound method, a partial,
+            a weak reference, a context variable.
         latest: Only so many items of a container, its last ones.
     """
     first = None if latest is None else -latest
@@ -167,6 +170,10 @@ def parts_of(value: Any, latest: int | None = None) -> Iterator[tuple[str, Any]]
     elif isinstance(value, MethodType):
         yield ".__func__", value.__func__
         yield ".__self__", value.__self__
+    elif isinstance(value, weakref.ReferenceType):
+        yield "()", value()
+    elif isinstance(value, ContextVar):
+        yield ".get()", value.get(None)
     elif not isinstance(value, type):
         yield from _attributes_of(value)
 
@@ -406,6 +413,8 @@ class Walk:
             parts = parts_of(value)
             if not isinstance(value, _UNCHANGING):
                 self._hold(value, snapshots.Items(path, value))
+            elif isinstance(value, ContextVar):
+                self._hold(value, snapshots.ContextValue(path, value))
             if not _is_closed(kind):  # a user's list or dict may have attributes
                 self._hold_attributes(path, value)
                 parts = iter((*parts, *_attributes_of(value)))
@@ -544,13 +553,14 @@ class Walk:
         if variables := sorted(names.globals):
             file = f"global {function.__module__}"
             values = snapshots.Attributes(file, None, table=table, names=variables)
-            self._hold(function, values)
+            self._hold(code, values)  # the function holds its own attributes
             for variable in variables:
                 if variable in table and (id(table), variable) not in self._globals:
                     self._globals.add((id(table), variable))
                     found.append((f"{file}.{variable}", table[variable]))
         for value in filter(None, (function.__defaults__, function.__kwdefaults__)):
             found.append((f"defaults of {name}", value))
+        self._objects.append(_Named(name, function, 0))
         for path, value in found:
             if value is not snapshots.MISSING:
                 yield from self._begin(path, value, is_named=True)

@@ -304,6 +304,21 @@ def contents_of(cell: CellType) -> Any:
         return MISSING
 
 
+class ContextValue(Attributes):
+    """The value of a context variable."""
+
+    __slots__ = ()
+
+    def _read(self) -> Mapping[str, Any]:
+        value = self._holder.get(MISSING)
+        return {} if value is MISSING else {"get()": value}
+
+    def put(self, key: Any, value: Any) -> None:
+        """Set it; one that had no value cannot lose it again."""
+        if value is not MISSING:
+            self._holder.set(value)
+
+
 # ----------------------------------------------------------------------------
 # Values that change in place: arrays, and random generators of the user's own.
 
