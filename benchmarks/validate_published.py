@@ -101,8 +101,9 @@ def rehearsals(row: Row, point: Point) -> list[Rehearsal]:
     if row.pp > 1:
         words += ["--pp", str(row.pp), "--interleave", str(row.chunks)]
     path, stride = EXAMPLES / row.script, row.gpus // row.pp
+    gpu = row.rehearsed_on or row.gpu
     return [
-        Rehearsal(path, tuple(words), row.gpu, row.gpus, rank=stage * stride)
+        Rehearsal(path, tuple(words), gpu, row.gpus, rank=stage * stride)
         for stage in range(row.pp)
     ]
 
