@@ -101,6 +101,15 @@ def test_the_cap_is_never_exceeded_and_sizes_are_true():
     ]
 
 
+def test_tensors_that_are_all_above_the_cap_travel_alone():
+    gm = captured(reduced, *ones(300, 400))
+    with pytest.warns(PassWarning):
+        outcome = fuse(gm, KIB)
+    assert [line.split(":")[0] for line in outcome.refused] == [
+        *("all_reduce", "all_reduce_1")
+    ]
+
+
 def test_a_tensor_above_the_cap_travels_alone():
     gm = captured(reduced, *ones(8, 300, 8))
     outcome = fuse(gm, KIB)
