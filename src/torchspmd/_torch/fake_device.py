@@ -134,6 +134,8 @@ class FakeDeviceMode(FakeTensorMode):
     ) -> Any:
         if func in _QUERIES:
             return self.dispatch(func, types, args, kwargs)
+        if self._is_of_another(args):
+            return func(*args, **kwargs)
         device = kwargs.get("device")
         if device is not None and _is_cuda(device):
             kwargs = {**kwargs, "device": _SHOWN}
@@ -161,6 +163,14 @@ class FakeDeviceMode(FakeTensorMode):
             )
         finally:
             self._inside = False
+
+    def _is_of_another(self, args: Sequence[Any]) -> bool:
+        """Whether tensors belong to another mode: the values of a captured graph."""
+        for value in args:
+            each = value[0] if isinstance(value, tuple | list) and value else value
+            if isinstance(each, FakeTensor):
+                return each.fake_mode is not self
+        return False
 
     def _without_values(self, value: Any) -> Any:
         """Real tensors as fake ones of the host, made anew.
@@ -199,6 +209,8 @@ def _has_subclass(types: Sequence[Any]) -> bool:
 
 
 def _is_large_factory(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    if kwargs.get("device") == torch.device("meta"):  # has no memory by itself
+        return False
     size = args[0] if args else kwargs.get("size")
     if not isinstance(size, list | tuple) or not all(isinstance(n, int) for n in size):
         return False

@@ -314,7 +314,7 @@ def _fill(
     members = [each for each in members if each[1].is_whole or each[1].size <= most]
     blocks = [block for block, _ in members]
     bucket, is_first = _Bucket(), True
-    for (block, unit), after in zip(members, [*blocks[1:], None], strict=True):
+    for (block, unit), after in zip(members, [*blocks, None][1:], strict=True):
         later = None if after is None else after.start
         if obstacle := bucket.obstacle(block, unit, most):
             bucket, is_first = close(obstacle), False
