@@ -272,6 +272,8 @@ def _report(
     parts = [describe_memory(account, smaller), describe_time(timed, faster)]
     if not recording.storages:
         parts = [_NOTHING]
+    elif not recording.steps:
+        parts.insert(0, "The script made no optimizer step: no training is counted.")
     print("", *parts, sep="\n\n")
     notes = [*recording.notes, *timed.notes()]
     for title, texts in (("Notes", notes), ("Skipped", recording.skipped)):

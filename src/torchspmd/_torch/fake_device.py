@@ -266,6 +266,7 @@ class ShownAsCuda(TorchFunctionMode):
             tensor.__array__: self._numpy,
             tensor.tolist: self._numpy,
             tensor.__bool__: self._numpy,
+            tensor.__format__: self._format,
             torch._C._nn._parse_to: self._parse_to,
         }
 
@@ -372,6 +373,12 @@ class ShownAsCuda(TorchFunctionMode):
             return func(tensor)
         offset = tensor.storage_offset() * tensor.element_size()
         return int(tensor.untyped_storage()._cdata) + offset
+
+    def _format(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensor, spec = args
+        if isinstance(tensor, FakeTensor) and not tensor.dim():
+            return format(tensor.item(), spec)  # as of any tensor with one value
+        return func(*args, **kwargs)
 
     def _numpy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(args[0], FakeTensor):

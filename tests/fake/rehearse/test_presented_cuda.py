@@ -267,3 +267,10 @@ def test_nothing_of_torch_stays_patched(rehearse):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = torch.ones(2, 2) @ torch.ones(2, 2)
         assert F.softmax(y, -1).dtype == torch.bfloat16
+
+
+def test_a_number_is_formatted_as_on_a_gpu(rehearse):
+    with rehearse():
+        norm = torch.ones(3, device="cuda").norm()
+        assert f"{norm:.2f}" == "1.00"
+        assert f"{norm}" == "1.0"
