@@ -119,6 +119,12 @@ def test_a_tensor_above_the_cap_travels_alone():
     assert names(gm, "all_reduce") == ["all_reduce_1", "all_reduce_default"]
 
 
+def test_nothing_is_fused_where_every_tensor_is_above_the_cap():
+    gm = captured(reduced, *ones(1024, 2048))
+    with pytest.warns(PassWarning, match="all_reduce_1: 8.00 KiB are more than"):
+        assert fuse(gm, KIB).changed == 0
+
+
 def test_the_first_bucket_closes_early():
     gm = captured(reduced, *ones(64, 64, 64, 64, 64))
     fuse(gm, first=0.5 * KIB)
