@@ -136,7 +136,7 @@ def test_streams_and_events_are_recorded(rehearse):
         on_a_stream()
     kinds = {type(event) for event in recording.events}
     assert {EventRecord, EventWait, StreamWait, RecordStream, Synchronize} <= kinds
-    assert recording.streams[1] == "user"
+    assert recording.streams[1] == "side stream"
 
 
 def test_item_gives_a_value_and_a_note(rehearse):
