@@ -8,8 +8,10 @@ import contextlib
 import copy
 import dataclasses
 import math
+import pickle
 import random
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +45,8 @@ class Recipe:
     hook: str = ""
     returns: str = "loss"
     between: str = ""
+    batch: str = ""  # what is special about the batches
+    second: str = ""  # a further model: an average, a teacher, an adversary
     mode: str = ""
     passes: bool = False
     overlap: bool = False
@@ -137,6 +141,67 @@ class Images(nn.Module):
         return torch.relu_(self.norm(self.conv(x[:, None]))).mean(1)
 
 
+class SharedMemory(nn.Module):
+    """Two buffers in one memory: one is written, the other is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("all", torch.ones(2 * WIDTH))
+        self.register_buffer("part", self.all[:WIDTH])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.all.mul_(0.9)
+        return x * self.part
+
+
+class Cached(nn.Module):
+    """Keeps the tensor of its last call and reads it in the next one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = torch.zeros(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x + self.last
+        self.last = x.detach().mean(0)
+        return y
+
+
+class Skipped(nn.Module):
+    """A layer that is left out by chance, drawn by torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x) * (torch.rand(()) > 0.5)
+
+
+class Attending(nn.Module):
+    """Attention over the features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(2, 1, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pairs = x.unflatten(1, (2, 2))
+        return self.inner(pairs, pairs, pairs, need_weights=False)[0].flatten(1)
+
+
+class Limited(nn.Module):
+    """An embedding whose rows are shortened in place in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, WIDTH, max_norm=0.7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.table(x.detach()[:, 0].abs().mul(3).long() % 5)
+
+
 LAYERS = {
     "linear": lambda: nn.Linear(WIDTH, WIDTH),
     "nobias": lambda: nn.Linear(WIDTH, WIDTH, bias=False),
@@ -156,6 +221,23 @@ LAYERS = {
     "lookup": Lookup,
     "images": Images,
     "tied": None,
+    "half tied": None,
+    "shared memory": SharedMemory,
+    "cached": Cached,
+    "skipped": Skipped,
+    "attending": Attending,
+    "limited": Limited,
+    "spectral": lambda: nn.utils.parametrizations.spectral_norm(
+        nn.Linear(WIDTH, WIDTH)
+    ),
+    "weight norm": lambda: nn.utils.parametrizations.weight_norm(
+        nn.Linear(WIDTH, WIDTH)
+    ),
+    "instancenorm": lambda: nn.Sequential(
+        nn.Unflatten(1, (2, 2)),
+        nn.InstanceNorm1d(2, affine=True, track_running_stats=True),
+        nn.Flatten(),
+    ),
 }
 
 
@@ -165,8 +247,10 @@ def build_model(recipe: Recipe) -> nn.Sequential:
     for name in recipe.layers:
         make = LAYERS[name]
         layer = nn.Linear(WIDTH, WIDTH) if make is None else make()
-        if make is None:
+        if name == "tied":
             layer.weight = model[0].weight
+        elif name == "half tied":
+            layer.bias = model[0].bias
         model.append(layer)
     return model
 
@@ -201,21 +285,72 @@ def build_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
     return kind(groups, lr=lr, **options)
 
 
+def _switch(group: dict[str, Any], call: int) -> None:
+    group["maximize"] = call % 2 == 0
+    if group.get("momentum"):
+        group["nesterov"] = call % 2 == 0
+
+
+def _change_others(group: dict[str, Any], call: int) -> None:
+    changed = {"alpha": 0.9, "rho": 0.8, "lambd": 1e-3}
+    if not group.get("nesterov"):
+        changed["dampening"] = 0.1
+    for name in changed.keys() & group.keys():
+        group[name] = changed[name] / (1 + call)
+
+
+# Hyper-parameters: where a group has them, another value before each call.
+SCHEDULES: dict[str, tuple[str, Callable[[dict[str, Any], int], Any]]] = {
+    "lr": ("lr", lambda group, call: group.update(lr=0.05 / (1 + call))),
+    "tensor lr": ("lr", lambda group, call: group["lr"].fill_(0.05 / (1 + call))),
+    "weight_decay": (
+        "weight_decay",
+        lambda group, call: group.update(weight_decay=0.01 * (call // 2)),
+    ),
+    "momentum": (
+        "momentum",
+        lambda group, call: group.update(momentum=0.9 - 0.1 * call),
+    ),
+    "betas": (
+        "betas",
+        lambda group, call: group.update(betas=(0.9 - 0.1 * call, 0.99)),
+    ),
+    "eps": ("eps", lambda group, call: group.update(eps=10.0 ** -(8 - call))),
+    "switches": ("maximize", _switch),
+    "others": ("lr", _change_others),
+}
+
+
 def change_schedule(recipe: Recipe, optim: torch.optim.Optimizer, call: int) -> None:
+    if recipe.schedule not in SCHEDULES:
+        return
+    name, change = SCHEDULES[recipe.schedule]
     for group in optim.param_groups:
-        match recipe.schedule:
-            case "lr":
-                group["lr"] = 0.05 / (1 + call)
-            case "tensor lr":
-                group["lr"].fill_(0.05 / (1 + call))
-            case "weight_decay":
-                group["weight_decay"] = 0.01 * (call // 2)
-            case "momentum" if "momentum" in group:
-                group["momentum"] = 0.9 - 0.1 * call
-            case "betas" if "betas" in group:
-                group["betas"] = (0.9 - 0.1 * call, 0.99)
-            case "eps" if "eps" in group:
-                group["eps"] = 10.0 ** -(8 - call)
+        if name in group:
+            change(group, call)
+
+
+def build_scheduler(recipe: Recipe, optim: torch.optim.Optimizer) -> Any:
+    """A scheduler of torch, which is called after each step."""
+    schedulers = torch.optim.lr_scheduler
+    match recipe.schedule:
+        case "LambdaLR":
+            return schedulers.LambdaLR(optim, lambda call: 1 / (1 + call))
+        case "OneCycleLR":
+            is_cycled = {"betas", "momentum"} & optim.param_groups[0].keys()
+            return schedulers.OneCycleLR(
+                optim, 0.1, total_steps=20, cycle_momentum=bool(is_cycled)
+            )
+        case "Sequential":
+            return schedulers.SequentialLR(
+                optim,
+                [
+                    schedulers.LinearLR(optim, 0.1, total_iters=2),
+                    schedulers.CosineAnnealingLR(optim, 5),
+                ],
+                [2],
+            )
+    return None
 
 
 # ----------------------------------------------------------------------------
@@ -226,6 +361,26 @@ def change_schedule(recipe: Recipe, optim: torch.optim.Optimizer, call: int) -> 
 class Config:
     scale: float = 1.0
     offset: int = 0
+
+    @property
+    def total(self) -> float:
+        return self.scale + self.offset
+
+
+@dataclass
+class Sample:
+    """An argument that holds tensors."""
+
+    value: Any
+    mask: Any = None
+    weight: float = 1.0
+
+
+GLOBALS = Config()
+
+
+class StepError(Exception):
+    """Raised by a step itself."""
 
 
 @dataclass
@@ -263,11 +418,138 @@ FACTORS = {
     "draws": lambda trainer: trainer.rng.random(),
     "iterates": lambda trainer: next(trainer.numbers),
     "swallows": by_swallowing,
+    "global": lambda trainer: GLOBALS.scale,
+    "class": lambda trainer: type(trainer).kind,
+    "closure": lambda trainer: trainer.read_closure(),
+    "property": lambda trainer: trainer.config.total,
+    "method": lambda trainer: trainer.table_of("scales")[1],
+    "format": lambda trainer: float(f"{trainer.scale:.2f}"),
+}
+
+
+def closure_over(trainer: "Trainer") -> Any:
+    """A function that reads a variable around it, and one that changes that variable."""
+    value = 1.0
+
+    def read() -> float:
+        return value
+
+    def write(new: float) -> None:
+        nonlocal value
+        value = new
+
+    return read, write
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A further argument of a step: its value in each call, and how the loss uses it."""
+
+    make: Callable[["Trainer", int], Any]
+    use: Callable[[Any, Any], Any] = lambda loss, argument: loss * argument
+
+
+def by_sample(loss: Any, sample: Sample) -> Any:
+    value = sample.value * sample.weight
+    if sample.mask is not None:
+        value = value * sample.mask
+    return loss * value.mean()
+
+
+def by_writing(loss: Any, table: dict[str, Any]) -> Any:
+    table["seen"].add_(1)
+    table["total"] = table["seen"] * 2
+    return loss * table["seen"].mean()
+
+
+def by_view(loss: Any, views: Any) -> Any:
+    views[0].mul_(0.5)
+    return loss * views[1].mean()
+
+
+def two_views(call: int) -> Any:
+    memory = torch.full((4,), 1.0 + call)
+    return memory[:3], memory[1:]
+
+
+_KINDS = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
+
+ARGUMENTS = {
+    "": Argument(lambda trainer, call: None, lambda loss, argument: loss),
+    "float": Argument(lambda trainer, call: 1.0 + 0.25 * call),
+    "int": Argument(lambda trainer, call: 1 + call % 2),
+    "tensor": Argument(lambda trainer, call: torch.tensor(1.0 + call)),
+    "flag": Argument(
+        lambda trainer, call: call % 2 == 0,
+        lambda loss, argument: loss * 2 if argument else loss,
+    ),
+    "text": Argument(
+        lambda trainer, call: ("plain", "square")[call % 2],
+        lambda loss, argument: loss.square() if argument == "square" else loss,
+    ),
+    "list": Argument(
+        lambda trainer, call: [1.0, 0.5 * call],
+        lambda loss, argument: loss * sum(argument),
+    ),
+    "dict": Argument(
+        lambda trainer, call: {
+            "weight": 1.0 + call,
+            "bias": torch.full((2,), call / 1),
+        },
+        lambda loss, argument: loss * argument["weight"] + argument["bias"].sum(),
+    ),
+    "config": Argument(
+        lambda trainer, call: Config(1.0 + call, call // 2),
+        lambda loss, argument: loss * argument.scale + argument.offset,
+    ),
+    "branch": Argument(
+        lambda trainer, call: 1.0 + 0.3 * call,
+        lambda loss, argument: loss * (2.0 if argument > 1.5 else 1.0),
+    ),
+    "generator": Argument(
+        lambda trainer, call: trainer.generator,
+        lambda loss, argument: loss + torch.rand((), generator=argument),
+    ),
+    "dtype": Argument(
+        lambda trainer, call: torch.full((2,), 2 + call).to(_KINDS[call % 4]),
+        lambda loss, argument: loss * argument.sum().to(loss.dtype),
+    ),
+    "shape": Argument(
+        lambda trainer, call: torch.full((1 + call, 2), 1.0 + call),
+        lambda loss, argument: loss * argument.mean(),
+    ),
+    "number": Argument(
+        lambda trainer, call: [torch.full((2,), 1.0 + call)] * (1 + call % 3),
+        lambda loss, argument: loss * sum(each.mean() for each in argument),
+    ),
+    "optional": Argument(
+        lambda trainer, call: (None, 2.0, torch.tensor(3.0))[call % 3],
+        lambda loss, argument: loss if argument is None else loss * argument,
+    ),
+    "sample": Argument(
+        lambda trainer, call: Sample(
+            torch.full((2,), 1.0 + call),
+            torch.tensor([True, False]) if call % 2 else None,
+            1.0 + call / 4,
+        ),
+        by_sample,
+    ),
+    "written": Argument(lambda trainer, call: {"seen": trainer.seen}, by_writing),
+    "views": Argument(lambda trainer, call: two_views(call), by_view),
+    "raises": Argument(
+        lambda trainer, call: -1 if call == 2 else 1, lambda loss, argument: loss
+    ),
+    "key": Argument(
+        lambda trainer, call: {"abc"[call % 3]: 1.0 + call, "d": 2.0},
+        lambda loss, argument: loss * sum(argument.values()),
+    ),
 }
 
 
 class Trainer:
     """Holds all that a step may use beside its arguments."""
+
+    kind = 1.0
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -278,72 +560,106 @@ class Trainer:
         self.factor = FACTORS[recipe.python]
         if recipe.python == "iterates":
             self.numbers = iter(range(1, 1000))
+        self.seen = torch.zeros(2)
         self.generator = torch.Generator().manual_seed(5)
+        self.read_closure, self.write_closure = closure_over(self)
 
-    def weigh(self, loss: Any, argument: Any) -> Any:
-        match self.recipe.argument:
-            case "float" | "int" | "tensor":
-                return loss * argument
-            case "flag":
-                return loss * 2 if argument else loss
-            case "text":
-                return loss.square() if argument == "square" else loss
-            case "list":
-                return loss * sum(argument)
-            case "dict":
-                return loss * argument["weight"] + argument["bias"].sum()
-            case "config":
-                return loss * argument.scale + argument.offset
-            case "branch":
-                return loss * (2.0 if argument > 1.5 else 1.0)
-            case "generator":
-                return loss + torch.rand((), generator=argument)
-        return loss
+    def table_of(self, name: str) -> list[float]:
+        return self.table[name]
 
     def loss(self, model: nn.Module, batch: torch.Tensor, argument: Any) -> Any:
         loss = model(batch).square().mean()
-        return self.weigh(loss, argument) * self.factor(self)
+        return ARGUMENTS[self.recipe.argument].use(loss, argument) * self.factor(self)
 
-    def step(
-        self, model: Any, optim: Any, batch: Any, argument: Any, scaler: Any = None
+    def step(  # noqa: PLR0913 - what training scripts pass
+        self,
+        model: Any,
+        optim: Any,
+        batch: Any,
+        argument: Any,
+        scaler: Any = None,
+        second: Any = None,
+        second_optim: Any = None,
+        *,
+        is_update: bool = True,
     ) -> Any:
         recipe = self.recipe
-        if recipe.zero == "start":
+        if recipe.argument == "raises" and argument < 0:
+            raise StepError
+        if recipe.zero == "start" and recipe.step != "accumulate":
             optim.zero_grad()
-        if recipe.step == "micro":
-            total = 0.0
-            for part in (batch[::2], batch[1::2]):
-                loss = self.loss(model, part, argument)
-                (loss / 2).backward()
-                total = total + loss.detach()
-            loss = total
-        elif recipe.step == "scaler":
-            loss = self.loss(model, batch, argument)
-            scaler.scale(loss).backward()
-        elif recipe.step == "grad":
-            loss = self.loss(model, batch, argument)
-            wanted = [p for p in model.parameters() if p.requires_grad]
-            found = torch.autograd.grad(loss, wanted, allow_unused=True)
-            for parameter, gradient in zip(wanted, found, strict=True):
-                parameter.grad = gradient
-        else:
-            loss = self.loss(model, batch, argument)
-            loss.backward()
-        match recipe.clip:
+        if recipe.batch == "in place":
+            batch.mul_(0.5)
+        loss = self.backward(model, batch, argument, scaler, second)
+        if is_update:
+            self.update(model, optim, scaler)
+            self.train_second(model, batch, second, second_optim)
+        return self.returned(model, loss.detach())
+
+    def backward(
+        self, model: Any, batch: Any, argument: Any, scaler: Any, second: Any
+    ) -> Any:
+        wanted = [p for p in model.parameters() if p.requires_grad]
+        match self.recipe.step:
+            case "micro":
+                total: Any = 0.0
+                for part in (batch[::2], batch[1::2]):
+                    loss = self.loss(model, part, argument)
+                    (loss / 2).backward()
+                    total = total + loss.detach()
+                return total
+            case "grad":
+                loss = self.loss(model, batch, argument)
+                found = torch.autograd.grad(loss, wanted, allow_unused=True)
+                for parameter, gradient in zip(wanted, found, strict=True):
+                    parameter.grad = gradient
+                return loss
+            case "penalty":
+                loss = self.loss(model, batch, argument)
+                found = torch.autograd.grad(
+                    loss, wanted, create_graph=True, allow_unused=True
+                )
+                loss = loss + sum(g.square().sum() for g in found if g is not None)
+            case "autocast":
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = self.loss(model, batch, argument)
+            case _:
+                loss = self.loss(model, batch, argument)
+                if self.recipe.second == "teacher":
+                    with torch.no_grad():
+                        aim = second(batch)
+                    loss = loss + (model(batch) - aim).square().mean()
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        return loss
+
+    def update(self, model: Any, optim: Any, scaler: Any) -> None:
+        match self.recipe.clip:
             case "norm":
                 nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             case "value":
                 nn.utils.clip_grad_value_(model.parameters(), 0.05)
-        if recipe.step == "scaler":
+        if scaler is None:
+            optim.step()
+        else:
             scaler.step(optim)
             scaler.update()
-        else:
-            optim.step()
-        if recipe.zero == "end":
+        if self.recipe.zero == "end":
             optim.zero_grad()
-        elif recipe.zero == "zeros":
+        elif self.recipe.zero == "zeros":
             optim.zero_grad(set_to_none=False)
-        return self.returned(model, loss.detach())
+
+    def train_second(self, model: Any, batch: Any, second: Any, optim: Any) -> None:
+        if self.recipe.second == "average":
+            with torch.no_grad():
+                pairs = zip(second.parameters(), model.parameters(), strict=True)
+                for old, new in pairs:
+                    old.lerp_(new, 0.1)
+        elif self.recipe.second == "adversary":
+            with torch.no_grad():
+                made = model(batch)
+            (second(batch).mean() - second(made).mean()).backward()
+            optim.step()
+            optim.zero_grad()
 
     def returned(self, model: Any, loss: Any) -> Any:
         match self.recipe.returns:
@@ -366,30 +682,9 @@ class Trainer:
         self.scale = 1.0 + call // 2
         self.table["scales"][0] = 1.0 + call // 3
         self.config.offset = call // 2
-
-    def argument(self, call: int) -> Any:
-        match self.recipe.argument:
-            case "float":
-                return 1.0 + 0.25 * call
-            case "int":
-                return 1 + call % 2
-            case "tensor":
-                return torch.tensor(1.0 + call)
-            case "flag":
-                return call % 2 == 0
-            case "text":
-                return ("plain", "square")[call % 2]
-            case "list":
-                return [1.0, 0.5 * call]
-            case "dict":
-                return {"weight": 1.0 + call, "bias": torch.full((2,), float(call))}
-            case "config":
-                return Config(1.0 + call, call // 2)
-            case "branch":
-                return 1.0 + 0.3 * call
-            case "generator":
-                return self.generator
-        return None
+        GLOBALS.scale = 1.0 + call // 2
+        type(self).kind = 1.0 + call // 3
+        self.write_closure(1.0 + call // 2)
 
 
 def install_hook(recipe: Recipe, model: Any, optim: Any) -> None:
@@ -411,34 +706,123 @@ def install_hook(recipe: Recipe, model: Any, optim: Any) -> None:
             model[0].register_forward_hook(lambda *_: calls.append(1))
 
 
-def act_between(
-    recipe: Recipe, model: Any, optim: Any, call: int, seen: list[Any]
-) -> None:
-    """What a training loop does between two calls."""
-    match recipe.between:
-        case "state_dict" if call % 2:
-            seen.append([whole(each).clone() for each in model.state_dict().values()])
-            seen.append([whole(each) for each in _states(optim.state_dict())])
-        case "evaluate" if call == 2:
-            model.eval()
-            if recipe.mode != "fully_shard":
-                with torch.no_grad():
-                    seen.append([model(torch.ones(2, WIDTH))])
-            model.train()
-        case "load" if call == 2:
-            saved = copy.deepcopy((model.state_dict(), optim.state_dict()))
-            model.load_state_dict(saved[0])
-            optim.load_state_dict(saved[1])
-        case "write" if call == 2:
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.mul_(0.9)
-        case "clear":
-            optim.zero_grad()
-        case "freeze" if call == 2:
-            model[0].requires_grad_(False)
-        case "wrong call" if call == 1:
-            pass  # made by the loop
+@dataclass(frozen=True)
+class Loop:
+    """What a training loop holds between two calls, and what it has seen."""
+
+    recipe: Recipe
+    model: Any
+    optim: Any
+    seen: list[Any]
+    call: int
+
+
+def save(loop: Loop) -> None:
+    loop.seen.append([whole(each).clone() for each in loop.model.state_dict().values()])
+    loop.seen.append([whole(each) for each in _states(loop.optim.state_dict())])
+
+
+def evaluate(loop: Loop) -> None:
+    loop.model.eval()
+    if loop.recipe.mode != "fully_shard":
+        with torch.no_grad():
+            loop.seen.append([loop.model(torch.ones(2, WIDTH))])
+    loop.model.train()
+
+
+def load(loop: Loop) -> None:
+    saved = copy.deepcopy((loop.model.state_dict(), loop.optim.state_dict()))
+    loop.model.load_state_dict(saved[0])
+    loop.optim.load_state_dict(saved[1])
+
+
+def load_pickled(loop: Loop) -> None:
+    saved = pickle.loads(pickle.dumps(loop.model.state_dict()))
+    loop.seen.append([whole(each).detach().clone() for each in saved.values()])
+
+
+def write(loop: Loop) -> None:
+    with torch.no_grad():
+        for parameter in loop.model.parameters():
+            parameter.mul_(0.9)
+
+
+def replace_data(loop: Loop) -> None:
+    for parameter in loop.model.parameters():
+        parameter.data = parameter.data * 0.9
+
+
+def copy_model(loop: Loop) -> None:
+    other = copy.deepcopy(loop.model)
+    loop.seen.append([whole(p).detach().clone() for p in other.parameters()])
+
+
+def add_group(loop: Loop) -> None:
+    bias = nn.Parameter(torch.ones(WIDTH))
+    loop.model[0].bias = bias
+    loop.optim.add_param_group({"params": [bias], "lr": 0.01})
+
+
+def halve_states(loop: Loop) -> None:
+    for values in loop.optim.state.values():
+        for value in values.values():
+            if isinstance(value, torch.Tensor) and value.dim():
+                value.mul_(0.5)
+
+
+def halve_gradients(loop: Loop) -> None:
+    for parameter in loop.model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+
+
+def train_eagerly(loop: Loop) -> None:
+    if loop.recipe.mode in ("", "default"):
+        loop.model(torch.ones(4, WIDTH)).square().mean().backward()
+        loop.optim.step()
+        loop.optim.zero_grad()
+
+
+def reset_statistics(loop: Loop) -> None:
+    for module in loop.model.modules():
+        if hasattr(module, "reset_running_stats"):
+            module.reset_running_stats()
+
+
+def replace_buffers(loop: Loop) -> None:
+    for module in loop.model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.is_floating_point():
+                setattr(module, name, buffer * 0.5)
+
+
+# After which calls, and what a training loop does then.
+BETWEEN: dict[str, tuple[tuple[int, ...], Callable[[Loop], Any]]] = {
+    "": ((), save),
+    "state_dict": ((1, 3), save),
+    "evaluate": ((2,), evaluate),
+    "load": ((2,), load),
+    "pickle": ((2,), load_pickled),
+    "write": ((2,), write),
+    "data": ((2,), replace_data),
+    "deepcopy": ((2,), copy_model),
+    "clear": ((0, 1, 2, 3), lambda loop: loop.optim.zero_grad()),
+    "freeze": ((2,), lambda loop: loop.model[0].requires_grad_(False)),
+    "toggle": (
+        (0, 1, 2, 3),
+        lambda loop: loop.model[0].requires_grad_(loop.call % 2 == 1),
+    ),
+    "add group": ((2,), add_group),
+    "switch": ((0, 1, 2, 3), lambda loop: loop.model.train(loop.call % 2 == 1)),
+    "inference": ((1, 3), lambda loop: loop.model[loop.call % len(loop.model)].eval()),
+    "forget": ((2,), lambda loop: loop.optim.state.clear()),
+    "rescale": ((2,), halve_states),
+    "gradients": ((0, 1, 2, 3), halve_gradients),
+    "train eagerly": ((2,), train_eagerly),
+    "statistics": ((2,), reset_statistics),
+    "buffers": ((2,), replace_buffers),
+    "wrong call": ((), save),  # made by the loop
+}
 
 
 def _states(saved: Any) -> list[Any]:
@@ -469,59 +853,115 @@ def whole(value: Any) -> Any:
 
 def run(recipe: Recipe, *, compiled: bool) -> list[Any]:
     """All that a training loop sees: one list of values, in order."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
     size = dist.get_world_size() if dist.is_initialized() else 1
     model = build_model(recipe)
     optim = build_optimizer(recipe, model)
     install_hook(recipe, model, optim)
     trainer = Trainer(recipe)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+    scheduler = build_scheduler(recipe, optim)
+    more = further_arguments(recipe, model)
     step: Any = trainer.step
     seen: list[Any] = []
     with contextlib.ExitStack() as stack:
         if compiled:
             step = stack.enter_context(compile_step(**options_of(recipe))(step))
         elif size > 1 and recipe.mode in ("replicate", "fully_shard"):
-            for parameter in model.parameters():
-                if parameter.requires_grad:
-                    hooks = parameter._backward_hooks
-                    parameter._backward_hooks = None
-                    parameter.register_hook(_average)
-                    for hook in (hooks or {}).values():
-                        parameter.register_hook(hook)
+            average_gradients(model)
+            if recipe.second == "adversary":
+                average_gradients(more["second"])
         for call in range(CALLS):
-            torch.manual_seed(100 * recipe.seed + call)
-            batch = torch.randn(ROWS * size, WIDTH)
-            is_global = not compiled and recipe.mode == "default"
-            if not is_global:
-                batch = batch[ROWS * rank : ROWS * (rank + 1)].clone()
+            batch = draw_batch(recipe, call, compiled=compiled)
             trainer.change(call)
             change_schedule(recipe, optim, call)
+            argument = ARGUMENTS[recipe.argument].make(trainer, call)
+            if recipe.step == "accumulate":
+                more["is_update"] = call % 2 == 0
             torch.manual_seed(7 + call)
             if recipe.between == "wrong call" and call == 2:
                 with contextlib.suppress(Exception):
-                    step(model, optim, torch.ones(3, WIDTH + 1), trainer.argument(call))
+                    step(model, optim, torch.ones(3, WIDTH + 1), argument)
                 torch.manual_seed(7 + call)
                 optim.zero_grad()
-            more = (scaler,) if recipe.step == "scaler" else ()
-            result = step(model, optim, batch, trainer.argument(call), *more)
-            seen.append(copy.deepcopy(_plain(result)))
-            act_between(recipe, model, optim, call, seen)
-    seen += [whole(value).detach().clone() for value in model.state_dict().values()]
-    seen += [whole(value) for value in _states(optim.state_dict())]
-    seen += [None if p.grad is None else whole(p.grad) for p in model.parameters()]
-    seen += [
-        scaler.get_scale(),
-        trainer.count,
-        len(trainer.log),
-        trainer.generator.get_state(),
-    ]
-    seen += [trainer.rng.random(), torch.rand(2)]
-    return seen
+            try:
+                result = step(model, optim, batch, argument, **more)
+            except StepError:
+                result = "raised"
+            seen += [copy.deepcopy(_plain(result)), _tensors(argument)]
+            if recipe.batch in ("gradient", "in place") and recipe.mode != "default":
+                seen += [copy.deepcopy(batch.detach()), copy.deepcopy(batch.grad)]
+            if scheduler is not None:
+                scheduler.step()
+            calls, act = BETWEEN[recipe.between]
+            if call in calls:
+                act(Loop(recipe, model, optim, seen, call))
+    return [*seen, *what_is_left(model, optim, trainer, more)]
+
+
+def what_is_left(
+    model: nn.Module, optim: Any, trainer: Trainer, more: dict[str, Any]
+) -> list[Any]:
+    """Every state after the last call."""
+    left = [whole(value).detach().clone() for value in model.state_dict().values()]
+    left += [whole(value) for value in _states(optim.state_dict())]
+    left += [None if p.grad is None else whole(p.grad) for p in model.parameters()]
+    if "second" in more:
+        second = more["second"].state_dict()
+        left += [whole(value).detach().clone() for value in second.values()]
+    if "scaler" in more:
+        left.append(more["scaler"].get_scale())
+    left += [trainer.count, len(trainer.log), trainer.generator.get_state()]
+    return [*left, trainer.rng.random(), torch.rand(2)]
+
+
+def further_arguments(recipe: Recipe, model: nn.Module) -> dict[str, Any]:
+    more: dict[str, Any] = {}
+    if recipe.step == "scaler":
+        more["scaler"] = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+    if recipe.second:
+        more["second"] = copy.deepcopy(model)
+    if recipe.second == "adversary":
+        more["second_optim"] = torch.optim.SGD(more["second"].parameters(), lr=0.01)
+    return more
+
+
+def draw_batch(recipe: Recipe, call: int, *, compiled: bool) -> torch.Tensor:
+    """This rank's rows; eagerly in the default mode those of all ranks."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    torch.manual_seed(100 * recipe.seed + call)
+    rows = ROWS + call % 3 if recipe.batch == "lengths" else ROWS
+    batch = torch.randn(rows * size, WIDTH)
+    if compiled or recipe.mode != "default":
+        batch = batch[rows * rank : rows * (rank + 1)].clone()
+    if recipe.batch == "gradient":
+        batch.requires_grad_()
+    elif recipe.batch == "strided":
+        batch = batch.t().contiguous().t()
+    return batch
+
+
+def average_gradients(model: nn.Module) -> None:
+    """What data parallel does, before the hooks of the user."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            hooks = parameter._backward_hooks
+            parameter._backward_hooks = None
+            parameter.register_hook(_average)
+            for hook in (hooks or {}).values():
+                parameter.register_hook(hook)
 
 
 def _plain(result: Any) -> Any:
     return dataclasses.astuple(result) if isinstance(result, Output) else result
+
+
+def _tensors(argument: Any) -> list[torch.Tensor]:
+    """What a step may have written into its argument."""
+    if isinstance(argument, dict):
+        argument = list(argument.values())
+    if not isinstance(argument, (list, tuple)):
+        return []
+    return [each.clone() for each in argument if isinstance(each, torch.Tensor)]
 
 
 def _average(gradient: torch.Tensor) -> torch.Tensor:
@@ -614,6 +1054,10 @@ def group_of_one() -> Any:
 # What is drawn.
 
 
+STEPS = ("plain", "plain", "plain", "micro", "scaler", "grad", "accumulate", "penalty")
+STEPS += ("autocast",)  # not in the default mode, where sums of bfloat16 differ
+
+
 @st.composite
 def recipes(
     draw: Any, *, modes: tuple[str, ...], backends: tuple[str, ...], ranks: int = 1
@@ -627,6 +1071,7 @@ def recipes(
     form = draw(st.sampled_from(FORMS if name in CAN_FUSE else FORMS[:3]))
     options |= form
     schedules = ["", "lr", "lr", "weight_decay", "momentum", "betas", "eps"]
+    schedules += ["switches", "others", "LambdaLR", "OneCycleLR", "Sequential"]
     if name in ("SGD", "Adam", "AdamW") and form.get("foreach") is False:
         schedules.append("tensor lr")
 
@@ -639,33 +1084,20 @@ def recipes(
         options=tuple(sorted(options.items())),
         groups=draw(st.integers(1, 2)),
         schedule=draw(st.sampled_from(schedules)),
-        step=draw(st.sampled_from(("plain", "plain", "micro", "scaler", "grad"))),
+        step=draw(st.sampled_from(STEPS if mode != "default" else STEPS[:-1])),
         zero=draw(st.sampled_from(("end", "end", "start", "zeros", "never"))),
         clip=draw(rarely("norm", "value")),
-        argument=draw(
-            rarely(
-                *("float", "int", "tensor", "flag", "text", "list", "dict"),
-                *("config", "branch", "generator"),
-            )
-        ),
-        python=draw(
-            rarely(
-                *("attribute", "table", "config", "counts", "appends", "draws"),
-                *("iterates", "swallows"),
-            )
-        ),
+        argument=draw(rarely(*ARGUMENTS)),
+        python=draw(rarely(*FACTORS)),
         hook=draw(rarely("forward", "pre", "gradient", "accumulated")),
         returns=draw(
             st.sampled_from(
                 ("loss", "nothing", "dict", "dataclass", "parameter", "view", "number")
             )
         ),
-        between=draw(
-            rarely(
-                *("state_dict", "evaluate", "load", "write", "clear", "freeze"),
-                "wrong call",
-            )
-        ),
+        between=draw(rarely(*BETWEEN)),
+        batch=draw(rarely("lengths", "in place", "gradient", "strided")),
+        second=draw(rarely("average", "teacher", "adversary")),
         mode=mode,
         passes=mode in ("replicate", "fully_shard") and draw(st.booleans()),
         overlap=mode == "replicate" and draw(st.booleans()),

@@ -1,4 +1,4 @@
-"""Drawn models, plans and mapped functions, each against one device.
+"""Drawn models and plans, each against one device.
 
 Whatever runs must give what one device gives; whatever cannot must be refused by an error
 of torchspmd. Half of the plans are right by construction, the others are changed at random:
@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,10 +22,9 @@ from torch.distributed.tensor import (
     Placement,
     Replicate,
     Shard,
-    distribute_tensor,
 )
 
-from torchspmd import clip_grad_norm_, local_map
+from torchspmd import clip_grad_norm_
 from torchspmd.errors import SpmdError
 from torchspmd.parallel import (
     ColwiseParallel,
@@ -353,159 +351,3 @@ def run_plan(seed: int) -> Outcome:
 def _is_about_heads(error: Exception) -> bool:
     """Heads that ranks cannot share are the only reason against a right plan."""
     return isinstance(error, SpmdError) and "heads" in str(error)
-
-
-# ----------------------------------------------------------------------------
-# Mapped functions: a body on this rank's rows, and how its result is put together.
-
-
-def _sum_rows(x: Any, w: Any) -> Any:
-    return (x * w).sum(0)
-
-
-def _gathered(group: Any, t: Any) -> Any:
-    gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
-    return gather(t, 0, group)
-
-
-def _in_place(t: Any) -> Any:
-    dist.all_reduce(t)
-    return t
-
-
-def _listed(t: Any) -> Any:
-    parts = [torch.empty_like(t) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, t)
-    return torch.cat(parts)
-
-
-def _passed_on(t: Any) -> Any:
-    got, size = torch.empty_like(t), dist.get_world_size()
-    rank = dist.get_rank()
-    works = [
-        dist.P2POp(dist.isend, t, (rank + 1) % size),
-        dist.P2POp(dist.irecv, got, (rank - 1) % size),
-    ]
-    for work in dist.batch_isend_irecv(works):
-        work.wait()
-    return got
-
-
-def _scattered(group: Any, t: Any) -> Any:
-    scatter = (
-        getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
-    )
-    return scatter(t.contiguous(), "sum", 0, group)
-
-
-# Each: the body on local rows, and the same on one device; x is (rows, 4), w is (4,).
-BODIES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "rows": (lambda g, x, w: x * w, lambda n, x, w: x * w),
-    "sum": (lambda g, x, w: _sum_rows(x, w), lambda n, x, w: _sum_rows(x, w)),
-    "reduced": (
-        lambda g, x, w: funcol.all_reduce(_sum_rows(x, w), "sum", g),
-        lambda n, x, w: _sum_rows(x, w),
-    ),
-    "reduced in place": (
-        lambda g, x, w: _in_place(_sum_rows(x, w)),
-        lambda n, x, w: _sum_rows(x, w),
-    ),
-    "gathered": (lambda g, x, w: _gathered(g, x * w), lambda n, x, w: x * w),
-    "gathered by list": (lambda g, x, w: _listed(x * w), lambda n, x, w: x * w),
-    "mixed": (
-        lambda g, x, w: x * funcol.all_reduce(_sum_rows(x, w), "sum", g),
-        lambda n, x, w: x * _sum_rows(x, w),
-    ),
-    "mixed by list": (
-        lambda g, x, w: x * _listed(x * w).sum(0),
-        lambda n, x, w: x * _sum_rows(x, w),
-    ),
-    "passed on": (
-        lambda g, x, w: x * _passed_on(x * w),
-        lambda n, x, w: x * (x * w).roll(len(x) // n, 0),
-    ),
-    "broadcast": (
-        lambda g, x, w: x * funcol.broadcast(w * 1.0, 0, g),
-        lambda n, x, w: x * w,
-    ),
-    "scattered": (
-        lambda g, x, w: _scattered(g, _gathered(g, x * w)),
-        lambda n, x, w: n * x * w,
-    ),
-    "detached": (
-        lambda g, x, w: x * w * _listed((x * w).detach()).sum(0),
-        lambda n, x, w: x * w * _sum_rows(x, w).detach(),
-    ),
-}
-
-
-def run_mapped(seed: int) -> Outcome:
-    """One drawn function with drawn layouts, values and gradients."""
-    rng = random.Random(seed)
-    size = dist.get_world_size()
-    name = rng.choice(list(BODIES))
-    body, reference = BODIES[name]
-    given, written = rng.choice((Shard(0), R, P)), rng.choice((Shard(0), R, P))
-    weight = rng.choice((R, R, P))
-    is_checked, needs = rng.random() < 0.5, rng.choice(((1, 1), (1, 0), (0, 1)))
-    torch.manual_seed(seed)
-    x, w = torch.randn(6 * size, 4).double(), torch.randn(4).double()
-    case = (
-        f"map {seed} on {size} ranks: {name}, x {given}, w {weight}, out {written}, "
-        f"check={is_checked}, gradients {needs}"
-    )
-
-    def run() -> str:
-        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
-        group = mesh.get_group(0)
-        mapped = local_map(
-            lambda x, w: body(group, x, w),
-            [written],
-            ([given], [weight]),
-            check=is_checked,
-        )
-        tensors = [_distributed(t, mesh, p) for t, p in ((x, given), (w, weight))]
-        for tensor, need in zip(tensors, needs, strict=True):
-            tensor.requires_grad_(bool(need))
-        y = mapped(*tensors)
-        if not y.requires_grad:
-            return ""
-        y.redistribute(placements=[R]).square().sum().backward()
-        alone = [
-            t.clone().requires_grad_(bool(n))
-            for t, n in zip((x, w), needs, strict=True)
-        ]
-        expected = reference(size, *alone)
-        expected.square().sum().backward()
-        values = [whole(y.detach())]
-        if compare(values, [expected.detach()]):
-            # Values are what the user declares; only replicas can be compared.
-            is_wrong = is_checked and written == R and given == Shard(0)
-            is_wrong &= name in ("rows", "sum")
-            return "other values, which the check did not see" if is_wrong else ""
-        if P in (given, weight) and not is_checked:
-            return ""  # not linear in partial values: only a check sees it
-        grads = [t.grad.full_tensor() for t in tensors if t.grad is not None]
-        wanted = [t.grad for t in alone if t.grad is not None]
-        if len(grads) != len(wanted):
-            return "a gradient is missing"
-        return compare(grads, wanted)
-
-    return outcome_of(case, run)
-
-
-def _distributed(value: torch.Tensor, mesh: Any, layout: Placement) -> DTensor:
-    if isinstance(layout, Partial):
-        mine = value if mesh.get_local_rank() == 0 else torch.zeros_like(value)
-        return DTensor.from_local(mine, mesh, [layout], run_check=False)
-    return distribute_tensor(value, mesh, [layout], src_data_rank=None)
-
-
-def run_case(seed: int) -> Outcome:
-    """A plan for each even number, a mapped function for each odd one."""
-    return run_mapped(seed) if seed % 2 else run_plan(seed)
-
-
-def run_cases(first: int, count: int) -> list[Outcome]:
-    """Several cases in one go."""
-    return [run_case(seed) for seed in range(first, first + count)]

@@ -4,19 +4,22 @@ import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from enum import Enum
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from _models import GPT, Transformer
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from torchspmd.step import DataParallel, GraphModuleTransformation, compile
 
 Step = Callable[..., Any]
 
+LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 BUCKET_MB = 25.0  # where nothing but communication is measured
 GPTS = {"gpt 12x768": True, "gpt 12x768 untied": False}  # whether the head is tied
 
@@ -88,15 +91,32 @@ def ddp_blocks_compiled(model: nn.Module) -> tuple[nn.Module, Step]:
 
 
 def fsdp(
-    model: nn.Module, *, reshard: bool | None = None, compiled: bool = False
+    model: nn.Module,
+    *,
+    reshard: bool | None = None,
+    compiled: bool = False,
+    low: bool = False,
+    hybrid: bool = False,
 ) -> tuple[nn.Module, Step]:
     """FSDP2 by blocks, each compiled by itself where asked."""
+    options: dict[str, Any] = {"reshard_after_forward": reshard}
+    if low:
+        options["mp_policy"] = LOW
+    if hybrid:
+        options["mesh"] = hybrid_mesh(model)
     for block in blocks_of(model):
         if compiled:
             block.compile()
-        fully_shard(block, reshard_after_forward=reshard)
-    fully_shard(model, reshard_after_forward=reshard)
+        fully_shard(block, **options)
+    fully_shard(model, **options)
     return model, train_step
+
+
+def hybrid_mesh(model: nn.Module) -> DeviceMesh:
+    """Shards on two ranks each, and replicas of them."""
+    device = next(model.parameters()).device.type
+    shape = dist.get_world_size() // 2, 2
+    return init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -139,16 +159,34 @@ def ours(
 
 
 def ours_sharded(
-    model: nn.Module, *, passes: bool, reshard: bool = True, inductor: bool = False
+    model: nn.Module,
+    *,
+    passes: bool,
+    reshard: bool = True,
+    inductor: bool = False,
+    overlap: bool = False,
+    low: bool = False,
+    hybrid: bool = False,
 ) -> tuple[nn.Module, Step]:
     """Fully sharded parameters, gathered by our passes."""
     transformation = None
     if passes:
         transformation = GraphModuleTransformation(
-            enable_graph_optimization=True, cost="measure", enable_inductor=inductor
+            enable_graph_optimization=True,
+            overlap_iterations=overlap,
+            cost="measure",
+            enable_inductor=inductor,
         )
-    mode = DataParallel("fully_shard", reshard_after_forward=reshard)
-    step = compile(gm_transformation=transformation, parallel_mode=mode)(train_step)
+    mode = DataParallel(
+        "fully_shard",
+        reshard_after_forward=reshard,
+        mp_policy=LOW if low else None,
+    )
+    step = compile(
+        gm_transformation=transformation,
+        parallel_mode=mode,
+        mesh=hybrid_mesh(model) if hybrid else None,
+    )(train_step)
     return model, step
 
 
@@ -202,18 +240,35 @@ PEERS: dict[str, Variant] = {
     "FSDP2, no reshard + torch.compile of blocks": functools.partial(
         fsdp, reshard=False, compiled=True
     ),
+    "FSDP2, mixed": functools.partial(fsdp, low=True),
+    "FSDP2, mixed + torch.compile of blocks": functools.partial(
+        fsdp, low=True, compiled=True
+    ),
+    "FSDP2, hybrid": functools.partial(fsdp, hybrid=True),
+    "FSDP2, hybrid + torch.compile of blocks": functools.partial(
+        fsdp, hybrid=True, compiled=True
+    ),
 }
+_PASSES = functools.partial(ours_sharded, passes=True)
 SHARDED: dict[str, Variant] = {
     "torchspmd, sharded, no passes": functools.partial(ours_sharded, passes=False),
-    "torchspmd, sharded": functools.partial(ours_sharded, passes=True),
-    "torchspmd, sharded, inductor": functools.partial(
-        ours_sharded, passes=True, inductor=True
-    ),
-    "torchspmd, sharded, no reshard": functools.partial(
-        ours_sharded, passes=True, reshard=False
+    "torchspmd, sharded": _PASSES,
+    "torchspmd, sharded, overlapped": functools.partial(_PASSES, overlap=True),
+    "torchspmd, sharded, inductor": functools.partial(_PASSES, inductor=True),
+    "torchspmd, sharded, no reshard": functools.partial(_PASSES, reshard=False),
+    "torchspmd, sharded, no reshard, overlapped": functools.partial(
+        _PASSES, reshard=False, overlap=True
     ),
     "torchspmd, sharded, no reshard, inductor": functools.partial(
-        ours_sharded, passes=True, reshard=False, inductor=True
+        _PASSES, reshard=False, inductor=True
+    ),
+    "torchspmd, sharded, mixed": functools.partial(_PASSES, low=True),
+    "torchspmd, sharded, mixed, inductor": functools.partial(
+        _PASSES, low=True, inductor=True
+    ),
+    "torchspmd, sharded, hybrid": functools.partial(_PASSES, hybrid=True),
+    "torchspmd, sharded, hybrid, inductor": functools.partial(
+        _PASSES, hybrid=True, inductor=True
     ),
 }
 VARIANTS: dict[str, Variant] = {
@@ -244,20 +299,60 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
-def measure(name: str, workload: Workload, steps: int) -> float:
-    """Seconds for a step of a variant in its steady state.
+class Family(Enum):
+    """Variants that send the same; called by how that is measured with nothing else."""
+
+    REPLICATED = "all-reduces alone"
+    SHARDED = "gathers twice and scatters alone"
+    KEPT = "gathers once and scatters alone"  # no reshard
+    HYBRID = "gathers and scatters of half the ranks, and all-reduces"
+
+    @classmethod
+    def of(cls, name: str) -> "Family":
+        """The family of a variant."""
+        if "hybrid" in name:
+            return cls.HYBRID
+        if not name.startswith("FSDP2") and "sharded" not in name:
+            return cls.REPLICATED
+        return cls.KEPT if "no reshard" in name else cls.SHARDED
+
+    def compares_with(self, other: "Family") -> bool:
+        """Whether one may be the peer of the other: users can choose between them."""
+        return self is other or {self, other} == {Family.SHARDED, Family.KEPT}
+
+
+def can_run(name: str, device: str, ranks: int) -> bool:
+    """Whether a device has what a variant needs."""
+    if device != "cuda" and ("CUDA" in name or "mixed" in name):
+        return False
+    return "hybrid" not in name or (ranks >= 4 and ranks % 2 == 0)
+
+
+class Measured(NamedTuple):
+    """One variant on one rank: seconds for a step, and bytes of the device at most."""
+
+    seconds: float
+    peak: int
+
+
+def measure(name: str, workload: Workload, steps: int) -> Measured:
+    """A step of a variant in its steady state.
 
     A step that leaves work behind begins with what the one before it left; what is pending
     at the very end is made off the clock. So the clock starts behind a step too: behind a
     barrier the first one would find its reductions done.
     """
     model, optim, batch = workload.build()
+    if "mixed" in name:
+        model = model.float()
     build = {**BASES, **VARIANTS}[name]
     model, step = build(model)
-    if name.startswith("FSDP2"):
+    if name.startswith("FSDP2") or "mixed" in name:
         optim = _optimizer(model)
-    for _ in range(4):  # cold optimizer, warm one, and two in the steady state
+    for number in range(4):  # cold optimizer, warm one, and two in the steady state
         step(model, optim, batch)
+        if number == 2 and workload.device == "cuda":  # without what compiling took
+            torch.cuda.reset_peak_memory_stats()
     wait_for_all(workload.device)  # ranks that share a device must do so meanwhile
     step(model, optim, batch).item()
     start = time.perf_counter()
@@ -268,23 +363,53 @@ def measure(name: str, workload: Workload, steps: int) -> float:
     if hasattr(step, "flush"):
         step.flush()
     wait_for_all(workload.device)
-    return seconds
+    is_on_gpu = workload.device == "cuda"
+    return Measured(seconds, torch.cuda.max_memory_allocated() if is_on_gpu else 0)
 
 
-def measure_wire(workload: Workload, steps: int) -> float:
-    """Seconds to reduce all gradients in buckets, with nothing else to do."""
+def measure_wire(family: Family, workload: Workload, steps: int) -> float:
+    """Seconds to send what a family sends in a step, with nothing else to do."""
     model, _, _ = workload.build()
     buckets = empty_buckets(model)
-    for _ in range(2):
-        dist.all_reduce(buckets[0])
+    size = dist.get_world_size()
+    if family is Family.HYBRID:
+        mesh = hybrid_mesh(model)
+        inside, across = mesh.get_group("shard"), mesh.get_group("replicate")
+        size = 2
+    else:
+        inside, across = dist.group.WORLD, None
+    parts = [bucket.new_empty(-(-bucket.numel() // size)) for bucket in buckets]
+    wholes = [part.new_empty(part.numel() * size) for part in parts]
+
+    def send() -> list[Any]:
+        if family is Family.REPLICATED:
+            return [dist.all_reduce(bucket, async_op=True) for bucket in buckets]
+        works = []
+        for whole, part in zip(wholes, parts, strict=True):
+            for _ in range(1 if family is Family.KEPT else 2):
+                works.append(_gather(whole, part, inside))
+            works.append(_scatter(part, whole, inside))
+            if across is not None:
+                works.append(dist.all_reduce(part, group=across, async_op=True))
+        return works
+
+    for work in [*send(), *send()]:
+        work.wait()
     wait_for_all(workload.device)
     start = time.perf_counter()
     for _ in range(steps):
-        works = [dist.all_reduce(bucket, async_op=True) for bucket in buckets]
-        for work in works:
+        for work in send():
             work.wait()
     wait_for_all(workload.device)
     return (time.perf_counter() - start) / steps
+
+
+def _gather(whole: torch.Tensor, part: torch.Tensor, group: Any) -> Any:
+    return dist.all_gather_into_tensor(whole, part, group=group, async_op=True)
+
+
+def _scatter(part: torch.Tensor, whole: torch.Tensor, group: Any) -> Any:
+    return dist.reduce_scatter_tensor(part, whole, group=group, async_op=True)
 
 
 def wait_for_all(device: str) -> None:

@@ -11,7 +11,8 @@ import collections
 import sys
 import time
 
-from _drawn_plans import Outcome, run_cases
+from _drawn_functions import run_cases
+from _drawn_plans import Outcome
 
 from torchspmd.errors import RankError
 from torchspmd.testing import Ranks

@@ -3,10 +3,12 @@
 One training step (forward, backward, fused AdamW) on real ranks: eager DDP, DDP under
 torch.compile, FSDP2 eager and compiled, and torchspmd's whole-step graph without passes,
 with the default passes, also as a CUDA graph, and with updates overlapped with the next
-iteration. Beside them the limit: the larger of computing alone and communicating alone;
-and both at once, where nothing waits for anything: what one gives up for the other. Each
-is measured in processes of its own: what one leaves behind (memory that it keeps, what it
-compiled) does not slow down the next.
+iteration. Fully sharded ones are compared with FSDP2, hybrid ones (from four ranks on) with
+its hybrid sharding; "mixed" ones keep float32 shards and compute in bfloat16. Beside them
+the limit of each family: the larger of computing alone and of sending what it sends, with
+nothing else to do; and both at once, where nothing waits for anything: what one gives up
+for the other. Each is measured in processes of its own: what one leaves behind (memory
+that it keeps, what it compiled) does not slow down the next.
 
 ``--network 1gbit`` runs inside a network namespace of its own whose loopback is shaped to
 that rate (needs root, ip and tc). The batch is chosen so that computing takes ``--ratio``
@@ -28,7 +30,10 @@ from _step_variants import (
     BASES,
     PEERS,
     VARIANTS,
+    Family,
+    Measured,
     Workload,
+    can_run,
     measure,
     measure_wire,
 )
@@ -76,9 +81,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--network", help="shape loopback to this rate, such as 1gbit")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
-    on_gpu = options.device == "cuda"
-    able = [name for name in VARIANTS if on_gpu or "CUDA" not in name]
+    able = [n for n in VARIANTS if can_run(n, options.device, options.ranks)]
     options.variants = options.variants or able
+    wrong = [name for name in options.variants if name not in able]
+    if wrong:
+        parser.error(
+            f"--variants {wrong}: not there on {options.ranks} ranks of {options.device}; "
+            f"choose among {able}"
+        )
     return options
 
 
@@ -87,77 +97,97 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Every variant on one model, at one ratio of computing to communicating."""
     workload, bases, wire = balance(run, model, ratio, options)
-    seconds: dict[str, float | str] = {}
+    families = dict.fromkeys(map(Family.of, options.variants))
+    wires = {each: time_wire(run, workload, each) for each in families}
+    if Family.REPLICATED in wires:
+        wires[Family.REPLICATED] = min(wires[Family.REPLICATED], wire)
+    found: dict[str, Measured | str] = {}
     for _ in range(options.rounds):
         for name in options.variants:
-            found = attempt(run, name, workload, options.steps)
-            best = seconds.get(name)
-            if isinstance(best, float) and isinstance(found, float):
-                found = min(best, found)
-            seconds[name] = found
-        wire = min(wire, time_wire(run, workload))  # it varies by a quarter
-    limit = max(min(bases.values()), wire)
-    peers = [
-        value
-        for name, value in seconds.items()
-        if isinstance(value, float) and name in PEERS
-    ]
-    table = {**bases, "communication alone": wire, **seconds}
-    return [row(model, workload, *each, peers, limit) for each in table.items()]
+            now, best = attempt(run, name, workload, options.steps), found.get(name)
+            if isinstance(best, Measured) and isinstance(now, Measured):
+                now = Measured(min(now.seconds, best.seconds), max(now.peak, best.peak))
+            found[name] = now
+        again = {each: time_wire(run, workload, each) for each in wires}
+        wires = {each: min(again[each], wires[each]) for each in again}  # it varies
+    computing = min(each.seconds for each in bases.values())
+    table: dict[str, Measured | str] = {**bases}
+    table |= {each.value: Measured(wire, 0) for each, wire in wires.items()}
+    rows = [row(model, workload, *each) for each in table.items()]
+    for name, measured in found.items():
+        family = Family.of(name)
+        peers = {
+            peer: each.seconds
+            for peer, each in found.items()
+            if isinstance(each, Measured)
+            and peer in PEERS
+            and Family.of(peer).compares_with(family)
+        }
+        limit = max(computing, wires[family])
+        rows.append(row(model, workload, name, measured, peers, limit))
+    return rows
 
 
 def row(
     model: str,
     workload: Workload,
     name: str,
-    seconds: float | str,
-    peers: list[float],
-    limit: float,
+    measured: Measured | str,
+    peers: dict[str, float] | None = None,
+    limit: float = 0.0,
 ) -> dict[str, Any]:
-    known = isinstance(seconds, float)
+    found = {"model": f"{model}, batch {workload.batch}", "variant": name}
+    columns = ("times the best peer", "best peer", "of the limit", "GiB")
+    if isinstance(measured, str):
+        return {**found, "ms": measured, **dict.fromkeys(columns, "")}
+    best = min(peers, key=peers.__getitem__) if peers else ""
+    values = (
+        peers[best] / measured.seconds if peers else "",
+        best,
+        limit / measured.seconds if limit else "",
+        measured.peak / 2**30 if measured.peak else "",
+    )
     return {
-        "model": f"{model}, batch {workload.batch}",
-        "variant": name,
-        "ms": seconds * 1e3 if isinstance(seconds, float) else seconds,
-        "times the best peer": min(peers) / seconds if known and peers else "",
-        "of the limit": limit / seconds if known else "",
+        **found,
+        "ms": measured.seconds * 1e3,
+        **dict(zip(columns, values, strict=True)),
     }
 
 
 def balance(
     run: Runner, model: str, ratio: float, options: argparse.Namespace
-) -> tuple[Workload, dict[str, float], float]:
+) -> tuple[Workload, dict[str, Measured], float]:
     """The batch at which computing takes ``ratio`` times as long as communicating."""
     batch = getattr(options, "batch", None)
     workload = Workload(model, batch or 16, options.device)
-    wire = time_wire(run, workload)
+    wire = time_wire(run, workload, Family.REPLICATED)
     wanted = getattr(options, "variants", ())
     is_compiled = any("compile" in name or "inductor" in name for name in wanted)
     names = list(BASES) if is_compiled and options.device == "cuda" else list(BASES)[:1]
 
-    def alone(name: str) -> float:
+    def alone(name: str) -> Measured:
         return max(run(measure, name, workload, 3))
 
     for _ in range(0 if batch else 2):
-        found = workload.batch * ratio * wire / alone(names[-1])
+        found = workload.batch * ratio * wire / alone(names[-1]).seconds
         workload = replace(workload, batch=max(1, round(found)))
     bases = {name: alone(name) for name in names}
     return workload, bases, wire
 
 
-def time_wire(run: Runner, workload: Workload) -> float:
-    return max(run(measure_wire, workload, 3))
+def time_wire(run: Runner, workload: Workload, family: Family) -> float:
+    return max(run(measure_wire, family, workload, 3))
 
 
-def attempt(run: Runner, name: str, workload: Workload, steps: int) -> float | str:
+def attempt(run: Runner, name: str, workload: Workload, steps: int) -> Measured | str:
     try:
-        seconds = max(run(measure, name, workload, steps))
+        found: Measured = max(run(measure, name, workload, steps))
     except SpmdError as error:
         last = str(error).strip().splitlines()[-1]
         print(f"{name}: {error}", file=sys.stderr)
         return f"failed: {last[:40]}"
-    print(f"{workload}, {name}: {seconds * 1e3:.1f} ms", file=sys.stderr)
-    return seconds
+    print(f"{workload}, {name}: {found.seconds * 1e3:.1f} ms", file=sys.stderr)
+    return found
 
 
 def run_shaped(rate: str) -> int:

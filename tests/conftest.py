@@ -5,6 +5,7 @@ import multiprocessing
 import os
 from collections.abc import Iterator
 from multiprocessing import forkserver
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,10 +28,21 @@ settings.load_profile("repeatable")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One worker of xdist has all tests on ranks: its ranks are started and warm once."""
+    """Each test has the mark of its folder.
+
+    One worker of xdist has all tests on ranks: its ranks are started and warm once.
+    """
     for item in items:
+        for folder in _TIERS:
+            if item.path.is_relative_to(folder):
+                item.add_marker(folder.name)
         if item.get_closest_marker("ranks") is not None:
             item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
+_TIERS = [
+    Path(__file__).parent / name for name in ("unit", "fake", "ranks", "browser", "gpu")
+]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -343,6 +343,14 @@ def test_join_axes():
         assert joined.get_group("tp") is mesh.get_group("tp")
 
 
+def test_flatten_mesh():
+    with fake_mesh((2, 2), ("replicate", "shard"), rank=3) as mesh:
+        flat = _torch.flatten_mesh(mesh)
+        assert (flat.ndim, flat.size(), flat.get_local_rank()) == (1, 4, 3)
+        assert _torch.flatten_mesh(flat) is flat
+        assert _torch.root_ranks(flat) == [0, 1, 2, 3]
+
+
 def test_strided_shard():
     with fake_mesh((2, 2), ("dp", "tp"), rank=1) as mesh:
         placements = [_torch.strided_shard(0, 2), Shard(0)]

@@ -6,7 +6,5 @@ import torch
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if "tests/gpu" in item.path.as_posix():
-            item.add_marker(pytest.mark.gpu)
-            if not torch.cuda.is_available():
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if "tests/gpu" in item.path.as_posix() and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from torchspmd.step import DataParallel, GraphModuleTransformation, compile
@@ -167,6 +169,65 @@ def sharded():
 
 def test_a_fully_sharded_step():
     started(2).run(sharded, timeout=240)
+
+
+def like_fsdp2(policy=None, shape=None, **options):
+    """Losses and parameters of FSDP2, under a policy, on a mesh of one or two axes."""
+    policy = MixedPrecisionPolicy(**policy or {})
+    names = ("replicate", "shard")[-len(shape or (1,)) :]
+    mesh = init_device_mesh(
+        "cuda", shape or (dist.get_world_size(),), mesh_dim_names=names
+    )
+    ours, theirs = pair()
+    for layer in (*theirs.layers, theirs):
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    expected = train(low_step, theirs, fused(theirs))
+    mode = DataParallel("fully_shard", mp_policy=policy)
+    compiled = compile(low_step, parallel=mode, mesh=mesh, **options)
+    found = train(compiled, ours, fused(ours))
+    compiled.flush()
+    is_low = policy.param_dtype is not None
+    close = {"rtol": 2e-2, "atol": 2e-3} if is_low else {}
+    torch.testing.assert_close(found, expected, **close)
+    for left, right in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(left.full_tensor(), right.full_tensor(), **close)
+
+
+def low_step(model, optim, batch):
+    loss = model(batch).float().square().mean()
+    loss.backward()
+    optim.step()
+    optim.zero_grad()
+    return loss.detach()
+
+
+LOW = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+
+
+def test_mixed_precision_is_that_of_fsdp2():
+    started(2).run(functools.partial(like_fsdp2, LOW), timeout=240)
+
+
+def deferred_and_not():
+    """Compiled code rounds elsewhere than FSDP2 in bfloat16; the same with and without."""
+    mode = DataParallel("fully_shard", mp_policy=MixedPrecisionPolicy(**LOW))
+    found = []
+    for model, overlap in zip(pair(), (True, False), strict=True):
+        compiled = compile(low_step, parallel=mode, overlap=overlap, backend="inductor")
+        losses = train(compiled, model, fused(model))
+        compiled.flush()
+        found.append([losses, *(each.full_tensor() for each in model.parameters())])
+    torch.testing.assert_close(*found)
+
+
+def test_sharded_updates_that_wait_for_the_next_step():
+    started(2).run(functools.partial(like_fsdp2, overlap=True), timeout=240)
+    started(2).run(deferred_and_not, timeout=240)
+
+
+def test_shards_and_replicas_of_them():
+    hybrid = functools.partial(like_fsdp2, LOW, (2, 2))
+    started(4).run(hybrid, timeout=240)
 
 
 def one_meaning():

@@ -29,9 +29,8 @@ SHAPE = {
     "max_position_embeddings": 16,
     "bos_token_id": 0,
     "eos_token_id": 0,
-    "pad_token_id": 0,
 }
-SMALL = {key: SHAPE[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+TOKENS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 
 
 class FusedAttention(nn.Module):
@@ -109,7 +108,7 @@ class PeftModel(nn.Module):
 def transformers_model(family: str, kind: str = "ForCausalLM", **options) -> nn.Module:
     transformers = pytest.importorskip("transformers")
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    config = getattr(transformers, f"{family}Config")(**options)
+    config = getattr(transformers, f"{family}Config")(**{**options, **TOKENS})
     return getattr(transformers, f"{family}{kind}")(config)
 
 
@@ -119,7 +118,7 @@ def build(name: str) -> nn.Module:
     if name == "gpt2":
         sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 64}
         dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        return transformers_model("GPT2", "LMHeadModel", **sizes, **dropouts, **SMALL)
+        return transformers_model("GPT2", "LMHeadModel", **sizes, **dropouts)
     if name == "bert":
         dropouts = ("hidden_dropout_prob", "attention_probs_dropout_prob")
         bert = {**SHAPE, **dict.fromkeys(dropouts, 0.0)}
@@ -139,7 +138,8 @@ def build(name: str) -> nn.Module:
     if name == "gemma3":
         import transformers
 
-        return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**SHAPE))
+        config = transformers.Gemma3TextConfig(**SHAPE, pad_token_id=0)
+        return transformers.Gemma3ForCausalLM(config)
     return transformers_model(name, **SHAPE)
 
 

@@ -316,6 +316,11 @@ def test_unflatten_tree():
     assert changed == {"a": [0, (0, 0)], "b": 0}
 
 
+def test_map_tensors():
+    tree = {"a": [torch.ones(1), (2,)]}
+    assert _torch.map_tensors(len, tree) == {"a": [1, (2,)]}
+
+
 def test_map_tree():
     assert _torch.map_tree(str, {"a": [1, (2,)]}) == {"a": ["1", ("2",)]}
 

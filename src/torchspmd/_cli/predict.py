@@ -30,16 +30,16 @@ from torchspmd.predict.allocator import AllocatorSettings
 from torchspmd.predict.bounds import Bounds
 from torchspmd.predict.clock import LiveClock
 from torchspmd.predict.curve_json import curve_json
-from torchspmd.predict.hardware import Hardware, load_gpu, load_network
+from torchspmd.predict.hardware import load_gpu, load_network
 from torchspmd.predict.live import LiveMemory
 from torchspmd.predict.memory import Fits, MemoryAccount, count_memory
 from torchspmd.predict.prediction import TimePrediction, predict_time
+from torchspmd.predict.rehearsed import rehearsed_gpu
 from torchspmd.predict.structure import ledger_json, mesh_json, modules_json
 from torchspmd.predict.suggestions import Suggestion, suggest
 from torchspmd.predict.text import describe_memory, size_text
 from torchspmd.predict.time_suggestions import Gain, suggest_faster
 from torchspmd.predict.time_text import describe_time
-from torchspmd.rehearse.device import Gpu
 from torchspmd.rehearse.recorder import Recorder
 from torchspmd.rehearse.recording import Recording
 from torchspmd.rehearse.rehearsal import rehearsal
@@ -119,9 +119,9 @@ def _predict(options: argparse.Namespace, others: OtherRanks) -> int:
         f"rehearsing {options.script} as rank {world.rank} of {world.size}"
     )
     window = StepWindow(mode, skip=options.skip, steps=options.steps, line=line)
-    stage = rehearsal(
-        recording, world, _gpu(gpu, world), LiveMemory(recording, gpu, settings), others
-    )
+    device = rehearsed_gpu(gpu, network, world)
+    memory = LiveMemory(recording, gpu, settings)
+    stage = rehearsal(recording, world, device, memory, others)
     bounds = Bounds(gpu, settings, options.bound_rate, options.bound_seconds)
     is_candidate = bool(bounds.flops_rate or bounds.seconds) and not others.is_asked
     slower: list[str] = []  # one entry, where it need not go on
@@ -238,16 +238,6 @@ def _settings() -> AllocatorSettings:
         if text := os.environ.get(name):
             return AllocatorSettings.parse(text)
     return AllocatorSettings()
-
-
-def _gpu(gpu: Hardware, world: World) -> Gpu:
-    major, _, minor = gpu.compute_capability.partition(".")
-    return Gpu(
-        gpu.title,
-        gpu.nbytes("total"),
-        (int(major or 9), int(minor or 0)),
-        count=min(world.gpus_per_node, world.size) if world.size > 1 else 1,
-    )
 
 
 def _hint(left: list[object]) -> str:

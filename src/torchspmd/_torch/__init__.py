@@ -36,6 +36,9 @@ from torchspmd._torch.capture import current_graph as current_graph
 from torchspmd._torch.capture import data_dependence_errors as data_dependence_errors
 from torchspmd._torch.capture import decomposition as decomposition
 from torchspmd._torch.capture import functional as functional
+from torchspmd._torch.capture import (
+    fused_updates_without_values as fused_updates_without_values,
+)
 from torchspmd._torch.capture import has_symbols as has_symbols
 from torchspmd._torch.capture import holds as holds
 from torchspmd._torch.capture import initial_state as initial_state
@@ -72,6 +75,7 @@ from torchspmd._torch.compilation import (
 from torchspmd._torch.dtensor import apply_torch_style as apply_torch_style
 from torchspmd._torch.dtensor import build_spec as build_spec
 from torchspmd._torch.dtensor import current_mesh as current_mesh
+from torchspmd._torch.dtensor import flatten_mesh as flatten_mesh
 from torchspmd._torch.dtensor import foreach_norm as foreach_norm
 from torchspmd._torch.dtensor import free_shard as free_shard
 from torchspmd._torch.dtensor import is_autocast_enabled as is_autocast_enabled
@@ -97,6 +101,7 @@ from torchspmd._torch.fake_device import ShownAsCuda as ShownAsCuda
 from torchspmd._torch.fake_device import fake_device as fake_device
 from torchspmd._torch.fake_device import is_device_tensor as is_device_tensor
 from torchspmd._torch.fake_device import is_fake_tensor as is_fake_tensor
+from torchspmd._torch.fake_device import is_rehearsed as is_rehearsed
 from torchspmd._torch.fake_device import own_chunks_only as own_chunks_only
 from torchspmd._torch.fake_device import shapes_apart as shapes_apart
 from torchspmd._torch.fake_device import (
@@ -177,6 +182,7 @@ from torchspmd._torch.regions import is_fake as is_fake
 from torchspmd._torch.regions import is_in_custom_function as is_in_custom_function
 from torchspmd._torch.regions import leaf_paths as leaf_paths
 from torchspmd._torch.regions import leaves_of as leaves_of
+from torchspmd._torch.regions import map_tensors as map_tensors
 from torchspmd._torch.regions import map_tree as map_tree
 from torchspmd._torch.regions import node_group as node_group
 from torchspmd._torch.regions import node_kind as node_kind

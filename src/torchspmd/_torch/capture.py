@@ -125,6 +125,14 @@ def shape_mode() -> Any:
     return ShapeMode()
 
 
+def _without_modes() -> contextlib.AbstractContextManager[Any]:
+    """Inside, no dispatch mode sees an operator."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    context: contextlib.AbstractContextManager[Any] = _disable_current_modes()
+    return context
+
+
 class FakeWorld:
     """Tensors without values and numbers without a value, for one capture."""
 
@@ -143,8 +151,11 @@ class FakeWorld:
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the same shape, strides, dtype and device, without values."""
-        fake: torch.Tensor = self.mode.from_tensor(tensor.detach(), static_shapes=True)
-        return fake.detach()
+        with _without_modes():  # one of them may make all tensors fake, its own way
+            fake: torch.Tensor = self.mode.from_tensor(
+                tensor.detach(), static_shapes=True
+            )
+            return fake.detach()
 
     def fake_batch(
         self, tensor: torch.Tensor, name: str, shape: tuple[int, ...], dims: Any
@@ -160,13 +171,14 @@ class FakeWorld:
             DimDynamic.DYNAMIC if dim in dims else DimDynamic.STATIC
             for dim in range(tensor.ndim)
         ]
-        fake: torch.Tensor = self.mode.from_tensor(
-            tensor.new_empty(shape),
-            static_shapes=False,
-            symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes),
-            source=ConstantSource(name),
-        )
-        return fake.detach()
+        with _without_modes():
+            fake: torch.Tensor = self.mode.from_tensor(
+                tensor.new_empty(shape),
+                static_shapes=False,
+                symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes),
+                source=ConstantSource(name),
+            )
+            return fake.detach()
 
     def number(self, name: str, value: float) -> Any:
         """A symbol for a float or int that may change from run to run."""
@@ -481,17 +493,39 @@ def _quick_nodes() -> Iterator[None]:
         yield
 
 
+_UPDATES = [
+    f"_fused_{kind}_{overload}"
+    for kind in ("adagrad", "adam", "adamw", "sgd")
+    for overload in ("", ".tensor_lr")
+]
+
+
+@contextlib.contextmanager
+def fused_updates_without_values() -> Iterator[None]:
+    """Give fused optimizers kernels for tensors without values, where torch has none.
+
+    Without one, torch runs the real kernel, on memory for all states.
+    """
+    with torch.library._scoped_library("aten", "IMPL", "Meta") as library:
+        for name in _UPDATES:
+            if _is_without_meta(f"aten::{name}"):
+                library.impl(name, lambda *args, **kwargs: None)
+        yield
+
+
+def _is_without_meta(name: str) -> bool:
+    return torch._C._dispatch_has_kernel(
+        name
+    ) and not torch._C._dispatch_has_kernel_for_dispatch_key(name, "Meta")
+
+
 @contextlib.contextmanager
 def _missing_kernels() -> Iterator[None]:
     """Kernels for tensors without values that torch does not have, or not for any size."""
-    names = [
-        name
-        for name in ("_fused_sgd_", "_fused_sgd_.tensor_lr")
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta")
-    ]
-    with torch.library._scoped_library("aten", "IMPL", "Meta") as library:
-        for name in names:
-            library.impl(name, lambda *args, **kwargs: None)
+    with (
+        fused_updates_without_values(),
+        torch.library._scoped_library("aten", "IMPL", "Meta") as library,
+    ):
         library.impl("constant_pad_nd", _padded)
         yield
 

@@ -186,6 +186,13 @@ def join_axes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
     return joined
 
 
+def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """One axis over all ranks of a mesh; a mesh of one axis as it is."""
+    held: Any = mesh
+    flat: DeviceMesh = mesh if mesh.ndim == 1 else held._flatten()
+    return flat
+
+
 def strided_shard(dim: int, num_parts: int) -> Any:
     """The placement of an axis that cuts each of the parts that a later axis makes."""
     from torch.distributed.tensor.placement_types import _StridedShard

@@ -53,6 +53,11 @@ def is_device_tensor(value: object) -> bool:
     return inner is not None and is_device_tensor(inner)
 
 
+def is_rehearsed(value: object) -> bool:
+    """Whether a tensor without values is one that a rehearsal computes with."""
+    return isinstance(value, FakeTensor) and isinstance(value.fake_mode, FakeDeviceMode)
+
+
 def _is_cuda(value: Any) -> bool:
     """Whether something names the presented device."""
     if isinstance(value, torch.device):
@@ -391,7 +396,7 @@ def fake_device(
     """
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
-        for owner, name, value in _replacements(shown, on_resize):
+        for owner, name, value in (*_dispatch(), *_replacements(shown, on_resize)):
             enter(mock.patch.object(owner, name, value))
         for kinds in _FOREACH_TYPES:
             kinds.append(FakeTensor)
@@ -415,6 +420,33 @@ def _foreach_types() -> list[list[Any]]:
 _FOREACH_TYPES = _foreach_types()
 
 
+def _dispatch() -> Iterator[tuple[Any, str, Any]]:
+    """Where C++ asks for the device of a tensor without memory."""
+    plain_dispatch: Any = FakeTensor.__torch_dispatch__
+
+    def dispatch(
+        cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is _DEVICE:
+            return _inner_device(args[0])
+        return plain_dispatch(func, types, args, kwargs or {})
+
+    plain_mode: Any = FakeTensorMode.__torch_dispatch__
+
+    def dispatch_mode(
+        mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        # Of other modes than ours: a step that is captured has one of its own.
+        if func is _DEVICE:
+            return _inner_device(args[0])
+        if kwargs and kwargs.get("device") == _INNER:
+            kwargs = {**kwargs, "device": _SHOWN}
+        return plain_mode(mode, func, types, args, kwargs)
+
+    yield FakeTensor, "__torch_dispatch__", classmethod(dispatch)
+    yield FakeTensorMode, "__torch_dispatch__", dispatch_mode
+
+
 def _replacements(
     shown: ShownAsCuda, on_resize: Callable[[Any, int], None]
 ) -> Iterator[tuple[Any, str, Any]]:
@@ -425,15 +457,6 @@ def _replacements(
         if keys is not None and keys.type == "cuda":
             kwargs["device_for_backend_keys"] = _INNER
         return plain_make(*args, **kwargs)
-
-    plain_dispatch: Any = FakeTensor.__torch_dispatch__
-
-    def dispatch(
-        cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func is _DEVICE:
-            return _inner_device(args[0])
-        return plain_dispatch(func, types, args, kwargs or {})
 
     plain_device = torch.Tensor.device.__get__
 
@@ -459,7 +482,6 @@ def _replacements(
         return plain_resize(storage, nbytes)
 
     yield torch.Tensor, "_make_subclass", staticmethod(make)
-    yield FakeTensor, "__torch_dispatch__", classmethod(dispatch)
     yield torch.Tensor, "device", property(outer_device)
     yield torch.Tensor, "is_cuda", property(is_device_tensor)
     yield FakeTensor, "device", property(device)

@@ -37,6 +37,11 @@ def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
     return torch.utils._pytree.tree_map(function, tree)
 
 
+def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """The same for tensors alone, dataclasses and packed sequences opened too."""
+    return torch.distributed.utils._apply_to_tensors(function, tree)
+
+
 _T = TypeVar("_T")
 
 

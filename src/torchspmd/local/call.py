@@ -26,6 +26,7 @@ from torchspmd.local.check import (
     compare_shapes,
     is_asked_for,
     observe_reductions,
+    refusing_together,
 )
 from torchspmd.local.evidence import (
     Evidence,
@@ -146,21 +147,17 @@ class RegionCall:
 
     def leave(self, result: Any) -> Any:
         """The result with DTensors in place of tensors."""
-        self.copies.refuse_writes(self.options.name, self.plan.frame)
         if isinstance(result, torch.Tensor):
             values, structure = [result], None
         else:
             values, structure = _torch.flatten_tree(result)
-        resolved = self._outputs(values, structure, result)
-        outputs = resolved.items
-        specs = [
-            self._spec((resolved.number, i), output, value)
-            if output.layout is not None
-            else None
-            for i, (output, value) in enumerate(zip(outputs, values, strict=True))
-        ]
         if self.is_checked:
-            self._check(outputs, values)
+            with refusing_together(self.options.name, self.plan.frame, values):
+                resolved, specs = self._resolve(values, structure, result)
+            self._check(resolved.items, values)
+        else:
+            resolved, specs = self._resolve(values, structure, result)
+        outputs = resolved.items
         entering = self._derive(resolved, values)
         for i, (output, spec) in enumerate(zip(outputs, specs, strict=True)):
             if spec is not None:
@@ -169,6 +166,22 @@ class RegionCall:
         if structure is None:
             return values[0]
         return _torch.unflatten_tree(values, structure)
+
+    def _resolve(
+        self, values: list[Any], structure: Any, result: Any
+    ) -> tuple[Outputs, list[Any]]:
+        """What was written for each output, and its spec; refused as this rank sees it."""
+        self.copies.refuse_writes(self.options.name, self.plan.frame)
+        resolved = self._outputs(values, structure, result)
+        specs = [
+            self._spec((resolved.number, i), output, value)
+            if output.layout is not None
+            else None
+            for i, (output, value) in enumerate(
+                zip(resolved.items, values, strict=True)
+            )
+        ]
+        return resolved, specs
 
     def _outputs(self, values: list[Any], structure: Any, result: Any) -> Outputs:
         kinds = [

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Placement
 
 from torchspmd import _torch
 from torchspmd.comm import Kind, find_operator, marked_as_check
-from torchspmd.errors import CheckError
+from torchspmd.errors import CheckError, SpmdError
 from torchspmd.layout.placements import Layout, format_layout, shard_dim
 from torchspmd.layout.shards import shard_size
 from torchspmd.local.arguments import Options
@@ -362,6 +362,38 @@ def _size(found: Comparison) -> str:
     if found.size == float("inf"):
         return "its shape, its dtype or a value that is not finite"
     return f"up to {found.size:.3g} (largest element {found.scale:.3g})"
+
+
+@contextlib.contextmanager
+def refusing_together(
+    function: str, frame: Frame, values: Sequence[Any]
+) -> Iterator[None]:
+    """A refusal on one rank is one on all: the others would wait in the checks."""
+    tensors = [torch.empty(0)]  # where nothing comes out: is this a fake mode?
+    tensors += [value for value in values if isinstance(value, torch.Tensor)]
+    axes = [
+        axis
+        for axis in frame.axes
+        if axis.size > 1 and all(can_compare(each, frame, axis) for each in tensors)
+    ]
+    try:
+        yield
+    except SpmdError:
+        _find_refusing(frame, axes, dist.get_rank())
+        raise
+    rank = _find_refusing(frame, axes, -1)
+    problem = Problem(f"rank {rank} has refused this call", "Its error says why.")
+    rule = "Checked across ranks because check=True or TORCHSPMD_CHECK=1."
+    problems = [] if rank < 0 else [problem]
+    refuse(function, frame.mesh, "another rank's outputs", problems, rule, CheckError)
+
+
+def _find_refusing(frame: Frame, axes: Sequence[LocalAxis], rank: int) -> int:
+    """A rank that refuses, from any of the axes; -1 when none does."""
+    for axis in axes:  # what one axis has told is told on along the next
+        mine = torch.tensor([rank], dtype=torch.float64)
+        rank = int(max(row[0] for row in _all_gather(mine, frame, axis)))
+    return rank
 
 
 @contextlib.contextmanager

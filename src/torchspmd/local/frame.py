@@ -3,10 +3,11 @@
 The size of a whole tensor is derived from what one rank sees, without communication. A dim
 that divides evenly is multiplied. An uneven one is recognised by an argument that is
 sharded over the same axes and has the same size here; anything else is refused, as each
-rank would guess another size.
+rank would guess another size. What one rank could not tell is refused on all of them.
 """
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -171,6 +172,36 @@ def whole_size(here: int, axes: Axes, sources: Iterable[Source], grid: Grid) -> 
     12
     """
     sources = list(sources)
+    whole = _size_seen_by(here, axes, sources, grid)
+    if type(whole) is not int:
+        return whole  # symbolic: each further comparison would be one more guard
+    # Another rank that cannot tell raises, while this one would wait for it.
+    for other in _ranks_of(axes, grid):
+        there = size_here(whole, axes, other)
+        try:
+            seen = _size_seen_by(there, axes, sources, other)
+        except UnknownSizeError as error:
+            place = ",".join(map(str, other.coordinate))
+            raise UnknownSizeError(f"as rank {place} sees it: {error}") from None
+        if seen != whole:
+            raise UnknownSizeError(
+                f"{here} here makes {whole}, {there} on another rank makes {seen}"
+            )
+    return whole
+
+
+def _ranks_of(axes: Axes, grid: Grid) -> Iterator[Grid]:
+    """The grid as every rank along these axes sees it."""
+    choices = [
+        range(size) if axis in axes else (grid.coordinate[axis],)
+        for axis, size in enumerate(grid.sizes)
+    ]
+    for coordinate in itertools.product(*choices):
+        yield Grid(grid.sizes, coordinate)
+
+
+def _size_seen_by(here: int, axes: Axes, sources: list[Source], grid: Grid) -> int:
+    """The whole size as one rank derives it from its own part."""
     even = here * num_parts(axes, grid)
     same = _distinct(
         s.size for s in sources if s.axes == axes and _is_here(s, here, grid)

@@ -152,12 +152,16 @@ def _on_one_node(kind: str, nbytes: int, where: Placement, figures: Figures) -> 
 
 
 def _by_ranks(table: str, ranks: int, figures: Figures) -> tuple[float, float]:
-    """Latency and bytes a second, between the group sizes that were measured."""
-    _, rows = figures.table(f"collectives.{table}")
+    """Latency and bytes a second, between the group sizes that were measured.
+
+    Those of another GPU carry over by the rates of their links.
+    """
+    measured_on, rows = figures.table(f"collectives.{table}")
+    link = figures.number("bandwidth.nvlink") / measured_on.number("bandwidth.nvlink")
     latencies = Line([(math.log2(row[0]), row[1]) for row in rows])
     rates = Line([(math.log2(row[0]), row[2]) for row in rows])
     at = math.log2(ranks)
-    return latencies.at(at), rates.at(at)
+    return latencies.at(at), rates.at(at) * link
 
 
 def _all_reduce_on_node(nbytes: int, ranks: int, figures: Figures) -> float:

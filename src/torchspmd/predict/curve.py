@@ -116,7 +116,8 @@ class Run:
             case EventRecord():
                 self._event_streams[event.event] = event.stream
             case Synchronize():
-                stream = event.stream
+                # The default stream waits for all others in each step.
+                stream = event.stream or None
                 if event.event is not None:
                     stream = self._event_streams.get(event.event, stream)
                 self.allocator.complete(stream)

@@ -9,7 +9,7 @@ device directly.
 from dataclasses import dataclass, field
 
 from torchspmd.predict.hardware import Hardware
-from torchspmd.rehearse.recording import Comm, Op, Phase
+from torchspmd.rehearse.recording import OF_PROGRAM, Comm, Op, Phase
 
 __all__ = ["FixedMemory", "FixedPart", "Workspace"]
 
@@ -74,7 +74,8 @@ class FixedMemory:
         name = op.name.split(".")[1] if "." in op.name else op.name
         if name not in _CUBLAS or op.views:
             return []
-        key = (op.site.phase in _AUTOGRAD_THREAD, op.stream)
+        is_apart = op.site.phase in _AUTOGRAD_THREAD and op.through not in OF_PROGRAM
+        key = (is_apart, op.stream)
         result = []
         if key not in self.handles:
             self.handles.add(key)

@@ -9,6 +9,7 @@ from torchspmd.predict.figures import Figures
 from torchspmd.predict.operators import memory_key
 from torchspmd.predict.traffic import base_name
 from torchspmd.rehearse.recording import (
+    OF_PROGRAM,
     Category,
     Comm,
     Event,
@@ -69,6 +70,7 @@ class HostModel:
         self._module = ""
         self._phase = Phase.INIT
         self._region: int | None = None
+        self._in_program = False  # whether a compiled step is run
         self._shards = False  # fully_shard has just filled a buffer to send
         self._cache: dict[tuple[str, Phase], float] = {}
 
@@ -77,6 +79,7 @@ class HostModel:
         match event:
             case Op():
                 self._shards = event.name.startswith("fsdp.")
+                self._in_program = event.through in OF_PROGRAM
                 return self._change(event.site) + self._op(event, kernels)
             case Comm():
                 return self._change(event.site) + self._comm(event)
@@ -86,6 +89,8 @@ class HostModel:
 
     def _change(self, site: Site) -> float:
         """Calls of modules, and what happens between phases."""
+        if self._in_program:
+            return 0.0
         seconds = 0.0
         if site.phase is not self._phase:
             if site.phase is Phase.RECOMPUTE:

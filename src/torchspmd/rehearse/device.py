@@ -18,6 +18,7 @@ from torchspmd.rehearse.recording import (
     MarkKind,
     StreamWait,
 )
+from torchspmd.step.graph.cost import CostModel
 
 __all__ = ["Gpu", "MemoryCounter", "NoMemory", "fake_cuda"]
 
@@ -32,6 +33,7 @@ class Gpu:
         capability: As in ``(9, 0)``.
         processors: Streaming multiprocessors.
         count: GPUs of a node.
+        cost: Tells how fast it computes and sends, to those who choose by that.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Gpu:
     capability: tuple[int, int]
     processors: int = 132
     count: int = 8
+    cost: Callable[[], CostModel] = CostModel
 
 
 class MemoryCounter(Protocol):

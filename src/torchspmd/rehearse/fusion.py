@@ -125,7 +125,7 @@ class _Fusion:
             and life.end is not None
             and life.nbytes > _SMALL
             and info.category is Category.TEMPORARY
-            and all(reader.region is not None for _, reader in life.readers)
+            and all(reader.region == life.maker.region for _, reader in life.readers)
         )
 
     def _hard(self, life: _Life) -> list[tuple[int, Op]]:

@@ -34,23 +34,29 @@ def cuda_kernels() -> Iterator[None]:
             autograd.impl("dropout", _dropout)
             if hasattr(_aten, "_fused_rms_norm"):
                 autograd.impl("rms_norm", _rms_norm)
-            # Of cross entropy, for one, CUDA casts the second half only.
-            for name in _torch.autocast_names("cpu") - _torch.autocast_names("cuda"):
-                autocast.impl(name, torch.library.fallthrough_kernel)
-            for name in _SINGLE:
-                _register(autocast, name, _in_single)
-            for name in _ONLY_ON_CPU:
-                _register(autocast, name, _passed_by)
-            for name in _SINGLE_RESULT:
-                _register(autocast, name, _with_single_result)
+            for name, kernel in _autocast_of_cuda().items():
+                autocast.impl(name, kernel)
         stack.enter_context(_autocast_for_both())
         yield
 
 
-def _register(library: Any, name: str, make: Any) -> None:
-    operator = _torch.find_overload(name)
-    if operator is not None:
-        library.impl(_torch.library_name(operator), make(operator))
+def _autocast_of_cuda() -> dict[str, Any]:
+    """What autocast does on CUDA by operator; each once, since torch refuses a second."""
+    only_on_cpu = _torch.autocast_names("cpu") - _torch.autocast_names("cuda")
+    kernels: dict[str, Any] = dict.fromkeys(
+        only_on_cpu, torch.library.fallthrough_kernel
+    )
+    # Of cross entropy, for one, CUDA casts the second half only.
+    for names, make in (
+        (_SINGLE, _in_single),
+        (_ONLY_ON_CPU, _passed_by),
+        (_SINGLE_RESULT, _with_single_result),
+    ):
+        for name in names:
+            operator = _torch.find_overload(name)
+            if operator is not None:
+                kernels[_torch.library_name(operator)] = make(operator)
+    return kernels
 
 
 # ----------------------------------------------------------------------------

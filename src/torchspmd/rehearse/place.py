@@ -7,6 +7,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import NamedTuple
 
+from torch import fx
+
 from torchspmd import _torch
 
 __all__ = ["Maker", "Place", "is_called_by_torch", "is_called_by_user", "read_place"]
@@ -28,10 +30,12 @@ class Place(NamedTuple):
     Attributes:
         line: ``file:line function`` of the user's code; "" where there is none.
         maker: The innermost code of torch that ``Maker`` knows.
+        node: Of a compiled step, the node of its graph that runs.
     """
 
     line: str
     maker: Maker
+    node: fx.Node | None = None
 
 
 _USERS = "user's"
@@ -52,19 +56,22 @@ _meanings: dict[int, tuple[CodeType, object]] = {}
 
 def read_place() -> Place:
     """Read the stack of the caller's caller, up to the first line of the user's code."""
-    maker = Maker.NOBODY
+    maker, node = Maker.NOBODY, None
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
         seen = _meanings.get(id(code))
         meaning = seen[1] if seen is not None else _remember(code)
         if meaning is _USERS:
-            return Place(f"{code.co_filename}:{frame.f_lineno} {code.co_name}", maker)
-        if meaning is not None and maker is Maker.NOBODY:
+            line = f"{code.co_filename}:{frame.f_lineno} {code.co_name}"
+            return Place(line, maker, node)
+        if meaning is _torch.Landmark.GRAPH:
+            node = node or _torch.running_node(frame)
+        elif meaning is not None and maker is Maker.NOBODY:
             assert isinstance(meaning, Maker)
             maker = meaning
         frame = frame.f_back
-    return Place("", maker)
+    return Place("", maker, node)
 
 
 def is_called_by_torch() -> bool:
@@ -89,6 +96,8 @@ def _remember(code: CodeType) -> object:
 def _meaning(code: CodeType) -> object:
     name = code.co_filename
     if _torch.is_torch_code(code):
+        if _torch.landmark(code) is _torch.Landmark.GRAPH:
+            return _torch.Landmark.GRAPH
         path = name.replace("\\", "/")
         return next((maker for end, maker in _MAKERS if path.endswith(end)), None)
     if name.startswith(_OWN_FOLDER):

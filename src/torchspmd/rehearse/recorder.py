@@ -14,11 +14,20 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.optim import Optimizer
 
 from torchspmd import _torch
-from torchspmd.comm import GLOBAL, Kind, Operator, Topology, find_operator, measure
+from torchspmd.comm import (
+    GLOBAL,
+    OWNER_KEY,
+    Kind,
+    Operator,
+    Owner,
+    Topology,
+    find_operator,
+    measure,
+)
 from torchspmd.comm import Phase as CommPhase
 from torchspmd.layout.names import plain_name
 from torchspmd.rehearse.fusion import fuse_regions
@@ -109,6 +118,13 @@ class Recorder:
         self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._names: dict[int, str] = {}  # of parameters, by storage number
         self._regions: list[tuple[int, int | None]] = []  # from which node on
+        self._num_regions = 0
+        # Of the program that a compiled step runs: in which region a node is.
+        self.pieces: Mapping[fx.Node, int] = {}
+        self.replays = False  # whether a program is replayed as a CUDA graph
+        self._num_programs = 0  # compiled steps that are being called
+        self._owner = Owner()  # of the last node of a program
+        self._piece: int | None = None  # region of the node that runs
         self._exits: list[Callable[[], None]] = []
         self._older_meshes: list[Any] = []
 
@@ -132,7 +148,7 @@ class Recorder:
             self.values.note(
                 f"{read_place().line} chooses by values ({facts.name}): all are chosen."
             )
-            self.synchronize(facts.name)
+            self.synchronize(facts.name, self.stream)
         result = run()
         if result is NotImplemented:
             return result
@@ -168,7 +184,7 @@ class Recorder:
             self.stream,
             site,
             self._region_here(site.phase),
-            "dtensor" if self.from_dtensor else "eager",
+            self._way(),
             facts.views,
         )
         self.from_dtensor = False
@@ -180,6 +196,13 @@ class Recorder:
         if not facts.views and (extra := workspace_bytes(op)):
             self._use(extra, number, site)
         return result
+
+    def _way(self) -> str:
+        """How the host got to an operator."""
+        if self._num_programs:
+            compiled = "program" if self._piece is None else "compiled"
+            return "graph" if self.replays else compiled
+        return "dtensor" if self.from_dtensor else "eager"
 
     def _attention_choice(
         self, name: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
@@ -198,7 +221,7 @@ class Recorder:
     def _read_value(self, name: str, tensor: torch.Tensor) -> object:
         """The host waits for a value; the tensor has none."""
         if _torch.is_device_tensor(tensor):
-            self.synchronize(name)
+            self.synchronize(name, self.stream)
         return self.values.number(tensor, read_place().line)
 
     def _learn(self, func: Any) -> _Facts:
@@ -313,7 +336,9 @@ class Recorder:
     # --- what storages are for --------------------------------------------------------
 
     def _classify(self, op: Op, place: int, maker: Maker) -> None:
-        """The category of what an operator has just allocated."""
+        """The category of what an operator has just allocated, or of what it reads."""
+        if self._num_programs and op.site.phase is Phase.OPTIMIZER:
+            self._name_gradients(op.inputs)
         new = [
             event.storage
             for event in self._events[place + 1 :]
@@ -420,7 +445,7 @@ class Recorder:
             peer,
             site,
         )
-        if site.phase is Phase.BACKWARD:
+        if site.phase is Phase.BACKWARD and not self._num_programs:
             self.pending[number] = self.stream
         self.last_comm = number
         for spec in outputs:
@@ -481,10 +506,15 @@ class Recorder:
 
     # --- compiled regions -------------------------------------------------------------
 
-    def begin_region(self, number: int) -> None:
+    def new_regions(self, count: int) -> range:
+        """Numbers of regions that nothing else has."""
+        self._num_regions += count
+        return range(self._num_regions - count, self._num_regions)
+
+    def begin_region(self) -> None:
         """A compiled function is called."""
-        self.region = number
-        self._regions.append((_torch.sequence_number(), number))
+        (self.region,) = self.new_regions(1)
+        self._regions.append((_torch.sequence_number(), self.region))
 
     def end_region(self) -> None:
         """The call ends; backward knows its nodes by their numbers."""
@@ -492,6 +522,8 @@ class Recorder:
         self._regions.append((_torch.sequence_number(), None))
 
     def _region_here(self, phase: Phase) -> int | None:
+        if self._num_programs:
+            return self._piece
         if not self._regions or phase is not Phase.BACKWARD:
             return self.region
         node = _torch.current_node()
@@ -506,10 +538,12 @@ class Recorder:
     # --- where ------------------------------------------------------------------------
 
     def _here(self) -> tuple[Site, Maker]:
-        line, maker = read_place()
+        line, maker, node = read_place()
         located = self.tracker.locate()
         module = ""
-        if located is not None:
+        if self._num_programs:
+            module, phase = self._owner_of(node)
+        elif located is not None:
             module = "" if located[0] == GLOBAL else located[0]
             phase = Phase(located[1].value)
         else:
@@ -521,6 +555,43 @@ class Recorder:
         if site is None:
             site = self._sites[key] = Site(*key)
         return site, maker
+
+    def _owner_of(self, node: fx.Node | None) -> tuple[str, Phase]:
+        """Whose work a compiled step does."""
+        self._piece = None if node is None else self.pieces.get(node)
+        if node is None:  # it makes states, or writes results into them
+            return "", Phase.OTHER
+        owner = node.meta.get(OWNER_KEY)
+        if isinstance(owner, Owner):
+            self._owner = owner
+        module = "" if self._owner.module == GLOBAL else self._owner.module
+        return module, Phase(self._owner.phase.value)
+
+    # --- compiled steps ---------------------------------------------------------------
+
+    def begin_program(self) -> None:
+        """A compiled step is called."""
+        self._num_programs += 1
+
+    def end_program(self) -> None:
+        """The call ends."""
+        self._num_programs -= 1
+
+    def name_program(
+        self, models: Iterable[nn.Module], optimizers: Iterable[Optimizer]
+    ) -> None:
+        """What a new program works on."""
+        for model in models:
+            self._name_model(model)
+        for optimizer in optimizers:
+            self._name_states(optimizer)
+
+    def _name_gradients(self, inputs: Iterable[TensorSpec]) -> None:
+        for spec in inputs:
+            info = self.recording.storages.get(spec.storage)
+            if info is not None and info.category is Category.TEMPORARY:
+                if info.site.phase is Phase.BACKWARD:
+                    info.category = Category.GRADIENT
 
     # --- modules and optimizers -------------------------------------------------------
 
@@ -548,7 +619,7 @@ class Recorder:
         self._describe()
         if self._at_boundary and self._last_end is None:
             self.mark(MarkKind.SCRIPT_END)
-        if self._regions:
+        if self._num_regions:
             fuse_regions(self.recording)
         self._held.clear()  # what the script leaves behind is freed after the last event
 
@@ -561,14 +632,9 @@ class Recorder:
 
     def enter(self, module: nn.Module) -> None:
         """A module's call begins."""
-        if _torch.graph_task() != -1:
+        if _torch.graph_task() != -1 or self._num_programs:
             return
-        if self._is_init:
-            self._is_init = False
-            self._events.append(Mark(MarkKind.INIT_END, 0, Phase.INIT))
-        if self._at_boundary:
-            self._at_boundary, self._last_end = False, None
-            self._events.append(Mark(MarkKind.STEP_BEGIN, self.recording.steps))
+        self.begin_step()
         if len(self.tracker._thread.stack) == 1 and module not in self._roots:
             self._roots.add(module)
             self._name_model(module)
@@ -576,7 +642,18 @@ class Recorder:
     def leave(self) -> None:
         """A module's call ends: nothing to do."""
 
+    def begin_step(self) -> None:
+        """Work of a step begins, unless it has already."""
+        if self._is_init:
+            self._is_init = False
+            self._events.append(Mark(MarkKind.INIT_END, 0, Phase.INIT))
+        if self._at_boundary:
+            self._at_boundary, self._last_end = False, None
+            self._events.append(Mark(MarkKind.STEP_BEGIN, self.recording.steps))
+
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if _torch.is_tracing_for_compile():  # a step is captured: nothing runs
+            return
         self._in_optimizer += 1
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -584,16 +661,21 @@ class Recorder:
                 self._name(parameter.grad, Category.GRADIENT, name, module)
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if _torch.is_tracing_for_compile():
+            return
         self._in_optimizer -= 1
+        self._name_states(optimizer)
+        self.end_step()
+
+    def _name_states(self, optimizer: Optimizer) -> None:
         for parameter, state in optimizer.state.items():
             name, module = self._name_of(parameter)
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
                     title = f"{name} {key}" if name else str(key)
                     self._name(value, Category.OPTIMIZER_STATE, title, module)
-        self._end_step()
 
-    def _end_step(self) -> None:
+    def end_step(self) -> None:
         """A step ends with its last optimizer: one that follows moves the mark."""
         if self._last_end is not None:
             self.recording.steps -= 1

@@ -137,8 +137,9 @@ class Op(NamedTuple):
         stream: The stream that was current.
         site: Module, phase, step and line.
         region: Number of the ``torch.compile`` region that it is fused into; None: eager.
-        through: How the host got to it: ``eager``, ``dtensor``, ``compiled`` or ``graph``
-            (of a compiled step).
+        through: How the host got to it: ``eager``, ``dtensor``, or of a compiled step
+            ``program`` (generated Python), ``compiled`` (code of Inductor) or ``graph``
+            (a CUDA graph).
         views: Whether it launches nothing: its results are views of its arguments.
     """
 
@@ -152,6 +153,10 @@ class Op(NamedTuple):
     region: int | None = None
     through: str = "eager"
     views: bool = False
+
+
+# Ways of compiled steps: without modules, autograd and its thread.
+OF_PROGRAM = frozenset({"program", "compiled", "graph"})
 
 
 class Comm(NamedTuple):

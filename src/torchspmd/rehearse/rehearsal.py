@@ -8,7 +8,7 @@ import torch
 
 from torchspmd import _torch
 from torchspmd.rehearse.checkpoints import checkpoints_skipped
-from torchspmd.rehearse.compilation import eager_compilation
+from torchspmd.rehearse.compilation import compilation_by_operator
 from torchspmd.rehearse.device import Gpu, MemoryCounter, fake_cuda
 from torchspmd.rehearse.kernels import cuda_kernels
 from torchspmd.rehearse.place import is_called_by_torch, read_place
@@ -59,9 +59,10 @@ def rehearsal(
         enter(fake_cuda(recorder, shown, gpu, memory))
         enter(cuda_kernels())
         enter(checkpoints_skipped(values))
-        enter(eager_compilation(recorder))
+        enter(compilation_by_operator(recorder, gpu.cost))
         enter(fake_ranks(world, recorder, mail or NoMail()))
         enter(_torch.shapes_apart())
+        enter(_torch.fused_updates_without_values())
         enter(_torch.fake_device(mode, shown, recorder.on_resize))
         enter(_torch.after_each_backward(recorder.wait_for_all))
         recorder.start()

@@ -4,7 +4,15 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict, Unpack, get_args, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    TypedDict,
+    Unpack,
+    get_args,
+    overload,
+)
 
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,6 +22,7 @@ from torchspmd.step.capture.override import Override, Overrides
 from torchspmd.step.compiled import CompiledStep, name_of_step
 from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.modes.data_parallel import DataParallel
+from torchspmd.step.modes.precision import policy_problems
 from torchspmd.step.passes.pipeline import (
     GraphModuleTransformation,
     Overlap,
@@ -23,6 +32,9 @@ from torchspmd.step.passes.pipeline import (
 from torchspmd.step.pipeline import StepOptions
 from torchspmd.step.shadow.check import Plan, wrong_environment
 from torchspmd.step.virtual.verify import Verification
+
+if TYPE_CHECKING:  # importing it registers operators
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 Transformation = Callable[[fx.GraphModule], Any]
 Backend = Literal["graph", "inductor", "cudagraph"]
@@ -40,6 +52,7 @@ class _Options(TypedDict, total=False):
     overlap: Overlap | None
     cost: Cost | None
     backend: Backend | None
+    mp_policy: "MixedPrecisionPolicy | None"
     mesh: DeviceMesh | None
     verify: bool | Verification
     shadow: int | None
@@ -70,6 +83,7 @@ def compile(  # noqa: PLR0913 - one for each choice
     overlap: Overlap | None = None,
     cost: Cost | None = None,
     backend: Backend | None = None,
+    mp_policy: "MixedPrecisionPolicy | None" = None,
     mesh: DeviceMesh | None = None,
     verify: bool | Verification = False,
     shadow: int | None = None,
@@ -93,10 +107,11 @@ def compile(  # noqa: PLR0913 - one for each choice
         passes: Whether to fuse and schedule the communication, or a list of passes, each
             called with the ``IterGraphModule``. On by default where ``parallel`` is given.
         overlap: Whether updates may wait for the next step, so that reductions overlap
-            with its forward. ``"auto"``, the default with passes: where the simulation
-            says that the step is faster by 1 %. True: wherever that is legal. End a run
-            with ``last_train_step=True``, ``flush()``, or use the step as a context
-            manager.
+            with its forward. ``"auto"``, the default with passes and replicas: where the
+            simulation says that the step is faster by 1 %. True: wherever that is legal.
+            With ``"fully_shard"`` nothing waits unless asked for: gradients that wait
+            take memory, and parameters are gathered first thing. End a run with
+            ``last_train_step=True``, ``flush()``, or use the step as a context manager.
         cost: The rates by which the passes choose the size of buckets, the order of
             deferred reductions and, with ``overlap="auto"``, whether to defer at all.
             ``"measure"`` measures them on the ranks that compile, with the operators of the
@@ -104,7 +119,12 @@ def compile(  # noqa: PLR0913 - one for each choice
             on all ranks. A coarse guess for the kind of device by default.
         backend: ``"graph"``, the default, runs generated Python, ``"inductor"`` compiled
             code, ``"cudagraph"`` replays what was launched once.
+        mp_policy: With ``parallel="fully_shard"``, torch's ``MixedPrecisionPolicy``: the
+            dtypes in which parameters are gathered and gradients reduced, as for FSDP2's
+            ``fully_shard(model, mp_policy=...)``.
         mesh: The data axis, a mesh of one axis; all ranks when there is a process group.
+            For ``"fully_shard"`` also one of two: the second has shards, the first
+            replicas of them.
         verify: Run the graphs before and after each pass on virtual ranks and compare them
             bit for bit; a ``Verification`` says on how many and how long.
         shadow: How many calls after each capture are also made eagerly, on copies, and
@@ -146,6 +166,7 @@ def compile(  # noqa: PLR0913 - one for each choice
         cost=cost,
         backend=backend,
         gm_transformation=gm_transformation,
+        mp_policy=mp_policy,
         mesh=mesh,
         verify=verify,
     )
@@ -190,6 +211,7 @@ class _Asked:
     cost: Any
     backend: Any
     gm_transformation: Any
+    mp_policy: Any
     mesh: Any
     verify: Any
 
@@ -198,7 +220,7 @@ class _Asked:
         """How the step is spread over ranks."""
         found: DataParallel | None = self.parallel_mode
         if isinstance(self.parallel, str):
-            found = DataParallel(self.parallel)
+            found = DataParallel(self.parallel, mp_policy=self.mp_policy)
         elif self.parallel is not None:
             found = self.parallel
         return found
@@ -220,13 +242,12 @@ class _Asked:
         return self.parallel is not None and self.gm_transformation is None
 
     @property
+    def _is_sharded(self) -> bool:
+        return self.mode is not None and self.mode.parallel_style == "fully_shard"
+
+    @property
     def _cannot_overlap(self) -> str:
         """Why updates cannot wait for the next step; empty where they can."""
-        if self.mode is not None and self.mode.parallel_style == "fully_shard":
-            return (
-                "with 'fully_shard' the next step gathers what an update has written "
-                "before its forward can begin"
-            )
         if self.resolved_backend == "cudagraph":
             return (
                 "backend='cudagraph' replays one graph in which every collective ends"
@@ -282,6 +303,17 @@ class _Asked:
         for name, (is_right, rule) in rules.items():
             if not is_right:
                 yield f"compile({name}={getattr(self, name)!r}): {rule}."
+        if self.mp_policy is not None:
+            yield from self._wrong_policy()
+
+    def _wrong_policy(self) -> Iterator[str]:
+        if self.parallel != "fully_shard":
+            yield (
+                "compile(mp_policy=...): it goes with parallel='fully_shard'. Pass that, "
+                "or give the policy to the DataParallel, DataParallel('fully_shard', "
+                "mp_policy=...)."
+            )
+        yield from (f"compile: {each}." for each in policy_problems(self.mp_policy))
 
     def contradictions(self) -> Iterator[str]:
         """Options that do not go together, or would have no effect."""
@@ -334,7 +366,8 @@ class _Asked:
             return given
         if not isinstance(self.passes, bool | None):
             return GraphModuleTransformation(passes=self.passes)
-        overlap: Overlap = "auto" if self.overlap is None else self.overlap
+        overlap: Overlap = False if self._is_sharded else "auto"
+        overlap = overlap if self.overlap is None else self.overlap
         if self._cannot_overlap:
             overlap = False
         return GraphModuleTransformation.by_default(overlap, self.cost)

@@ -31,6 +31,8 @@ from torchspmd.step.measure.exposure import check_request, measure_program
 from torchspmd.step.measure.exposure_report import ExposureReport
 from torchspmd.step.modes.data_parallel import DataParallel, resolve_spread
 from torchspmd.step.modes.full_parameters import full_parameters
+from torchspmd.step.modes.fully_shard import FullySharded
+from torchspmd.step.modes.shard_layout import DataAxes
 from torchspmd.step.pipeline import FixedSizesError, StepOptions, build_program
 from torchspmd.step.program import ClosedProgram, Program
 from torchspmd.step.programs import Programs, Request, warn_of_many
@@ -208,12 +210,15 @@ class CompiledStep:
                 f"{self._name}.full_parameters: pass the models, for instance "
                 "full_parameters(model)."
             )
-        mesh = None if self._spread is None else self._spread.mesh
+        spread = self._spread
         with self._lock:
-            if mesh is None:
+            if spread is None or spread.mesh is None:
                 yield
             else:
-                with full_parameters(models, mesh):
+                axes = DataAxes.of(spread.mesh)
+                if isinstance(spread, FullySharded):
+                    axes = spread.axes
+                with full_parameters(models, axes):
                     yield
 
     def flush(self) -> None:

@@ -246,6 +246,12 @@ def flush_shared(inventory: Inventory) -> None:
         each.flush_step()
 
 
+def forget_pending() -> None:
+    """Nothing is pending any more in this process: what ran was no training."""
+    for each in list(_with_pending):
+        each.release()
+
+
 def _report_unflushed(name: str) -> None:
     print(  # noqa: T201
         f"torchspmd: {name} ended with an update that was not made. Pass "

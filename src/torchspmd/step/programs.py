@@ -114,7 +114,7 @@ class Programs:
     ) -> Request:
         """Which program to build: for which sizes, and whether other ranks are asked."""
         signature = sign(inventory)
-        others = find_other_axes(inventory.slots, spread.mesh)
+        others = find_other_axes(inventory.slots, spread.sharded_over)
         has_own = spread.has_own_batches and not others
         like = self._find_like(signature)
         is_local = has_own and like is not None and not measures_cost

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from torchspmd.comm import Kind
 from torchspmd.errors import PassWarning, UsageError
@@ -242,15 +243,24 @@ REFUSED = {
         "cost": "measure",
         "passes": [],
     },
-    "compile(overlap=True) is not available: with 'fully_shard' the next step gathers what "
-    "an update has written before its forward can begin.": {
-        "parallel": "fully_shard",
-        "overlap": True,
+    "compile(mp_policy=...): it goes with parallel='fully_shard'. Pass that, or give the "
+    "policy to the DataParallel, DataParallel('fully_shard', mp_policy=...).": {
+        "parallel": "replicate",
+        "mp_policy": MixedPrecisionPolicy(),
     },
-    "compile(overlap='auto') is not available: with 'fully_shard' the next step gathers "
-    "what an update has written before its forward can begin.": {
+    "compile: mp_policy=str: pass torch's own policy, torch.distributed.fsdp."
+    "MixedPrecisionPolicy(param_dtype=..., reduce_dtype=..., output_dtype=..., "
+    "cast_forward_inputs=...).": {"parallel": "fully_shard", "mp_policy": "bf16"},
+    "compile: mp_policy.param_dtype=torch.int8: choose among torch.bfloat16, "
+    "torch.float16, torch.float32, torch.float64, or None.": {
+        "parallel": "fully_shard",
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.int8),
+    },
+    "compile(overlap='auto') is not available: backend='cudagraph' replays one graph in "
+    "which every collective ends.": {
         "parallel": "fully_shard",
         "overlap": "auto",
+        "backend": "cudagraph",
     },
     "compile(shadow, shadow_every=..., module_override=...): modules that have stand-ins "
     "compute something else eagerly, so that nothing would be compared. Leave out shadow "
@@ -282,6 +292,18 @@ def test_an_option_of_another_style_is_refused():
         "DataParallel('replicate', reshard_after_forward=False) would have no effect: "
         "this style keeps whole parameters at all times; leave the argument out."
     )
+
+
+def test_a_policy_is_for_shards():
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.int8)
+    with pytest.raises(UsageError) as error:
+        DataParallel("replicate", mp_policy=policy)
+    assert str(error.value) == (
+        "DataParallel('replicate', mp_policy=...): the policy is for sharded parameters. "
+        "Choose 'fully_shard', or run the step under torch.autocast."
+    )
+    with pytest.raises(UsageError, match=r"reduce_dtype=.*int8: choose"):
+        DataParallel("fully_shard", mp_policy=policy)
 
 
 def test_a_transformation_takes_auto():

@@ -2,6 +2,7 @@
 
 import copy
 import operator
+from functools import partial
 
 import pytest
 import torch
@@ -21,7 +22,10 @@ from torchspmd.parallel import (
     parallelize_module,
 )
 from torchspmd.step import DataParallel, compile
+from torchspmd.step.graph.collectives import is_communication
 from torchspmd.step.graph.metadata import owner_of
+from torchspmd.step.passes import comm_fusion_with_concat, schedule_comm_wait
+from torchspmd.step.passes.pipeline import default_passes
 from torchspmd.testing import fake_mesh
 
 pytestmark = pytest.mark.fake
@@ -661,3 +665,89 @@ def test_recurrent_layers_and_lists_of_parameters(is_kept):
             runs.append([compiled(ours, optim, batch) for _ in range(3)])
     torch.testing.assert_close(runs[1], runs[0])
     assert all(map(operator.is_, ours._flat_weights, ours.parameters()))
+
+
+# ----------------------------------------------------------------------------
+# Buckets of blocks.
+
+
+class Stack(nn.Module):
+    """Three blocks between two layers of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.leave = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in "abc")
+        )
+
+    def forward(self, x):
+        return self.leave(self.blocks(self.enter(x)))
+
+
+def fused_events(shape=(4,), names=("dp",), size_mb=1e-4, **options):
+    passes = [partial(comm_fusion_with_concat, bucket_size_mb=size_mb, **options)]
+    passes.append(schedule_comm_wait)
+    with fake_mesh(shape, names) as mesh:
+        model = Stack()
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        compiled = compile(step, parallel="fully_shard", passes=passes, mesh=mesh)
+        compiled(model, optim, torch.randn(3, 8))
+        return compiled.programs[0]
+
+
+def test_a_block_is_gathered_and_scattered_as_one():
+    """Whatever the size of a bucket: its parameters are needed together."""
+    events = fused_events(by_block=True).ledger.events
+    block = 2 * (64 + 8) * 4
+    for kind, phase in (
+        ("all_gather", Phase.FORWARD),
+        ("reduce_scatter", Phase.BACKWARD),
+    ):
+        sizes = [e.payload_bytes for e in events if (e.kind, e.phase) == (kind, phase)]
+        assert sizes.count(block) == 3
+        assert sorted(set(sizes)) == [
+            32,
+            256,
+            block,
+        ]  # the others are too large to join
+
+
+def test_without_blocks_a_bucket_ends_where_it_is_full():
+    events = fused_events(size_mb=300 / 2**20).ledger.events
+    assert max(event.payload_bytes for event in events) <= 300
+
+
+def test_a_size_that_was_asked_for_is_a_limit():
+    passes = default_passes(bucket_size_mb=300 / 2**20)
+    with fake_mesh(4, ("dp",)) as mesh:
+        model = Stack()
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        compiled = compile(step, parallel="fully_shard", passes=passes, mesh=mesh)
+        compiled(model, optim, torch.randn(3, 8))
+    events = compiled.programs[0].ledger.events
+    assert max(event.payload_bytes for event in events) <= 300
+
+
+def test_what_replicas_hold_is_reduced_in_the_bucket_that_was_scattered():
+    """And only when the next one is scattered: nothing waits for the first meanwhile."""
+    program = fused_events((2, 2), ("replicate", "shard"), by_block=True)
+    starts = [node for node in program.graph.graph.nodes if is_communication(node)]
+    kinds = [str(node.target).split(".")[1] for node in starts]
+    backward = kinds[kinds.index("reduce_scatter_tensor") :]
+    reduced = [kind for kind in backward if not kind.startswith("all_gather")]
+    assert reduced.count("all_reduce") == reduced.count("reduce_scatter_tensor")
+    position = {node: place for place, node in enumerate(program.graph.graph.nodes)}
+    blocks = [
+        node
+        for node in starts
+        if "reduce" in str(node.target) and node.meta["val"].numel() in (144, 72)
+    ]
+    scatters = [n for n in blocks if "reduce_scatter" in str(n.target)]
+    sums = [n for n in blocks if "all_reduce" in str(n.target)]
+    assert len(scatters) == len(sums) == 3
+    for scatter, total in zip(scatters[:-1], sums[:-1], strict=True):
+        between = list(program.graph.graph.nodes)[position[scatter] : position[total]]
+        assert any(
+            "mm" in str(node.target) for node in between
+        )  # it computes meanwhile

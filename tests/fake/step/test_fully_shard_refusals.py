@@ -4,10 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from torchspmd.errors import CaptureError, UsageError
+from torchspmd.parallel import ColwiseParallel, parallelize_module
 from torchspmd.step import DataParallel, compile
 from torchspmd.testing import fake_mesh
 
@@ -188,3 +190,22 @@ def test_whole_parameters_are_not_used_by_mistake():
         with pytest.raises(UsageError, match=r"pass every optimizer"):
             elsewhere.step()
     assert repr(weight) == "<Sequential.0.weight: replaced by its shard>"
+
+
+def test_axes_of_a_mesh():
+    """Two with names, for shards and their replicas; other meshes are refused."""
+    with fake_mesh((2, 2), ("dp", "tp")) as mesh:
+        model = mlp()
+        call = model, torch.optim.SGD(model.parameters()), torch.randn(3, 8)
+        with pytest.raises(UsageError, match="Only 'fully_shard' takes two, the first"):
+            compile(step, parallel="replicate", mesh=mesh)(*call)
+        unnamed = DeviceMesh("cpu", mesh.mesh)
+        with pytest.raises(UsageError, match="the axes of the mesh have no names"):
+            compile(step, parallel="fully_shard", mesh=unnamed)(*call)
+        parallelize_module(
+            model, mesh["tp"], {"0": ColwiseParallel(output_layouts=Replicate())}
+        )
+        call = model, torch.optim.SGD(model.parameters()), torch.randn(3, 8)
+        with pytest.raises(CaptureError, match="with replicas of shards") as caught:
+            compile(step, parallel="fully_shard", mesh=mesh)(*call)
+        assert "pass one data axis, mesh=mesh['dp']" in str(caught.value)

@@ -154,6 +154,17 @@ def test_updates_are_deferred_only_if_that_is_simulated_to_be_faster(ratio):
     assert "left as it was: simulated to be 1.00 times" in str(report)
 
 
+def test_what_python_costs_counts():
+    """Ten small updates by themselves take longer than what they hide."""
+    with fake_world(4), observing_passes(lambda *_: None):
+        quick, slow = captured_stack(), captured_stack()
+        worth = defer_updates(quick, cost=cost(1.0), only_if_faster=True)
+        launch = MATMUL / 4  # of an operator: what splits and notes comes on top
+        report = defer_updates(slow, cost=cost(1.0, launch), only_if_faster=True)
+    assert worth.outcome.gain > 1.01 and quick.graph.regions
+    assert report.outcome.gain < 1.01 and not slow.graph.regions
+
+
 @pytest.mark.parametrize("ratio", [0.3, 1.0, 3.0])
 def test_the_gain_is_that_of_the_graph_that_runs(ratio, monkeypatch):
     monkeypatch.setattr(pacing, "_SLOWDOWNS", (1.0,))

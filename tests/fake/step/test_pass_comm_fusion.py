@@ -101,6 +101,15 @@ def test_the_cap_is_never_exceeded_and_sizes_are_true():
     ]
 
 
+def test_tensors_that_are_all_above_the_cap_travel_alone():
+    gm = captured(reduced, *ones(300, 400))
+    with pytest.warns(PassWarning):
+        outcome = fuse(gm, KIB)
+    assert [line.split(":")[0] for line in outcome.refused] == [
+        *("all_reduce", "all_reduce_1")
+    ]
+
+
 def test_a_tensor_above_the_cap_travels_alone():
     gm = captured(reduced, *ones(8, 300, 8))
     outcome = fuse(gm, KIB)
@@ -208,7 +217,7 @@ def test_a_collective_on_a_result_does_not_join_it():
 
 
 def test_scaled_results_still_share_a_bucket():
-    """Averages: the division stands right behind each wait, and moves with it."""
+    """Averages: all are divided alike, so that the bucket is divided once."""
 
     def function(x, y):
         first = all_reduce(x * 2) / 4
@@ -217,7 +226,7 @@ def test_scaled_results_still_share_a_bucket():
 
     gm = captured(function, *ones(8, 8))
     assert fuse(gm).changed == 2
-    assert names(gm, "all_reduce", "div") == ["all_reduce_default", "div", "div_1"]
+    assert names(gm, "all_reduce", "div") == ["all_reduce_default", "div_tensor"]
 
 
 def test_reduce_scatters_and_all_gathers():

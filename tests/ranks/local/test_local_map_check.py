@@ -231,3 +231,25 @@ def test_checks_are_marked_in_the_ledger(ranks2: Any) -> None:
     for name in ("on", "environment"):
         assert counts[name][0] == 2
         assert counts[name][1] > 0
+
+
+def run_wrong_size_on_one_rank():
+    """One row for two ranks, declared as replicas of the whole: rank 1 has none of it."""
+    mesh = make_mesh()
+    x = put(torch.ones(1, 4), mesh, [S0])
+    shapes = ((1, 4), (1, 4))
+    mapped = local_map(
+        lambda x: (x * 2, x * 3), ([S0], [R]), ([S0],), out_shapes=shapes, check=True
+    )
+    try:
+        mapped(x)
+    except (CheckError, LayoutError) as error:
+        return str(error)
+    return ""
+
+
+def test_a_refusal_on_one_rank_is_one_on_all(ranks2: Any) -> None:
+    first, second = ranks2.run(run_wrong_size_on_one_rank, timeout=60.0)
+    assert "rank 1 has refused this call" in first
+    assert "Its error says why." in first
+    assert "output[1]: has [0, 4] here" in second

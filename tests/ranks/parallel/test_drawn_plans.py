@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from _drawn_plans import run_cases
+from _drawn_functions import run_cases
 
 from torchspmd.testing import Ranks
 

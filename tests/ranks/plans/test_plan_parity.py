@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from plan_families import SHAPE
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -16,19 +17,6 @@ from torchspmd.parallel.plan.plan import Plan
 from torchspmd.testing import Ranks
 
 pytestmark = pytest.mark.ranks
-
-SHAPE = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 16,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
 
 
 class Attention(nn.Module):

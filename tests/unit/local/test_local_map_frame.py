@@ -56,6 +56,16 @@ def test_uneven_sizes_are_recognised_or_refused() -> None:
     assert whole_size(2, (0,), [Source(7, ())], first) == 6
 
 
+def test_what_one_rank_cannot_tell_is_refused_on_all() -> None:
+    """A rank that raises alone leaves the others in their next collective."""
+    whole, sharded = Source(3, ()), [Source(5, (0,)), Source(6, (0,))]
+    for rank in range(2):
+        with pytest.raises(UnknownSizeError, match="a dim of 3 is split unevenly"):
+            whole_size(1, (0,), [whole], Grid((2,), (rank,)))
+        with pytest.raises(UnknownSizeError, match="it may be any of 5 or 6"):
+            whole_size(3, (0,), sharded, Grid((2,), (rank,)))
+
+
 def test_a_rank_that_holds_nothing() -> None:
     assert whole_size(0, (0,), [Source(2, (0,))], Grid((3,), (2,))) == 2
 

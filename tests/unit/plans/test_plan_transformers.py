@@ -24,23 +24,11 @@ transformers = pytest.importorskip(
     "transformers", reason="transformers is not installed"
 )
 
-SHAPE = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 16,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
 COLWISE, ROWWISE, WHOLE = ColwiseParallel(), RowwiseParallel(), Replicate()
 
 
 def build(family, **options):
-    config = getattr(transformers, f"{family}Config")(**SHAPE, **options)
+    config = getattr(transformers, f"{family}Config")(**families.SHAPE, **options)
     with torch.device("meta"):
         return getattr(transformers, f"{family}ForCausalLM")(config)
 

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from training import train
 
 from torchspmd.errors import CaptureError
 from torchspmd.step import compile
@@ -23,14 +24,6 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.down(torch.relu(self.up(self.frozen(x))))
-
-
-def train(model, optim, batch):
-    loss = model(batch).square().mean()
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss
 
 
 MUON = getattr(torch.optim, "Muon", None)

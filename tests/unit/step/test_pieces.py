@@ -1,6 +1,8 @@
 """A graph as pieces for a compiler: which, which are equal, and what runs as it is."""
 
 import gc
+import linecache
+import random
 import weakref
 from types import SimpleNamespace
 
@@ -263,3 +265,72 @@ def test_a_reshape_that_copies_is_computed_and_one_that_views_is_not():
         new.meta["val"] = flat.meta["val"]
         graph.output([new])
         assert (len(pieces_of(fx.GraphModule({}, graph))) == 0) is is_view
+
+
+class RandomProgram:
+    """Operators, views, parts, products and writes into inputs, drawn by a seed."""
+
+    def __init__(self, seed):
+        self.seed = seed
+
+    def __call__(self, *inputs):
+        self.draw = random.Random(self.seed)
+        self.values = [*inputs]
+        for _ in range(30):
+            self.values += self.one(self.draw.choice(self.values))
+        made = [v for v in self.values if all(v is not each for each in inputs)]
+        for each in inputs:  # as states are updated
+            each.copy_((each * self.draw.choice(made)).sin() + 1)
+        return self.draw.sample(made, 6)
+
+    def one(self, x):
+        kind = self.draw.randrange(9)
+        y = self.draw.choice(self.values)
+        match kind:
+            case 0:
+                return [x.cos() + 1, x * y]
+            case 1:
+                return [x @ y / 4]
+            case 2:
+                return [x.t()]
+            case 3:
+                return [(first * second).repeat(2, 1) for first, second in [x.split(2)]]
+            case 4:
+                return [x.sum(0, keepdim=True).expand(4, 4)]
+            case 5:
+                return [*torch.ops.aten.native_layer_norm(x, [4], None, None, 1e-5)[:1]]
+            case 6:
+                return [x.reshape(16).view(4, 4)]
+            case 7:
+                target = self.values[self.draw.randrange(3)]
+                target.copy_((target + y).sin())
+                return []
+            case _:
+                return [(x + y).relu()]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_programs_of_all_kinds_compute_the_same(seed, compiled_graphs):
+    given = [torch.randn(4, 4, dtype=torch.float64) for _ in range(3)]
+    graph = traced(RandomProgram(seed), *given)
+    expected_inputs = [each.clone() for each in given]
+    expected = graph(*expected_inputs)
+    run, _ = lower(graph)
+    found = run(*given)
+    assert len(compiled_graphs) > 1
+    for left, right in zip(
+        (*found, *given), (*expected, *expected_inputs), strict=True
+    ):
+        torch.testing.assert_close(left, right)
+
+
+def test_the_text_of_what_runs_is_in_tracebacks_and_goes_with_it(compiled_graphs):
+    run, _ = lower(traced(layers, torch.ones(3, 3), torch.ones(3, 3)))
+    file = run.__code__.co_filename
+    assert "= " in linecache.getline(file, 2)
+    with pytest.raises(RuntimeError) as caught:
+        run(torch.ones(3, 3), torch.ones(2, 2))
+    assert any(str(entry.path) == file for entry in caught.traceback)
+    del run, caught
+    gc.collect()
+    assert file not in linecache.cache

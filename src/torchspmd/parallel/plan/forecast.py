@@ -36,11 +36,11 @@ from torchspmd.parallel.plan.run import (
     NotRunnableError,
     TensorInfo,
     describe_inputs,
+    give_shapes,
     guess_inputs,
     on_shapes,
     record,
     shapes_of,
-    state_of,
     try_modes,
 )
 from torchspmd.parallel.sequence import SequenceParallel
@@ -202,7 +202,7 @@ def _placed(
         )
         own = [replace(a, module=copied.get_submodule(a.path)) for a in assignments]
         with on_shapes(copied):
-            _give_shapes(copied)
+            give_shapes(copied)
             for assignment in filter(_is_ours_or_torchs, own):
                 place(assignment, axis, src_data_rank=None)
         yield _Rank(copied, own, axis)
@@ -269,15 +269,6 @@ def _is_ours_or_torchs(assignment: Assignment) -> bool:
     style = assignment.style
     known = "torch.distributed.tensor.parallel."
     return isinstance(style, PlacedStyle) or type(style).__module__.startswith(known)
-
-
-def _give_shapes(copied: nn.Module) -> None:
-    """Tensors to compute with instead of those that only have a shape; ties are kept."""
-    for path, tensor in state_of(copied).items():
-        owner, _, name = path.rpartition(".")
-        module = copied.get_submodule(owner)
-        if not isinstance(module, torch.jit.ScriptModule):  # the user's: it has no copy
-            setattr(module, name, tensor)
 
 
 class _Given:

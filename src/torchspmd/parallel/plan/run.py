@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
-from torch.func import functional_call
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
@@ -134,7 +133,7 @@ def try_modes(model: nn.Module, run: Callable[[nn.Module], T]) -> tuple[T, str]:
 
 
 def _record(copied: nn.Module, inputs: Inputs, paths: Collection[str]) -> Recording:
-    state = state_of(copied)
+    state = give_shapes(copied)
     args, kwargs = shapes_of(inputs)
     module_calls: list[ModuleCall] = []
     function_calls: list[FunctionCall] = []
@@ -149,7 +148,7 @@ def _record(copied: nn.Module, inputs: Inputs, paths: Collection[str]) -> Record
                 stack.enter_context(hook)
         stack.enter_context(on_shapes(copied))
         stack.enter_context(_FunctionRecorder(function_calls))
-        output = functional_call(copied, state, args, kwargs)
+        output = copied(*args, **kwargs)
     tensors = list(_torch.leaves_of(torch.Tensor, (args, kwargs)))
     return Recording(state, module_calls, function_calls, tensors, output)
 
@@ -232,12 +231,21 @@ def describe_inputs(inputs: Inputs) -> str:
     )
 
 
-def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A fake tensor for every parameter and buffer, under each of its names."""
+def give_shapes(copied: nn.Module) -> dict[str, torch.Tensor]:
+    """Give a copied model fake tensors for its parameters and buffers; ties are kept.
+
+    Returns:
+        The tensors, under each of their names.
+    """
     state: dict[str, torch.Tensor] = {}
-    state |= model.named_parameters(remove_duplicate=False)
-    state |= model.named_buffers(remove_duplicate=False)
+    state |= copied.named_parameters(remove_duplicate=False)
+    state |= copied.named_buffers(remove_duplicate=False)
     fakes = {id(tensor): to_shape(tensor) for tensor in state.values()}
+    for path, tensor in state.items():
+        owner, _, name = path.rpartition(".")
+        module = copied.get_submodule(owner)
+        if not isinstance(module, torch.jit.ScriptModule):  # the user's: it has no copy
+            setattr(module, name, fakes[id(tensor)])
     return {path: fakes[id(tensor)] for path, tensor in state.items()}
 
 

@@ -19,6 +19,7 @@ from torchspmd.step.graph.aliases import operator_of
 
 _ADD = torch.ops.aten.add.Tensor
 _SLICE = torch.ops.aten.slice.Tensor
+_CAST = torch.ops.aten._to_copy.default
 _SCALES = (torch.ops.aten.div.Tensor, torch.ops.aten.mul.Tensor)
 
 
@@ -102,6 +103,9 @@ def _reduced(value: Any, is_start: _IsStart) -> _Reduced | None:
         if node.target in _SCALES and isinstance(node.args[1], (int, float)):
             how.append((node.target, node.args[1]))
             node = node.args[0]
+        elif node.target is _CAST:  # from the dtype that it was reduced in
+            how.append((node.target, tuple(node.kwargs.items())))
+            node = node.args[0]
         elif node.target is _SLICE:  # without the rows that were added for evenness
             how.append((node.target, *node.args[1:]))
             node = node.args[0]
@@ -111,6 +115,9 @@ def _reduced(value: Any, is_start: _IsStart) -> _Reduced | None:
             payload = node.args[0]
             assert isinstance(payload, fx.Node)
             return _Reduced(node, payload, (*how, node.target, *node.args[1:]))
+        elif _is_sum(node, name):  # of rows, over the ranks that have replicas of them
+            how.append((node.target, *node.args[1:]))
+            node = node.args[0]
         else:
             return None
     return None

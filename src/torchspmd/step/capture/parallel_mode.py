@@ -32,6 +32,11 @@ class ParallelMode:
     reduces = False  # whether ranks hold whole parameters, and reduce their gradients
     has_own_batches = False  # whether each rank computes on a batch of its own
 
+    @property
+    def sharded_over(self) -> tuple[DeviceMesh, ...]:
+        """The axes that this mode itself shards tensors over."""
+        return () if self.mesh is None else (self.mesh,)
+
     def lay_out(self, inventory: Inventory) -> "Relayout | None":
         """Other tensors for those of the step, to be put in place after capture."""
         return None
@@ -198,7 +203,9 @@ class _EagerCall:
         given = [*_torch.leaves_of(torch.Tensor, (args, kwargs))]
         if not given or any(_torch.layout_of(each) is not None for each in given):
             return
-        if any(map(_torch.is_fake, given)):  # a step is captured
+        if any(
+            _torch.is_fake(each) and not _torch.is_rehearsed(each) for each in given
+        ):  # a step is captured
             return
         if any(_torch.layout_of(each) is not None for each in module.parameters()):
             raise UsageError(

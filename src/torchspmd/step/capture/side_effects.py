@@ -54,7 +54,9 @@ def is_traced(value: Any) -> bool:
         return False
     if not isinstance(value, torch.Tensor):
         return isinstance(value, (torch.SymFloat, torch.SymInt, torch.SymBool))
-    return _torch.is_fake(_torch.plain_tensor(value)) and not value.is_meta
+    plain = _torch.plain_tensor(value)
+    is_users = plain.is_meta or _torch.is_rehearsed(plain)
+    return _torch.is_fake(plain) and not is_users
 
 
 def find_traced(

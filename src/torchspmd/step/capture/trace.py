@@ -126,7 +126,7 @@ def capture(
     relayout = mode.lay_out(inventory)
     if relayout is not None:
         inventory = relayout.inventory
-    other_axes = find_other_axes(inventory.slots, mode.mesh)
+    other_axes = find_other_axes(inventory.slots, mode.sharded_over)
     inputs = _fake_inputs(inventory, sizes)
 
     traced = _trace(function, name, inventory, mode, inputs)

@@ -5,6 +5,7 @@ Communication is no part of a piece, so what a schedule put in order stays so.
 
 import linecache
 import math
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -140,6 +141,7 @@ def _write_run(
     linecache.cache[file] = (len(text), None, text.splitlines(True), file)
     exec(compile(text, file, "exec"), names.values)
     run: Callable[..., Any] = names.values["run"]
+    weakref.finalize(run, linecache.cache.pop, file, None)
     return run
 
 

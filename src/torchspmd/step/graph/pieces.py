@@ -143,7 +143,11 @@ class _Cut:
         self._place: dict[fx.Node, int] = {}  # of the group that makes a value
         self._first_open = 0  # the first group that a later operator may join
         self._first_near = 0  # the first one behind which everything is a piece
-        self._readers: dict[fx.Node, int] = {}  # of those, by what they read
+        self._readers: dict[fx.Node, set[int]] = {}  # of those, by what they read
+        self._merged: dict[
+            int, int
+        ] = {}  # places of groups that became part of another
+        self._written: set[fx.Node] = set()  # inputs that pieces write
         self._segments: list[int] = []  # of each group: nothing is moved to another
         for node in gm.graph.nodes:
             self._add(node)
@@ -179,7 +183,7 @@ class _Cut:
         if node.op in ("placeholder", "get_attr"):
             self._place[node] = -1
         elif kind in (_Kind.VIEW, _Kind.ITEM):
-            self._place[node] = self._latest(node)
+            self._place[node] = max(self._makers(node), default=-1)
         elif kind is _Kind.PART:
             self._add_part(node)
         elif node.op != "output":
@@ -190,32 +194,38 @@ class _Cut:
             if kind is _Kind.ORDERED:
                 self._first_open = self._first_near
 
-    def _latest(self, node: fx.Node) -> int:
-        """The place of the last group that makes an input of a node."""
-        return max((self._place[source] for source in node.all_input_nodes), default=-1)
+    def _makers(self, node: fx.Node) -> set[int]:
+        """The places of the groups that make what a node reads."""
+        places = {self._place[source] for source in node.all_input_nodes}
+        return {self._merged.get(place, place) for place in places}
 
     def _add_part(self, node: fx.Node) -> None:
         """Let an operator join the groups that make or read what it reads."""
-        latest = self._latest(node)
+        makers = self._makers(node)
+        latest = max(makers, default=-1)
         read = {self._viewed(source) for source in node.all_input_nodes}
-        related = {self._readers[each] for each in read if each in self._readers}
-        makers = {self._place[source] for source in node.all_input_nodes}
+        is_copy = (
+            node.target is _COPY
+        )  # which stays behind all that reads the old value
+        shared = (each for each in read if is_copy or _is_large(each))
+        related = {place for each in shared for place in self._readers.get(each, ())}
         related |= {place for place in makers if place >= self._first_near}
         is_near = latest >= max(self._first_open, len(self._groups) - 1 - _WITHIN)
         if related:
             place = self._merge(sorted(related))
-        elif is_near and self._kinds[self._groups[latest][0]] is _Kind.PART:
+        elif is_near and not is_copy and self._is_piece(latest):
             place = latest
         else:
             place = self._open()
         self._groups[place].append(node)
         self._place[node] = place
-        if place >= self._first_near:
-            self._readers |= {each: place for each in read if _is_large(each)}
-        if node.target is _COPY:
-            self._place[node.all_input_nodes[0]] = (
-                place  # which nothing may read before
-            )
+        for each in read if place >= self._first_near else ():
+            self._readers.setdefault(each, set()).add(place)
+        if is_copy:
+            self._written.add(node.all_input_nodes[0])
+
+    def _is_piece(self, place: int) -> bool:
+        return self._kinds[self._groups[place][0]] is _Kind.PART
 
     def _open(self) -> int:
         self._groups.append([])
@@ -228,9 +238,14 @@ class _Cut:
         if len(group) != 1 or self._kinds[group[0]] is not _Kind.PART:
             return
         (node,) = group
-        readers = set(self._find_readers(node))
-        places = {self._place.get(each, -1) for each in readers}
-        if len(places) != 1 or any(self._kinds[n] is not _Kind.PART for n in readers):
+        if any(memory_root(source) in self._written for source in node.all_input_nodes):
+            return  # it might read the new value
+        readers = set(_readers(node))
+        if any(self._kinds[each] is not _Kind.PART for each in readers):
+            return
+        found = {self._place[each] for each in readers}
+        places = {self._merged.get(each, each) for each in found}
+        if len(places) != 1:
             return
         (later,) = places
         is_near = later - place <= _WITHIN
@@ -239,27 +254,19 @@ class _Cut:
             self._place[node] = later
             group.clear()
 
-    def _find_readers(self, node: fx.Node) -> Iterator[fx.Node]:
-        """The operators that read a value or a view of it; the end of the graph, too."""
-        for user in node.users:
-            if self._kinds[user] in (_Kind.VIEW, _Kind.ITEM):
-                yield from self._find_readers(user)
-            else:
-                yield user
-
     def _merge(self, places: Sequence[int]) -> int:
         """Make one group of some that follow each other and need nothing of each other."""
         first, *others = places
         for place in others:
             moved, self._groups[place] = self._groups[place], []
             self._groups[first] += moved
-            for node in moved:
-                self._place[node] = first
-                self._place.update(dict.fromkeys(_items_of(node), first))
-        if others:
-            for source, place in self._readers.items():
-                if place in others:
-                    self._readers[source] = first
+        self._merged.update(dict.fromkeys(others, first))
+        for place, into in self._merged.items() if others else ():
+            self._merged[place] = first if into in others else into
+        for where in self._readers.values() if others else ():
+            if not where.isdisjoint(others):
+                where.difference_update(others)
+                where.add(first)
         return first
 
     def _viewed(self, node: fx.Node) -> fx.Node:
@@ -278,14 +285,18 @@ class _Cut:
         nodes: dict[fx.Node, None] = {}
         inputs: dict[fx.Node, None] = {}
 
+        def is_inside(node: fx.Node) -> bool:
+            if node in own or node in nodes:
+                return True
+            is_derived = self._kinds[node] in (_Kind.VIEW, _Kind.ITEM)
+            return is_derived and any(map(is_inside, node.all_input_nodes))
+
         def take(node: fx.Node) -> None:
             if node in nodes or node in inputs:
                 return
-            sources = node.all_input_nodes
-            is_inside = any(source in nodes or source in own for source in sources)
-            is_derived = self._kinds[node] in (_Kind.VIEW, _Kind.ITEM)
-            if node in own or (is_derived and (is_inside or _is_whole_view(node))):
-                for source in sources:
+            is_view = self._kinds[node] is _Kind.VIEW and _is_whole_view(node)
+            if is_view or is_inside(node):
+                for source in node.all_input_nodes:
                     take(source)
                 nodes[node] = None
             else:
@@ -336,12 +347,14 @@ class _Cut:
         return _Kind.PART if self._is_compiled(node, target) else _Kind.CALL
 
     def _may_copy(self, node: fx.Node) -> bool:
-        """Whether a write is a copy into an input that no piece can also get a part of."""
+        """Whether a write is a copy into an input that is neither read later nor cut up."""
         if node.target is not _COPY:
             return False
         target = node.args[0]
         assert isinstance(target, fx.Node), type(target)
-        return target.op == "placeholder" and target not in self._cut_up
+        if node.users or target.op != "placeholder" or target in self._cut_up:
+            return False
+        return not any(node < each and each.op != "output" for each in _readers(target))
 
     def _is_compiled(self, node: fx.Node, target: _torch.OpOverload) -> bool:
         name = _torch.packet_name(target)
@@ -369,6 +382,15 @@ def _find_packing(gm: fx.GraphModule) -> set[fx.Node]:
 
 def _sources(step: Step) -> Sequence[fx.Node]:
     return step.inputs if isinstance(step, Piece) else step.all_input_nodes
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """The operators that read a value or a view of it; the end of the graph, too."""
+    for user in node.users:
+        if user.target is operator.getitem or _is_free(user):
+            yield from _readers(user)
+        else:
+            yield user
 
 
 def _is_large(node: fx.Node) -> bool:

@@ -1,7 +1,7 @@
 """Data parallelism: what a user can choose, and the mode that each choice gives."""
 
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import TYPE_CHECKING, Literal, final
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,11 @@ from torchspmd.errors import UsageError, WorldError
 from torchspmd.step.capture.parallel_mode import ParallelMode
 from torchspmd.step.modes.fully_shard import FullySharded
 from torchspmd.step.modes.global_batch import GlobalBatch
+from torchspmd.step.modes.precision import Precision, policy_problems
+from torchspmd.step.modes.shard_layout import DataAxes
+
+if TYPE_CHECKING:  # importing it registers operators
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 @final
@@ -30,6 +35,11 @@ class DataParallel:
         sync_each_backward: Of ``"fully_shard"``: reduce gradients in each backward. False
             reduces once what several backwards add up (micro-batches), and keeps whole
             gradients until then; parameters that are kept whole are gathered once.
+        mp_policy: Of ``"fully_shard"``: torch's ``MixedPrecisionPolicy``, with the meaning
+            that ``fully_shard(model, mp_policy=...)`` gives to it. Shards and optimizer
+            state keep their dtype; ``param_dtype`` is gathered and computed in,
+            ``reduce_dtype`` reduced in. Arguments and results are cast at the models that
+            the step itself calls.
 
     Example:
         >>> DataParallel("fully_shard").reduce
@@ -40,6 +50,7 @@ class DataParallel:
     reduce: Literal["avg", "sum"] = "avg"
     reshard_after_forward: bool = True
     sync_each_backward: bool = True
+    mp_policy: "MixedPrecisionPolicy | None" = None
 
     def __post_init__(self) -> None:
         if self.parallel_style not in ("replicate", "fully_shard"):
@@ -62,6 +73,15 @@ class DataParallel:
                 "effect: this style keeps whole parameters at all times; leave the "
                 "argument out."
             )
+        if self.mp_policy is not None:
+            if self.parallel_style == "replicate":
+                raise UsageError(
+                    "DataParallel('replicate', mp_policy=...): the policy is for sharded "
+                    "parameters. Choose 'fully_shard', or run the step under "
+                    "torch.autocast."
+                )
+            if problems := "; ".join(policy_problems(self.mp_policy)):
+                raise UsageError(f"DataParallel('fully_shard'): {problems}.")
 
 
 @final
@@ -87,11 +107,23 @@ def resolve_spread(
     parallel_mode: DataParallel | None, mesh: DeviceMesh | None, device: torch.device
 ) -> ParallelMode:
     """The mode and the mesh that a call of ``compile`` asks for."""
+    is_sharded = (
+        parallel_mode is not None and parallel_mode.parallel_style == "fully_shard"
+    )
     if mesh is not None and mesh.ndim != 1:
-        raise UsageError(
-            f"compile(mesh=...): the mesh has {mesh.ndim} axes {mesh.mesh_dim_names}; "
-            "pass its data axis alone, for instance mesh['dp']."
-        )
+        is_hybrid = is_sharded and mesh.ndim == 2
+        if not is_hybrid:
+            raise UsageError(
+                f"compile(mesh=...): the mesh has {mesh.ndim} axes {mesh.mesh_dim_names}; "
+                "pass its data axis alone, for instance mesh['dp']. Only 'fully_shard' "
+                "takes two, the first with replicas of shards, the second with shards."
+            )
+        if mesh.mesh_dim_names is None:
+            raise UsageError(
+                "compile(mesh=...): the axes of the mesh have no names. Make it with "
+                "mesh_dim_names=('replicate', 'shard'): the first has replicas of shards, "
+                "the second shards."
+            )
     if mesh is None and dist.is_initialized():
         names = ("data",)
         mesh = init_device_mesh(
@@ -107,9 +139,10 @@ def resolve_spread(
         if parallel_mode.parallel_style == "replicate":
             return Replicated(mesh, parallel_mode.reduce)
         return FullySharded(
-            mesh,
+            DataAxes.of(mesh),
             parallel_mode.reduce,
             reshard_after_forward=parallel_mode.reshard_after_forward,
             sync_each_backward=parallel_mode.sync_each_backward,
+            precision=Precision.of(parallel_mode.mp_policy),
         )
     return ParallelMode() if mesh is None else GlobalBatch(mesh)

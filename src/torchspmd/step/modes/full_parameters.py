@@ -6,17 +6,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from torchspmd import _torch
 from torchspmd.errors import UsageError
 from torchspmd.step.capture.inventory import full_name, mark_full
 from torchspmd.step.modes.gather import gather_rows
-from torchspmd.step.modes.shard_layout import read_sharding
+from torchspmd.step.modes.shard_layout import DataAxes, read_sharding
 
 
 @contextlib.contextmanager
-def full_parameters(models: Sequence[nn.Module], mesh: DeviceMesh) -> Iterator[None]:
+def full_parameters(models: Sequence[nn.Module], axes: DataAxes) -> Iterator[None]:
     """Inside, the models hold gathered copies of their shards.
 
     Every rank enters and leaves at the same point. What is written into a copy would be
@@ -30,7 +29,7 @@ def full_parameters(models: Sequence[nn.Module], mesh: DeviceMesh) -> Iterator[N
             table = module._parameters
             for key, shard in list(table.items()):
                 known = made.get(id(shard))
-                whole = _gathered(shard, mesh) if known is None else known
+                whole = _gathered(shard, axes) if known is None else known
                 if shard is None or whole is None:
                     continue
                 made[id(shard)] = whole
@@ -57,10 +56,10 @@ def full_parameters(models: Sequence[nn.Module], mesh: DeviceMesh) -> Iterator[N
         )
 
 
-def _gathered(shard: Any, mesh: DeviceMesh) -> nn.Parameter | None:
+def _gathered(shard: Any, axes: DataAxes) -> nn.Parameter | None:
     """The whole parameter, without gradients; None where this mode has not sharded it."""
     layout = None if shard is None else _torch.layout_of(shard)
-    sharding = None if layout is None else read_sharding(layout, mesh)
+    sharding = None if layout is None else read_sharding(layout, axes)
     if sharding is None:
         return None
     with torch.no_grad():

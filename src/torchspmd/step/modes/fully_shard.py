@@ -1,7 +1,7 @@
 """Each rank keeps a share of every parameter, and gathers the whole where it is used."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, final
 
 import torch
@@ -9,20 +9,21 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchspmd import _torch
-from torchspmd.step.capture.inventory import Inventory
+from torchspmd.step.capture.inventory import Inventory, Role
 from torchspmd.step.capture.micro_batches import join_scatters
 from torchspmd.step.capture.parallel_mode import ParallelMode, Relayout
 from torchspmd.step.graph.metadata import OwnerLog
 from torchspmd.step.modes.gather import (
-    GatherForFunctions,
     Gathering,
     check_writes,
     drop_unused_gathers,
+    forwards_see,
     gather_again_in_backward,
     gather_once,
-    gathering_tables,
 )
+from torchspmd.step.modes.precision import Casting, Precision, divisors
 from torchspmd.step.modes.shard_layout import (
+    DataAxes,
     Sharding,
     empty_shard,
     plan_layout,
@@ -38,27 +39,36 @@ class FullySharded(ParallelMode):
 
     def __init__(
         self,
-        mesh: DeviceMesh,
+        axes: DataAxes,
         reduce: Literal["avg", "sum"],
         *,
         reshard_after_forward: bool,
         sync_each_backward: bool,
+        precision: Precision,
     ) -> None:
-        self.mesh: DeviceMesh = mesh
+        self.axes = axes
+        # All ranks that have a batch of their own; they compile the step together.
+        self.mesh: DeviceMesh = _torch.flatten_mesh(axes.mesh)
         self.averages = reduce == "avg"
         self._reshard = reshard_after_forward
         self._sync_each_backward = sync_each_backward
+        self.precision = precision
         # Of the step that is captured, by slot. Meshes cannot be asked while it is traced.
         self._shardings: dict[int, Sharding] = {}
 
+    @property
+    def sharded_over(self) -> tuple[DeviceMesh, ...]:
+        """The axes that this mode itself shards tensors over."""
+        return (self.mesh, self.axes.shard)
+
     def lay_out(self, inventory: Inventory) -> Relayout | None:
         """Shards for the parameters that are none yet."""
-        self._shardings = plan_shardings(inventory, self.mesh)
+        self._shardings = plan_shardings(inventory, self.axes)
         return plan_layout(inventory, self._shardings)
 
     def stand_in(self, inventory: Inventory) -> Callable[[int], torch.Tensor]:
         """Shards without values: whole states would take the memory of whole models."""
-        shardings = plan_shardings(inventory, self.mesh)
+        shardings = plan_shardings(inventory, self.axes)
         return lambda slot: empty_shard(inventory.slots[slot], shardings[slot])
 
     @contextlib.contextmanager
@@ -67,18 +77,54 @@ class FullySharded(ParallelMode):
     ) -> Iterator[None]:
         """Gather parameters where the step uses them."""
         gathering = Gathering(
-            inventory, shown, log, self._shardings, average=self.averages
+            inventory,
+            shown,
+            log,
+            self._shardings,
+            average=self.averages,
+            precision=self.precision,
         )
+        models = [module for _, module in inventory.modules]
         with contextlib.ExitStack() as stack:
-            for module, table in gathering_tables(inventory, gathering):
-                stack.callback(
-                    vars(module).__setitem__, "_parameters", module._parameters
-                )
-                vars(module)["_parameters"] = table
+            stack.enter_context(self.precision.installed(models))
             for hook in gathering.watch(shown):
                 stack.callback(hook.remove)
-            stack.enter_context(GatherForFunctions(gathering))
+            stack.enter_context(forwards_see(gathering, inventory))
             yield
+
+    @contextlib.contextmanager
+    def installed_eagerly(
+        self, inventory: Inventory, wholes: Sequence[torch.Tensor]
+    ) -> Iterator[None]:
+        """The same meaning for an eager call on whole parameters: casts alone."""
+        if self.precision == Precision():
+            yield
+            return
+        parameters = [
+            whole
+            for whole, slot in zip(wholes, inventory.slots, strict=True)
+            if slot.role is Role.PARAMETER
+        ]
+        casting = Casting(parameters, self.precision)
+        models = [module for _, module in inventory.modules]
+        with (
+            casting.following(),
+            self.precision.installed(models),
+            forwards_see(casting, inventory),
+        ):
+            yield
+
+    def reduce_whole(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A whole gradient of such a call, reduced as those of shards are."""
+        dtype = self.precision.of_reduction(self.precision.of_whole(gradient.dtype))
+        before, after = 1.0, 1.0
+        if self.averages:
+            before, after = divisors(dtype, self.mesh.size())
+        layout = _torch.layout_of(gradient)
+        sent = _torch.plain_tensor(gradient).to(dtype)
+        total = _torch.sum_over(sent / before, self.mesh.get_group()) / after
+        total = total.to(gradient.dtype)
+        return total if layout is None else _torch.wrap_local(total, layout)
 
     def result(self, value: torch.Tensor) -> torch.Tensor:
         """This rank's own value; of a shard, the whole."""
@@ -93,7 +139,7 @@ class FullySharded(ParallelMode):
 
     def finish(self, graph: fx.GraphModule) -> int:
         """Gather again in backward, reduce micro-batches once, where that was asked for."""
-        group = self.mesh.get_group().group_name
+        group = self.axes.shard.get_group().group_name
         drop_unused_gathers(graph.graph)
         if self._reshard:
             gather_again_in_backward(graph.graph, group)

@@ -5,6 +5,7 @@ Everywhere else (``model.parameters()``, gradients, clipping) it is the shard, a
 and a function of torch that needs its values with gradients gets them gathered.
 """
 
+import contextlib
 import functools
 import operator
 from collections import Counter
@@ -17,11 +18,11 @@ from collections.abc import (
     ValuesView,
 )
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import fx
 from torch.autograd.function import once_differentiable
 
 from torchspmd import _torch
@@ -33,6 +34,7 @@ from torchspmd.step.capture.trace_modes import FunctionMode
 from torchspmd.step.capture.user_code import calling_line
 from torchspmd.step.graph.aliases import find_aliases, written_nodes
 from torchspmd.step.graph.metadata import META_KEY, OwnerLog, last_node, owner_of
+from torchspmd.step.modes.precision import Precision, divisors
 from torchspmd.step.modes.shard_layout import Sharding
 
 # ----------------------------------------------------------------------------
@@ -42,40 +44,51 @@ from torchspmd.step.modes.shard_layout import Sharding
 # every rank, so that the graphs of all ranks have the same nodes.
 
 
-def gather_rows(local: torch.Tensor, sharding: Sharding) -> torch.Tensor:
-    """The whole tensor from this rank's rows of it."""
-    if not sharding.is_sharded:
-        return local.clone()  # small, and a write into it must not reach the parameter
-    shard = (
-        local if sharding.is_even else _pad_rows(local, sharding.share - local.shape[0])
-    )
+def gather_rows(
+    local: torch.Tensor, sharding: Sharding, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """The whole tensor from this rank's rows of it, sent in a dtype of its own or not."""
+    dtype = dtype or local.dtype
+    if not sharding.is_sharded:  # small, and a write must not reach the parameter
+        return local.to(dtype, copy=True)
+    shard = local
+    if not sharding.is_even:
+        shard = _pad_rows(local, sharding.share - local.shape[0])
+    shard = shard.to(dtype)  # last: a bucket is cast as one
     whole = _torch.wait(_torch.start_all_gather(shard, *_group(sharding)))
     return whole if sharding.is_even else whole.narrow(0, 0, sharding.rows)
 
 
 def reduce_rows(
-    gradient: torch.Tensor, sharding: Sharding, *, average: bool
+    gradient: torch.Tensor,
+    sharding: Sharding,
+    *,
+    average: bool,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """This rank's rows of the sum, or average, of all ranks' gradients."""
-    if sharding.is_sharded:
-        total = _scattered(gradient.contiguous(), sharding)
+    """This rank's rows of the sum, or average, of all ranks' gradients.
+
+    They are reduced in the dtype that they have, and returned in the one that is given.
+    """
+    before, after = 1.0, 1.0
+    if average:  # gloo has no average: the sum is scaled everywhere
+        before, after = divisors(gradient.dtype, sharding.num_batches)
+    whole = gradient if before == 1.0 else gradient / before
+    if not sharding.is_sharded:
+        total = _torch.sum_over(whole, sharding.mesh.get_group())
     else:
-        total = _torch.sum_over(gradient, sharding.mesh.get_group())
-    # gloo has no average: the sum is scaled everywhere.
-    return total / sharding.mesh.size() if average else total
-
-
-def _scattered(gradient: torch.Tensor, sharding: Sharding) -> torch.Tensor:
-    whole = gradient
-    if not sharding.is_even:
-        whole = _pad_rows(
-            gradient, sharding.mesh.size() * sharding.share - sharding.rows
-        )
-    scattered = _torch.wait(_torch.start_reduce_scatter(whole, *_group(sharding)))
-    if sharding.is_even:
-        return scattered
-    first, last = sharding.kept
-    return scattered.narrow(0, 0, last - first)
+        whole = whole.contiguous()
+        if not sharding.is_even:
+            padded = sharding.mesh.size() * sharding.share
+            whole = _pad_rows(whole, padded - sharding.rows)
+        total = _torch.wait(_torch.start_reduce_scatter(whole, *_group(sharding)))
+    if sharding.replicas is not None:
+        total = _torch.sum_over(total, sharding.replicas.get_group())
+    if sharding.is_sharded and not sharding.is_even:
+        first, last = sharding.kept
+        total = total.narrow(0, 0, last - first)
+    total = total if after == 1.0 else total / after
+    return total.to(dtype or total.dtype)
 
 
 def _pad_rows(tensor: torch.Tensor, count: int) -> torch.Tensor:
@@ -114,15 +127,16 @@ class Gathering:
         shardings: Mapping[int, Sharding],
         *,
         average: bool,
+        precision: Precision,
     ) -> None:
-        self.log, self.average = log, average
+        self.log, self.average, self.precision = log, average, precision
         self._names = {
             id(shown[place]): inventory.slots[place].name for place in shardings
         }
         self._shardings = {
             id(shown[place]): sharding for place, sharding in shardings.items()
         }
-        self._kept: dict[int, _Kept] = {}
+        self._kept: dict[tuple[int, torch.dtype], _Kept] = {}
         self._gathered: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._scattered: Counter[int] = Counter()  # gradients under way to a shard
 
@@ -136,6 +150,11 @@ class Gathering:
         """Whether a value is one of the sharded parameters."""
         return id(value) in self._names
 
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether the forward of a module runs now."""
+        return self.log.is_in_module
+
     def owner_of(self, parameter: torch.Tensor) -> str:
         """The module that a parameter belongs to."""
         return self._names[id(parameter)].rpartition(".")[0]
@@ -145,10 +164,16 @@ class Gathering:
         return self._shardings[id(parameter)]
 
     def whole(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The gathered parameter; gathers it unless that was done already."""
+        """The gathered parameter; gathers it unless that was done already.
+
+        Only a forward computes in the precision that was asked for.
+        """
+        dtype = parameter.dtype
+        if self.log.is_in_module:
+            dtype = self.precision.of_whole(dtype)
         version = _torch.version_of(_torch.plain_tensor(parameter))
         needs_gradient = parameter.requires_grad and torch.is_grad_enabled()
-        kept = self._kept.get(id(parameter))
+        kept = self._kept.get((id(parameter), dtype))
         if kept is not None and kept.version == version:
             if kept.whole.requires_grad or (
                 not needs_gradient and kept.call == self.log.calls
@@ -156,12 +181,12 @@ class Gathering:
                 return kept.whole
         phase = self.log.current().phase
         with self.log.owned(phase, self.owner_of(parameter)):
-            made: torch.Tensor = _Gather.apply(parameter, self)
+            made: torch.Tensor = _Gather.apply(parameter, self, dtype)
             node = last_node(_torch.current_graph())
             if node is not None:
                 node.meta[GATHERED] = self._names[id(parameter)]
         pass_for(made, parameter)
-        self._kept[id(parameter)] = _Kept(made, version, self.log.calls)
+        self._kept[id(parameter), dtype] = _Kept(made, version, self.log.calls)
         self._gathered[id(made)] = (made, parameter)
         return made
 
@@ -172,10 +197,13 @@ class Gathering:
     def scatter(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """The reduced gradient of a shard; the gathered value is not used again."""
         sharding = self.sharding_of(parameter)
-        self._kept.pop(id(parameter), None)
+        self._kept.pop((id(parameter), gradient.dtype), None)
         with self.log.owned(Phase.BACKWARD, self.owner_of(parameter)):
             whole = _laid_out(gradient, sharding.whole)
-            rows = reduce_rows(whole, sharding, average=self.average)
+            whole = whole.to(self.precision.of_reduction(whole.dtype))
+            rows = reduce_rows(
+                whole, sharding, average=self.average, dtype=parameter.dtype
+            )
             reduced = _torch.wrap_local(rows, sharding.layout)
         # A mark, not a list: autograd would copy a gradient that someone else holds.
         vars(reduced)[_REDUCED] = True
@@ -214,15 +242,19 @@ class _Gather(torch.autograd.Function):
     """A shard in, the whole tensor out, plain or over its other axis; and back, reduced."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, gathering: Gathering) -> Any:
+    def forward(
+        ctx: Any, parameter: torch.Tensor, gathering: Gathering, dtype: torch.dtype
+    ) -> Any:
         ctx.parameter, ctx.gathering = parameter, gathering
         sharding = gathering.sharding_of(parameter)
-        whole = gather_rows(_torch.plain_tensor(parameter), sharding)
-        return (
-            whole
-            if sharding.whole is None
-            else _torch.wrap_local(whole, sharding.whole)
-        )
+        whole = gather_rows(_torch.plain_tensor(parameter), sharding, dtype)
+        layout = sharding.whole
+        if layout is None:
+            return whole
+        if dtype is not parameter.dtype:
+            shape = tuple(layout.shape)
+            layout = _torch.build_spec(layout.mesh, layout.placements, shape, dtype)
+        return _torch.wrap_local(whole, layout)
 
     @staticmethod
     @once_differentiable
@@ -232,19 +264,40 @@ class _Gather(torch.autograd.Function):
                 f"compile: {ctx.gathering.owner_of(ctx.parameter)} makes a sparse "
                 "gradient, which cannot be scattered. Make the module with sparse=False."
             )
-        return ctx.gathering.scatter(ctx.parameter, gradient), None
+        return ctx.gathering.scatter(ctx.parameter, gradient), None, None
+
+
+class Wholes(Protocol):
+    """What a forward sees for parameters that are kept in another form."""
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether the forward of a module runs now."""
+        ...
+
+    def owns(self, value: object) -> bool:
+        """Whether a value is one of these parameters."""
+        ...
+
+    def whole(self, parameter: torch.Tensor) -> torch.Tensor:
+        """What a forward sees for a parameter."""
+        ...
+
+    def shard_of(self, value: Any) -> Any:
+        """The parameter that a forward saw as this value; other values as they are."""
+        ...
 
 
 @final
 class GatheringTable(MutableMapping[str, Any]):
     """A module's table of parameters: attributes read in a forward are gathered."""
 
-    def __init__(self, table: MutableMapping[str, Any], gathering: Gathering) -> None:
+    def __init__(self, table: MutableMapping[str, Any], gathering: Wholes) -> None:
         self._table, self._gathering = table, gathering
 
     def __getitem__(self, key: str) -> Any:
         value = self._table[key]
-        if self._gathering.owns(value) and self._gathering.log.is_in_module:
+        if self._gathering.owns(value) and self._gathering.is_in_forward:
             return self._gathering.whole(value)
         return value
 
@@ -266,13 +319,12 @@ class GatheringTable(MutableMapping[str, Any]):
 
     def items(self) -> Any:
         """What ``named_parameters()`` reads: the shards, inside of a forward the wholes."""
-        is_in_module = self._gathering.log.is_in_module
-        return ItemsView(self) if is_in_module else self._table.items()
+        return ItemsView(self) if self._gathering.is_in_forward else self._table.items()
 
     def values(self) -> Any:
         """The same without names."""
-        is_in_module = self._gathering.log.is_in_module
-        return ValuesView(self) if is_in_module else self._table.values()
+        is_in_forward = self._gathering.is_in_forward
+        return ValuesView(self) if is_in_forward else self._table.values()
 
 
 # What a sharded parameter answers by itself: facts, hooks, and DTensor's own methods.
@@ -310,7 +362,7 @@ _VIEW_PROPERTIES = frozenset({"T", "H", "mT", "mH", "real", "imag"})
 class GatherForFunctions(FunctionMode):
     """Gathers sharded parameters that reach a function of torch outside of a forward."""
 
-    def __init__(self, gathering: Gathering) -> None:
+    def __init__(self, gathering: Wholes) -> None:
         super().__init__()
         self._gathering = gathering
 
@@ -356,14 +408,19 @@ def _writes(name: str) -> bool:
     return is_in_place or name in _IN_PLACE
 
 
-def gathering_tables(
-    inventory: Inventory, gathering: Gathering
-) -> Iterator[tuple[nn.Module, GatheringTable]]:
-    """Each module that holds a sharded parameter, and the table to give it."""
-    for _, root in inventory.modules:
-        for module in root.modules():
-            if any(map(gathering.owns, module._parameters.values())):
-                yield module, GatheringTable(module._parameters, gathering)
+@contextlib.contextmanager
+def forwards_see(wholes: Wholes, inventory: Inventory) -> Iterator[None]:
+    """Inside, modules compute with what they are to see for their parameters."""
+    with contextlib.ExitStack() as stack:
+        for module in (
+            each for _, root in inventory.modules for each in root.modules()
+        ):
+            table = module._parameters
+            if any(map(wholes.owns, table.values())):
+                stack.callback(vars(module).__setitem__, "_parameters", table)
+                vars(module)["_parameters"] = GatheringTable(table, wholes)
+        stack.enter_context(GatherForFunctions(wholes))
+        yield
 
 
 def check_writes(traced: fx.GraphModule) -> None:
@@ -391,7 +448,10 @@ def check_writes(traced: fx.GraphModule) -> None:
 
 _GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
-_PAD = torch.ops.aten.constant_pad_nd.default
+_PREPARES = (
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.constant_pad_nd.default,
+)
 # Besides views: what is quicker to do again than to keep.
 _CHEAP = (
     torch.ops.aten._to_copy.default,
@@ -436,7 +496,7 @@ def gather_once(graph: fx.Graph, group: str) -> None:
         start = wait.args[0]
         if not _is_parameter_gather(start, group):
             continue
-        kept = first.setdefault(_source(start), wait)
+        kept = first.setdefault((_source(start), wait.meta["val"].dtype), wait)
         if kept is not wait:
             wait.replace_all_uses_with(kept)
             graph.erase_node(wait)
@@ -453,12 +513,20 @@ def _is_parameter_gather(start: fx.Node, group: str) -> bool:
 
 
 def _source(start: fx.Node) -> fx.Node:
-    """The shard that is gathered, without its padding."""
-    source = start.args[0]
-    if isinstance(source, fx.Node) and source.target is _PAD:
-        source = source.args[0]
+    """The shard that is gathered, before it is cast and padded."""
+    source = (start, *_preparation(start))[-1].args[0]
     assert isinstance(source, fx.Node)
     return source
+
+
+def _preparation(start: fx.Node) -> list[fx.Node]:
+    """What casts and pads a shard before it is gathered, the last of it first."""
+    found: list[fx.Node] = []
+    source = start.args[0]
+    while isinstance(source, fx.Node) and source.target in _PREPARES:
+        found.append(source)
+        source = source.args[0]
+    return found
 
 
 def _split(graph: fx.Graph, wait: fx.Node) -> None:
@@ -472,7 +540,7 @@ def _split(graph: fx.Graph, wait: fx.Node) -> None:
     }
     start = wait.args[0]
     assert isinstance(start, fx.Node)
-    copied = {*derived, start, *(n for n in start.all_input_nodes if n.target is _PAD)}
+    copied = {*derived, start, *_preparation(start)}
     owner = Owner(Phase.BACKWARD, owner_of(wait).module)
     copies: dict[fx.Node, fx.Node] = {}
 

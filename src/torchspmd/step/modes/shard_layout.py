@@ -7,7 +7,7 @@ all ranks agreed do the shards take the place of the plain tensors.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -32,13 +32,38 @@ from torchspmd.step.capture.rank_divergence import checksums
 
 
 @dataclass(frozen=True, slots=True)
+class DataAxes:
+    """The axes of a mesh over which ranks have batches of their own.
+
+    Attributes:
+        shard: Its ranks hold shards of each parameter.
+        replicas: Its ranks hold the same shards (hybrid sharding); None without such ranks.
+        mesh: Both axes, as the user gave them; the first alone without replicas.
+    """
+
+    shard: DeviceMesh
+    replicas: DeviceMesh | None
+    mesh: DeviceMesh
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> Self:
+        """The axes of a mesh of one axis, or of two: replicas, and shards."""
+        if mesh.ndim == 1:
+            return cls(mesh, None, mesh)
+        assert mesh.mesh_dim_names is not None and mesh.ndim == 2, mesh
+        outer, inner = mesh.mesh_dim_names
+        return cls(mesh[inner], mesh[outer], mesh)
+
+
+@dataclass(frozen=True, slots=True)
 class Sharding:
     """One tensor over the data axis, and over one other axis where it has one.
 
     Attributes:
         layout: Of the shard.
         whole: Of the gathered tensor over its other axis; None where that is plain.
-        mesh: The data axis.
+        mesh: The data axis; of two, the one with shards.
+        replicas: The other one.
         rows: Of the gathered tensor on this rank.
         is_sharded: Ranks keep rows; otherwise every rank keeps all of them.
         is_even: No rank of any axis has fewer rows than another.
@@ -50,6 +75,12 @@ class Sharding:
     rows: int
     is_sharded: bool
     is_even: bool
+    replicas: DeviceMesh | None = None
+
+    @property
+    def num_batches(self) -> int:
+        """How many ranks have a batch of their own."""
+        return self.mesh.size() * (self.replicas.size() if self.replicas else 1)
 
     @property
     def share(self) -> int:
@@ -63,28 +94,33 @@ class Sharding:
 
 
 def plan_sharding(
-    layout: Any, shape: tuple[int, ...], dtype: Any, mesh: DeviceMesh
+    layout: Any, shape: tuple[int, ...], dtype: Any, axes: DataAxes
 ) -> Sharding:
     """The sharding of a tensor that is laid out over no axis, or over one other axis.
 
     ``find_layout_problem`` must have found nothing.
     """
     placements = [_data_placement(layout, shape)]
-    joined = mesh
+    joined = axes.mesh
+    if axes.replicas is not None:
+        placements.insert(0, _replicate())
     if layout is not None:
         placements += layout.placements
-        axis = _torch.sister_axis(mesh, layout.mesh)
+        axis = _torch.sister_axis(axes.shard, layout.mesh)
         assert axis is not None
-        joined = _torch.join_axes(mesh, axis)
+        joined = _torch.join_axes(axes.shard, axis)
     sharding = read_sharding(
-        _torch.build_spec(joined, tuple(placements), shape, dtype), mesh
+        _torch.build_spec(joined, tuple(placements), shape, dtype), axes
     )
     assert sharding is not None
     return sharding
 
 
-def read_sharding(layout: Any, mesh: DeviceMesh) -> Sharding | None:
+def read_sharding(layout: Any, axes: DataAxes) -> Sharding | None:
     """The sharding that a layout describes; None for one that this mode does not make."""
+    mesh = axes.shard
+    if axes.replicas is not None:
+        return _read_replicas(layout, axes)
     if layout.mesh.ndim == 2:
         return _read_two_axes(layout, mesh)
     if not is_over(layout, mesh):
@@ -95,6 +131,19 @@ def read_sharding(layout: Any, mesh: DeviceMesh) -> Sharding | None:
     rows = layout.shape[0] if layout.shape else 0
     is_even = rows % mesh.size() == 0
     return Sharding(layout, None, mesh, rows, not found.is_replicate(), is_even)
+
+
+def _read_replicas(layout: Any, axes: DataAxes) -> Sharding | None:
+    """The sharding of a tensor with replicas of its shards, laid out over no other axis."""
+    if layout.mesh != axes.mesh or not layout.placements[0].is_replicate():
+        return None
+    found = layout.placements[1]
+    if not found.is_replicate() and not found.is_shard(0):
+        return None
+    rows = layout.shape[0] if layout.shape else 0
+    mesh, is_sharded = axes.shard, not found.is_replicate()
+    is_even = rows % mesh.size() == 0
+    return Sharding(layout, None, mesh, rows, is_sharded, is_even, axes.replicas)
 
 
 def is_over(layout: Any, mesh: DeviceMesh) -> bool:
@@ -129,6 +178,12 @@ def _read_two_axes(layout: Any, mesh: DeviceMesh) -> Sharding | None:
     return Sharding(layout, whole, mesh, rows, not found.is_replicate(), is_even)
 
 
+def _replicate() -> Any:
+    from torch.distributed.tensor import Replicate
+
+    return Replicate()
+
+
 def _data_placement(whole: Any, shape: tuple[int, ...]) -> Any:
     from torch.distributed.tensor import Replicate, Shard
 
@@ -157,9 +212,16 @@ def _is_known(placement: Any) -> bool:
     return type(placement) in (Replicate, Shard)
 
 
-def find_layout_problem(layout: Any, mesh: DeviceMesh) -> str:
+def find_layout_problem(layout: Any, axes: DataAxes) -> str:
     """Why a tensor with this layout cannot be sharded over the data axis; empty: it can."""
     what = f"is a DTensor {list(layout.placements)} on {layout.mesh}: "
+    mesh = axes.shard
+    if axes.replicas is not None:
+        return what + (
+            "with replicas of shards (a mesh of two axes), parameters are plain, or "
+            f"[Replicate(), Shard(0)] on {axes.mesh}. Beside tensor parallel layouts, "
+            "pass one data axis, mesh=mesh['dp']"
+        )
     if layout.mesh.ndim != 1 or not _is_known(layout.placements[0]):
         return what + (
             "only Shard(dim) or Replicate() over one other axis can be sharded over the "
@@ -199,22 +261,22 @@ def can_describe(rows: int, num_data: int, num_beside: int) -> bool:
     return True
 
 
-def plan_shardings(inventory: Inventory, mesh: DeviceMesh) -> dict[int, Sharding]:
+def plan_shardings(inventory: Inventory, axes: DataAxes) -> dict[int, Sharding]:
     """How each parameter is sharded, or will be, over the data axis, by its slot."""
     problems = [
-        *_module_problems(inventory, mesh),
-        *_parameter_problems(inventory, mesh),
+        *_module_problems(inventory, axes.shard),
+        *_parameter_problems(inventory, axes),
     ]
     if not problems:
         shardings = {
-            place: _sharding(slot.tensor, mesh)
+            place: _sharding(slot.tensor, axes)
             for place, slot in enumerate(inventory.slots)
             if slot.role is Role.PARAMETER
         }
         problems = list(_state_problems(inventory, shardings))
     if problems:
         raise CaptureError(
-            f"compile(parallel_mode=DataParallel('fully_shard')) on mesh {mesh}:\n\n"
+            f"compile(parallel_mode=DataParallel('fully_shard')) on mesh {axes.mesh}:\n\n"
             + "\n".join(f"  * {line}" for line in problems)
             + "\n\nThe mode takes parameters of modules that are arguments of the step, "
             "plain or laid out over one other axis of the mesh, and shards them over the "
@@ -240,10 +302,10 @@ def plan_layout(
     return Relayout(after, _checksums(inventory.slots, slots), beside, inventory)
 
 
-def _sharding(tensor: torch.Tensor, mesh: DeviceMesh) -> Sharding:
+def _sharding(tensor: torch.Tensor, axes: DataAxes) -> Sharding:
     layout = _torch.layout_of(tensor)
-    known = None if layout is None else read_sharding(layout, mesh)
-    return known or plan_sharding(layout, tuple(tensor.shape), tensor.dtype, mesh)
+    known = None if layout is None else read_sharding(layout, axes)
+    return known or plan_sharding(layout, tuple(tensor.shape), tensor.dtype, axes)
 
 
 def _with_states(
@@ -339,11 +401,11 @@ def _computes_on_shards(module: nn.Module, mesh: DeviceMesh) -> bool:
     return any(layout and is_over(layout, mesh) for layout in layouts)
 
 
-def _parameter_problems(inventory: Inventory, mesh: DeviceMesh) -> Iterator[str]:
+def _parameter_problems(inventory: Inventory, axes: DataAxes) -> Iterator[str]:
     in_modules = {place.slot for place in inventory.places}
     for place, slot in enumerate(inventory.slots):
         if slot.role is Role.PARAMETER:
-            problem = _problem(slot, mesh)
+            problem = _problem(slot, axes)
             if place not in in_modules:
                 problem = (
                     "is in no module that the step takes: pass the module that holds it, "
@@ -353,16 +415,18 @@ def _parameter_problems(inventory: Inventory, mesh: DeviceMesh) -> Iterator[str]
                 yield f"{slot.name} {problem}"
 
 
-def _problem(slot: Slot, mesh: DeviceMesh) -> str:
-    tensor = slot.tensor
+def _problem(slot: Slot, axes: DataAxes) -> str:
+    tensor, mesh = slot.tensor, axes.shard
     layout = _torch.layout_of(tensor)
     if layout is not None:
-        if read_sharding(layout, mesh) is not None:
+        if read_sharding(layout, axes) is not None:
             return ""
-        problem = find_layout_problem(layout, mesh)
+        problem = find_layout_problem(layout, axes)
         if problem:
             return problem
-    elif type(tensor) not in (nn.Parameter, torch.Tensor):
+    elif type(tensor) not in (nn.Parameter, torch.Tensor) and not _torch.is_rehearsed(
+        tensor
+    ):
         return f"is a {type(tensor).__name__}, and shards would lose this type"
     if tensor.is_meta:
         return "is on the meta device: give it values first (module.to_empty())"

@@ -2,7 +2,7 @@
 
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -12,7 +12,7 @@ from torch import fx
 from torchspmd import _torch
 from torchspmd.comm import Kind, format_bytes
 from torchspmd.errors import UsageError
-from torchspmd.step.graph.aliases import node_arguments
+from torchspmd.step.graph.aliases import is_view, node_arguments
 from torchspmd.step.graph.collectives import (
     CommBlock,
     earliest_place,
@@ -23,7 +23,7 @@ from torchspmd.step.graph.collectives import (
 )
 from torchspmd.step.graph.edit import HasGraph, NodeMaker, common_owner, tensor_value
 from torchspmd.step.graph.metadata import owner_of
-from torchspmd.step.graph.options import is_size
+from torchspmd.step.graph.options import check_flags, is_size
 from torchspmd.step.graph.reduction_order import ring_chunks
 from torchspmd.step.graph.reports import ORDERS, Outcome
 from torchspmd.step.passes.runner import graph_optimization_pass
@@ -31,7 +31,9 @@ from torchspmd.step.passes.runner import graph_optimization_pass
 Layout = Literal["plain", "rank_major"]
 
 _SHOWN = 3  # names in one line
+_LARGEST_UNIT = 64 * 2**20  # of a block of modules that is gathered as one
 _aten = torch.ops.aten
+_CAST = _aten._to_copy.default
 _STARTS: dict[Kind, Any] = {
     Kind.ALL_REDUCE: _torch.ALL_REDUCE,
     Kind.ALL_GATHER: _torch.ALL_GATHER,
@@ -46,6 +48,7 @@ def comm_fusion_with_concat(
     *,
     first_bucket_mb: float | None = 1.0,
     layout: Layout = "plain",
+    by_block: bool = False,
 ) -> Outcome:
     """Join all-reduces, reduce-scatters and all-gathers to buckets.
 
@@ -64,6 +67,10 @@ def comm_fusion_with_concat(
             the other. ``"rank_major"``: each rank's chunk of all tensors together, with
             the chunk edges of gloo's ring, so that each element is added up in the order
             it had alone; costs a copy of each result.
+        by_block: Gather and scatter the parameters of a block (an item of a list or a
+            sequence of modules) in one bucket, whatever its size, as FSDP2 does; blocks
+            are joined while they are less than ``bucket_size_mb``. All-reduces are
+            joined by size alone.
 
     Example:
         >>> from torchspmd.step import compile
@@ -78,6 +85,7 @@ def comm_fusion_with_concat(
         ...     train(torch.nn.Linear(8, 8), torch.ones(2, 8))
         all_reduce_default: 288 B from 2 (all_reduce, all_reduce_1)
     """
+    check_flags("comm_fusion_with_concat", by_block=by_block)
     most, first = _limits(bucket_size_mb, first_bucket_mb, layout)
     blocks = [each for each in get_all_comm_blocks(gm) if each.kind in _STARTS]
     if (writer := writes_in_place(gm.graph)) is not None:
@@ -85,15 +93,18 @@ def comm_fusion_with_concat(
         return Outcome(len(blocks), 0, (reason,))
     refused = [line for line in map(_why_alone, blocks) if line]
     buckets = []
-    for alike in _alike([block for block in blocks if not _why_alone(block)]):
-        filled, left = _fill(alike, most, first)
+    followers = find_followers(blocks)
+    able = [each for each in blocks if not _why_alone(each)]
+    for alike in _alike(able, followers):
+        members = _units(alike, by_block=by_block)
+        filled, left = _fill(members, followers, most, first)
         buckets += filled
         refused += left
     buckets.sort(key=lambda bucket: bucket[-1].start)
-    starts = [_fuse(gm.graph, bucket, layout) for bucket in buckets]
+    starts = [_fuse(gm.graph, bucket, followers, layout) for bucket in buckets]
     _start_early(gm, set(starts))
     detail = map(_describe, starts, buckets)
-    kept = [_orders(bucket, layout) for bucket in buckets]
+    kept = [_orders(bucket, followers, layout) for bucket in buckets]
     orders = tuple(each for each in ORDERS if all(each in these for these in kept))
     return Outcome(
         len(blocks), sum(map(len, buckets)), tuple(refused), tuple(detail), orders
@@ -138,22 +149,103 @@ def _why_alone(block: CommBlock) -> str:
     return f"{name}: it sends nothing" if value.numel() == 0 else ""
 
 
-def _alike(blocks: Sequence[CommBlock]) -> list[list[CommBlock]]:
+_Followers = Mapping[fx.Node, CommBlock]
+
+
+def find_followers(blocks: Sequence[CommBlock]) -> dict[fx.Node, CommBlock]:
+    """All-reduces of what was scattered, by the start of the scatter: hybrid sharding.
+
+    Nothing else reads what was scattered, so that a bucket is scattered and reduced.
+    """
+    by_input = {
+        block.inputs[0]: block
+        for block in blocks
+        if block.kind is Kind.ALL_REDUCE and len(block.inputs) == 1
+    }
+    return {
+        block.start: by_input[block.wait]
+        for block in blocks
+        if block.kind is Kind.REDUCE_SCATTER
+        and len(block.waits) == 1
+        and block.wait in by_input
+        and len(block.wait.users) == 1
+        and not by_input[block.wait].problem
+    }
+
+
+def _alike(blocks: Sequence[CommBlock], followers: _Followers) -> list[list[CommBlock]]:
     """Blocks that may be in one bucket: of one kind, group, reduction, dtype and device.
 
     A parameter that is gathered for forward would be kept until backward in its bucket.
     """
     found: dict[Any, list[CommBlock]] = {}
+    following = {id(block) for block in followers.values()}
     for block in blocks:
-        value, op = tensor_value(block.inputs[0]), block.argument("reduce_op")
+        if id(block) in following:
+            continue
+        value = tensor_value(block.inputs[0])
         phase = owner_of(block.start).phase if block.gathers_inputs() else None
-        key = block.kind, block.group.name, op, value.dtype, value.device, phase
+        key = block.kind, *_terms(block), value.dtype, value.device, phase
+        if (follower := followers.get(block.start)) is not None:
+            key += _terms(follower)
         found.setdefault(key, []).append(block)
     return list(found.values())
 
 
+def _terms(block: CommBlock) -> tuple[Any, ...]:
+    return block.group.name, block.argument("reduce_op")
+
+
 # ----------------------------------------------------------------------------
 # Which collectives go into one bucket, from sizes and places alone.
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """What stays together in a bucket: a collective, or those of a block of modules."""
+
+    name: str
+    size: int
+    is_whole: bool  # whether its members stay together at any size
+
+
+def _units(
+    blocks: Sequence[CommBlock], *, by_block: bool
+) -> list[tuple[CommBlock, _Unit]]:
+    """Each collective with what it stays together with."""
+    # Of other gathers, those of activations, nothing is known to be needed together.
+    is_gather = blocks[0].kind is Kind.ALL_GATHER
+    is_sharded = blocks[0].kind is Kind.REDUCE_SCATTER or (
+        is_gather and all(block.gathers_inputs() for block in blocks)
+    )
+    if not by_block or not is_sharded:
+        return [(block, _alone(block)) for block in blocks]
+    sizes: dict[str, int] = {}
+    for block in blocks:
+        place = block_of(owner_of(block.start).module)
+        sizes[place] = sizes.get(place, 0) + block.event.payload_bytes
+    found = []
+    for block in blocks:
+        place = block_of(owner_of(block.start).module)
+        is_whole = place != "" and sizes[place] <= _LARGEST_UNIT
+        unit = _Unit(place, sizes[place], is_whole) if is_whole else _alone(block)
+        found.append((block, unit))
+    return found
+
+
+def _alone(block: CommBlock) -> _Unit:
+    return _Unit(block.start.name, block.event.payload_bytes, is_whole=False)
+
+
+def block_of(path: str) -> str:
+    """The outermost item of a list of modules that a module is in; empty for none.
+
+    >>> block_of("GPT.layers.3.mlp.0"), block_of("GPT.head")
+    ('GPT.layers.3', '')
+    """
+    parts = path.split(".")
+    numbers = [place for place, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbers[0] + 1]) if numbers else ""
 
 
 @dataclass(slots=True)
@@ -162,34 +254,40 @@ class _Bucket:
 
     blocks: list[CommBlock] = field(default_factory=list)
     size: int = 0
+    unit: _Unit | None = None  # of the last member
     deadline: fx.Node | None = None  # the first reader of a member
 
-    def add(self, block: CommBlock, reader: fx.Node) -> None:
+    def add(self, block: CommBlock, unit: _Unit, reader: fx.Node) -> None:
         self.blocks.append(block)
         self.size += block.event.payload_bytes
+        self.unit = unit
         self.deadline = reader if self.deadline is None else min(self.deadline, reader)
 
     def is_open_until(self, node: fx.Node | None) -> bool:
         """Whether all results are still unread when a node runs."""
         return node is None or self.deadline is None or node < self.deadline
 
-    def obstacle(self, block: CommBlock, most: int) -> str:
+    def obstacle(self, block: CommBlock, unit: _Unit, most: int) -> str:
         """Why a block cannot join; empty where it can."""
         if not self.is_open_until(block.start):
             assert self.deadline is not None
             return f"{self.deadline.name} reads its result before {block.start.name}"
-        if self.size + block.event.payload_bytes > most:
+        if self.blocks and self.unit != unit and self.size + unit.size > most:
             return f"{block.start.name} would not fit in too"
         return ""
 
 
 def _fill(
-    blocks: Sequence[CommBlock], most: int, first: int
+    members: Sequence[tuple[CommBlock, _Unit]],
+    followers: _Followers,
+    most: int,
+    first: int,
 ) -> tuple[list[list[CommBlock]], list[str]]:
     """Fill buckets with blocks that may be fused with each other, in graph order.
 
     Args:
-        blocks: What is fused.
+        members: What is fused, and what each stays together with.
+        followers: What is reduced after it was scattered.
         most: Bytes that no bucket exceeds.
         first: The first bucket closes as soon as it holds this many bytes, so that the
             first communication starts early.
@@ -201,8 +299,8 @@ def _fill(
     refused = [
         f"{block.start.name}: {format_bytes(block.event.payload_bytes)} are more than a "
         f"bucket of {format_bytes(most)}; it is sent alone"
-        for block in blocks
-        if block.event.payload_bytes > most
+        for block, unit in members
+        if unit.size > most and not unit.is_whole
     ]
 
     def close(why: str) -> _Bucket:
@@ -213,21 +311,21 @@ def _fill(
             refused.append(f"{name}: alone in its bucket, {why}")
         return _Bucket()
 
-    blocks = [block for block in blocks if block.event.payload_bytes <= most]
+    members = [each for each in members if each[1].is_whole or each[1].size <= most]
+    starts = [*(block.start for block, _ in members), None]
     bucket, is_first = _Bucket(), True
-    for block, after in zip(blocks, [*blocks[1:], None], strict=False):
-        later = None if after is None else after.start
-        if obstacle := bucket.obstacle(block, most):
+    for (block, unit), later in zip(members, starts[1:], strict=True):
+        if obstacle := bucket.obstacle(block, unit, most):
             bucket, is_first = close(obstacle), False
-        reader = _deadline(block)
+        reader = _deadline(followers.get(block.start, block))
         # One early reader does not close a bucket that can go on without its block.
         would_end = later is not None and reader < later and bucket.is_open_until(later)
         if bucket.blocks and would_end:
             early = f"{reader.name} reads its result before the next one starts"
             refused.append(f"{block.start.name}: {early}")
             continue
-        bucket.add(block, reader)
-        if is_first and bucket.size >= first:
+        bucket.add(block, unit, reader)
+        if is_first and bucket.size >= first and not unit.is_whole:
             bucket, is_first = close("the first bucket is full"), False
     close("no other of its kind is left")
     return buckets, refused
@@ -245,7 +343,9 @@ def _deadline(block: CommBlock) -> fx.Node:
     return latest_place(block)
 
 
-def _fuse(graph: fx.Graph, bucket: list[CommBlock], layout: str) -> fx.Node:
+def _fuse(
+    graph: fx.Graph, bucket: list[CommBlock], followers: _Followers, layout: str
+) -> fx.Node:
     """Replace blocks by one, where the last starts; where the first does, for inputs."""
     if bucket[0].gathers_inputs():
         for before, block in itertools.pairwise(bucket):
@@ -253,19 +353,90 @@ def _fuse(graph: fx.Graph, bucket: list[CommBlock], layout: str) -> fx.Node:
     rows = _lay_out(bucket, layout)
     last = bucket[-1].start
     make = NodeMaker(graph, common_owner([block.start for block in bucket]))
+    casts = _shared_casts(bucket)
+    owned = [_tail_of(block, followers) for block in bucket]
+    tails = _shared_tails(bucket, owned)
     with graph.inserting_before(last):
-        joined = _pack(make, bucket, rows)
+        inputs = [_source(cast) for cast in casts] or [b.inputs[0] for b in bucket]
+        joined = _pack(make, inputs, rows)
+        if casts:
+            joined = make.call(_CAST, joined, **casts[0].kwargs)
         start = make.call(last.target, joined, *list(node_arguments(last).values())[1:])
-        results = _unpack(make, make.call(_torch.WAIT, start), bucket, rows)
+        made = make.call(_torch.WAIT, start)
+        for node in tails[0][1:]:
+            made = make.call(node.target, made, *node.args[1:], **node.kwargs)
+        results = _unpack(make, made, bucket, [tail[-1] for tail in tails], rows)
     # What scales or casts a result comes after it: move those of earlier members.
-    for node in [node for block in bucket for node in block.tail if node < last]:
-        last.prepend(node)
-    for block, result in zip(bucket, results, strict=True):
-        for wait in block.waits:
-            wait.replace_all_uses_with(result)
-            graph.erase_node(wait)
-        graph.erase_node(block.start)
+    taken = {node for tail in tails for node in tail}
+    for node in [node for tail in owned for node in tail if node < last]:
+        if node not in taken:
+            last.prepend(node)
+    for block, tail, result in zip(bucket, tails, results, strict=True):
+        for end in {tail[-1], *block.waits[1:]}:
+            end.replace_all_uses_with(result)
+        for node in (*reversed(tail), *block.waits[1:], block.start):
+            graph.erase_node(node)
+    for cast in casts:
+        graph.erase_node(cast)
     return start
+
+
+def _shared_casts(bucket: Sequence[CommBlock]) -> list[fx.Node]:
+    """The casts of all inputs, where they can be one cast of the bucket."""
+    casts = [block.inputs[0] for block in bucket]
+    if not all(
+        cast.target is _CAST and set(cast.kwargs) == {"dtype"} and cast in block.head
+        for cast, block in zip(casts, bucket, strict=True)
+    ):
+        return []
+    pairs = [(tensor_value(cast), tensor_value(_source(cast))) for cast in casts]
+    dtypes = {(made.dtype, given.dtype) for made, given in pairs}
+    keeps_strides = all(made.stride() == given.stride() for made, given in pairs)
+    return casts if len(dtypes) == 1 and keeps_strides else []
+
+
+def _source(cast: fx.Node) -> fx.Node:
+    (source,) = cast.all_input_nodes
+    return source
+
+
+def _tail_of(block: CommBlock, followers: _Followers) -> tuple[fx.Node, ...]:
+    """The tail of a block, with what reduces its result once more."""
+    follower = followers.get(block.start)
+    if follower is None:
+        return block.tail
+    return follower.start, follower.wait, *follower.tail
+
+
+def _shared_tails(
+    bucket: Sequence[CommBlock], owned: Sequence[tuple[fx.Node, ...]]
+) -> list[list[fx.Node]]:
+    """Of each block its wait, and what scales and casts all results alike behind it.
+
+    The bucket is scaled and cast instead, once.
+    """
+    tails = [[block.wait] for block in bucket]
+    if any(len(block.waits) > 1 for block in bucket):
+        return tails
+    while all(len(tail[-1].users) == 1 for tail in tails):
+        after = [next(iter(tail[-1].users)) for tail in tails]
+        forms = {(node.target, repr((node.args[1:], node.kwargs))) for node in after}
+        is_tail = all(n in tail for n, tail in zip(after, owned, strict=True))
+        if len(forms) > 1 or not is_tail or not _is_elementwise(after[0]):
+            break
+        for tail, node in zip(tails, after, strict=True):
+            tail.append(node)
+    return tails
+
+
+def _is_elementwise(node: fx.Node) -> bool:
+    if node.target in (_torch.ALL_REDUCE, _torch.WAIT):
+        return True
+    if node.target is _CAST:
+        return set(node.kwargs) == {"dtype"}
+    factors = node.args[1:]
+    is_scaling = node.target in (_aten.div.Tensor, _aten.mul.Tensor)
+    return is_scaling and len(factors) == 1 and isinstance(factors[0], (int, float))
 
 
 def _start_early(gm: HasGraph, starts: set[fx.Node]) -> None:
@@ -280,8 +451,12 @@ def _start_early(gm: HasGraph, starts: set[fx.Node]) -> None:
         before[block.group.name] = block.start
 
 
-def _orders(bucket: list[CommBlock], layout: str) -> tuple[str, ...]:
+def _orders(
+    bucket: list[CommBlock], followers: _Followers, layout: str
+) -> tuple[str, ...]:
     """Reduction orders under which a bucket's results keep their bits."""
+    if bucket[0].start in followers:
+        return ("rank",)
     if bucket[0].kind is Kind.ALL_GATHER:
         return ORDERS
     rows = _lay_out(bucket, layout)
@@ -332,11 +507,11 @@ def _lay_out(blocks: Sequence[CommBlock], layout: str) -> _Rows:
     return _Rows(num_ranks, widths, spare)
 
 
-def _pack(make: NodeMaker, blocks: Sequence[CommBlock], rows: _Rows) -> fx.Node:
-    """Join the inputs of blocks to one flat tensor."""
+def _pack(make: NodeMaker, inputs: Sequence[Any], rows: _Rows) -> fx.Node:
+    """Join inputs to one flat tensor."""
     parts = [
-        _as_rows(make, block.inputs[0], rows.num_rows, width)
-        for block, width in zip(blocks, rows.widths, strict=True)
+        _as_rows(make, each, rows.num_rows, width)
+        for each, width in zip(inputs, rows.widths, strict=True)
     ]
     if rows.num_rows == 1:
         return make.call(_aten.cat.default, parts)
@@ -347,9 +522,13 @@ def _pack(make: NodeMaker, blocks: Sequence[CommBlock], rows: _Rows) -> fx.Node:
 
 
 def _unpack(
-    make: NodeMaker, bucket: fx.Node, blocks: Sequence[CommBlock], rows: _Rows
+    make: NodeMaker,
+    bucket: fx.Node,
+    blocks: Sequence[CommBlock],
+    likes: Sequence[fx.Node],
+    rows: _Rows,
 ) -> list[fx.Node]:
-    """The results of blocks, from the result of their bucket.
+    """The results of blocks, from the result of their bucket, each like another node.
 
     What leaves the graph is copied: whoever gets it must not hold the whole bucket, nor
     share memory with another.
@@ -365,9 +544,7 @@ def _unpack(
         width = sum(widths)
         table = make.call(_aten.view.default, bucket, [num_rows, width])
         pieces = make.call(_aten.split_with_sizes.default, table, widths, 1)
-    return [
-        _restore(make, pieces, number, block) for number, block in enumerate(blocks)
-    ]
+    return [_restore(make, pieces, number, like) for number, like in enumerate(likes)]
 
 
 def _keeps_ring_bits(blocks: Sequence[CommBlock], rows: _Rows) -> bool:
@@ -397,12 +574,10 @@ def _as_rows(make: NodeMaker, source: fx.Node, num_rows: int, width: int) -> fx.
     return make.call(_aten.reshape.default, source, [num_rows, width])
 
 
-def _restore(
-    make: NodeMaker, pieces: fx.Node, number: int, block: CommBlock
-) -> fx.Node:
-    like = tensor_value(block.wait)
+def _restore(make: NodeMaker, pieces: fx.Node, number: int, node: fx.Node) -> fx.Node:
+    like = tensor_value(node)
     piece = make.call(operator.getitem, pieces, number)
-    if any(reader.op == "output" for reader in block.readers()):
+    if _leaves(node):
         piece = make.call(_aten.clone.default, piece)
     if tensor_value(piece).numel() != like.numel():
         flat = make.call(_aten.reshape.default, piece, [-1])
@@ -413,6 +588,13 @@ def _restore(
         # With other strides some operators take another kernel, and give other bits.
         piece = make.call(_aten.clone.default, piece)
     return piece
+
+
+def _leaves(node: fx.Node) -> bool:
+    """Whether a value, or a view of it, is an output of the graph."""
+    return any(
+        user.op == "output" or (is_view(user) and _leaves(user)) for user in node.users
+    )
 
 
 def _spare(blocks: Sequence[CommBlock], width: int) -> int:

@@ -32,12 +32,18 @@ from torchspmd.step.graph.metadata import output_node, owner_of
 from torchspmd.step.graph.optimizer_lists import Chains, first_items, split_by_group
 from torchspmd.step.graph.options import check_budget, check_flags, check_names
 from torchspmd.step.graph.reports import ORDERS, Outcome
+from torchspmd.step.graph.simulate import begin_seconds
 from torchspmd.step.passes.optimizer import remove_copy_from_optimizer
 from torchspmd.step.passes.overlap import schedule_comm_wait
 from torchspmd.step.passes.pacing import Ordering, Reduction, estimate, orderings
 from torchspmd.step.passes.runner import LeaveUnchanged, graph_optimization_pass
 
 _REDUCTIONS = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)
+_SLOWDOWN = 1.3  # of a network beside computation
+# What Python takes, in times that an operator is launched: around any node; and to leave
+# an update, to note that it is made and to write it.
+_NODE_LAUNCHES = 1.5
+_JOB_LAUNCHES = 6.0
 _WORTH = 1.01  # a smaller gain is within what a simulation can tell
 
 
@@ -119,7 +125,10 @@ def defer_updates(
     graph = gm.graph
     cost = cost or CostModel.for_device(device_of(graph))
     blocks = _blocks(gm)
+    host = _Host(device_of(graph), len(graph.nodes), cost.launch_seconds)
     at_once = estimate(graph, cost)  # as it came: every update in its own iteration
+    if start == "now":
+        _gather_later(gm, cost)
     jobs, refused = _find_jobs(gm, blocks, start, cost)
     detail: list[str] = []
     gain: float | None = None
@@ -130,7 +139,8 @@ def defer_updates(
     if start == "now" and jobs:
         _sink(graph, jobs)
         ordering, line = _order(gm, jobs, cost, delay_gradients, memory_budget_mb)
-        gain, places = at_once / ordering.seconds, ordering.places
+        seconds = host.steady_seconds(ordering.seconds, len(graph.nodes), len(jobs))
+        gain, places = host.seconds(at_once) / seconds, ordering.places
         detail = [line, _worth(gain)]
         if only_if_faster and gain < _WORTH:
             refused.append(f"left as it was: {_simulated(gain)}")
@@ -139,6 +149,35 @@ def defer_updates(
         detail.append(_move(graph, job.name, job.region, target))
     num_moved = sum(len(job.blocks) for job in jobs)
     return Outcome(len(blocks), num_moved, tuple(refused), tuple(detail), ORDERS, gain)
+
+
+@dataclass(frozen=True, slots=True)
+class _Host:
+    """What Python costs: nothing is overlapped with it on a CPU, all of it on a GPU.
+
+    Attributes:
+        device: What the step computes on.
+        num_nodes: Of the graph as it came.
+        launch: Seconds to launch an operator.
+    """
+
+    device: str
+    num_nodes: int
+    launch: float
+
+    def seconds(self, simulated: float) -> float:
+        """How long a step takes whose nodes are simulated to take this long."""
+        if self.device == "cpu":
+            return simulated
+        return max(simulated, self.num_nodes * _NODE_LAUNCHES * self.launch)
+
+    def steady_seconds(self, simulated: float, num_nodes: int, num_jobs: int) -> float:
+        """The same with optimizers that are split, and updates that are left."""
+        more = (num_nodes - self.num_nodes) * _NODE_LAUNCHES + num_jobs * _JOB_LAUNCHES
+        if self.device == "cpu":
+            return simulated + max(0.0, more) * self.launch
+        nodes = self.num_nodes * _NODE_LAUNCHES
+        return max(simulated, (nodes + more) * self.launch)
 
 
 def _check_module(what: str, gm: object) -> None:
@@ -231,6 +270,28 @@ def _blocks(gm: IterGraphModule) -> list[CommBlock]:
             and all(owner_of(n).phase is Phase.OPTIMIZER for n in block.readers())
         )
     ]
+
+
+def _gather_later(gm: IterGraphModule, cost: CostModel) -> None:
+    """Start gathers of forward when one of those before them has come, if that is enough.
+
+    The network stays busy, and the updates of what is gathered have more time.
+    """
+    gathers = [
+        block
+        for block in get_all_comm_blocks(gm, (Kind.ALL_GATHER,))
+        if block.gathers_inputs() and owner_of(block.start).phase is Phase.FORWARD
+    ]
+    clock = begin_seconds(gm.graph, cost)
+    for number, block in enumerate(gathers):
+        wanted = min(map(clock.__getitem__, block.waits))
+        wanted -= _SLOWDOWN * cost.comm_seconds(block.event)
+        places = [max(each.waits) for each in gathers[: max(0, number - 1)]]
+        place = max((each for each in places if clock[each] <= wanted), default=None)
+        if place is not None and place < min(block.waits):
+            for node in reversed((*block.head, block.start)):
+                if node < place:
+                    place.append(node)
 
 
 def _find_jobs(

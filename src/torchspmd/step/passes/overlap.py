@@ -28,7 +28,7 @@ from torchspmd.step.graph.memory import LiveBytes, held_until_wait, value_bytes
 from torchspmd.step.graph.options import check_budget, is_size, is_whole
 from torchspmd.step.graph.reports import ORDERS, Outcome
 from torchspmd.step.graph.simulate import Do, Work, begin_seconds, run_schedule
-from torchspmd.step.passes.bucket import comm_fusion_with_concat
+from torchspmd.step.passes.bucket import comm_fusion_with_concat, find_followers
 from torchspmd.step.passes.embedding_rows import gather_embedding_gradients
 from torchspmd.step.passes.runner import graph_optimization_pass
 
@@ -155,11 +155,30 @@ def schedule_comm_wait(
     before = _places(gm.graph, blocks)
     for block in blocks:
         schedule.start_early(block)
+    _let_leaders_end(blocks)
     for block in blocks:
         if not block.problem:
             schedule.wait_late(block)
     moved = _moves(blocks, before, _places(gm.graph, blocks))
     return Outcome(len(blocks), len(moved), schedule.reasons(), tuple(moved), ORDERS)
+
+
+def _let_leaders_end(blocks: Sequence[CommBlock]) -> None:
+    """Start what reduces a scattered bucket once more when the next one is scattered.
+
+    Right behind its own scatter, computation would wait for that.
+    """
+    followers = find_followers(blocks)
+    for place, block in enumerate(blocks):
+        follower = followers.get(block.start)
+        later = [each for each in blocks[place + 1 :] if each.start in followers]
+        if follower is None or not later:
+            continue
+        target = (*later[0].head, later[0].start)[0]
+        if target < latest_place(follower):
+            for node in (*after_start(block), *follower.head, follower.start):
+                if node < target:
+                    target.prepend(node)
 
 
 @dataclass(slots=True)

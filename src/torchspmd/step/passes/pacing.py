@@ -5,19 +5,19 @@ Gradients of weights that are needed late can be computed behind it, because not
 backward reads them: the reduction then overlaps with computation again. And a part of a
 gradient whose other parts are known much later, as where an embedding and a head share a
 weight, can wait for those: other reductions start earlier. What is done, and when each
-reduction starts, is chosen by simulating the iteration.
+reduction starts, is chosen by simulating the iteration, with all that shares the network.
 """
 
 import bisect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from torchspmd import _torch
 from torchspmd.comm import Phase
-from torchspmd.step.graph.aliases import is_wait
-from torchspmd.step.graph.collectives import is_communication
+from torchspmd.step.graph.aliases import find_waits, is_wait
+from torchspmd.step.graph.collectives import events_of, is_communication
 from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.graph.metadata import owner_of
 from torchspmd.step.graph.simulate import Do, Work, run_schedule, schedule_of
@@ -202,6 +202,7 @@ class _Plan:
         self._rank = {each.start: place for place, each in enumerate(reductions)}
         self._seconds = {node: cost.compute_seconds(node) for node in nodes}
         self._work = {n: Work(Do.COMPUTE, s) for n, s in self._seconds.items()}
+        self._work |= _other_communication(nodes, cost)
         self._work |= {
             each.start: Work(Do.START, each.seconds, each.start, each.group)
             for each in reductions
@@ -267,6 +268,7 @@ class _Plan:
         order: list[fx.Node] = []
         ready: list[int] = []  # places among the reductions
         free: dict[str, float] = {}
+        ends: dict[Hashable, float] = {}
         now = 0.0
         for node in body:
             if node in self._rank:
@@ -279,7 +281,13 @@ class _Plan:
                     free[reduction.group] = now + reduction.seconds * haste
                     order.append(reduction.start)
             order.append(node)
-            now += self._seconds[node]
+            do, seconds, start, group = self._work[node]
+            if do is Do.START:
+                ends[start] = free[group] = max(now, free.get(group, 0.0)) + seconds
+            elif do is Do.WAIT:
+                now = max(now, ends.get(start, 0.0))
+            else:
+                now += seconds
         return order + [self._reductions[place].start for place in ready]
 
     def _free_for(
@@ -301,7 +309,31 @@ class _Plan:
         for reduction, place in places.items():
             due.setdefault(place, []).extend(self._updates[reduction])
         work: list[Work] = []
+        computing = 0.0
         for node in order:
-            work += due.get(node, ())
-            work.append(self._work[node])
-        return _mean_seconds(work)
+            for each in (*due.get(node, ()), self._work[node]):
+                if each.do is Do.COMPUTE:
+                    computing += each.seconds
+                    continue
+                if computing:
+                    work.append(Work(Do.COMPUTE, computing))
+                    computing = 0.0
+                work.append(each)
+        return _mean_seconds([*work, Work(Do.COMPUTE, computing)])
+
+
+def _other_communication(
+    nodes: Sequence[fx.Node], cost: CostModel
+) -> dict[fx.Node, Work]:
+    """What else is on the wire: gathers of sharded parameters, sums of activations."""
+    if not nodes:
+        return {}
+    inside = set(nodes)
+    found: dict[fx.Node, Work] = {}
+    for start, event in events_of(nodes[0].graph):
+        if start in inside:
+            group = event.group.name
+            found[start] = Work(Do.START, cost.comm_seconds(event), start, group)
+            waits = inside.intersection(find_waits(start))
+            found |= {wait: Work(Do.WAIT, start=start) for wait in waits}
+    return found

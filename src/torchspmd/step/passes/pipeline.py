@@ -17,7 +17,7 @@ from torch import fx
 from torchspmd.comm import Kind
 from torchspmd.errors import PassWarning, UsageError
 from torchspmd.step.deferral.module import IterGraphModule
-from torchspmd.step.graph.collectives import events_of
+from torchspmd.step.graph.collectives import events_of, get_all_comm_blocks
 from torchspmd.step.graph.cost import CostModel, check_cost, device_of
 from torchspmd.step.graph.memory import predict_peak
 from torchspmd.step.graph.options import check_bucket_size, check_flags, check_overlap
@@ -96,6 +96,12 @@ def _prefetch(
 ) -> PassReport:
     """Two buckets may be on their way when memory is at its peak, as FSDP2 has them."""
     size = choose_bucket_size(gm, cost) if bucket_size_mb is None else bucket_size_mb
+    sizes = [
+        block.event.payload_bytes / 2**20
+        for block in get_all_comm_blocks(gm, (Kind.ALL_GATHER,))
+        if block.gathers_inputs()
+    ]
+    size = max([size, *(each for each in sizes if each <= _LARGEST_MB)])
     report: PassReport = prefetch_gathers(
         gm, cost=_or_guess(gm, cost), memory_budget_mb=_IN_FLIGHT * size
     )
@@ -103,8 +109,9 @@ def _prefetch(
 
 
 def _fuse(gm: Any, bucket_size_mb: float | None, cost: CostModel | None) -> PassReport:
+    is_chosen = bucket_size_mb is None  # a size that was asked for is a limit
     size = choose_bucket_size(gm, cost) if bucket_size_mb is None else bucket_size_mb
-    report: PassReport = comm_fusion_with_concat(gm, size)
+    report: PassReport = comm_fusion_with_concat(gm, size, by_block=is_chosen)
     return report
 
 

@@ -353,7 +353,7 @@ class Shadow:
         program = call.program
         if not len(program.ledger) or dist.get_backend() == "fake":
             return []
-        return sorted({dist.get_rank(), *peers_of(program.graph)})
+        return _peers(program, call.mode)
 
     def _agree_to_begin(
         self, program: Program, mode: ParallelMode, communicates: bool, why: str
@@ -364,7 +364,7 @@ class Shadow:
         state = ""
         if isinstance(mode, GlobalBatch) and draws(program.graph):
             state = str(torch.default_generator.get_state().sum().item())
-        ranks = sorted({dist.get_rank(), *peers_of(program.graph)})
+        ranks = _peers(program, mode)
         try:
             texts = self._exchange(json.dumps([why, state]), ranks, "begin")
         except _GivenUpError as error:
@@ -523,6 +523,12 @@ class _Told:
 
     def __init__(self, void: str, first: str, *sums: str) -> None:
         self.void, self.first, self.sums = void, first, sums
+
+
+def _peers(program: Program, mode: ParallelMode) -> list[int]:
+    """The ranks of the mode, and those of other groups that the program speaks to."""
+    own = [] if mode.mesh is None else mode.mesh.mesh.flatten().tolist()
+    return sorted({dist.get_rank(), *own, *peers_of(program.graph)})
 
 
 def _unlike_replicas(told: Mapping[int, _Told], mode: ParallelMode) -> list[Difference]:

@@ -76,8 +76,7 @@ def _copied(
     local = _torch.plain_tensor(tensor) if newer is None else newer
     part: Callable[[torch.Tensor], torch.Tensor] = _torch.plain_tensor
     if isinstance(mode, FullySharded) and layout is not None:
-        assert mode.mesh is not None
-        sharding = read_sharding(layout, mode.mesh)
+        sharding = read_sharding(layout, mode.axes)
         assert sharding is not None, layout
         made = gather_rows(local.detach(), sharding)
         if sharding.whole is not None:
@@ -275,7 +274,7 @@ def needed_bytes(program: Program, inventory: Inventory, mode: ParallelMode) -> 
         local = _torch.plain_tensor(slot.tensor)
         taken = local.numel() * local.element_size()
         if isinstance(mode, FullySharded) and _torch.layout_of(slot.tensor):
-            taken *= size
+            taken *= mode.axes.shard.size()
         elif isinstance(mode, GlobalBatch) and slot.role is Role.INPUT:
             taken *= size
         copies += taken

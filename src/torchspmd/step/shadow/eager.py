@@ -172,6 +172,7 @@ def run_eagerly(
     try:
         with (
             copies.installed(),
+            _seen_by_forwards(mode, inventory, copies.wholes),
             _hooked(inventory, copies.wholes, mode, talk, found),
         ):
             args, kwargs = copies.arguments()
@@ -371,7 +372,7 @@ def _hooked(
     if isinstance(mode, Replicated):
         reduce = mode.reduce
     elif isinstance(mode, FullySharded):
-        reduce = Replicated(mode.mesh, "avg" if mode.averages else "sum").reduce
+        reduce = mode.reduce_whole
     with contextlib.ExitStack() as stack:
         for place, slot in enumerate(inventory.slots):
             tensor = wholes[place].tensor
@@ -390,6 +391,15 @@ def _hooked(
             noting = functools.partial(note, place)
             stack.callback(tensor.register_hook(noting).remove)
         yield
+
+
+def _seen_by_forwards(
+    mode: ParallelMode, inventory: Inventory, wholes: list[Whole]
+) -> contextlib.AbstractContextManager[None]:
+    """Casts of whole parameters, where the mode gathers them in another precision."""
+    if not isinstance(mode, FullySharded):
+        return contextlib.nullcontext()
+    return mode.installed_eagerly(inventory, [each.tensor for each in wholes])
 
 
 def _reduction(
