@@ -1,7 +1,7 @@
 """How wrong is a predicted step on clusters that others have measured? Published rows.
 
     python benchmarks/validate_published.py --json published.json --svg published.svg
-    python benchmarks/validate_published.py --source mpt torchtitan --markdown
+    python benchmarks/validate_published.py --source mpt torchtitan --markdown --all
     python benchmarks/validate_published.py --only "mpt 7b 8" --parts
 
 Each row is a script of ``examples/predict`` with the shape and layout that its source tells
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from _harness import publish
-from _published import EXAMPLES, SOURCES, Row
+from _published import EXAMPLES, SOURCES, Row, sampled
 from _recordings import Rehearsal, record
 from _rows import markdown
 from _scatter import scatter
@@ -42,6 +42,7 @@ def main() -> None:
     )
     parser.add_argument("--source", nargs="+", choices=SOURCES, default=list(SOURCES))
     parser.add_argument("--only", nargs="+", metavar="NAME", help="beginnings of names")
+    parser.add_argument("--all", action="store_true", help="not only a sample of them")
     parser.add_argument(
         "--stages", type=int, default=4, help="the longest pipeline (4); all: 32"
     )
@@ -60,7 +61,8 @@ def main() -> None:
         row
         for source in options.source
         for row in SOURCES[source]()
-        if not options.only or any(map(row.name.startswith, options.only))
+        if options.all
+        or (row.name.startswith(tuple(options.only)) if options.only else sampled(row))
     ]
     rows = [row for row in rows if row.pp <= options.stages]
     if options.whole:
@@ -101,8 +103,9 @@ def rehearsals(row: Row, point: Point) -> list[Rehearsal]:
     if row.pp > 1:
         words += ["--pp", str(row.pp), "--interleave", str(row.chunks)]
     path, stride = EXAMPLES / row.script, row.gpus // row.pp
+    gpu = row.rehearsed_on or row.gpu
     return [
-        Rehearsal(path, tuple(words), row.gpu, row.gpus, rank=stage * stride)
+        Rehearsal(path, tuple(words), gpu, row.gpus, rank=stage * stride)
         for stage in range(row.pp)
     ]
 

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     Schedule1F1B,
+    ScheduleGPipe,
     ScheduleInterleaved1F1B,
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -450,6 +451,8 @@ def pipeline(
 
     if options.interleave > 1:
         return ScheduleInterleaved1F1B(parts_of_pipeline, options.accumulate, loss)
+    if options.accumulate < options.pp:  # 1F1B wants one for each stage
+        return ScheduleGPipe(parts_of_pipeline[0], options.accumulate, loss)
     return Schedule1F1B(parts_of_pipeline[0], options.accumulate, loss)
 
 

@@ -507,6 +507,8 @@ def test_two_candidates_of_a_search_side_by_side(browser, tmp_path):
             [value for value in (row["before"], row["after"]) if value is not None]
             for row in joined
         ]
+        # Modules are of one candidate; without one there is no row to lead to.
+        assert tab.js("document.querySelectorAll('a.module').length") == 0
         before = tab.text(".beside")
         press(tab, "Swap")
         assert tab.text(".beside") != before

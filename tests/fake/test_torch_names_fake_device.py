@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -39,6 +40,22 @@ def test_fake_device():
         assert weight.to("cuda") is weight
     assert "aten.mm.default" in seen
     assert "device" not in vars(torch.Tensor)
+
+
+def test_is_rehearsed():
+    with presented():
+        assert _torch.is_rehearsed(torch.empty(2).to("cuda"))
+    with FakeTensorMode():
+        assert not _torch.is_rehearsed(torch.empty(2))
+    assert not _torch.is_rehearsed(torch.empty(2))
+
+
+def test_fused_updates_without_values():
+    with FakeTensorMode(), _torch.fused_updates_without_values():
+        layer = nn.Linear(2, 2)
+        layer(torch.ones(1, 2)).sum().backward()
+        for kind in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad):
+            kind(layer.parameters(), fused=True).step()
 
 
 def test_fake_device_tells_of_resized_memory():

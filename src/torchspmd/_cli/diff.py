@@ -34,6 +34,11 @@ examples:
   torchspmd diff before.json after.json --json > changes.json
   torchspmd diff before.json after.json --html page.html
 
+two scripts, of any size, without GPUs: trace each, or predict each, then compare
+  torchspmd trace a.py --world-size 8 --fake --out a.json
+  torchspmd trace b.py --world-size 8 --fake --out b.json
+  torchspmd diff a.json b.json
+
 exit code: 0 when they are equal, 1 when they differ, 2 when a file cannot be read
 """
 

@@ -42,7 +42,7 @@ exit code: 0 when everything works that needs no special hardware or package, 1 
 something of that does not
 """
 
-# The versions of torch that the tests run with.
+# The oldest torch that is supported, and the one that the tests run with (constraints.txt).
 _TESTED = ("2.11", "2.13")
 _TIMEOUT = datetime.timedelta(seconds=20)
 _PACKAGES = ("torch", "rich", "numpy", "triton", "transformers", "pytest")
@@ -180,6 +180,8 @@ def _check_version() -> str:
         raise _Missing(f"{version} is too old: pip install 'torch>={lowest}'")
     if _numbers(version)[:2] > _numbers(highest):
         return f"{version}, newer than what was tested (up to {highest})"
+    if _numbers(version)[:2] < _numbers(highest):
+        return f"{version}, supported; the tests run with {highest}"
     return version
 
 

@@ -25,6 +25,7 @@ from torchspmd._cli.script import (
 from torchspmd._cli.simulate import cuda_as_cpu, rehearsed_world, simulated_world
 from torchspmd.comm import format_bytes
 from torchspmd.errors import UsageError
+from torchspmd.rehearse.world import World
 from torchspmd.trace import CommDebugMode
 from torchspmd.verify.lock.lockfile import Lock, Recipe, lock_ledger, save_lock
 from torchspmd.verify.lock.memory import MemoryWatch
@@ -93,7 +94,7 @@ def _one_rank(
         # A lock must not depend on the machine's devices.
         stack.enter_context(mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""}))
         if fake:
-            stack.enter_context(rehearsed_world(world_size, rank))
+            stack.enter_context(rehearsed_world(World(world_size, rank), None))
         else:
             stack.enter_context(simulated_world(world_size, rank))
         stack.enter_context(mock.patch.object(DeviceMesh, "__init__", build_mesh))

@@ -30,7 +30,7 @@ from torchspmd.predict.allocator import AllocatorSettings
 from torchspmd.predict.bounds import Bounds
 from torchspmd.predict.clock import LiveClock
 from torchspmd.predict.curve_json import curve_json
-from torchspmd.predict.hardware import load_gpu, load_network
+from torchspmd.predict.hardware import DEFAULT_NETWORK, load_gpu, load_network
 from torchspmd.predict.live import LiveMemory
 from torchspmd.predict.memory import Fits, MemoryAccount, count_memory
 from torchspmd.predict.prediction import TimePrediction, predict_time
@@ -47,7 +47,6 @@ from torchspmd.rehearse.world import World
 from torchspmd.report import write_page, write_perfetto
 from torchspmd.trace import CommDebugMode
 
-DEFAULT_NETWORK = "ib-ndr400"
 HELP = "rehearse a training script without GPUs: will it fit, what will it send"
 DESCRIPTION = (
     "Run a training script, unchanged, as one rank of any number, with tensors that hold "
@@ -64,6 +63,12 @@ examples:
 Exit code 1: it does not fit. 2: the command was used wrongly, or the script failed.
 The allocator's settings are read from PYTORCH_CUDA_ALLOC_CONF, as in a real run.
 """
+
+
+_NOTHING = (
+    "The script put no tensor on the GPU: nothing was counted. Does it ask for another "
+    "device than cuda?"
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -153,10 +158,7 @@ def _predict(options: argparse.Namespace, others: OtherRanks) -> int:
         print(f"torchspmd predict: {slower[0]}", file=sys.stderr)
         return 2
     if not recording.storages:
-        recording.notes.append(
-            "The script put no tensor on the GPU: nothing was counted. Does it ask for "
-            "another device than cuda?"
-        )
+        recording.notes.append(_NOTHING)
     if others.is_asked:
         others.answer(recording)
         return 0
@@ -267,8 +269,11 @@ def _report(
     faster: list[Gain],
 ) -> None:
     recording = account.recording
-    memory = describe_memory(account, smaller)
-    parts = [memory, describe_time(timed, faster)]
+    parts = [describe_memory(account, smaller), describe_time(timed, faster)]
+    if not recording.storages:
+        parts = [_NOTHING]
+    elif not recording.steps:
+        parts.insert(0, "The script made no optimizer step: no training is counted.")
     print("", *parts, sep="\n\n")
     notes = [*recording.notes, *timed.notes()]
     for title, texts in (("Notes", notes), ("Skipped", recording.skipped)):

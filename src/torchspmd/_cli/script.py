@@ -264,6 +264,26 @@ def add_fake_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_rehearsal_options(parser: argparse.ArgumentParser) -> None:
+    """Which device and nodes a script is shown that runs with ``--fake``."""
+    parser.add_argument(
+        "--gpu", help="with --fake: what the script is told of its GPU, as in h100"
+    )
+    parser.add_argument(
+        "--gpus-per-node", type=int, default=8, help="with --fake: ranks of a node (8)"
+    )
+
+
+def fake_problems(options: argparse.Namespace) -> list[str]:
+    """What is wrong with the options that go with ``--fake``."""
+    problems = []
+    if options.gpus_per_node < 1:
+        problems.append("--gpus-per-node must be at least 1")
+    if not options.fake and (options.gpu or options.gpus_per_node != 8):
+        problems.append("--gpu and --gpus-per-node are for --fake: add it")
+    return problems
+
+
 def script_problems(script: Path, steps: int, skip: int) -> list[str]:
     """Why there is no script to run, or no steps of it to record."""
     problems = []

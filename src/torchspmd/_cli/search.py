@@ -328,7 +328,8 @@ def predict_script(
 def _reason(text: str, code: int) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line.split(":")[0]]
-    return (errors or lines or [f"exit code {code}"])[-1][:300]
+    reason = (errors or lines or [f"exit code {code}"])[-1]
+    return reason.removeprefix("torchspmd predict: ")[:300]
 
 
 class _Cache:

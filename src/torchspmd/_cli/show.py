@@ -19,7 +19,7 @@ examples:
   torchspmd show prediction.json --perfetto trace.json
 
 Results are what these write: trace --out, plan --json, predict --json, search --json and
-step.exposure().to_json().
+step.exposure(...).to_json().
 
 exit code: 0 when the page is written, 2 when a file is not a result
 """

@@ -18,6 +18,8 @@ from torch.distributed import device_mesh, distributed_c10d
 from torch.overrides import TorchFunctionMode
 
 from torchspmd import _torch
+from torchspmd.predict.hardware import DEFAULT_NETWORK, load_gpu, load_network
+from torchspmd.predict.rehearsed import rehearsed_gpu
 from torchspmd.rehearse.device import Gpu, NoMemory
 from torchspmd.rehearse.recording import Recording
 from torchspmd.rehearse.rehearsal import rehearsal
@@ -75,12 +77,19 @@ def _silence_unwaited_warning() -> None:
 
 
 @contextlib.contextmanager
-def rehearsed_world(world_size: int, rank: int) -> Iterator[None]:
-    """A world of any size, and a device whose tensors hold no memory."""
-    recording = Recording(world_size, rank)
-    gpu = Gpu("a rehearsed GPU", 80 << 30, (9, 0))
+def rehearsed_world(world: World, gpu: str | None) -> Iterator[None]:
+    """A world of any size, and a device whose tensors hold no memory.
+
+    Args:
+        world: The ranks.
+        gpu: Its name, or a TOML file; None where the script need not know.
+    """
+    recording = Recording(world.size, world.rank, world.gpus_per_node)
+    device = Gpu("a rehearsed GPU", 80 << 30, (9, 0))
+    if gpu is not None:
+        device = rehearsed_gpu(load_gpu(gpu), load_network(DEFAULT_NETWORK), world)
     atexit.register(_silence_unwaited_warning)
-    with rehearsal(recording, World(world_size, rank), gpu, NoMemory()):
+    with rehearsal(recording, world, device, NoMemory()):
         yield
 
 

@@ -22,7 +22,9 @@ from torchspmd._cli.output import NEVER_FREED, say_written, status_line
 from torchspmd._cli.script import (
     StepWindow,
     add_fake_option,
+    add_rehearsal_options,
     add_script_options,
+    fake_problems,
     output_problems,
     run_script,
     script_problems,
@@ -32,6 +34,7 @@ from torchspmd._cli.simulate import cuda_as_cpu, rehearsed_world, simulated_worl
 from torchspmd.comm import Ledger, ledger_to_dict, save_ledger
 from torchspmd.comm.tree import sum_ledgers
 from torchspmd.errors import UsageError
+from torchspmd.rehearse.world import World
 from torchspmd.report import format_bytes, print_ledger, write_page
 from torchspmd.trace import CommDebugMode
 
@@ -56,6 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_script_options(parser)
     parser.add_argument("--world-size", type=int, help="simulate this many ranks")
     add_fake_option(parser)
+    add_rehearsal_options(parser)
     parser.add_argument("--out", type=Path, help="write the ledger here, as JSON")
     parser.add_argument("--html", type=Path, help="write a page to look at here")
     parser.add_argument(
@@ -71,6 +75,8 @@ class _World:
     rank: int
     simulated: bool
     fake: bool = False
+    gpu: str | None = None
+    gpus_per_node: int = 8
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.size}" + (
@@ -125,6 +131,7 @@ def _check(options: argparse.Namespace) -> None:
         problems.append(
             "give --world-size N to simulate N ranks, or start with torchrun"
         )
+    problems += fake_problems(options)
     problems += output_problems(options.out, "--out", "report.json")
     problems += output_problems(options.html, "--html", "page.html")
     if problems:
@@ -133,7 +140,14 @@ def _check(options: argparse.Namespace) -> None:
 
 def _world(options: argparse.Namespace) -> _World:
     if options.world_size is not None:
-        return _World(options.world_size, options.rank, True, fake=options.fake)
+        return _World(
+            options.world_size,
+            options.rank,
+            True,
+            fake=options.fake,
+            gpu=options.gpu,
+            gpus_per_node=options.gpus_per_node,
+        )
     environment = os.environ
     return _World(int(environment["WORLD_SIZE"]), int(environment["RANK"]), False)
 
@@ -143,7 +157,8 @@ def _surroundings(world: _World) -> Iterator[HeldStore]:
     """What the script runs inside of: a simulated world, or its own."""
     with contextlib.ExitStack() as stack:
         if world.fake:
-            stack.enter_context(rehearsed_world(world.size, world.rank))
+            ranks = World(world.size, world.rank, world.gpus_per_node)
+            stack.enter_context(rehearsed_world(ranks, world.gpu))
             yield HeldStore()
         elif world.simulated:
             stack.enter_context(simulated_world(world.size, world.rank))

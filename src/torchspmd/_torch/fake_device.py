@@ -134,6 +134,8 @@ class FakeDeviceMode(FakeTensorMode):
     ) -> Any:
         if func in _QUERIES:
             return self.dispatch(func, types, args, kwargs)
+        if self._is_of_another(args):
+            return func(*args, **kwargs)
         device = kwargs.get("device")
         if device is not None and _is_cuda(device):
             kwargs = {**kwargs, "device": _SHOWN}
@@ -161,6 +163,14 @@ class FakeDeviceMode(FakeTensorMode):
             )
         finally:
             self._inside = False
+
+    def _is_of_another(self, args: Sequence[Any]) -> bool:
+        """Whether tensors belong to another mode: the values of a captured graph."""
+        for value in args:
+            each = value[0] if isinstance(value, tuple | list) and value else value
+            if isinstance(each, FakeTensor):
+                return each.fake_mode is not self
+        return False
 
     def _without_values(self, value: Any) -> Any:
         """Real tensors as fake ones of the host, made anew.
@@ -199,6 +209,8 @@ def _has_subclass(types: Sequence[Any]) -> bool:
 
 
 def _is_large_factory(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    if kwargs.get("device") == torch.device("meta"):  # has no memory by itself
+        return False
     size = args[0] if args else kwargs.get("size")
     if not isinstance(size, list | tuple) or not all(isinstance(n, int) for n in size):
         return False
@@ -254,6 +266,7 @@ class ShownAsCuda(TorchFunctionMode):
             tensor.__array__: self._numpy,
             tensor.tolist: self._numpy,
             tensor.__bool__: self._numpy,
+            tensor.__format__: self._format,
             torch._C._nn._parse_to: self._parse_to,
         }
 
@@ -360,6 +373,12 @@ class ShownAsCuda(TorchFunctionMode):
             return func(tensor)
         offset = tensor.storage_offset() * tensor.element_size()
         return int(tensor.untyped_storage()._cdata) + offset
+
+    def _format(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensor, spec = args
+        if isinstance(tensor, FakeTensor) and not tensor.dim():
+            return format(tensor.item(), spec)  # as of any tensor with one value
+        return func(*args, **kwargs)
 
     def _numpy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(args[0], FakeTensor):

@@ -68,6 +68,10 @@ class Figures:
         self.used[f"network.{key}"] = (self.network, figure)
         return value
 
+    def optional(self, key: str, default: float) -> float:
+        """The GPU's own figure, where its file has one; never that of the reference."""
+        return self.number(key) if self.gpu.has(key) else default
+
     def has_number(self, key: str) -> bool:
         """Whether a file has a number of this key."""
         return any(key in hardware.figures for hardware in (self.gpu, _reference()))

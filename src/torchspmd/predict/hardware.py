@@ -94,6 +94,9 @@ class Hardware:
         return figure.value if figure and isinstance(figure.value, tuple) else ()
 
 
+DEFAULT_NETWORK = "ib-ndr400"
+
+
 def load_gpu(name: str) -> Hardware:
     """A GPU by name, as in ``h100``, or from a TOML file by its path.
 

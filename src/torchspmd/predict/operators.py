@@ -259,7 +259,10 @@ class Pricer:
         if table not in self._corrections:
             self._corrections[table] = self._attention_table(table, direction, dtype)
         point = _attention_point(batch, heads, key.shape[1], rows, width, causal)
-        return max(self.floor, ideal * self._corrections[table].at(point))
+        seconds = ideal * self._corrections[table].at(point)
+        if kernel == "flash" and not may_choose:
+            seconds *= self.figures.optional("attention.flash_times", 1.0)
+        return max(self.floor, seconds)
 
     def _attention_name(self, kernel: str, rest: str, may_choose: bool) -> str:
         """Where torch chooses by itself, from Hopper on, it is cuDNN's that runs."""

@@ -95,14 +95,14 @@ class SearchResult:
                 {
                     "values": dict(each.candidate.values),
                     "arguments": list(each.candidate.words),
-                    "work_per_second": each.rate,
+                    "work_per_second": each.rate / _size(self.unit),
                     "pareto": each in self.pareto,
                     "problem": each.problem,
                     **{
                         key: each.prediction.get(key)
                         for key in ("fits", "step_seconds", "mfu", *_PARTS)
                     },
-                    "device_peak_bytes": each.nbytes,
+                    "device_peak_bytes": None if each.problem else each.nbytes,
                 }
                 for each in (*self.fitting, *self.too_large, *self.failed)
             ],
@@ -158,10 +158,16 @@ def _lines(result: SearchResult, most: int) -> Iterator[str]:
     yield from result.notes
 
 
+def _size(unit: str) -> float:
+    """Of a unit, in what rates are counted in: FLOPs, or items."""
+    return 1e12 if unit == "TFLOP" else 1.0
+
+
 def _rate(outcome: Outcome, unit: str) -> str:
+    rate = outcome.rate / _size(unit)
     if unit == "TFLOP":
-        return f"{outcome.rate / 1e12:.1f} TFLOP/s a GPU"
-    return f"{outcome.rate:,.1f} {unit}/s"
+        return f"{rate:.1f} TFLOP/s a GPU"
+    return f"{rate:,.1f} {unit}/s"
 
 
 def _missing(outcome: Outcome) -> str:
@@ -194,7 +200,7 @@ def _table(result: SearchResult, rows: Sequence[Outcome]) -> Iterator[str]:
             f"{float(prediction.get(key) or 0) / seconds:.0%}"
             for key in ("exposed_seconds", "host_seconds", "bubble_seconds")
         ]
-        rate = each.rate / (1e12 if result.unit == "TFLOP" else 1)
+        rate = each.rate / _size(result.unit)
         risk = "" if prediction.get("fits") == "yes" else " at risk"
         cells.append(
             [

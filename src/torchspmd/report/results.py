@@ -39,7 +39,7 @@ _WRITTEN_BY = {
     PREDICTION: "torchspmd predict --json",
     SEARCH: "torchspmd search --json",
     PLAN: "torchspmd plan --json",
-    EXPOSURE: "step.exposure().to_json()",
+    EXPOSURE: "step.exposure(...).to_json()",
     COMPARISON: "compare_results",
 }
 _NEEDED = {

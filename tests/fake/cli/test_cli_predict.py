@@ -162,7 +162,9 @@ def test_a_script_without_a_gpu_is_told(tmp_path, capsys):
     path = tmp_path / "host.py"
     path.write_text("import torch\ntorch.ones(2).sum()\n")
     assert predict(path) == 0
-    assert "put no tensor on the GPU" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert out.strip().startswith("The script put no tensor on the GPU")
+    assert "Fits" not in out
 
 
 def test_trace_without_memory(script, tmp_path, capsys):
@@ -187,3 +189,11 @@ def test_lock_and_check_without_memory(script, tmp_path, capsys):
     assert "fake yes" in lock.read_text()
     assert main(["check", str(lock)]) == 0
     assert "as locked" in capsys.readouterr().out
+
+
+def test_a_script_without_a_step_is_told_first(tmp_path, capsys):
+    path = tmp_path / "ones.py"
+    path.write_text("import torch\nx = torch.ones(2, device='cuda')\n")
+    assert predict(path) == 0
+    out = capsys.readouterr().out
+    assert out.strip().startswith("The script made no optimizer step")

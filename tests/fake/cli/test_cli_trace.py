@@ -377,3 +377,23 @@ def test_a_gpu_scripts_autocast_is_kept(tmp_path, capsys):
     )
     assert "bfloat16" in line
     assert (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")) == before
+
+
+def test_a_rehearsed_script_is_shown_the_gpu_and_nodes(tmp_path, capfd):
+    path = tmp_path / "show.py"
+    path.write_text(
+        "import os, torch\n"
+        "print(torch.cuda.get_device_name(), os.environ['LOCAL_RANK'])\n"
+    )
+    command = ["trace", str(path), "--world-size", "8", "--rank", "5", "--fake"]
+    assert main([*command, "--gpu", "h200", "--gpus-per-node", "4"]) == 0
+    assert "NVIDIA H200" in (out := capfd.readouterr().out)
+    assert out.split("\n")[0].endswith(" 1")
+
+
+def test_what_a_rehearsal_is_told_needs_one(tmp_path, capfd):
+    path = tmp_path / "show.py"
+    path.write_text("")
+    command = ["trace", str(path), "--world-size", "8", "--gpus-per-node", "4"]
+    assert main(command) == 2
+    assert "are for --fake: add it" in capfd.readouterr().err

@@ -136,7 +136,7 @@ def test_streams_and_events_are_recorded(rehearse):
         on_a_stream()
     kinds = {type(event) for event in recording.events}
     assert {EventRecord, EventWait, StreamWait, RecordStream, Synchronize} <= kinds
-    assert recording.streams[1] == "user"
+    assert recording.streams[1] == "side stream"
 
 
 def test_item_gives_a_value_and_a_note(rehearse):
@@ -267,3 +267,10 @@ def test_nothing_of_torch_stays_patched(rehearse):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = torch.ones(2, 2) @ torch.ones(2, 2)
         assert F.softmax(y, -1).dtype == torch.bfloat16
+
+
+def test_a_number_is_formatted_as_on_a_gpu(rehearse):
+    with rehearse():
+        norm = torch.ones(3, device="cuda").norm()
+        assert f"{norm:.2f}" == "1.00"
+        assert f"{norm}" == "1.0"

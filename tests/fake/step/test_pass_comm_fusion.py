@@ -101,6 +101,15 @@ def test_the_cap_is_never_exceeded_and_sizes_are_true():
     ]
 
 
+def test_tensors_that_are_all_above_the_cap_travel_alone():
+    gm = captured(reduced, *ones(300, 400))
+    with pytest.warns(PassWarning):
+        outcome = fuse(gm, KIB)
+    assert [line.split(":")[0] for line in outcome.refused] == [
+        *("all_reduce", "all_reduce_1")
+    ]
+
+
 def test_a_tensor_above_the_cap_travels_alone():
     gm = captured(reduced, *ones(8, 300, 8))
     outcome = fuse(gm, KIB)
@@ -108,6 +117,12 @@ def test_a_tensor_above_the_cap_travels_alone():
         "all_reduce_1: 1.17 KiB are more than a bucket of 1.00 KiB; it is sent alone",
     )
     assert names(gm, "all_reduce") == ["all_reduce_1", "all_reduce_default"]
+
+
+def test_nothing_is_fused_where_every_tensor_is_above_the_cap():
+    gm = captured(reduced, *ones(1024, 2048))
+    with pytest.warns(PassWarning, match="all_reduce_1: 8.00 KiB are more than"):
+        assert fuse(gm, KIB).changed == 0
 
 
 def test_the_first_bucket_closes_early():

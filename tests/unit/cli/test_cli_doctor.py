@@ -88,6 +88,13 @@ def test_torch_that_is_too_old_or_newer_than_the_tests(monkeypatch):
         True,
         "2.15.0, newer than what was tested (up to 2.13)",
     )
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cpu")
+    assert _detail(doctor._check_version) == (
+        True,
+        "2.11.0, supported; the tests run with 2.13",
+    )
+    monkeypatch.setattr(torch, "__version__", "2.13.0")
+    assert _detail(doctor._check_version) == (True, "2.13.0")
 
 
 def test_gloo_without_a_network(monkeypatch):

@@ -297,3 +297,20 @@ def test_figures_that_were_used_are_told_with_their_source():
         "bandwidth.memory"
     )
     assert all(each["source"] for each in told.values())
+
+
+def test_an_older_attention_kernel_takes_longer_where_the_script_chose_it(tmp_path):
+    path = tmp_path / "old.toml"
+    path.write_text(
+        'like = "h100"\n[attention]\nflash_times = { value = 2, source = "older" }\n'
+    )
+    old, new = Pricer(Figures(load_gpu(str(path)))), Pricer(Figures(load_gpu("h100")))
+    q = TensorSpec((2, 16, 2048, 128), (), "bfloat16", "cuda", 0)
+    name = "aten._scaled_dot_product_flash_attention.default"
+    chosen, flash = (
+        Op(0, name, (q, q, q), (q,), (("is_causal", True), *more), 0, SITE)
+        for more in ((), (("cudnn", False),))
+    )
+    assert old.price(flash).seconds == pytest.approx(2 * new.price(flash).seconds)
+    assert old.price(chosen).seconds == new.price(chosen).seconds
+    assert new.price(chosen).seconds < new.price(flash).seconds  # cuDNN's

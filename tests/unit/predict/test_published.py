@@ -120,3 +120,10 @@ def test_stages_of_a_layout_are_its_first_and_last():
     world = 8 * piped.nodes
     assert (first.rank, last.rank) == (0, world - world // 4)
     assert "--layers 8" in " ".join(first.words)
+
+
+def test_the_sample_of_the_docs_is_there():
+    rows = [each for source in SOURCES.values() for each in source()]
+    for beginning in _published.SAMPLE:
+        assert any(each.name.startswith(beginning) for each in rows), beginning
+    assert 30 < sum(map(_published.sampled, rows)) < 70

@@ -96,6 +96,14 @@ def test_work_decides_between_batches():
     assert rank([small, large], "item").best is large
 
 
+def test_rates_are_in_the_unit_that_the_file_names():
+    for unit, rate in (("TFLOP", 4.0), ("item", 4e12)):
+        failed = Outcome(Candidate({"tp": 3}, ("--tp", "3")), problem="no")
+        data = rank([outcome("a", 0.5, 1, work=2e12), failed], unit).as_json()
+        assert data["candidates"][0]["work_per_second"] == rate, unit
+        assert data["candidates"][1]["device_peak_bytes"] is None
+
+
 def test_nothing_that_fits():
     assert "No candidate fits." in describe_search(rank([outcome(1, 1, 1, "no")], "x"))
 

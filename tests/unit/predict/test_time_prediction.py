@@ -5,6 +5,8 @@ import math
 import pytest
 
 from torchspmd.predict.account import Part
+from torchspmd.predict.allocator import AllocatorSettings
+from torchspmd.predict.bounds import Bounds
 from torchspmd.predict.clock import LiveClock
 from torchspmd.predict.figures import Figures
 from torchspmd.predict.hardware import load_gpu, load_network
@@ -13,6 +15,7 @@ from torchspmd.predict.prediction import predict_time
 from torchspmd.predict.time_suggestions import suggest_faster
 from torchspmd.predict.time_text import describe_time
 from torchspmd.rehearse.recording import (
+    Alloc,
     Category,
     Comm,
     EventRecord,
@@ -341,3 +344,35 @@ def test_only_fully_shard_pays_for_its_hooks():
     _, sharded, _, plain = map(host.seconds, script.events)
     hooks = figures.number("launch.fully_shard_forward")
     assert sharded - plain == pytest.approx(hooks)
+
+
+def test_a_candidate_that_cannot_be_the_best_is_told_after_its_first_step():
+    script = Script()
+    script.begin()
+    for _ in range(4):
+        script.product(8192)
+    script.product(8192, Phase.OPTIMIZER)  # only in the first step
+    script.end()
+    kernels = 4 * 2 * 8192**3 / H100.number("flops.bfloat16_achieved")
+
+    def why(**known):
+        bounds = Bounds(H100, AllocatorSettings(), **known)
+        return bounds.why_slower(script.recording)
+
+    assert not why()
+    assert not why(seconds=1.2 * kernels)
+    assert not why(flops_rate=1e14)
+    text = why(seconds=0.5 * kernels)
+    assert text.startswith("left out: its kernels alone take 5.")
+    assert "the best so far does as much work in 2.77 ms" in text
+    assert why(flops_rate=1e15).startswith("left out")
+
+
+def test_what_does_not_fit_by_the_first_step_is_told():
+    recording = Script().recording
+    bounds = Bounds(H100, AllocatorSettings())
+    assert not bounds.is_too_large(recording)
+    recording.storages[1] = StorageInfo(200 << 30)
+    site = Site("net", Phase.FORWARD, 0, "")
+    recording.events.append(Alloc(1, 200 << 30, 0, 0, site))
+    assert bounds.is_too_large(recording)

@@ -358,6 +358,16 @@ def test_a_ledger_beside_a_prediction_that_has_one():
     assert page["views"]["compare"]["kinds"] == []
 
 
+def test_a_candidate_that_was_left_out_did_not_fail():
+    document = search(1, layers=1)
+    failed = document["candidates"][-1]
+    slow = {**failed, "problem": "left out: its kernels alone take 2 s"}
+    document["candidates"].append(slow)
+    rows = build_page(document)["views"]["compare"]["candidates"][-2:]
+    assert [row["fits"] for row in rows] == ["failed", "left out"]
+    assert rows[1]["why_not"] == "its kernels alone take 2 s"
+
+
 def test_a_search_marks_its_front_and_its_best():
     document = search(12, layers=1)
     page = build_page(document)

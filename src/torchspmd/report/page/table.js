@@ -81,6 +81,7 @@ function cell(column, value, most, options = {}) {
 // A module's name that leads to its row; from there to the timeline.
 function moduleLink(path) {
   if (!path) return "–";
+  if (!app.has("modules")) return breakable(path);
   return h("a", { href: "#modules", class: "module", onclick: (event) => {
     event.preventDefault();
     event.stopPropagation();

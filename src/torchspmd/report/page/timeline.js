@@ -445,7 +445,7 @@ function buildTimeline(root, data, page) {
     if (place < 0) return hideTip();
     showTip(event.clientX, event.clientY, [
       h("div", { class: "tip-head" }, slices.text("name", place)),
-      facts(place).map(([name, value]) => tipRow(name, value)),
+      facts(place).map(([name, value]) => tipRow(name, value || "–")),
       count > 1 && h("div", { class: "tip-more" }, `the longest of ${count} slices at this pixel; zoom in to see them`),
     ]);
   }

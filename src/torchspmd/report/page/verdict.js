@@ -17,7 +17,7 @@ function buildVerdict(root, data) {
   for (const each of data.tables || []) columns.append(section(each.title, table(each.columns, each.rows)));
   root.append(columns);
   for (const note of data.notes || []) root.append(h("p", { class: "hint" }, note));
-  root.append(section("The command that makes this", data.command ? copyable(data.command) : h("p", { class: "hint" }, "The file does not say which command wrote it.")));
+  root.append(section("The command that makes this", data.command ? copyable(data.command) : h("p", { class: "hint" }, data.no_command || "The file does not say which command wrote it.")));
   root.view = { figures: data.figures.length };
   return {};
 }

@@ -67,7 +67,12 @@ def _verdict(document: Document) -> View:
             figure(
                 "exposed in the simulation", document["simulated_ms"] * _SECONDS, "s"
             ),
-            figure("on every rank", document["everywhere_ms"] * _SECONDS, "s"),
+            figure(
+                "exposed on all ranks",
+                document["everywhere_ms"] * _SECONDS,
+                "s",
+                "without waits for late ranks",
+            ),
             figure("collectives", len(collectives)),
         ],
         "step": {
@@ -115,8 +120,11 @@ def _verdict(document: Document) -> View:
                 for each in sorted(collectives, key=lambda e: -float(e["exposed_ms"]))
             ],
         },
-        "notes": [],
+        "notes": [
+            "Each time is a median of its own: those of collectives need not add up."
+        ],
         "command": None,
+        "no_command": "Measured inside of a program, by step.exposure(...).",
     }
 
 

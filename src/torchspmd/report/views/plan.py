@@ -63,7 +63,7 @@ def _verdict(document: Document, size: int) -> View:
     ask = None if sent is not None else "give --batch and --seq to see it"
     return {
         "answer": {
-            "text": "The plan fits",
+            "text": "The plan matches the model",
             "tone": "good",
             "detail": f"a rank holds {format_bytes(first)} of {format_bytes(total)}, "
             f"{plural(count, 'parameter')} in all",

@@ -312,8 +312,38 @@ def _mesh(document: Document) -> View:
     }
 
 
+# Figures of hardware files, by how their names begin: size of a unit, and its name.
+_UNITS = (
+    ("bandwidth.", 1e9, "GB/s"),
+    ("network.port", 1e9, "GB/s"),
+    ("flops.", 1e12, "TFLOP/s"),
+    ("host_", 1e-6, "µs"),
+    ("launch.", 1e-6, "µs"),
+    ("network.latency", 1e-6, "µs"),
+    ("chip.l2_bytes", 2**20, "MiB"),
+    ("power.idle", 1, "W"),
+    ("power.limit", 1, "W"),
+)
+
+
+def with_unit(what: str, value: object) -> object:
+    """A figure of a hardware file as text with its unit; others as they are.
+
+    >>> with_unit("bandwidth.memory", 3.35e12), with_unit("matmul.bfloat16", "278 rows")
+    ('3350 GB/s', '278 rows')
+    """
+    if isinstance(value, int | float):
+        for begin, size, unit in _UNITS:
+            if what.startswith(begin):
+                return f"{value / size:.4g} {unit}"
+    return value
+
+
 def _assumptions(document: Document) -> View:
-    rows = list(document.get("assumptions") or [])
+    rows = [
+        {**row, "value": with_unit(row["what"], row["value"])}
+        for row in document.get("assumptions") or []
+    ]
     named = {row["what"] for row in rows}
     fixed = (document.get("memory") or {}).get("fixed") or []
     rows += [

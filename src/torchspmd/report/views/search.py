@@ -39,7 +39,7 @@ def search_page(document: Document) -> Page:
             {
                 **{key: each.get(key) for key in _FIGURES},
                 "values": each["values"],
-                "fits": each["fits"] or "failed",
+                "fits": each["fits"] or _not_predicted(each),
                 "step_seconds": each.get("step_seconds"),
                 "seconds": _seconds(each),
                 "peak_bytes": each.get("device_peak_bytes"),
@@ -69,7 +69,7 @@ def search_page(document: Document) -> Page:
             **dict.fromkeys(("memory", "modules", "mesh"), lacks),
             "compare": {
                 "candidates": candidates,
-                "time": f"time of one {unit}" if rated else "step time",
+                "time": f"time per {unit}" if rated else "step time",
                 "unit": unit,
                 "device_bytes": document.get("device_bytes"),
             },
@@ -96,9 +96,15 @@ def _seconds(candidate: Document) -> float | None:
     return None if seconds is None else float(seconds)
 
 
+def _not_predicted(candidate: Document) -> str:
+    """Whether it failed, or was not worth a whole rehearsal."""
+    is_left_out = str(candidate.get("problem")).startswith("left out")
+    return "left out" if is_left_out else "failed"
+
+
 def _why_not(candidate: Document, document: Document) -> str | None:
     if candidate.get("problem"):
-        return str(candidate["problem"])
+        return str(candidate["problem"]).removeprefix("left out: ")
     peak, has = candidate.get("device_peak_bytes"), document.get("device_bytes")
     if candidate["fits"] == "yes" or peak is None:
         return None
@@ -120,7 +126,7 @@ def _verdict(document: Document, candidates: list[dict[str, Any]]) -> View:
         "answer": _answer(candidates, found),
         "figures": [
             figure("step", found and found["step_seconds"], "s"),
-            figure(f"{unit}s a second", found and found["work_per_second"], "short"),
+            figure(f"{unit}/s", found and found["work_per_second"], "short"),
             figure("peak", found and found["peak_bytes"], "B"),
             figure("MFU", found and found["mfu"], "%"),
             figure("candidates", len(candidates)),
@@ -131,7 +137,7 @@ def _verdict(document: Document, candidates: list[dict[str, Any]]) -> View:
             "none": "No candidate fits.",
             "columns": [
                 column("name", "candidate"),
-                column("seconds", f"one {unit}", "s", bar=True),
+                column("seconds", f"time per {unit}", "s", bar=True),
                 column("step_seconds", "step", "s"),
                 column("peak_bytes", "peak", "B", bar=True),
                 column("fits", "fits"),

@@ -312,10 +312,9 @@ def _fill(
         return _Bucket()
 
     members = [each for each in members if each[1].is_whole or each[1].size <= most]
-    blocks = [block for block, _ in members]
+    starts = [*(block.start for block, _ in members), None]
     bucket, is_first = _Bucket(), True
-    for (block, unit), after in zip(members, [*blocks[1:], None], strict=True):
-        later = None if after is None else after.start
+    for (block, unit), later in zip(members, starts[1:], strict=True):
         if obstacle := bucket.obstacle(block, unit, most):
             bucket, is_first = close(obstacle), False
         reader = _deadline(followers.get(block.start, block))
