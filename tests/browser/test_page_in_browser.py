@@ -16,7 +16,6 @@ VIEWS = ["verdict", "timeline", "memory", "modules", "mesh", "compare", "assumpt
 _CHROMIUM = find_chromium()
 
 pytestmark = [
-    pytest.mark.browser,
     pytest.mark.skipif(
         _CHROMIUM is None,
         reason="there is no chromium here: apt-get install chromium",

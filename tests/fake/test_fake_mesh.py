@@ -11,8 +11,6 @@ from torchspmd import CommDebugMode
 from torchspmd.errors import UsageError, WorldError
 from torchspmd.testing import fake_mesh, fake_world
 
-pytestmark = pytest.mark.fake
-
 
 @pytest.mark.parametrize(
     ("shape", "sizes"), [(4, (4,)), ((2, 4), (2, 4)), ([1024], (1024,)), (1, (1,))]

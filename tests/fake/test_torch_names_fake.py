@@ -19,8 +19,6 @@ from torchspmd import _torch
 from torchspmd._torch import Landmark, NodeKind
 from torchspmd.testing import fake_mesh
 
-pytestmark = pytest.mark.fake
-
 
 @pytest.fixture
 def mesh():

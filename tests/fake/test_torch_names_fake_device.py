@@ -13,8 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torchspmd import _torch
 from torchspmd.testing import fake_mesh, fake_world
 
-pytestmark = pytest.mark.fake
-
 
 @contextlib.contextmanager
 def presented(seen=None, resized=None):

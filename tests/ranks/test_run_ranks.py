@@ -18,8 +18,6 @@ import torch.distributed as dist
 from torchspmd.errors import RankError, UsageError
 from torchspmd.testing import Ranks, run_ranks
 
-pytestmark = pytest.mark.ranks
-
 
 @pytest.fixture(scope="module")
 def pool():

@@ -7,8 +7,6 @@ import pytest
 from torchspmd import errors
 from torchspmd.errors import SpmdError
 
-pytestmark = pytest.mark.unit
-
 _BUILTINS = {
     "LedgerError": ValueError,
     "UsageError": ValueError,

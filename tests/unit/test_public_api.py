@@ -10,8 +10,6 @@ import pytest
 
 import torchspmd
 
-pytestmark = pytest.mark.unit
-
 _NAMES = {
     "ColwiseParallel",
     "CommDebugMode",

@@ -28,8 +28,6 @@ from torchspmd import CommDebugMode, _torch
 from torchspmd._torch import LANDMARKS, Landmark
 from torchspmd.testing import fake_world
 
-pytestmark = pytest.mark.unit
-
 _TESTS = Path(__file__).parents[1]
 
 

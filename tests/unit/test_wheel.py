@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 from pages import ROOT
 
-pytestmark = pytest.mark.unit
-
 SOURCE = ("pyproject.toml", "README.md", "LICENSE")
 NOT_PACKAGED = re.compile(r"/__pycache__/|\.egg-info/")
 

@@ -29,7 +29,7 @@ from torchspmd.step.flush_hooks import without_flushing
 from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.measure.exposure import check_request, measure_program
 from torchspmd.step.measure.exposure_report import ExposureReport
-from torchspmd.step.modes.data_parallel import DataParallel, resolve_spread
+from torchspmd.step.modes.data_parallel import DataParallel, resolve_mode
 from torchspmd.step.modes.full_parameters import full_parameters
 from torchspmd.step.modes.fully_shard import FullySharded
 from torchspmd.step.modes.shard_layout import DataAxes
@@ -65,7 +65,7 @@ class CompiledStep:
     def __init__(self, options: StepOptions) -> None:
         functools.update_wrapper(self, options.function)
         self._options, self._name = options, options.name
-        self._spread: ParallelMode | None = None
+        self._mode: ParallelMode | None = None
         self._programs = Programs()
         self._closed, self._closed_by = tuple[ClosedProgram, ...](), ""
         self._pending: Pending | None = None
@@ -128,11 +128,11 @@ class CompiledStep:
         shadow, is_steady = self._shadow, self._shadow.is_idle
         eager = None
         if not is_steady:
-            is_pending, spread = (
+            is_pending, mode = (
                 self._pending is not None,
-                self._resolve_spread(inventory),
+                self._resolve_mode(inventory),
             )
-            eager = shadow.run(program, inventory, spread, is_pending=is_pending)
+            eager = shadow.run(program, inventory, mode, is_pending=is_pending)
         self._pending = expected(
             self._pending, self._name, program, inventory, self.flush, last=is_alone
         )
@@ -210,14 +210,14 @@ class CompiledStep:
                 f"{self._name}.full_parameters: pass the models, for instance "
                 "full_parameters(model)."
             )
-        spread = self._spread
+        mode = self._mode
         with self._lock:
-            if spread is None or spread.mesh is None:
+            if mode is None or mode.mesh is None:
                 yield
             else:
-                axes = DataAxes.of(spread.mesh)
-                if isinstance(spread, FullySharded):
-                    axes = spread.axes
+                axes = DataAxes.of(mode.mesh)
+                if isinstance(mode, FullySharded):
+                    axes = mode.axes
                 with full_parameters(models, axes):
                     yield
 
@@ -296,7 +296,7 @@ class CompiledStep:
                 "one, it is __wrapped__). Between epochs call flush() instead, with one "
                 "`with` around all of them."
             )
-        mesh = None if self._spread is None else self._spread.mesh
+        mesh = None if self._mode is None else self._mode.mesh
         if mesh is not None and not dist.is_initialized():
             raise UsageError(
                 f"{self._name}: this step was captured for the mesh {format_mesh(mesh)}, "
@@ -312,10 +312,10 @@ class CompiledStep:
         options, programs = self._options, self._programs
         reason = programs.why_none_fits(inventory)
         flush_shared(inventory)
-        spread = self._resolve_spread(inventory)
+        mode = self._resolve_mode(inventory)
         key = f"{self._serial}/{self._num_tries}"
-        ranks = Agreement(self._name, key, programs.num_agreed, spread.mesh)
-        with InitialStates(inventory, spread) as initial:
+        ranks = Agreement(self._name, key, programs.num_agreed, mode.mesh)
+        with InitialStates(inventory, mode) as initial:
             if initial:
                 inventory = initial.mark(self._take_inventory(args, kwargs))
                 known = programs.find(inventory)
@@ -327,7 +327,7 @@ class CompiledStep:
             try:
                 request = programs.request(
                     inventory,
-                    spread,
+                    mode,
                     ranks,
                     reason,
                     backend=options.backend,
@@ -338,7 +338,7 @@ class CompiledStep:
                     contextlib.nullcontext() if is_alone else ranks.reporting_failure()
                 ):
                     program, inventory = self._capture(
-                        args, kwargs, inventory, initial, spread, ranks, request
+                        args, kwargs, inventory, initial, mode, ranks, request
                     )
             finally:
                 # Ranks that fail do so together, and may try again.
@@ -348,7 +348,7 @@ class CompiledStep:
             self._switches.to_new(program.agreed, program.plan)
         else:
             self._switches.to_known(program.agreed, program.plan)
-        programs.add(program, request, spread)
+        programs.add(program, request, mode)
         self._shadow.note_build(program, inventory, is_agreed=is_agreed)
         return program, inventory
 
@@ -358,16 +358,14 @@ class CompiledStep:
         kwargs: Any,
         inventory: Inventory,
         initial: InitialStates,
-        spread: ParallelMode,
+        mode: ParallelMode,
         ranks: Agreement,
         request: Request,
     ) -> tuple[Program, Inventory]:
         """Build the program; once more where less can be done than was asked for."""
         while True:
             try:
-                program = build_program(
-                    self._options, inventory, spread, ranks, request
-                )
+                program = build_program(self._options, inventory, mode, ranks, request)
                 return program, inventory
             except UnusedStatesError as unused:
                 initial.keep_updated(inventory, unused)
@@ -380,14 +378,12 @@ class CompiledStep:
                 note = "one program for each size, since sizes cannot be symbols here: "
                 request = replace(request, sizes=None, notes=(note + why,))
 
-    def _resolve_spread(self, inventory: Inventory) -> ParallelMode:
-        if self._spread is None:
+    def _resolve_mode(self, inventory: Inventory) -> ParallelMode:
+        if self._mode is None:
             devices = [slot.tensor.device for slot in inventory.slots]
             device = devices[0] if devices else torch.device("cpu")
-            self._spread = resolve_spread(
-                self._options.mode, self._options.mesh, device
-            )
-        return self._spread
+            self._mode = resolve_mode(self._options.mode, self._options.mesh, device)
+        return self._mode
 
 
 def _check_gradients(name: str) -> None:

@@ -91,7 +91,7 @@ class FixedSizesError(Exception):
 def build_program(
     options: StepOptions,
     inventory: Inventory,
-    spread: ParallelMode,
+    mode: ParallelMode,
     ranks: Agreement,
     request: Request,
 ) -> Program:
@@ -100,7 +100,7 @@ def build_program(
     Args:
         options: The step, and how to compile it.
         inventory: What the call works on.
-        spread: How the step is spread over ranks.
+        mode: How the step is spread over ranks.
         ranks: The ranks that build the program together.
         request: Which program it is to be.
 
@@ -113,7 +113,7 @@ def build_program(
         _torch.start_kernel_compilers()
     with Progress(f"compile {options.name}") as progress, without_collection():
         with _symbols_or_error(request):
-            captured = _capture(options, inventory, spread, request)
+            captured = _capture(options, inventory, mode, request)
             laid_out = captured.relayout.inventory if captured.relayout else inventory
             graph = _override(captured.graph, laid_out, options.overrides)
             flat = laid_out.flat_inputs()
@@ -156,7 +156,7 @@ def _symbols_or_error(request: Request) -> Iterator[None]:
 
 
 def _capture(
-    options: StepOptions, inventory: Inventory, spread: ParallelMode, request: Request
+    options: StepOptions, inventory: Inventory, mode: ParallelMode, request: Request
 ) -> Captured:
     """Trace the step by the sizes of all ranks, or where these differ, by its own."""
     sizes = request.sizes
@@ -165,7 +165,7 @@ def _capture(
             options.function,
             options.name,
             inventory,
-            spread,
+            mode,
             compare_values=request.number == 0,
             sizes=sizes,
         )

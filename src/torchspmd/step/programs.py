@@ -105,7 +105,7 @@ class Programs:
     def request(
         self,
         inventory: Inventory,
-        spread: ParallelMode,
+        mode: ParallelMode,
         ranks: Agreement,
         reason: str,
         *,
@@ -114,8 +114,8 @@ class Programs:
     ) -> Request:
         """Which program to build: for which sizes, and whether other ranks are asked."""
         signature = sign(inventory)
-        others = find_other_axes(inventory.slots, spread.sharded_over)
-        has_own = spread.has_own_batches and not others
+        others = find_other_axes(inventory.slots, mode.sharded_over)
+        has_own = mode.has_own_batches and not others
         like = self._find_like(signature)
         is_local = has_own and like is not None and not measures_cost
         shapes: Mapping[str, tuple[int, ...]]
@@ -124,7 +124,7 @@ class Programs:
             shapes, self._any_sizes = share_shapes(ranks, shapes, self._any_sizes)
         sizes, fixed = None, ""
         if self._any_sizes:
-            fixed = self._why_fixed(spread, has_own, backend)
+            fixed = self._why_fixed(mode, has_own, backend)
             if not fixed:
                 sizes = sizes_of(signature, self._any_sizes, shapes)
         return Request(
@@ -137,12 +137,12 @@ class Programs:
         )
 
     def _why_fixed(
-        self, spread: ParallelMode, has_own_batches: bool, backend: str
+        self, mode: ParallelMode, has_own_batches: bool, backend: str
     ) -> str:
         """Why sizes that change cannot be symbols; empty where they can."""
         if backend != "graph":
             why = f"backend={backend!r} compiles for each"
-        elif spread.mesh is not None and not has_own_batches:
+        elif mode.mesh is not None and not has_own_batches:
             why = "what ranks send may depend on them"
         elif self._has_fixed_sizes:
             why = "they could not be symbols of a graph, see an earlier program"
@@ -161,7 +161,7 @@ class Programs:
                 return program
         return None
 
-    def add(self, program: Program, request: Request, spread: ParallelMode) -> None:
+    def add(self, program: Program, request: Request, mode: ParallelMode) -> None:
         """Keep a program that was built, and let go of one where there are many."""
         self.num_built += 1
         self.num_agreed += program.agreed == request.agreed
@@ -174,7 +174,7 @@ class Programs:
         if program.sizes is not None and program.sizes.dims not in self._masks:
             self._masks.append(dict(program.sizes.dims))
         if len(self.kept) > MAX_PROGRAMS:
-            self._drop_oldest(program, is_alone=not spread.has_own_batches)
+            self._drop_oldest(program, is_alone=not mode.has_own_batches)
 
     def _drop_oldest(self, newest: Program, *, is_alone: bool) -> None:
         # A rank that has to agree again with others must not be alone in that.

@@ -14,8 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchspmd._cli import main
 from torchspmd.verify.lock.lockfile import load_lock
 
-pytestmark = pytest.mark.fake
-
 TRAIN = """\
 import argparse
 import torch

@@ -8,8 +8,6 @@ from torchspmd import load_ledger
 from torchspmd._cli import main
 from torchspmd.comm import ledger_from_dict
 
-pytestmark = pytest.mark.fake
-
 SCRIPT = """
 import os
 import sys

@@ -12,8 +12,6 @@ from torchspmd._cli.other_ranks import OtherRanks
 from torchspmd._cli.script import EndOfWindow
 from torchspmd.errors import UsageError
 
-pytestmark = pytest.mark.fake
-
 SCRIPT = """
 import os, torch, torch.distributed as dist
 from torch import nn

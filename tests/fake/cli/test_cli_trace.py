@@ -17,8 +17,6 @@ from torchspmd import load_ledger
 from torchspmd._cli import main
 from torchspmd._cli.simulate import cuda_as_cpu
 
-pytestmark = pytest.mark.fake
-
 EXAMPLE = Path(__file__).parents[3] / "examples" / "train_gpt_tp.py"
 
 TRAIN = """\

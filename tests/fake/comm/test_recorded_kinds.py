@@ -8,8 +8,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torchspmd import CommDebugMode, Kind
 from torchspmd.testing import fake_mesh
 
-pytestmark = pytest.mark.fake
-
 _RANKS = [0, 1, 2, 3]
 _legacy = torch.ops.c10d_functional
 

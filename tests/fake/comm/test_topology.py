@@ -10,8 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torchspmd.comm import Group, Topology, describe_group
 from torchspmd.testing import fake_mesh, fake_world
 
-pytestmark = pytest.mark.fake
-
 
 @pytest.fixture(autouse=True)
 def _no_meshes_of_other_tests():

@@ -28,8 +28,6 @@ from torchspmd.parallel import (
 )
 from torchspmd.testing import fake_mesh
 
-pytestmark = pytest.mark.fake
-
 STYLES = (
     ColwiseParallel(),
     FusedColwiseParallel(parts=(4, 4)),

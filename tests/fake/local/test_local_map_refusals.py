@@ -18,8 +18,6 @@ from torchspmd.errors import LayoutError, UsageError
 from torchspmd.local import local_map
 from torchspmd.testing import fake_mesh
 
-pytestmark = pytest.mark.fake
-
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
 

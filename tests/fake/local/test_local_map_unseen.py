@@ -19,7 +19,6 @@ from torchspmd.local import local_map
 from torchspmd.testing import fake_mesh
 
 pytestmark = [
-    pytest.mark.fake,
     # torch's own word about an in-place collective, in backward
     pytest.mark.filterwarnings("ignore:c10d.*autograd kernel was not registered"),
 ]

@@ -15,8 +15,6 @@ from torchspmd.errors import LayoutError
 from torchspmd.parallel import FusedColwiseParallel, parallelize_module
 from torchspmd.testing import fake_mesh
 
-pytestmark = pytest.mark.fake
-
 
 @pytest.fixture
 def layer() -> Iterator[Any]:

@@ -22,8 +22,6 @@ from torchspmd.parallel import (
 from torchspmd.parallel.redistribute import reduce_other_partials
 from torchspmd.testing import fake_mesh
 
-pytestmark = pytest.mark.fake
-
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:

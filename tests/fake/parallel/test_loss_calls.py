@@ -9,8 +9,6 @@ from torchspmd.errors import LayoutError, UsageError
 from torchspmd.parallel import vocab_parallel_cross_entropy
 from torchspmd.testing import fake_mesh
 
-pytestmark = pytest.mark.fake
-
 TARGET = torch.zeros(6, dtype=torch.long)
 
 

@@ -17,8 +17,6 @@ from torchspmd.parallel import (
 )
 from torchspmd.testing import fake_mesh
 
-pytestmark = pytest.mark.fake
-
 R, P = Replicate(), Partial()
 AR, AG, RS, A2A = (
     "all_reduce",

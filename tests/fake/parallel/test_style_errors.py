@@ -25,8 +25,6 @@ from torchspmd.parallel import (
 )
 from torchspmd.testing import fake_mesh
 
-pytestmark = pytest.mark.fake
-
 
 class Model(nn.Module):
     def __init__(self) -> None:

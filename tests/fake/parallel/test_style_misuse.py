@@ -27,8 +27,6 @@ from torchspmd.parallel import (
 )
 from torchspmd.testing import fake_mesh
 
-pytestmark = pytest.mark.fake
-
 S, R = Shard(0), Replicate()
 
 

@@ -20,8 +20,6 @@ from torchspmd.parallel import (
 )
 from torchspmd.testing import fake_mesh
 
-pytestmark = pytest.mark.fake
-
 PLAN = {
     "0": ColwiseParallel(),
     "2": RowwiseParallel(output_layouts=Shard(1)),

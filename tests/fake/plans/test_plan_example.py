@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.fake
-
 EXAMPLE = Path(__file__).parents[3] / "examples" / "parallelize_llama.py"
 
 

@@ -8,7 +8,6 @@ from torchspmd import CommDebugMode
 from torchspmd.parallel import parallelize_module
 from torchspmd.testing import fake_mesh
 
-pytestmark = pytest.mark.fake
 IDS = torch.zeros(2, 8, dtype=torch.long)
 
 

@@ -30,8 +30,6 @@ from torchspmd.parallel.plan.auto import auto_plan
 from torchspmd.parallel.plan.plan import Plan
 from torchspmd.testing import fake_mesh
 
-pytestmark = pytest.mark.fake
-
 COLWISE, ROWWISE = ColwiseParallel(), RowwiseParallel()
 SHARD, WHOLE = Shard(1), Replicate()
 ROWWISE_SCATTER = RowwiseParallel(input_layouts=WHOLE, output_layouts=Shard(0))

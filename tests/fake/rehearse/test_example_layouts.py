@@ -16,7 +16,6 @@ from torchspmd.rehearse.recording import Comm
 from torchspmd.rehearse.world import World
 
 pytestmark = [
-    pytest.mark.fake,
     # torch 2.13 has other names for two collectives; 2.11 has not
     pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning"),
 ]

@@ -1,12 +1,9 @@
 """What a compiled region leaves out of memory."""
 
-import pytest
 import torch
 from torch import nn
 
 from torchspmd.rehearse.recording import Alloc, Free, Op, Phase
-
-pytestmark = pytest.mark.fake
 
 ROWS, WIDTH = 256, 512
 LARGE = 4 * ROWS * WIDTH  # one activation, float32

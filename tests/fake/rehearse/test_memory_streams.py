@@ -26,8 +26,6 @@ from torchspmd.rehearse.recording import (
     Wait,
 )
 
-pytestmark = pytest.mark.fake
-
 WEIGHT = 4 * 64 * 32  # float32
 BIAS = 4 * 64
 

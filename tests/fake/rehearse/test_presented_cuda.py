@@ -22,8 +22,6 @@ from torchspmd.rehearse.recording import (
 )
 from torchspmd.rehearse.values import NoValueError
 
-pytestmark = pytest.mark.fake
-
 
 def scaled():
     scaler = torch.amp.GradScaler("cuda")

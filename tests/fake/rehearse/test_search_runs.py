@@ -8,8 +8,6 @@ from search_builds import train
 from torchspmd.errors import UsageError
 from torchspmd.predict.search import search
 
-pytestmark = pytest.mark.fake
-
 
 def test_a_function_is_searched_with_few_of_its_blocks():
     space = {"layers": [24], "width": [4096, 65536]}

@@ -16,8 +16,6 @@ from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.passes import comm_fusion_with_concat
 from torchspmd.testing import fake_world
 
-pytestmark = pytest.mark.fake
-
 
 def step(model, optim, batch):
     loss = model(batch).square().mean()

@@ -13,8 +13,6 @@ from torchspmd.step.passes import (
 )
 from torchspmd.testing import fake_world
 
-pytestmark = pytest.mark.fake
-
 
 @pytest.fixture(scope="module")
 def warm():

@@ -20,8 +20,6 @@ from torchspmd.step.measure.clock import Clocked, Stopwatch, read_runs
 from torchspmd.step.passes import defer_updates, schedule_comm_wait
 from torchspmd.testing import fake_world
 
-pytestmark = pytest.mark.fake
-
 MILLISECONDS = 30  # of any collective, one after the other
 
 

@@ -28,8 +28,6 @@ from torchspmd.step.passes import comm_fusion_with_concat, schedule_comm_wait
 from torchspmd.step.passes.pipeline import default_passes
 from torchspmd.testing import fake_mesh
 
-pytestmark = pytest.mark.fake
-
 GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 
 

@@ -13,8 +13,6 @@ from torchspmd.parallel import ColwiseParallel, parallelize_module
 from torchspmd.step import DataParallel, compile
 from torchspmd.testing import fake_mesh
 
-pytestmark = pytest.mark.fake
-
 MODE = DataParallel("fully_shard")
 
 

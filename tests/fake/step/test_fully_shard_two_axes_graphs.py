@@ -28,8 +28,6 @@ from torchspmd.step.graph.metadata import owner_of
 from torchspmd.step.modes.shard_layout import can_describe
 from torchspmd.testing import fake_mesh
 
-pytestmark = pytest.mark.fake
-
 MODE = DataParallel("fully_shard")
 PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 BY_TOKEN = {

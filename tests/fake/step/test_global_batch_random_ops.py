@@ -7,8 +7,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torchspmd.step.modes.global_batch_ops import local_part, run_random_op
 from torchspmd.testing import fake_mesh
 
-pytestmark = pytest.mark.fake
-
 
 @pytest.fixture
 def sharded():

@@ -9,8 +9,6 @@ from torchspmd.errors import CaptureError
 from torchspmd.step import compile
 from torchspmd.testing import fake_world
 
-pytestmark = pytest.mark.fake
-
 
 def run(change):
     def step(model, x, y):

@@ -14,8 +14,6 @@ from torchspmd.step.graph.snapshot import copy_graph
 from torchspmd.step.legality.check import check_edit
 from torchspmd.testing import fake_mesh, fake_world
 
-pytestmark = pytest.mark.fake
-
 
 def names(nodes):
     return [node.name for node in nodes]

@@ -12,8 +12,6 @@ from torchspmd.step.deferral.module import IterGraphModule
 from torchspmd.step.deferral.state import Event
 from torchspmd.testing import fake_world
 
-pytestmark = pytest.mark.fake
-
 WORDS = {"all_reduce": "S", "wait_tensor": "w", "mm": "m"}
 
 

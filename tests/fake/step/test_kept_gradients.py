@@ -12,8 +12,6 @@ from torchspmd.errors import PassWarning
 from torchspmd.step import DataParallel, GraphModuleTransformation, compile
 from torchspmd.testing import fake_world
 
-pytestmark = pytest.mark.fake
-
 
 def cleared_first(model, optim, batch):
     optim.zero_grad()

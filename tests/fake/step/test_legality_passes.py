@@ -22,8 +22,6 @@ from torchspmd.step.passes import (
 from torchspmd.step.passes.runner import observing_passes
 from torchspmd.testing import fake_mesh
 
-pytestmark = pytest.mark.fake
-
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, foreach=True),
     "adam": lambda p: torch.optim.Adam(p, fused=True),

@@ -15,8 +15,6 @@ from torchspmd.errors import PassWarning
 from torchspmd.step import DataParallel, GraphModuleTransformation, compile
 from torchspmd.testing import fake_world
 
-pytestmark = pytest.mark.fake
-
 WIDTH = 8
 
 

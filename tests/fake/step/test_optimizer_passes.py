@@ -12,8 +12,6 @@ from torchspmd.step.graph import optimizer_lists
 from torchspmd.step.passes import defer_updates
 from torchspmd.testing import fake_world
 
-pytestmark = pytest.mark.fake
-
 
 def outcomes_of(optimizer, steps=8):
     """What was deferred in each program; the result equals eager, bit for bit."""

@@ -21,8 +21,6 @@ from torchspmd.step import (
 )
 from torchspmd.testing import fake_world
 
-pytestmark = pytest.mark.fake
-
 MODES = {
     "one device": {},
     "global batch": {},

@@ -18,7 +18,6 @@ from torchspmd.step.flush_hooks import without_flushing
 from torchspmd.testing import fake_world
 
 pytestmark = [
-    pytest.mark.fake,
     pytest.mark.filterwarnings("ignore::torchspmd.errors.PassWarning"),
 ]
 

@@ -19,8 +19,6 @@ from torchspmd.step.passes.pipeline import choose_bucket_size
 from torchspmd.step.passes.runner import observing_passes
 from torchspmd.testing import fake_world
 
-pytestmark = pytest.mark.fake
-
 WIDTH, BATCH, LAYERS = 32, 64, 6
 FLOPS = 1e9
 MATMUL = 2 * BATCH * WIDTH * WIDTH / FLOPS

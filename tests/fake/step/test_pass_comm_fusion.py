@@ -20,8 +20,6 @@ from torchspmd.step.graph.metadata import owner_of
 from torchspmd.step.passes import comm_fusion_with_concat, schedule_comm_wait
 from torchspmd.testing import fake_mesh
 
-pytestmark = pytest.mark.fake
-
 KIB = 1 / 1024  # in MiB
 
 

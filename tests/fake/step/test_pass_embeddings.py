@@ -27,8 +27,6 @@ from torchspmd.step.passes import (
 )
 from torchspmd.testing import fake_mesh
 
-pytestmark = pytest.mark.fake
-
 ROWS, WIDTH = 100, 4
 SLOW = CostModel(network_bytes=1e6, latency_seconds=1e-6)
 gradient = torch.ops.aten.embedding_dense_backward.default

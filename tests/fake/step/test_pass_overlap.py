@@ -34,8 +34,6 @@ from torchspmd.step.passes.overlap import (
 )
 from torchspmd.testing import fake_mesh
 
-pytestmark = pytest.mark.fake
-
 
 @pytest.fixture(autouse=True)
 def mesh():

@@ -2,7 +2,6 @@
 
 import warnings
 
-import pytest
 import torch
 from comm_graphs import all_gather, all_reduce, captured, copied, reduce_scatter
 from hypothesis import given, settings
@@ -20,8 +19,6 @@ from torchspmd.step.passes import (
 )
 from torchspmd.step.virtual.ranks import VirtualRanks
 from torchspmd.testing import fake_mesh
-
-pytestmark = pytest.mark.fake
 
 RANKS = 4
 

@@ -22,8 +22,6 @@ from torchspmd.step.capture.rank_divergence import Sink, find_divergent
 from torchspmd.step.graph.metadata import output_node, output_values
 from torchspmd.testing import fake_mesh
 
-pytestmark = pytest.mark.fake
-
 OPS = torch.ops._c10d_functional
 MODES = ("replicate", "fully_shard")
 

@@ -12,7 +12,6 @@ from torchspmd.step.passes import remove_copy_from_optimizer
 from torchspmd.testing import fake_mesh
 
 pytestmark = [
-    pytest.mark.fake,
     pytest.mark.filterwarnings("ignore::torchspmd.errors.PassWarning"),
 ]
 

@@ -15,8 +15,6 @@ from torchspmd.step import (
 )
 from torchspmd.testing import fake_mesh
 
-pytestmark = pytest.mark.fake
-
 
 class Block(nn.Module):
     def __init__(self):

@@ -8,8 +8,6 @@ from torchspmd.errors import CaptureError
 from torchspmd.step import DataParallel, compile
 from torchspmd.testing import fake_world
 
-pytestmark = pytest.mark.fake
-
 MODES = (None, "replicate", "fully_shard")
 
 

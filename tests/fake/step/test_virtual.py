@@ -35,8 +35,6 @@ from torchspmd.step.virtual import run as pipelined
 from torchspmd.step.virtual.ranks import lay_out
 from torchspmd.testing import fake_mesh
 
-pytestmark = pytest.mark.fake
-
 c10d = torch.ops._c10d_functional
 
 

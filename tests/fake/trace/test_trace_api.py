@@ -19,8 +19,6 @@ from torchspmd import CommDebugMode
 from torchspmd.errors import SpmdError, UsageError
 from torchspmd.testing import fake_mesh
 
-pytestmark = pytest.mark.fake
-
 all_reduce = torch.ops.c10d_functional.all_reduce
 
 

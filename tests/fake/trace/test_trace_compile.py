@@ -9,8 +9,6 @@ from torch._dynamo.utils import counters
 from torchspmd import CommDebugMode, DataParallel, compile
 from torchspmd.testing import fake_mesh
 
-pytestmark = pytest.mark.fake
-
 GROUP = "0"
 
 

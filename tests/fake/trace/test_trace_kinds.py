@@ -24,8 +24,6 @@ from torchspmd.parallel.clip import clip_grad_norm_
 from torchspmd.testing import fake_mesh
 from torchspmd.trace.tables import ON_FIRST_DDP_STEP
 
-pytestmark = pytest.mark.fake
-
 c10d, functional = torch.ops.c10d, torch.ops.c10d_functional
 
 

@@ -15,8 +15,6 @@ from torch.utils.checkpoint import checkpoint
 from torchspmd import CommDebugMode, Phase
 from torchspmd.testing import fake_mesh
 
-pytestmark = pytest.mark.fake
-
 
 class Reduces(nn.Module):
     """Scales its input and reduces it, in forward and, differently, in backward."""

@@ -15,8 +15,6 @@ from torchspmd.parallel import ColwiseParallel, RowwiseParallel
 from torchspmd.testing import fake_mesh
 from torchspmd.verify import expect
 
-pytestmark = pytest.mark.fake
-
 NUM_LAYERS = 3
 
 

@@ -1,6 +1,5 @@
 """The memory figures of a lock, against what can be counted by hand."""
 
-import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -11,8 +10,6 @@ from torchspmd.parallel import ColwiseParallel, RowwiseParallel
 from torchspmd.testing import fake_mesh
 from torchspmd.verify.lock.lockfile import Memory
 from torchspmd.verify.lock.memory import ON_FSDP, MemoryWatch
-
-pytestmark = pytest.mark.fake
 
 WIDTH, BATCH, FLOAT = 16, 6, 4
 WEIGHT = WIDTH * WIDTH * FLOAT

@@ -13,7 +13,6 @@ from torchspmd.parallel import ColwiseParallel
 from torchspmd.verify.plugin import fixtures, ranks  # noqa: F401
 from torchspmd.verify.plugin.fixtures import MeshMaker, recording
 
-pytestmark = pytest.mark.fake
 pytest_plugins = "pytester"
 
 MODEL = """

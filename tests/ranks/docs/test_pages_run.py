@@ -4,7 +4,6 @@ import pytest
 from pages import ROOT, find_blocks, run_page
 from processes import run_forked
 
-pytestmark = pytest.mark.ranks
 
 PAGES = [
     page

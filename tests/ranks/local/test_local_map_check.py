@@ -3,7 +3,6 @@
 import os
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
@@ -13,8 +12,6 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 from torchspmd import CommDebugMode
 from torchspmd.errors import CheckError, LayoutError
 from torchspmd.local import local_map
-
-pytestmark = pytest.mark.ranks
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 

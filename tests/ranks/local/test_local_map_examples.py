@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.ranks
-
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 

@@ -17,8 +17,6 @@ from torch.distributed.tensor import (
 
 from torchspmd.local import local_map
 
-pytestmark = pytest.mark.ranks
-
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
 # torch 2.11 has other names for them.

@@ -13,8 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from torchspmd.local import local_map
 
-pytestmark = pytest.mark.ranks
-
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
 

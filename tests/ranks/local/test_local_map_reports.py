@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
@@ -18,8 +17,6 @@ from torch.distributed.tensor.experimental import local_map as torch_local_map
 
 from torchspmd.errors import LayoutError
 from torchspmd.local import local_map
-
-pytestmark = pytest.mark.ranks
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 

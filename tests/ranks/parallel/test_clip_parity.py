@@ -17,8 +17,6 @@ from tp_parity import CLOSE, tp_mesh
 from torchspmd.parallel import clip_grad_norm_
 from torchspmd.testing import Ranks
 
-pytestmark = pytest.mark.ranks
-
 NORMS = (1.0, 2.0, 3.5, float("inf"))
 
 

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -28,8 +27,6 @@ from torchspmd.parallel import (
     parallelize_module,
 )
 from torchspmd.testing import Ranks
-
-pytestmark = pytest.mark.ranks
 
 
 class Model(nn.Module):

@@ -17,8 +17,6 @@ from torchspmd.parallel import (
     parallelize_module,
 )
 
-pytestmark = pytest.mark.ranks
-
 
 class Attention(nn.Module):
     def __init__(self):

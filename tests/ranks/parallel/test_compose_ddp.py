@@ -22,8 +22,6 @@ from torchspmd.parallel import (
 )
 from torchspmd.testing import Ranks
 
-pytestmark = pytest.mark.ranks
-
 
 class Experts(nn.Module):
     def __init__(self) -> None:

@@ -23,8 +23,6 @@ from torchspmd.parallel import (
 )
 from torchspmd.testing import Ranks
 
-pytestmark = pytest.mark.ranks
-
 
 class MLP(nn.Module):
     def __init__(self, remember: bool = True) -> None:

@@ -2,12 +2,10 @@
 
 from collections import Counter
 
-import pytest
 from _drawn_functions import run_cases
 
 from torchspmd.testing import Ranks
 
-pytestmark = pytest.mark.ranks
 CASES = 40
 
 

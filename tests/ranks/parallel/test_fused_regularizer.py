@@ -14,8 +14,6 @@ from tp_parity import CLOSE, tp_mesh
 from torchspmd.parallel import FusedColwiseParallel, parallelize_module
 from torchspmd.testing import Ranks
 
-pytestmark = pytest.mark.ranks
-
 
 def penalty(weight: Any, bias: Any, rows: Any) -> Any:
     """Every row counts differently."""

@@ -19,8 +19,6 @@ from torchspmd.parallel import (
 )
 from torchspmd.testing import Ranks
 
-pytestmark = pytest.mark.ranks
-
 
 def pooled(how: str) -> None:
     """A mean or maximum over the sequence is a DTensor that is still to be reduced."""

@@ -28,8 +28,6 @@ from torchspmd.parallel import (
 )
 from torchspmd.testing import Ranks
 
-pytestmark = pytest.mark.ranks
-
 
 def train(model: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
     """Two steps; what the model returns after them."""

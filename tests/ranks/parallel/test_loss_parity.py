@@ -21,8 +21,6 @@ from torchspmd.step import DataParallel
 from torchspmd.step import compile as compile_step
 from torchspmd.testing import Ranks, run_ranks
 
-pytestmark = pytest.mark.ranks
-
 
 def compare(
     logits: torch.Tensor, target: torch.Tensor, options: dict, said: int | None

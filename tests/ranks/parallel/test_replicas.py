@@ -25,8 +25,6 @@ from torchspmd.parallel import (
 )
 from torchspmd.testing import Ranks
 
-pytestmark = pytest.mark.ranks
-
 
 class PerHead(nn.Module):
     """A norm for each head between sharded layers, as in Qwen 3 and Gemma 3."""

@@ -16,8 +16,6 @@ from torchspmd.parallel import (
 )
 from torchspmd.testing import Ranks
 
-pytestmark = pytest.mark.ranks
-
 LAYOUTS = (Replicate(), Shard(0), Shard(1), Shard(-1), Partial())
 EVEN = 12  # divides by 2, 3 and 4
 

@@ -13,8 +13,6 @@ from torch.distributed.tensor import DTensor
 from torchspmd.parallel import parallelize_module
 from torchspmd.testing import Ranks
 
-pytestmark = pytest.mark.ranks
-
 
 def train(model: nn.Module) -> list[float]:
     ids = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(3))

@@ -16,8 +16,6 @@ from torchspmd.parallel.plan.auto import auto_plan
 from torchspmd.parallel.plan.plan import Plan
 from torchspmd.testing import Ranks
 
-pytestmark = pytest.mark.ranks
-
 
 class Attention(nn.Module):
     def __init__(self, width, head_dim):

@@ -23,8 +23,6 @@ from torchspmd.step.passes import (
     schedule_comm_wait,
 )
 
-pytestmark = pytest.mark.ranks
-
 STEPS = 5
 SLOW_WIRE = CostModel(1e10, 1e10, 5e7)
 OPTIMIZERS = {

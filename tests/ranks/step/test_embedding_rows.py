@@ -15,8 +15,6 @@ from torchspmd.step import (
     rank_agreement,
 )
 
-pytestmark = pytest.mark.ranks
-
 SLOW = CostModel(network_bytes=1e6, latency_seconds=1e-6)
 TOKENS, WIDTH = 300, 8
 

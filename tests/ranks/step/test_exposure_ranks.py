@@ -11,8 +11,6 @@ from torchspmd import _torch
 from torchspmd.errors import AgreementError, SpmdError
 from torchspmd.step import DataParallel, GraphModuleTransformation, compile
 
-pytestmark = pytest.mark.ranks
-
 WIDTH, LAYERS = 64, 3
 FORMS = {"captured": "whole", "overlapped": "steady"}
 

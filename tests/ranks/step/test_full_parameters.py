@@ -2,15 +2,12 @@
 
 import copy
 
-import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from torchspmd.errors import CaptureError, UsageError
 from torchspmd.step import DataParallel, compile
-
-pytestmark = pytest.mark.ranks
 
 
 class Tied(nn.Module):

@@ -11,8 +11,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from torchspmd.step import DataParallel, compile
 
-pytestmark = pytest.mark.ranks
-
 LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 

@@ -3,7 +3,6 @@
 import copy
 import tempfile
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -23,8 +22,6 @@ from training import train_silently
 from torchspmd import clip_grad_norm_
 from torchspmd.errors import AgreementError
 from torchspmd.step import DataParallel, compile
-
-pytestmark = pytest.mark.ranks
 
 MODE = DataParallel("fully_shard", reduce="avg")
 

@@ -32,8 +32,6 @@ from torchspmd.parallel import (
 )
 from torchspmd.step import DataParallel, GraphModuleTransformation, compile
 
-pytestmark = pytest.mark.ranks
-
 MODE = DataParallel("fully_shard", reduce="avg")
 
 

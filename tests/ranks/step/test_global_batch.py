@@ -15,8 +15,6 @@ from torch import nn
 
 from torchspmd.step import compile
 
-pytestmark = pytest.mark.ranks
-
 
 def class_weights():
     return torch.arange(1.0, 7.0)

@@ -4,7 +4,6 @@ Each step makes several terms at once. The ranks have one seed, and halves of th
 the same values, so that numbers which both ranks draw show up.
 """
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -12,8 +11,6 @@ from torch import nn
 
 from torchspmd.errors import CaptureError
 from torchspmd.step import compile
-
-pytestmark = pytest.mark.ranks
 
 
 def shifted(o):

@@ -19,8 +19,6 @@ from torchspmd.step import (
 )
 from torchspmd.testing import fake_world
 
-pytestmark = pytest.mark.ranks
-
 
 def measured():
     return measure_cost("cpu", dtype=torch.float32)

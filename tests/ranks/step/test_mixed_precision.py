@@ -3,7 +3,6 @@
 import copy
 from dataclasses import replace
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -12,8 +11,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from torchspmd.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torchspmd.step import DataParallel, compile
-
-pytestmark = pytest.mark.ranks
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -10,8 +10,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchspmd.step import compile
 
-pytestmark = pytest.mark.ranks
-
 
 def train_step(model, optim, batch):
     loss = model(batch).square().mean()

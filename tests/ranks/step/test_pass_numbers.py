@@ -20,8 +20,6 @@ from torchspmd.step.passes import (
     schedule_comm_wait,
 )
 
-pytestmark = pytest.mark.ranks
-
 MODES = {
     "default": None,
     "average": DataParallel("replicate", reduce="avg"),

@@ -15,8 +15,6 @@ from torchspmd.parallel import (
 )
 from torchspmd.step import DataParallel, compile
 
-pytestmark = pytest.mark.ranks
-
 PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 

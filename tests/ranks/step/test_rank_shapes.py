@@ -7,8 +7,6 @@ from torch import nn
 
 from torchspmd.step import DataParallel, GraphModuleTransformation, compile
 
-pytestmark = pytest.mark.ranks
-
 # Of rank 0 and rank 1 in each step: alike, one of them new, both new, one known already.
 LATER = ((5, 5), (5, 5), (5, 7), (3, 5), (4, 9), (5, 5))
 AT_ONCE = ((5, 7), (5, 5), (2, 9))

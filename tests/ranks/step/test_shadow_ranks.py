@@ -12,8 +12,6 @@ from torchspmd.errors import ShadowError
 from torchspmd.step import DataParallel, compile
 from torchspmd.step.program import Program
 
-pytestmark = pytest.mark.ranks
-
 
 def train(model, optim, batch):
     rows = model(batch)

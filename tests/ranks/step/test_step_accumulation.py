@@ -3,7 +3,6 @@
 import contextlib
 import copy
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -13,8 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from torchspmd.step import DataParallel, compile
-
-pytestmark = pytest.mark.ranks
 
 
 def mlp():

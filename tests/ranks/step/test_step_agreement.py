@@ -16,8 +16,6 @@ from torchspmd.step import DataParallel, compile, rank_agreement
 from torchspmd.step.lower import backends
 from torchspmd.testing import Ranks
 
-pytestmark = pytest.mark.ranks
-
 
 def refused(model, batch, mode=None):
     optim = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -8,8 +8,6 @@ from torch import nn
 from torchspmd.errors import CaptureError
 from torchspmd.step import DataParallel, compile
 
-pytestmark = pytest.mark.ranks
-
 
 class Twice(torch.optim.SGD):
     """Moves against the gradient, asks again there, and then makes its step."""

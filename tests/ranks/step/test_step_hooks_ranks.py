@@ -18,8 +18,6 @@ from torchspmd.parallel import (
 )
 from torchspmd.step import DataParallel, compile
 
-pytestmark = pytest.mark.ranks
-
 
 def full(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

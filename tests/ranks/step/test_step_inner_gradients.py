@@ -11,8 +11,6 @@ from training import train
 from torchspmd.errors import AgreementError, CaptureError
 from torchspmd.step import DataParallel, compile
 
-pytestmark = pytest.mark.ranks
-
 REPLICATE = DataParallel("replicate")
 
 

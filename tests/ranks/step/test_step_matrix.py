@@ -7,8 +7,6 @@ from step_models import MODELS, build, difference
 
 from torchspmd.step import DataParallel, compile
 
-pytestmark = pytest.mark.ranks
-
 TOLERANCE = 2e-5  # sums over ranks are taken in another order
 
 

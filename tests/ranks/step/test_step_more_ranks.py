@@ -7,7 +7,6 @@ import runpy
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -23,8 +22,6 @@ from torch.distributed.tensor.parallel import (
 from torchspmd.errors import RankError
 from torchspmd.step import DataParallel, compile
 from torchspmd.testing import run_ranks
-
-pytestmark = pytest.mark.ranks
 
 ROOT = Path(__file__).parents[3]
 

@@ -1,14 +1,11 @@
 """Collectives of ``torch.distributed`` inside a step: refused with the line."""
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from torchspmd.errors import CaptureError
 from torchspmd.step import DataParallel, compile
-
-pytestmark = pytest.mark.ranks
 
 
 def all_reduce(loss):

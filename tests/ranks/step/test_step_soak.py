@@ -7,8 +7,6 @@ from torch import fx, nn
 from torchspmd import DataParallel, GraphModuleTransformation, compile
 from torchspmd.step.graph.collectives import gather_into_memory
 
-pytestmark = pytest.mark.ranks
-
 STEPS = 1000
 ops = torch.ops._c10d_functional
 

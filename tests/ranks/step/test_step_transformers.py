@@ -12,7 +12,6 @@ from torchspmd.errors import CaptureError
 from torchspmd.step import compile
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.ranks
 
 SIZES = {
     "vocab_size": 32,

@@ -1,6 +1,5 @@
 """Virtual ranks give what real gloo ranks give, bit for bit."""
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -10,8 +9,6 @@ from torchspmd.step import DataParallel, GraphModuleTransformation, compile
 from torchspmd.step.capture.inventory import take_inventory
 from torchspmd.step.graph.reduction_order import reduce_values
 from torchspmd.step.virtual.run import next_inputs, run_virtual
-
-pytestmark = pytest.mark.ranks
 
 STEPS = 3
 

@@ -14,8 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchspmd import CommDebugMode
 
-pytestmark = pytest.mark.ranks
-
 
 def mlp():
     torch.manual_seed(1)

@@ -12,8 +12,6 @@ from torch.distributed.launcher import LaunchConfig, elastic_launch
 from torchspmd import load_ledger
 from torchspmd._cli import main
 
-pytestmark = pytest.mark.ranks
-
 TRAIN = """\
 import sys
 import torch, torch.distributed as dist

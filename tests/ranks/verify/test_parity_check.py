@@ -27,8 +27,6 @@ from torchspmd.verify import (
 from torchspmd.verify.parity.match import whole_values
 from torchspmd.verify.recording.recorder import take
 
-pytestmark = pytest.mark.ranks
-
 BLOCKS = (("norm",), ("pair", 12), ("attention",))
 RIGHT = functools.partial(cases.spread, blocks=BLOCKS, layouts=(True,) * 3)
 WRONG = functools.partial(RIGHT, bug="blocks.1.down")

@@ -9,8 +9,6 @@ from _parity_correct import CORRECT
 from torchspmd.errors import RankError
 from torchspmd.verify import check_parity
 
-pytestmark = pytest.mark.ranks
-
 SOME = (
     "missing sum of a row-parallel output",
     "missing sum of a column-parallel input's gradient",

@@ -3,14 +3,11 @@
 import functools
 
 import parity_cases as cases
-import pytest
 import torch
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from torchspmd.verify import check_parity
-
-pytestmark = pytest.mark.ranks
 
 BLOCK = st.one_of(
     st.just(("norm",)),

@@ -6,7 +6,6 @@ import pytest
 
 from torchspmd.verify.plugin import fixtures, ranks  # noqa: F401
 
-pytestmark = pytest.mark.ranks
 pytest_plugins = "pytester"
 
 CONFTEST = """

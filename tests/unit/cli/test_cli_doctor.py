@@ -2,13 +2,10 @@
 
 import json
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from torchspmd._cli import doctor, main
-
-pytestmark = pytest.mark.unit
 
 FEATURES = [
     "torch",

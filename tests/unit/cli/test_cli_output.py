@@ -13,7 +13,7 @@ from torchspmd._cli import command
 from torchspmd._cli.output import NEVER_FREED, exit_process
 from torchspmd.comm import CommEvent, Group, Kind, Ledger, save_ledger
 
-pytestmark = [pytest.mark.unit, pytest.mark.forks]
+pytestmark = pytest.mark.forks
 
 TRAIN = """\
 import torch

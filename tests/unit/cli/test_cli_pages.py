@@ -12,7 +12,7 @@ from torchspmd.predict.ranking import Outcome, rank
 from torchspmd.predict.space import Candidate
 from torchspmd.report import page_html
 
-pytestmark = [pytest.mark.unit, pytest.mark.forks]
+pytestmark = pytest.mark.forks
 
 TRAIN = """\
 import torch

@@ -9,8 +9,6 @@ from prediction_documents import prediction
 from torchspmd._cli import main
 from torchspmd.comm import CommEvent, Group, Kind, Ledger, save_ledger
 
-pytestmark = pytest.mark.unit
-
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):

@@ -6,8 +6,6 @@ from ledger_strategies import events, ledgers, make_event, make_ledger
 
 from torchspmd.comm import Change, Kind, Ledger, Phase, Total, diff_ledgers
 
-pytestmark = pytest.mark.unit
-
 _ONE = Total(1, 128, 192)
 
 

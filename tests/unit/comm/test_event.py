@@ -8,8 +8,6 @@ from ledger_strategies import make_event
 from torchspmd.comm import GLOBAL, CommEvent, Group, Kind, Phase
 from torchspmd.comm.event import is_check, marked_as_check
 
-pytestmark = pytest.mark.unit
-
 
 @pytest.mark.parametrize(
     ("ranks", "axis", "label"),

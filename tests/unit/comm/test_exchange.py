@@ -12,8 +12,6 @@ from torchspmd.comm.exchange import Exchanged, exchange, post_failure
 from torchspmd.errors import AgreementError
 from torchspmd.step.rank_agreement import exchange_texts
 
-pytestmark = pytest.mark.unit
-
 
 @pytest.fixture
 def clock(monkeypatch):

@@ -9,8 +9,6 @@ from torchspmd import _torch
 from torchspmd.comm.kinds import NAMESPACES, SILENT, TABLE, Kind, find_operator
 from torchspmd.trace.tables import packet
 
-pytestmark = pytest.mark.unit
-
 # Made by hand from the text of issue 2, so that the table is not its own witness.
 _EXPECTED = {
     "_c10d_functional::all_reduce": "all_reduce",

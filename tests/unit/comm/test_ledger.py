@@ -13,8 +13,6 @@ from torchspmd.comm import Group, Kind, Ledger, Phase, Total, is_within
 from torchspmd.comm.ledger import DEFAULT_MAX_EVENTS, FIELDS, Key
 from torchspmd.errors import UsageError
 
-pytestmark = pytest.mark.unit
-
 _FIELD_LIST = "kind, op, axis, dtype, phase, module, implicit, compiled, check"
 
 

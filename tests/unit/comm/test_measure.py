@@ -12,8 +12,6 @@ from torch.fx.experimental.symbolic_shapes import (
 from torchspmd.comm.kinds import TABLE, Kind, find_operator
 from torchspmd.comm.measure import Measure, measure
 
-pytestmark = pytest.mark.unit
-
 _ALL_REDUCE = TABLE["_c10d_functional::all_reduce"]
 _ALL_GATHER = TABLE["_c10d_functional::all_gather_into_tensor"]
 _UNKNOWN = find_operator("c10d::brand_new_op")

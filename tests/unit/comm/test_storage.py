@@ -18,8 +18,6 @@ from torchspmd.comm import (
 )
 from torchspmd.errors import LedgerError
 
-pytestmark = pytest.mark.unit
-
 _WRITER = "Give a file written by `torchspmd trace --out` or `save_ledger`."
 
 

@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 from torchspmd.comm.kinds import Kind
 from torchspmd.comm.measure import wire_bytes
 
-pytestmark = pytest.mark.unit
-
 # All bytes that cross the network, over all ranks, for S payload bytes and n ranks.
 _TRAFFIC = {
     Kind.ALL_REDUCE: lambda s, n: 2 * (n - 1) * s,

@@ -10,7 +10,6 @@ from pages import ROOT
 from torchspmd import errors
 from torchspmd._cli import main
 
-pytestmark = pytest.mark.unit
 
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),

@@ -20,8 +20,6 @@ from torchspmd.layout.shards import (
     shard_size,
 )
 
-pytestmark = pytest.mark.unit
-
 
 @pytest.mark.parametrize(
     ("size", "num_ranks", "bounds"),

@@ -17,8 +17,6 @@ from torchspmd.local.frame import (
     whole_stride,
 )
 
-pytestmark = pytest.mark.unit
-
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
 

@@ -16,8 +16,6 @@ from torchspmd.local.gradient import (
     written_problem,
 )
 
-pytestmark = pytest.mark.unit
-
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 TP = LocalAxis(0, "tp", 4)
 DP = LocalAxis(0, "dp", 2)

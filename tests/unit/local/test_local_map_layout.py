@@ -20,8 +20,6 @@ from torchspmd.local.specs import (
     leftover_entries,
 )
 
-pytestmark = pytest.mark.unit
-
 R, P, S0 = Replicate(), Partial(), Shard(0)
 
 

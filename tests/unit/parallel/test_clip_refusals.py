@@ -5,8 +5,6 @@ import pytest
 from torchspmd import clip_grad_norm_
 from torchspmd.errors import UsageError
 
-pytestmark = pytest.mark.unit
-
 
 def test_no_parameters():
     with pytest.raises(

@@ -12,9 +12,6 @@ from torchspmd.parallel.axis import (
 )
 from torchspmd.parallel.redistribute import is_same
 
-pytestmark = pytest.mark.unit
-
-
 LAYOUTS = (Replicate(), Partial(), Shard(0), Shard(1), Shard(-1))
 
 

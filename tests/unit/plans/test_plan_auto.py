@@ -19,8 +19,6 @@ from torchspmd.parallel import (
 from torchspmd.parallel.plan.auto import auto_plan
 from torchspmd.parallel.plan.plan import Plan
 
-pytestmark = pytest.mark.unit
-
 COLWISE, ROWWISE = ColwiseParallel(), RowwiseParallel()
 HEAD = ColwiseParallel(output_layouts=Replicate())
 GPT_PLAN = Plan(

@@ -10,8 +10,6 @@ from torchspmd._cli import plan as command
 from torchspmd.errors import UsageError
 from torchspmd.parallel.plan.plan import Plan
 
-pytestmark = pytest.mark.unit
-
 MODEL = """
 import torch
 from torch import nn

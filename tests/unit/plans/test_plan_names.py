@@ -6,8 +6,6 @@ from plan_models import GPT
 from torchspmd.parallel.axis import describe_mesh_axis
 from torchspmd.parallel.plan.names import fold, fold_texts, match, module_tree
 
-pytestmark = pytest.mark.unit
-
 
 @pytest.mark.parametrize(
     ("pattern", "paths"),

@@ -24,8 +24,6 @@ from torchspmd.parallel import (
 from torchspmd.parallel.plan.auto import auto_plan
 from torchspmd.parallel.plan.plan import Plan
 
-pytestmark = pytest.mark.unit
-
 MLP_PLAN = Plan({"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 

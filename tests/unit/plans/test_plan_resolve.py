@@ -25,8 +25,6 @@ from torchspmd.parallel import (
 from torchspmd.parallel.plan.plan import Plan
 from torchspmd.parallel.plan.resolve import resolve
 
-pytestmark = pytest.mark.unit
-
 COLWISE, ROWWISE = ColwiseParallel(), RowwiseParallel()
 GOOD = {
     "embed": RowwiseParallel(input_layouts=Replicate()),

@@ -19,7 +19,6 @@ from torchspmd.parallel.plan.auto import auto_plan
 from torchspmd.parallel.plan.plan import Plan
 from torchspmd.parallel.plan.text_form import read_toml
 
-pytestmark = pytest.mark.unit
 transformers = pytest.importorskip(
     "transformers", reason="transformers is not installed"
 )

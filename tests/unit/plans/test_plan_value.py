@@ -25,8 +25,6 @@ from torchspmd.parallel import (
 )
 from torchspmd.parallel.plan.plan import Plan
 
-pytestmark = pytest.mark.unit
-
 EVERY_STYLE = Plan(
     {
         "": SequenceParallel(sequence_dim=0, use_local_output=True),

@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from torchspmd.errors import UsageError
 from torchspmd.predict.allocator import MIB, Allocator, AllocatorSettings, Block
 
-pytestmark = pytest.mark.unit
-
 DATA = Path(__file__).parents[2] / "data" / "allocator"
 
 

@@ -19,8 +19,6 @@ from torchspmd.predict.hardware import (
     load_gpu,
 )
 
-pytestmark = pytest.mark.unit
-
 
 @pytest.fixture(scope="module")
 def measured():

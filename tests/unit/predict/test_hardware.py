@@ -8,8 +8,6 @@ from torchspmd.errors import UsageError
 from torchspmd.predict import hardware
 from torchspmd.predict.hardware import load_gpu, load_network
 
-pytestmark = pytest.mark.unit
-
 FOLDER = Path(hardware.__file__).parent / "hardware"
 GPUS = ["a100", "a100-40gb", "b200", "h100", "h100-500w", "h200"]
 

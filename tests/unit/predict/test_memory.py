@@ -27,8 +27,6 @@ from torchspmd.rehearse.recording import (
     TensorSpec,
 )
 
-pytestmark = pytest.mark.unit
-
 CUBLAS = 32 * MIB
 
 

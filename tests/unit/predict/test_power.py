@@ -9,8 +9,6 @@ from torchspmd.predict.power import Power, at_clock, power_of
 from torchspmd.predict.repeated import extend
 from torchspmd.predict.timeline import Item, Kind
 
-pytestmark = pytest.mark.unit
-
 PRODUCT = Cost(1.0, 0, 8e14, "matmul", busy=1.0)
 H200 = Figures(load_gpu("h200"))
 

@@ -20,8 +20,6 @@ from torchspmd.rehearse.recording import (
     TensorSpec,
 )
 
-pytestmark = pytest.mark.unit
-
 SITE = Site("net.layer", Phase.FORWARD, 0, "")
 
 

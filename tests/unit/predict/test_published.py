@@ -9,8 +9,6 @@ import validate_published
 from _published import SOURCES, Row
 from _scatter import scatter
 
-pytestmark = pytest.mark.unit
-
 
 def row(name, gpus, measured, model=""):
     return Row(

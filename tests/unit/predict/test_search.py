@@ -12,8 +12,6 @@ from torchspmd.predict.repeated import Repeated, how_far_off
 from torchspmd.predict.search import explore, search
 from torchspmd.predict.space import Candidate, Expression, read_space
 
-pytestmark = pytest.mark.unit
-
 
 def words(*text):
     return [candidate.words for candidate in read_space(text).candidates()]

@@ -31,8 +31,6 @@ from torchspmd.rehearse.recording import (
     Wait,
 )
 
-pytestmark = pytest.mark.unit
-
 H100, NETWORK = load_gpu("h100"), load_network("ib-ndr400")
 
 

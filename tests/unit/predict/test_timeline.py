@@ -18,8 +18,6 @@ from torchspmd.rehearse.recording import (
     Wait,
 )
 
-pytestmark = pytest.mark.unit
-
 SITE = Site("net.layer", Phase.FORWARD, 0, "")
 
 

@@ -12,8 +12,6 @@ import validate_memory
 import validate_time
 from _rows import ALL_ROWS, Row
 
-pytestmark = pytest.mark.unit
-
 
 def phase(name: str, allocated: int, reserved: int, now: int) -> str:
     figures = {"allocated_peak": allocated, "reserved_peak": reserved, "allocated": now}

@@ -1,6 +1,5 @@
 """What notebooks show: small tables in which every name is escaped."""
 
-import pytest
 from plan_models import MLP
 from prediction_documents import HOSTILE, prediction
 
@@ -9,8 +8,6 @@ from torchspmd.comm.notebook import html_table
 from torchspmd.parallel import ColwiseParallel, Plan, RowwiseParallel
 from torchspmd.report import Summary
 from torchspmd.step.virtual.certificate import Certificate, Check
-
-pytestmark = pytest.mark.unit
 
 
 def assert_escaped(text):

@@ -15,8 +15,6 @@ from torchspmd.report import compare_results, page_html, read_result, write_page
 from torchspmd.report.views import build_page
 from torchspmd.step import ExposureReport
 
-pytestmark = pytest.mark.unit
-
 VIEWS = ["verdict", "timeline", "memory", "modules", "mesh", "compare", "assumptions"]
 
 

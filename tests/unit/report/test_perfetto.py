@@ -11,8 +11,6 @@ from torchspmd.errors import UsageError
 from torchspmd.report import perfetto_trace, write_perfetto
 from torchspmd.report.results import COLUMNS
 
-pytestmark = pytest.mark.unit
-
 
 @pytest.fixture(scope="module")
 def document():

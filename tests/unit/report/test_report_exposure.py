@@ -9,8 +9,6 @@ from torchspmd.comm import CommEvent, Group, Kind, Phase
 from torchspmd.report import print_exposure
 from torchspmd.step import ExposureReport, MeasuredExposure
 
-pytestmark = pytest.mark.unit
-
 DATA = Group("0", (0, 1), "data")
 
 

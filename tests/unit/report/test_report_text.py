@@ -10,8 +10,6 @@ from torchspmd.comm import Kind, Ledger, Phase, diff_ledgers
 from torchspmd.comm.tree import build_tree, fold_alike
 from torchspmd.report import format_bytes, print_changes, print_ledger
 
-pytestmark = pytest.mark.unit
-
 
 def event(module, kind=Kind.ALL_REDUCE, phase=Phase.FORWARD, payload=1024, **more):
     return make_event(

@@ -4,10 +4,7 @@
 """
 
 import _adversary
-import pytest
 from hypothesis import HealthCheck, Phase, given, settings
-
-pytestmark = pytest.mark.unit
 
 DRAWN = settings(
     max_examples=6,

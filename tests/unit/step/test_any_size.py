@@ -8,8 +8,6 @@ from torch import nn
 from torchspmd.errors import CaptureError
 from torchspmd.step import CostModel, compile, pipeline
 
-pytestmark = pytest.mark.unit
-
 
 def train(model, optim, x, loss):
     loss.backward()

@@ -9,8 +9,6 @@ from training import train
 
 from torchspmd.step import compile
 
-pytestmark = pytest.mark.unit
-
 
 class Island(nn.Module):
     """A product in bfloat16, one in float32."""

@@ -23,8 +23,6 @@ from torchspmd.step.passes import (
 )
 from torchspmd.step.passes.defer import isolate_update
 
-pytestmark = pytest.mark.unit
-
 
 def build():
     """Three layers and an optimizer that has made one step."""

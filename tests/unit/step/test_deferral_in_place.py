@@ -21,7 +21,6 @@ from torchspmd.step.lower.in_place import write_in_place
 from torchspmd.step.passes.defer import isolate_update
 
 pytestmark = [
-    pytest.mark.unit,
     pytest.mark.filterwarnings("ignore:.*little or nothing overlaps"),
 ]
 

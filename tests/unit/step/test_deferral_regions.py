@@ -15,8 +15,6 @@ from torchspmd.step.graph.metadata import (
 )
 from torchspmd.step.passes.runner import applied_passes, run_any
 
-pytestmark = pytest.mark.unit
-
 aten = torch.ops.aten
 
 

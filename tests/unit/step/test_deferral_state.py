@@ -8,8 +8,6 @@ import torch
 from torchspmd.errors import UsageError
 from torchspmd.step.deferral.state import TRANSITIONS, Event, Progress, State
 
-pytestmark = pytest.mark.unit
-
 # In the order of the events: where each leads; "-" where it is refused.
 TABLE = """
               BEGIN_UPDATE END_UPDATE  BEGIN_WRITE LEAVE   FINISH DROP

@@ -12,8 +12,6 @@ from torchspmd.step.graph.metadata import OutputKind, OutputRole, set_roles
 from torchspmd.step.graph.snapshot import copy_graph
 from torchspmd.step.legality.check import check_edit
 
-pytestmark = pytest.mark.unit
-
 REDUCE = c10d.all_reduce.default
 VECTORS = ((8,), (12,))
 

@@ -9,8 +9,6 @@ from torchspmd.step import GraphModuleTransformation, compile
 from torchspmd.step.lower import backends
 from torchspmd.step.measure.exposure import _as_it_runs
 
-pytestmark = pytest.mark.unit
-
 
 def train(model, optim, batch):
     model(batch).square().mean().backward()

@@ -9,8 +9,6 @@ from training import train
 from torchspmd.step import compile
 from torchspmd.step.capture import functionalize
 
-pytestmark = pytest.mark.unit
-
 
 def values(model, optimizer, known):
     """What each output of a step computes: a number for each different expression."""

@@ -11,8 +11,6 @@ from torch import nn
 
 from torchspmd.step import compile, compiled, programs
 
-pytestmark = pytest.mark.unit
-
 
 def step(model, optim, batch, scale=1.0):
     loss = (model(batch) * scale).square().mean()

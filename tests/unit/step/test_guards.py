@@ -8,8 +8,6 @@ from torch import nn
 from torchspmd.errors import CaptureWarning, SpmdError, UsageError
 from torchspmd.step import CompiledStep, DataParallel, compile
 
-pytestmark = pytest.mark.unit
-
 
 def step(model, optim, batch, flag=False):
     loss = model(batch).square().mean()

@@ -12,8 +12,6 @@ from torchspmd.step.graph.metadata import OutputKind, OutputRole, set_roles
 from torchspmd.step.lower.deferred_in_place import FormsInPlace
 from torchspmd.step.passes.defer import isolate_update
 
-pytestmark = pytest.mark.unit
-
 aten = torch.ops.aten
 
 

@@ -7,8 +7,6 @@ from torch import nn
 from torchspmd.errors import CaptureError
 from torchspmd.step import compile
 
-pytestmark = pytest.mark.unit
-
 
 class Layers(nn.Module):
     def __init__(self, bound, change=None):

@@ -15,8 +15,6 @@ from torchspmd.step.graph.snapshot import Constants, copy_graph
 from torchspmd.step.legality.check import check_edit
 from torchspmd.step.passes.runner import run_any
 
-pytestmark = pytest.mark.unit
-
 WAIT = c10d.wait_tensor.default
 
 

@@ -17,8 +17,6 @@ from torchspmd.errors import LegalityError
 from torchspmd.step.graph.snapshot import copy_graph
 from torchspmd.step.legality.check import check_edit
 
-pytestmark = pytest.mark.unit
-
 seeds = st.integers(0, 2**32 - 1)
 quick = settings(max_examples=10, deadline=None, print_blob=False)
 

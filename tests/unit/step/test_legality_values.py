@@ -22,8 +22,6 @@ from torchspmd.step.legality.edit import Edit
 from torchspmd.step.passes.runner import run_any
 from torchspmd.step.virtual.certificate import Certificate
 
-pytestmark = pytest.mark.unit
-
 PROVED, UNPROVED = "proved equal", "checked: 1 of 1 outputs not proved: output 0"
 
 

@@ -12,8 +12,6 @@ from torch.utils.checkpoint import checkpoint
 from torchspmd.errors import CaptureError
 from torchspmd.step import compile
 
-pytestmark = pytest.mark.unit
-
 
 def clipped(model, optim, scaler, batch):
     loss = model(batch).square().mean()

@@ -35,8 +35,6 @@ from torchspmd.step.virtual.ranks import lay_out
 from torchspmd.step.virtual.run import Inputs, without_marks
 from torchspmd.step.virtual.verify import Verifier
 
-pytestmark = pytest.mark.unit
-
 
 class Build:
     """A graph whose nodes know their fake values."""

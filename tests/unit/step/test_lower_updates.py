@@ -14,8 +14,6 @@ from torchspmd.step.deferral.module import Marks
 from torchspmd.step.graph.metadata import OutputKind, OutputRole, set_roles
 from torchspmd.step.lower.deferred_in_place import find_spare, write_pending_in_place
 
-pytestmark = pytest.mark.unit
-
 aten = torch.ops.aten
 
 

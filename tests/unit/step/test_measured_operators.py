@@ -26,8 +26,6 @@ from torchspmd.step.measure.cost import (
 from torchspmd.step.rank_agreement import Agreement
 from torchspmd.testing import fake_world
 
-pytestmark = pytest.mark.unit
-
 ALONE = Agreement("step", "0", 0, None)  # nobody to agree with
 
 

@@ -42,8 +42,6 @@ from torchspmd.step.passes import (
 )
 from torchspmd.step.passes.pipeline import choose_bucket_size
 
-pytestmark = pytest.mark.unit
-
 
 def graph_module():
     return fx.symbolic_trace(lambda x, y: [x + y])

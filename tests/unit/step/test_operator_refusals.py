@@ -7,8 +7,6 @@ from torch import nn
 from torchspmd.errors import CaptureError
 from torchspmd.step import compile
 
-pytestmark = pytest.mark.unit
-
 
 class Noise(nn.Module):
     def __init__(self, width, step):

@@ -8,8 +8,6 @@ from torchspmd.step.graph.aliases import find_written
 from torchspmd.step.legality.evaluate import Evaluation
 from torchspmd.step.legality.values import FILL, INPUT, Flat, ValueTable
 
-pytestmark = pytest.mark.unit
-
 PADDING = -1.0
 
 # The shapes of tensors, the operator, whether it takes them as a list, other arguments.

@@ -10,8 +10,6 @@ from torch import nn
 from torchspmd.errors import CaptureError
 from torchspmd.step import compile
 
-pytestmark = pytest.mark.unit
-
 SEEN = []
 
 

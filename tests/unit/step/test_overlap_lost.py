@@ -10,8 +10,6 @@ from torchspmd.errors import PassWarning
 from torchspmd.step import DataParallel, GraphModuleTransformation, compile
 from torchspmd.testing import fake_world
 
-pytestmark = pytest.mark.unit
-
 
 def train(clears_gradients, count):
     with fake_world(2):

@@ -12,8 +12,6 @@ from training import train as step
 from torchspmd.errors import CaptureError, UsageError
 from torchspmd.step import Override, compile
 
-pytestmark = pytest.mark.unit
-
 
 class Block(nn.Module):
     def __init__(self):

@@ -14,8 +14,6 @@ from torchspmd.step import (
 from torchspmd.step.graph.reports import Outcome
 from torchspmd.step.passes.runner import applied_passes, observing_passes, run_any
 
-pytestmark = pytest.mark.unit
-
 
 def module():
     return fx.symbolic_trace(lambda x: torch.relu(x) + 1)

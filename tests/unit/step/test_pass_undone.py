@@ -22,8 +22,6 @@ from torchspmd.step.passes.runner import (
     run_any,
 )
 
-pytestmark = pytest.mark.unit
-
 
 def module():
     return fx.symbolic_trace(lambda x: torch.relu(x) + 1)

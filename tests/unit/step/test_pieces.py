@@ -16,8 +16,6 @@ from torchspmd.step.graph.inductor import CompiledPieces, lower
 from torchspmd.step.graph.metadata import output_values
 from torchspmd.step.graph.pieces import Piece, find_steps
 
-pytestmark = pytest.mark.unit
-
 aten = torch.ops.aten
 
 

@@ -11,8 +11,6 @@ from torchspmd.step.rank_agreement import (
     differences,
 )
 
-pytestmark = pytest.mark.unit
-
 
 def sum_over(*ranks, axis="dp", text="all_reduce float32[4] (sum)"):
     return Collective(text, axis, ranks)

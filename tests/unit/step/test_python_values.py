@@ -16,8 +16,6 @@ from torchspmd.step import DataParallel, GraphModuleTransformation, compile, com
 from torchspmd.step.capture.python_values import MAX_LEAVES
 from torchspmd.testing import fake_world
 
-pytestmark = pytest.mark.unit
-
 
 @dataclasses.dataclass(frozen=True)
 class Config:

@@ -18,8 +18,6 @@ from torchspmd.step import (
 from torchspmd.step.graph.metadata import roles_of, set_roles
 from torchspmd.step.graph.reports import Outcome
 
-pytestmark = pytest.mark.unit
-
 aten = torch.ops.aten
 
 

@@ -11,8 +11,6 @@ from torch.utils.checkpoint import checkpoint
 from torchspmd.errors import CaptureError
 from torchspmd.step import IterGraphModule, compile
 
-pytestmark = pytest.mark.unit
-
 
 def refusal(step, *extra, model="mlp", optimizer="sgd"):
     """The text of the refusal; the user's objects are as before."""

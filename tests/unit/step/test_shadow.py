@@ -23,8 +23,6 @@ from torchspmd.step.lower import deferred_in_place
 from torchspmd.step.program import Program
 from torchspmd.step.shadow import check
 
-pytestmark = pytest.mark.unit
-
 BATCH = torch.linspace(-1, 1, 12).view(3, 4)
 
 aten = torch.ops.aten

@@ -11,8 +11,6 @@ from torch.utils.checkpoint import checkpoint
 from torchspmd.errors import CaptureError
 from torchspmd.step import compile
 
-pytestmark = pytest.mark.unit
-
 RULE = "What the step changes in Python would happen once, at capture."
 
 

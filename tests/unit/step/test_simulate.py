@@ -7,8 +7,6 @@ from torch import fx
 
 from torchspmd.step.graph.simulate import Do, Work, run_schedule
 
-pytestmark = pytest.mark.unit
-
 GROUPS = ("tp", "dp")
 
 

@@ -17,8 +17,6 @@ from torchspmd.step.graph.optimizer_lists import (
 )
 from torchspmd.step.passes import split_fused_optimizer, split_optimizer
 
-pytestmark = pytest.mark.unit
-
 FUSED = {
     "_fused_adam": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
     "_fused_adam amsgrad": lambda p: torch.optim.Adam(

@@ -17,8 +17,6 @@ from torchspmd.step import (
 )
 from torchspmd.testing import fake_world
 
-pytestmark = pytest.mark.unit
-
 
 def call():
     model = nn.Linear(4, 4)

@@ -13,8 +13,6 @@ from torch.autograd.graph import register_multi_grad_hook
 from torchspmd.errors import CaptureError
 from torchspmd.step import compile
 
-pytestmark = pytest.mark.unit
-
 
 def build():
     torch.manual_seed(0)

@@ -10,8 +10,6 @@ from torch import nn
 
 from torchspmd.step import compile
 
-pytestmark = pytest.mark.unit
-
 
 def assert_same(step, model, batch, *, steps=2):
     reference = copy.deepcopy(model)

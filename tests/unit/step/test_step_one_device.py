@@ -11,8 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 from torchspmd.step import compile
 
-pytestmark = pytest.mark.unit
-
 
 def clipped_step(model, optim, batch, *, scale=1.0):
     loss = (model(batch) * scale).square().mean()

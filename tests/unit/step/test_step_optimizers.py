@@ -13,8 +13,6 @@ from torchspmd.errors import CaptureError
 from torchspmd.step import compile
 from torchspmd.step.graph.optimizer_lists import get_all_fused_optimizer_blocks
 
-pytestmark = pytest.mark.unit
-
 
 def follow(step, ours, reference, steps):
     for number in range(steps):

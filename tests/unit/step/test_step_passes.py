@@ -20,9 +20,6 @@ from torchspmd.step import (
 )
 from torchspmd.step.passes.runner import applied_passes
 
-pytestmark = pytest.mark.unit
-
-
 DONE = Outcome(matched=1, changed=1)
 
 

@@ -16,8 +16,6 @@ from training import train
 from torchspmd.step import compile, progress
 from torchspmd.step.progress import Progress, phase
 
-pytestmark = pytest.mark.unit
-
 
 def run(**options):
     torch.manual_seed(0)

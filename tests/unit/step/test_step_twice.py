@@ -9,8 +9,6 @@ from torch import nn
 
 from torchspmd.step import compile
 
-pytestmark = pytest.mark.unit
-
 
 class Wrapped(torch.optim.Optimizer):
     """Doubles the gradients and lets another optimizer step."""

@@ -17,8 +17,6 @@ from torchspmd.step.virtual.certificate import Certificate, Check
 from torchspmd.step.virtual.compare import digest, find_difference
 from torchspmd.step.virtual.verify import Verifier
 
-pytestmark = pytest.mark.unit
-
 c10d = torch.ops._c10d_functional
 
 

@@ -14,8 +14,6 @@ from torchspmd.step.graph.metadata import OutputKind, OutputRole, set_roles
 from torchspmd.step.graph.reduction_order import reduce_values, ring_chunks
 from torchspmd.step.graph.reports import ORDERS
 
-pytestmark = pytest.mark.unit
-
 c10d = torch.ops._c10d_functional
 
 

@@ -14,7 +14,6 @@ from torchspmd.step.deferral.state import State
 from torchspmd.step.deferred import LostStates
 
 pytestmark = [
-    pytest.mark.unit,
     # Some of these steps keep gradients, and exceptions come call after call.
     pytest.mark.filterwarnings("ignore:.*nothing overlaps"),
 ]

@@ -1,6 +1,5 @@
 """Which module created an autograd node, and what is forgotten."""
 
-import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
@@ -11,8 +10,6 @@ from torchspmd import CommDebugMode
 from torchspmd.testing import fake_mesh
 from torchspmd.trace import modules as module
 from torchspmd.trace.modules import Boundaries
-
-pytestmark = pytest.mark.unit
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(-1, 9)), max_size=60))

@@ -9,8 +9,6 @@ from torchspmd.errors import ContractError, UsageError
 from torchspmd.trace.tables import ON_REPLAY
 from torchspmd.verify import at_least, at_most, expect
 
-pytestmark = pytest.mark.unit
-
 TP = Group("1", (0, 1, 2, 3), axis="tp")
 DP = Group("2", (0, 4), axis="dp")
 

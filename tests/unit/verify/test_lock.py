@@ -22,8 +22,6 @@ from torchspmd.verify.lock.lockfile import (
     to_text,
 )
 
-pytestmark = pytest.mark.unit
-
 RECIPE = Recipe("train.py", "dp=2,tp=4", arguments=("--name", "two words"))
 MEMORY = Memory(parameters=100, buffers=0, gradients=100, optimizer=208, activations=64)
 

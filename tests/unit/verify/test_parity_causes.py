@@ -10,8 +10,6 @@ from torchspmd.verify.parity.match import measure
 from torchspmd.verify.recording.files import Kind
 from torchspmd.verify.recording.layouts import Grid, cut
 
-pytestmark = pytest.mark.unit
-
 TP = Grid(("tp",), (4,), (0, 1, 2, 3))
 BOTH = Grid(("dp", "tp"), (2, 2), (0, 1, 2, 3))
 

@@ -1,11 +1,7 @@
 """Where a difference begins, from which values differ."""
 
-import pytest
-
 from torchspmd.verify.parity.step import Result, Status, choose_first, execution_order
 from torchspmd.verify.recording.files import Key, Kind
-
-pytestmark = pytest.mark.unit
 
 F, IN, GO, GI = Kind.FORWARD, Kind.INPUT, Kind.GRAD_OUTPUT, Kind.GRAD_INPUT
 G, P = Kind.GRADIENT, Kind.PARAMETER

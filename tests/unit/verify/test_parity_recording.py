@@ -15,8 +15,6 @@ from torchspmd.verify.parity.match import find_match, possible_layouts
 from torchspmd.verify.recording.files import INITIAL, Key, Kind, load_recording
 from torchspmd.verify.recording.layouts import Grid, cut, describe_layout, join, sketch
 
-pytestmark = pytest.mark.unit
-
 
 def train(folder, *, steps=2, lr=0.1, spoil=None, width=4, optimizer=None, **options):
     torch.manual_seed(0)

@@ -19,8 +19,6 @@ from torchspmd.verify import (
 )
 from torchspmd.verify.parity.run import explain_size, explain_world
 
-pytestmark = pytest.mark.unit
-
 BATCH = torch.linspace(-1, 1, 24).view(6, 4)
 
 

@@ -103,7 +103,7 @@ class Replicated(ParallelMode):
         return total if layout is None else _torch.wrap_local(total, layout)
 
 
-def resolve_spread(
+def resolve_mode(
     parallel_mode: DataParallel | None, mesh: DeviceMesh | None, device: torch.device
 ) -> ParallelMode:
     """The mode and the mesh that a call of ``compile`` asks for."""
