@@ -754,7 +754,8 @@ ROWS = {
         random_of_a_library(random.random), "the state of Python's random"
     ),
     "numpy.random.rand()": Row(
-        random_of_a_library(np.random.rand), "the state of numpy.random"
+        random_of_a_library(lambda: np.random.rand()),  # noqa: PLW0108 - by its module
+        "the state of numpy.random",
     ),
     "numpy Generator": Row(
         random_argument(lambda: np.random.default_rng(0)), "the state of args[3]"
