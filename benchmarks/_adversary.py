@@ -1044,7 +1044,9 @@ def judge(recipe: Recipe) -> tuple[str, str]:
                 return REFUSED, f"{kind}: an effect that happens only at capture"
             if kind in ("ShadowError", "LegalityError", "VerificationError"):
                 return f"fault: {kind}", str(error)
-            return REFUSED, f"{kind}: {str(error).strip().splitlines()[0]}"
+            lines = str(error).strip().splitlines()
+            why = next((line.strip() for line in lines[1:] if line.strip()), "")
+            return REFUSED, f"{kind}: {lines[0][:70]} {why}"
         except Exception as error:
             return f"fault: {type(error).__name__}", str(error)
     size = dist.get_world_size() if dist.is_initialized() else 1

@@ -76,7 +76,7 @@ def main() -> int:
                 outcome, text = faults[0]
                 print(f"{outcome}: {text}\n  {recipe}\n", flush=True)
             if outcome == _adversary.REFUSED:
-                refusals[text[:100]] += 1
+                refusals[text[:180]] += 1
             counts[outcome] += 1
         number += 1
     print(

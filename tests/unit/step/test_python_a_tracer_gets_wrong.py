@@ -405,6 +405,10 @@ def variable_set_in_the_step():
     return World(step, left=count.get)
 
 
+def drawn_by_numpy():  # np.random.rand itself would be an object around the step
+    return np.random.rand()
+
+
 def random_of_a_library(draw):
     def make():
         def step(model, optim, batch):
@@ -754,8 +758,7 @@ ROWS = {
         random_of_a_library(random.random), "the state of Python's random"
     ),
     "numpy.random.rand()": Row(
-        random_of_a_library(lambda: np.random.rand()),  # noqa: PLW0108 - by its module
-        "the state of numpy.random",
+        random_of_a_library(drawn_by_numpy), "the state of numpy.random"
     ),
     "numpy Generator": Row(
         random_argument(lambda: np.random.default_rng(0)), "the state of args[3]"
