@@ -61,6 +61,31 @@ def test_right_steps_pass(ranks, options):
         assert "3 calls were also made eagerly" in line
 
 
+def train_on(model, optim, batch):
+    """Gradients are never cleared: each step adds to what the one before has clipped."""
+    loss = model(batch).square().mean()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optim.step()
+    return loss
+
+
+def run_on():
+    os.environ["TORCHSPMD_SHADOW"] = "3"
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    optim = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    with compile(train_on, parallel="fully_shard", overlap=True) as step:
+        for _ in range(5):
+            step(model, optim, torch.randn(3, 4))
+        return step.explain()
+
+
+def test_gradients_that_are_kept_and_still_pending(ranks2):
+    for text in ranks2.run(run_on):
+        assert "calls were also made eagerly" in text
+
+
 def run_fault(fault):
     os.environ["TORCHSPMD_SHADOW"] = "3"
     model, optim = make(torch.optim.SGD)

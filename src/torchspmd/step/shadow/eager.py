@@ -218,17 +218,20 @@ def _read_values(
             )
         _read_gradients(found, copies, late)
         _read_states(found, copies, late)
-    found.ahead = {
-        each.slot: each.value
-        for each in found.values
-        if each.is_late and each.slot in late.slots and each.kind is not Kind.GRADIENT
-    }
+    for each in found.values:
+        is_gradient = (
+            each.kind is Kind.GRADIENT
+        )  # its own slot, where a step adds to it
+        place = inventory.gradients.get(each.slot, -1) if is_gradient else each.slot
+        if each.is_late and place in late.slots and each.value is not None:
+            found.ahead[place] = each.value
     found.gradients = {
         slot: parts[slot](gradient) for slot, gradient in found.gradients.items()
     }
 
 
 def _read_gradients(found: Eager, copies: Copies, late: Late) -> None:
+    added_to = copies.inventory.gradients  # the slots of those that were there before
     for place, slot in enumerate(copies.inventory.slots):
         if slot.role is Role.PARAMETER:
             whole = copies.wholes[place]
@@ -242,7 +245,8 @@ def _read_gradients(found: Eager, copies: Copies, late: Late) -> None:
                     functools.partial(getattr, slot.tensor, "grad"),
                     slot=place,
                     owner=place,
-                    is_late=place in late.gradients,
+                    is_late=place in late.gradients
+                    or added_to.get(place) in late.slots,
                 )
             )
 
