@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp import GradScaler
 from torch.autograd.graph import register_multi_grad_hook
 from torch.optim import _adafactor, asgd
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 
 from torchspmd import CommDebugMode, _torch
@@ -384,6 +385,16 @@ def test_foreach_norm():
 
 
 # Stores.
+def test_global_hook_keys():
+    before = _torch.global_hook_keys()
+    forward = nn.modules.module.register_module_forward_hook(lambda *args: None)
+    step = register_optimizer_step_post_hook(lambda *args: None)
+    assert {forward.id, step.id} == set(_torch.global_hook_keys()) - set(before)
+    forward.remove()
+    step.remove()
+    assert _torch.global_hook_keys() == before
+
+
 def test_fake_store():
     assert isinstance(_torch.fake_store(), torch.distributed.Store)
     assert "fake" in torch.distributed.Backend.backend_list

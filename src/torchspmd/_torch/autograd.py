@@ -136,6 +136,9 @@ _GLOBAL_HOOKS: tuple[Mapping[int, Any], ...] = (
 )
 
 
+_OWN_MODULES = ("torch.", "torchspmd.")
+
+
 def global_hook_keys() -> tuple[int, ...]:
     """The hooks of the user's own that all modules or all optimizers call.
 
@@ -146,7 +149,7 @@ def global_hook_keys() -> tuple[int, ...]:
             key
             for table in _GLOBAL_HOOKS
             for key, hook in table.items()
-            if not str(getattr(hook, "__module__", "")).startswith("torch")
+            if not str(getattr(hook, "__module__", "")).startswith(_OWN_MODULES)
         ]
     )
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from torchspmd.errors import PassWarning, SpmdError
 from torchspmd.step import (
@@ -82,6 +83,7 @@ CASES = {
     ("backend", "graph", ()): {*MODES},
     ("backend", "graph", ("gm_transformation",)): set(),
     ("backend", "cudagraph", ()): set(),
+    ("mp_policy", MixedPrecisionPolicy(param_dtype=torch.bfloat16), ()): set(),
     ("mesh", data_axis, ()): {NONE},  # none can be made without a process group
     ("verify", True, ()): set(),
     ("shadow", 2, ()): set(),
