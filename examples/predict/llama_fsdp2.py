@@ -300,7 +300,9 @@ def size_of(options: argparse.Namespace) -> Size:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", choices=SIZES, default="8b")
     parser.add_argument("--sequence", type=int, default=8192)
     parser.add_argument("--batch", type=int, default=1, help="sequences of a rank")
