@@ -764,6 +764,8 @@ def copy_model(loop: Loop) -> None:
 
 def add_group(loop: Loop) -> None:
     bias = nn.Parameter(torch.ones(WIDTH))
+    if _average in (loop.model[0].weight._backward_hooks or {}).values():
+        bias.register_hook(_average)  # the eager loop of several ranks
     loop.model[0].bias = bias
     loop.optim.add_param_group({"params": [bias], "lr": 0.01})
 
