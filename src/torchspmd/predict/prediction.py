@@ -136,6 +136,12 @@ class TimePrediction:
                 f"Products run at {power.clock:.0%} of the rate of a short run, because "
                 f"the chip has {power.limit:.0f} W{others}."
             )
+        if self.account is not None and not power.limit:
+            notes.append(
+                "The GPU's file has no power limit and sustained rate (power.limit, "
+                "flops.bfloat16_sustained): products keep the rate of a short run, which "
+                "is too fast where they fill most of a step."
+            )
         if self.account is not None:
             dtype, _ = self.peak_rate
             notes.append(

@@ -190,6 +190,19 @@ def test_fp32_products_get_the_remedy():
     assert gain.seconds > 0.5 * result.step_seconds
 
 
+def test_a_file_without_a_power_limit_is_told():
+    def body(script):
+        x = tensor(1 << 20)
+        script.op("aten.add.Tensor", (x, x), (x,))
+
+    left = {k: v for k, v in H100.figures.items() if not k.startswith("power.")}
+    own = type(H100)("own", "Own", "9.0", left)
+    text = "The GPU's file has no power limit and sustained rate (power.limit, "
+    for gpu, is_told in ((own, True), (H100, False)):
+        notes = predict_time(two_steps(body), gpu).notes()
+        assert any(text in note for note in notes) == is_told
+
+
 def test_unknown_operators_are_listed():
     def body(script):
         x = tensor(1 << 20)
