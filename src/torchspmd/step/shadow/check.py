@@ -109,7 +109,7 @@ class _Call:
     @property
     def rounding(self) -> Rounding:
         """How much counts as rounding."""
-        return Rounding(self.tolerance, self.chained, self.eager.gradients)
+        return Rounding(self.tolerance, self.chained, self.eager)
 
 
 @dataclass(slots=True, repr=False)

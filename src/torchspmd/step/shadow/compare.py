@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,12 +69,12 @@ class Rounding:
     Attributes:
         tolerance: Relative to a value, or to the change of a parameter.
         chained: How many eager calls built on each other.
-        gradients: The sizes of the gradients that backward made, by slot.
+        eager: The eager call.
     """
 
     tolerance: Tolerance
     chained: int
-    gradients: Mapping[int, torch.Tensor]
+    eager: Eager
 
     @property
     def relative(self) -> float:
@@ -84,15 +84,31 @@ class Rounding:
     @functools.cached_property
     def largest(self) -> float:
         """The largest gradient: others are as inexact as this one is."""
-        sizes = [float(each.amax()) for each in self.gradients.values() if each.numel()]
-        return max(filter(math.isfinite, sizes), default=0.0)
+        sizes = self.eager.gradients.values()
+        largest = [float(each.amax()) for each in sizes if each.numel()]
+        return max(filter(math.isfinite, largest), default=0.0)
+
+    @functools.cached_property
+    def largest_copied(self) -> float:
+        """The largest change of a parameter without a gradient, as an average has it.
+
+        Others that are written from the same source are as inexact as this one is.
+        """
+        changes = [
+            each.change
+            for each in self.eager.values
+            if each.kind is Kind.PARAMETER
+            and each.change is not None
+            and each.owner not in self.eager.gradients
+        ]
+        return max(filter(math.isfinite, changes), default=0.0)
 
     def inexactness(self, owner: int, like: torch.Tensor) -> torch.Tensor | None:
         """By how much more each element of what follows from a gradient is inexact.
 
         The errors of small gradients are those of the largest one.
         """
-        size = self.gradients.get(owner)
+        size = self.eager.gradients.get(owner)
         if size is None or size.shape != like.shape or not self.largest:
             return None
         return (self.largest / size.to(like.device, like.dtype)).clamp(min=1.0)
@@ -240,7 +256,9 @@ def _compare_floats(
     wide = torch.promote_types(value.dtype, torch.float32)
     value, found = value.to(wide), found.to(wide)
     apart = (value - found).abs()
-    apart[(value == found) | (value.isnan() & found.isnan())] = 0.0
+    # Which kind of overflow a sum gives, inf or NaN, depends on its order.
+    is_same = (value == found) | ~(value.isfinite() | found.isfinite())
+    apart[is_same] = 0.0
     size = (
         float(value[value.isfinite()].abs().amax()) if value.isfinite().any() else 0.0
     )
@@ -253,12 +271,15 @@ def _compare_floats(
     allowed = rounding.relative * scale + own
     factor = rounding.inexactness(wanted.owner, apart)
     if factor is None:
+        if is_update:
+            allowed = rounding.relative * max(scale, rounding.largest_copied) + own
         is_wrong = ~(apart <= allowed)
     else:
         is_wrong = ~(apart <= rounding.relative * scale * factor + own)
         is_noise = factor * (_NOISE * rounding.relative) >= 1.0
         outcome.noise += int((is_wrong & is_noise).sum())
         is_wrong &= ~is_noise
+    is_wrong &= ~is_same  # sizes of gradients may be NaN
     if not is_wrong.any():
         worst = float(apart[apart.isfinite()].amax()) if apart.isfinite().any() else 0.0
         outcome.largest = max(outcome.largest, worst / size if size else 0.0)
