@@ -3,7 +3,10 @@
 ``benchmarks/adversary.py`` draws for as long as it is told, on one or more ranks.
 """
 
+import dataclasses
+
 import _adversary
+import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 DRAWN = settings(
@@ -54,3 +57,32 @@ def test_a_fault_is_seen(monkeypatch):
     outcome, text = _adversary.judge(recipe)
     assert outcome == "fault: differs"
     assert text.startswith("value 0 of")
+    # Where sums are taken in another order, rounding is measured, and this is more.
+    inexact = dataclasses.replace(recipe, mode="default")
+    with _adversary.group_of_one():
+        outcome, text = _adversary.judge(inexact)
+    assert outcome == "fault: differs"
+
+
+def test_rounding_that_a_step_amplifies_is_no_fault(monkeypatch):
+    """Signs of gradients that are rounding: other ones for another order of sums."""
+    amplified = {"amsgrad": False, "eps": 1e-30}
+    recipe = _adversary.Recipe(
+        layers=("instancenorm",),
+        optimizer="Adam",
+        options=tuple(amplified.items()),
+        mode="default",
+    )
+    with _adversary.group_of_one():
+        assert _adversary.judge(recipe) == ("equal", "")
+        monkeypatch.setattr(_adversary, "rounding_of", lambda *_: [0.0] * 99)
+        assert _adversary.judge(recipe)[0] == "fault: differs"
+
+
+def test_a_recipe_is_read_back_from_its_text():
+    recipe = _adversary.Recipe(("tanh", "tied"), options=(("foreach", False),), seed=3)
+    text = "Recipe(layers=('tanh', 'tied'), options=(('foreach', False),), seed=3)"
+    assert str(recipe) == text
+    assert _adversary.Recipe.parse(text) == recipe
+    with pytest.raises(ValueError, match="is not like Recipe"):
+        _adversary.Recipe.parse("3")
