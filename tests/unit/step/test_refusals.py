@@ -170,8 +170,11 @@ def test_state_under_another_key():
         compile(plain)(model, optim, torch.randn(6, 8))
 
 
-def test_inductor_with_a_counter_on_the_host():
-    (model, optim), _ = build("mlp", "adam")
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.NAdam])
+@pytest.mark.parametrize("foreach", [False, True])
+def test_inductor_with_a_counter_on_the_host(kind, foreach):
+    (model, _), _ = build("mlp", "sgd")
+    optim = kind(model.parameters(), foreach=foreach)
     with pytest.raises(CaptureError, match="reads its step counter on the host"):
         compile(backend="inductor")(plain)(model, optim, torch.randn(6, 8))
 

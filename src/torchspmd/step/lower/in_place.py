@@ -101,9 +101,9 @@ def _is_called(node: fx.Node) -> bool:
     """Whether an operator is called in place: a fused update, and counters beside it."""
     if is_fused_update(node):
         return True
-    return is_list_operator(node) and all(
-        source.meta["val"].numel() == 1 for source in node.all_input_nodes
-    )
+    values = [source.meta["val"] for source in node.all_input_nodes]
+    tensors = [each for each in values if isinstance(each, torch.Tensor)]
+    return is_list_operator(node) and all(each.numel() == 1 for each in tensors)
 
 
 def written_tensors(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
