@@ -100,6 +100,67 @@ def test_error_of_the_step_itself():
     assert "return model(batch[:, :3])" in text and "Sequential.0 (forward)" in text
 
 
+class NoBatchError(Exception):
+    pass
+
+
+def test_an_error_that_the_step_raises_first_is_its_own():
+    def step(model, optim, batch):
+        if len(batch) < 2:
+            raise NoBatchError("no batch")
+        plain(model, optim, batch)
+        return model(batch).detach()
+
+    (model, optim), (other, reference) = build("mlp", "sgd")
+    compiled = compile(step)
+    x = torch.randn(6, 8)
+    with pytest.raises(NoBatchError, match="no batch") as caught:
+        compiled(model, optim, x[:1])
+    assert caught.value.__notes__ == [
+        f"{step.__qualname__} was not captured: it raises this itself, before it does "
+        "anything."
+    ]
+    assert torch.equal(compiled(model, optim, x), step(other, reference, x))
+    with pytest.raises(NoBatchError):
+        compiled(model, optim, x[:1])
+
+
+def forward_first(model, optim, batch):
+    model(batch)
+
+
+def count_first(model, optim, batch):
+    model.count = 3
+
+
+def backward_first(model, optim, batch):
+    model(batch).sum().backward()
+
+
+@pytest.mark.parametrize("begin", [forward_first, count_first, backward_first])
+def test_an_error_that_the_step_raises_later(begin):
+    def step(model, optim, batch):
+        begin(model, optim, batch)
+        raise NoBatchError("no batch")
+
+    text = refusal(step)
+    assert "the step raises NoBatchError: no batch, after it has begun" in text
+    assert "Check before the first operation on tensors in the step" in text
+    assert 'raise NoBatchError("no batch")' in text
+
+
+def test_gradients_cleared_before_an_error():
+    def step(model, optim, batch):
+        optim.zero_grad()
+        raise NoBatchError
+
+    (model, optim), _ = build("mlp", "sgd")
+    model(torch.randn(6, 8)).sum().backward()
+    with pytest.raises(CaptureError, match="after it has begun"):
+        compile(step)(model, optim, torch.randn(6, 8))
+    assert model[0].weight.grad is not None
+
+
 def test_argument_that_changes_without_a_sign():
     text = refusal(lambda model, optim, batch, extra: None, bytearray(2))
     assert "argument args[3] is a bytearray" in text
