@@ -96,9 +96,9 @@ _RAISE_FIX = (
 )
 _CLOSED_FIX = (
     "Only tensors of the step's arguments and of their modules and optimizers are inputs "
-    "of the graph, and an argument is looked into where it is a tuple, a named tuple, a "
-    "list or a dict.\nPass the tensors in one of these, or register them as buffers of a "
-    "module."
+    "of the graph. An argument is looked into where it is a container or a plain object "
+    "(a dataclass), unless that holds a model or the tensor requires gradients.\nPass the "
+    "tensors by themselves, or register them as buffers of a module."
 )
 _ANOMALY_FIX = (
     "A graph has no values before it runs.\nLeave torch.autograd.set_detect_anomaly() off "
