@@ -16,12 +16,14 @@ from torchspmd.step.capture.parallel_mode import ParallelMode
 from torchspmd.step.capture.snapshots import MISSING
 from torchspmd.step.modes.global_batch import GlobalBatch
 from torchspmd.step.program import Program
-from torchspmd.step.shadow.eager import Eager, Expected, Kind
+from torchspmd.step.shadow.eager import Eager, Expected, Following, Kind
 
 _ORDER = tuple(Kind)
 _OF_ONE = 0.01  # a mean of values that a norm has made, around 1, is rounding alone
 _OWN_ROUNDINGS = 4.0  # of a value itself, when a change is added to it
 _NOISE = 16.0  # times the tolerance: gradients below that, of the largest, are rounding
+_OF_SQUARES = 2.0  # an optimizer may keep squares of gradients
+_FOLLOWING = 16.0  # times what updated parameters differ by, for what is made of them
 _SHOWN = 4
 
 
@@ -34,12 +36,14 @@ class Difference:
         name: Its name.
         amount: By how much, as text.
         is_unwritten: It is as it was before the step.
+        following: By how much it differs, where it is computed from updated parameters.
     """
 
     kind: Kind | str
     name: str
     amount: str
     is_unwritten: bool = False
+    following: float = math.inf
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name}".rstrip() + self.amount
@@ -54,12 +58,24 @@ class Outcome:
         compared: How many values were compared.
         largest: The largest difference that counts as rounding, relative.
         noise: How many elements were left out because their gradient is rounding.
+        moved: The largest difference of a parameter that counts as rounding.
     """
 
     differences: list[Difference] = field(default_factory=list)
     compared: int = 0
     largest: float = 0.0
     noise: int = 0
+    moved: float = 0.0
+
+    def drop_following(self) -> None:
+        """Leave out what differs as updated parameters do, from which it is computed.
+
+        An optimizer may make a whole step of a gradient that is rounding alone.
+        """
+        allowed = _FOLLOWING * self.moved
+        self.differences = [
+            each for each in self.differences if not each.following <= allowed
+        ]
 
 
 @dataclass(frozen=True)
@@ -70,11 +86,13 @@ class Rounding:
         tolerance: Relative to a value, or to the change of a parameter.
         chained: How many eager calls built on each other.
         eager: The eager call.
+        following: What the step computes from parameters that it has updated.
     """
 
     tolerance: Tolerance
     chained: int
     eager: Eager
+    following: Following
 
     @property
     def relative(self) -> float:
@@ -87,21 +105,6 @@ class Rounding:
         sizes = self.eager.gradients.values()
         largest = [float(each.amax()) for each in sizes if each.numel()]
         return max(filter(math.isfinite, largest), default=0.0)
-
-    @functools.cached_property
-    def largest_copied(self) -> float:
-        """The largest change of a parameter without a gradient, as an average has it.
-
-        Others that are written from the same source are as inexact as this one is.
-        """
-        changes = [
-            each.change
-            for each in self.eager.values
-            if each.kind is Kind.PARAMETER
-            and each.change is not None
-            and each.owner not in self.eager.gradients
-        ]
-        return max(filter(math.isfinite, changes), default=0.0)
 
     def inexactness(self, owner: int, like: torch.Tensor) -> torch.Tensor | None:
         """By how much more each element of what follows from a gradient is inexact.
@@ -227,8 +230,10 @@ def _leaves(value: Any) -> Iterator[tuple[str, Any]]:
 def _compare(
     wanted: Expected, found: Any, rounding: Rounding, outcome: Outcome
 ) -> Difference | None:
-    def differs(text: str, *, is_unwritten: bool = False) -> Difference:
-        return Difference(wanted.kind, wanted.name, text, is_unwritten)
+    def differs(
+        text: str, *, is_unwritten: bool = False, following: float = math.inf
+    ) -> Difference:
+        return Difference(wanted.kind, wanted.name, text, is_unwritten, following)
 
     value = wanted.value
     if not isinstance(value, torch.Tensor) or not isinstance(found, torch.Tensor):
@@ -268,20 +273,23 @@ def _compare_floats(
     own = _OWN_ROUNDINGS * torch.finfo(wanted.value.dtype).eps * size
     if wanted.kind in (Kind.BUFFER, Kind.RESULT):
         own += _OF_ONE * rounding.relative
-    allowed = rounding.relative * scale + own
+    relative = rounding.relative
+    if wanted.kind is Kind.STATE:
+        relative *= _OF_SQUARES
+    allowed = relative * scale + own
     factor = rounding.inexactness(wanted.owner, apart)
     if factor is None:
-        if is_update:
-            allowed = rounding.relative * max(scale, rounding.largest_copied) + own
         is_wrong = ~(apart <= allowed)
     else:
-        is_wrong = ~(apart <= rounding.relative * scale * factor + own)
-        is_noise = factor * (_NOISE * rounding.relative) >= 1.0
+        is_wrong = ~(apart <= relative * scale * factor + own)
+        is_noise = factor * (_NOISE * relative) >= 1.0
         outcome.noise += int((is_wrong & is_noise).sum())
         is_wrong &= ~is_noise
     is_wrong &= ~is_same  # sizes of gradients may be NaN
     if not is_wrong.any():
         worst = float(apart[apart.isfinite()].amax()) if apart.isfinite().any() else 0.0
+        if wanted.kind is Kind.PARAMETER:
+            outcome.moved = max(outcome.moved, worst)
         outcome.largest = max(outcome.largest, worst / size if size else 0.0)
         return None
     worst = float(apart[is_wrong].nan_to_num(math.inf, math.inf).amax())
@@ -292,6 +300,7 @@ def _compare_floats(
     return differs(
         f" differs by {worst / scale:.2g} of {of}; {allowed / scale:.2g} is allowed",
         is_unwritten=is_unwritten,
+        following=worst if rounding.following.holds(wanted) else math.inf,
     )
 
 
