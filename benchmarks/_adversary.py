@@ -888,7 +888,15 @@ def options_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def whole(value: Any) -> Any:
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
+    """A tensor with the rows of all ranks.
+
+    Not by ``full_tensor()``: gathers of that kind can corrupt the heap on gloo.
+    """
+    if not hasattr(value, "to_local"):
+        return value
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, value.to_local().detach())
+    return torch.cat(parts) if value.placements[0].is_shard() else parts[0]
 
 
 def run(recipe: Recipe, *, compiled: bool, perturbed: int = 0) -> list[Any]:

@@ -181,6 +181,10 @@ def test_start_all_gather(group):
     assert _torch.wait(started).shape == (8, 3)
 
 
+def test_gather_now(group):
+    assert _torch.gather_now(torch.ones(2, 3), 4, group).shape == (8, 3)
+
+
 def test_start_reduce_scatter(group):
     started = _torch.start_reduce_scatter(torch.ones(8, 3), 4, group)
     assert _torch.wait(started).shape == (2, 3)

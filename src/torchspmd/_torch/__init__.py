@@ -79,6 +79,7 @@ from torchspmd._torch.dtensor import current_mesh as current_mesh
 from torchspmd._torch.dtensor import flatten_mesh as flatten_mesh
 from torchspmd._torch.dtensor import foreach_norm as foreach_norm
 from torchspmd._torch.dtensor import free_shard as free_shard
+from torchspmd._torch.dtensor import gather_now as gather_now
 from torchspmd._torch.dtensor import is_autocast_enabled as is_autocast_enabled
 from torchspmd._torch.dtensor import is_view as is_view
 from torchspmd._torch.dtensor import join_axes as join_axes

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from torch import fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchspmd import DataParallel, GraphModuleTransformation, compile
+from torchspmd import DataParallel, GraphModuleTransformation, _torch, compile
 from torchspmd.step.graph.collectives import gather_into_memory
 
 STEPS = 1000
@@ -70,3 +71,27 @@ def test_gathers_on_gloo_are_not_the_coalesced_ones(ranks2):
     """Those corrupt the heap where several are in flight, within some hundred steps."""
     ones = [[1.0, 1.0]] * 2
     assert ranks2.run(gather_twice) == [(0, [ones, ones])] * 2
+
+
+class Names(TorchDispatchMode):
+    """The names of the operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def gather_eagerly():
+    with Names() as names:
+        found = _torch.gather_now(torch.ones(1, 2), 2, "0")
+    gathers = [name for name in names.seen if "all_gather" in name]
+    return gathers, found.tolist()
+
+
+def test_shadow_steps_gather_into_memory_on_gloo(ranks2):
+    name = "_c10d_functional.all_gather_into_tensor_out.default"
+    assert ranks2.run(gather_eagerly) == [([name], [[1.0, 1.0]] * 2)] * 2
