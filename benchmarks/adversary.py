@@ -59,7 +59,10 @@ class Judge:
         """The outcome, and its text: that of a rank with a fault where there is any."""
         outcomes = self._outcomes(recipe)
         faults = [each for each in outcomes if each[0].startswith("fault")]
-        return faults[0] if faults else max(outcomes)
+        kinds = [outcome for outcome, _ in outcomes]
+        if not faults and len(set(kinds)) > 1:
+            return "fault: ranks differ", f"{', '.join(kinds)}: {max(outcomes)[1]}"
+        return faults[0] if faults else outcomes[0]
 
     def _outcomes(self, recipe: _adversary.Recipe) -> list[tuple[str, str]]:
         if self._size == 1:
@@ -89,10 +92,13 @@ def drawn_until(end: float, options: argparse.Namespace) -> Iterator[_adversary.
             yield recipe
 
 
-def indented(text: str) -> str:
+def indented(text: str, first: str = "  ") -> str:
+    """Lines of at most 80 columns; what begins the first one may be given."""
+    lines = text.splitlines()
+    starts = [first, *("  " for _ in lines[1:])]
     return "\n".join(
-        textwrap.fill(line, 80, initial_indent="  ", subsequent_indent="    ")
-        for line in text.splitlines()
+        textwrap.fill(line, 80, initial_indent=start, subsequent_indent="       ")
+        for line, start in zip(lines, starts, strict=True)
     )
 
 
@@ -129,7 +135,7 @@ def main() -> int:
         print(f"{count:6d} {outcome}")
     print("Refused because of" if refusals else "Nothing was refused")
     for text, count in refusals.most_common(12):
-        print(f"{count:6d} {indented(text).lstrip()}")
+        print(indented(text, f"{count:6d} "))
     return int(any(name.startswith("fault") for name in counts))
 
 

@@ -6,6 +6,7 @@
 import dataclasses
 
 import _adversary
+import adversary
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
@@ -86,3 +87,35 @@ def test_a_recipe_is_read_back_from_its_text():
     assert _adversary.Recipe.parse(text) == recipe
     with pytest.raises(ValueError, match="is not like Recipe"):
         _adversary.Recipe.parse("3")
+
+
+def run_command(monkeypatch, capsys, outcomes):
+    """The exit code and the text of the command, for one recipe with these outcomes."""
+    monkeypatch.setattr(adversary.Judge, "_outcomes", lambda self, recipe: outcomes)
+    monkeypatch.setattr("sys.argv", ["adversary.py", "--recipe", "Recipe(seed=3)"])
+    return adversary.main(), capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "code", "words"),
+    [
+        ([("equal", "")] * 2, 0, "     1 equal\nNothing was refused"),
+        ([("refused", "CaptureError: no")] * 2, 0, "     1 CaptureError: no"),
+        ([("equal", ""), ("fault: differs", "value 3")], 1, "differs\n  value 3\n"),
+        ([("equal", ""), ("refused", "why")], 1, "ranks differ\n  equal, refused: why"),
+    ],
+)
+def test_the_command_says_what_became_of_a_recipe(
+    monkeypatch, capsys, outcomes, code, words
+):
+    found, text = run_command(monkeypatch, capsys, outcomes)
+    assert found == code
+    assert words in text
+    assert ("  Recipe(seed=3)" in text) is bool(code)
+
+
+def test_the_command_keeps_to_80_columns(monkeypatch, capsys):
+    words = "CaptureError: " + "why " * 60
+    for outcome in ("refused", "fault: ShadowError"):
+        _, text = run_command(monkeypatch, capsys, [(outcome, words)])
+        assert max(map(len, text.splitlines())) <= 80
