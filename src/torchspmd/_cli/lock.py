@@ -12,7 +12,7 @@ from unittest import mock
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchspmd._cli.output import status_line
+from torchspmd._cli.output import say, status_line
 from torchspmd._cli.plan import parse_mesh
 from torchspmd._cli.script import (
     StepWindow,
@@ -22,7 +22,7 @@ from torchspmd._cli.script import (
     run_script,
     script_problems,
 )
-from torchspmd._cli.simulate import cuda_as_cpu, rehearsed_world, simulated_world
+from torchspmd._cli.simulate import rehearsed_world, simulated_world
 from torchspmd.comm import format_bytes
 from torchspmd.errors import UsageError
 from torchspmd.rehearse.world import World
@@ -49,21 +49,24 @@ def simulate(recipe: Recipe, folder: Path, command: str) -> Lock | None:
     line = status_line(what)
     mode, watch = CommDebugMode(sources=True, max_events=_MAX_EVENTS), MemoryWatch()
     window = StepWindow(mode, skip=recipe.skip, steps=recipe.steps, line=line)
-    with line, _one_rank(world_size, recipe.rank, fake=recipe.fake) as made:
-        arguments = recipe.arguments
-        if not run_script(script, arguments, mode, watch, window):
-            print(
-                f"torchspmd {command}: {script} failed after "
-                f"{window.num_optimizer_steps} optimizer steps; nothing was locked.",
-                file=sys.stderr,
-            )
-            return None
+    with (
+        line,
+        _one_rank(world_size, recipe.rank, fake=recipe.fake) as notes,
+        _axes_made() as made,
+    ):
+        succeeded = run_script(script, recipe.arguments, mode, watch, window)
+    if not succeeded:
+        failed = (
+            f"{script} failed after {window.num_optimizer_steps} optimizer steps; "
+            "nothing was locked."
+        )
+        say(command, failed, *notes)
+        return None
     window.refuse_if_empty()
     _compare_axes(recipe.mesh, axes, made)
     for text in watch.notes:
         mode.ledger.note(text)
-    for remark in _remarks(window, mode):
-        print(f"torchspmd {command}: {remark}", file=sys.stderr)
+    say(command, *notes, *_remarks(window, mode))
     return lock_ledger(mode.ledger, recipe, memory=watch.memory(), setup=window.setup)
 
 
@@ -78,10 +81,22 @@ def _check(recipe: Recipe, script: Path, world_size: int) -> None:
 
 
 @contextlib.contextmanager
-def _one_rank(
-    world_size: int, rank: int, *, fake: bool
-) -> Iterator[dict[str, set[int]]]:
-    """A simulated world without devices; gives the axes of the meshes that are made."""
+def _one_rank(world_size: int, rank: int, *, fake: bool) -> Iterator[list[str]]:
+    """A simulated world without devices; gives what is to be said about it."""
+    with (
+        # A lock must not depend on the machine's devices.
+        mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""}),
+        contextlib.redirect_stdout(sys.stderr),
+        rehearsed_world(World(world_size, rank), None)
+        if fake
+        else simulated_world(world_size, rank, use_gpu=False) as notes,
+    ):
+        yield notes
+
+
+@contextlib.contextmanager
+def _axes_made() -> Iterator[dict[str, set[int]]]:
+    """Gives the axes of the meshes that are made."""
     made: dict[str, set[int]] = {}
     plain_mesh = DeviceMesh.__init__
 
@@ -90,17 +105,7 @@ def _one_rank(
         for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=False):
             made.setdefault(name, set()).add(size)
 
-    with contextlib.ExitStack() as stack:
-        # A lock must not depend on the machine's devices.
-        stack.enter_context(mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""}))
-        if fake:
-            stack.enter_context(rehearsed_world(World(world_size, rank), None))
-        else:
-            stack.enter_context(simulated_world(world_size, rank))
-        stack.enter_context(mock.patch.object(DeviceMesh, "__init__", build_mesh))
-        if not fake:
-            stack.enter_context(cuda_as_cpu())
-        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+    with mock.patch.object(DeviceMesh, "__init__", build_mesh):
         yield made
 
 
