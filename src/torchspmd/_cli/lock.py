@@ -16,8 +16,9 @@ from torchspmd._cli.output import say, status_line
 from torchspmd._cli.plan import parse_mesh
 from torchspmd._cli.script import (
     StepWindow,
-    add_fake_option,
+    add_fake_options,
     add_script_options,
+    fake_problems,
     output_problems,
     run_script,
     script_problems,
@@ -25,7 +26,7 @@ from torchspmd._cli.script import (
 from torchspmd._cli.simulate import rehearsed_world, simulated_world
 from torchspmd.comm import format_bytes
 from torchspmd.errors import UsageError
-from torchspmd.rehearse.world import World
+from torchspmd.rehearse.world import GPUS_PER_NODE, World
 from torchspmd.trace import CommDebugMode
 from torchspmd.verify.lock.lockfile import Lock, Recipe, lock_ledger, save_lock
 from torchspmd.verify.lock.memory import MemoryWatch
@@ -51,7 +52,7 @@ def simulate(recipe: Recipe, folder: Path, command: str) -> Lock | None:
     window = StepWindow(mode, skip=recipe.skip, steps=recipe.steps, line=line)
     with (
         line,
-        _one_rank(world_size, recipe.rank, fake=recipe.fake) as notes,
+        _one_rank(recipe, world_size, folder) as notes,
         _axes_made() as made,
     ):
         succeeded = run_script(script, recipe.arguments, mode, watch, window)
@@ -80,16 +81,37 @@ def _check(recipe: Recipe, script: Path, world_size: int) -> None:
         raise UsageError("; ".join(problems) + ".")
 
 
+def gpu_of_recipe(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """What the options say about the GPU that a script is shown, for a recipe."""
+    shown: dict[str, Any] = {"fake": True} if options.fake else {}
+    if options.gpu is not None:
+        shown["gpu"] = options.gpu
+        if is_gpu_file(options.gpu):
+            shown["gpu"] = Path(os.path.relpath(options.gpu, folder)).as_posix()
+    if options.gpus_per_node is not None:
+        shown["gpus_per_node"] = options.gpus_per_node
+    return shown
+
+
+def is_gpu_file(gpu: str) -> bool:
+    """Whether ``--gpu`` has a path, and no name."""
+    return gpu.endswith(".toml")
+
+
 @contextlib.contextmanager
-def _one_rank(world_size: int, rank: int, *, fake: bool) -> Iterator[list[str]]:
+def _one_rank(recipe: Recipe, world_size: int, folder: Path) -> Iterator[list[str]]:
     """A simulated world without devices; gives what is to be said about it."""
+    world = World(world_size, recipe.rank, recipe.gpus_per_node or GPUS_PER_NODE)
+    gpu = recipe.gpu
+    if gpu is not None and is_gpu_file(gpu):
+        gpu = str(folder / gpu)
     with (
         # A lock must not depend on the machine's devices.
         mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""}),
         contextlib.redirect_stdout(sys.stderr),
-        rehearsed_world(World(world_size, rank), None)
-        if fake
-        else simulated_world(world_size, rank, use_gpu=False) as notes,
+        rehearsed_world(world, gpu)
+        if recipe.fake
+        else simulated_world(world_size, recipe.rank, use_gpu=False) as notes,
     ):
         yield notes
 
@@ -160,6 +182,7 @@ EPILOG = """\
 examples:
   torchspmd lock train.py --mesh dp=2,tp=4 -o comm.lock
   torchspmd lock train.py --mesh dp=64,tp=8 --steps 2 --skip 1 -- --layers 4
+  torchspmd lock train.py --mesh dp=128,tp=8 --fake --gpu h100
   torchspmd check comm.lock                        exit code 1 when something changed
 
 This process plays one rank of a simulated world, on the CPU, whatever its size. The
@@ -170,7 +193,7 @@ script makes its own mesh; --mesh says how many ranks there are and is compared 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's options."""
     add_script_options(parser)
-    add_fake_option(parser)
+    add_fake_options(parser)
     parser.add_argument("--mesh", required=True, help="axes and sizes: tp=8, dp=2,tp=4")
     parser.add_argument(
         "-o",
@@ -184,6 +207,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Simulate and write; 1 when the script fails."""
     problems = output_problems(options.out, "--out", "comm.lock")
+    problems += fake_problems(options, fake=options.fake)
     if problems:
         raise UsageError("; ".join(problems) + ".")
     folder = options.out.absolute().parent
@@ -194,7 +218,7 @@ def run(options: argparse.Namespace) -> int:
         options.steps,
         options.skip,
         tuple(options.arguments),
-        fake=options.fake,
+        **gpu_of_recipe(options, folder),
     )
     lock = simulate(recipe, folder, "lock")
     if lock is None:

@@ -19,8 +19,7 @@ from torchspmd._cli.gather import (
 from torchspmd._cli.output import NEVER_FREED, say, say_written, status_line
 from torchspmd._cli.script import (
     StepWindow,
-    add_fake_option,
-    add_rehearsal_options,
+    add_fake_options,
     add_script_options,
     fake_problems,
     output_problems,
@@ -32,7 +31,7 @@ from torchspmd._cli.simulate import rehearsed_world, simulated_world
 from torchspmd.comm import Ledger, ledger_to_dict, save_ledger
 from torchspmd.comm.tree import sum_ledgers
 from torchspmd.errors import UsageError
-from torchspmd.rehearse.world import World
+from torchspmd.rehearse.world import GPUS_PER_NODE, World
 from torchspmd.report import format_bytes, print_ledger, write_page
 from torchspmd.trace import CommDebugMode
 
@@ -55,9 +54,8 @@ collectives return at once. Shapes and counts are those of a real run, values ar
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's options."""
     add_script_options(parser)
+    add_fake_options(parser)
     parser.add_argument("--world-size", type=int, help="simulate this many ranks")
-    add_fake_option(parser)
-    add_rehearsal_options(parser)
     parser.add_argument("--out", type=Path, help="write the ledger here, as JSON")
     parser.add_argument("--html", type=Path, help="write a page to look at here")
     parser.add_argument(
@@ -74,7 +72,7 @@ class _World:
     simulated: bool
     fake: bool = False
     gpu: str | None = None
-    gpus_per_node: int = 8
+    gpus_per_node: int = GPUS_PER_NODE
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.size}" + (
@@ -129,7 +127,7 @@ def _check(options: argparse.Namespace) -> None:
         problems.append(
             "give --world-size N to simulate N ranks, or start with torchrun"
         )
-    problems += fake_problems(options)
+    problems += fake_problems(options, fake=options.fake)
     problems += output_problems(options.out, "--out", "report.json")
     problems += output_problems(options.html, "--html", "page.html")
     if problems:
@@ -144,7 +142,7 @@ def _world(options: argparse.Namespace) -> _World:
             True,
             fake=options.fake,
             gpu=options.gpu,
-            gpus_per_node=options.gpus_per_node,
+            gpus_per_node=options.gpus_per_node or GPUS_PER_NODE,
         )
     environment = os.environ
     return _World(int(environment["WORLD_SIZE"]), int(environment["RANK"]), False)

@@ -17,8 +17,9 @@ from torchspmd.errors import UsageError
 from torchspmd.rehearse.place import is_called_by_user
 from torchspmd.rehearse.recorder import Recorder
 
-__all__ = ["Mail", "NoMail", "World", "fake_groups", "fake_ranks"]
+__all__ = ["GPUS_PER_NODE", "Mail", "NoMail", "World", "fake_groups", "fake_ranks"]
 
+GPUS_PER_NODE = 8  # where nobody says otherwise
 _MODULES = (dist, distributed_c10d, device_mesh)
 # Methods of a process group that give a work to wait for; torch renames some of them.
 _COLLECTIVES = """
@@ -36,7 +37,7 @@ class World:
 
     size: int
     rank: int
-    gpus_per_node: int = 8
+    gpus_per_node: int = GPUS_PER_NODE
 
     def environment(self) -> dict[str, str]:
         """What torchrun would set; nothing for a script that is run by itself."""

@@ -312,6 +312,55 @@ def test_diff(script, tmp_path, capsys):
     assert change["after"]["count"] - change["before"]["count"] == 1
 
 
+def test_diff_of_scripts(tmp_path, capfd):
+    """Each imports a module of its own, of the same name."""
+    scripts = []
+    for name, width in (("old", 4), ("new", 8)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "sizes.py").write_text(f"WIDTH = {width}")
+        scripts.append(str(tmp_path / name / "train.py"))
+        text = TRAIN.replace("Linear(4, 4)", "Linear(4, WIDTH)")
+        Path(scripts[-1]).write_text(f"from sizes import WIDTH\n{text}")
+    page = tmp_path / "page.html"
+    words = ["--world-size", "2", "--fake", "--gpu", "h100", "--steps", "0", "--json"]
+    assert main(["diff", *scripts, *words, "--html", str(page), "--", "3"]) == 1
+    captured = capfd.readouterr()
+    (change,) = [c for c in json.loads(captured.out) if c["module"].endswith("module")]
+    assert change["before"]["payload_bytes"] == 3 * 4 * (4 * 4 + 4)
+    assert change["after"]["payload_bytes"] == 3 * 4 * (8 * 4 + 8)
+    assert "Communication by module" in captured.err
+    assert "new/train.py" in page.read_text()
+
+
+def test_diff_of_a_script_that_fails(script, tmp_path, capfd):
+    path = tmp_path / "fails.py"
+    path.write_text("raise ValueError('the user did this')")
+    assert main(["diff", str(path), str(path), "--world-size", "2"]) == 2
+    error = capfd.readouterr().err
+    assert "ValueError: the user did this" in error
+    assert error.endswith(f"{path} was not traced: the reason stands above.\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["SCRIPT", "SCRIPT"], "a script is traced: give --world-size N to simulate"),
+        (["a.json", "b.json", "--fake"], "both are files, and options of a trace are"),
+        (["a.json", "b.json", "--", "--layers", "2"], "are for scripts (.py): leave"),
+        (
+            ["a.json", "SCRIPT", "--world-size", "2", "--gpu", "h100"],
+            "--gpu and --gpus-per-node are for --fake: add it.",
+        ),
+        (["no.py", "SCRIPT", "--world-size", "2"], "there is no script no.py"),
+    ],
+)
+def test_wrong_use_of_diff_is_one_sentence(script, capsys, words, sentence):
+    assert main(["diff", *(script if w == "SCRIPT" else w for w in words)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("torchspmd diff: ") and sentence in error
+    assert error.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
