@@ -147,6 +147,15 @@ def test_idiom_on_a_cpu(on_cpu, name):
         assert bool(_idiom(name)()) == (name not in OTHERWISE_ON_CPU)
 
 
+@pytest.mark.parametrize("where", ["rehearse", "on_cpu"])
+def test_groups_of_any_backend_answer_at_once(request, where):
+    with request.getfixturevalue(where)(8):
+        dist.init_process_group("gloo")
+        assert dist.get_backend() == "gloo"
+        assert dist.is_nccl_available()
+        assert dist.new_group([0, 3], backend="gloo").size() == 2
+
+
 def test_what_a_reader_must_know_of_cuda_on_a_cpu(on_cpu):
     with on_cpu() as notes:
         torch.ones(2)
