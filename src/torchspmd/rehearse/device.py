@@ -238,7 +238,7 @@ def _names(
     yield torch.version, {"cuda": "12.8"}
     yield torch.profiler, {"profile": _profile_class(device)}
     yield torch, {"Generator": _generator_class()}
-    yield FullyShardedDataParallel, {"__init__": _fsdp1(device.shown)}
+    yield FullyShardedDataParallel, {"__init__": _fsdp1()}
     accelerator: Any = getattr(torch, "accelerator", None)
     if accelerator is not None:
         yield accelerator, _accelerator(device, everything)
@@ -458,16 +458,16 @@ def _generator_class() -> type[Any]:
     return Generator
 
 
-def _fsdp1(shown: _torch.ShownAsCuda) -> Callable[..., None]:
+def _fsdp1() -> Callable[..., None]:
     plain: Any = FullyShardedDataParallel.__init__
 
     @functools.wraps(plain)
     def init(module: Any, *args: Any, **kwargs: Any) -> None:
-        if shown.is_named or kwargs.get("device_id") is not None:
+        if kwargs.get("device_id") != torch.device("cpu"):
             raise UsageError(
-                "FullyShardedDataParallel asks the driver for its GPU, and there is none. "
-                "Use torch.distributed.fsdp.fully_shard, which shards the same parameters, "
-                "or run the script on GPUs, under torchrun."
+                "FullyShardedDataParallel cannot be rehearsed: it asks the driver for its "
+                "GPU. Use torch.distributed.fsdp.fully_shard, which shards the same "
+                "parameters; or trace the script without --fake, on the CPU."
             )
         plain(module, *args, **kwargs)
 

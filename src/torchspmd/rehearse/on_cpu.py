@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from torchspmd import _torch
@@ -76,6 +77,14 @@ def _replacements(shown: _torch.ShownAsCuda) -> Iterator[tuple[Any, str, Any]]:
         plain_mesh(mesh, _on_cpu(device_type), *args, **kwargs)
 
     yield DeviceMesh, "__init__", build_mesh
+    plain_fsdp: Any = FullyShardedDataParallel.__init__
+
+    @functools.wraps(plain_fsdp)
+    def build_fsdp(module: Any, *args: Any, **kwargs: Any) -> None:
+        # It would ask the driver for its device.
+        plain_fsdp(module, *args, **{**kwargs, "device_id": _CPU})
+
+    yield FullyShardedDataParallel, "__init__", build_fsdp
     # These refuse tensors of the host, or a GPU's number for them.
     for owner, name in (
         (DistributedDataParallel, "__init__"),

@@ -25,6 +25,7 @@ from torchspmd.rehearse.recording import (
     Synchronize,
 )
 from torchspmd.rehearse.values import NoValueError
+from torchspmd.trace import CommDebugMode
 
 
 def scaled():
@@ -268,11 +269,29 @@ def test_compiled_modules_run_on_a_cpu(on_cpu):
 
 @pytest.mark.parametrize("where", ["rehearse", "on_cpu"])
 def test_what_needs_a_driver_is_refused(request, where):
-    with request.getfixturevalue(where)(2):
-        with pytest.raises(UsageError, match="Put the capture behind an option"):
-            torch.cuda.CUDAGraph()
-        with pytest.raises(UsageError, match="shards the same parameters"):
-            FullyShardedDataParallel(nn.Linear(2, 2), device_id=0)
+    with (
+        request.getfixturevalue(where)(2),
+        pytest.raises(UsageError, match="Put the capture behind an option"),
+    ):
+        torch.cuda.CUDAGraph()
+
+
+def test_the_first_fsdp_is_refused_in_a_rehearsal(rehearse):
+    with (
+        rehearse(2),
+        pytest.raises(UsageError, match="trace the script without --fake"),
+    ):
+        FullyShardedDataParallel(nn.Linear(2, 2).cuda())
+
+
+@pytest.mark.parametrize("words", [{}, {"device_id": 0}])
+def test_the_first_fsdp_runs_on_a_cpu(on_cpu, words):
+    with on_cpu(2):
+        model = FullyShardedDataParallel(nn.Linear(4, 4), **words)
+        with CommDebugMode() as mode:
+            model(torch.ones(2, 4, device="cuda")).sum().backward()
+    assert mode.ledger.total(kind="all_gather").payload_bytes == 4 * (4 * 4 + 4)
+    assert mode.ledger.total(kind="reduce_scatter").payload_bytes == 4 * (4 * 4 + 4)
 
 
 def test_a_profile_has_no_events(rehearse):
