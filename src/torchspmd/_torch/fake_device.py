@@ -239,15 +239,21 @@ class ShownAsCuda(TorchFunctionMode):
         no_value: Is called where the values of a tensor are asked for that has none, with
             the call; gives what the call gives.
         on_record_stream: Is called with a tensor and a stream.
+        inner: What C++ is given. With ``cpu`` itself, tensors are real and those of the
+            host, so Python reads ``cpu`` back, but for what runs under ``all_shown``.
     """
 
     def __init__(
         self,
         no_value: Callable[[str, torch.Tensor], Any],
         on_record_stream: Callable[[torch.Tensor, Any], None],
+        inner: torch.device = _INNER,
     ) -> None:
         super().__init__()
         self.index = 0  # of the current device
+        self.is_named = False  # whether anything was ever put there
+        self._all_shown = False
+        self._given = inner
         self._no_value = no_value
         self.record_stream = on_record_stream
         tensor = torch.Tensor
@@ -275,6 +281,15 @@ class ShownAsCuda(TorchFunctionMode):
         """The device, as Python sees it."""
         return torch.device("cuda", self.index)
 
+    @contextlib.contextmanager
+    def all_shown(self) -> Iterator[None]:
+        """Inside, tensors of the host are shown on the device too."""
+        before, self._all_shown = self._all_shown, True
+        try:
+            yield
+        finally:
+            self._all_shown = before
+
     def __torch_function__(
         self,
         func: Any,
@@ -289,7 +304,7 @@ class ShownAsCuda(TorchFunctionMode):
             if _is_cuda(kwargs.get("device")):
                 kwargs = {**kwargs, "device": self._inner(kwargs["device"])}
                 if func in _FROM_DATA:
-                    return _on_host(func, args, kwargs).to(_INNER)
+                    return _on_host(func, args, kwargs).to(self._given)
             if kwargs.get("pin_memory"):
                 kwargs = {**kwargs, "pin_memory": False}
         special = self._special.get(func)
@@ -301,9 +316,11 @@ class ShownAsCuda(TorchFunctionMode):
         if not _is_cuda(value):
             return value
         device = torch.device(value)
-        if device.type == "cuda" and device.index is not None:
-            self.index = device.index
-        return _INNER
+        if device.type == "cuda":
+            self.is_named = True
+            if device.index is not None:
+                self.index = device.index
+        return self._given
 
     # --- functions that are not only given a device -----------------------------------
 
@@ -324,7 +341,8 @@ class ShownAsCuda(TorchFunctionMode):
         device = args[1] if len(args) > 1 else kwargs.get("device")
         if device is not None:
             self._inner(torch.device("cuda", device) if type(device) is int else device)
-        return args[0].to(_INNER)
+        self.is_named = True
+        return args[0].to(self._given)
 
     def _type(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(args) + len(kwargs) > 1:
@@ -333,10 +351,11 @@ class ShownAsCuda(TorchFunctionMode):
 
     def _device(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device = func(*args, **kwargs)
-        return self.shown if device == _INNER else device
+        is_shown = self._all_shown and device.type == "cpu"
+        return self.shown if is_shown or device == _INNER else device
 
     def _is_cuda(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return is_device_tensor(args[0])
+        return self._all_shown or is_device_tensor(args[0])
 
     def _get_device(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
