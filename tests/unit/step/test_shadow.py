@@ -5,6 +5,7 @@ must name it. Right steps must pass, and nothing of the user's may change.
 """
 
 import copy
+import json
 import os
 import random
 import warnings
@@ -383,6 +384,39 @@ def test_an_eager_call_that_runs_out_of_memory_is_said(monkeypatch):
     with pytest.warns(ShadowWarning, match="an eager call ran out of memory"):
         compiled(model, optim, BATCH)
     assert "ran out of memory" in compiled.explain()
+
+
+def test_code_that_is_written_for_shards_is_said(alone):
+    def step(model, optim, batch):
+        loss = model(batch).square().mean()
+        loss.backward()
+        norm = model[0].weight.grad.to_local().square().sum()  # a DTensor's method
+        optim.step()
+        optim.zero_grad()
+        return loss, norm
+
+    model, optim = make()
+    compiled = compile(step, parallel="fully_shard")
+    with pytest.warns(ShadowWarning, match="raises AttributeError on whole parameters"):
+        compiled(model, optim, BATCH)
+    assert "its code is written for shards" in compiled.explain()
+
+
+def test_what_ranks_say_about_skipped_calls_is_kept():
+    """A note that speaks of memory is no shortage of it: only that one warns."""
+    shadow = check.Shadow("train", "0", train, check.Plan(3), "graph")
+    told = [check.Skip("rank 1 lost 2 GiB of memory"), check.Skip("full", warns=True)]
+    sent = [json.dumps(check._Told(each, "", ("sum",))) for each in told]
+    with pytest.warns(ShadowWarning) as warned:
+        for text in sent:
+            shadow._skip(check._Told.read(text).void)
+    assert [str(each.message) for each in warned] == [
+        "train: calls are not compared with eager ones: full."
+    ]
+    assert [line.split(": ")[-1] for line in shadow.lines()] == [
+        "rank 1 lost 2 GiB of memory",
+        "full",
+    ]
 
 
 def test_inductor_and_random_numbers_are_not_compared():
