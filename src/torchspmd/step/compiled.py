@@ -38,6 +38,7 @@ from torchspmd.step.program import ClosedProgram, Program
 from torchspmd.step.programs import Programs, Request, warn_of_many
 from torchspmd.step.progress import logger, phase
 from torchspmd.step.rank_agreement import Agreement, Switches
+from torchspmd.step.runtime import current_runtime
 from torchspmd.step.shadow.check import Shadow
 
 _made: dict[str, int] = {}  # how many steps of each name this process has compiled
@@ -91,7 +92,8 @@ class CompiledStep:
 
     def __call__(self, *args: Any, last_train_step: bool = False, **kwargs: Any) -> Any:
         """Run one step; build a program for it first where none fits."""
-        with self._lock, _torch.profiled("torchspmd::step"):
+        runtime = current_runtime()
+        with self._lock, runtime.calling(), _torch.profiled("torchspmd::step"):
             self._check_open()
             self._shadow.count()
             if self._shadow.needs_flush(self._pending is not None):
@@ -104,7 +106,8 @@ class CompiledStep:
                     self._switches.to_known(program.agreed, program.plan)
                 self._num_calls += 1
                 program.last_call = self._num_calls
-            return self._run(program, inventory, last_train_step)
+            with runtime.running(program, inventory):
+                return self._run(program, inventory, last_train_step)
 
     def _find(self, args: Any, kwargs: Any) -> tuple[Program | None, Inventory]:
         """What a call works on and its program, once updates that come first are made."""

@@ -128,12 +128,18 @@ def test_inductor_runs_as_regions(rehearse):
     assert any("backend='inductor'" in note for note in recording.notes)
 
 
-def test_what_is_not_done_is_noted(rehearse):
+def test_what_is_not_done_is_noted(rehearse, monkeypatch):
+    monkeypatch.delenv("TORCHSPMD_SHADOW")  # as users have it
     recording, _, _ = train(
         rehearse, parallel="replicate", cost="measure", verify=True, overlap=False
     )
     for text in ("shadow=0", "verify=", "cost='measure'"):
         assert any(text in note for note in recording.notes), text
+
+
+def test_what_nobody_asked_for_is_not_noted(rehearse):
+    recording, _, _ = train(rehearse, parallel="replicate", shadow=0)
+    assert not [note for note in recording.notes if "torchspmd.compile" in note]
 
 
 def test_one_device_without_a_group(rehearse):

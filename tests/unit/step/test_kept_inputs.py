@@ -123,7 +123,7 @@ def deferred(step, names, place, given):
     nodes = {node.name: node for node in module.graph.nodes}
     region = [nodes[name] for name in names]
     module.graph.move_to_next_iter_before(region, nodes[place], strict=True)
-    forms = FormsInPlace(module, module.main_gm, is_compiled=False)
+    forms = FormsInPlace(module, module.main_gm, None)
     module.finalize_setup(forms.make_ready)
     return module
 

@@ -20,8 +20,8 @@ from torchspmd.errors import ShadowError, ShadowWarning, UsageError
 from torchspmd.step import Override, compile
 from torchspmd.step.capture.inventory import take_inventory
 from torchspmd.step.compiled import CompiledStep
-from torchspmd.step.lower import deferred_in_place
 from torchspmd.step.program import Program
+from torchspmd.step.runtime import Runtime
 from torchspmd.step.shadow import check
 
 BATCH = torch.linspace(-1, 1, 12).view(3, 4)
@@ -445,20 +445,20 @@ def test_stand_ins_are_not_compared():
 
 def test_a_learning_rate_frozen_by_the_lowering_is_found(monkeypatch, alone):
     """Fused, overlapped, compiled: the rate that is carried to the next step stays."""
-    first, lower = {}, deferred_in_place.lower
+    first, lower = {}, Runtime.compile_graph
 
     def frozen(rate):
         return first.setdefault("rate", rate.clone())
 
-    def freeze(graph, compiled):
+    def freeze(runtime, graph, compiled):
         for node in graph.graph.find_nodes(
             op="call_function", target=aten.clone.default
         ):
             if node.meta["val"].ndim == 0:
                 node.target = frozen
-        return lower(graph, compiled)
+        return lower(runtime, graph, compiled)
 
-    monkeypatch.setattr(deferred_in_place, "lower", freeze)
+    monkeypatch.setattr(Runtime, "compile_graph", freeze)
     torch.manual_seed(0)
     model = nn.Linear(4, 4, bias=False)
     optim = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
