@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from training import train as step
 
 import torchspmd
 from torchspmd.predict.hardware import load_gpu
@@ -18,14 +19,6 @@ WIDTH = 512
 
 def train(rehearse, *, size=RANKS, steps=3, compiled=True, width=WIDTH, **options):
     """The recording of some steps, and the compiled step's program."""
-
-    def step(model, optim, batch):
-        loss = model(batch).square().mean()
-        loss.backward()
-        optim.step()
-        optim.zero_grad()
-        return loss
-
     with rehearse(size=size) as recording:
         if size > 1:
             dist.init_process_group("nccl")

@@ -11,6 +11,8 @@ from torchspmd.report.views.parts import (
     column,
     figure,
     missing,
+    notes_view,
+    one_result,
 )
 
 _SECONDS = 1e-3  # a millisecond
@@ -35,16 +37,8 @@ def exposure_page(document: Document) -> Page:
                 "A measured exposure does not say which ranks are in a group.",
                 "torchspmd trace train.py --world-size 8 --html page.html",
             ),
-            "compare": missing(
-                "This is one result; a second one shows what changed.",
-                "torchspmd show before.json after.json --out page.html",
-            ),
-            "assumptions": {
-                "rows": [],
-                "lists": [["Notes", list(document.get("notes") or [])]],
-            }
-            if document.get("notes")
-            else missing("The measurement comes without notes."),
+            "compare": one_result(),
+            "assumptions": notes_view(document, "The measurement comes without notes."),
         },
     }
 
