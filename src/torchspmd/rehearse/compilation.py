@@ -18,12 +18,12 @@ from torch import fx, nn
 
 from torchspmd.rehearse.recorder import Recorder
 from torchspmd.step.capture.inventory import Inventory
-from torchspmd.step.deferred import forget_pending
 from torchspmd.step.graph import inductor
 from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.graph.inductor import CompiledPieces
 from torchspmd.step.graph.pieces import Piece, find_steps
 from torchspmd.step.lower.cuda_graph import check_cuda_graph
+from torchspmd.step.pending import forget_pending
 from torchspmd.step.program import Program
 from torchspmd.step.runtime import Runtime, using_runtime
 from torchspmd.step.shadow.check import Plan

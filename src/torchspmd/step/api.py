@@ -18,6 +18,7 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchspmd.errors import UsageError
+from torchspmd.step.build import StepOptions
 from torchspmd.step.capture.override import Override, Overrides
 from torchspmd.step.compiled import CompiledStep, name_of_step
 from torchspmd.step.graph.cost import CostModel
@@ -29,7 +30,6 @@ from torchspmd.step.passes.pipeline import (
     Pass,
     is_list_of_passes,
 )
-from torchspmd.step.pipeline import StepOptions
 from torchspmd.step.runtime import current_runtime
 from torchspmd.step.shadow.check import Plan, wrong_environment
 from torchspmd.step.virtual.verify import Verification

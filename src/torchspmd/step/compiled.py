@@ -15,16 +15,10 @@ from torch import nn
 from torchspmd import _torch
 from torchspmd.errors import CaptureError, UsageError
 from torchspmd.layout.names import format_mesh
+from torchspmd.step.build import FixedSizesError, StepOptions, build_program
 from torchspmd.step.capture.initial_states import InitialStates, UnusedStatesError
 from torchspmd.step.capture.inventory import Inventory, take_inventory
 from torchspmd.step.capture.parallel_mode import ParallelMode
-from torchspmd.step.deferred import (
-    Pending,
-    expected,
-    flush_last,
-    flush_others,
-    flush_shared,
-)
 from torchspmd.step.flush_hooks import without_flushing
 from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.measure.exposure import check_request, measure_program
@@ -33,7 +27,13 @@ from torchspmd.step.modes.data_parallel import DataParallel, resolve_mode
 from torchspmd.step.modes.full_parameters import full_parameters
 from torchspmd.step.modes.fully_shard import FullySharded
 from torchspmd.step.modes.shard_layout import DataAxes
-from torchspmd.step.pipeline import FixedSizesError, StepOptions, build_program
+from torchspmd.step.pending import (
+    Pending,
+    expected,
+    flush_last,
+    flush_others,
+    flush_shared,
+)
 from torchspmd.step.program import ClosedProgram, Program
 from torchspmd.step.programs import Programs, Request, warn_of_many
 from torchspmd.step.progress import logger, phase

@@ -12,7 +12,7 @@ from torchspmd.step.capture.inventory import Inventory
 from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.graph.inductor import CompiledPieces, lower
 from torchspmd.step.lower.cuda_graph import CudaGraphRun
-from torchspmd.step.measure.cost import measure_graph
+from torchspmd.step.measure.operators import measure_graph
 from torchspmd.step.program import Program
 from torchspmd.step.rank_agreement import Agreement
 from torchspmd.step.shadow.check import Plan

@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torchspmd.step import IterGraphModule, compile
 from torchspmd.step.deferral.forms import add_copy
 from torchspmd.step.graph.metadata import OutputKind, OutputRole, set_roles
-from torchspmd.step.lower.deferred_in_place import FormsInPlace
+from torchspmd.step.lower.pending_in_place import FormsInPlace
 from torchspmd.step.passes.defer import isolate_update
 
 aten = torch.ops.aten

@@ -10,12 +10,12 @@ from torchspmd.errors import CaptureError
 from torchspmd.step.deferral.module import IterGraphModule
 from torchspmd.step.graph.inductor import CompiledPieces, check_compilable
 from torchspmd.step.graph.metadata import OutputKind, roles_of
-from torchspmd.step.lower.deferred_in_place import CompileGraph, FormsInPlace
 from torchspmd.step.lower.in_place import (
     InPlaceReport,
     write_for_compiler,
     write_in_place,
 )
+from torchspmd.step.lower.pending_in_place import CompileGraph, FormsInPlace
 
 
 @dataclass(frozen=True, slots=True)
