@@ -1,6 +1,7 @@
 """The measured exposure of a compiled step: how long computation waits, and why."""
 
 from collections import defaultdict
+from typing import Any
 
 from torchspmd.report.views.parts import (
     PREDICT,
@@ -85,40 +86,44 @@ def _verdict(document: Document) -> View:
             "total": step * _SECONDS,
             "note": None,
         },
-        "causes": {
-            "title": "Every collective, the longest exposed first",
-            "none": "No collective is waited for.",
-            "columns": [
-                column("seconds", "exposed", "s", bar=True),
-                column("simulated", "simulated", "s"),
-                column("distance", "start to wait", "s"),
-                column("what", "of"),
-                column("kind", "kind"),
-                column("axis", "axis"),
-                column("bytes", "payload", "B"),
-                column("reason", "why"),
-            ],
-            "rows": [
-                {
-                    "seconds": each["exposed_ms"] * _SECONDS,
-                    "simulated": None
-                    if each["simulated_ms"] is None
-                    else each["simulated_ms"] * _SECONDS,
-                    "distance": each["distance_ms"] * _SECONDS,
-                    "what": each["what"],
-                    "kind": each["kind"],
-                    "axis": each["axis"],
-                    "bytes": each["payload_bytes"],
-                    "reason": each["reason"] or "hidden",
-                }
-                for each in sorted(collectives, key=lambda e: -float(e["exposed_ms"]))
-            ],
-        },
+        "causes": _causes(collectives),
         "notes": [
             "Each time is a median of its own: those of collectives need not add up."
         ],
         "command": None,
         "no_command": "Measured inside of a program, by step.exposure(...).",
+    }
+
+
+def _causes(collectives: list[dict[str, Any]]) -> View:
+    return {
+        "title": "Every collective, the longest exposed first",
+        "none": "No collective is waited for.",
+        "columns": [
+            column("seconds", "exposed", "s", bar=True),
+            column("simulated", "simulated", "s"),
+            column("distance", "start to wait", "s"),
+            column("what", "of"),
+            column("kind", "kind"),
+            column("axis", "axis"),
+            column("bytes", "payload", "B"),
+            column("reason", "why"),
+        ],
+        "rows": [
+            {
+                "seconds": each["exposed_ms"] * _SECONDS,
+                "simulated": None
+                if each["simulated_ms"] is None
+                else each["simulated_ms"] * _SECONDS,
+                "distance": each["distance_ms"] * _SECONDS,
+                "what": each["what"],
+                "kind": each["kind"],
+                "axis": each["axis"],
+                "bytes": each["payload_bytes"],
+                "reason": each["reason"] or "hidden",
+            }
+            for each in sorted(collectives, key=lambda e: -float(e["exposed_ms"]))
+        ],
     }
 
 
