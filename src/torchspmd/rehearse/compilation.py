@@ -26,7 +26,7 @@ from torchspmd.step.lower.cuda_graph import check_cuda_graph
 from torchspmd.step.pending import forget_pending
 from torchspmd.step.program import Program
 from torchspmd.step.runtime import Runtime, using_runtime
-from torchspmd.step.shadow.check import Plan
+from torchspmd.step.shadow.check import ShadowPlan
 from torchspmd.step.virtual.verify import Verification
 
 __all__ = ["compilation_by_operator"]
@@ -114,10 +114,10 @@ class _Rehearsed(Runtime):
     def __init__(self, recorder: Recorder, cost: Callable[[], CostModel]) -> None:
         self._recorder, self._cost = recorder, cost
 
-    def shadow_plan(self, asked: Plan) -> Plan:
+    def shadow_plan(self, asked: ShadowPlan) -> ShadowPlan:
         if asked.calls:
             self._recorder.values.note(_SHADOW)
-        return Plan(0)
+        return ShadowPlan(0)
 
     def verification(self, asked: Verification | None) -> None:
         if asked is not None:

@@ -31,7 +31,7 @@ from torchspmd.step.passes.pipeline import (
     is_list_of_passes,
 )
 from torchspmd.step.runtime import current_runtime
-from torchspmd.step.shadow.check import Plan, wrong_environment
+from torchspmd.step.shadow.check import ShadowPlan, wrong_environment
 from torchspmd.step.virtual.verify import Verification
 
 if TYPE_CHECKING:  # importing it registers operators
@@ -194,7 +194,7 @@ def compile(  # noqa: PLR0913 - one for each choice
             backend=asked.resolved_backend,
             overrides=Overrides(module_override),
             verify=Verification() if verify is True else verify or None,
-            shadow=current_runtime().shadow_plan(Plan.of(shadow, shadow_every)),
+            shadow=current_runtime().shadow_plan(ShadowPlan.of(shadow, shadow_every)),
         )
         return CompiledStep(options)
 

@@ -40,7 +40,7 @@ from torchspmd.step.programs import Request
 from torchspmd.step.progress import Progress, phase
 from torchspmd.step.rank_agreement import Agreement, CommPlan, build_comm_plan
 from torchspmd.step.runtime import Runtime, current_runtime
-from torchspmd.step.shadow.check import Plan
+from torchspmd.step.shadow.check import ShadowPlan
 from torchspmd.step.virtual.certificate import Certificate
 from torchspmd.step.virtual.run import is_pipelined, without_marks
 from torchspmd.step.virtual.verify import Verification, Verifier, certify
@@ -70,7 +70,7 @@ class StepOptions:
     backend: str
     overrides: Overrides
     verify: Verification | None
-    shadow: Plan
+    shadow: ShadowPlan
 
     @property
     def passes(self) -> GraphModuleTransformation | None:

@@ -131,10 +131,7 @@ class CompiledStep:
         shadow, is_steady = self._shadow, self._shadow.is_idle
         eager = None
         if not is_steady:
-            is_pending, mode = (
-                self._pending is not None,
-                self._resolve_mode(inventory),
-            )
+            mode, is_pending = self._resolve_mode(inventory), self._pending is not None
             eager = shadow.run(program, inventory, mode, is_pending=is_pending)
         self._pending = expected(
             self._pending, self._name, program, inventory, self.flush, last=is_alone

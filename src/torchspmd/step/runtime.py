@@ -15,14 +15,14 @@ from torchspmd.step.lower.cuda_graph import CudaGraphRun
 from torchspmd.step.measure.operators import measure_graph
 from torchspmd.step.program import Program
 from torchspmd.step.rank_agreement import Agreement
-from torchspmd.step.shadow.check import Plan
+from torchspmd.step.shadow.check import ShadowPlan
 from torchspmd.step.virtual.verify import Verification
 
 
 class Runtime:
     """Measures, compares, compiles and runs; a rehearsal does these otherwise."""
 
-    def shadow_plan(self, asked: Plan) -> Plan:
+    def shadow_plan(self, asked: ShadowPlan) -> ShadowPlan:
         """Which calls are also made eagerly."""
         return asked
 

@@ -9,7 +9,7 @@ from training import train
 from torchspmd.step import compile
 from torchspmd.step.lower.cuda_graph import CudaGraphRun
 from torchspmd.step.runtime import Runtime, current_runtime, using_runtime
-from torchspmd.step.shadow.check import Plan
+from torchspmd.step.shadow.check import ShadowPlan
 
 
 class Watching(Runtime):
@@ -18,7 +18,7 @@ class Watching(Runtime):
 
     def shadow_plan(self, asked):
         self.seen.append("shadow")
-        return Plan(0)
+        return ShadowPlan(0)
 
     def compile_graph(self, graph, compiled):
         self.seen.append("compile")

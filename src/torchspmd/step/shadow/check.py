@@ -61,7 +61,7 @@ _SHOWN = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ShadowPlan:
     """Which calls are made eagerly too.
 
     Attributes:
@@ -73,7 +73,7 @@ class Plan:
     every: int = 0
 
     @classmethod
-    def of(cls, shadow: int | None, every: int | None) -> "Plan":
+    def of(cls, shadow: int | None, every: int | None) -> "ShadowPlan":
         """What ``compile`` was told, or the environment says."""
         if shadow is None:
             if os.environ.get(EVERY_CALL) == "1":
@@ -140,7 +140,7 @@ class Shadow:
     name: str
     key: str
     function: Callable[..., Any]
-    plan: Plan
+    plan: ShadowPlan
     backend: str
     refusal: str = ""
     _left: dict[bool, int] = field(default_factory=dict)  # by: does it communicate
@@ -470,7 +470,7 @@ class Shadow:
         why = Skip(text)
         self._skip(why)
         self._left, self._pending, self._found = {}, None, []
-        self.plan = Plan(0)
+        self.plan = ShadowPlan(0)
         return why
 
     # ------------------------------------------------------------------------
