@@ -7,6 +7,7 @@ Writes, for each, every kernel with its count and microseconds over four steps: 
 at where a predicted step is wrong.
 """
 
+import argparse
 import json
 import os
 import runpy
@@ -21,10 +22,16 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def main() -> None:
-    out, names = Path(sys.argv[1]), sys.argv[2:]
     arguments = {row.name: row.arguments for row in ALL_ROWS}
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path)
+    parser.add_argument("names", nargs="+", choices=arguments, metavar="NAME")
+    options = parser.parse_args()
+    out: Path = options.out
     kernels: dict[str, Any] = {}
-    for name in names:
+    for name in options.names:
         part = out.with_suffix(".part")
         command = [sys.executable, __file__, "--one", str(part)]
         subprocess.run([*command, *arguments[name].split()], check=True)
@@ -50,7 +57,7 @@ def profile_one(out: Path, arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--one":
+    if sys.argv[1:2] == ["--one"]:
         profile_one(Path(sys.argv[2]), sys.argv[3:])
     else:
         main()

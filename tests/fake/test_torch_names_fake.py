@@ -80,6 +80,14 @@ def test_owned_axis(mesh, tp):
     assert _torch.owned_axis(mesh, dist.group.WORLD) is None
 
 
+def test_described_axis(mesh):
+    assert _torch.described_axis(mesh.get_group("tp")) == "tp"
+    assert _torch.described_axis(dist.group.WORLD) is None
+    for text in ("mesh_default", "mesh_dim_0", "", "a mesh_tp"):
+        group = dist.new_group([0], group_desc=text)
+        assert _torch.described_axis(group) is None
+
+
 def test_root_ranks(mesh, tp):
     everyone = list(range(dist.get_world_size()))
     assert _torch.root_ranks(tp) == _torch.root_ranks(mesh) == everyone

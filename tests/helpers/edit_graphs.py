@@ -6,7 +6,6 @@ from itertools import pairwise
 import torch
 from torch import fx
 
-from torchspmd.step.graph.edit import NodeMaker
 from torchspmd.step.graph.metadata import (
     OutputKind,
     OutputRole,
@@ -14,6 +13,7 @@ from torchspmd.step.graph.metadata import (
     output_values,
     set_roles,
 )
+from torchspmd.step.graph.nodes import NodeMaker
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 NUM_RANKS = 4

@@ -1,5 +1,8 @@
 """The training steps that most tests of compiled steps use."""
 
+import torch
+from torch import nn
+
 
 def train(model, optim, batch):
     loss = model(batch).square().mean()
@@ -23,3 +26,28 @@ def train_keeping_gradients(model, optim, batch):
     loss.backward()
     optim.step()
     return loss
+
+
+def train_scaled(model, optim, scaler, batch):
+    loss = model(batch).square().mean()
+    scaler.scale(loss).backward()
+    scaler.unscale_(optim)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optim)
+    scaler.update()
+    optim.zero_grad()
+    return loss
+
+
+class DoublesGradients(torch.optim.Optimizer):
+    """Doubles the gradients and lets another optimizer step."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        super().__init__([p for g in inner.param_groups for p in g["params"]], {})
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad = parameter.grad * 2
+        self.inner.step()

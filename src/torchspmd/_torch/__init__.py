@@ -113,6 +113,7 @@ from torchspmd._torch.groups import Store as Store
 from torchspmd._torch.groups import ddp_on_fake_groups as ddp_on_fake_groups
 from torchspmd._torch.groups import ddp_without_values as ddp_without_values
 from torchspmd._torch.groups import default_store as default_store
+from torchspmd._torch.groups import described_axis as described_axis
 from torchspmd._torch.groups import fake_store as fake_store
 from torchspmd._torch.groups import file_store as file_store
 from torchspmd._torch.groups import find_group as find_group

@@ -3,10 +3,12 @@
 import contextlib
 import functools
 import gc
+import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
@@ -50,10 +52,48 @@ def _group(value: Any) -> dist.ProcessGroup:
 
 
 def live_meshes() -> list[DeviceMesh]:
-    """Every DeviceMesh alive in this process; torch keeps no list of them."""
-    return [
-        mesh for mesh in gc.get_referrers(DeviceMesh) if isinstance(mesh, DeviceMesh)
+    """Every DeviceMesh alive in this process; torch keeps no list of them.
+
+    The garbage collector knows them by their class, but for those that were there at a
+    ``gc.freeze()``. Of these, the ones are found that are in use: running functions of
+    torch hold the module, DTensor or group of parameters that communicates.
+    """
+    found = [each for each in gc.get_referrers(DeviceMesh) if _is_mesh(each)]
+    if gc.get_freeze_count():
+        known = set(map(id, found))
+        found += [mesh for mesh in _meshes_in_use() if id(mesh) not in known]
+    return found
+
+
+def _is_mesh(value: object) -> bool:
+    # Not isinstance: torch's metaclass asks objects for attributes, and some warn.
+    return issubclass(type(value), DeviceMesh)
+
+
+def _meshes_in_use() -> Iterator[DeviceMesh]:
+    """Meshes that running functions of torch and ours hold, directly or not.
+
+    Functions of the user's are left out: reading their variables would keep these alive
+    until they return (before Python 3.13). Classes, modules and globals are not followed,
+    since all of torch hangs on them.
+    """
+    seen: set[int] = set()
+    pending: list[Any] = [
+        frame.f_locals
+        for frame, _ in traceback.walk_stack(sys._getframe(1))
+        if str(frame.f_globals.get("__name__")).startswith(("torch.", "torchspmd."))
     ]
+    while pending:
+        value = pending.pop()
+        if id(value) in seen or not gc.is_tracked(value):
+            continue
+        seen.add(id(value))
+        if _is_mesh(value):
+            yield value
+        if issubclass(type(value), FunctionType):
+            pending += (value.__closure__, value.__defaults__, value.__dict__)
+        elif not issubclass(type(value), (type, ModuleType)):
+            pending += gc.get_referents(value)
 
 
 def owned_axis(mesh: DeviceMesh, process_group: dist.ProcessGroup) -> str | None:
@@ -68,6 +108,14 @@ def owned_axis(mesh: DeviceMesh, process_group: dist.ProcessGroup) -> str | None
     if registry.get(process_group.group_name, process_group) is not process_group:
         return None
     return axes[names.index(process_group.group_name)]
+
+
+def described_axis(process_group: dist.ProcessGroup) -> str | None:
+    """The name of the axis that a mesh made this group for, whether it lives or not."""
+    made_for, _, axis = process_group.group_desc.partition("mesh_")
+    # What a mesh without names writes there, and one that shares the group of all ranks.
+    is_unnamed = axis == "default" or axis.removeprefix("dim_").isdecimal()
+    return None if made_for or not axis or is_unnamed else axis
 
 
 def root_ranks(mesh: DeviceMesh) -> list[int]:

@@ -18,7 +18,7 @@ import torch
 from torchspmd.comm.event import CommEvent, Group, Phase
 from torchspmd.comm.kinds import Kind
 from torchspmd.comm.ledger import Key, Ledger, Total
-from torchspmd.errors import LedgerError
+from torchspmd.errors import LedgerError, SpmdError
 
 FORMAT = "torchspmd.ledger"
 VERSION = 1
@@ -65,16 +65,25 @@ def load_ledger(path: str | os.PathLike[str]) -> Ledger:
     Raises:
         LedgerError: The file cannot be read, is not a ledger, or has another version.
     """
+    rule = "Give a file written by `torchspmd trace --out` or `save_ledger`."
+    return ledger_from_dict(read_json(path, LedgerError, rule), str(path))
+
+
+def read_json(path: str | os.PathLike[str], error: type[SpmdError], rule: str) -> Any:
+    """What a JSON file holds.
+
+    Args:
+        path: The file.
+        error: What is raised where it cannot be read, or is no JSON.
+        rule: Which file to give instead of one that is no JSON.
+    """
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise LedgerError(f"cannot read {path}: {error.strerror or error}.") from None
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as failure:
+        why = failure.strerror or failure
+        raise error(f"cannot read {path}: {why}.") from None
     except (ValueError, RecursionError):
-        raise LedgerError(
-            f"{path} is not JSON. Give a file written by `torchspmd trace --out` or "
-            "`save_ledger`."
-        ) from None
-    return ledger_from_dict(data, str(path))
+        raise error(f"{path} is not JSON. {rule}") from None
 
 
 def ledger_to_dict(

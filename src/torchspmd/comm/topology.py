@@ -70,7 +70,7 @@ def _axis_of(process_group: dist.ProcessGroup) -> str | None:
         if (axis := _torch.owned_axis(mesh, process_group)) is not None
     }
     if not owners:
-        return None
+        return _torch.described_axis(process_group)
     # Two meshes may lay differently named axes over the same ranks: show both names.
     axis = "|".join(sorted(owners))
     _owners[process_group] = (weakref.ref(next(iter(owners.values()))), axis)

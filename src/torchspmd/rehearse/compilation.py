@@ -16,17 +16,18 @@ from unittest import mock
 import torch
 from torch import fx, nn
 
-from torchspmd import _torch
 from torchspmd.rehearse.recorder import Recorder
-from torchspmd.step import pipeline
-from torchspmd.step.compiled import CompiledStep
-from torchspmd.step.deferred import forget_pending
+from torchspmd.step.capture.inventory import Inventory
 from torchspmd.step.graph import inductor
 from torchspmd.step.graph.cost import CostModel
+from torchspmd.step.graph.inductor import CompiledPieces
 from torchspmd.step.graph.pieces import Piece, find_steps
-from torchspmd.step.lower import backends, deferred_in_place
 from torchspmd.step.lower.cuda_graph import check_cuda_graph
-from torchspmd.step.shadow.check import Plan
+from torchspmd.step.pending import forget_pending
+from torchspmd.step.program import Program
+from torchspmd.step.runtime import Runtime, using_runtime
+from torchspmd.step.shadow.check import ShadowPlan
+from torchspmd.step.virtual.verify import Verification
 
 __all__ = ["compilation_by_operator"]
 
@@ -64,14 +65,13 @@ def compilation_by_operator(
         recorder: What is told of compiled regions and steps.
         cost: Gives what passes choose by that ask for measured rates.
     """
+    runtime = _Rehearsed(recorder, cost)
     with contextlib.ExitStack() as stack:
-        for owner, name, value in (
-            *_torch_compile(recorder),
-            *_calls_of_steps(recorder),
-            *_without_values(recorder, cost),
-            *_backends(recorder),
-        ):
+        for owner, name, value in _torch_compile(recorder):
             stack.enter_context(mock.patch.object(owner, name, value))
+        # An IterGraphModule that a script runs by itself belongs to no compiled step.
+        stack.enter_context(mock.patch.object(inductor, "lower", runtime.compile_graph))
+        stack.enter_context(using_runtime(runtime))
         # The run ends after some step, which is no fault of the script's.
         stack.callback(forget_pending)
         yield
@@ -108,75 +108,58 @@ def _torch_compile(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
     yield nn.Module, "compile", compile_in_place
 
 
-def _calls_of_steps(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
-    plain_call, plain_run = CompiledStep.__call__, CompiledStep._run
-    plain_find = CompiledStep._find
+class _Rehearsed(Runtime):
+    """Compiled steps are captured as on a GPU, and run operator by operator."""
 
-    def call(step: CompiledStep, *args: Any, **kwargs: Any) -> Any:
-        recorder.begin_program()
+    def __init__(self, recorder: Recorder, cost: Callable[[], CostModel]) -> None:
+        self._recorder, self._cost = recorder, cost
+
+    def shadow_plan(self, asked: ShadowPlan) -> ShadowPlan:
+        if asked.calls:
+            self._recorder.values.note(_SHADOW)
+        return ShadowPlan(0)
+
+    def verification(self, asked: Verification | None) -> None:
+        if asked is not None:
+            self._recorder.values.note(_VERIFY)
+
+    def measure(self, *args: Any, **kwargs: Any) -> tuple[CostModel, tuple[str, ...]]:
+        self._recorder.values.note(_COST)
+        return self._cost(), ()
+
+    def start_compilers(self) -> None:
+        """Nothing will be compiled."""
+
+    def compile_graph(
+        self, graph: fx.GraphModule, compiled: CompiledPieces | None = None
+    ) -> tuple[Callable[..., Any], str]:
+        self._recorder.values.note(_INDUCTOR)
+        inductor.check_compilable(graph)
+        return _run_in_pieces(self._recorder, graph), "Inductor: not run in a rehearsal"
+
+    def replay_graph(self, graph: fx.GraphModule) -> Callable[..., Any]:
+        self._recorder.values.note(_CUDA_GRAPH)
+        check_cuda_graph(graph)
+        return _run_as_replay(self._recorder, graph)
+
+    @contextlib.contextmanager
+    def calling(self) -> Iterator[None]:
+        self._recorder.begin_program()
+        self._recorder.begin_step()
         try:
-            return plain_call(step, *args, **kwargs)
+            yield
         finally:
-            recorder.end_program()
+            self._recorder.end_program()
 
-    def find(step: CompiledStep, *args: Any) -> Any:
-        recorder.begin_step()
-        return plain_find(step, *args)
-
-    def run(step: CompiledStep, program: Any, inventory: Any, last: bool) -> Any:
+    @contextlib.contextmanager
+    def running(self, program: Program, inventory: Inventory) -> Iterator[None]:
         if program.first_run_seconds is None:
             models = [module for _, module in inventory.modules]
-            recorder.name_program(models, [each for _, each in inventory.optimizers])
-        result = plain_run(step, program, inventory, last)
+            optimizers = [each for _, each in inventory.optimizers]
+            self._recorder.name_program(models, optimizers)
+        yield
         if program.updated:
-            recorder.end_step()
-        return result
-
-    yield CompiledStep, "__call__", call
-    yield CompiledStep, "_find", find
-    yield CompiledStep, "_run", run
-
-
-def _without_values(
-    recorder: Recorder, cost: Callable[[], CostModel]
-) -> Iterator[tuple[Any, str, Any]]:
-    note = recorder.values.note
-
-    def no_shadow(shadow: int | None, every: int | None) -> Plan:
-        if shadow != 0:
-            note(_SHADOW)
-        return Plan(0)
-
-    def no_verifier(title: str, graph: Any, flat: Any, asked: object) -> None:
-        if asked is not None:
-            note(_VERIFY)
-
-    def known_cost(*args: Any, **kwargs: Any) -> tuple[CostModel, tuple[str, ...]]:
-        note(_COST)
-        return cost(), ()
-
-    yield Plan, "of", no_shadow
-    yield pipeline, "_make_verifier", no_verifier
-    yield pipeline, "measure_graph", known_cost
-
-
-def _backends(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
-    note = recorder.values.note
-
-    def lower(graph: fx.GraphModule, compiled: object = None) -> tuple[Any, str]:
-        note(_INDUCTOR)
-        inductor.check_compilable(graph)
-        return _run_in_pieces(recorder, graph), "Inductor: not run in a rehearsal"
-
-    def replay(graph: fx.GraphModule) -> Callable[..., Any]:
-        note(_CUDA_GRAPH)
-        check_cuda_graph(graph)
-        return _run_as_replay(recorder, graph)
-
-    yield _torch, "start_kernel_compilers", lambda: None
-    for module in (inductor, backends, deferred_in_place):
-        yield module, "lower", lower
-    yield backends, "CudaGraphRun", replay
+            self._recorder.end_step()
 
 
 def _run_in_pieces(recorder: Recorder, graph: fx.GraphModule) -> Callable[..., Any]:

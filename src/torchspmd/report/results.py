@@ -1,9 +1,9 @@
 """Results that commands save, told apart by their ``format``, and read from files."""
 
-import json
 from pathlib import Path
 from typing import Any
 
+from torchspmd.comm.storage import read_json
 from torchspmd.errors import UsageError
 
 __all__ = [
@@ -109,15 +109,8 @@ def read_result(path: Path) -> dict[str, Any]:
     ...     read_result(Path(folder) / "ledger.json")["format"]
     'torchspmd.ledger'
     """
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror or error}.") from None
-    except (ValueError, RecursionError):
-        raise UsageError(
-            f"{path} is not JSON. Give a file that a command of torchspmd wrote with "
-            "--out or --json."
-        ) from None
+    rule = "Give a file that a command of torchspmd wrote with --out or --json."
+    document = read_json(path, UsageError, rule)
     check_result(document, str(path))
     assert isinstance(document, dict)
     return document

@@ -6,12 +6,12 @@ from torchspmd.step.compiled import CompiledStep
 from torchspmd.step.deferral.module import IterGraphModule
 from torchspmd.step.graph.collectives import build_ledger
 from torchspmd.step.graph.cost import CostModel
-from torchspmd.step.graph.edit import find_all_descendants, find_node
+from torchspmd.step.graph.nodes import find_all_descendants, find_node
 from torchspmd.step.graph.optimizer_lists import get_all_fused_optimizer_blocks
 from torchspmd.step.graph.reports import Outcome, PassReport
-from torchspmd.step.measure.cost import measure_cost
 from torchspmd.step.measure.exposure import measure_exposure
 from torchspmd.step.measure.exposure_report import ExposureReport, MeasuredExposure
+from torchspmd.step.measure.operators import measure_cost
 from torchspmd.step.modes.data_parallel import DataParallel
 from torchspmd.step.passes.pipeline import GraphModuleTransformation
 from torchspmd.step.passes.runner import graph_optimization_pass, pass_reports

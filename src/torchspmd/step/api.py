@@ -18,6 +18,7 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchspmd.errors import UsageError
+from torchspmd.step.build import StepOptions
 from torchspmd.step.capture.override import Override, Overrides
 from torchspmd.step.compiled import CompiledStep, name_of_step
 from torchspmd.step.graph.cost import CostModel
@@ -29,8 +30,8 @@ from torchspmd.step.passes.pipeline import (
     Pass,
     is_list_of_passes,
 )
-from torchspmd.step.pipeline import StepOptions
-from torchspmd.step.shadow.check import Plan, wrong_environment
+from torchspmd.step.runtime import current_runtime
+from torchspmd.step.shadow.check import ShadowPlan, wrong_environment
 from torchspmd.step.virtual.verify import Verification
 
 if TYPE_CHECKING:  # importing it registers operators
@@ -193,7 +194,7 @@ def compile(  # noqa: PLR0913 - one for each choice
             backend=asked.resolved_backend,
             overrides=Overrides(module_override),
             verify=Verification() if verify is True else verify or None,
-            shadow=Plan.of(shadow, shadow_every),
+            shadow=current_runtime().shadow_plan(ShadowPlan.of(shadow, shadow_every)),
         )
         return CompiledStep(options)
 

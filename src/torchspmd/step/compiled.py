@@ -15,16 +15,10 @@ from torch import nn
 from torchspmd import _torch
 from torchspmd.errors import CaptureError, UsageError
 from torchspmd.layout.names import format_mesh
+from torchspmd.step.build import FixedSizesError, StepOptions, build_program
 from torchspmd.step.capture.initial_states import InitialStates, UnusedStatesError
 from torchspmd.step.capture.inventory import Inventory, take_inventory
 from torchspmd.step.capture.parallel_mode import ParallelMode
-from torchspmd.step.deferred import (
-    Pending,
-    expected,
-    flush_last,
-    flush_others,
-    flush_shared,
-)
 from torchspmd.step.flush_hooks import without_flushing
 from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.measure.exposure import check_request, measure_program
@@ -33,11 +27,18 @@ from torchspmd.step.modes.data_parallel import DataParallel, resolve_mode
 from torchspmd.step.modes.full_parameters import full_parameters
 from torchspmd.step.modes.fully_shard import FullySharded
 from torchspmd.step.modes.shard_layout import DataAxes
-from torchspmd.step.pipeline import FixedSizesError, StepOptions, build_program
+from torchspmd.step.pending import (
+    Pending,
+    expected,
+    flush_last,
+    flush_others,
+    flush_shared,
+)
 from torchspmd.step.program import ClosedProgram, Program
 from torchspmd.step.programs import Programs, Request, warn_of_many
 from torchspmd.step.progress import logger, phase
 from torchspmd.step.rank_agreement import Agreement, Switches
+from torchspmd.step.runtime import current_runtime
 from torchspmd.step.shadow.check import Shadow
 
 _made: dict[str, int] = {}  # how many steps of each name this process has compiled
@@ -91,7 +92,8 @@ class CompiledStep:
 
     def __call__(self, *args: Any, last_train_step: bool = False, **kwargs: Any) -> Any:
         """Run one step; build a program for it first where none fits."""
-        with self._lock, _torch.profiled("torchspmd::step"):
+        runtime = current_runtime()
+        with self._lock, runtime.calling(), _torch.profiled("torchspmd::step"):
             self._check_open()
             self._shadow.count()
             if self._shadow.needs_flush(self._pending is not None):
@@ -104,7 +106,8 @@ class CompiledStep:
                     self._switches.to_known(program.agreed, program.plan)
                 self._num_calls += 1
                 program.last_call = self._num_calls
-            return self._run(program, inventory, last_train_step)
+            with runtime.running(program, inventory):
+                return self._run(program, inventory, last_train_step)
 
     def _find(self, args: Any, kwargs: Any) -> tuple[Program | None, Inventory]:
         """What a call works on and its program, once updates that come first are made."""
@@ -128,10 +131,7 @@ class CompiledStep:
         shadow, is_steady = self._shadow, self._shadow.is_idle
         eager = None
         if not is_steady:
-            is_pending, mode = (
-                self._pending is not None,
-                self._resolve_mode(inventory),
-            )
+            mode, is_pending = self._resolve_mode(inventory), self._pending is not None
             eager = shadow.run(program, inventory, mode, is_pending=is_pending)
         self._pending = expected(
             self._pending, self._name, program, inventory, self.flush, last=is_alone

@@ -5,8 +5,16 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
+from torchspmd import CommDebugMode
 from torchspmd.comm import Group, Topology, describe_group
 from torchspmd.testing import fake_mesh, fake_world
 
@@ -137,3 +145,33 @@ def test_no_group_is_nobody(arguments):
 def test_a_legacy_operator_names_its_group_by_tag_and_ranks(dp2_tp4):
     arguments = {"tag": "", "ranks": [0, 1, 2, 3], "group_size": 4}
     assert Topology().group_of(arguments).axis == "tp"
+
+
+@pytest.fixture
+def frozen():
+    """Freezes what is there when it is called: the garbage collector forgets all of it."""
+    yield gc.freeze
+    gc.unfreeze()
+
+
+def test_a_frozen_mesh_of_two_axes_names_its_groups(frozen):
+    with fake_mesh((2, 4), ("dp", "tp")) as mesh:
+        frozen()
+        assert _axes(mesh) == ["dp", "tp"]
+
+
+@pytest.mark.parametrize("shards", ("parameters", "activations"))
+def test_a_frozen_mesh_on_the_group_of_all_ranks_is_named(frozen, shards):
+    with fake_mesh(4, ("x",)) as mesh:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        if shards == "parameters":
+            fully_shard(model, mesh=mesh)
+        else:
+            parallelize_module(
+                model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()}
+            )
+        del mesh
+        frozen()
+        with CommDebugMode() as mode:
+            model(torch.ones(2, 8)).sum().backward()
+        assert {event.group.axis for event in mode.ledger.events} == {"x"}

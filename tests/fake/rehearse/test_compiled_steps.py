@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from training import train as step
 
 import torchspmd
 from torchspmd.predict.hardware import load_gpu
@@ -18,14 +19,6 @@ WIDTH = 512
 
 def train(rehearse, *, size=RANKS, steps=3, compiled=True, width=WIDTH, **options):
     """The recording of some steps, and the compiled step's program."""
-
-    def step(model, optim, batch):
-        loss = model(batch).square().mean()
-        loss.backward()
-        optim.step()
-        optim.zero_grad()
-        return loss
-
     with rehearse(size=size) as recording:
         if size > 1:
             dist.init_process_group("nccl")
@@ -128,12 +121,18 @@ def test_inductor_runs_as_regions(rehearse):
     assert any("backend='inductor'" in note for note in recording.notes)
 
 
-def test_what_is_not_done_is_noted(rehearse):
+def test_what_is_not_done_is_noted(rehearse, monkeypatch):
+    monkeypatch.delenv("TORCHSPMD_SHADOW")  # as users have it
     recording, _, _ = train(
         rehearse, parallel="replicate", cost="measure", verify=True, overlap=False
     )
     for text in ("shadow=0", "verify=", "cost='measure'"):
         assert any(text in note for note in recording.notes), text
+
+
+def test_what_nobody_asked_for_is_not_noted(rehearse):
+    recording, _, _ = train(rehearse, parallel="replicate", shadow=0)
+    assert not [note for note in recording.notes if "torchspmd.compile" in note]
 
 
 def test_one_device_without_a_group(rehearse):

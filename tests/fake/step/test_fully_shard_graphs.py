@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
+from training import DoublesGradients, train_keeping_gradients
 from training import train as step
-from training import train_keeping_gradients
 
 from torchspmd import CommDebugMode
 from torchspmd.comm import Phase
@@ -571,20 +571,6 @@ def test_a_frozen_weight_is_written_as_a_shard(kind):
         assert torch.equal(model.kept.to_local(), wanted)
 
 
-class Doubled(torch.optim.Optimizer):
-    """Doubles the gradients and lets another optimizer step."""
-
-    def __init__(self, inner):
-        self.inner = inner
-        super().__init__([p for g in inner.param_groups for p in g["params"]], {})
-
-    @torch.no_grad()
-    def step(self):
-        for parameter in self.param_groups[0]["params"]:
-            parameter.grad = parameter.grad * 2
-        self.inner.step()
-
-
 @pytest.mark.parametrize("name", ["replicate", "fully_shard"])
 def test_an_optimizer_gets_the_gradients_of_the_one_around_it(name):
     def step(model, outer, inner, batch):
@@ -599,7 +585,7 @@ def test_an_optimizer_gets_the_gradients_of_the_one_around_it(name):
         compiled = compile(mesh=mesh, parallel_mode=DataParallel(name))(step)
         for function, each in ((step, eager), (compiled, model)):
             inner = torch.optim.SGD(each.parameters(), lr=0.1)
-            function(each, Doubled(inner), inner, batch)
+            function(each, DoublesGradients(inner), inner, batch)
         got = model.weight
         got = got.to_local() if isinstance(got, DTensor) else got
         assert torch.equal(got, eager.weight)

@@ -8,8 +8,8 @@ from torchspmd import _torch
 from torchspmd.comm import Kind, Phase
 from torchspmd.errors import LegalityError
 from torchspmd.step.graph.collectives import get_all_comm_blocks, reduce_in_place
-from torchspmd.step.graph.edit import NodeMaker, common_owner
 from torchspmd.step.graph.metadata import META_KEY, Owner, owner_of
+from torchspmd.step.graph.nodes import NodeMaker, common_owner
 from torchspmd.step.graph.snapshot import copy_graph
 from torchspmd.step.legality.check import check_edit
 from torchspmd.testing import fake_mesh, fake_world

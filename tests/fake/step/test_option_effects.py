@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from training import train as step
 
 from torchspmd.errors import PassWarning, SpmdError
 from torchspmd.step import (
@@ -102,14 +103,6 @@ BESIDE = {
     "module_override": (Doubled("0"),),
     "shadow": 1,
 }
-
-
-def step(model, optim, batch):
-    loss = model(batch).square().mean()
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss
 
 
 @functools.cache

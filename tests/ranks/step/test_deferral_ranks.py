@@ -194,7 +194,7 @@ def fail_and_repeat(name):
 
             def fail_later(region):
                 end(region)
-                if len(run_of._progress.done) == 4:
+                if len(run_of._pending.done) == 4:
                     raise KeyboardInterrupt("the cable")
 
             failed.append(

@@ -10,6 +10,7 @@ from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from training import train_scaled
 
 from torchspmd.step import DataParallel, compile
 
@@ -103,23 +104,12 @@ def test_a_gradient_that_is_read_in_between_is_reduced_before(ranks2):
     assert ranks2.run(read_between) == [12, 12]
 
 
-def scaled(model, optim, scaler, batch):
-    loss = model(batch).square().mean()
-    scaler.scale(loss).backward()
-    scaler.unscale_(optim)
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    scaler.step(optim)
-    scaler.update()
-    optim.zero_grad()
-    return loss
-
-
 def follow_scaled(fused, mode):
     model, reference = mlp(), mlp()
     optim = torch.optim.Adam(model.parameters(), lr=0.01, fused=fused)
     other = torch.optim.Adam(reference.parameters(), lr=0.01, fused=fused)
     scalers = [GradScaler("cpu", 2.0**100, growth_interval=3) for _ in range(2)]
-    step = compile(parallel_mode=mode)(scaled)
+    step = compile(parallel_mode=mode)(train_scaled)
     rank = dist.get_rank()
     for number in range(5):
         torch.manual_seed(number)
@@ -127,7 +117,7 @@ def follow_scaled(fused, mode):
         if number in (0, 3):
             batch[-1] *= 1e20  # only the last rank has infinities
         step(model, optim, scalers[0], batch[4 * rank : 4 * rank + 4].clone())
-        scaled(reference, other, scalers[1], batch)
+        train_scaled(reference, other, scalers[1], batch)
     worst = max(
         (full(p) - q).abs().max().item()
         for p, q in zip(model.parameters(), reference.parameters(), strict=True)

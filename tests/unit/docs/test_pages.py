@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import tomllib
 import traceback
 
 import pytest
@@ -52,6 +53,47 @@ def test_every_page_is_in_the_menu():
     assert menu == {
         page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")
     }
+
+
+DESIGN = (ROOT / "docs" / "design.md").read_text()
+STEP = ROOT / "src" / "torchspmd" / "step"
+
+
+def test_the_design_draws_the_tree_of_the_step():
+    """Every file is in it, in the order in which modules may import each other."""
+    (drawn,) = re.findall(r"^```\nstep/\n(.*?)^```", DESIGN, re.DOTALL | re.MULTILINE)
+    folder, files, tops = "", [], []
+    for line in drawn.splitlines():
+        if line.startswith(" " * 6):
+            files += [folder + name for name in line.split()]
+        else:
+            top = line.split()[0]
+            tops.append(top.removesuffix("/").removesuffix(".py"))
+            folder = top if top.endswith("/") else ""
+            files += [] if folder else [top]
+    found = {path.relative_to(STEP).as_posix() for path in STEP.rglob("*.py")}
+    assert sorted(files) == sorted(
+        path for path in found if not path.endswith("__init__.py")
+    )
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    (layers,) = (
+        contract["layers"]
+        for contract in contracts["importlinter"]["contracts"]
+        if contract["name"] == "inside the step"
+    )
+    rows = {name: n for n, row in enumerate(layers) for name in row.split(" | ")}
+    assert sorted(tops) == sorted(rows)
+    assert [rows[top] for top in tops] == sorted(rows[top] for top in tops)
+
+
+def test_the_design_names_files_that_exist():
+    root = STEP.parent
+    known = [path.as_posix() for path in root.rglob("*.py")]
+    known += [path.as_posix() for path in (ROOT / "benchmarks").glob("*.py")]
+    known += [path.as_posix() for path in (ROOT / "tests").rglob("*.py")]
+    named = re.findall(r"`([\w/]+\.py)`", DESIGN)
+    assert len(named) > 40
+    assert [n for n in named if not any(k.endswith(f"/{n}") for k in known)] == []
 
 
 def test_the_readme_is_short():

@@ -6,7 +6,8 @@ from step_models import build, difference
 from torch import nn
 
 from torchspmd.errors import CaptureError
-from torchspmd.step import CostModel, compile, pipeline
+from torchspmd.step import CostModel, compile
+from torchspmd.step.runtime import Runtime
 
 
 def train(model, optim, x, loss):
@@ -135,8 +136,8 @@ def test_a_program_that_is_built_anew_for_one_size_is_measured_once(monkeypatch)
     def refuse(*_):
         raise CaptureError("of this test")
 
-    monkeypatch.setattr(pipeline, "measure_graph", measure)
-    monkeypatch.setattr(pipeline, "check_sizes", refuse)
+    monkeypatch.setattr(Runtime, "measure", measure)
+    monkeypatch.setattr("torchspmd.step.build.check_sizes", refuse)
     (model, optim), _ = build("mlp", "sgd")
     compiled = compile(plain, passes=True, cost="measure")
     for size in (5, 3):

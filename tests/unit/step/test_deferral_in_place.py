@@ -231,7 +231,7 @@ def test_states_are_not_kept_twice(training):
     peak = predict_peak(training.runs("steady").graph)
     fresh = predict_peak(write_in_place(form, keep_inputs=True)[0].graph)
     assert peak.total_bytes < fresh.total_bytes
-    carried = [each for each in training.run._progress.carried if is_tensor(each)]
+    carried = [each for each in training.run._pending.carried if is_tensor(each)]
     counter = MemoryCounter([*training.tensors(), *carried, second])
     with counter:
         training.step(second)
@@ -245,7 +245,7 @@ def test_the_last_step_needs_no_more_memory_than_others(training):
     first, second = batches(2)
     training.step(first)
     peak = predict_peak(training.runs("steady").graph)
-    carried = [each for each in training.run._progress.carried if is_tensor(each)]
+    carried = [each for each in training.run._pending.carried if is_tensor(each)]
     counter = MemoryCounter([*training.tensors(), *carried, second])
     with counter:
         training.step(second, last_train_step=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torchspmd.errors import UsageError
-from torchspmd.step.deferral.state import TRANSITIONS, Event, Progress, State
+from torchspmd.step.deferral.state import TRANSITIONS, Event, PendingUpdates, State
 
 # In the order of the events: where each leads; "-" where it is refused.
 TABLE = """
@@ -33,7 +33,7 @@ def test_the_table_names_every_pair_once():
 
 @pytest.mark.parametrize(("state", "event", "result"), [*rows()])
 def test_where_an_event_leads(state, event, result):
-    before = Progress(state, carried=(1,), left=(2,), done=frozenset({0}))
+    before = PendingUpdates(state, carried=(1,), left=(2,), done=frozenset({0}))
     if result is None:
         assert (state, event) not in TRANSITIONS
         text = f"cannot {event.value} while {state.value}. Call"
@@ -43,13 +43,13 @@ def test_where_an_event_leads(state, event, result):
     after = before.after(event)
     assert after.state is result
     if result is State.IDLE:
-        assert after == Progress()  # nothing is kept
+        assert after == PendingUpdates()  # nothing is kept
 
 
 def test_which_states_an_exception_loses():
     assert [state.name for state in State if state.is_lost] == ["UPDATING", "WRITING"]
 
 
-def test_a_progress_does_not_print_values():
-    text = repr(Progress(State.PENDING, (torch.tensor([1.5]),), (torch.ones(1),)))
+def test_pending_updates_do_not_print_values():
+    text = repr(PendingUpdates(State.PENDING, (torch.tensor([1.5]),), (torch.ones(1),)))
     assert "PENDING" in text and "tensor" not in text

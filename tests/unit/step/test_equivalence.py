@@ -7,8 +7,8 @@ import torch
 from edit_graphs import NUM_RANKS, GraphBuilder, aten, c10d
 
 from torchspmd.errors import LegalityError
-from torchspmd.step.graph.edit import fake_result
 from torchspmd.step.graph.metadata import OutputKind, OutputRole, set_roles
+from torchspmd.step.graph.nodes import fake_result
 from torchspmd.step.graph.snapshot import copy_graph
 from torchspmd.step.legality.check import check_edit
 

@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torchspmd.step import IterGraphModule, compile
 from torchspmd.step.deferral.forms import add_copy
 from torchspmd.step.graph.metadata import OutputKind, OutputRole, set_roles
-from torchspmd.step.lower.deferred_in_place import FormsInPlace
+from torchspmd.step.lower.pending_in_place import FormsInPlace
 from torchspmd.step.passes.defer import isolate_update
 
 aten = torch.ops.aten
@@ -123,7 +123,7 @@ def deferred(step, names, place, given):
     nodes = {node.name: node for node in module.graph.nodes}
     region = [nodes[name] for name in names]
     module.graph.move_to_next_iter_before(region, nodes[place], strict=True)
-    forms = FormsInPlace(module, module.main_gm, is_compiled=False)
+    forms = FormsInPlace(module, module.main_gm, None)
     module.finalize_setup(forms.make_ready)
     return module
 

@@ -12,8 +12,8 @@ from torchspmd import _torch
 from torchspmd.errors import LegalityError, PassWarning
 from torchspmd.step import graph_optimization_pass, pass_reports
 from torchspmd.step.graph.cost import CostModel
-from torchspmd.step.graph.edit import NodeMaker, fake_result
 from torchspmd.step.graph.metadata import Owner
+from torchspmd.step.graph.nodes import NodeMaker, fake_result
 from torchspmd.step.graph.reports import Outcome
 from torchspmd.step.graph.snapshot import copy_graph
 from torchspmd.step.legality import check

@@ -8,20 +8,10 @@ from step_models import build, difference
 from torch import nn
 from torch.amp import GradScaler
 from torch.utils.checkpoint import checkpoint
+from training import train_scaled
 
 from torchspmd.errors import CaptureError
 from torchspmd.step import compile
-
-
-def clipped(model, optim, scaler, batch):
-    loss = model(batch).square().mean()
-    scaler.scale(loss).backward()
-    scaler.unscale_(optim)
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    scaler.step(optim)
-    scaler.update()
-    optim.zero_grad()
-    return loss
 
 
 def plain(model, optim, scaler, batch):
@@ -33,7 +23,7 @@ def plain(model, optim, scaler, batch):
     return loss
 
 
-@pytest.mark.parametrize("step", [clipped, plain])
+@pytest.mark.parametrize("step", [train_scaled, plain])
 @pytest.mark.parametrize("optimizer", ["momentum", "adam_foreach", "adamw_fused"])
 def test_steps_are_skipped_and_the_scale_follows(step, optimizer):
     ours, reference = build("mlp", optimizer)

@@ -28,8 +28,8 @@ from torchspmd.step.graph.metadata import (
 )
 from torchspmd.step.graph.snapshot import copy_graph
 from torchspmd.step.legality.check import check_edit
-from torchspmd.step.lower.deferred_in_place import write_pending_in_place
 from torchspmd.step.lower.in_place import compute_in_place, mark_returned
+from torchspmd.step.lower.pending_in_place import write_pending_in_place
 from torchspmd.step.passes import remove_copy_from_optimizer
 from torchspmd.step.virtual.ranks import lay_out
 from torchspmd.step.virtual.run import Inputs, without_marks

@@ -12,7 +12,7 @@ from torchspmd.step import GraphModuleTransformation, IterGraphModule, compile
 from torchspmd.step.deferral.forms import CARRIED_KEY, PENDING_KEY
 from torchspmd.step.deferral.module import Marks
 from torchspmd.step.graph.metadata import OutputKind, OutputRole, set_roles
-from torchspmd.step.lower.deferred_in_place import find_spare, write_pending_in_place
+from torchspmd.step.lower.pending_in_place import find_spare, write_pending_in_place
 
 aten = torch.ops.aten
 

@@ -17,8 +17,8 @@ from torchspmd.step import (
 from torchspmd.step.capture.inventory import take_inventory
 from torchspmd.step.graph.cost import CostModel, computes, operator_key
 from torchspmd.step.graph.metadata import owner_of
-from torchspmd.step.measure import cost as measured_operators
-from torchspmd.step.measure.cost import (
+from torchspmd.step.measure import operators as measured_operators
+from torchspmd.step.measure.operators import (
     _by_key,
     measure_graph,
     time_operators,

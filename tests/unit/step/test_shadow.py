@@ -5,6 +5,7 @@ must name it. Right steps must pass, and nothing of the user's may change.
 """
 
 import copy
+import json
 import os
 import random
 import warnings
@@ -19,8 +20,8 @@ from torchspmd.errors import ShadowError, ShadowWarning, UsageError
 from torchspmd.step import Override, compile
 from torchspmd.step.capture.inventory import take_inventory
 from torchspmd.step.compiled import CompiledStep
-from torchspmd.step.lower import deferred_in_place
 from torchspmd.step.program import Program
+from torchspmd.step.runtime import Runtime
 from torchspmd.step.shadow import check
 
 BATCH = torch.linspace(-1, 1, 12).view(3, 4)
@@ -440,6 +441,39 @@ def test_an_eager_call_that_runs_out_of_memory_is_said(monkeypatch):
     assert "ran out of memory" in compiled.explain()
 
 
+def test_code_that_is_written_for_shards_is_said(alone):
+    def step(model, optim, batch):
+        loss = model(batch).square().mean()
+        loss.backward()
+        norm = model[0].weight.grad.to_local().square().sum()  # a DTensor's method
+        optim.step()
+        optim.zero_grad()
+        return loss, norm
+
+    model, optim = make()
+    compiled = compile(step, parallel="fully_shard")
+    with pytest.warns(ShadowWarning, match="raises AttributeError on whole parameters"):
+        compiled(model, optim, BATCH)
+    assert "its code is written for shards" in compiled.explain()
+
+
+def test_what_ranks_say_about_skipped_calls_is_kept():
+    """A note that speaks of memory is no shortage of it: only that one warns."""
+    shadow = check.Shadow("train", "0", train, check.ShadowPlan(3), "graph")
+    told = [check.Skip("rank 1 lost 2 GiB of memory"), check.Skip("full", warns=True)]
+    sent = [json.dumps(check._Told(each, "", ("sum",))) for each in told]
+    with pytest.warns(ShadowWarning) as warned:
+        for text in sent:
+            shadow._skip(check._Told.read(text).void)
+    assert [str(each.message) for each in warned] == [
+        "train: calls are not compared with eager ones: full."
+    ]
+    assert [line.split(": ")[-1] for line in shadow.lines()] == [
+        "rank 1 lost 2 GiB of memory",
+        "full",
+    ]
+
+
 def test_inductor_and_random_numbers_are_not_compared():
     model, optim = make()
     model.append(nn.Dropout(0.5))
@@ -466,20 +500,20 @@ def test_stand_ins_are_not_compared():
 
 def test_a_learning_rate_frozen_by_the_lowering_is_found(monkeypatch, alone):
     """Fused, overlapped, compiled: the rate that is carried to the next step stays."""
-    first, lower = {}, deferred_in_place.lower
+    first, lower = {}, Runtime.compile_graph
 
     def frozen(rate):
         return first.setdefault("rate", rate.clone())
 
-    def freeze(graph, compiled):
+    def freeze(runtime, graph, compiled):
         for node in graph.graph.find_nodes(
             op="call_function", target=aten.clone.default
         ):
             if node.meta["val"].ndim == 0:
                 node.target = frozen
-        return lower(graph, compiled)
+        return lower(runtime, graph, compiled)
 
-    monkeypatch.setattr(deferred_in_place, "lower", freeze)
+    monkeypatch.setattr(Runtime, "compile_graph", freeze)
     torch.manual_seed(0)
     model = nn.Linear(4, 4, bias=False)
     optim = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)

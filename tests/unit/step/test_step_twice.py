@@ -6,22 +6,9 @@ import functools
 import pytest
 import torch
 from torch import nn
+from training import DoublesGradients
 
 from torchspmd.step import compile
-
-
-class Wrapped(torch.optim.Optimizer):
-    """Doubles the gradients and lets another optimizer step."""
-
-    def __init__(self, inner):
-        self.inner = inner
-        super().__init__([p for g in inner.param_groups for p in g["params"]], {})
-
-    @torch.no_grad()
-    def step(self):
-        for parameter in self.param_groups[0]["params"]:
-            parameter.grad = parameter.grad * 2
-        self.inner.step()
 
 
 def update(model, optim, batch):
@@ -100,7 +87,7 @@ def test_lists_that_backward_needs_are_not_overwritten():
 def test_an_optimizer_that_steps_another(kind):
     def build(model):
         inner = OPTIMIZERS[kind](model.parameters(), lr=0.1, foreach=True)
-        return model, Wrapped(inner), inner
+        return model, DoublesGradients(inner), inner
 
     _, _, compiled = follow(nested, build, calls=8)
     assert len(compiled.programs) == {"radam": 3, "adafactor": 2}[kind]

@@ -11,7 +11,7 @@ from torchspmd.errors import LostStateError
 from torchspmd.step import IterGraphModule, program
 from torchspmd.step.capture.inventory import take_inventory
 from torchspmd.step.deferral.state import State
-from torchspmd.step.deferred import LostStates
+from torchspmd.step.pending import LostStates
 
 pytestmark = [
     # Some of these steps keep gradients, and exceptions come call after call.

@@ -1,6 +1,7 @@
 """The measured exposure of a compiled step: how long computation waits, and why."""
 
 from collections import defaultdict
+from typing import Any
 
 from torchspmd.report.views.parts import (
     PREDICT,
@@ -11,6 +12,8 @@ from torchspmd.report.views.parts import (
     column,
     figure,
     missing,
+    notes_view,
+    one_result,
 )
 
 _SECONDS = 1e-3  # a millisecond
@@ -35,16 +38,8 @@ def exposure_page(document: Document) -> Page:
                 "A measured exposure does not say which ranks are in a group.",
                 "torchspmd trace train.py --world-size 8 --html page.html",
             ),
-            "compare": missing(
-                "This is one result; a second one shows what changed.",
-                "torchspmd show before.json after.json --out page.html",
-            ),
-            "assumptions": {
-                "rows": [],
-                "lists": [["Notes", list(document.get("notes") or [])]],
-            }
-            if document.get("notes")
-            else missing("The measurement comes without notes."),
+            "compare": one_result(),
+            "assumptions": notes_view(document, "The measurement comes without notes."),
         },
     }
 
@@ -91,40 +86,44 @@ def _verdict(document: Document) -> View:
             "total": step * _SECONDS,
             "note": None,
         },
-        "causes": {
-            "title": "Every collective, the longest exposed first",
-            "none": "No collective is waited for.",
-            "columns": [
-                column("seconds", "exposed", "s", bar=True),
-                column("simulated", "simulated", "s"),
-                column("distance", "start to wait", "s"),
-                column("what", "of"),
-                column("kind", "kind"),
-                column("axis", "axis"),
-                column("bytes", "payload", "B"),
-                column("reason", "why"),
-            ],
-            "rows": [
-                {
-                    "seconds": each["exposed_ms"] * _SECONDS,
-                    "simulated": None
-                    if each["simulated_ms"] is None
-                    else each["simulated_ms"] * _SECONDS,
-                    "distance": each["distance_ms"] * _SECONDS,
-                    "what": each["what"],
-                    "kind": each["kind"],
-                    "axis": each["axis"],
-                    "bytes": each["payload_bytes"],
-                    "reason": each["reason"] or "hidden",
-                }
-                for each in sorted(collectives, key=lambda e: -float(e["exposed_ms"]))
-            ],
-        },
+        "causes": _causes(collectives),
         "notes": [
             "Each time is a median of its own: those of collectives need not add up."
         ],
         "command": None,
         "no_command": "Measured inside of a program, by step.exposure(...).",
+    }
+
+
+def _causes(collectives: list[dict[str, Any]]) -> View:
+    return {
+        "title": "Every collective, the longest exposed first",
+        "none": "No collective is waited for.",
+        "columns": [
+            column("seconds", "exposed", "s", bar=True),
+            column("simulated", "simulated", "s"),
+            column("distance", "start to wait", "s"),
+            column("what", "of"),
+            column("kind", "kind"),
+            column("axis", "axis"),
+            column("bytes", "payload", "B"),
+            column("reason", "why"),
+        ],
+        "rows": [
+            {
+                "seconds": each["exposed_ms"] * _SECONDS,
+                "simulated": None
+                if each["simulated_ms"] is None
+                else each["simulated_ms"] * _SECONDS,
+                "distance": each["distance_ms"] * _SECONDS,
+                "what": each["what"],
+                "kind": each["kind"],
+                "axis": each["axis"],
+                "bytes": each["payload_bytes"],
+                "reason": each["reason"] or "hidden",
+            }
+            for each in sorted(collectives, key=lambda e: -float(e["exposed_ms"]))
+        ],
     }
 
 

@@ -14,6 +14,7 @@ from torchspmd.report.views.parts import (
     column,
     figure,
     missing,
+    one_result,
     plural,
 )
 
@@ -44,9 +45,8 @@ def ledger_page(document: Document) -> Page:
             "memory": missing("A ledger has no allocations.", PREDICT),
             "modules": ledger_modules(document),
             "mesh": ledger_mesh(document, about),
-            "compare": missing(
-                "This is one result; a second one shows what changed.",
-                "torchspmd diff before.json after.json --html page.html",
+            "compare": one_result(
+                "torchspmd diff before.json after.json --html page.html"
             ),
             "assumptions": _assumptions(document),
         },

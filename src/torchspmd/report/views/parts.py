@@ -15,6 +15,19 @@ def missing(why: str, command: str | None = None) -> View:
     return {"missing": why, "command": command}
 
 
+def one_result(
+    command: str = "torchspmd show before.json after.json --out page.html",
+) -> View:
+    """The comparison, where there is nothing to compare with."""
+    return missing("This is one result; a second one shows what changed.", command)
+
+
+def notes_view(document: Document, without: str) -> View:
+    """The notes of a result that rests on nothing else."""
+    notes = list(document.get("notes") or [])
+    return {"rows": [], "lists": [["Notes", notes]]} if notes else missing(without)
+
+
 def figure(
     label: str, value: object, unit: str = "n", note: str | None = None
 ) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from torchspmd.report.views.parts import (
     column,
     figure,
     missing,
+    notes_view,
+    one_result,
     plural,
 )
 
@@ -37,16 +39,8 @@ def plan_page(document: Document) -> Page:
             ),
             "modules": _modules(document),
             "mesh": _mesh(document, mesh, axis),
-            "compare": missing(
-                "This is one result; a second one shows what changed.",
-                "torchspmd show before.json after.json --out page.html",
-            ),
-            "assumptions": {
-                "rows": [],
-                "lists": [["Notes", list(document.get("notes") or [])]],
-            }
-            if document.get("notes")
-            else missing("The plan rests on no assumption."),
+            "compare": one_result(),
+            "assumptions": notes_view(document, "The plan rests on no assumption."),
         },
     }
 

@@ -13,6 +13,7 @@ from torchspmd.report.views.parts import (
     column,
     figure,
     missing,
+    one_result,
     plural,
     used,
 )
@@ -53,10 +54,7 @@ def prediction_page(document: Document) -> Page:
             "memory": _memory(document),
             "modules": prediction_modules(document),
             "mesh": _mesh(document),
-            "compare": missing(
-                "This is one result; a second one shows what changed.",
-                "torchspmd show before.json after.json --out page.html",
-            ),
+            "compare": one_result(),
             "assumptions": _assumptions(document),
         },
     }

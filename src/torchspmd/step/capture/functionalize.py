@@ -20,8 +20,8 @@ from torchspmd.step.graph.aliases import (
     find_writes,
     operator_of,
 )
-from torchspmd.step.graph.edit import drop_dead_code, fake_result
 from torchspmd.step.graph.metadata import META_KEY, annotate_after, last_node
+from torchspmd.step.graph.nodes import drop_dead_code, fake_result
 
 
 def make_functional(

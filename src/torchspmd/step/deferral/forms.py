@@ -25,7 +25,6 @@ from torch import fx
 from torchspmd.step.deferral.iter_graph import IterGraph
 from torchspmd.step.deferral.regions import DeferredRegion, check_regions, written_by
 from torchspmd.step.graph.aliases import find_aliases, is_view
-from torchspmd.step.graph.edit import NodeMaker, copy_node
 from torchspmd.step.graph.memory import ROLE_KEY
 from torchspmd.step.graph.metadata import (
     OutputKind,
@@ -36,6 +35,7 @@ from torchspmd.step.graph.metadata import (
     roles_of,
     set_roles,
 )
+from torchspmd.step.graph.nodes import NodeMaker, copy_node
 
 # On a node of a form: the number of the deferred region that it does.
 PENDING_KEY = "torchspmd_pending"

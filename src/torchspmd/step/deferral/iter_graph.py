@@ -8,9 +8,9 @@ from torch import fx
 
 from torchspmd.errors import DeferralError, PassWarning, UsageError
 from torchspmd.step.deferral.regions import DeferredRegion, check_region
-from torchspmd.step.graph.edit import copy_nodes
+from torchspmd.step.graph.argument_checks import check_node, check_nodes
 from torchspmd.step.graph.metadata import readable_name
-from torchspmd.step.graph.options import check_node, check_nodes
+from torchspmd.step.graph.nodes import copy_nodes
 
 
 class IterGraph(fx.Graph):

@@ -11,7 +11,7 @@ from torchspmd.errors import LostStateError, UsageError
 from torchspmd.step.deferral.forms import Stage, creates_state, derive, derive_flush
 from torchspmd.step.deferral.iter_graph import IterGraph
 from torchspmd.step.deferral.regions import written_by
-from torchspmd.step.deferral.state import Event, Progress, State
+from torchspmd.step.deferral.state import Event, PendingUpdates, State
 from torchspmd.step.graph.metadata import readable_name, written_state
 from torchspmd.step.graph.simulate import left_under_way
 from torchspmd.step.graph.snapshot import Snapshot
@@ -59,7 +59,7 @@ class IterGraphModule:
         self.enable_inductor = enable_inductor
         self.latest_snapshot: Snapshot | None = None  # for whoever runs passes on it
         self._forms: _Forms | None = None
-        self._progress = Progress()
+        self._pending = PendingUpdates()
         self._make_ready: Callable[[str, fx.GraphModule], Runnable] = self._prepare
 
     @property
@@ -107,7 +107,7 @@ class IterGraphModule:
     @property
     def state(self) -> State:
         """How far the updates are that an earlier iteration left."""
-        return self._progress.state
+        return self._pending.state
 
     @property
     def is_pending(self) -> bool:
@@ -119,7 +119,7 @@ class IterGraphModule:
         """Regions whose pending updates are still to be done, by number."""
         if self.state is State.IDLE:
             return frozenset()
-        return frozenset(range(len(self.graph.regions))) - self._progress.done
+        return frozenset(range(len(self.graph.regions))) - self._pending.done
 
     @property
     def lost(self) -> tuple[int, ...]:
@@ -188,7 +188,7 @@ class IterGraphModule:
         if not forms.is_deferring or (is_first and last_iter):
             return write(forms.whole(*args))
         name = "first" if is_first else "last" if last_iter else "steady"
-        outputs, left = forms.run(name, args, self._progress.carried)
+        outputs, left = forms.run(name, args, self._pending.carried)
         self._advance(Event.BEGIN_WRITE, left=left)
         result = write(outputs)
         if last_iter:
@@ -212,7 +212,7 @@ class IterGraphModule:
         self._check_not_lost()
         if self.state is State.IDLE:
             return None
-        carried = self._progress.carried
+        carried = self._pending.carried
         outputs = self._finished().flush(args, carried, self.unfinished)
         if self.unfinished:  # not done in place, but by `write`
             self._advance(Event.BEGIN_UPDATE)
@@ -223,18 +223,18 @@ class IterGraphModule:
 
     def drop_pending(self) -> None:
         """Forget what is pending: its states have got other values, from a checkpoint."""
-        for values in (self._progress.left, self._progress.carried):
+        for values in (self._pending.left, self._pending.carried):
             self._finished().wait_for(values)
         self._advance(Event.DROP)
 
     def _advance(self, event: Event, **changes: Any) -> None:
-        self._progress = self._progress.after(event, **changes)
+        self._pending = self._pending.after(event, **changes)
 
     def _begin(self, region: int) -> None:
         self._advance(Event.BEGIN_UPDATE)
 
     def _end(self, region: int) -> None:
-        self._advance(Event.END_UPDATE, done=self._progress.done | {region})
+        self._advance(Event.END_UPDATE, done=self._pending.done | {region})
 
     def _check_can_run(self) -> None:
         self._check_not_lost()

@@ -65,7 +65,7 @@ TRANSITIONS = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class PendingUpdates:
     """The state and what belongs to it; replaced as a whole, so never half changed.
 
     Attributes:
@@ -80,10 +80,10 @@ class Progress:
     left: tuple[Any, ...] = field(default=(), repr=False)
     done: frozenset[int] = frozenset()
 
-    def after(self, event: Event, **changes: Any) -> "Progress":
-        """The progress after an event; raises where the event is not possible.
+    def after(self, event: Event, **changes: Any) -> "PendingUpdates":
+        """What they are after an event; raises where the event is not possible.
 
-        >>> Progress(State.UPDATING).after(Event.END_UPDATE).state.name
+        >>> PendingUpdates(State.UPDATING).after(Event.END_UPDATE).state.name
         'PARTLY_DONE'
         """
         state = TRANSITIONS.get((self.state, event))
@@ -93,5 +93,7 @@ class Progress:
                 "flush(), or load a checkpoint, first."
             )
         return (
-            Progress() if state is State.IDLE else replace(self, state=state, **changes)
+            PendingUpdates()
+            if state is State.IDLE
+            else replace(self, state=state, **changes)
         )

@@ -33,9 +33,9 @@ from torchspmd.step.graph.aliases import (
     operator_of,
     written_nodes,
 )
-from torchspmd.step.graph.edit import HasGraph
+from torchspmd.step.graph.argument_checks import check_module
 from torchspmd.step.graph.metadata import fake_value, output_node, owner_of
-from torchspmd.step.graph.options import check_module
+from torchspmd.step.graph.nodes import HasGraph
 from torchspmd.step.graph.reports import GraphSize
 
 # ----------------------------------------------------------------------------

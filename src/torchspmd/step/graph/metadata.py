@@ -176,11 +176,10 @@ class OwnerLog:
         """Follow the calls of modules inside; ``note`` tells of those of operators."""
         self._graph = _torch.current_graph()
         self._last = last_node(self._graph)
-        with contextlib.ExitStack() as stack:
-            before = register_module_forward_pre_hook(self._enter_module)
-            stack.callback(before.remove)
-            after = register_module_forward_hook(self._leave_module, always_call=True)
-            stack.callback(after.remove)
+        with (
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module, always_call=True),
+        ):
             yield
         self._settle()
 

@@ -15,9 +15,9 @@ from torch import fx
 
 from torchspmd.errors import CaptureError, UsageError
 from torchspmd.step.graph.aliases import node_arguments
-from torchspmd.step.graph.edit import HasGraph, NodeMaker
+from torchspmd.step.graph.argument_checks import check_module
 from torchspmd.step.graph.metadata import owner_of
-from torchspmd.step.graph.options import check_module
+from torchspmd.step.graph.nodes import HasGraph, NodeMaker
 
 # A chain goes through places: an item of a list operator, or a node that is an item.
 _Place: TypeAlias = tuple[fx.Node, int]

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from torchspmd.errors import UsageError
-from torchspmd.step.graph.options import is_whole
+from torchspmd.step.graph.argument_checks import is_whole
 
 ORDERS = ("rank", "ring", "tree")  # in which order a reduction adds the ranks' values
 

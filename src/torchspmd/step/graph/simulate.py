@@ -16,10 +16,10 @@ from torch import fx
 from torchspmd.comm import CommEvent
 from torchspmd.errors import UsageError
 from torchspmd.step.graph.aliases import is_wait, started_by, without_item
+from torchspmd.step.graph.argument_checks import check_graph, check_integers
 from torchspmd.step.graph.collectives import events_of
 from torchspmd.step.graph.cost import CostModel, check_cost
 from torchspmd.step.graph.metadata import output_values
-from torchspmd.step.graph.options import check_graph, check_integers
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,13 @@ import torch
 from torch import fx, nn
 
 from torchspmd import _torch
-from torchspmd.step.graph.edit import copy_nodes
 from torchspmd.step.graph.metadata import (
     OutputKind,
     readable_name,
     roles_of,
     set_roles,
 )
+from torchspmd.step.graph.nodes import copy_nodes
 
 # ----------------------------------------------------------------------------
 # Everything that a module and its submodules hold by name, to put back after a failure.

@@ -9,7 +9,6 @@ import torch
 from torch import fx
 
 from torchspmd.step.graph.aliases import Written, find_written
-from torchspmd.step.graph.edit import fake_result
 from torchspmd.step.graph.metadata import (
     OutputKind,
     describe_type,
@@ -18,6 +17,7 @@ from torchspmd.step.graph.metadata import (
     roles_of,
     written_state,
 )
+from torchspmd.step.graph.nodes import fake_result
 
 _SHOWN = 3  # names in one line
 _PLAIN = (int, float, complex, str, slice, torch.dtype, torch.device)

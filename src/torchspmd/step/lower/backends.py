@@ -8,15 +8,14 @@ from torch import fx
 
 from torchspmd.errors import CaptureError
 from torchspmd.step.deferral.module import IterGraphModule
-from torchspmd.step.graph.inductor import check_compilable, lower
+from torchspmd.step.graph.inductor import CompiledPieces, check_compilable
 from torchspmd.step.graph.metadata import OutputKind, roles_of
-from torchspmd.step.lower.cuda_graph import CudaGraphRun
-from torchspmd.step.lower.deferred_in_place import FormsInPlace
 from torchspmd.step.lower.in_place import (
     InPlaceReport,
     write_for_compiler,
     write_in_place,
 )
+from torchspmd.step.lower.pending_in_place import CompileGraph, FormsInPlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +88,18 @@ def choose_backend(
     return Transformed(made, graph, backend, notes)
 
 
-def lower_graph(chosen: Transformed) -> Lowered:
-    """Make a graph ready to run: every form of it writes in place what it may."""
+def lower_graph(
+    chosen: Transformed,
+    compile_graph: CompileGraph,
+    replay_graph: Callable[[fx.GraphModule], Callable[..., Any]],
+) -> Lowered:
+    """Make a graph ready to run: every form of it writes in place what it may.
+
+    Args:
+        chosen: The graph, and its backend.
+        compile_graph: Compiles with Inductor.
+        replay_graph: Makes a CUDA graph.
+    """
     run, graph, notes = chosen.run, chosen.graph, chosen.notes
     if not isinstance(run, (fx.GraphModule, IterGraphModule)):
         return Lowered(run, graph, notes=notes)
@@ -99,16 +108,16 @@ def lower_graph(chosen: Transformed) -> Lowered:
     running, report = write(graph)
     overlapped: Mapping[str, fx.Graph] = {}
     if isinstance(run, IterGraphModule):
-        forms = FormsInPlace(run, running, is_compiled=is_compiled)
+        forms = FormsInPlace(run, running, compile_graph if is_compiled else None)
         run.finalize_setup(forms.make_ready)
         notes += tuple(dict.fromkeys(forms.notes))
         if run.is_deferring and not is_compiled:
             overlapped = dict(forms.running)
     elif is_compiled:
-        run, note = lower(running)
+        run, note = compile_graph(running, CompiledPieces())
         notes += (note,)
     elif chosen.backend == "cudagraph":
-        run = CudaGraphRun(running)
+        run = replay_graph(running)
     else:
         run = running
     can_release = chosen.backend == "graph" and not overlapped

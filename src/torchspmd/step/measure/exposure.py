@@ -14,18 +14,18 @@ from torchspmd import _torch
 from torchspmd.errors import AgreementError, UsageError
 from torchspmd.step.capture.inventory import Inventory
 from torchspmd.step.deferral.module import IterGraphModule, Marks
+from torchspmd.step.graph.argument_checks import check_integers
 from torchspmd.step.graph.collectives import get_all_comm_blocks, peers_of
 from torchspmd.step.graph.cost import CostModel, check_cost
 from torchspmd.step.graph.metadata import OutputKind, roles_of, written_state
-from torchspmd.step.graph.options import check_integers
 from torchspmd.step.graph.simulate import (
     Timeline,
     left_under_way,
     simulate,
     simulate_steady,
 )
-from torchspmd.step.lower.deferred_in_place import find_spare, write_pending_in_place
 from torchspmd.step.lower.in_place import write_in_place
+from torchspmd.step.lower.pending_in_place import find_spare, write_pending_in_place
 from torchspmd.step.measure.clock import Reading, Stopwatch, add_clock, read_runs
 from torchspmd.step.measure.exposure_report import (
     ExposureReport,

@@ -155,11 +155,10 @@ class Casting:
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
         """Follow the calls of modules inside."""
-        with contextlib.ExitStack() as stack:
-            before = register_module_forward_pre_hook(self._enter)
-            stack.callback(before.remove)
-            after = register_module_forward_hook(self._leave, always_call=True)
-            stack.callback(after.remove)
+        with (
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ):
             yield
 
     def _enter(self, module: nn.Module, args: Any) -> None:

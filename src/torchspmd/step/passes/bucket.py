@@ -13,6 +13,7 @@ from torchspmd import _torch
 from torchspmd.comm import Kind, format_bytes
 from torchspmd.errors import UsageError
 from torchspmd.step.graph.aliases import is_view, node_arguments
+from torchspmd.step.graph.argument_checks import check_flags, is_size
 from torchspmd.step.graph.collectives import (
     CommBlock,
     earliest_place,
@@ -21,9 +22,8 @@ from torchspmd.step.graph.collectives import (
     latest_place,
     writes_in_place,
 )
-from torchspmd.step.graph.edit import HasGraph, NodeMaker, common_owner, tensor_value
 from torchspmd.step.graph.metadata import owner_of
-from torchspmd.step.graph.options import check_flags, is_size
+from torchspmd.step.graph.nodes import HasGraph, NodeMaker, common_owner, tensor_value
 from torchspmd.step.graph.reduction_order import ring_chunks
 from torchspmd.step.graph.reports import ORDERS, Outcome
 from torchspmd.step.passes.runner import graph_optimization_pass

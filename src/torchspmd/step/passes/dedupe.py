@@ -7,16 +7,16 @@ from torch import fx
 
 from torchspmd.comm import Kind, format_bytes
 from torchspmd.step.graph.aliases import is_wait
+from torchspmd.step.graph.argument_checks import check_budget, check_flags
 from torchspmd.step.graph.collectives import (
     CommBlock,
     get_all_comm_blocks,
     graph_size,
     writes_in_place,
 )
-from torchspmd.step.graph.edit import HasGraph
 from torchspmd.step.graph.memory import value_bytes
 from torchspmd.step.graph.metadata import owner_of
-from torchspmd.step.graph.options import check_budget, check_flags
+from torchspmd.step.graph.nodes import HasGraph
 from torchspmd.step.graph.reports import ORDERS, Outcome
 from torchspmd.step.passes.runner import graph_optimization_pass
 

@@ -24,13 +24,13 @@ from torchspmd.step.deferral.regions import (
     first_reader,
     written_by,
 )
+from torchspmd.step.graph.argument_checks import check_budget, check_flags, check_names
 from torchspmd.step.graph.collectives import CommBlock, get_all_comm_blocks
 from torchspmd.step.graph.cost import CostModel, check_cost, device_of
-from torchspmd.step.graph.edit import descendants
 from torchspmd.step.graph.memory import LiveBytes
 from torchspmd.step.graph.metadata import output_node, owner_of
+from torchspmd.step.graph.nodes import descendants
 from torchspmd.step.graph.optimizer_lists import Chains, first_items, split_by_group
-from torchspmd.step.graph.options import check_budget, check_flags, check_names
 from torchspmd.step.graph.reports import ORDERS, Outcome
 from torchspmd.step.graph.simulate import begin_seconds
 from torchspmd.step.passes.optimizer import remove_copy_from_optimizer

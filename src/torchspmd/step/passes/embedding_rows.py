@@ -21,8 +21,8 @@ from torchspmd.step.graph.collectives import (
     writes_in_place,
 )
 from torchspmd.step.graph.cost import CostModel, check_cost, device_of
-from torchspmd.step.graph.edit import HasGraph, NodeMaker, tensor_value
 from torchspmd.step.graph.metadata import META_KEY, owner_of
+from torchspmd.step.graph.nodes import HasGraph, NodeMaker, tensor_value
 from torchspmd.step.graph.reports import Outcome
 from torchspmd.step.passes.runner import graph_optimization_pass
 

@@ -8,6 +8,7 @@ from torch import fx
 
 from torchspmd.errors import UnsupportedPassError, UsageError
 from torchspmd.step.graph.aliases import find_aliases, is_view
+from torchspmd.step.graph.argument_checks import check_nodes
 from torchspmd.step.graph.metadata import (
     OutputKind,
     output_values,
@@ -23,7 +24,6 @@ from torchspmd.step.graph.optimizer_lists import (
     gradients_of,
     split_by_group,
 )
-from torchspmd.step.graph.options import check_nodes
 from torchspmd.step.graph.reports import ORDERS, Outcome
 from torchspmd.step.passes.runner import graph_optimization_pass
 

@@ -10,6 +10,7 @@ from torch import fx
 
 from torchspmd.comm import format_bytes
 from torchspmd.errors import UsageError
+from torchspmd.step.graph.argument_checks import check_budget, is_size, is_whole
 from torchspmd.step.graph.collectives import (
     CommBlock,
     after_start,
@@ -23,9 +24,8 @@ from torchspmd.step.graph.collectives import (
     writes_in_place,
 )
 from torchspmd.step.graph.cost import CostModel, check_cost
-from torchspmd.step.graph.edit import HasGraph
 from torchspmd.step.graph.memory import LiveBytes, held_until_wait, value_bytes
-from torchspmd.step.graph.options import check_budget, is_size, is_whole
+from torchspmd.step.graph.nodes import HasGraph
 from torchspmd.step.graph.reports import ORDERS, Outcome
 from torchspmd.step.graph.simulate import Do, Work, begin_seconds, run_schedule
 from torchspmd.step.passes.bucket import comm_fusion_with_concat, find_followers

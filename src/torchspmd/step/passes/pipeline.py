@@ -17,10 +17,14 @@ from torch import fx
 from torchspmd.comm import Kind
 from torchspmd.errors import PassWarning, UsageError
 from torchspmd.step.deferral.module import IterGraphModule
+from torchspmd.step.graph.argument_checks import (
+    check_bucket_size,
+    check_flags,
+    check_overlap,
+)
 from torchspmd.step.graph.collectives import events_of, get_all_comm_blocks
 from torchspmd.step.graph.cost import CostModel, check_cost, device_of
 from torchspmd.step.graph.memory import predict_peak
-from torchspmd.step.graph.options import check_bucket_size, check_flags, check_overlap
 from torchspmd.step.graph.reports import PassReport
 from torchspmd.step.passes.bucket import comm_fusion_with_concat
 from torchspmd.step.passes.dedupe import dedupe_collectives

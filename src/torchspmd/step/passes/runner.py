@@ -16,10 +16,10 @@ from torchspmd.errors import LegalityError, PassOrderError, PassWarning, UsageEr
 from torchspmd.step.deferral.iter_graph import IterGraph
 from torchspmd.step.deferral.module import IterGraphModule
 from torchspmd.step.deferral.regions import check_regions
+from torchspmd.step.graph.argument_checks import check_module
 from torchspmd.step.graph.collectives import graph_size
-from torchspmd.step.graph.edit import drop_dead_code
 from torchspmd.step.graph.metadata import roles_of
-from torchspmd.step.graph.options import check_module
+from torchspmd.step.graph.nodes import drop_dead_code
 from torchspmd.step.graph.reports import GraphSize, Outcome, PassReport
 from torchspmd.step.graph.snapshot import Snapshot, copy_graph, num_changes
 from torchspmd.step.legality.check import Proof, check_edit

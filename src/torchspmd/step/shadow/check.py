@@ -5,9 +5,9 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,7 @@ from torchspmd.step.shadow.compare import (
     own_rows,
     tolerance_of,
 )
-from torchspmd.step.shadow.copies import describe_shortage, free_bytes, needed_bytes
+from torchspmd.step.shadow.copies import free_bytes, needed_bytes
 from torchspmd.step.shadow.eager import (
     Eager,
     Generators,
@@ -62,7 +62,7 @@ _SHOWN = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ShadowPlan:
     """Which calls are made eagerly too.
 
     Attributes:
@@ -74,7 +74,7 @@ class Plan:
     every: int = 0
 
     @classmethod
-    def of(cls, shadow: int | None, every: int | None) -> "Plan":
+    def of(cls, shadow: int | None, every: int | None) -> "ShadowPlan":
         """What ``compile`` was told, or the environment says."""
         if shadow is None:
             if os.environ.get(EVERY_CALL) == "1":
@@ -88,6 +88,18 @@ def wrong_environment() -> Iterator[str]:
     given = os.environ.get(NUMBER, "0")
     if not given.isdecimal():
         yield f"compile: the environment has {NUMBER}={given!r}; set a number of calls."
+
+
+class Skip(NamedTuple):
+    """Why calls are not compared; ranks tell each other as JSON.
+
+    Attributes:
+        text: The reason, for ``explain``.
+        warns: Whether a user expects the comparison and can have it: worth a warning.
+    """
+
+    text: str
+    warns: bool = False
 
 
 @dataclass(slots=True, repr=False)
@@ -104,7 +116,7 @@ class _Call:
     chained: int
     is_first: bool
     seconds: float
-    void: str = ""  # why nothing can be compared
+    void: Skip | None = None  # why nothing can be compared
     is_left: bool = False  # its update is pending now
 
     @property
@@ -130,7 +142,7 @@ class Shadow:
     name: str
     key: str
     function: Callable[..., Any]
-    plan: Plan
+    plan: ShadowPlan
     backend: str
     refusal: str = ""
     _left: dict[bool, int] = field(default_factory=dict)  # by: does it communicate
@@ -198,7 +210,7 @@ class Shadow:
         start = time.perf_counter()
         why = self._why_not(program, inventory, mode)
         why = self._agree_to_begin(program, mode, communicates, why)
-        if why:
+        if why is not None:
             self._skip(why)
             self._left[communicates] = 0
             return None
@@ -231,31 +243,32 @@ class Shadow:
 
     def _why_not(
         self, program: Program, inventory: Inventory, mode: ParallelMode
-    ) -> str:
-        """Why this call cannot be made eagerly; empty where it can be."""
+    ) -> Skip | None:
+        """Why this call cannot be made eagerly; None where it can be."""
         if mode.mesh is not None and dist.get_backend() == "fake":
-            return "the process group is fake, and gives no values"
+            return Skip("the process group is fake, and gives no values")
         if any(slot.tensor.is_meta for slot in inventory.slots):
-            return "tensors are on the meta device"
+            return Skip("tensors are on the meta device")
         if self.backend == "inductor" and draws(program.graph):
-            return (
+            return Skip(
                 "Inductor draws other random numbers than eager code; compare a step "
                 "without them (dropout 0), or with backend='graph'"
             )
         needed, free = needed_bytes(program, inventory, mode), free_bytes(inventory)
         if free is not None and needed > free:
-            return describe_shortage(
+            return _shortage(
                 f"copies and an eager call would take {needed / 2**30:.1f} GiB, "
                 f"{free / 2**30:.1f} GiB are free"
             )
-        return ""
+        return None
 
-    def _skip(self, why: str) -> None:
-        if why not in self._notes:
-            self._notes[why] = None
-            text = f"{self.name}: calls are not compared with eager ones: {why}."
-            if "GiB" in why or "memory" in why:
-                warnings.warn(text, ShadowWarning, stacklevel=5)
+    def _skip(self, why: Skip) -> None:
+        if why.text in self._notes:
+            return
+        self._notes[why.text] = None
+        if why.warns:
+            text = f"{self.name}: calls are not compared with eager ones: {why.text}."
+            warnings.warn(text, ShadowWarning, stacklevel=5)
 
     # ------------------------------------------------------------------------
     # After it.
@@ -295,7 +308,7 @@ class Shadow:
         self, call: _Call, result: Any, outcome: Outcome, *, is_pending: bool
     ) -> None:
         eager = call.eager
-        if call.void:
+        if call.void is not None:
             return
         if eager.error is not None:
             name = type(eager.error).__name__
@@ -359,9 +372,13 @@ class Shadow:
         return _peers(program, call.mode)
 
     def _agree_to_begin(
-        self, program: Program, mode: ParallelMode, communicates: bool, why: str
-    ) -> str:
-        """Why some rank cannot make an eager call; empty where all can."""
+        self,
+        program: Program,
+        mode: ParallelMode,
+        communicates: bool,
+        why: Skip | None,
+    ) -> Skip | None:
+        """Why some rank cannot make an eager call; None where all can."""
         if mode.mesh is None or not communicates or dist.get_backend() == "fake":
             return why
         state = ""
@@ -371,20 +388,19 @@ class Shadow:
         try:
             texts = self._exchange(json.dumps([why, state]), ranks, "begin")
         except _GivenUpError as error:
-            self._give_up(str(error))
-            return str(error)
+            return self._give_up(str(error))
         found = {rank: json.loads(text) for rank, text in texts.items()}
         for rank, (reason, _) in sorted(found.items()):
-            if reason:
-                return (
-                    str(reason) if rank == dist.get_rank() else f"rank {rank}: {reason}"
-                )
+            if reason is not None:
+                text, warns = reason
+                is_own = rank == dist.get_rank()
+                return Skip(text if is_own else f"rank {rank}: {text}", warns)
         if len({state for _, state in found.values()}) > 1:
-            return (
+            return Skip(
                 "ranks have other seeds, and the default mode draws random numbers for "
                 "all rows from each of them. Seed all ranks alike to compare"
             )
-        return ""
+        return None
 
     def _conclude(self, call: _Call, outcome: Outcome) -> None:
         """Share what was found, and raise on every rank where any has a difference."""
@@ -393,7 +409,7 @@ class Shadow:
         all_told = {-1: told}
         if len(ranks) > 1:
             sums = checksum_parameters(call.inventory, call.mode)
-            text = json.dumps([told.void, told.first, *sums])
+            text = json.dumps(told._replace(sums=sums))
             try:
                 texts = self._exchange(text, ranks, "end")
             except _GivenUpError as error:
@@ -401,8 +417,8 @@ class Shadow:
                     raise ShadowError(self._describe(call, found, {})) from None
                 self._give_up(str(error))
                 return
-            all_told = {rank: _Told(*json.loads(t)) for rank, t in texts.items()}
-        void = [each.void for each in all_told.values() if each.void]
+            all_told = {rank: _Told.read(text) for rank, text in texts.items()}
+        void = [each.void for each in all_told.values() if each.void is not None]
         if void:  # what others found may follow from it
             self._skip(void[0])
             self._left = dict.fromkeys(self._left, 0)
@@ -452,11 +468,13 @@ class Shadow:
                     post_failure(_torch.default_store(), dist.get_rank(), key, error)
             raise
 
-    def _give_up(self, why: str) -> None:
+    def _give_up(self, text: str) -> Skip:
         """Compare nothing any more: ranks do not call the step alike."""
+        why = Skip(text)
         self._skip(why)
         self._left, self._pending, self._found = {}, None, []
-        self.plan = Plan(0)
+        self.plan = ShadowPlan(0)
+        return why
 
     # ------------------------------------------------------------------------
     # Texts.
@@ -521,11 +539,24 @@ class _GivenUpError(Exception):
     """Another rank does not come any more."""
 
 
-class _Told:
-    """What one rank says about a call: why it compared nothing, its first difference."""
+class _Told(NamedTuple):
+    """What one rank says about a call.
 
-    def __init__(self, void: str, first: str, *sums: str) -> None:
-        self.void, self.first, self.sums = void, first, sums
+    Attributes:
+        void: Why it compared nothing.
+        first: Its first difference; empty where there is none.
+        sums: Of its parameters.
+    """
+
+    void: Skip | None
+    first: str
+    sums: Sequence[str] = ()
+
+    @classmethod
+    def read(cls, text: str) -> "_Told":
+        """What a rank has sent."""
+        void, first, sums = json.loads(text)
+        return cls(None if void is None else Skip(*void), first, sums)
 
 
 def _peers(program: Program, mode: ParallelMode) -> list[int]:
@@ -549,17 +580,27 @@ def _unlike_replicas(told: Mapping[int, _Told], mode: ParallelMode) -> list[Diff
     return []
 
 
-def _why_void(eager: Eager, mode: ParallelMode) -> str:
-    """Why an eager call says nothing; empty where it does."""
+def _why_void(eager: Eager, mode: ParallelMode) -> Skip | None:
+    """Why an eager call says nothing; None where it does."""
     error = eager.error
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return describe_shortage("an eager call ran out of memory")
+        return _shortage("an eager call ran out of memory")
     if error is not None and isinstance(mode, FullySharded):
-        return (
+        return Skip(
             f"the step raises {type(error).__name__} on whole parameters: its code is "
-            "written for shards"
+            "written for shards",
+            warns=True,
         )
-    return ""
+    return None
+
+
+def _shortage(text: str) -> Skip:
+    """Memory is short: how to compare nevertheless."""
+    return Skip(
+        f"{text}. To compare, run a few steps with fewer layers or a smaller batch, on a "
+        "CPU, or pass shadow=0 to leave it",
+        warns=True,
+    )
 
 
 def _compare_late(call: _Call, outcome: Outcome) -> None:

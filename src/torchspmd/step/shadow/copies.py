@@ -255,14 +255,6 @@ def _restore(table: dict[str, Any], before: dict[str, Any]) -> None:
 # Whether copies of a call and an eager call of it fit into memory.
 
 
-def describe_shortage(text: str) -> str:
-    """What does not fit, and how to compare nevertheless."""
-    return (
-        f"{text}. To compare, run a few steps with fewer layers or a smaller batch, on a "
-        "CPU, or pass shadow=0 to leave it"
-    )
-
-
 def needed_bytes(program: Program, inventory: Inventory, mode: ParallelMode) -> int:
     """Of copies and of an eager call: as much as the graph's own worst moment, or more."""
     copies = gradients = 0

@@ -17,9 +17,9 @@ from torchspmd.step.deferral.forms import Stage, creates_state, derive
 from torchspmd.step.deferral.iter_graph import IterGraph
 from torchspmd.step.deferral.module import Marks
 from torchspmd.step.graph.aliases import is_view, operator_of
+from torchspmd.step.graph.argument_checks import check_integers
 from torchspmd.step.graph.memory import ROLE_KEY
 from torchspmd.step.graph.metadata import written_state
-from torchspmd.step.graph.options import check_integers
 from torchspmd.step.graph.snapshot import copy_graph
 from torchspmd.step.virtual.collectives import InFlight
 from torchspmd.step.virtual.ranks import (

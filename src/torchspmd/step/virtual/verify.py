@@ -18,8 +18,8 @@ from torchspmd.errors import (
     VirtualRanksError,
 )
 from torchspmd.step.deferral.iter_graph import IterGraph
+from torchspmd.step.graph.argument_checks import check_integers
 from torchspmd.step.graph.metadata import output_values
-from torchspmd.step.graph.options import check_integers
 from torchspmd.step.graph.reports import ORDERS, PassReport
 from torchspmd.step.graph.snapshot import copy_graph, num_changes
 from torchspmd.step.legality.edit import output_name

@@ -57,9 +57,7 @@ def _place(source: str) -> str:
     return f"{file} in {function}" if file else source
 
 
-def origin_lines(
-    ledger: Ledger, rows: Iterable[tuple[Key, Total]], indent: str = "    "
-) -> list[str]:
+def origin_lines(ledger: Ledger, rows: Iterable[tuple[Key, Total]]) -> list[str]:
     """The modules and lines behind some rows; alike modules together, single ones first."""
     reasons = _reasons(ledger.events)
     contents = [
@@ -81,9 +79,9 @@ def origin_lines(
     folded = sorted(fold(contents), key=lambda row: len(unfold(row[0])))
     lines = []
     for module, (kind, axis, count, size, phase, implicit, why) in folded:
-        text = f"{indent}{count} {describe(kind, axis, size, phase, module)}"
+        text = f"    {count} {describe(kind, axis, size, phase, module)}"
         lines.append(text + _because(why, implicit))
-    return _shortened(lines, indent)
+    return _shortened(lines)
 
 
 def _because(why: Sequence[str], implicit: bool) -> str:
@@ -94,10 +92,10 @@ def _because(why: Sequence[str], implicit: bool) -> str:
     return f": {'; '.join(known[:_MAX_REASONS])}{more}"
 
 
-def _shortened(lines: list[str], indent: str) -> list[str]:
+def _shortened(lines: list[str]) -> list[str]:
     if len(lines) <= _MAX_LINES:
         return lines
-    return [*lines[:_MAX_LINES], f"{indent}and {len(lines) - _MAX_LINES} rows more"]
+    return [*lines[:_MAX_LINES], f"    and {len(lines) - _MAX_LINES} rows more"]
 
 
 def _reasons(events: Iterable[CommEvent]) -> dict[Key, dict[str, None]]:

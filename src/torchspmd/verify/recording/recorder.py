@@ -335,8 +335,8 @@ class Recorder:
             outputs: Anything else to compare: tensors in lists, tuples or dicts.
         """
         self._find_parameters()
-        self._keep_tree(Kind.LOSS, "", 0, loss)
-        self._keep_tree(Kind.OUTPUT, "", 0, outputs)
+        self._keep_tree(Kind.LOSS, loss)
+        self._keep_tree(Kind.OUTPUT, outputs)
         if not self._has_gradients:
             self._keep_gradients()
         self._keep_values()
@@ -386,9 +386,9 @@ class Recorder:
             if isinstance(value, (torch.Tensor, int, float)):
                 self._keep(Key(Kind.STATE, f"{name}.{key}"), torch.as_tensor(value))
 
-    def _keep_tree(self, kind: Kind, name: str, call: int, tree: Any) -> None:
+    def _keep_tree(self, kind: Kind, tree: Any) -> None:
         for leaf, value in enumerate(_leaves(tree)):
-            self._keep(Key(kind, name, call, leaf), value)
+            self._keep(Key(kind, "", leaf=leaf), value)
 
     def _keep(self, key: Key, value: torch.Tensor) -> None:
         self._pieces[key] = take(value, self._header.rank, self._max_bytes)

@@ -32,7 +32,6 @@ from torchspmd.step.graph.memory import predict_peak
 from torchspmd.step.graph.reports import PassReport
 from torchspmd.step.lower.backends import Lowered, choose_backend, lower_graph
 from torchspmd.step.lower.in_place import mark_returned
-from torchspmd.step.measure.cost import measure_graph
 from torchspmd.step.modes.data_parallel import DataParallel
 from torchspmd.step.passes.pipeline import GraphModuleTransformation
 from torchspmd.step.passes.runner import pass_reports, run_transformation
@@ -40,7 +39,8 @@ from torchspmd.step.program import Program, find_loose, find_released
 from torchspmd.step.programs import Request
 from torchspmd.step.progress import Progress, phase
 from torchspmd.step.rank_agreement import Agreement, CommPlan, build_comm_plan
-from torchspmd.step.shadow.check import Plan
+from torchspmd.step.runtime import Runtime, current_runtime
+from torchspmd.step.shadow.check import ShadowPlan
 from torchspmd.step.virtual.certificate import Certificate
 from torchspmd.step.virtual.run import is_pipelined, without_marks
 from torchspmd.step.virtual.verify import Verification, Verifier, certify
@@ -70,7 +70,7 @@ class StepOptions:
     backend: str
     overrides: Overrides
     verify: Verification | None
-    shadow: Plan
+    shadow: ShadowPlan
 
     @property
     def passes(self) -> GraphModuleTransformation | None:
@@ -109,8 +109,9 @@ def build_program(
         UnusedStatesError: Before ranks agree: build it without these states.
     """
     title = f"{options.name}, program {request.number}"
+    runtime = current_runtime()
     if options.backend == "inductor" and any(s.tensor.is_cuda for s in inventory.slots):
-        _torch.start_kernel_compilers()
+        runtime.start_compilers()
     with Progress(f"compile {options.name}") as progress, without_collection():
         with _symbols_or_error(request):
             captured = _capture(options, inventory, mode, request)
@@ -118,8 +119,9 @@ def build_program(
             graph = _override(captured.graph, laid_out, options.overrides)
             flat = laid_out.flat_inputs()
             with _torch.without_autocast():  # its casts are nodes of the graph
-                cost, notes = _measure(graph, flat, options, ranks)
-                verifier = _make_verifier(title, graph, flat, options.verify)
+                cost, notes = _measure(graph, flat, options, ranks, runtime)
+                asked = runtime.verification(options.verify)
+                verifier = _make_verifier(title, graph, flat, asked)
                 made = _run_passes(graph, options, cost, verifier)
                 if options.passes is not None:
                     notes += options.passes.notes
@@ -130,7 +132,8 @@ def build_program(
             with phase("agreement"):
                 agreed = _agree(ranks, chosen.graph, inventory, captured, request)
             with phase("lowering"):
-                lowered = lower_graph(chosen)
+                compilers = runtime.compile_graph, runtime.replay_graph
+                lowered = lower_graph(chosen, *compilers)
             certificate = _certify(title, graph, lowered, verifier, chosen.backend)
         if ranks.is_used:
             ranks.wait_until_ready(agreed.plan.ranks)
@@ -187,6 +190,7 @@ def _measure(
     flat: Sequence[Any],
     options: StepOptions,
     ranks: Agreement,
+    runtime: Runtime,
 ) -> tuple[CostModel | None, tuple[str, ...]]:
     """What passes choose by, where they ask for measured rates, and lines about it."""
     asked = options.passes
@@ -194,7 +198,7 @@ def _measure(
         return None, ()
     if ranks.measured is None:
         fuses = options.backend == "inductor"
-        ranks.measured = measure_graph(graph, flat, ranks, asked.cost, fuses=fuses)
+        ranks.measured = runtime.measure(graph, flat, ranks, asked.cost, fuses=fuses)
     return ranks.measured
 
 

@@ -22,7 +22,7 @@ from torchspmd.step.graph.collectives import (
     is_communication,
     reduce_in_place,
 )
-from torchspmd.step.graph.inductor import CompiledPieces, lower
+from torchspmd.step.graph.inductor import CompiledPieces
 from torchspmd.step.graph.memory import predict_peak
 from torchspmd.step.graph.metadata import (
     OutputKind,
@@ -37,6 +37,11 @@ from torchspmd.step.lower.in_place import (
     write_in_place,
 )
 
+# A graph, and what was compiled for others of its step -> what to call, a line about it.
+CompileGraph = Callable[
+    [fx.GraphModule, CompiledPieces], tuple[Callable[..., Any], str]
+]
+
 
 class FormsInPlace:
     """Makes the forms of an iterated graph ready to run.
@@ -50,9 +55,12 @@ class FormsInPlace:
     """
 
     def __init__(
-        self, run: IterGraphModule, whole: fx.GraphModule, *, is_compiled: bool
+        self,
+        run: IterGraphModule,
+        whole: fx.GraphModule,
+        compile_graph: CompileGraph | None,
     ) -> None:
-        self._run, self._whole, self._is_compiled = run, whole, is_compiled
+        self._run, self._whole, self._compile = run, whole, compile_graph
         self._left: Mapping[
             int, str
         ] = {}  # updates that are not made in place, and why
@@ -67,7 +75,7 @@ class FormsInPlace:
             running = self._whole
         elif name in ("steady", "flush"):
             running = self._write_pending(name, form)
-        elif self._is_compiled:
+        elif self._compile is not None:
             running = _torch.lazy_module(form, copy_graph(form.graph)[0])
             copy_results(running.graph)
             reduce_in_place(running.graph)
@@ -76,9 +84,9 @@ class FormsInPlace:
             running, _ = write_in_place(form, keep_inputs=True)
         self.running[name] = running.graph
         # Whoever asks for a flush waits for it, and it is mostly updates.
-        if not self._is_compiled or name == "flush":
+        if self._compile is None or name == "flush":
             return running
-        compiled, note = lower(running, self._compiled)
+        compiled, note = self._compile(running, self._compiled)
         self.notes.append(note)
         return compiled
 
@@ -91,7 +99,7 @@ class FormsInPlace:
             self._run.marks,
             self._left,
             self._spare,
-            only_pending=self._is_compiled,
+            only_pending=self._compile is not None,
         )
         if name == "steady":
             self._left = report.left

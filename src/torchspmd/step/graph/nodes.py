@@ -11,8 +11,8 @@ from torch import fx
 from torchspmd import _torch
 from torchspmd.comm import GLOBAL, Owner, find_operator
 from torchspmd.errors import UsageError
+from torchspmd.step.graph.argument_checks import check_graph, check_module, check_nodes
 from torchspmd.step.graph.metadata import META_KEY, owner_of
-from torchspmd.step.graph.options import check_graph, check_module, check_nodes
 
 # Other functions of Python may do anything, and are not called to see what they give.
 _FUNCTIONS = frozenset(
