@@ -20,6 +20,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from torchspmd._torch.accumulation import Accumulation
 from torchspmd._torch.operator_cache import OperatorCache
 
 _INNER = torch.device("cpu", 0)  # what C++ is told
@@ -84,6 +85,7 @@ class FakeDeviceMode(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self._on_operator, self._on_subclass = on_operator, on_subclass
         self._cache = OperatorCache(self)
+        self._accumulation = Accumulation()
         self._inside = False
         # Its memory of tensors is weak references, and a module whose parameters have
         # them could not be moved.
@@ -136,6 +138,7 @@ class FakeDeviceMode(FakeTensorMode):
             return self.dispatch(func, types, args, kwargs)
         if self._is_of_another(args):
             return func(*args, **kwargs)
+        func = self._accumulation.in_place(func, args)
         device = kwargs.get("device")
         if device is not None and _is_cuda(device):
             kwargs = {**kwargs, "device": _SHOWN}
@@ -161,6 +164,14 @@ class FakeDeviceMode(FakeTensorMode):
                     lambda: self.dispatch(func, (FakeTensor,), args, kwargs),
                 ),
             )
+        finally:
+            self._inside = False
+
+    def learn_accumulation(self) -> None:
+        """See how autograd adds gradients up, while this mode is in force."""
+        self._inside = True  # nobody is told of these operators
+        try:
+            self._accumulation.learn(lambda value: torch.full((), value, device=_SHOWN))
         finally:
             self._inside = False
 
@@ -445,6 +456,7 @@ def fake_device(
         enter(_backward_under(shown))
         enter(mode)
         enter(shown)
+        mode.learn_accumulation()
         yield
 
 

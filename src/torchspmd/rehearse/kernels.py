@@ -177,7 +177,9 @@ def _efficient(
 
 
 def _dropout(input: torch.Tensor, p: float, train: bool) -> Any:
-    if train and 0 < p < 1 and input.numel() and _torch.is_device_tensor(input):
+    if p == 0 or not train or not input.numel():
+        return input  # torch's decomposition in Python makes a copy
+    if p < 1 and _torch.is_device_tensor(input):
         return torch.native_dropout(input, p, train)[0]
     return _aten.dropout.default.decompose(input, p, train)
 

@@ -113,6 +113,14 @@ IDIOMS = {
     "random": seeded,
     "numpy": lambda: torch.ones(2, device="cuda").cpu().numpy().shape == (2,),
     "finite": lambda: not torch.isnan(torch.ones(2, device="cuda")).any(),
+    "isfinite": lambda: bool(torch.isfinite(torch.randn((), device="cuda"))),
+    "isinf": lambda: not torch.randn(2, device="cuda").isinf().any(),
+    "either": lambda: (
+        not (
+            torch.isnan(torch.randn((), device="cuda"))
+            | torch.isinf(torch.randn((), device="cuda"))
+        )
+    ),
     "mask": lambda: (
         len(torch.ones(4, device="cuda")[torch.ones(4, device="cuda") > 0]) == 4
     ),
