@@ -141,6 +141,7 @@ from torchspmd._torch.landmarks import running_node as running_node
 from torchspmd._torch.operators import ALL_GATHER as ALL_GATHER
 from torchspmd._torch.operators import ALL_GATHER_OUT as ALL_GATHER_OUT
 from torchspmd._torch.operators import ALL_REDUCE as ALL_REDUCE
+from torchspmd._torch.operators import ALL_TO_ALL as ALL_TO_ALL
 from torchspmd._torch.operators import REDUCE_SCATTER as REDUCE_SCATTER
 from torchspmd._torch.operators import WAIT as WAIT
 from torchspmd._torch.operators import Kernel as Kernel
