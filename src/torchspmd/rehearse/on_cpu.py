@@ -23,6 +23,7 @@ from torchspmd.rehearse.kernels import cuda_autocast
 from torchspmd.rehearse.recorder import Recorder
 from torchspmd.rehearse.recording import Recording
 from torchspmd.rehearse.values import Values
+from torchspmd.rehearse.workspaces import Processor
 
 __all__ = ["cuda_on_cpu"]
 
@@ -42,7 +43,7 @@ def cuda_on_cpu(gpu: Gpu) -> Iterator[list[str]]:
     recording = Recording(gpu.count, 0, gpu.count)
     values = Values(recording.notes)
     shown = _torch.ShownAsCuda(_never, _no_effect, inner=_CPU)
-    recorder = Recorder(recording, values)
+    recorder = Recorder(recording, values, Processor(gpu.capability, gpu.processors))
     try:
         with contextlib.ExitStack() as stack:
             enter = stack.enter_context
