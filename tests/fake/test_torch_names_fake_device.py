@@ -172,3 +172,33 @@ def test_stages_like_this_one():
     assert before == [getattr(PipelineStage, name, None) for name in names]
     # torch 2.11 has none of them.
     assert (inside == before) == (before == [None] * len(names))
+
+
+def test_values_of_small_integers():
+    x = torch.arange(4)
+    assert _torch.may_follow(x)
+    assert not _torch.may_follow(torch.ones(4))
+    with FakeTensorMode():
+        fake = torch.empty(4, dtype=torch.int64)
+    assert _torch.known_tensor(fake) is None
+    _torch.set_known(fake, x)
+    assert _torch.known_tensor(fake) is x
+    compute, op = _torch.compute_known, torch.ops.aten.add.Tensor
+    assert compute(op, (fake, 1), {})[0].tolist() == [1, 2, 3, 4]
+    with FakeTensorMode():
+        assert compute(op, (fake, torch.empty(4)), {}) is None
+    with fake.fake_mode:
+        fake.add_(1)
+    assert _torch.known_tensor(fake) is None
+
+
+@pytest.mark.parametrize("what", ["matmul", "convolution"])
+def test_allows_tf32(what):
+    owner = torch.backends.cuda.matmul if what == "matmul" else torch.backends.cudnn
+    before = owner.allow_tf32
+    try:
+        for allowed in (True, False):
+            owner.allow_tf32 = allowed
+            assert _torch.allows_tf32(what) == allowed
+    finally:
+        owner.allow_tf32 = before

@@ -100,11 +100,15 @@ from torchspmd._torch.dtensor import wait as wait
 from torchspmd._torch.dtensor import wrap_local as wrap_local
 from torchspmd._torch.fake_device import FakeDeviceMode as FakeDeviceMode
 from torchspmd._torch.fake_device import ShownAsCuda as ShownAsCuda
+from torchspmd._torch.fake_device import compute_known as compute_known
 from torchspmd._torch.fake_device import fake_device as fake_device
 from torchspmd._torch.fake_device import is_device_tensor as is_device_tensor
 from torchspmd._torch.fake_device import is_fake_tensor as is_fake_tensor
 from torchspmd._torch.fake_device import is_rehearsed as is_rehearsed
+from torchspmd._torch.fake_device import known_tensor as known_tensor
+from torchspmd._torch.fake_device import may_follow as may_follow
 from torchspmd._torch.fake_device import own_chunks_only as own_chunks_only
+from torchspmd._torch.fake_device import set_known as set_known
 from torchspmd._torch.fake_device import shapes_apart as shapes_apart
 from torchspmd._torch.fake_device import (
     stages_like_this_one as stages_like_this_one,
@@ -146,6 +150,7 @@ from torchspmd._torch.operators import REDUCE_SCATTER as REDUCE_SCATTER
 from torchspmd._torch.operators import WAIT as WAIT
 from torchspmd._torch.operators import Kernel as Kernel
 from torchspmd._torch.operators import Signature as Signature
+from torchspmd._torch.operators import allows_tf32 as allows_tf32
 from torchspmd._torch.operators import argument_names as argument_names
 from torchspmd._torch.operators import autocast_names as autocast_names
 from torchspmd._torch.operators import below_autograd as below_autograd

@@ -9,6 +9,7 @@ too, so that results have the dtypes and strides of CUDA kernels. Tensors of the
 
 import contextlib
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -21,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from torchspmd._torch.accumulation import Accumulation
+from torchspmd._torch.landmarks import is_torch_code
 from torchspmd._torch.operator_cache import OperatorCache
 
 _INNER = torch.device("cpu", 0)  # what C++ is told
@@ -64,6 +66,60 @@ def _is_cuda(value: Any) -> bool:
     if isinstance(value, torch.device):
         return value.type == "cuda" or value == _INNER
     return isinstance(value, str) and value.partition(":")[0] == "cuda"
+
+
+# ----------------------------------------------------------------------------
+# Integers whose values are followed: positions, lengths, masks.
+
+_MOST_FOLLOWED = 1 << 17  # elements
+
+
+def may_follow(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is small, and of integers or truth values."""
+    dtype = tensor.dtype
+    return (
+        tensor.numel() <= _MOST_FOLLOWED
+        and tensor.layout is torch.strided
+        and not dtype.is_floating_point
+        and not dtype.is_complex
+    )
+
+
+def set_known(tensor: Any, real: torch.Tensor) -> None:
+    """Attach values to a tensor without memory; they hold until it is written."""
+    tensor.known_tensor = (real, tensor._version)
+
+
+def known_tensor(tensor: Any) -> torch.Tensor | None:
+    """The values of a tensor without memory, where they are known."""
+    real, version = getattr(tensor, "known_tensor", (None, -1))
+    return real if real is not None and version == tensor._version else None
+
+
+def compute_known(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Sequence[torch.Tensor] | None:
+    """What an operator gives for known values; None where one of them is not known."""
+    if func._schema.is_mutable:
+        return None
+
+    def real(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            known = known_tensor(value)
+            if known is None:
+                raise KeyError
+            return known
+        if isinstance(value, list | tuple):
+            return type(value)(map(real, value))
+        return torch.device("cpu") if isinstance(value, torch.device) else value
+
+    try:
+        result = func(
+            *map(real, args), **{name: real(each) for name, each in kwargs.items()}
+        )
+    except (KeyError, RuntimeError, IndexError, NotImplementedError):
+        return None
+    return (result,) if isinstance(result, torch.Tensor) else result
 
 
 # ----------------------------------------------------------------------------
@@ -200,7 +256,10 @@ class FakeDeviceMode(FakeTensorMode):
         meta = torch.empty_strided(
             value.size(), value.stride(), dtype=value.dtype, device="meta"
         )
-        return FakeTensor(self, meta, torch.device("cpu"))
+        fake = FakeTensor(self, meta, torch.device("cpu"))
+        if may_follow(value):
+            set_known(fake, value.clone())
+        return fake
 
 
 def _is_container_or_real(value: object) -> bool:
@@ -542,6 +601,20 @@ def _replacements(
     yield torch.UntypedStorage, "resize_", resize
     yield fake_tensor, "init_gpu_context", lambda *args: None
     yield torch._C, "_get_accelerator", lambda: torch.device("cuda")
+    # By this name, other libraries ask whether a model is being traced.
+    yield torch._subclasses, "FakeTensor", _FakeToTorch
+
+
+class _IsFakeToTorch(type(FakeTensor)):  # type: ignore[misc]
+    def __instancecheck__(cls, instance: object) -> bool:
+        """A rehearsed tensor is a real one to all but torch itself."""
+        if not isinstance(instance, FakeTensor):
+            return False
+        return not is_rehearsed(instance) or is_torch_code(sys._getframe(1).f_code)
+
+
+class _FakeToTorch(FakeTensor, metaclass=_IsFakeToTorch):
+    pass
 
 
 def _deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:

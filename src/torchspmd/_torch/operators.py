@@ -357,6 +357,18 @@ def packet_name(op: torch._ops.OpOverload) -> str:
     return op._schema.name
 
 
+def allows_tf32(what: str) -> bool:
+    """Whether ``matmul`` or ``convolution`` of float32 on CUDA may use TF32."""
+    backends: Any = torch.backends
+    owner = backends.cuda.matmul if what == "matmul" else backends.cudnn
+    conv = getattr(backends.cudnn, "conv", None)
+    for each in (owner if what == "matmul" else conv, backends):
+        asked = getattr(each, "fp32_precision", "none")
+        if asked != "none":
+            return bool(asked == "tf32")
+    return bool(owner.allow_tf32)
+
+
 @cache
 def argument_names(op: torch._ops.OpOverload) -> tuple[str, ...]:
     """The names of an operator's arguments, in order."""

@@ -104,7 +104,7 @@ class MemoryAccount:
         curve: Allocated and reserved bytes over time.
         periods: Rows of the curve at which a period begins.
         peaks: By period; those that have no row are not there.
-        steady: Bytes that stay allocated between two steps.
+        steady: Bytes that stay allocated between two steps, as the script leaves them.
         fixed: What is taken outside of the caching allocator, at the end.
         device_peak: The most bytes of the device that were in use, by everything.
         retries: How often the allocator gave its cache back because the device was full.
@@ -298,7 +298,7 @@ def count_memory(
         curve=run.curve,
         periods=periods,
         peaks=_peaks(recording, run.curve, periods),
-        steady=_steady(recording.events, run.curve),
+        steady=_steady(recording, run.curve),
         fixed=tuple(run.fixed.parts()),
         device_peak=run.device_peak,
         retries=run.allocator.retries,
@@ -347,17 +347,23 @@ def _peaks(
     return peaks
 
 
-def _steady(events: list[Event], curve: Curve) -> int:
-    """The least that is allocated between the last two steps; else after the last one."""
+def _steady(recording: Recording, curve: Curve) -> int:
+    """The least that is allocated between the last two steps; else after the last one.
+
+    Where gradients are cleared at the beginning of a step, that is at the end of one.
+    """
     ended: int | None = None
     gap: tuple[int, int] | None = None
-    for place, mark in _marks(events, MarkKind.STEP_BEGIN, MarkKind.STEP_END):
+    marks = _marks(recording.events, MarkKind.STEP_BEGIN, MarkKind.STEP_END)
+    for place, mark in marks:
         if mark.kind is MarkKind.STEP_END:
             ended = place
         elif ended is not None:
             gap, ended = (ended, place), None
     if gap is None and ended is not None:
         gap = (ended, ended)
+    if gap is not None and recording.clears_first:
+        gap = (gap[0], gap[0])
     if gap is None:
         return curve.allocated[-1] if len(curve) else 0
     low, high = (bisect_left(curve.events, place) for place in gap)

@@ -30,6 +30,14 @@ _CORNER = (
 _CHANNELS = (64, 512, 2048)  # of the batch norms in hardware files
 REACHED = 0.87  # of the memory's bandwidth, by long simple kernels
 _STRIDED = 2.0  # slower than dense ones, where no table says so
+# Seconds of products whose rows do not begin at multiples of 16 bytes, in times: cuBLAS
+# then has kernels of older tensor cores only (H200: 50257 and 30522 columns, bfloat16).
+_MISALIGNED = {16: 1.0, 8: 2.2, 4: 3.0, 2: 6.0, 1: 6.0}
+_ROW = 1.6e-9  # seconds of a layer norm's block, one for each row (H200, 401,408 rows)
+# Part of the float32 rate that torch's own kernels of one filter a channel reach.
+_DEPTHWISE = {"forward": 0.041, "backward": 0.024}
+# Times the seconds of attention without dropout (H200, 196 to 1024 keys).
+_DROPOUT = {"forward": 1.9, "backward": 1.1}
 _DRAWN = 0.85  # of a product's power, by attention while it runs (H200: 0.76 to 0.95)
 _SHORT = 300.0  # keys at which attention reaches half of its best rate
 
@@ -112,9 +120,20 @@ _KEYS = {
     "_batch_norm_impl_index": "batch_norm",
     "native_batch_norm_backward": "batch_norm_backward",
     "argsort": "sort",
+    "_embedding_bag": "embedding",
+    "_embedding_bag_backward": "embedding_dense_backward",
     "_safe_softmax": "_softmax",
 }
 
+
+# Copy arguments that are not contiguous, before their kernels begin.
+_CONTIGUOUS_INSIDE = frozenset(
+    """
+    native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward
+    _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data
+    native_group_norm native_group_norm_backward
+    """.split()
+)
 
 _ON_TENSOR_CORES = frozenset({"bfloat16", "float16", "float8", "tf32"})
 
@@ -199,7 +218,7 @@ class Pricer:
         return Cost(self._memory_bound(op, nbytes), nbytes, 0.0, "memory")
 
     def _busy(self, op: Op, flops: float) -> float:
-        dtype = _rate_name(op, op.inputs[-1].dtype if op.inputs else "")
+        dtype = _rate_name(op, _factor(op).dtype if op.inputs else "")
         if dtype not in _ON_TENSOR_CORES:
             return 0.0
         return flops / self._rate(self.figures.gpu, dtype).achieved
@@ -209,10 +228,14 @@ class Pricer:
     def _matmul(self, op: Op, shape: tuple[int, int, int, int]) -> float:
         if not all(shape):
             return self.floor
-        dtype = _rate_name(op, op.inputs[-1].dtype)
+        dtype = _rate_name(op, _factor(op).dtype)
         layout = _layout(op)
-        ideal = _ideal_matmul(self._rate(self.figures.gpu, dtype), shape)
-        return max(self.floor, ideal * self._matmul_ratio(dtype, layout, shape))
+        rates = self._rate(self.figures.gpu, dtype)
+        seconds = _ideal_matmul(rates, shape) * self._matmul_ratio(dtype, layout, shape)
+        if dtype in _ON_TENSOR_CORES:
+            slower = rates._replace(achieved=rates.achieved / _misaligned(op, shape))
+            seconds = max(seconds, _ideal_matmul(slower, shape))
+        return max(self.floor, seconds)
 
     def _rate(self, hardware: Hardware, dtype: str) -> "_Rates":
         key = (hardware.title, dtype)
@@ -260,6 +283,8 @@ class Pricer:
             self._corrections[table] = self._attention_table(table, direction, dtype)
         point = _attention_point(batch, heads, key.shape[1], rows, width, causal)
         seconds = ideal * self._corrections[table].at(point)
+        if dict(op.scalars).get("dropout_p") and dtype != "float32":
+            seconds *= _DROPOUT[direction]
         if kernel == "flash" and not may_choose:
             seconds *= self.figures.optional("attention.flash_times", 1.0)
         return max(self.floor, seconds)
@@ -294,13 +319,54 @@ class Pricer:
 
     def _convolution(self, op: Op, nbytes: int) -> float:
         backward = "backward" in op.name
+        x, w = op.inputs[backward], op.inputs[1 + backward]
+        if x.shape[1] == dict(op.scalars).get("groups") != 1 and not _is_last(x, w):
+            return self._depthwise(op, "backward" if backward else "forward")
+        return self._filters(op, nbytes) + self._beside_filters(op)
+
+    def _depthwise(self, op: Op, direction: str) -> float:
+        """One filter a channel: torch's own kernels, without tensor cores; bias inside."""
+        rate = _DEPTHWISE[direction] * self.figures.number("flops.float32")
+        return max(self.floor, op_flops(op) / rate)
+
+    def _beside_filters(self, op: Op) -> float:
+        """Copies into the order that cuDNN's kernel takes, and what a bias adds."""
+        backward = "backward" in op.name
+        x, w = op.inputs[backward], op.inputs[1 + backward]
+        result = op.inputs[0] if backward else op.outputs[0]
+        seconds = 0.0
+        if len(x.shape) == 4:
+            taken = {x, result} if backward else {x}
+            for spec in taken:
+                if not _lies_as(spec, last=_is_last(x, w)):
+                    seconds += self._copied(spec)
+        if backward:
+            asked = dict(op.scalars).get("output_mask")
+            if isinstance(asked, list | tuple) and asked[2]:
+                key = (
+                    "reduce_rows" if _lies_as(result, last=False) else "reduce_columns"
+                )
+                seconds += self._by_bytes(key, tensor_bytes(result))
+        elif len(op.inputs) > 2:
+            seconds += self._by_bytes("broadcast", 2 * tensor_bytes(result))
+        return seconds
+
+    def _filters(self, op: Op, nbytes: int) -> float:
+        backward = "backward" in op.name
         scalars = dict(op.scalars)
         x, w = op.inputs[backward], op.inputs[1 + backward]
         result = op.inputs[0] if backward else op.outputs[0]
         groups = scalars.get("groups")
-        dtype = "tf32" if x.dtype == "float32" else x.dtype
+        dtype = x.dtype
+        if dtype == "float32" and scalars.get("allow_tf32", True):
+            dtype = "tf32"
         is_thin = isinstance(groups, int) and groups > 1
-        if is_thin or len(x.shape) != 4 or scalars.get("transposed"):
+        if (
+            is_thin
+            or len(x.shape) != 4
+            or scalars.get("transposed")
+            or dtype == "float32"
+        ):
             ideal = op_flops(op) / self._rate(self.figures.gpu, dtype).achieved
             return max(self.floor, 3 * ideal, self._by_bytes("elementwise_2", nbytes))
         wanted = 1
@@ -308,7 +374,7 @@ class Pricer:
             asked = scalars.get("output_mask")
             wanted = sum(map(bool, asked[:2])) if isinstance(asked, list | tuple) else 2
         direction = "backward" if backward else "forward"
-        last = float(bool(x.stride) and x.stride[1] == 1 and x.shape[1] > 1)
+        last = float(_is_last(x, w))
         stride = round(x.shape[2] / max(1, result.shape[2]))
         case = (
             x.shape[0],
@@ -342,10 +408,24 @@ class Pricer:
         if key.startswith("batch_norm") and len(op.inputs[0].shape) > 1:
             return self._batch_norm(key, op, nbytes)
         seconds = self._by_bytes(key, nbytes)
+        if key == "transpose":
+            seconds *= _transposing(op.inputs[-1])
+        base = base_name(op.name)
+        if base in _CONTIGUOUS_INSIDE:
+            for spec in op.inputs[: 1 + ("backward" in base)]:
+                if not _is_contiguous(spec):
+                    seconds += self._copied(spec)
+        if base == "native_layer_norm":
+            seconds = max(seconds, _ROW * math.prod(op.outputs[1].shape))
         if key in ("concatenate", "broadcast") or key.startswith("elementwise"):
             if any(not _is_dense(spec) for spec in op.inputs) or _is_strided(op):
                 seconds *= _STRIDED
         return seconds
+
+    def _copied(self, spec: TensorSpec) -> float:
+        """A copy of a tensor, in another order of its dimensions."""
+        seconds = self._by_bytes("transpose", 2 * tensor_bytes(spec))
+        return seconds * _transposing(spec)
 
     def _batch_norm(self, key: str, op: Op, nbytes: int) -> float:
         """One block of threads for each channel; cuDNN's for other types than bfloat16."""
@@ -401,7 +481,7 @@ def memory_key(op: Op, has: Callable[[str], bool]) -> str:
     base = base_name(op.name)
     name = _KEYS.get(base, base)
     if name == "concatenate" and has("concatenate_strided"):
-        if any(not _is_dense(spec) for spec in op.inputs):
+        if any(not _is_contiguous(spec) for spec in op.inputs):
             return "concatenate_strided"
     if has(name):
         return name
@@ -409,7 +489,8 @@ def memory_key(op: Op, has: Callable[[str], bool]) -> str:
         count = {"_foreach_addcmul_": 3, "_foreach_addcdiv_": 3}.get(base, 1)
         return f"foreach_{2 if count == 1 and op.name.endswith('.List') else count}"
     if base in ("_to_copy", "copy_", "clone", "contiguous") and op.inputs:
-        return _copy_key(op.inputs[-1], op.outputs[0] if op.outputs else op.inputs[0])
+        target = op.outputs[0] if op.outputs else op.inputs[0]
+        return _copy_key(op.inputs[-1], target, has)
     if base in _REDUCING:
         return _reduction_key(op)
     if has("strided") and _is_strided(op):
@@ -445,14 +526,74 @@ def _is_dense(spec: TensorSpec) -> bool:
     return True
 
 
+def _is_contiguous(spec: TensorSpec) -> bool:
+    """Whether the last dimension comes first in memory, and so on."""
+    expected = 1
+    for size, stride in zip(reversed(spec.shape), reversed(spec.stride), strict=False):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _fills_alike(one: TensorSpec, other: TensorSpec) -> bool:
+    """Whether two tensors of a shape lie in the same order, gaps aside."""
+    order = [
+        sorted(range(len(spec.shape)), key=lambda at: -spec.stride[at])
+        for spec in (one, other)
+    ]
+    return order[0] == order[1]
+
+
+def _transposing(spec: TensorSpec) -> float:
+    """Times the seconds of two bytes an element, at the same bytes (H200: 0.65 of them)."""
+    return 0.65 if spec.dtype in ("float32", "int32") else 1.0
+
+
+def _is_last(x: TensorSpec, w: TensorSpec) -> bool:
+    """Whether a convolution runs with channels last: one of its arguments does."""
+    return any(
+        len(spec.stride) == 4
+        and spec.stride[1] == 1
+        and spec.shape[1] > 1
+        # A filter of one pixel lies both ways.
+        and not _is_contiguous(spec)
+        for spec in (x, w)
+    )
+
+
+def _lies_as(spec: TensorSpec, *, last: bool) -> bool:
+    """Whether images lie with channels last, or first."""
+    if not last:
+        return _is_contiguous(spec)
+    moved = (0, 2, 3, 1)
+    return _is_contiguous(
+        spec._replace(
+            shape=tuple(spec.shape[at] for at in moved),
+            stride=tuple(spec.stride[at] for at in moved),
+        )
+    )
+
+
+def _misaligned(op: Op, shape: tuple[int, int, int, int]) -> float:
+    """How much slower a product is whose matrices' rows begin at odd addresses."""
+    item = {"float32": 4, "float64": 8}.get(_factor(op).dtype, 2)
+    rows = [max(spec.stride[-2:]) for spec in op.inputs if len(spec.stride) >= 2]
+    return _MISALIGNED[math.gcd(16, *(item * each for each in (*rows, shape[2])))]
+
+
 def _fills(spec: TensorSpec, outputs: Sequence[TensorSpec]) -> bool:
     return not outputs or spec.shape == outputs[0].shape
 
 
-def _copy_key(source: TensorSpec, target: TensorSpec) -> str:
+def _copy_key(
+    source: TensorSpec, target: TensorSpec, has: Callable[[str], bool]
+) -> str:
     if source.stride != target.stride and source.shape == target.shape:
         if source.stride and target.stride and source.stride[-1:] != target.stride[-1:]:
             return "transpose"
+        if has("strided") and not _fills_alike(source, target):
+            return "strided"
     if source.dtype != target.dtype:
         wider = tensor_bytes(target) > tensor_bytes(source)
         return "cast" if wider else "cast_down"
@@ -487,6 +628,7 @@ def is_known(name: str) -> bool:
             "baddbmm",
             "linear",
             "_scaled_mm",
+            "_grouped_mm",
             "_addmm_activation",
         )
         or "attention" in base
@@ -601,6 +743,13 @@ def _rate_name(op: Op, dtype: str) -> str:
     if dtype == "float32" and dict(op.scalars).get("allow_tf32"):
         return "tf32"
     return "float8" if dtype.startswith("float8") else dtype
+
+
+def _factor(op: Op) -> TensorSpec:
+    """A tensor whose elements are multiplied: the last that has no integers."""
+    return next(
+        (spec for spec in reversed(op.inputs) if "int" not in spec.dtype), op.inputs[-1]
+    )
 
 
 def _layout(op: Op) -> int:

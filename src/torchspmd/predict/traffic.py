@@ -130,6 +130,8 @@ def bytes_moved(
 def matmul_shape(op: Op) -> tuple[int, int, int, int] | None:
     """Batch, rows, columns and depth of a matrix product; None for anything else."""
     base = base_name(op.name)
+    if base == "_grouped_mm":
+        return _grouped_shape(op)
     places = {"addmm": (1, 2), "_addmm_activation": (1, 2), "baddbmm": (1, 2)}
     if base not in ("mm", "bmm", "linear", "_scaled_mm", *places):
         return None
@@ -142,6 +144,19 @@ def matmul_shape(op: Op) -> tuple[int, int, int, int] | None:
     if base in ("bmm", "baddbmm"):
         return left[0], left[1], right[2], left[2]
     return 1, left[0], right[1], left[1]
+
+
+def _grouped_shape(op: Op) -> tuple[int, int, int, int] | None:
+    """One product for each group: of rows, or in the gradient of weights, of the depth."""
+    if len(op.inputs) < 3:
+        return None
+    left, right, ends = (spec.shape for spec in op.inputs[:3])
+    groups = max(ends[0], 1)
+    if len(left) == 2 and len(right) == 3:
+        return groups, left[0] // groups, right[2], left[1]
+    if len(left) == len(right) == 2:
+        return groups, left[0], right[1], left[1] // groups
+    return left[0], left[1], right[-1], left[2]
 
 
 def op_flops(op: Op) -> float:

@@ -1,8 +1,8 @@
 """What torch does otherwise on CUDA than on a CPU, before a kernel is chosen.
 
 Tensors of the rehearsed device are ``cpu`` to torch's C++ (see ``_torch.fake_device``), so
-functions that look at the device there would take the CPU's way: attention, dropout and
-RMS norm, and autocast's lists. While this is in force, they take CUDA's.
+functions that look at the device there would take the CPU's way: attention, dropout, group
+and RMS norm, and autocast's lists. While this is in force, they take CUDA's.
 """
 
 import contextlib
@@ -24,7 +24,11 @@ _aten = torch.ops.aten
 def cuda_kernels() -> Iterator[None]:
     """Choose among kernels as CUDA does."""
     with contextlib.ExitStack() as stack:
-        kernels = {"scaled_dot_product_attention": _attention, "dropout": _dropout}
+        kernels = {
+            "scaled_dot_product_attention": _attention,
+            "dropout": _dropout,
+            "group_norm": _group_norm,
+        }
         if hasattr(_aten, "_fused_rms_norm"):
             kernels["rms_norm"] = _rms_norm
         _implement(stack, "AutogradCPU", kernels)
@@ -89,7 +93,9 @@ def _attention(  # noqa: PLR0913  # torch's signature
         )
     if _flash_fits(query, key, value, attn_mask):
         return _flash(query, key, value, dropout_p, is_causal, scale)
-    if _efficient_fits(query, key, value, enable_gqa):
+    if _cudnn_fits(query, key, value):
+        return _cudnn(query, key, value, attn_mask, dropout_p, is_causal, scale)
+    if _efficient_fits(query, key, value, attn_mask):
         return _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale)
     return _aten._scaled_dot_product_attention_math.default(
         query,
@@ -135,12 +141,53 @@ def _flash(
     return result[..., :width] if missing else result
 
 
+def _cudnn_fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether cuDNN's kernel runs, which takes masks too; Hopper's and later GPUs have it.
+
+    Without a mask it runs in place of ``_flash``: priced so, and as large in memory.
+    """
+    return (
+        torch.backends.cuda.cudnn_sdp_enabled()
+        and torch.cuda.get_device_capability()[0] >= 9
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and query.dim() == 4
+        and query.size(-1) == key.size(-1) == value.size(-1) <= 128
+        and query.size(-1) % 8 == 0
+    )
+
+
+def _cudnn(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    if mask is not None and mask.dtype == torch.bool:  # becomes 0 and -inf
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(
+            mask.logical_not(), float("-inf")
+        )
+    saves = torch.is_grad_enabled() and any(
+        x.requires_grad for x in (query, key, value)
+    )
+    result: torch.Tensor = _aten._scaled_dot_product_cudnn_attention.default(
+        query, key, value, mask, saves, dropout_p, is_causal, False, scale=scale
+    )[0]
+    return result
+
+
 def _efficient_fits(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
 ) -> bool:
     alignment = 16 // query.element_size()
     return (
         torch.backends.cuda.mem_efficient_sdp_enabled()
+        and (mask is None or mask.stride(-1) == 1)
         and query.dim() == 4
         and query.dtype in (torch.float16, torch.bfloat16, torch.float32)
         and query.size(1) == key.size(1) == value.size(1)
@@ -182,6 +229,21 @@ def _dropout(input: torch.Tensor, p: float, train: bool) -> Any:
     if p < 1 and _torch.is_device_tensor(input):
         return torch.native_dropout(input, p, train)[0]
     return _aten.dropout.default.decompose(input, p, train)
+
+
+def _group_norm(
+    input: torch.Tensor,
+    num_groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Any:
+    if _torch.is_device_tensor(input):
+        input = input.contiguous()  # CPUs keep channels last
+    return _aten.group_norm.default.decompose(
+        input, num_groups, weight, bias, eps, cudnn_enabled
+    )
 
 
 def _rms_norm(

@@ -43,8 +43,7 @@ def cuda_on_cpu(gpu: Gpu) -> Iterator[list[str]]:
     recording = Recording(gpu.count, 0, gpu.count)
     values = Values(recording.notes)
     shown = _torch.ShownAsCuda(_never, _no_effect, inner=_CPU)
-    processor = Processor(gpu.capability, gpu.processors)
-    recorder = Recorder(recording, values, processor)
+    recorder = Recorder(recording, values, Processor(gpu.capability, gpu.processors))
     try:
         with contextlib.ExitStack() as stack:
             enter = stack.enter_context

@@ -7,11 +7,13 @@ goes away, as on a real device.
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 from operator import itemgetter
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx, nn
@@ -64,6 +66,9 @@ _MAKERS = {
     Maker.DDP: Category.COMMUNICATION,
 }
 _COPIES = frozenset({"aten._to_copy.default", "aten.copy_.default"})
+_PRODUCTS = frozenset(
+    f"aten.{name}.default" for name in ("mm", "bmm", "addmm", "baddbmm", "linear")
+)
 _WAIT = frozenset({"_c10d_functional::wait_tensor", "c10d_functional::wait_tensor"})
 _BEFORE_BACKWARD = frozenset({Phase.FORWARD, Phase.RECOMPUTE, Phase.OTHER})
 
@@ -117,6 +122,7 @@ class Recorder:
         self._comm_streams: dict[str, int] = {}
         self._in_optimizer = 0
         self._is_init, self._at_boundary = True, True
+        self._had_backward = False
         self._last_end: int | None = None
         self.from_dtensor = False  # whether a DTensor's operator is under way
         self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -159,6 +165,7 @@ class Recorder:
         inputs = self._specs((*args, *kwargs.values()) if kwargs else args)
         site, maker = self._here()
         if self._fresh and site.phase is Phase.BACKWARD:
+            self._had_backward = True
             self._mark_saved()
         if self._received:
             self._wait_for(inputs, site, self._received)
@@ -184,7 +191,8 @@ class Recorder:
             inputs,
             outputs,
             _scalars(facts.arguments, args, kwargs)
-            + self._attention_choice(facts.name, inputs, outputs),
+            + self._attention_choice(facts.name, inputs, outputs)
+            + _precision(facts.name, inputs),
             self.stream,
             site,
             self._region_here(site.phase),
@@ -194,7 +202,7 @@ class Recorder:
         self.from_dtensor = False
         self._events[place] = op
         self._classify(op, place, maker)
-        self.values.after(facts.name, args, kwargs, result)
+        self.values.after(func, facts.name, args, kwargs, result)
         if facts.resizes:
             self._notice_resize(args, number, site)
         if not facts.views:
@@ -622,12 +630,27 @@ class Recorder:
         follow(self)
         before = optimizer.register_optimizer_step_pre_hook(self._before_step)
         after = optimizer.register_optimizer_step_post_hook(self._after_step)
+        clearing = ExitStack()
+        for owner in (Optimizer, nn.Module):
+            clearing.enter_context(self._notice_clearing(owner))
         self._exits = [
+            clearing.close,
             before.remove,
             after.remove,
             self.tracker.stop,
             partial(unfollow, self),
         ]
+
+    def _notice_clearing(self, owner: Any) -> AbstractContextManager[Any]:
+        """Whether ``zero_grad`` comes before the first backward, or after a step."""
+        zero_grad = owner.zero_grad
+
+        def noticed(of: Any, *args: Any, **kwargs: Any) -> None:
+            if self.recording.steps == 0 and not self._had_backward:
+                self.recording.clears_first = True
+            zero_grad(of, *args, **kwargs)
+
+        return mock.patch.object(owner, "zero_grad", noticed)
 
     def stop(self) -> None:
         """Stop; nothing is left behind."""
@@ -714,6 +737,19 @@ def local_tensor(tensor: Any) -> torch.Tensor | None:
             return tensor if isinstance(tensor, torch.Tensor) else None
         tensor = inner
     return tensor  # type: ignore[no-any-return]
+
+
+def _precision(
+    name: str, inputs: Sequence[TensorSpec]
+) -> tuple[tuple[str, object], ...]:
+    """Whether a product of float32 may be computed in TF32, as the script has set it."""
+    if not inputs or inputs[-1].dtype != "float32":
+        return ()
+    if name in _PRODUCTS:
+        return (("allow_tf32", _torch.allows_tf32("matmul")),)
+    if name.startswith("aten.convolution"):
+        return (("allow_tf32", _torch.allows_tf32("convolution")),)
+    return ()
 
 
 def _chooses(name: str, args: Sequence[Any]) -> bool:

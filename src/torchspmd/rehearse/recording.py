@@ -345,6 +345,8 @@ class Recording:
         steps: Optimizer steps that the events have, finished ones.
         modules: Modules that were called, by path, parents first.
         axes: Sizes of the axes of the script's meshes, by name.
+        clears_first: Whether the script clears gradients before it computes them, and so
+            keeps them between two steps.
     """
 
     world_size: int = 1
@@ -359,3 +361,4 @@ class Recording:
     steps: int = 0
     modules: dict[str, ModuleFacts] = field(default_factory=dict)
     axes: dict[str, int] = field(default_factory=dict)
+    clears_first: bool = False

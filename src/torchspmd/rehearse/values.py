@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from torchspmd import _torch
 from torchspmd.errors import UsageError
 
 __all__ = ["READS_VALUE", "NoValueError", "Values"]
@@ -26,6 +27,7 @@ _COMBINE: dict[str, Callable[[Iterable[object]], bool]] = {
     **dict.fromkeys(("bitwise_or", "logical_or"), any),
 }
 _KEEP = frozenset({"_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_"})
+_UNKNOWN = ("empty", "rand", "bernoulli", "multinomial", "geometric", "new_empty")
 
 
 class NoValueError(UsageError):
@@ -34,6 +36,9 @@ class NoValueError(UsageError):
 
 class Values:
     """Plausible values, and notes that they were given.
+
+    Small integers are followed: positions, lengths and padding masks decide which way a
+    model goes, and are made by the script itself or come from its data.
 
     Args:
         notes: Where notes go.
@@ -48,11 +53,20 @@ class Values:
             self._notes.append(text)
 
     def after(
-        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+        self,
+        func: Any,
+        name: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        result: Any,
     ) -> None:
-        """Remember what an operator's single value is, where that is certain."""
+        """Remember what an operator's result is, where that is certain."""
         base = name.split(".")[1]
-        if base in _KEEP or not isinstance(result, torch.Tensor):
+        if base in _KEEP:
+            return
+        if not base.startswith(_UNKNOWN) and _follow(func, args, kwargs, result):
+            return
+        if not isinstance(result, torch.Tensor):
             return
         known = _known(base, args)
         if known is not None:
@@ -65,12 +79,16 @@ class Values:
         known = getattr(tensor, "known_value", None)
         if known is not None:
             return float(known) if tensor.dtype.is_floating_point else known
+        if (real := _torch.known_tensor(tensor)) is not None:
+            return real.item()
         plausible = _plausible(tensor.dtype)
         self.note(f"{line or 'the script'} reads a value: {plausible} was given.")
         return plausible
 
     def array(self, call: str, tensor: torch.Tensor, line: str) -> object:
         """What ``.tolist()`` and ``.numpy()`` give."""
+        if (real := _torch.known_tensor(tensor)) is not None:
+            return real.tolist() if call == "tolist" else real.numpy()
         plausible = _plausible(tensor.dtype)
         self.note(
             f"{line or 'the script'} reads values: {plausible} was given for each."
@@ -90,6 +108,8 @@ class Values:
             NoValueError: Nobody can tell.
         """
         known = getattr(tensor, "known_value", None)
+        if known is None and (real := _torch.known_tensor(tensor)) is not None:
+            known = bool(real)
         if known is not None or by_torch:
             return bool(known)
         raise NoValueError(
@@ -128,6 +148,21 @@ def _compared(base: str, one: object, other: object) -> bool | None:
     if isinstance(other, float) and math.isinf(other):
         return base == "ne"
     return None
+
+
+def _follow(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+) -> bool:
+    """Compute an operator on small integers, where all of its arguments are known."""
+    results = result if isinstance(result, list | tuple) else (result,)
+    if not all(isinstance(x, torch.Tensor) and _torch.may_follow(x) for x in results):
+        return False
+    reals = _torch.compute_known(func, args, kwargs)
+    if reals is None:
+        return False
+    for fake, real in zip(results, reals, strict=True):
+        _torch.set_known(fake, real)
+    return True
 
 
 def _plausible(dtype: torch.dtype) -> float | int | bool:

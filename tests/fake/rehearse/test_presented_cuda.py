@@ -9,13 +9,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.modules._functions import SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from torchspmd.errors import UsageError
+from torchspmd.predict.hardware import load_gpu
+from torchspmd.predict.memory import count_memory
 from torchspmd.rehearse.recording import (
     EventRecord,
     EventWait,
@@ -459,3 +461,96 @@ def test_a_number_is_formatted_as_on_a_gpu(rehearse):
         norm = torch.ones(3, device="cuda").norm()
         assert f"{norm:.2f}" == "1.00"
         assert f"{norm}" == "1.0"
+
+
+# --- which way a model goes ---------------------------------------------------------
+
+
+def test_small_integers_keep_their_values(rehearse):
+    with rehearse() as recording:
+        mask = torch.ones(2, 8, dtype=torch.int64).to("cuda")
+        assert mask.all()
+        positions = torch.arange(8, device="cuda").unsqueeze(0)
+        restarts = (positions.diff(dim=-1) != 1).cumsum(-1)
+        assert (restarts[:, -1] == 0).all()
+        assert mask.sum().item() == 16
+        assert positions[0, 3:5].tolist() == [3, 4]
+    assert recording.notes == []
+
+
+def test_what_is_written_is_not_known_any_more(rehearse):
+    with rehearse(), pytest.raises(NoValueError):
+        mask = torch.ones(8, dtype=torch.bool, device="cuda")
+        view = mask[2:]
+        view.logical_and_(torch.rand(6, device="cuda") > 0.5)
+        if mask.all():
+            pass
+
+
+def test_a_model_is_not_told_that_it_is_traced(rehearse):
+    with rehearse():
+        x = torch.empty(2, device="cuda")
+        assert not isinstance(x, torch._subclasses.FakeTensor)
+    with FakeTensorMode():
+        assert isinstance(torch.empty(2), torch._subclasses.FakeTensor)
+
+
+def operators_of(recording):
+    return [event for event in recording.events if isinstance(event, Op)]
+
+
+def test_products_say_whether_tf32_is_allowed(rehearse):
+    before = torch.backends.cuda.matmul.allow_tf32
+    try:
+        with rehearse() as recording:
+            x = torch.empty(4, 4, device="cuda")
+            for allowed in (False, True):
+                torch.backends.cuda.matmul.allow_tf32 = allowed
+                x @ x
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    products = [op for op in operators_of(recording) if op.name == "aten.mm.default"]
+    assert [dict(op.scalars)["allow_tf32"] for op in products] == [False, True]
+
+
+def test_group_norm_gives_up_channels_last_as_on_cuda(rehearse):
+    with rehearse():
+        x = torch.empty(2, 8, 4, 4, device="cuda")
+        x = x.to(memory_format=torch.channels_last)
+        result = torch.nn.functional.group_norm(x, 2)
+        assert result.is_contiguous()
+
+
+def test_attention_with_a_mask_takes_cudnns_kernel_on_hopper(rehearse):
+    with rehearse() as recording:
+        q = torch.empty(2, 4, 16, 64, device="cuda", dtype=torch.bfloat16)
+        q.requires_grad_()
+        mask = torch.ones(16, 16, device="cuda", dtype=torch.bool).tril()
+        attend = torch.nn.functional.scaled_dot_product_attention
+        attend(q, q, q, attn_mask=mask).sum().backward()
+        with torch.no_grad():
+            short = torch.empty(2, 4, 16, 64, device="cuda")
+            attend(short, short, short, attn_mask=mask)
+    names = [op.name for op in operators_of(recording)]
+    name = "aten._scaled_dot_product_cudnn_attention"
+    assert f"{name}.default" in names
+    assert f"{name}_backward.default" in names
+    assert "aten._scaled_dot_product_efficient_attention.default" in names
+
+
+def test_gradients_that_are_cleared_first_stay_between_steps(rehearse):
+    held = {}
+    for first in (True, False):
+        with rehearse() as recording:
+            model = nn.Linear(64, 64).cuda()
+            optimizer = torch.optim.SGD(model.parameters())
+            for _ in range(3):
+                if first:
+                    optimizer.zero_grad()
+                model(torch.empty(2, 64, device="cuda")).sum().backward()
+                optimizer.step()
+                if not first:
+                    optimizer.zero_grad()
+        assert recording.clears_first == first
+        held[first] = count_memory(recording, load_gpu("h100")).steady
+    assert held[True] - held[False] == 64 * 64 * 4 + 512

@@ -312,3 +312,98 @@ def test_an_older_attention_kernel_takes_longer_where_the_script_chose_it(tmp_pa
     assert old.price(flash).seconds == pytest.approx(2 * new.price(flash).seconds)
     assert old.price(chosen).seconds == new.price(chosen).seconds
     assert new.price(chosen).seconds < new.price(flash).seconds  # cuDNN's
+
+
+# --- what kernels do beside their work ----------------------------------------------
+
+
+def seconds(pricer, *args, **kwargs):
+    return pricer.price(operator(*args, **kwargs)).seconds
+
+
+def images(*shape, last, dtype="bfloat16"):
+    _, channels, rows, columns = shape
+    size = channels * rows * columns
+    stride = (size, 1, channels * columns, channels) if last else None
+    return tensor(*shape, dtype=dtype, stride=stride)
+
+
+def test_rows_that_begin_at_odd_addresses_take_older_kernels(pricer):
+    aligned = pricer.price(product(8192, 50304, 1024)).seconds
+    even = pricer.price(product(8192, 50306, 1024)).seconds
+    odd = pricer.price(product(8192, 50257, 1024)).seconds
+    assert 2 * aligned < even < odd
+    assert 4 * aligned < odd < 8 * aligned
+
+
+def test_one_filter_a_channel_runs_without_tensor_cores(pricer):
+    x, filters = tensor(128, 96, 56, 56), tensor(96, 1, 7, 7)
+    each = seconds(pricer, "convolution.default", (x, filters), (x,), groups=96)
+    assert each == pytest.approx(1.34e-3, rel=0.1)  # on an H200
+
+
+def test_a_bias_of_a_convolution_is_a_pass_over_its_result(pricer):
+    x, w, bias = tensor(32, 128, 64, 64), tensor(128, 128, 3, 3), tensor(128)
+    plain = seconds(pricer, "convolution.default", (x, w), (x,), groups=1)
+    added = seconds(pricer, "convolution.default", (x, w, bias), (x,), groups=1)
+    assert added > plain + 2 * 2 * 32 * 128 * 64 * 64 / 4e12
+    backward = [
+        seconds(
+            pricer,
+            "convolution_backward.default",
+            (x, x, w),
+            (x, w),
+            groups=1,
+            output_mask=[True, True, asked],
+        )
+        for asked in (False, True)
+    ]
+    assert backward[1] > backward[0]
+
+
+def test_images_that_lie_otherwise_than_the_filters_are_copied(pricer):
+    shape = 32, 128, 64, 64
+    w = images(128, 128, 3, 3, last=True)
+    first, last = (images(*shape, last=each) for each in (False, True))
+    as_they_lie = seconds(pricer, "convolution.default", (last, w), (last,), groups=1)
+    copied = seconds(pricer, "convolution.default", (first, w), (last,), groups=1)
+    assert copied > as_they_lie + 20e-6
+
+
+def test_norms_copy_what_is_not_contiguous(pricer):
+    shape, row = (64, 196, 1024), tensor(1024, dtype="float32")
+    whole = tensor(*shape, dtype="float32")
+    moved = tensor(*shape, dtype="float32", stride=(196 * 1024, 1, 196))
+    rows = tensor(64, 196, 1, dtype="float32")
+    plain, copied = (
+        seconds(
+            pricer, "native_layer_norm.default", (each, row, row), (whole, rows, rows)
+        )
+        for each in (whole, moved)
+    )
+    assert copied > plain + 2 * 4 * math.prod(shape) / 4e12
+
+
+def test_attention_with_dropout_takes_longer(pricer):
+    q = tensor(8, 16, 1024, 64)
+    name = "_scaled_dot_product_flash_attention.default"
+    plain, dropped = (
+        seconds(pricer, name, (q, q, q), (q,), is_causal=True, dropout_p=p)
+        for p in (0.0, 0.1)
+    )
+    assert dropped > 1.5 * plain
+
+
+def test_grouped_products_are_products(pricer):
+    ends = tensor(8, dtype="int32")
+    name, x = "_grouped_mm.default", tensor(8192, 1024)
+    forward = operator(name, (x, tensor(8, 1024, 5632), ends), (tensor(8192, 5632),))
+    of_weights = operator(
+        name,
+        (tensor(5632, 8192, stride=(1, 5632)), x, ends),
+        (tensor(8, 5632, 1024),),
+    )
+    for each in (forward, of_weights):
+        assert op_flops(each) == 2 * 8192 * 5632 * 1024
+        assert pricer.price(each).kind == "matmul"
+    assert is_known("aten._grouped_mm.default")

@@ -359,6 +359,19 @@ def test_the_cost_of_a_product_of_which_no_shape_is_known():
     assert cost.launch_seconds <= cost.compute_seconds(product) < known
 
 
+def test_the_cost_of_attention_whose_heads_share_keys():
+    def attends(heads):
+        graph = fx.Graph()
+        q, k = graph.placeholder("q"), graph.placeholder("k")
+        operator = aten._scaled_dot_product_flash_attention.default
+        node = graph.call_function(operator, (q, k, k))
+        for each, count in ((q, 8), (k, heads), (node, 8)):
+            each.meta["val"] = torch.empty(2, count, 512, 64, device="meta")
+        return CostModel(flops=1e9).compute_seconds(node)
+
+    assert attends(2) == pytest.approx(attends(8), rel=0.01)
+
+
 # ----------------------------------------------------------------------------
 # Edits that look like the graph before and compute something else.
 

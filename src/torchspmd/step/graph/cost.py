@@ -1,7 +1,7 @@
 """What a node takes: the same estimate on all ranks, from shapes or from measurements."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -178,7 +178,23 @@ def _flops(operator: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> flo
     count = flop_counter.flop_registry.get(operator.overloadpacket)
     if count is None:
         return 0.0
+    if "attention" in _torch.packet_name(operator):
+        args = _with_own_keys(args)
     return float(count(*args, **kwargs, out_val=out))
+
+
+def _with_own_keys(args: Sequence[Any]) -> list[Any]:
+    """Keys and values for every head of the queries: torch 2.11 counts no shared ones."""
+    heads = max(
+        (x.shape[1] for x in args if isinstance(x, torch.Tensor) and x.dim() == 4),
+        default=0,
+    )
+    return [
+        torch.empty(x.shape[0], heads, *x.shape[2:], device="meta", dtype=x.dtype)
+        if isinstance(x, torch.Tensor) and x.dim() == 4
+        else x
+        for x in args
+    ]
 
 
 def _is_known(node: fx.Node) -> bool:
