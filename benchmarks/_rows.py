@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from _harness import publish
 
 SCRIPT = Path(__file__).parent / "training" / "train.py"
+RECORD = Path(__file__).parent / "record_allocator.py"
 LIMIT = 300  # seconds, for one run
 EXPANDABLE = "expandable_segments:True"
 _GPT = "--model gpt --layers 12 --width 768 --batch 8 --sequence 1024"
@@ -39,6 +40,11 @@ class Row(NamedTuple):
     arguments: str
     ranks: int = 1
     settings: str = ""
+
+    @property
+    def file(self) -> str:
+        """The name of a file of this row, without its ending."""
+        return self.name.replace(",", "").replace(" ", "_")
 
 
 ROWS = [
@@ -95,6 +101,26 @@ ROWS = [
     Row("vit fp32, FSDP2", f"{_VIT} --batch 32 --precision fp32 --parallel fsdp2", 2),
     Row("llama bf16, HSDP", f"{_LLAMA} --layers 8 --batch 2 --parallel hsdp", 4),
     Row("moe bf16, HSDP", f"{_MOE} --parallel hsdp", 4),
+    Row(
+        "llama bf16, torchspmd replicate",
+        f"{_LLAMA} --layers 4 --batch 2 --parallel replicate",
+        2,
+    ),
+    Row(
+        "llama bf16, torchspmd replicate, Inductor",
+        f"{_LLAMA} --layers 4 --batch 2 --parallel replicate --backend inductor",
+        2,
+    ),
+    Row(
+        "llama bf16, torchspmd fully_shard",
+        f"{_LLAMA} --layers 4 --batch 2 --parallel fully_shard",
+        2,
+    ),
+    Row(
+        "llama bf16, torchspmd fully_shard, Inductor",
+        f"{_LLAMA} --layers 4 --batch 2 --parallel fully_shard --backend inductor",
+        2,
+    ),
 ]
 
 # Memory of these is like that of rows above: they are there for their time.
@@ -134,7 +160,11 @@ TIMED_STEPS = 8
 
 
 def measure(
-    rows: list[Row], path: Path | None = None, limit: float = math.inf
+    rows: list[Row],
+    path: Path | None = None,
+    limit: float = math.inf,
+    together: int = 1,
+    traces: Path | None = None,
 ) -> dict[str, Any]:
     """Run them on this machine's GPU; what was measured so far is in the file.
 
@@ -142,17 +172,21 @@ def measure(
     """
     measured: dict[str, Any] = {}
     end = time.monotonic() + limit
-    for row in rows:
+
+    def one(row: Row) -> None:
         if time.monotonic() > end:
             print(f"{row.name}: left out, the time is up", file=sys.stderr, flush=True)
-            continue
+            return
         print(f"{row.name}: running", file=sys.stderr, flush=True)
         try:
-            measured[row.name] = run(row)
+            measured[row.name] = run(row, traces)
         except (RunError, subprocess.TimeoutExpired, ValueError) as error:
             print(f"{row.name}: failed, left out: {error}", file=sys.stderr, flush=True)
         if path is not None:
             path.write_text(json.dumps(measured, indent=1) + "\n")
+
+    with concurrent.futures.ThreadPoolExecutor(together) as pool:
+        list(pool.map(one, rows))
     return measured
 
 
@@ -164,7 +198,9 @@ def rows_and_measured(
     if options.measured:
         measured = json.loads(options.measured.read_text())
     else:
-        measured = measure(rows, options.measure, options.limit)
+        measured = measure(
+            rows, options.measure, options.limit, options.together, options.traces
+        )
     return [row for row in rows if row.name in measured], measured
 
 
@@ -181,6 +217,19 @@ def parse(description: str | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--limit", type=float, default=math.inf, help="seconds; start no row after them"
+    )
+    parser.add_argument(
+        "--together",
+        type=int,
+        default=1,
+        help="rows that run on the GPU at the same time: their memory adds up, and their "
+        "seconds mean nothing",
+    )
+    parser.add_argument(
+        "--traces",
+        type=Path,
+        help="a folder: also write what record_allocator.py records of each row, and "
+        "measure no seconds",
     )
     parser.add_argument("--measured", type=Path, help="read it instead of running")
     parser.add_argument("--markdown", action="store_true")
@@ -202,19 +251,19 @@ def markdown(table: list[dict[str, Any]]) -> list[str]:
 # Real runs
 
 
-def run(row: Row) -> list[dict[str, Any]]:
+def run(row: Row, traces: Path | None = None) -> list[dict[str, Any]]:
     """The lines of figures that rank 0 printed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with concurrent.futures.ThreadPoolExecutor(row.ranks) as pool:
         ranks = range(row.ranks)
-        outputs = list(pool.map(lambda rank: _run_rank(row, rank, port), ranks))
+        outputs = list(pool.map(lambda rank: _run_rank(row, rank, port, traces), ranks))
     lines = [line for line in outputs[0].splitlines() if line.startswith("{")]
     return [json.loads(line) for line in lines]
 
 
-def _run_rank(row: Row, rank: int, port: int) -> str:
+def _run_rank(row: Row, rank: int, port: int, traces: Path | None) -> str:
     environment = _environment(row)
     if row.ranks > 1:
         environment |= {
@@ -229,8 +278,13 @@ def _run_rank(row: Row, rank: int, port: int) -> str:
             "NCCL_SHM_DISABLE": "1",
             "NCCL_SOCKET_IFNAME": "lo",
         }
-    command = [sys.executable, str(SCRIPT), *row.arguments.split()]
-    return _output([*command, "--timed-steps", str(TIMED_STEPS)], environment)
+    arguments = [str(SCRIPT), *row.arguments.split()]
+    if traces is None:
+        command = [*arguments, "--timed-steps", str(TIMED_STEPS)]
+    else:
+        traces.mkdir(parents=True, exist_ok=True)
+        command = [str(RECORD), str(traces / f"{row.file}.json.gz"), *arguments]
+    return _output([sys.executable, *command], environment)
 
 
 class RunError(Exception):

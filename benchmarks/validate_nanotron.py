@@ -7,9 +7,12 @@
 Rows are configurations of the ultrascale playbook (``published/nanotron_h100.csv``):
 tensor, pipeline and data parallel, ZeRO 0 and 1, bf16 with gradients in 32 bits, no
 recomputation. Each is ``examples/predict/megatron.py``; its first and its last stage are
-rehearsed, with one and two layers, and the difference is extended. A run without a figure
-crashed, mostly but not always out of memory. Some of the rows are chosen by a fixed seed,
-as many of each model that crashed as that ran.
+rehearsed, with as many layers as nanotron gives them. A run without a figure crashed,
+mostly but not always out of memory. Some of the rows are chosen by a fixed seed, as many of
+each model that crashed as that ran.
+
+Published figures are taken to be GiB that the allocator has reserved: layouts that differ
+only in micro-batches and replicas, whose tensors are the same, differ by up to a quarter.
 """
 
 import argparse
@@ -28,7 +31,6 @@ from _rows import markdown
 from torchspmd.predict.allocator import AllocatorSettings
 from torchspmd.predict.hardware import load_gpu
 from torchspmd.predict.memory import count_memory
-from torchspmd.predict.repeated import extend
 
 GPU = "h100"
 # Layers, width, heads, width of the MLP, tied embeddings.
@@ -38,11 +40,11 @@ _MODELS = {
     "8.86B": (32, 4096, 32, 14336, False),
     "80B": (80, 8192, 64, 28672, False),
 }
-_KEYS = ("allocated_peak_bytes", "reserved_peak_bytes", "device_peak_bytes")
+VOCABULARY = 131072
 
 
 class Row(NamedTuple):
-    """A configuration, and the gigabytes that it took; 0: it crashed."""
+    """A configuration, and the GiB that it took; 0: it crashed."""
 
     model: str
     nodes: int
@@ -52,7 +54,7 @@ class Row(NamedTuple):
     pp: int
     tp: int
     zero: int
-    gigabytes: float
+    gib: float
 
     def __str__(self) -> str:
         return (
@@ -73,45 +75,56 @@ def choose(rows: list[Row], count: int, seed: int = 0) -> list[Row]:
     """As many of each model that crashed as that ran, in a fixed random order."""
     kinds: dict[tuple[str, bool], list[Row]] = {}
     for row in rows:
-        kinds.setdefault((row.model, row.gigabytes > 0), []).append(row)
+        kinds.setdefault((row.model, row.gib > 0), []).append(row)
     chooser = random.Random(seed)
     strata = [chooser.sample(each, len(each)) for _, each in sorted(kinds.items())]
     ordered = [s[place] for place in range(len(rows)) for s in strata if place < len(s)]
     return ordered[:count]
 
 
-def rehearsals(row: Row, layers: int) -> list[Rehearsal]:
-    """The first and the last stage, with this many layers on each."""
+def split(model: str, stages: int) -> list[int]:
+    """Layers of each stage: nanotron splits by products, where the head counts as well."""
+    layers, width, _, hidden, _ = _MODELS[model]
+    layer, head = 4 * width * width + 3 * width * hidden, VOCABULARY * width
+    counts, stage, sum_of_costs = [0] * stages, 0, 0
+    for _ in range(layers):
+        sum_of_costs += layer
+        counts[stage] += 1
+        if sum_of_costs * stages > (layers * layer + head) * (stage + 1):
+            stage += 1
+    return counts
+
+
+def rehearsals(row: Row) -> list[Rehearsal]:
+    """The first and the last stage."""
     _, width, heads, hidden, tied = _MODELS[row.model]
     words = f"--width {width} --heads {heads} --hidden {hidden} --mlp swiglu "
-    words += f"--vocabulary 131072 --sequence 4096 --batch {row.micro_batch} "
+    words += f"--vocabulary {VOCABULARY} --sequence 4096 --batch {row.micro_batch} "
     # More micro-batches than stages are never in flight, but the first has them all.
     words += f"--accumulate {min(row.accumulate, max(row.pp, 2))} --attention flash "
-    words += f"--tp {row.tp} --pp {row.pp} --layers {layers * row.pp} --steps 2"
+    words += f"--tp {row.tp} --pp {row.pp} --steps 2"
     words += " --sequence-parallel" if row.tp > 1 else ""
-    words += " --zero" if row.zero else ""
+    words += " --nanotron --zero" if row.zero else " --nanotron"
     words += " --tied" if tied else ""
     world, script = 8 * row.nodes, EXAMPLES / "megatron.py"
-    first_ranks = sorted({0, world - world // row.pp})
+    counts = split(row.model, row.pp)
+    layers = {0: counts[0], world - world // row.pp: counts[-1]}
     return [
-        Rehearsal(script, tuple(words.split()), GPU, world, rank)
-        for rank in first_ranks
+        Rehearsal(
+            script, (*words.split(), "--layers", str(count * row.pp)), GPU, world, rank
+        )
+        for rank, count in sorted(layers.items())
     ]
 
 
 def predict(row: Row) -> dict[str, Any]:
-    """The stage that takes most, with all of its layers."""
-    layers = -(-_MODELS[row.model][0] // row.pp)
+    """The memory of the stage that takes most."""
     gpu = load_gpu(GPU)
-    found = []
-    for few, more in zip(rehearsals(row, 1), rehearsals(row, 2), strict=True):
-        pair = []
-        for each in (few, more):
-            account = count_memory(each.read(), gpu, AllocatorSettings()).as_json()
-            kept = {key: account[key] for key in (*_KEYS, "device_bytes")}
-            pair.append({"memory": kept})
-        found.append(extend(*pair, (1, 2), layers))
-    return max(found, key=lambda each: each["memory"]["device_peak_bytes"])
+    accounts = [
+        count_memory(each.read(), gpu, AllocatorSettings()) for each in rehearsals(row)
+    ]
+    most = max(accounts, key=lambda each: each.device_peak)
+    return {"memory": most.as_json(), "fits": most.fits.value}
 
 
 def main() -> None:
@@ -127,7 +140,7 @@ def main() -> None:
     rows = list(read())
     if not options.whole:
         rows = choose(rows, options.rows)
-    wanted = {row: [*rehearsals(row, 1), *rehearsals(row, 2)] for row in rows}
+    wanted = {row: rehearsals(row) for row in rows}
     problems = record([r for some in wanted.values() for r in some], options.jobs)
     table = [
         compare(row, predict(row))
@@ -136,22 +149,22 @@ def main() -> None:
     ]
     if options.markdown:
         print(*markdown(table), sep="\n")
-    publish("Predicted and published memory, 1e9 bytes", table, options.json)
+    publish("Predicted and published memory, GiB", table, options.json)
     print(f"{len(table)} of {len(rows)} rows were predicted")
     print(*summary(table), sep="\n")
 
 
 def compare(row: Row, answer: dict[str, Any]) -> dict[str, Any]:
-    """Gigabytes, and whether it is said to fit."""
+    """GiB, and whether it is said to fit."""
     memory = answer["memory"]
-    allocated = memory["allocated_peak_bytes"] / 1e9
+    reserved = memory["reserved_peak_bytes"] / 2**30
     return {
         "row": str(row),
-        "published": row.gigabytes or "crashed",
-        "allocated": allocated,
-        "reserved": memory["reserved_peak_bytes"] / 1e9,
+        "published": row.gib or "crashed",
+        "allocated": memory["allocated_peak_bytes"] / 2**30,
+        "reserved": reserved,
         "fits": answer["fits"],
-        "error %": 100 * (allocated / row.gigabytes - 1) if row.gigabytes else "",
+        "error %": 100 * (reserved / row.gib - 1) if row.gib else "",
     }
 
 

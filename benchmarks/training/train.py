@@ -2,11 +2,13 @@
 
     python benchmarks/training/train.py --model llama --precision autocast --recompute
     torchrun --nproc-per-node 4 benchmarks/training/train.py --parallel fsdp2
+    torchrun --nproc-per-node 2 benchmarks/training/train.py --parallel fully_shard
 
 An ordinary training script: it knows nothing of rehearsals. At the end of each step it
 prints what ``torch.cuda`` says of memory since the last one, as any such script may.
 ``--timed-steps N`` makes N more steps after those, and prints their seconds: each one by
 itself, from one synchronisation to the next, and all in a row as training makes them.
+``replicate`` and ``fully_shard`` are those of ``torchspmd.compile``.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import contextlib
 import json
 import os
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -22,6 +25,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+
+COMPILED = ("replicate", "fully_shard")  # whole steps, by torchspmd.compile
 
 
 def arguments() -> argparse.Namespace:
@@ -43,7 +48,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--clip", type=float, help="largest norm of the gradients")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument(
-        "--parallel", choices=["none", "ddp", "fsdp2", "hsdp"], default="none"
+        "--parallel",
+        choices=["none", "ddp", "fsdp2", "hsdp", *COMPILED],
+        default="none",
+    )
+    parser.add_argument(
+        "--backend",
+        choices=["graph", "inductor"],
+        default="graph",
+        help="of torchspmd.compile",
     )
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--timed-steps", type=int, default=0, help="more of them")
@@ -59,7 +72,8 @@ def build(options: argparse.Namespace, device: torch.device) -> nn.Module:
             sequence=options.sequence,
             recompute=options.recompute,
         )
-    if options.precision == "bf16" and options.parallel not in ("fsdp2", "hsdp"):
+    masters = ("fsdp2", "hsdp", "fully_shard")  # parameters stay in float32
+    if options.precision == "bf16" and options.parallel not in masters:
         model = model.to(torch.bfloat16)
     return parallelize(model, options, device)
 
@@ -76,13 +90,50 @@ def parallelize(
         else:
             shape, names = (world_size,), ("shard",)
         mesh = init_device_mesh("cuda", shape, mesh_dim_names=names)
-        policy = MixedPrecisionPolicy()
-        if options.precision == "bf16":
-            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        policy = mixed_precision(options)
         for block in model.blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
     return model
+
+
+def mixed_precision(options: argparse.Namespace) -> MixedPrecisionPolicy:
+    if options.precision == "bf16":
+        return MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    return MixedPrecisionPolicy()
+
+
+def autocast(options: argparse.Namespace) -> contextlib.AbstractContextManager[object]:
+    if options.precision == "autocast":
+        return torch.autocast("cuda", dtype=torch.bfloat16)
+    return contextlib.nullcontext()
+
+
+def compiled_step(options: argparse.Namespace) -> Callable[..., torch.Tensor]:
+    """A step of ``main``, for ``torchspmd.compile``."""
+    from torchspmd import compile
+
+    def train_step(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        inputs: torch.Tensor,
+        targets: torch.Tensor,
+    ) -> torch.Tensor:
+        with autocast(options):
+            loss = model(inputs, targets)
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        return loss
+
+    policy = mixed_precision(options) if options.parallel == "fully_shard" else None
+    return compile(
+        train_step,
+        parallel=options.parallel,
+        backend=options.backend,
+        mp_policy=policy,
+        shadow=0,
+    )
 
 
 def build_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
@@ -154,6 +205,7 @@ def main() -> None:
     model = build(options, device)
     optim = build_optimizer(options.optimizer, model)
     run = torch.compile(model) if options.compile else model
+    train_step = compiled_step(options) if options.parallel in COMPILED else None
     image_dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
     make_batch = MODELS[options.model][1]
     clock = Clock(options.steps, options.timed_steps)
@@ -163,18 +215,16 @@ def main() -> None:
         inputs, targets = make_batch(
             options.batch, options.sequence, device, image_dtype
         )
-        autocast = (
-            torch.autocast("cuda", dtype=torch.bfloat16)
-            if options.precision == "autocast"
-            else contextlib.nullcontext()
-        )
-        with autocast:
-            loss = run(inputs, targets)
-        loss.backward()
-        if options.clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), options.clip)
-        optim.step()
-        optim.zero_grad()
+        if train_step is not None:
+            loss = train_step(model, optim, inputs, targets)
+        else:
+            with autocast(options):
+                loss = run(inputs, targets)
+            loss.backward()
+            if options.clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), options.clip)
+            optim.step()
+            optim.zero_grad()
         if step < options.steps:
             report(f"step {step}")
         clock.end(step)

@@ -70,30 +70,79 @@ class Sum(torch.autograd.Function):
 
 
 def gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    whole = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
-    dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
+    whole, _ = start_gather(x, group, is_async=False)
     return whole
 
 
 def scatter(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    part = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
-    dist.reduce_scatter_tensor(part, x.contiguous(), group=group)
+    part, _ = start_scatter(x, group, is_async=False)
     return part
 
 
-class Gather(torch.autograd.Function):
-    """The whole sequence; gradients go back to where each part is."""
+def start_gather(
+    x: torch.Tensor, group: dist.ProcessGroup, *, is_async: bool = True
+) -> tuple[torch.Tensor, Any]:
+    whole = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
+    work = dist.all_gather_into_tensor(
+        whole, x.contiguous(), group=group, async_op=is_async
+    )
+    return whole, work
+
+
+def start_scatter(
+    x: torch.Tensor, group: dist.ProcessGroup, *, is_async: bool = True
+) -> tuple[torch.Tensor, Any]:
+    part = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
+    work = dist.reduce_scatter_tensor(
+        part, x.contiguous(), group=group, async_op=is_async
+    )
+    return part, work
+
+
+class GatherLinear(torch.autograd.Function):
+    """A product with the whole sequence, of which this rank keeps its part.
+
+    Backward gathers it again, beside the product for the input's gradient; and sums that
+    up beside the product for the weight's.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        """Gather the sequence."""
-        ctx.group = group
-        return gather(x, group)
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        group: dist.ProcessGroup,
+    ) -> torch.Tensor:
+        """Gather the sequence, and multiply."""
+        ctx.save_for_backward(x, weight)
+        ctx.group, ctx.has_bias = group, bias is not None
+        return F.linear(gather(x, group), weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Sum up, and keep this part."""
-        return scatter(grad, ctx.group), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Two products, each beside what the ranks say to each other."""
+        x, weight = ctx.saved_tensors
+        whole, gathering = start_gather(x, ctx.group)
+        of_whole = grad.matmul(weight)
+        gathering.wait()
+        part, scattering = start_scatter(of_whole, ctx.group)
+        rows = grad.flatten(0, 1)
+        of_weight = rows.t().matmul(whole.flatten(0, 1))
+        of_bias = rows.sum(0) if ctx.has_bias else None
+        scattering.wait()
+        return part, of_weight, of_bias, None
+
+
+def column_parallel(
+    linear: nn.Linear, x: torch.Tensor, options: Any, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """A product that every rank has some columns of."""
+    if options.tp == 1:
+        return linear(x)
+    if options.sequence_parallel:
+        return GatherLinear.apply(x, linear.weight, linear.bias, group)
+    return linear(Copy.apply(x, group))
 
 
 class Scatter(torch.autograd.Function):
@@ -167,13 +216,6 @@ class Block(nn.Module):
         norm = nn.RMSNorm if gated else nn.LayerNorm
         self.norm1, self.norm2 = norm(width), norm(width)
 
-    def enter(self, x: torch.Tensor) -> torch.Tensor:
-        """Before column parallel products."""
-        if self.options.tp == 1:
-            return x
-        kind = Gather if self.options.sequence_parallel else Copy
-        return kind.apply(x, self.group)
-
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         """After row parallel ones."""
         if self.options.tp == 1:
@@ -187,12 +229,13 @@ class Block(nn.Module):
 
     def attention(self, x: torch.Tensor) -> torch.Tensor:
         """Of (sequence, batch, width)."""
-        length, batch, _ = x.shape
         width = self.head_width
         sizes = [self.heads * width, self.kv_heads * width, self.kv_heads * width]
+        qkv = column_parallel(self.qkv, x, self.options, self.group)
+        length, batch, _ = qkv.shape
         q, k, v = (
             part.unflatten(-1, (-1, width)).permute(1, 2, 0, 3)
-            for part in self.qkv(x).split(sizes, -1)
+            for part in qkv.split(sizes, -1)
         )
         if self.options.attention == "unfused":
             y = self.unfused(q, k, v)
@@ -219,7 +262,7 @@ class Block(nn.Module):
 
     def mlp(self, x: torch.Tensor) -> torch.Tensor:
         """Of (sequence, batch, width)."""
-        y = self.up(x)
+        y = column_parallel(self.up, x, self.options, self.group)
         if self.options.mlp == "swiglu":
             gate, up = y.chunk(2, -1)
             return self.down(F.silu(gate) * up)
@@ -229,8 +272,8 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Add to the residual stream."""
-        x = x + self.drop(self.leave(self.attention(self.enter(self.norm1(x)))))
-        return x + self.drop(self.leave(self.mlp(self.enter(self.norm2(x)))))
+        x = x + self.drop(self.leave(self.attention(self.norm1(x))))
+        return x + self.drop(self.leave(self.mlp(self.norm2(x))))
 
 
 class Stage(nn.Module):
@@ -257,7 +300,6 @@ class Stage(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Tokens, or what the stage before has made, to logits, or what comes next."""
         options = self.options
-        parts = options.tp if options.sequence_parallel else 1
         if self.embed is not None:
             x = self.embed(x.t().remainder(self.embed.num_embeddings))
             if options.tp > 1:
@@ -272,18 +314,14 @@ class Stage(nn.Module):
                 x = block(x)
         if self.head is None or self.norm is None:
             return x.transpose(0, 1)
-        x = self.norm(x)
-        if options.tp > 1:
-            x = (Gather if parts > 1 else Copy).apply(x, self.group)
-        return self.head(x).transpose(0, 1)
+        x = column_parallel(self.head, self.norm(x), options, self.group)
+        return x.transpose(0, 1)
 
 
 def loss_of(
     logits: torch.Tensor, target: torch.Tensor, group: dist.ProcessGroup
 ) -> torch.Tensor:
     logits = logits.transpose(0, 1)
-    if group.size() == 1:
-        return F.cross_entropy(logits.flatten(0, 1).float(), target.t().flatten())
     return VocabularyLoss.apply(logits, target.t(), group)
 
 
@@ -306,6 +344,8 @@ class Bucket:
         self.weights = torch.zeros(count, dtype=torch.bfloat16, device=device)
         dtype = torch.bfloat16 if options.half_gradients else torch.float32
         self.gradients = torch.zeros(count, dtype=dtype, device=device)
+        if options.nanotron and not options.zero and ranks > 1:  # that of DDP
+            self.bucket = torch.zeros_like(self.weights)
         self.places: dict[nn.Parameter, torch.Tensor] = {}
         at = 0
         for p in self.parameters:
@@ -319,6 +359,7 @@ class Bucket:
         self.is_last = False
         self.missing = 0
         self.pending: Any = None
+        self.late: Late | None = None
 
     def begin(self, *, is_last: bool) -> None:
         """Before a backward pass; the last one of a step sends."""
@@ -326,6 +367,9 @@ class Bucket:
 
     def take(self, p: nn.Parameter) -> None:
         """Add a gradient, and send the bucket when the last of them is there."""
+        if self.late is not None:
+            self.late.take(p, self.places[p])
+            return
         self.places[p].add_(p.grad)
         p.grad = None
         self.missing -= 1
@@ -349,7 +393,7 @@ class Bucket:
 
     def finish(self) -> None:
         """Give the optimizer its gradients."""
-        if not self.options.overlap:
+        if not self.options.overlap and self.late is None:
             self.send()
         if self.pending is not None:
             self.pending.wait()
@@ -367,6 +411,36 @@ class Bucket:
         else:
             self.weights.copy_(self.master.detach())
         self.gradients.zero_()
+
+
+class Late:
+    """All gradients of a backward pass, added up after it and sent at once (nanotron)."""
+
+    def __init__(self, buckets: list[Bucket]) -> None:
+        self.buckets = buckets
+        self.count = sum(len(bucket.parameters) for bucket in buckets)
+        self.taken: list[tuple[nn.Parameter, torch.Tensor]] = []
+
+    def take(self, p: nn.Parameter, place: torch.Tensor) -> None:
+        """Keep a gradient until the last one is there."""
+        self.taken.append((p, place))
+        if len(self.taken) == self.count:
+            for parameter, where in self.taken:
+                where.add_(parameter.grad)
+                parameter.grad = None
+            self.taken.clear()
+
+    def send(self) -> None:
+        """Sum up over data parallel ranks, as one tensor."""
+        group = self.buckets[0].group
+        if group.size() == 1:
+            return
+        flat = torch.cat([bucket.gradients for bucket in self.buckets])
+        part = flat.new_empty(flat.numel() // group.size())
+        dist.reduce_scatter_tensor(part, flat, group=group)
+        shares = [bucket.master.numel() for bucket in self.buckets]
+        for bucket, share in zip(self.buckets, part.split(shares), strict=True):
+            bucket.part = share
 
 
 # ----------------------------------------------------------------------------
@@ -394,6 +468,11 @@ def parse() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=default)
     for name in ("bias", "tied", "recompute", "sequence-parallel", "zero", "overlap"):
         parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument(
+        "--nanotron",
+        action="store_true",
+        help="gradients as there: in DDP's buckets; with --zero after each backward pass",
+    )
     parser.add_argument(
         "--half-gradients", action="store_true", help="sum them up in 16 bits"
     )
@@ -474,6 +553,9 @@ def main() -> None:
         for stage in stages
         for parameters in groups(stage)
     ]
+    late = Late(buckets) if options.nanotron and options.zero else None
+    for bucket in buckets:
+        bucket.late = late
     optimizer = torch.optim.AdamW([b.master for b in buckets], lr=1e-4, fused=True)
     schedule = pipeline(options, stages, mesh, device) if options.pp > 1 else None
     mine, last = mesh["pp"].get_local_rank(), options.pp - 1
@@ -491,7 +573,9 @@ def main() -> None:
             else:
                 inputs = (tokens[:, :-1],) if mine == 0 else ()
                 target = tokens[:, 1:] if mine == last else None
-                schedule.step(*inputs, target=target)
+                schedule.step(*inputs, target=target, return_outputs=False)
+        if late is not None:
+            late.send()
         for bucket in buckets:
             bucket.finish()
         optimizer.step()

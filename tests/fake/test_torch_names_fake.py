@@ -109,6 +109,20 @@ def test_ddp_on_fake_groups(mesh):
     assert model.module.weight.grad.shape == (2, 4)
 
 
+def test_gathers_of_any_shape(mesh):
+    size = dist.get_world_size()
+    names = [n for n in _GATHERS if hasattr(dist.ProcessGroup, n)]
+    assert names
+    for name in names:
+        gathered = torch.zeros(1, 2 * size)  # as SyncBatchNorm has it
+        with _torch.gathers_of_any_shape():
+            getattr(dist.group.WORLD, name)(gathered, torch.ones(2)).wait()
+        assert gathered.min() == 1
+
+
+_GATHERS = ("_allgather_base", "all_gather_single")
+
+
 def test_current_mesh(mesh):
     assert _torch.current_mesh() is None
     with mesh:
@@ -187,6 +201,10 @@ def test_start_all_reduce(group):
 def test_start_all_gather(group):
     started = _torch.start_all_gather(torch.ones(2, 3), 4, group)
     assert _torch.wait(started).shape == (8, 3)
+
+
+def test_gather_now(group):
+    assert _torch.gather_now(torch.ones(2, 3), 4, group).shape == (8, 3)
 
 
 def test_start_reduce_scatter(group):

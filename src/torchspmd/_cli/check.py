@@ -1,11 +1,13 @@
 """``torchspmd check``: does a script still do what its lock says?"""
 
 import argparse
+import dataclasses
 import os
 import shlex
 from pathlib import Path
 
-from torchspmd._cli.lock import simulate
+from torchspmd._cli.lock import gpu_of_recipe, is_gpu_file, simulate
+from torchspmd._cli.script import add_fake_options, fake_problems
 from torchspmd.comm import format_bytes
 from torchspmd.errors import UsageError
 from torchspmd.verify.lock.changes import changes
@@ -17,8 +19,10 @@ EPILOG = """\
 examples:
   torchspmd check                                  ./comm.lock
   torchspmd check configs/llama.lock
+  torchspmd check comm.lock --fake --gpu h200      as if it ran there
 
-The lock knows its script, mesh and arguments. A sentence for each change; to accept
+The lock knows its script, mesh and arguments, and --fake with its options: give them to
+see what the same script would do with others. A sentence for each change; to accept
 them, run the command in the last line and commit the lock.
 
 exit code: 0 as locked, 1 something changed or the script failed, 2 wrong use
@@ -28,6 +32,7 @@ exit code: 0 as locked, 1 something changed or the script failed, 2 wrong use
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's options."""
     parser.add_argument("lock", type=Path, nargs="?", default=Path("comm.lock"))
+    add_fake_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -42,7 +47,12 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(
             f"{options.lock} knows the script's arguments; write another lock for others."
         )
-    now = simulate(recipe, options.lock.absolute().parent, "check")
+    problems = fake_problems(options, fake=options.fake or recipe.fake)
+    if problems:
+        raise UsageError("; ".join(problems) + ".")
+    folder = options.lock.absolute().parent
+    recipe = dataclasses.replace(recipe, **gpu_of_recipe(options, folder))
+    now = simulate(recipe, folder, "check")
     if now is None:
         return 1
     sentences = changes(locked, now)
@@ -72,12 +82,16 @@ def _command(path: Path, lock: Lock) -> str:
     assert isinstance(recipe, Recipe)
     script = os.path.relpath(path.parent / recipe.script)
     words = ["torchspmd", "lock", script, "--mesh", recipe.mesh, "-o", str(path)]
-    for name, usual in (("rank", 0), ("steps", 1), ("skip", 0)):
-        value = getattr(recipe, name)
-        if value != usual:
-            words += [f"--{name}", str(value)]
+    usual = {"rank": 0, "steps": 1, "skip": 0, "gpus_per_node": None}
+    for name, value in usual.items():
+        if getattr(recipe, name) != value:
+            words += [f"--{name.replace('_', '-')}", str(getattr(recipe, name))]
     if recipe.fake:
         words.append("--fake")
+    if recipe.gpu is not None:
+        is_file = is_gpu_file(recipe.gpu)
+        gpu = os.path.relpath(path.parent / recipe.gpu) if is_file else recipe.gpu
+        words += ["--gpu", gpu]
     if recipe.arguments:
         words += ["--", *recipe.arguments]
     return shlex.join(words)

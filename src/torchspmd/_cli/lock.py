@@ -12,20 +12,21 @@ from unittest import mock
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchspmd._cli.output import status_line
+from torchspmd._cli.output import say, status_line
 from torchspmd._cli.plan import parse_mesh
 from torchspmd._cli.script import (
     StepWindow,
-    add_fake_option,
+    add_fake_options,
     add_script_options,
+    fake_problems,
     output_problems,
     run_script,
     script_problems,
 )
-from torchspmd._cli.simulate import cuda_as_cpu, rehearsed_world, simulated_world
+from torchspmd._cli.simulate import rehearsed_world, simulated_world
 from torchspmd.comm import format_bytes
 from torchspmd.errors import UsageError
-from torchspmd.rehearse.world import World
+from torchspmd.rehearse.world import GPUS_PER_NODE, World
 from torchspmd.trace import CommDebugMode
 from torchspmd.verify.lock.lockfile import Lock, Recipe, lock_ledger, save_lock
 from torchspmd.verify.lock.memory import MemoryWatch
@@ -49,21 +50,24 @@ def simulate(recipe: Recipe, folder: Path, command: str) -> Lock | None:
     line = status_line(what)
     mode, watch = CommDebugMode(sources=True, max_events=_MAX_EVENTS), MemoryWatch()
     window = StepWindow(mode, skip=recipe.skip, steps=recipe.steps, line=line)
-    with line, _one_rank(world_size, recipe.rank, fake=recipe.fake) as made:
-        arguments = recipe.arguments
-        if not run_script(script, arguments, mode, watch, window):
-            print(
-                f"torchspmd {command}: {script} failed after "
-                f"{window.num_optimizer_steps} optimizer steps; nothing was locked.",
-                file=sys.stderr,
-            )
-            return None
+    with (
+        line,
+        _one_rank(recipe, world_size, folder) as notes,
+        _axes_made() as made,
+    ):
+        succeeded = run_script(script, recipe.arguments, mode, watch, window)
+    if not succeeded:
+        failed = (
+            f"{script} failed after {window.num_optimizer_steps} optimizer steps; "
+            "nothing was locked."
+        )
+        say(command, failed, *notes)
+        return None
     window.refuse_if_empty()
     _compare_axes(recipe.mesh, axes, made)
     for text in watch.notes:
         mode.ledger.note(text)
-    for remark in _remarks(window, mode):
-        print(f"torchspmd {command}: {remark}", file=sys.stderr)
+    say(command, *notes, *_remarks(window, mode))
     return lock_ledger(mode.ledger, recipe, memory=watch.memory(), setup=window.setup)
 
 
@@ -77,11 +81,44 @@ def _check(recipe: Recipe, script: Path, world_size: int) -> None:
         raise UsageError("; ".join(problems) + ".")
 
 
+def gpu_of_recipe(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """What the options say about the GPU that a script is shown, for a recipe."""
+    shown: dict[str, Any] = {"fake": True} if options.fake else {}
+    if options.gpu is not None:
+        shown["gpu"] = options.gpu
+        if is_gpu_file(options.gpu):
+            shown["gpu"] = Path(os.path.relpath(options.gpu, folder)).as_posix()
+    if options.gpus_per_node is not None:
+        shown["gpus_per_node"] = options.gpus_per_node
+    return shown
+
+
+def is_gpu_file(gpu: str) -> bool:
+    """Whether ``--gpu`` has a path, and no name."""
+    return gpu.endswith(".toml")
+
+
 @contextlib.contextmanager
-def _one_rank(
-    world_size: int, rank: int, *, fake: bool
-) -> Iterator[dict[str, set[int]]]:
-    """A simulated world without devices; gives the axes of the meshes that are made."""
+def _one_rank(recipe: Recipe, world_size: int, folder: Path) -> Iterator[list[str]]:
+    """A simulated world without devices; gives what is to be said about it."""
+    world = World(world_size, recipe.rank, recipe.gpus_per_node or GPUS_PER_NODE)
+    gpu = recipe.gpu
+    if gpu is not None and is_gpu_file(gpu):
+        gpu = str(folder / gpu)
+    with (
+        # A lock must not depend on the machine's devices.
+        mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""}),
+        contextlib.redirect_stdout(sys.stderr),
+        rehearsed_world(world, gpu)
+        if recipe.fake
+        else simulated_world(world_size, recipe.rank, use_gpu=False) as notes,
+    ):
+        yield notes
+
+
+@contextlib.contextmanager
+def _axes_made() -> Iterator[dict[str, set[int]]]:
+    """Gives the axes of the meshes that are made."""
     made: dict[str, set[int]] = {}
     plain_mesh = DeviceMesh.__init__
 
@@ -90,17 +127,7 @@ def _one_rank(
         for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=False):
             made.setdefault(name, set()).add(size)
 
-    with contextlib.ExitStack() as stack:
-        # A lock must not depend on the machine's devices.
-        stack.enter_context(mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""}))
-        if fake:
-            stack.enter_context(rehearsed_world(World(world_size, rank), None))
-        else:
-            stack.enter_context(simulated_world(world_size, rank))
-        stack.enter_context(mock.patch.object(DeviceMesh, "__init__", build_mesh))
-        if not fake:
-            stack.enter_context(cuda_as_cpu())
-        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+    with mock.patch.object(DeviceMesh, "__init__", build_mesh):
         yield made
 
 
@@ -155,6 +182,7 @@ EPILOG = """\
 examples:
   torchspmd lock train.py --mesh dp=2,tp=4 -o comm.lock
   torchspmd lock train.py --mesh dp=64,tp=8 --steps 2 --skip 1 -- --layers 4
+  torchspmd lock train.py --mesh dp=128,tp=8 --fake --gpu h100
   torchspmd check comm.lock                        exit code 1 when something changed
 
 This process plays one rank of a simulated world, on the CPU, whatever its size. The
@@ -165,7 +193,7 @@ script makes its own mesh; --mesh says how many ranks there are and is compared 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's options."""
     add_script_options(parser)
-    add_fake_option(parser)
+    add_fake_options(parser)
     parser.add_argument("--mesh", required=True, help="axes and sizes: tp=8, dp=2,tp=4")
     parser.add_argument(
         "-o",
@@ -179,6 +207,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Simulate and write; 1 when the script fails."""
     problems = output_problems(options.out, "--out", "comm.lock")
+    problems += fake_problems(options, fake=options.fake)
     if problems:
         raise UsageError("; ".join(problems) + ".")
     folder = options.out.absolute().parent
@@ -189,7 +218,7 @@ def run(options: argparse.Namespace) -> int:
         options.steps,
         options.skip,
         tuple(options.arguments),
-        fake=options.fake,
+        **gpu_of_recipe(options, folder),
     )
     lock = simulate(recipe, folder, "lock")
     if lock is None:

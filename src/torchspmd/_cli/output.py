@@ -74,6 +74,12 @@ def exit_process(code: int) -> NoReturn:
     os._exit(code)
 
 
+def say(command: str, *sentences: str) -> None:
+    """Say something beside the answer, which standard output is for."""
+    for sentence in sentences:
+        print(f"torchspmd {command}: {sentence}", file=sys.stderr)
+
+
 def say_written(what: str, path: Path, *, stderr: bool = False) -> None:
     """Say where a file is; the path stays whole, however long it is, to be copied."""
     Console(stderr=stderr).print(

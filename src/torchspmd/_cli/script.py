@@ -55,6 +55,12 @@ def run_script(
             return end.code in (None, 0)
         except Exception as error:
             left.append(error)
+            if "Cannot access accelerator device" in str(error):
+                # torch.device(0) is decided in C++, by the devices of this machine.
+                error.add_note(
+                    "torchspmd: on a machine without GPUs a device cannot be a number "
+                    "alone: write torch.device('cuda', N)."
+                )
             traceback.print_exception(type(error), error, _own_frames(error, script))
             return False
     return True
@@ -246,6 +252,11 @@ def typed_command(options: argparse.Namespace) -> str:
 def add_script_options(parser: argparse.ArgumentParser) -> None:
     """The script, and which of its steps are recorded as which rank."""
     parser.add_argument("script", type=Path)
+    add_step_options(parser)
+
+
+def add_step_options(parser: argparse._ActionsContainer) -> None:
+    """Which steps of a script are recorded, as which rank."""
     parser.add_argument("--rank", type=int, default=0, help="the rank to play (0)")
     parser.add_argument(
         "--steps", type=int, default=1, help="optimizer steps to record; 0: all (1)"
@@ -255,31 +266,27 @@ def add_script_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_fake_option(parser: argparse.ArgumentParser) -> None:
-    """Whether tensors hold memory."""
+def add_fake_options(parser: argparse._ActionsContainer) -> None:
+    """Whether tensors hold memory, and which GPU and nodes a script is shown then."""
     parser.add_argument(
         "--fake",
         action="store_true",
         help="tensors hold no memory: for models of any size, and scripts for GPUs",
     )
-
-
-def add_rehearsal_options(parser: argparse.ArgumentParser) -> None:
-    """Which device and nodes a script is shown that runs with ``--fake``."""
     parser.add_argument(
         "--gpu", help="with --fake: what the script is told of its GPU, as in h100"
     )
     parser.add_argument(
-        "--gpus-per-node", type=int, default=8, help="with --fake: ranks of a node (8)"
+        "--gpus-per-node", type=int, help="with --fake: ranks of a node (8)"
     )
 
 
-def fake_problems(options: argparse.Namespace) -> list[str]:
+def fake_problems(options: argparse.Namespace, *, fake: bool) -> list[str]:
     """What is wrong with the options that go with ``--fake``."""
     problems = []
-    if options.gpus_per_node < 1:
+    if options.gpus_per_node is not None and options.gpus_per_node < 1:
         problems.append("--gpus-per-node must be at least 1")
-    if not options.fake and (options.gpu or options.gpus_per_node != 8):
+    if not fake and (options.gpu or options.gpus_per_node is not None):
         problems.append("--gpu and --gpus-per-node are for --fake: add it")
     return problems
 

@@ -129,8 +129,11 @@ def run(options: argparse.Namespace) -> int:
         f"{name} in {'/'.join(map(str, values))}"
         for name, values in space.swept.items()
     )
-    print(f"{len(candidates)} candidates: {swept}", file=sys.stderr, flush=True)
+    count = f"{len(candidates)} candidate{'s' if len(candidates) > 1 else ''}"
+    print(f"{count}: {swept}", file=sys.stderr, flush=True)
     space = Space(space.swept, known, space.template)
+    for candidate in candidates if work else ():  # before anything runs
+        work_of(candidate, space, work, {})
 
     def items(outcome: Outcome) -> float:
         return work_of(outcome.candidate, space, work, dict(outcome.prediction))
@@ -327,7 +330,11 @@ def predict_script(
 
 def _reason(text: str, code: int) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line.split(":")[0]]
+    errors = [
+        line
+        for line in lines
+        if "Error" in line.split(":")[0] or ": error: " in line  # argparse's
+    ]
     reason = (errors or lines or [f"exit code {code}"])[-1]
     return reason.removeprefix("torchspmd predict: ")[:300]
 

@@ -1,45 +1,49 @@
 """Run a training script as one rank of a world that does not exist.
 
 Collectives return at once, ``init_process_group`` accepts whatever the script passes,
-and on a machine without CUDA the script's ``cuda`` is this machine's ``cpu``.
+and a machine without CUDA shows the script a GPU.
 """
 
 import atexit
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 from unittest import mock
 
 import torch
-import torch.distributed as dist
-from torch.distributed import device_mesh, distributed_c10d
-from torch.overrides import TorchFunctionMode
 
 from torchspmd import _torch
 from torchspmd.predict.hardware import DEFAULT_NETWORK, load_gpu, load_network
 from torchspmd.predict.rehearsed import rehearsed_gpu
 from torchspmd.rehearse.device import Gpu, NoMemory
+from torchspmd.rehearse.on_cpu import cuda_on_cpu
 from torchspmd.rehearse.recording import Recording
 from torchspmd.rehearse.rehearsal import rehearsal
-from torchspmd.rehearse.world import World
+from torchspmd.rehearse.values import Values
+from torchspmd.rehearse.world import World, fake_groups
 from torchspmd.testing import fake_world
 
-# Functions of torch.cuda that do something to a device, and return nothing.
-_CUDA_EFFECTS = (
-    "empty_cache",
-    "manual_seed",
-    "manual_seed_all",
-    "reset_peak_memory_stats",
-    "set_device",
-    "synchronize",
-)
+
+def _some_gpu(count: int) -> Gpu:
+    """What a script is shown where nobody says which GPU it is."""
+    return Gpu("a rehearsed GPU", 80 << 30, (9, 0), count=count)
 
 
 @contextlib.contextmanager
-def simulated_world(world_size: int, rank: int) -> Iterator[None]:
-    """A default process group of any size, for a script that may start its own."""
+def simulated_world(
+    world_size: int, rank: int, *, use_gpu: bool
+) -> Iterator[list[str]]:
+    """A default process group of any size, for a script that may start its own.
+
+    Args:
+        world_size: The ranks.
+        rank: The one that is played.
+        use_gpu: Whether tensors of ``cuda`` lie on this machine's GPU, where it has one.
+
+    Yields:
+        What a reader of the results must know; complete once the script has run.
+    """
     environment = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -48,21 +52,16 @@ def simulated_world(world_size: int, rank: int) -> Iterator[None]:
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": "29500",
     }
-
-    def start(*args: object, **kwargs: object) -> None:
-        # The script's backend, address and sizes would wait for ranks that never come.
-        if not dist.is_initialized():
-            store = _torch.fake_store()
-            plain_start("fake", store=store, rank=rank, world_size=world_size)
-
-    plain_start = dist.init_process_group
     atexit.register(_silence_unwaited_warning)
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, environment))
         stack.enter_context(fake_world(world_size, rank=rank))
-        for module in (dist, distributed_c10d, device_mesh):
-            stack.enter_context(mock.patch.object(module, "init_process_group", start))
-        yield
+        stack.enter_context(fake_groups(World(world_size, rank)))
+        notes: list[str] = []
+        if not (use_gpu and torch.cuda.is_available()):
+            # One node: each rank's GPU has its number.
+            notes = stack.enter_context(cuda_on_cpu(_some_gpu(world_size)))
+        yield notes
 
 
 def _silence_unwaited_warning() -> None:
@@ -77,81 +76,23 @@ def _silence_unwaited_warning() -> None:
 
 
 @contextlib.contextmanager
-def rehearsed_world(world: World, gpu: str | None) -> Iterator[None]:
+def rehearsed_world(world: World, gpu: str | None) -> Iterator[list[str]]:
     """A world of any size, and a device whose tensors hold no memory.
 
     Args:
         world: The ranks.
         gpu: Its name, or a TOML file; None where the script need not know.
+
+    Yields:
+        What a reader of the results must know; complete once the script has run.
     """
     recording = Recording(world.size, world.rank, world.gpus_per_node)
-    device = Gpu("a rehearsed GPU", 80 << 30, (9, 0))
+    device = _some_gpu(world.gpus_per_node)
     if gpu is not None:
         device = rehearsed_gpu(load_gpu(gpu), load_network(DEFAULT_NETWORK), world)
     atexit.register(_silence_unwaited_warning)
-    with rehearsal(recording, world, device, NoMemory()):
-        yield
-
-
-@contextlib.contextmanager
-def cuda_as_cpu() -> Iterator[None]:
-    """Let code that asks for ``cuda`` run on this machine's ``cpu``."""
-    plain_mesh = device_mesh.DeviceMesh.__init__
-
-    def build_mesh(mesh: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-        plain_mesh(mesh, _to_cpu(device_type), *args, **kwargs)
-
-    plain_autocast: Any = torch.autocast.__init__
-
-    def build_autocast(
-        context: Any, device_type: str, *args: Any, **kwargs: Any
-    ) -> None:
-        plain_autocast(context, _to_cpu(device_type), *args, **kwargs)
-
-    with contextlib.ExitStack() as stack:
-        for name in _CUDA_EFFECTS:
-            # One function each: torch's compiler keeps them in a table by identity.
-            stack.enter_context(mock.patch.object(torch.cuda, name, _no_effect()))
-        stack.enter_context(mock.patch.object(torch.cuda, "current_device", lambda: 0))
-        stack.enter_context(
-            mock.patch.object(device_mesh.DeviceMesh, "__init__", build_mesh)
-        )
-        # torch keeps which module a device has, and would keep the CPU's for "cuda".
-        stack.callback(torch.get_device_module.cache_clear)
-        # Without it a script's casts, and so half of what it sends, would be lost.
-        stack.enter_context(
-            mock.patch.object(torch.autocast, "__init__", build_autocast)
-        )
-        stack.enter_context(_CudaAsCpu())
-        yield
-
-
-class _CudaAsCpu(TorchFunctionMode):
-    """Every torch function that is given a CUDA device gets the CPU instead."""
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func is torch.Tensor.cuda:
-            return args[0]
-        places = kwargs or {}
-        return func(
-            *(_to_cpu(arg) for arg in args),
-            **{name: _to_cpu(value) for name, value in places.items()},
-        )
-
-
-def _to_cpu(value: Any) -> Any:
-    if isinstance(value, torch.device) and value.type == "cuda":
-        return torch.device("cpu")
-    if isinstance(value, str) and (value == "cuda" or value.startswith("cuda:")):
-        return "cpu"
-    return value
-
-
-def _no_effect() -> Callable[..., None]:
-    return lambda *args, **kwargs: None
+    try:
+        with rehearsal(recording, world, device, NoMemory(Values(recording.notes))):
+            yield recording.notes
+    finally:
+        recording.notes.extend(recording.skipped)

@@ -3,13 +3,11 @@
 import argparse
 import contextlib
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from torchspmd._cli.gather import (
@@ -18,11 +16,10 @@ from torchspmd._cli.gather import (
     gather_ledgers,
     hold_store,
 )
-from torchspmd._cli.output import NEVER_FREED, say_written, status_line
+from torchspmd._cli.output import NEVER_FREED, say, say_written, status_line
 from torchspmd._cli.script import (
     StepWindow,
-    add_fake_option,
-    add_rehearsal_options,
+    add_fake_options,
     add_script_options,
     fake_problems,
     output_problems,
@@ -30,11 +27,11 @@ from torchspmd._cli.script import (
     script_problems,
     typed_command,
 )
-from torchspmd._cli.simulate import cuda_as_cpu, rehearsed_world, simulated_world
+from torchspmd._cli.simulate import rehearsed_world, simulated_world
 from torchspmd.comm import Ledger, ledger_to_dict, save_ledger
 from torchspmd.comm.tree import sum_ledgers
 from torchspmd.errors import UsageError
-from torchspmd.rehearse.world import World
+from torchspmd.rehearse.world import GPUS_PER_NODE, World
 from torchspmd.report import format_bytes, print_ledger, write_page
 from torchspmd.trace import CommDebugMode
 
@@ -57,9 +54,8 @@ collectives return at once. Shapes and counts are those of a real run, values ar
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's options."""
     add_script_options(parser)
+    add_fake_options(parser)
     parser.add_argument("--world-size", type=int, help="simulate this many ranks")
-    add_fake_option(parser)
-    add_rehearsal_options(parser)
     parser.add_argument("--out", type=Path, help="write the ledger here, as JSON")
     parser.add_argument("--html", type=Path, help="write a page to look at here")
     parser.add_argument(
@@ -76,7 +72,7 @@ class _World:
     simulated: bool
     fake: bool = False
     gpu: str | None = None
-    gpus_per_node: int = 8
+    gpus_per_node: int = GPUS_PER_NODE
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.size}" + (
@@ -95,20 +91,20 @@ def run(options: argparse.Namespace) -> int:
     )
     window = StepWindow(mode, skip=options.skip, steps=options.steps, line=line)
     left = None if world.simulated else NEVER_FREED
-    with line, _surroundings(world) as held:
+    with line, _surroundings(world) as (held, notes):
         succeeded = run_script(
             options.script, options.arguments, mode, window, left=left
         )
     if not succeeded:
-        print(
-            f"torchspmd trace: {options.script} failed after "
-            f"{window.num_optimizer_steps} optimizer steps; no report was written.",
-            file=sys.stderr,
+        failed = (
+            f"{options.script} failed after {window.num_optimizer_steps} optimizer steps; "
+            "no report was written."
         )
+        say("trace", failed, *notes)
         return 1
     window.refuse_if_empty()
     if world.simulated:
-        _report(options, mode.ledger, [], window, world)
+        _report(options, mode.ledger, notes, window, world)
         return 0
     ledgers = gather_ledgers(mode.ledger, held, world.rank, world.size)
     if ledgers:
@@ -131,7 +127,7 @@ def _check(options: argparse.Namespace) -> None:
         problems.append(
             "give --world-size N to simulate N ranks, or start with torchrun"
         )
-    problems += fake_problems(options)
+    problems += fake_problems(options, fake=options.fake)
     problems += output_problems(options.out, "--out", "report.json")
     problems += output_problems(options.html, "--html", "page.html")
     if problems:
@@ -146,33 +142,31 @@ def _world(options: argparse.Namespace) -> _World:
             True,
             fake=options.fake,
             gpu=options.gpu,
-            gpus_per_node=options.gpus_per_node,
+            gpus_per_node=options.gpus_per_node or GPUS_PER_NODE,
         )
     environment = os.environ
     return _World(int(environment["WORLD_SIZE"]), int(environment["RANK"]), False)
 
 
 @contextlib.contextmanager
-def _surroundings(world: _World) -> Iterator[HeldStore]:
-    """What the script runs inside of: a simulated world, or its own."""
-    with contextlib.ExitStack() as stack:
-        if world.fake:
-            ranks = World(world.size, world.rank, world.gpus_per_node)
-            stack.enter_context(rehearsed_world(ranks, world.gpu))
-            yield HeldStore()
-        elif world.simulated:
-            stack.enter_context(simulated_world(world.size, world.rank))
-            if not torch.cuda.is_available():
-                stack.enter_context(cuda_as_cpu())
-            yield HeldStore()
-        else:
-            yield stack.enter_context(hold_store())
+def _surroundings(world: _World) -> Iterator[tuple[HeldStore, list[str]]]:
+    """What the script runs inside of: a simulated world, or its own; with its notes."""
+    if world.fake:
+        ranks = World(world.size, world.rank, world.gpus_per_node)
+        with rehearsed_world(ranks, world.gpu) as notes:
+            yield HeldStore(), notes
+    elif world.simulated:
+        with simulated_world(world.size, world.rank, use_gpu=True) as notes:
+            yield HeldStore(), notes
+    else:
+        with hold_store() as held:
+            yield held, []
 
 
 def _report(
     options: argparse.Namespace,
     ledger: Ledger,
-    differences: list[str],
+    notes: list[str],
     window: StepWindow,
     world: _World,
 ) -> None:
@@ -182,7 +176,7 @@ def _report(
     console.print(str(options.script), highlight=False, markup=False, soft_wrap=True)
     console.print(f"{ranks}, {_steps_text(window)}\n", highlight=False, markup=False)
     print_ledger(ledger, console, num_ranks=1 if world.simulated else world.size)
-    for line in [*differences, *_setup_lines(window)]:
+    for line in [*notes, *_setup_lines(window)]:
         console.print(line, highlight=False, markup=False)
     about = _about(options, window, world)
     if options.out is not None:

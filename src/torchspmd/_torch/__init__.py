@@ -79,6 +79,7 @@ from torchspmd._torch.dtensor import current_mesh as current_mesh
 from torchspmd._torch.dtensor import flatten_mesh as flatten_mesh
 from torchspmd._torch.dtensor import foreach_norm as foreach_norm
 from torchspmd._torch.dtensor import free_shard as free_shard
+from torchspmd._torch.dtensor import gather_now as gather_now
 from torchspmd._torch.dtensor import is_autocast_enabled as is_autocast_enabled
 from torchspmd._torch.dtensor import is_view as is_view
 from torchspmd._torch.dtensor import join_axes as join_axes
@@ -116,6 +117,7 @@ from torchspmd._torch.groups import described_axis as described_axis
 from torchspmd._torch.groups import fake_store as fake_store
 from torchspmd._torch.groups import file_store as file_store
 from torchspmd._torch.groups import find_group as find_group
+from torchspmd._torch.groups import gathers_of_any_shape as gathers_of_any_shape
 from torchspmd._torch.groups import is_first_ddp_step as is_first_ddp_step
 from torchspmd._torch.groups import live_meshes as live_meshes
 from torchspmd._torch.groups import num_unwaited as num_unwaited
@@ -139,6 +141,7 @@ from torchspmd._torch.landmarks import running_node as running_node
 from torchspmd._torch.operators import ALL_GATHER as ALL_GATHER
 from torchspmd._torch.operators import ALL_GATHER_OUT as ALL_GATHER_OUT
 from torchspmd._torch.operators import ALL_REDUCE as ALL_REDUCE
+from torchspmd._torch.operators import ALL_TO_ALL as ALL_TO_ALL
 from torchspmd._torch.operators import REDUCE_SCATTER as REDUCE_SCATTER
 from torchspmd._torch.operators import WAIT as WAIT
 from torchspmd._torch.operators import Kernel as Kernel

@@ -667,6 +667,12 @@ def compile_with_inductor(
     )
 
 
+# Operations that Inductor computes in one kernel before it stores a value in between; its
+# own limit for a GPU is 30. A loss with its gradient has 32, and what is stored then is as
+# large as the logits, in float32.
+_MOST_INLINED = 60
+
+
 def _compile_boxed(
     graph: fx.GraphModule, inputs: list[Any]
 ) -> Callable[[list[Any]], Sequence[Any]]:
@@ -675,7 +681,7 @@ def _compile_boxed(
     The wrapper gives outputs that are views of inputs their history. It holds all inputs
     until the end, and takes longer than a small kernel.
     """
-    from torch._inductor import compile_fx
+    from torch._inductor import compile_fx, config
 
     (output,) = graph.graph.find_nodes(op="output")
     found: list[Callable[[list[Any]], Sequence[Any]]] = []
@@ -686,7 +692,7 @@ def _compile_boxed(
             found.append(made)
         return made
 
-    with torch.no_grad():
+    with torch.no_grad(), config.patch(realize_opcount_threshold=_MOST_INLINED):
         wrapped: Any = compile_fx.compile_fx(graph, inputs, inner_compile=compile_inner)
     if found:
         return found[-1]

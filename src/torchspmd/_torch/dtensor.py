@@ -10,6 +10,8 @@ import torch
 from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchspmd._torch.groups import uses_gloo
+
 if TYPE_CHECKING:  # it takes longer to import than the rest of torchspmd
     from torch.distributed.tensor import DTensor, Placement
 
@@ -107,6 +109,18 @@ def start_all_reduce(tensor: torch.Tensor, op: str, group: str) -> torch.Tensor:
 def start_all_gather(tensor: torch.Tensor, size: int, group: str) -> torch.Tensor:
     """Start to gather along dim 0; ``wait`` for the returned tensor."""
     return _run(_functional_ops.all_gather_into_tensor.default, tensor, size, group)
+
+
+def gather_now(tensor: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    """Gather along dim 0, and wait; of traced tensors, the two operators of that."""
+    is_eager = type(tensor) is torch.Tensor and not torch.compiler.is_compiling()
+    if not is_eager or not tensor.ndim or not uses_gloo(group, tensor.device):
+        return wait(start_all_gather(tensor, size, group))
+    # Without memory that is given to it, gloo's gather can corrupt the heap.
+    memory = tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:]))
+    op = _functional_ops.all_gather_into_tensor_out.default
+    with _BelowAutograd():
+        return wait(op(tensor, size, group, out=memory))
 
 
 def start_reduce_scatter(tensor: torch.Tensor, size: int, group: str) -> torch.Tensor:

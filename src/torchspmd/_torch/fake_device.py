@@ -20,6 +20,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from torchspmd._torch.accumulation import Accumulation
 from torchspmd._torch.operator_cache import OperatorCache
 
 _INNER = torch.device("cpu", 0)  # what C++ is told
@@ -84,6 +85,7 @@ class FakeDeviceMode(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self._on_operator, self._on_subclass = on_operator, on_subclass
         self._cache = OperatorCache(self)
+        self._accumulation = Accumulation()
         self._inside = False
         # Its memory of tensors is weak references, and a module whose parameters have
         # them could not be moved.
@@ -136,6 +138,7 @@ class FakeDeviceMode(FakeTensorMode):
             return self.dispatch(func, types, args, kwargs)
         if self._is_of_another(args):
             return func(*args, **kwargs)
+        func = self._accumulation.in_place(func, args)
         device = kwargs.get("device")
         if device is not None and _is_cuda(device):
             kwargs = {**kwargs, "device": _SHOWN}
@@ -161,6 +164,14 @@ class FakeDeviceMode(FakeTensorMode):
                     lambda: self.dispatch(func, (FakeTensor,), args, kwargs),
                 ),
             )
+        finally:
+            self._inside = False
+
+    def learn_accumulation(self) -> None:
+        """See how autograd adds gradients up, while this mode is in force."""
+        self._inside = True  # nobody is told of these operators
+        try:
+            self._accumulation.learn(lambda value: torch.full((), value, device=_SHOWN))
         finally:
             self._inside = False
 
@@ -239,15 +250,21 @@ class ShownAsCuda(TorchFunctionMode):
         no_value: Is called where the values of a tensor are asked for that has none, with
             the call; gives what the call gives.
         on_record_stream: Is called with a tensor and a stream.
+        inner: What C++ is given. With ``cpu`` itself, tensors are real and those of the
+            host, so Python reads ``cpu`` back, but for what runs under ``all_shown``.
     """
 
     def __init__(
         self,
         no_value: Callable[[str, torch.Tensor], Any],
         on_record_stream: Callable[[torch.Tensor, Any], None],
+        inner: torch.device = _INNER,
     ) -> None:
         super().__init__()
         self.index = 0  # of the current device
+        self.is_named = False  # whether anything was ever put there
+        self._all_shown = False
+        self._given = inner
         self._no_value = no_value
         self.record_stream = on_record_stream
         tensor = torch.Tensor
@@ -275,6 +292,15 @@ class ShownAsCuda(TorchFunctionMode):
         """The device, as Python sees it."""
         return torch.device("cuda", self.index)
 
+    @contextlib.contextmanager
+    def all_shown(self) -> Iterator[None]:
+        """Inside, tensors of the host are shown on the device too."""
+        before, self._all_shown = self._all_shown, True
+        try:
+            yield
+        finally:
+            self._all_shown = before
+
     def __torch_function__(
         self,
         func: Any,
@@ -289,7 +315,7 @@ class ShownAsCuda(TorchFunctionMode):
             if _is_cuda(kwargs.get("device")):
                 kwargs = {**kwargs, "device": self._inner(kwargs["device"])}
                 if func in _FROM_DATA:
-                    return _on_host(func, args, kwargs).to(_INNER)
+                    return _on_host(func, args, kwargs).to(self._given)
             if kwargs.get("pin_memory"):
                 kwargs = {**kwargs, "pin_memory": False}
         special = self._special.get(func)
@@ -301,9 +327,11 @@ class ShownAsCuda(TorchFunctionMode):
         if not _is_cuda(value):
             return value
         device = torch.device(value)
-        if device.type == "cuda" and device.index is not None:
-            self.index = device.index
-        return _INNER
+        if device.type == "cuda":
+            self.is_named = True
+            if device.index is not None:
+                self.index = device.index
+        return self._given
 
     # --- functions that are not only given a device -----------------------------------
 
@@ -324,7 +352,8 @@ class ShownAsCuda(TorchFunctionMode):
         device = args[1] if len(args) > 1 else kwargs.get("device")
         if device is not None:
             self._inner(torch.device("cuda", device) if type(device) is int else device)
-        return args[0].to(_INNER)
+        self.is_named = True
+        return args[0].to(self._given)
 
     def _type(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(args) + len(kwargs) > 1:
@@ -333,10 +362,11 @@ class ShownAsCuda(TorchFunctionMode):
 
     def _device(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device = func(*args, **kwargs)
-        return self.shown if device == _INNER else device
+        is_shown = self._all_shown and device.type == "cpu"
+        return self.shown if is_shown or device == _INNER else device
 
     def _is_cuda(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return is_device_tensor(args[0])
+        return self._all_shown or is_device_tensor(args[0])
 
     def _get_device(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -426,6 +456,7 @@ def fake_device(
         enter(_backward_under(shown))
         enter(mode)
         enter(shown)
+        mode.learn_accumulation()
         yield
 
 

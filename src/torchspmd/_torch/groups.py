@@ -153,6 +153,30 @@ def ddp_on_fake_groups() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def gathers_of_any_shape() -> Iterator[None]:
+    """A fake group gathers into one tensor by elements, as others do, and not by rows."""
+    kind: Any = dist.ProcessGroup
+    names = ("_allgather_base", "all_gather_single")  # one function, by torch's version
+    plain = {name: getattr(kind, name) for name in names if hasattr(kind, name)}
+
+    def flat(function: Any) -> Any:
+        def gather(group: Any, output: Any, input: Any, *args: Any, **more: Any) -> Any:
+            if output.dim() and output.size(0) % group.size():
+                output, input = output.view(-1), input.view(-1)
+            return function(group, output, input, *args, **more)
+
+        return gather
+
+    for name, function in plain.items():
+        setattr(kind, name, flat(function))
+    try:
+        yield
+    finally:
+        for name, function in plain.items():
+            setattr(kind, name, function)
+
+
+@contextlib.contextmanager
 def ddp_without_values() -> Iterator[None]:
     """DistributedDataParallel does not compare the shapes of ranks, which reads memory."""
     plain = _dist._verify_params_across_processes

@@ -383,6 +383,7 @@ ALL_REDUCE = _functional.all_reduce.default
 ALL_GATHER = _functional.all_gather_into_tensor.default
 ALL_GATHER_OUT = _functional.all_gather_into_tensor_out.default
 REDUCE_SCATTER = _functional.reduce_scatter_tensor.default
+ALL_TO_ALL = _functional.all_to_all_single.default
 WAIT = _functional.wait_tensor.default
 
 

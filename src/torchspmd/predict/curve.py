@@ -87,11 +87,14 @@ class Run:
         self.device_peak = 0
         self._blocks: dict[int, Block] = {}
         self._op: Op | None = None
+        self._due: list[Workspace] = []
         self._event_streams: dict[int, int] = {}
         self._set_outside()
 
     def take(self, place: int, event: Event) -> None:
         """One event, and its place in the recording."""
+        if self._due and not self._is_result(event):
+            self.settle(place)
         match event:
             case Alloc():
                 self._alloc(
@@ -103,7 +106,7 @@ class Run:
                 block = self._blocks[event.storage]
                 self.allocator.record_stream(block, event.stream)
             case Op():
-                self._after_op(place, event)
+                self._after_op(event)
             case Comm():
                 self.fixed.after_comm(event)
                 self._set_outside()
@@ -127,13 +130,23 @@ class Run:
             case Mark(kind=MarkKind.EMPTY_CACHE):
                 self.allocator.empty_cache()
 
-    def _after_op(self, place: int, op: Op) -> None:
-        self._op = op
-        for workspace in self.fixed.after_op(op):
+    def settle(self, place: int) -> None:
+        """Take what libraries want for the last operator: after its results."""
+        op, due, self._due = self._op, self._due, []
+        for workspace in due:
+            assert op is not None, "only operators have workspaces"
             storage = -1 - len(self.workspaces)
             self.workspaces[storage] = workspace
             self._set_outside()
             self._alloc(place, storage, workspace.nbytes, workspace.stream, op.site)
+
+    def _is_result(self, event: Event) -> bool:
+        op = self._op
+        return isinstance(event, Alloc) and op is not None and event.op == op.number
+
+    def _after_op(self, op: Op) -> None:
+        self._op = op
+        self._due = self.fixed.after_op(op)
 
     def _set_outside(self) -> None:
         self.allocator.outside = self.fixed.outside

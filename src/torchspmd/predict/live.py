@@ -24,6 +24,7 @@ class LiveMemory:
         events = self._recording.events
         for place in range(self._taken, len(events)):
             self._run.take(place, events[place])
+        self._run.settle(len(events) - 1)
         self._taken = len(events)
         return self._run.allocator.allocated, self._run.allocator.reserved
 

@@ -289,6 +289,7 @@ def count_memory(
     run = Run(gpu, settings or AllocatorSettings())
     for place, event in enumerate(recording.events):
         run.take(place, event)
+    run.settle(len(recording.events) - 1)
     periods = _periods(recording.events, run.curve)
     return MemoryAccount(
         gpu=gpu,

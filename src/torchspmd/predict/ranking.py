@@ -1,5 +1,6 @@
 """Which candidates of a search are best, and why the others are not."""
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,8 @@ from torchspmd.predict.text import size_text
 from torchspmd.predict.time_text import seconds_text
 
 __all__ = ["Outcome", "SearchResult", "describe_search", "rank"]
+
+_COLUMNS = 80
 
 _PARTS = {
     "compute_seconds": "compute",
@@ -130,32 +133,69 @@ def rank(outcomes: Sequence[Outcome], unit: str) -> SearchResult:
 
 def describe_search(result: SearchResult, *, most: int = 10) -> str:
     """The table, the front, and what is not in them, in plain text."""
-    return "\n".join(_lines(result, most))
+    names = _varying(result)
+    lines = list(_best(result, names, most))
+    for line in _others(result, names, most):
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        lines += textwrap.wrap(
+            line,
+            _COLUMNS,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    return "\n".join(lines)
 
 
-def _lines(result: SearchResult, most: int) -> Iterator[str]:
+def _varying(result: SearchResult) -> list[str]:
+    """Arguments that tell candidates apart; all of them where there is one candidate."""
+    values = [
+        each.candidate.values
+        for each in (*result.fitting, *result.too_large, *result.failed)
+    ]
+    names = list(values[0]) if values else []
+    return [name for name in names if len({each[name] for each in values}) > 1] or names
+
+
+def _label(outcome: Outcome, names: Sequence[str]) -> str:
+    values = outcome.candidate.values
+    return " ".join(f"{name}={values[name]}" for name in names)
+
+
+def _best(result: SearchResult, names: Sequence[str], most: int) -> Iterator[str]:
     best = result.best
     if best is None:
         yield "No candidate fits."
-    else:
-        yield f"Best: {best.candidate}, {_rate(best, result.unit)}"
-        yield from _table(result, result.fitting[:most])
-        if len(result.fitting) > most:
-            yield f"  and {len(result.fitting) - most} more that fit"
+        return
+    yield f"Best: {_label(best, names)}, {_rate(best, result.unit)}"
+    yield from _table(result, names, result.fitting[:most])
+    if len(result.fitting) > most:
+        yield f"  and {len(result.fitting) - most} more that fit"
+    if len(result.fitting) > 1:
         yield "Pareto front, none is both faster and smaller:"
         for each in result.pareto:
             size = size_text(each.nbytes)
-            yield f"  {_rate(each, result.unit):>26} {size:>11}  {each.candidate}"
-        yield from _why(result, most)
+            yield f"  {_rate(each, result.unit):>22} {size:>11}  {_label(each, names)}"
+
+
+def _others(result: SearchResult, names: Sequence[str], most: int) -> Iterator[str]:
+    yield from _why(result, names, most)
     if result.too_large:
-        yield f"{len(result.too_large)} do not fit:"
+        count = len(result.too_large)
+        yield f"{count} {'does' if count == 1 else 'do'} not fit{_shown(count, most)}:"
         for each in sorted(result.too_large, key=lambda each: each.nbytes)[:most]:
-            yield f"  {each.candidate}: {_missing(each)}"
+            yield f"  {_label(each, names)}: {_missing(each)}"
     if result.failed:
-        yield f"{len(result.failed)} were not predicted:"
+        count = len(result.failed)
+        was = "was" if count == 1 else "were"
+        yield f"{count} {was} not predicted{_shown(count, 2 * most)}:"
         for each in result.failed[: 2 * most]:
-            yield f"  {each.candidate}: {each.problem}"
+            yield f"  {_label(each, names)}: {each.problem}"
     yield from result.notes
+
+
+def _shown(count: int, most: int) -> str:
+    return f", of which {most} are" if count > most else ""
 
 
 def _size(unit: str) -> float:
@@ -164,10 +204,12 @@ def _size(unit: str) -> float:
 
 
 def _rate(outcome: Outcome, unit: str) -> str:
-    rate = outcome.rate / _size(unit)
-    if unit == "TFLOP":
-        return f"{rate:.1f} TFLOP/s a GPU"
-    return f"{rate:,.1f} {unit}/s"
+    rate = _number(outcome.rate / _size(unit))
+    return f"{rate} TFLOP/s a GPU" if unit == "TFLOP" else f"{rate} {unit}/s"
+
+
+def _number(rate: float) -> str:
+    return f"{rate:,.1f}" if rate >= 1 or not rate else f"{rate:.2g}"
 
 
 def _missing(outcome: Outcome) -> str:
@@ -176,52 +218,52 @@ def _missing(outcome: Outcome) -> str:
     missing = f"{size_text(-float(memory.get('margin_bytes', 0)))} too much"
     if not failure:
         return missing
-    where = failure.get("module") or "no module"
-    return f"{missing}, first in {where} ({failure.get('phase', '?')})"
+    module = failure.get("module")
+    where = f"in {module}" if module else "outside of modules"
+    return f"{missing}, first {where} ({failure.get('phase', '?')})"
 
 
-def _table(result: SearchResult, rows: Sequence[Outcome]) -> Iterator[str]:
-    names = list(rows[0].candidate.values) if rows else []
-    head = [
-        *names,
-        "step",
-        result.unit + "/s",
-        "MFU",
-        "memory",
-        "exposed",
-        "host",
-        "bubble",
-    ]
-    cells = [head]
-    for each in rows:
-        prediction, seconds = each.prediction, each.seconds
-        mfu = prediction.get("mfu")
-        parts = [
-            f"{float(prediction.get(key) or 0) / seconds:.0%}"
-            for key in ("exposed_seconds", "host_seconds", "bubble_seconds")
-        ]
-        rate = each.rate / _size(result.unit)
-        risk = "" if prediction.get("fits") == "yes" else " at risk"
+_SHARES = {
+    "exposed": "exposed_seconds",
+    "host": "host_seconds",
+    "bubble": "bubble_seconds",
+}
+
+
+def _table(
+    result: SearchResult, names: Sequence[str], rows: Sequence[Outcome]
+) -> Iterator[str]:
+    """Parts of the step that no row has any of have no column."""
+    shares = {
+        title: [float(each.prediction.get(key) or 0) / each.seconds for each in rows]
+        for title, key in _SHARES.items()
+    }
+    shares = {title: some for title, some in shares.items() if max(some) >= 0.005}
+    cells = [[*names, "step", f"{result.unit}/s", "MFU", "memory", *shares]]
+    for place, each in enumerate(rows):
+        mfu = each.prediction.get("mfu")
+        risk = "" if each.prediction.get("fits") == "yes" else " at risk"
         cells.append(
             [
                 *(str(each.candidate.values[name]) for name in names),
-                seconds_text(seconds),
-                f"{rate:,.1f}",
+                seconds_text(each.seconds),
+                _number(each.rate / _size(result.unit)),
                 "" if mfu is None else f"{mfu:.1%}",
                 size_text(each.nbytes) + risk,
-                *parts,
+                *(f"{some[place]:.0%}" for some in shares.values()),
             ]
         )
-    widths = [max(len(row[at]) for row in cells) for at in range(len(head))]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for row in cells:
         pairs = zip(row, widths, strict=True)
         yield "  " + "  ".join(cell.rjust(width) for cell, width in pairs)
 
 
-def _why(result: SearchResult, most: int) -> Iterator[str]:
+def _why(result: SearchResult, names: Sequence[str], most: int) -> Iterator[str]:
     """For each runner-up, what it loses the most time in against the best, per work."""
     best = result.best
-    assert best is not None
+    if best is None:
+        return
     if len(result.fitting) > 1:
         yield "Why the runners-up lose, for the same work:"
     for each in result.fitting[1 : min(most, 6)]:
@@ -236,4 +278,4 @@ def _why(result: SearchResult, most: int) -> Iterator[str]:
             f"{seconds_text(loss)} more {name}" for name, loss in worst if loss > 0
         )
         slower = best.rate / each.rate - 1 if each.rate else 0.0
-        yield f"  {each.candidate}: {slower:.1%} slower; {told or 'a tie'}"
+        yield f"  {_label(each, names)}: {slower:.1%} slower; {told or 'a tie'}"

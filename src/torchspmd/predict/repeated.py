@@ -7,7 +7,7 @@ are affine in their number: from two rehearsals with few blocks follow those wit
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torchspmd.predict.memory import verdict
+from torchspmd.predict.memory import Fits, verdict
 from torchspmd.predict.power import Power
 from torchspmd.predict.ranking import Outcome
 from torchspmd.predict.space import Candidate, Space, Value
@@ -18,7 +18,16 @@ FEW = (2, 4)  # the first and last block may differ from the others: not one and
 _ALIKE = 0.02  # of the whole rehearsal: what an extended one may be off
 
 _KEPT = frozenset(
-    {"mfu", "step_error", "fragmentation", "device_bytes", "idle", "limit", "behind"}
+    {
+        "mfu",
+        "step_error",
+        "fragmentation",
+        "device_bytes",
+        "idle",
+        "limit",
+        "behind",
+        "first_failure",
+    }
 )
 
 # Lists of what few blocks have; a figure for each block of the whole model is not known.
@@ -73,6 +82,8 @@ def how_far_off(extended: Outcome, whole: Outcome) -> str:
     what = f"{extended.candidate}, rehearsed with all blocks"
     if whole.problem:
         return f"{what}: {whole.problem}"
+    if not whole.fits:
+        return f"{what}: it does not fit"
     time = extended.seconds / whole.seconds - 1 if whole.seconds else 0.0
     memory = extended.nbytes / whole.nbytes - 1 if whole.nbytes else 0.0
     advice = ""
@@ -109,10 +120,37 @@ def extend(
         result["mfu"] = flops / seconds / peak
     memory = result.get("memory")
     if memory and memory.get("device_bytes"):
-        memory["margin_bytes"] = memory["device_bytes"] - memory["device_peak_bytes"]
-        fits = verdict(memory["margin_bytes"], memory["reserved_peak_bytes"])
-        result["fits"] = fits.value
+        result["fits"] = _fits(memory, few["memory"], more["memory"]).value
     return result
+
+
+def _fits(
+    memory: dict[str, Any], few: Mapping[str, Any], more: Mapping[str, Any]
+) -> Fits:
+    """Whether it fits; sets what is reserved, which is not affine on a full device.
+
+    There the allocator gives back what nobody uses, and tries again. So a model whose
+    tensors fit, but not what would be reserved on a larger device, is at risk; and where
+    few blocks run out of memory, only what is allocated can be extended.
+    """
+    outside = more["device_peak_bytes"] - more["reserved_peak_bytes"]
+    room = memory["device_bytes"] - outside
+    reserved = memory["reserved_peak_bytes"]
+    allocated = memory.get("allocated_peak_bytes", reserved)
+    if few.get("first_failure") or more.get("first_failure"):
+        reserved = max(
+            allocated, few["reserved_peak_bytes"], more["reserved_peak_bytes"]
+        )
+        fits = Fits.NO
+    elif allocated <= room < reserved:
+        reserved, fits = room, Fits.AT_RISK
+    else:
+        reserved = max(allocated, reserved)
+        fits = verdict(room - reserved, reserved)
+    memory["reserved_peak_bytes"] = reserved
+    memory["device_peak_bytes"] = reserved + outside
+    memory["margin_bytes"] = room - reserved
+    return fits
 
 
 def _set_clock(
@@ -133,7 +171,7 @@ def _set_clock(
 
 
 def _extend(few: Any, more: Any, times: float, name: str = "") -> Any:
-    if isinstance(more, Mapping):
+    if isinstance(more, Mapping) and name not in _KEPT:
         before = few if isinstance(few, Mapping) else {}
         return {
             key: _extend(before.get(key), each, times, key)

@@ -30,7 +30,7 @@ __all__ = ["run_candidates", "search"]
 Answer: TypeAlias = dict[str, Any]
 Predict: TypeAlias = Callable[[Candidate], Answer]
 Progress: TypeAlias = Callable[[Outcome, int, int], None]
-_PRELOAD = ["torch", "torchspmd._cli"]
+_PRELOAD = ["torch", "torchspmd._cli", "torchspmd.predict.preloaded"]
 
 
 def search(  # noqa: PLR0913
@@ -123,7 +123,8 @@ def explore(
         work: Of a step of one that was predicted.
         unit: Of the work.
         repeated: Blocks that are rehearsed with few of them; the best candidate is then
-            rehearsed whole, and the result says how far that is off.
+            rehearsed whole, and the result says how far that is off. One that does not
+            fit then makes room for the next.
     """
     if repeated is None:
         outcomes = list(run(candidates))
@@ -135,9 +136,16 @@ def explore(
         if not each.problem:
             each.work = work(each)
     result = rank(outcomes, unit)
-    if repeated is not None and result.best is not None:
-        (whole,) = run([result.best.candidate])
-        result.notes.append(how_far_off(result.best, whole))
+    notes: list[str] = []
+    while repeated is not None and result.best is not None:
+        extended = result.best
+        (whole,) = run([extended.candidate])
+        notes.append(how_far_off(extended, whole))
+        if whole.fits or whole.problem:
+            break
+        outcomes[outcomes.index(extended)] = whole
+        result = rank(outcomes, unit)
+    result.notes.extend(notes)
     return result
 
 
@@ -190,7 +198,7 @@ def work_of(
     """Items of a step by an expression, or model FLOPs."""
     if expression is None:
         return float(answer.get("model_flops") or 0.0)
-    return float(expression({**space.fixed, **candidate.values}))
+    return expression.number({**space.fixed, **candidate.values})
 
 
 # ----------------------------------------------------------------------------
@@ -275,10 +283,30 @@ def _quietly(predict: Predict, candidate: Candidate) -> Answer:
     """In a process of its own: what the script prints is only told when it fails."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     output = io.StringIO()
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+    with (
+        _silent_descriptors(),
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(output),
+    ):
         try:
             return predict(candidate)
         except BaseException as error:
             text = str(error).strip().splitlines()
             reason = f"{type(error).__name__}: {text[0] if text else ''}"
             return {"problem": reason}
+
+
+@contextlib.contextmanager
+def _silent_descriptors() -> Iterator[None]:
+    """Loggers that were made before, and C++, write to the descriptors themselves."""
+    kept = [os.dup(number) for number in (1, 2)]
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        for number in (1, 2):
+            os.dup2(nowhere, number)
+        yield
+    finally:
+        for number, before in zip((1, 2), kept, strict=True):
+            os.dup2(before, number)
+            os.close(before)
+        os.close(nowhere)

@@ -69,7 +69,7 @@ def read_space(words: Sequence[str], *, also: str = "") -> Space:
     Raises:
         UsageError: Nothing is swept, or there is no such argument.
     """
-    if not any("{" in word for word in words):
+    if not any(_BRACES.fullmatch(word) for word in words):
         words = _rejoin(words)
     swept: dict[str, tuple[Value, ...]] = {}
     fixed: dict[str, Value] = {}
@@ -88,7 +88,7 @@ def read_space(words: Sequence[str], *, also: str = "") -> Space:
             front, text = "", word
             name = name or f"argument_{len(template)}"
         values = _values(text)
-        if len(values) > 1 or "{" in text or name == also:
+        if len(values) > 1 or values[0] != _value(text) or name == also:
             swept[name] = values
             fixed.pop(name, None)
             template.append((name, front))
@@ -136,9 +136,18 @@ def _rejoin(words: Sequence[str]) -> list[str]:
     return result
 
 
+# Values in braces. Text with quotes or colons in them, as JSON has, is one value.
+_BRACES = re.compile(r"""(.*?)\{([^{}"':]+)\}(.*)""", re.DOTALL)
+
+
 def _values(text: str) -> tuple[Value, ...]:
-    found = re.fullmatch(r"(.*?)\{([^{}]*)\}(.*)", text)
+    found = _BRACES.fullmatch(text)
     if found is None:
+        if text.count("{") != text.count("}"):
+            raise UsageError(
+                f"{text!r}: a brace is missing; values are listed as in {{1,2,4}}, without "
+                "spaces, or in quotes."
+            )
         return (_value(text),)
     before, inner, after = found.groups()
     return tuple(
@@ -199,15 +208,45 @@ class Expression:
         try:
             self._body = ast.parse(text, mode="eval").body
         except SyntaxError as error:
-            raise UsageError(f"{option} {text!r}: {error.msg}.") from None
+            raise UsageError(
+                f"{option} {text!r}: {error.msg}. Write it as in 'batch * tp <= 16 and "
+                'ac == "full"\', with == for equal.'
+            ) from None
 
     def __call__(self, values: Mapping[str, Any]) -> Any:
         """Its value.
 
         Raises:
-            UsageError: A name that there is not, or something else than arithmetic.
+            UsageError: A name that there is not, something else than arithmetic, or
+                arithmetic that these values do not allow.
         """
-        return self._value(self._body, values)
+        try:
+            return self._value(self._body, values)
+        except UsageError:
+            raise
+        except (TypeError, ArithmeticError, ValueError) as error:
+            names = {
+                node.id for node in ast.walk(self._body) if isinstance(node, ast.Name)
+            }
+            told = ", ".join(f"{name}={values[name]!r}" for name in sorted(names))
+            raise UsageError(
+                f"{self.option} {self.text!r} cannot be computed for {told or 'it'}: "
+                f"{error}."
+            ) from None
+
+    def number(self, values: Mapping[str, Any]) -> float:
+        """Its value, which must be a number greater than 0.
+
+        Raises:
+            UsageError: It is not, or it cannot be computed.
+        """
+        value = self(values)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise UsageError(
+                f"{self.option} {self.text!r} is {value!r}: it must be a number greater "
+                "than 0."
+            )
+        return float(value)
 
     def _value(self, node: ast.AST, values: Mapping[str, Any]) -> Any:
         match node:

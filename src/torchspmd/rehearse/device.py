@@ -1,6 +1,7 @@
 """``torch.cuda`` of a GPU that is not there: streams, events, memory, properties."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
@@ -8,9 +9,11 @@ from unittest import mock
 
 import torch
 import torch.cuda
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data._utils import pin_memory
 
 from torchspmd import _torch
+from torchspmd.errors import UsageError
 from torchspmd.rehearse.recorder import Recorder
 from torchspmd.rehearse.recording import (
     EventRecord,
@@ -18,6 +21,7 @@ from torchspmd.rehearse.recording import (
     MarkKind,
     StreamWait,
 )
+from torchspmd.rehearse.values import Values
 from torchspmd.step.graph.cost import CostModel
 
 __all__ = ["Gpu", "MemoryCounter", "NoMemory", "fake_cuda"]
@@ -58,15 +62,26 @@ class MemoryCounter(Protocol):
 
 
 class NoMemory:
-    """Counts nothing: for rehearsals that memory is not asked of."""
+    """Counts nothing, and notes that it was asked.
+
+    Args:
+        values: Takes the note.
+    """
+
+    def __init__(self, values: Values) -> None:
+        self._values = values
 
     def count(self) -> tuple[int, int]:
         """Nothing is allocated."""
+        self._values.note(
+            "torch.cuda was asked for its memory: 0 bytes were given. `torchspmd predict` "
+            "tells how much a script needs."
+        )
         return 0, 0
 
     def peaks(self) -> tuple[int, int]:
         """Nothing ever was."""
-        return 0, 0
+        return self.count()
 
     def reset_peaks(self) -> None:
         """There are none."""
@@ -223,6 +238,7 @@ def _names(
     yield torch.version, {"cuda": "12.8"}
     yield torch.profiler, {"profile": _profile_class(device)}
     yield torch, {"Generator": _generator_class()}
+    yield FullyShardedDataParallel, {"__init__": _fsdp1()}
     accelerator: Any = getattr(torch, "accelerator", None)
     if accelerator is not None:
         yield accelerator, _accelerator(device, everything)
@@ -297,19 +313,21 @@ class _Properties:
 def _streams(device: _Device) -> dict[str, Any]:
     recorder = device.recorder
 
-    @contextlib.contextmanager
-    def use(stream: Any) -> Iterator[None]:
-        if stream is None:
-            yield
-            return
-        with stream:
-            yield
+    class StreamContext:  # a class, as torch's compiler asks for its instances
+        def __init__(self, stream: _Stream | None) -> None:
+            self.stream = contextlib.nullcontext() if stream is None else stream
+
+        def __enter__(self) -> None:
+            self.stream.__enter__()
+
+        def __exit__(self, *exception: object) -> None:
+            self.stream.__exit__(*exception)
 
     return {
         "Stream": device.stream_class,
         "Event": device.event_class,
-        "stream": use,
-        "StreamContext": use,
+        "stream": StreamContext,
+        "StreamContext": StreamContext,
         "set_stream": device.switch,
         "current_stream": lambda place=None: device.current,
         "default_stream": lambda place=None: device.default,
@@ -383,7 +401,17 @@ def _graphs(device: _Device) -> dict[str, Any]:
         )
         return functions
 
-    return {"make_graphed_callables": callables}
+    class CUDAGraph(torch.cuda.CUDAGraph):
+        """There are no kernels to capture."""
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            raise UsageError(
+                "torch.cuda.CUDAGraph: without a GPU there are no kernels to capture. "
+                "Put the capture behind an option of the script that this run leaves out; "
+                "a step communicates the same without a graph."
+            )
+
+    return {"make_graphed_callables": callables, "CUDAGraph": CUDAGraph}
 
 
 def _profile_class(device: _Device) -> type[Any]:
@@ -398,6 +426,12 @@ def _profile_class(device: _Device) -> type[Any]:
 
         def __exit__(self, *exception: object) -> None:
             """Nothing to write."""
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter(())
+
+        def __len__(self) -> int:
+            return 0
 
         def __getattr__(self, name: str) -> Any:
             return lambda *args, **kwargs: [] if name == "events" else self
@@ -424,22 +458,46 @@ def _generator_class() -> type[Any]:
     return Generator
 
 
+def _fsdp1() -> Callable[..., None]:
+    plain: Any = FullyShardedDataParallel.__init__
+
+    @functools.wraps(plain)
+    def init(module: Any, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("device_id") != torch.device("cpu"):
+            raise UsageError(
+                "FullyShardedDataParallel cannot be rehearsed: it asks the driver for its "
+                "GPU. Use torch.distributed.fsdp.fully_shard, which shards the same "
+                "parameters; or trace the script without --fake, on the CPU."
+            )
+        plain(module, *args, **kwargs)
+
+    return init
+
+
 def _accelerator(device: _Device, cuda: dict[str, Any]) -> dict[str, Any]:
+    same = {
+        "device_count": "device_count",
+        "current_device_index": "current_device",
+        "current_device_idx": "current_device",
+        "set_device_index": "set_device",
+        "set_device_idx": "set_device",
+    } | {
+        name: name
+        for name in (
+            "current_stream",
+            "set_stream",
+            "synchronize",
+            "memory_allocated",
+            "max_memory_allocated",
+            "memory_reserved",
+            "max_memory_reserved",
+            "reset_peak_memory_stats",
+            "empty_cache",
+        )
+    }
     return {
         "is_available": lambda: True,
         "current_accelerator": lambda check_available=False: torch.device("cuda"),
-        "device_count": cuda["device_count"],
-        "current_device_index": cuda["current_device"],
-        "current_device_idx": cuda["current_device"],
-        "set_device_index": cuda["set_device"],
-        "set_device_idx": cuda["set_device"],
-        "current_stream": cuda["current_stream"],
-        "set_stream": cuda["set_stream"],
-        "synchronize": cuda["synchronize"],
-        "memory_allocated": cuda["memory_allocated"],
-        "max_memory_allocated": cuda["max_memory_allocated"],
-        "memory_reserved": cuda["memory_reserved"],
-        "max_memory_reserved": cuda["max_memory_reserved"],
-        "reset_peak_memory_stats": cuda["reset_peak_memory_stats"],
-        "empty_cache": cuda["empty_cache"],
+        # Functions of their own: torch's compiler keeps them in a table by identity.
+        **{name: functools.partial(cuda[other]) for name, other in same.items()},
     }

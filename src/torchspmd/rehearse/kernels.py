@@ -15,7 +15,7 @@ import torch
 
 from torchspmd import _torch
 
-__all__ = ["cuda_kernels"]
+__all__ = ["cuda_autocast", "cuda_kernels"]
 
 _aten = torch.ops.aten
 
@@ -24,20 +24,22 @@ _aten = torch.ops.aten
 def cuda_kernels() -> Iterator[None]:
     """Choose among kernels as CUDA does."""
     with contextlib.ExitStack() as stack:
-        autograd = torch.library.Library("aten", "IMPL", "AutogradCPU")
-        stack.callback(_torch.remove_library, autograd)
-        autocast = torch.library.Library("aten", "IMPL", "AutocastCPU")
-        stack.callback(_torch.remove_library, autocast)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that kernels are replaced
-            autograd.impl("scaled_dot_product_attention", _attention)
-            autograd.impl("dropout", _dropout)
-            if hasattr(_aten, "_fused_rms_norm"):
-                autograd.impl("rms_norm", _rms_norm)
-            for name, kernel in _autocast_of_cuda().items():
-                autocast.impl(name, kernel)
-        stack.enter_context(_autocast_for_both())
+        kernels = {"scaled_dot_product_attention": _attention, "dropout": _dropout}
+        if hasattr(_aten, "_fused_rms_norm"):
+            kernels["rms_norm"] = _rms_norm
+        _implement(stack, "AutogradCPU", kernels)
+        stack.enter_context(cuda_autocast())
         yield
+
+
+def _implement(stack: contextlib.ExitStack, key: str, kernels: dict[str, Any]) -> None:
+    """Replace kernels of torch until the stack is closed."""
+    library = torch.library.Library("aten", "IMPL", key)
+    stack.callback(_torch.remove_library, library)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that kernels are replaced
+        for name, kernel in kernels.items():
+            library.impl(name, kernel)
 
 
 def _autocast_of_cuda() -> dict[str, Any]:
@@ -175,7 +177,9 @@ def _efficient(
 
 
 def _dropout(input: torch.Tensor, p: float, train: bool) -> Any:
-    if train and 0 < p < 1 and input.numel() and _torch.is_device_tensor(input):
+    if p == 0 or not train or not input.numel():
+        return input  # torch's decomposition in Python makes a copy
+    if p < 1 and _torch.is_device_tensor(input):
         return torch.native_dropout(input, p, train)[0]
     return _aten.dropout.default.decompose(input, p, train)
 
@@ -293,17 +297,26 @@ def _to_single(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _autocast_for_both() -> Iterator[None]:
-    """What is set for ``cuda`` holds for ``cpu`` too, which C++ takes the device for."""
+def cuda_autocast() -> Iterator[None]:
+    """What is set for ``cuda`` holds for ``cpu`` too, which C++ takes the device for.
+
+    CUDA's lists are in force from the first time on that a script asks for them: one that
+    asks for autocast of the CPU keeps the CPU's.
+    """
     enable, choose = torch.set_autocast_enabled, torch.set_autocast_dtype
     before = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    has_lists = False
 
     def enable_both(device: Any, enabled: bool | None = None) -> None:
+        nonlocal has_lists
         if enabled is None:  # as in torch.set_autocast_enabled(True)
             device, enabled = "cuda", device
         enable(device, enabled)
         if device == "cuda":
             enable("cpu", enabled)
+            if enabled and not has_lists:
+                has_lists = True
+                _implement(stack, "AutocastCPU", _autocast_of_cuda())
 
     def choose_both(device: str, dtype: torch.dtype) -> None:
         choose(device, dtype)
@@ -311,6 +324,7 @@ def _autocast_for_both() -> Iterator[None]:
             choose("cpu", dtype)
 
     with (
+        contextlib.ExitStack() as stack,
         mock.patch.object(torch, "set_autocast_enabled", enable_both),
         mock.patch.object(torch, "set_autocast_dtype", choose_both),
     ):

@@ -53,7 +53,7 @@ from torchspmd.rehearse.recording import (
 )
 from torchspmd.rehearse.shapes import CHOOSES, SHAPES
 from torchspmd.rehearse.values import READS_VALUE, Values
-from torchspmd.rehearse.workspaces import workspace_bytes
+from torchspmd.rehearse.workspaces import Processor, allocation_order, workspaces
 from torchspmd.trace.modules import ModuleTracker, follow, unfollow
 
 __all__ = ["Recorder"]
@@ -86,11 +86,15 @@ class Recorder:
     Args:
         recording: What is filled.
         values: What is told to a script that reads a tensor.
+        processor: What CUDA kernels choose their launches by.
     """
 
-    def __init__(self, recording: Recording, values: Values) -> None:
+    def __init__(
+        self, recording: Recording, values: Values, processor: Processor
+    ) -> None:
         self.recording = recording
         self.values = values
+        self.processor = processor
         self.tracker = ModuleTracker()
         # Predicted milliseconds between two events, by their numbers.
         self.elapsed: Callable[[int, int], float] | None = None
@@ -162,7 +166,7 @@ class Recorder:
         self._next_op += 1
         place = len(self._events)
         self._events.append(None)  # type: ignore[arg-type]  # is filled in below
-        outputs = self._specs((result,), number, site)
+        outputs = self._results(facts.name, result, number, site)
         if not any(spec.device == "cuda" for spec in (*inputs, *outputs)):
             del self._events[place:]
             return result
@@ -193,8 +197,8 @@ class Recorder:
         self.values.after(facts.name, args, kwargs, result)
         if facts.resizes:
             self._notice_resize(args, number, site)
-        if not facts.views and (extra := workspace_bytes(op)):
-            self._use(extra, number, site)
+        if not facts.views:
+            self._use(workspaces(op, self.processor), number, site)
         return result
 
     def _way(self) -> str:
@@ -203,6 +207,18 @@ class Recorder:
             compiled = "program" if self._piece is None else "compiled"
             return "graph" if self.replays else compiled
         return "dtensor" if self.from_dtensor else "eager"
+
+    def _results(
+        self, name: str, result: Any, number: int, site: Site
+    ) -> tuple[TensorSpec, ...]:
+        """What an operator gave, allocated in the order in which its kernel does."""
+        if isinstance(result, tuple):
+            is_cudnn = torch.backends.cuda.cudnn_sdp_enabled() and (
+                self.processor.capability >= (9, 0)
+            )
+            order = allocation_order(name, len(result), is_cudnn=is_cudnn)
+            self._specs((result[place] for place in order), number, site)
+        return self._specs((result,), number, site)
 
     def _attention_choice(
         self, name: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
@@ -316,15 +332,17 @@ class Recorder:
             info.nbytes = nbytes
             self._allocate(number, nbytes, op, site)
 
-    def _use(self, nbytes: int, op: int, site: Site) -> None:
-        """Memory of a kernel, for as long as it runs."""
-        number = self._next_storage
-        self._next_storage += 1
-        self.recording.storages[number] = StorageInfo(
-            nbytes, name="workspace of a kernel", module=site.module, site=site
-        )
-        self._events.append(Alloc(number, nbytes, self.stream, op, site, True))
-        self._events.append(Free(number))
+    def _use(self, kernels: Iterable[Sequence[int]], op: int, site: Site) -> None:
+        """Memory of kernels, one after the other, for as long as they run."""
+        for sizes in kernels:
+            numbers = range(self._next_storage, self._next_storage + len(sizes))
+            self._next_storage += len(sizes)
+            for number, nbytes in zip(numbers, sizes, strict=True):
+                self.recording.storages[number] = StorageInfo(
+                    nbytes, name="workspace of a kernel", module=site.module, site=site
+                )
+                self._events.append(Alloc(number, nbytes, self.stream, op, site, True))
+            self._events += map(Free, reversed(numbers))
 
     def record_stream(self, tensor: torch.Tensor, stream: int) -> None:
         """A tensor is used on another stream."""

@@ -15,6 +15,7 @@ from torchspmd.rehearse.place import is_called_by_torch, read_place
 from torchspmd.rehearse.recorder import Recorder
 from torchspmd.rehearse.recording import Recording
 from torchspmd.rehearse.values import Values
+from torchspmd.rehearse.workspaces import Processor
 from torchspmd.rehearse.world import Mail, NoMail, World, fake_ranks
 
 __all__ = ["rehearsal"]
@@ -38,7 +39,8 @@ def rehearsal(
         mail: Objects that other ranks send to it; None: asking for one is refused.
     """
     values = Values(recording.notes)
-    recorder = Recorder(recording, values)
+    processor = Processor(gpu.capability, gpu.processors)
+    recorder = Recorder(recording, values, processor)
 
     def no_value(call: str, tensor: torch.Tensor) -> object:
         line = read_place().line

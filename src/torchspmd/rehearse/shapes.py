@@ -56,6 +56,16 @@ def _normalized_backward(
     return torch.empty_like(input)
 
 
+def _efficient_attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+    """Without dropout there is no seed and no offset."""
+    operator = torch.ops.aten._scaled_dot_product_efficient_attention.default
+    output, sums, *random = operator(*args, **kwargs)
+    dropout = args[5] if len(args) > 5 else kwargs.get("dropout_p", 0.0)
+    if not dropout:
+        random = [each.new_empty(0) for each in random]
+    return output, sums, *random
+
+
 # ----------------------------------------------------------------------------
 # As many elements as there are
 
@@ -119,6 +129,7 @@ CHOOSES: dict[str, Callable[..., Any]] = {
 }
 
 SHAPES: dict[str, Callable[..., Any]] = {
+    "aten._scaled_dot_product_efficient_attention.default": _efficient_attention,
     "aten.batch_norm_stats.default": _batch_norm_stats,
     "aten.batch_norm_gather_stats_with_counts.default": _batch_norm_gather_stats,
     "aten.batch_norm_elemt.default": _normalized,

@@ -4,7 +4,8 @@ Logging needs a number, any number. A branch needs the right one: where it canno
 the script is refused, with its line.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,10 @@ _TESTS = {"isnan": False, "isinf": False, "isfinite": True, "isneginf": False}
 _HAND_ON = frozenset(
     "_to_copy copy_ clone view reshape detach any all alias squeeze unsqueeze".split()
 )
+_COMBINE: dict[str, Callable[[Iterable[object]], bool]] = {
+    **dict.fromkeys(("mul", "bitwise_and", "logical_and"), all),
+    **dict.fromkeys(("bitwise_or", "logical_or"), any),
+}
 _KEEP = frozenset({"_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_"})
 
 
@@ -49,20 +54,7 @@ class Values:
         base = name.split(".")[1]
         if base in _KEEP or not isinstance(result, torch.Tensor):
             return
-        known: object = None
-        if base in _TESTS:
-            known = _TESTS[base]
-        elif base in _CONSTANTS:
-            known = _CONSTANTS[base]
-        elif base in ("full", "full_like", "fill_", "scalar_tensor"):
-            value = args[0] if base == "scalar_tensor" else args[1]
-            known = value if isinstance(value, int | float) else None
-        elif base in _HAND_ON and args:
-            source = args[1] if base == "copy_" else args[0]
-            known = getattr(source, "known_value", None)
-        elif base == "logical_not":
-            value = getattr(args[0], "known_value", None)
-            known = None if value is None else not value
+        known = _known(base, args)
         if known is not None:
             result.known_value = known  # type: ignore[attr-defined]
         elif hasattr(result, "known_value"):
@@ -106,6 +98,36 @@ class Values:
             "tensor, or put it behind an option that a rehearsal leaves out; "
             "isnan, isinf and isfinite are answered as for healthy training."
         )
+
+
+def _known(base: str, args: Sequence[Any]) -> object:
+    """The single value that an operator gives; None where it cannot be told."""
+    if base in _TESTS:
+        return _TESTS[base]
+    if base in _CONSTANTS:
+        return _CONSTANTS[base]
+    if base in ("full", "full_like", "fill_", "scalar_tensor"):
+        value = args[0] if base == "scalar_tensor" else args[1]
+        return value if isinstance(value, int | float) else None
+    if base in ("eq", "ne"):
+        return _compared(base, *args)
+    values = [getattr(each, "known_value", None) for each in args]
+    if base in _HAND_ON and values:
+        return values[1 if base == "copy_" else 0]
+    if base in ("logical_not", "bitwise_not") and values[0] is not None:
+        return not values[0]
+    if base in _COMBINE and isinstance(values[0], bool) and isinstance(values[1], bool):
+        return _COMBINE[base](values)
+    return None
+
+
+def _compared(base: str, one: object, other: object) -> bool | None:
+    """Healthy numbers equal themselves, and not infinity: what isfinite is made of."""
+    if one is other:
+        return base == "eq"
+    if isinstance(other, float) and math.isinf(other):
+        return base == "ne"
+    return None
 
 
 def _plausible(dtype: torch.dtype) -> float | int | bool:

@@ -17,8 +17,9 @@ from torchspmd.errors import UsageError
 from torchspmd.rehearse.place import is_called_by_user
 from torchspmd.rehearse.recorder import Recorder
 
-__all__ = ["Mail", "NoMail", "World", "fake_ranks"]
+__all__ = ["GPUS_PER_NODE", "Mail", "NoMail", "World", "fake_groups", "fake_ranks"]
 
+GPUS_PER_NODE = 8  # where nobody says otherwise
 _MODULES = (dist, distributed_c10d, device_mesh)
 # Methods of a process group that give a work to wait for; torch renames some of them.
 _COLLECTIVES = """
@@ -36,7 +37,7 @@ class World:
 
     size: int
     rank: int
-    gpus_per_node: int = 8
+    gpus_per_node: int = GPUS_PER_NODE
 
     def environment(self) -> dict[str, str]:
         """What torchrun would set; nothing for a script that is run by itself."""
@@ -89,7 +90,8 @@ def fake_ranks(world: World, recorder: Recorder, mail: Mail) -> Iterator[None]:
     """``init_process_group`` gives a group of the world's size, whatever it is told."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, world.environment()))
-        for owner, name, value in _replacements(world, recorder, mail):
+        stack.enter_context(fake_groups(world))
+        for owner, name, value in (*_objects(mail), *_works(recorder)):
             stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(_torch.ddp_on_fake_groups())
         stack.enter_context(_torch.ddp_without_values())
@@ -104,12 +106,22 @@ def _end() -> None:
         dist.destroy_process_group()
 
 
-def _replacements(
-    world: World, recorder: Recorder, mail: Mail
-) -> Iterator[tuple[Any, str, Any]]:
-    plain_start, plain_new = dist.init_process_group, dist.new_group
+@contextlib.contextmanager
+def fake_groups(world: World) -> Iterator[None]:
+    """Inside, every process group that code asks for answers at once."""
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in _groups(world):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield
 
-    def start(*args: object, **kwargs: object) -> None:
+
+def _groups(world: World) -> Iterator[tuple[Any, str, Any]]:
+    plain_start, plain_new = dist.init_process_group, dist.new_group
+    asked = "nccl"  # the backend, as far as the script knows
+
+    def start(backend: object = None, *args: object, **kwargs: object) -> None:
+        nonlocal asked
+        asked = "gloo" if backend == "gloo" else "nccl"
         # The script's backend, address and sizes would wait for ranks that never come.
         if not dist.is_initialized():
             plain_start(
@@ -135,12 +147,10 @@ def _replacements(
 
     def get_backend(group: Any = None) -> str:
         # A script may ask whether it is nccl; others have to know what it is.
-        return "nccl" if is_called_by_user() else plain_backend(group)
+        return asked if is_called_by_user() else plain_backend(group)
 
     yield dist, "get_backend", get_backend
     yield dist, "is_nccl_available", lambda: True
-    yield from _objects(mail)
-    yield from _works(recorder)
 
 
 def _objects(mail: Mail) -> Iterator[tuple[Any, str, Any]]:

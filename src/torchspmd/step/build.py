@@ -14,7 +14,7 @@ from torchspmd.errors import CaptureError
 from torchspmd.step.capture.dynamic_shapes import input_shapes, with_any_size
 from torchspmd.step.capture.guards import TensorFact, sign
 from torchspmd.step.capture.initial_states import UnusedStatesError
-from torchspmd.step.capture.inventory import Inventory
+from torchspmd.step.capture.inventory import Inventory, Role
 from torchspmd.step.capture.override import Overrides
 from torchspmd.step.capture.parallel_mode import ParallelMode
 from torchspmd.step.capture.trace import (
@@ -256,8 +256,9 @@ def _agree(
     facts = dict(sign(inventory))
     inputs = [
         f"{name} {fact}"
-        for slot in inventory.inputs.values()
-        if isinstance(fact := facts[name := inventory.slots[slot].name], TensorFact)
+        for place, slot in enumerate(inventory.slots)
+        if (slot.role is Role.INPUT or place in inventory.inputs.values())
+        and isinstance(fact := facts[name := slot.name], TensorFact)
     ]
     if request.has_own_batches:
         inputs = []

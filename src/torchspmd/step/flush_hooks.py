@@ -41,9 +41,8 @@ _OF_GRADIENTS = ("zero_grad",)  # a pending update would bring them back
 _OF_SCALERS = ("get_scale", "state_dict", "scale", "unscale_", "step", "update")
 _LOADS = ("load_state_dict",)
 _LOADS_OF_MODULES = ("load_state_dict", "_load_from_state_dict")  # called by a parent's
-# A copy would miss the update, and a shallow one would have the methods of the original.
-_COPIES_OF_MODULES = ("__getstate__",)
-_COPIES_OF_OPTIMIZERS = ("__deepcopy__", "__reduce_ex__", "__getstate__")
+# What copy and pickle call, where a class has it.
+_COPIES = ("__deepcopy__", "__copy__", "__reduce_ex__", "__getstate__")
 
 _is_paused = ContextVar("whether a compiled step itself reads state", default=False)
 
@@ -105,13 +104,13 @@ def flush_on_access(
         for name in names:
             hooks.callback(WrappedMethod(owner, name, before).remove)
 
-    def refuse_copies(owner: Owner, names: tuple[str, ...]) -> None:
-        wrap(owner, names, lambda: _refuse_copy(type(owner).__name__))
+    def wrap_copies(owner: Owner) -> None:
+        wrap(owner, tuple(name for name in _COPIES if hasattr(owner, name)), flush)
 
     for module in modules_of(inventory):
         wrap(module, _OF_MODULES, flush)
         wrap(module, _LOADS_OF_MODULES, flush_before_load)
-        refuse_copies(module, _COPIES_OF_MODULES)
+        wrap_copies(module)
         hook = module.register_forward_pre_hook(_FlushHook(flush), prepend=True)
         hooks.callback(hook.remove)
         for name in ("_parameters", "_buffers"):
@@ -121,10 +120,11 @@ def flush_on_access(
         wrap(optimizer, _OF_OPTIMIZERS, flush)
         wrap(optimizer, _OF_GRADIENTS if leaves_gradients else (), flush)
         wrap(optimizer, _LOADS, flush_before_load)
-        refuse_copies(optimizer, _COPIES_OF_OPTIMIZERS)
+        wrap_copies(optimizer)
     for _, scaler in inventory.scalers:
         wrap(scaler, _OF_SCALERS, flush)
         wrap(scaler, _LOADS, flush_before_load)
+        wrap_copies(scaler)
     return hooks
 
 

@@ -63,7 +63,7 @@ def fake_world(world_size: int, *, rank: int = 0) -> Iterator[None]:
         "fake", store=_torch.fake_store(), rank=rank, world_size=world_size
     )
     try:
-        with _torch.ddp_on_fake_groups():
+        with _torch.ddp_on_fake_groups(), _torch.gathers_of_any_shape():
             yield
     finally:
         if dist.is_initialized():

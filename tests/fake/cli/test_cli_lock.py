@@ -182,6 +182,49 @@ def test_help_of_every_option(capsys):
     assert "write the lock here (comm.lock)" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", ["trace", "lock", "check", "diff"])
+def test_a_gpu_is_told_alike_everywhere(capsys, command):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    assert "--fake tensors hold no memory: for models of any size, and" in words
+    assert "--gpu GPU with --fake: what the script is told of its GPU, as in" in words
+    assert "--gpus-per-node GPUS_PER_NODE with --fake: ranks of a node (8)" in words
+
+
+def test_a_rehearsed_lock_knows_its_gpu(folder, capsys):
+    batch = "8 if torch.cuda.get_device_name() == 'Mine' else 4"
+    change(folder, "torch.ones(4, 16", f"torch.ones({batch}, 16")
+    assert lock("--fake", "--gpu", "h100", "--gpus-per-node", "4") == 0
+    text = (folder / "comm.lock").read_text()
+    assert "\nfake yes\ngpu h100\ngpus_per_node 4\n" in text
+    assert main(["check"]) == 0
+    (folder / "own.toml").write_text('like = "h100"\ntitle = "Mine"\n')
+    capsys.readouterr()
+    assert main(["check", "--gpu", "own.toml"]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    accept = last.partition("To accept: torchspmd ")[2]
+    assert accept.endswith("--gpus-per-node 4 --fake --gpu own.toml")
+    assert main(accept.split()) == 0
+    assert main(["check"]) == 0
+
+
+def test_the_file_of_a_gpu_lies_beside_the_lock(folder, monkeypatch):
+    (folder / "own.toml").write_text('like = "h100"\ntitle = "Mine"\n')
+    (folder / "locks").mkdir()
+    words = ["--fake", "--gpu", "own.toml", "-o", "locks/comm.lock"]
+    assert lock(*words) == 0
+    assert "\ngpu ../own.toml\n" in (folder / "locks" / "comm.lock").read_text()
+    monkeypatch.chdir(folder / "locks")
+    assert main(["check"]) == 0
+    monkeypatch.undo()
+
+
+def test_a_lock_of_real_tensors_is_checked_by_a_rehearsal(folder):
+    assert lock() == 0
+    assert main(["check", "--fake", "--gpu", "h100"]) == 0
+
+
 @pytest.mark.parametrize(
     ("mesh", "sentence"),
     [
@@ -222,6 +265,14 @@ def test_another_mesh_than_the_scripts(folder, capsys, mesh, sentence):
             ["lock", "train.py", "--mesh", "tp=2", "-o", "."],
             "--out . is a folder: name a file in it, as in comm.lock.",
         ),
+        (
+            ["lock", "train.py", "--mesh", "tp=2", "--gpu", "h100"],
+            "--gpu and --gpus-per-node are for --fake: add it.",
+        ),
+        (
+            "lock train.py --mesh tp=2 --fake --gpus-per-node 0".split(),
+            "--gpus-per-node must be at least 1",
+        ),
         (["check"], "cannot read comm.lock: No such file or directory."),
         (
             ["check", "train.py"],
@@ -243,6 +294,8 @@ def test_wrong_use_of_check(folder, capsys):
     assert "comm.lock knows the script's arguments; write another" in (
         capsys.readouterr().err
     )
+    assert main(["check", "--gpu", "h100"]) == 2
+    assert "--gpu and --gpus-per-node are for --fake" in capsys.readouterr().err
     text = (folder / "comm.lock").read_text()
     of_test = text.replace("script train.py", "test test_a.py::test_b")
     for word in ("mesh", "rank", "steps", "skip"):

@@ -15,7 +15,7 @@ from torch import nn
 import torchspmd
 from torchspmd import load_ledger
 from torchspmd._cli import main
-from torchspmd._cli.simulate import cuda_as_cpu
+from torchspmd._cli.simulate import simulated_world
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "train_gpt_tp.py"
 
@@ -169,9 +169,12 @@ def test_no_such_option_of_a_command_without_a_script(capsys):
 
 def test_cuda_is_cuda_again_afterwards():
     torch.get_device_module.cache_clear()
-    with cuda_as_cpu():
-        assert torch.get_device_module("cuda") is torch.cpu
-    assert torch.get_device_module("cuda") is torch.cuda
+    is_available, count = torch.cuda.is_available, torch.cuda.device_count()
+    with simulated_world(16, 3, use_gpu=False):
+        assert torch.cuda.device_count() == 16
+        assert torch.get_device_module("cuda").is_available()
+    assert torch.get_device_module("cuda").is_available is is_available
+    assert torch.cuda.device_count() == count
 
 
 def test_setup_is_told_apart(script, capsys):
@@ -309,6 +312,55 @@ def test_diff(script, tmp_path, capsys):
     assert change["after"]["count"] - change["before"]["count"] == 1
 
 
+def test_diff_of_scripts(tmp_path, capfd):
+    """Each imports a module of its own, of the same name."""
+    scripts = []
+    for name, width in (("old", 4), ("new", 8)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "sizes.py").write_text(f"WIDTH = {width}")
+        scripts.append(str(tmp_path / name / "train.py"))
+        text = TRAIN.replace("Linear(4, 4)", "Linear(4, WIDTH)")
+        Path(scripts[-1]).write_text(f"from sizes import WIDTH\n{text}")
+    page = tmp_path / "page.html"
+    words = ["--world-size", "2", "--fake", "--gpu", "h100", "--steps", "0", "--json"]
+    assert main(["diff", *scripts, *words, "--html", str(page), "--", "3"]) == 1
+    captured = capfd.readouterr()
+    (change,) = [c for c in json.loads(captured.out) if c["module"].endswith("module")]
+    assert change["before"]["payload_bytes"] == 3 * 4 * (4 * 4 + 4)
+    assert change["after"]["payload_bytes"] == 3 * 4 * (8 * 4 + 8)
+    assert "Communication by module" in captured.err
+    assert "new/train.py" in page.read_text()
+
+
+def test_diff_of_a_script_that_fails(script, tmp_path, capfd):
+    path = tmp_path / "fails.py"
+    path.write_text("raise ValueError('the user did this')")
+    assert main(["diff", str(path), str(path), "--world-size", "2"]) == 2
+    error = capfd.readouterr().err
+    assert "ValueError: the user did this" in error
+    assert error.endswith(f"{path} was not traced: the reason stands above.\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["SCRIPT", "SCRIPT"], "a script is traced: give --world-size N to simulate"),
+        (["a.json", "b.json", "--fake"], "both are files, and options of a trace are"),
+        (["a.json", "b.json", "--", "--layers", "2"], "are for scripts (.py): leave"),
+        (
+            ["a.json", "SCRIPT", "--world-size", "2", "--gpu", "h100"],
+            "--gpu and --gpus-per-node are for --fake: add it.",
+        ),
+        (["no.py", "SCRIPT", "--world-size", "2"], "there is no script no.py"),
+    ],
+)
+def test_wrong_use_of_diff_is_one_sentence(script, capsys, words, sentence):
+    assert main(["diff", *(script if w == "SCRIPT" else w for w in words)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("torchspmd diff: ") and sentence in error
+    assert error.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
@@ -375,6 +427,78 @@ def test_a_gpu_scripts_autocast_is_kept(tmp_path, capsys):
     )
     assert "bfloat16" in line
     assert (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")) == before
+
+
+GPU_LINES = """
+import os, torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("nccl")
+local = int(os.environ["LOCAL_RANK"])
+torch.cuda.set_device(local)
+assert torch.cuda.is_available() and local < torch.cuda.device_count()
+layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.LayerNorm(288)
+model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(*layers)).to(local)
+model = DistributedDataParallel(model, device_ids=[local])
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+scaler = torch.amp.GradScaler("cuda")
+stream, start = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True)
+for _ in range(2):
+    start.record()
+    with torch.cuda.stream(stream):
+        batch = torch.ones(4, 3, 8, 8).pin_memory().to(local, non_blocking=True)
+    torch.cuda.current_stream().wait_stream(stream)
+    batch.record_stream(torch.cuda.current_stream())
+    with torch.autocast("cuda", dtype=torch.float16):
+        result = model(batch)
+        dist.all_reduce(result.detach())  # in the precision that CUDA normalises in
+    scaler.scale(result.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_gpu_script_communicates_the_same_on_a_cpu_and_rehearsed(tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text(GPU_LINES)
+    ledgers = []
+    for words in ([], ["--fake"]):
+        out = tmp_path / f"{len(ledgers)}.json"
+        command = ["trace", str(script), "--world-size", "4", "--skip", "1", *words]
+        assert main([*command, "--out", str(out)]) == 0
+        ledgers.append(load_ledger(out))
+    assert ledgers[0].total(phase="forward", dtype="float32").count == 3
+    assert not torchspmd.diff_ledgers(*ledgers)
+
+
+@pytest.mark.parametrize("command", ["trace", "lock"])
+def test_a_gpu_script_that_fails_on_a_cpu_is_told_of_fake(tmp_path, capsys, command):
+    script = tmp_path / "train.py"
+    script.write_text("import torch\nassert torch.ones(2, device='cuda').is_cuda")
+    ranks = {"trace": ["--world-size", "2"], "lock": ["--mesh", "tp=2"]}[command]
+    words = [*ranks, "--out", str(tmp_path / "out")]
+    assert main([command, str(script), *words]) == 1
+    error = capsys.readouterr().err
+    assert error.endswith("With --fake the script sees a GPU.\n")
+    assert f"torchspmd {command}: The script's cuda was the CPU" in error
+    assert main([command, str(script), *words, "--fake"]) == 0
+
+
+def test_a_device_that_is_a_number_alone(tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text("import torch\ntorch.device(0)")
+    assert main(["trace", str(script), "--world-size", "2"]) == 1
+    assert "alone: write torch.device('cuda', N)." in capsys.readouterr().err
+
+
+def test_notes_of_a_rehearsal_are_told(tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text("import torch\nprint(torch.ones(2, device='cuda').sum().item())")
+    assert main(["trace", str(script), "--world-size", "2", "--fake"]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert "reads a value: 1.0 was given." in words
 
 
 def test_a_rehearsed_script_is_shown_the_gpu_and_nodes(tmp_path, capfd):

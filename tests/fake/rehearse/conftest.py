@@ -6,9 +6,13 @@ from collections import Counter
 import pytest
 
 from torchspmd.rehearse.device import Gpu
+from torchspmd.rehearse.on_cpu import cuda_on_cpu
 from torchspmd.rehearse.recording import Alloc, Free, Recording
 from torchspmd.rehearse.rehearsal import rehearsal
-from torchspmd.rehearse.world import World
+from torchspmd.rehearse.world import World, fake_groups
+from torchspmd.testing.fake import fake_world
+
+GPU = Gpu("NVIDIA H100", 80 << 30, (9, 0))
 
 
 class Memory:
@@ -25,14 +29,24 @@ class Memory:
 @contextlib.contextmanager
 def rehearsed(size=1, rank=0):
     recording = Recording(size, rank)
-    gpu = Gpu("NVIDIA H100", 80 << 30, (9, 0))
-    with rehearsal(recording, World(size, rank), gpu, Memory()):
+    with rehearsal(recording, World(size, rank), GPU, Memory()):
         yield recording
+
+
+@contextlib.contextmanager
+def run_on_cpu(size=1):
+    with fake_world(size), fake_groups(World(size, 0)), cuda_on_cpu(GPU) as notes:
+        yield notes
 
 
 @pytest.fixture
 def rehearse():
     return rehearsed
+
+
+@pytest.fixture
+def on_cpu():
+    return run_on_cpu
 
 
 def live_bytes(recording, stop=None):

@@ -42,8 +42,9 @@ def test_a_pipeline_of_tensor_parallel_stages():
     )
     first, last = (rehearsed("megatron.py", words, 8, rank) for rank in (0, 4))
     kinds = Counter((e.kind, e.axis) for e in first.events if isinstance(e, Comm))
-    # two steps of four micro-batches: two gathers a layer in forward, two in backward
-    assert kinds["all_gather", "tp"] == 2 * 4 * (2 * 2 + 2 * 2) + 2 * 4
+    # Two steps of four micro-batches. A layer gathers two inputs in forward, and in
+    # backward again, beside the gradients of two outputs.
+    assert kinds["all_gather", "tp"] == 2 * 4 * (2 * 2 + 2 * 4) + 2 * 4
     assert kinds["reduce_scatter", "dp"] == 2 * 3  # two blocks and the embedding
     assert {e.peer for e in first.events if isinstance(e, Comm)} == {-1, 4}
     timed = predict_time([first, last], load_gpu("h100"), load_network("ib-ndr400"))

@@ -126,9 +126,86 @@ def test_attention_is_cudas(rehearse):
         F.scaled_dot_product_attention(query, query, query).sum().backward()
     names = [event.name for event in recording.events if isinstance(event, Op)]
     assert "aten._scaled_dot_product_flash_attention.default" in names
-    workspaces = [e for e in recording.events if isinstance(e, Alloc) and e.workspace]
-    # The gradient of queries in float32, 8 rows rounded up to 128, and a float each.
-    assert workspaces[0].nbytes == 4 * 2 * 128 * 64 + 4 * 2 * 128
+    # cuDNN's: the gradient of queries in float32, a float for each row, and 256 bytes.
+    assert workspaces(recording) == [256, 4 * 2 * 8 * 64 + 4 * 2 * 8 + 256]
+
+
+def workspaces(recording):
+    return [e.nbytes for e in recording.events if isinstance(e, Alloc) and e.workspace]
+
+
+def test_flash_attention_rounds_rows_up(rehearse):
+    with rehearse() as recording, sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        query = torch.randn(
+            1, 2, 8, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True
+        )
+        F.scaled_dot_product_attention(query, query, query).sum().backward()
+    assert workspaces(recording) == [4 * 2 * 128 * 64 + 4 * 2 * 128]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dims", "buffers"),
+    [
+        ((8192, 768), (0,), [50331648, 24]),
+        ((8192, 2304), (0,), [139198464, 72]),
+        ((8192, 3072), (0,), [138412032, 96]),
+        ((64, 197, 768), (0, 1), [77463552, 24]),
+        ((16, 768), (0,), []),
+    ],
+)
+def test_a_sum_over_many_rows_takes_a_buffer(rehearse, shape, dims, buffers):
+    """As an H200's allocator recorded it, which has 132 multiprocessors."""
+    with rehearse() as recording:
+        torch.randn(shape, device="cuda").sum(dims)
+    assert workspaces(recording) == buffers
+
+
+def gradient_bytes(recording):
+    return sum(
+        event.nbytes
+        for event in recording.events
+        if isinstance(event, Alloc)
+        and event.site.phase is Phase.BACKWARD
+        and not event.workspace
+    )
+
+
+def test_autograd_adds_gradients_in_place(rehearse):
+    """As on CUDA: the second gradient of x goes into the first one."""
+    nbytes = 4 * 64 * 64
+    for function, count in (
+        (lambda x: (x.sin() * x.cos()).sum(), 7),
+        (lambda x: (x + x.sin()).sum(), 3),  # the first is one number, expanded
+    ):
+        with rehearse() as recording:
+            model = Function(function)
+            model(torch.ones(64, 64, device="cuda", requires_grad=True)).backward()
+        assert gradient_bytes(recording) // nbytes == count
+
+
+class Function(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.forward = function
+
+
+def test_dropout_of_nothing_copies_nothing(rehearse):
+    with rehearse() as recording:
+        x = torch.ones(8, device="cuda")
+        assert F.dropout(x, 0.0) is not None
+        assert F.dropout(x, 0.5, training=False) is not None
+    assert [e.nbytes for e in recording.events if isinstance(e, Alloc)] == [32]
+
+
+def test_the_mask_of_dropout_comes_first(rehearse):
+    with rehearse() as recording:
+        y = F.dropout(torch.ones(64, device="cuda"), 0.5)
+    assert [e.nbytes for e in recording.events if isinstance(e, Alloc)] == [
+        256,
+        64,
+        256,
+    ]
+    assert y.shape == (64,)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Common lines of scripts for GPUs, in a rehearsal; and torch as it was afterwards."""
+"""Common lines of scripts for GPUs, in a rehearsal and on a CPU; torch as it was after."""
 
 import copy
 import io
@@ -10,8 +10,12 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.modules._functions import SyncBatchNorm
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from torchspmd.errors import UsageError
 from torchspmd.rehearse.recording import (
     EventRecord,
     EventWait,
@@ -21,6 +25,7 @@ from torchspmd.rehearse.recording import (
     Synchronize,
 )
 from torchspmd.rehearse.values import NoValueError
+from torchspmd.trace import CommDebugMode
 
 
 def scaled():
@@ -108,6 +113,14 @@ IDIOMS = {
     "random": seeded,
     "numpy": lambda: torch.ones(2, device="cuda").cpu().numpy().shape == (2,),
     "finite": lambda: not torch.isnan(torch.ones(2, device="cuda")).any(),
+    "isfinite": lambda: bool(torch.isfinite(torch.randn((), device="cuda"))),
+    "isinf": lambda: not torch.randn(2, device="cuda").isinf().any(),
+    "either": lambda: (
+        not (
+            torch.isnan(torch.randn((), device="cuda"))
+            | torch.isinf(torch.randn((), device="cuda"))
+        )
+    ),
     "mask": lambda: (
         len(torch.ones(4, device="cuda")[torch.ones(4, device="cuda") > 0]) == 4
     ),
@@ -116,17 +129,183 @@ IDIOMS = {
 }
 
 
+def _idiom(name):
+    # Looked up by name inside: functions of torch.cuda are others there.
+    return {
+        "is_available": torch.cuda.is_available,
+        "bf16": torch.cuda.is_bf16_supported,
+    }.get(name, IDIOMS[name])
+
+
 @pytest.mark.parametrize("name", IDIOMS)
 def test_idiom(rehearse, name):
-    # Looked up by name inside: functions of torch.cuda are others there.
     with rehearse(2):
-        function = IDIOMS[name]
-        if name in ("is_available", "bf16"):
-            function = {
-                "is_available": torch.cuda.is_available,
-                "bf16": torch.cuda.is_bf16_supported,
-            }[name]
-        assert function()
+        assert _idiom(name)()
+
+
+# Tensors of a CPU say that they are, and memory is not counted there.
+OTHERWISE_ON_CPU = {
+    *("device", "to", "to an index", "cuda", "like", "new", "tensor"),
+    *("default device", "type", "module", "deepcopy", "random", "memory"),
+}
+
+
+@pytest.mark.parametrize("name", IDIOMS)
+def test_idiom_on_a_cpu(on_cpu, name):
+    with on_cpu(2):
+        assert bool(_idiom(name)()) == (name not in OTHERWISE_ON_CPU)
+
+
+@pytest.mark.parametrize("where", ["rehearse", "on_cpu"])
+def test_groups_of_any_backend_answer_at_once(request, where):
+    with request.getfixturevalue(where)(8):
+        dist.init_process_group("gloo")
+        assert dist.get_backend() == "gloo"
+        assert dist.is_nccl_available()
+        assert dist.new_group([0, 3], backend="gloo").size() == 2
+
+
+def test_what_a_reader_must_know_of_cuda_on_a_cpu(on_cpu):
+    with on_cpu() as notes:
+        torch.ones(2)
+        torch.cuda.synchronize()
+    assert notes == []
+    with on_cpu() as notes:
+        assert torch.ones(2, device="cuda").sum().item() == 2.0
+        torch.cuda.max_memory_allocated()
+        torch.profiler.profile()
+    memory, profile, device = notes
+    assert "asked for its memory: 0 bytes were given. `torchspmd predict`" in memory
+    assert profile == "torch.profiler.profile: nothing is profiled"
+    assert "The script's cuda was the CPU of this machine" in device
+    assert device.endswith("With --fake the script sees a GPU.")
+
+
+def ddp_of_a_gpu(device_ids):
+    layers = nn.Linear(4, 4), nn.SyncBatchNorm(4)
+    model = DistributedDataParallel(nn.Sequential(*layers).cuda(), device_ids)
+    model(torch.ones(2, 4)).sum().backward()
+    return model.device_type
+
+
+@pytest.mark.parametrize("device_ids", [None, [0]])
+def test_ddp_of_a_gpu_on_a_cpu(on_cpu, device_ids):
+    with on_cpu(2):
+        assert ddp_of_a_gpu(device_ids) == "cuda"
+
+
+def test_ddp_of_a_cpu_stays_one(on_cpu):
+    with on_cpu(2):
+        assert DistributedDataParallel(nn.Linear(2, 2)).device_type == "cpu"
+        with pytest.raises(ValueError, match="SyncBatchNorm expected input tensor"):
+            nn.SyncBatchNorm(4)(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (4, 3, 2, 2)])
+def test_sync_batch_norm_on_a_cpu_computes(on_cpu, shape):
+    torch.manual_seed(0)
+    plain = nn.BatchNorm1d(3) if len(shape) == 2 else nn.BatchNorm2d(3)
+    nn.init.normal_(plain.weight)
+    sync = copy.deepcopy(plain)
+    batch = torch.randn(shape)
+    one, other = batch.clone().requires_grad_(), batch.clone().requires_grad_()
+    weights = torch.randn(shape)
+    (plain(one) * weights).sum().backward()
+    with on_cpu():  # one rank: all there is to gather
+        out = SyncBatchNorm.apply(
+            other,
+            sync.weight,
+            sync.bias,
+            sync.running_mean,
+            sync.running_var,
+            sync.eps,
+            sync.momentum,
+            dist.group.WORLD,
+            1,
+        )
+        (out * weights).sum().backward()
+    pairs = [
+        (one.grad, other.grad),
+        (plain.weight.grad, sync.weight.grad),
+        (plain.bias.grad, sync.bias.grad),
+        (plain.running_mean, sync.running_mean),
+        (plain.running_var, sync.running_var),
+    ]
+    for expected, found in pairs:
+        torch.testing.assert_close(found, expected)
+
+
+def test_autocast_on_a_cpu_has_the_lists_that_were_asked_for(on_cpu):
+    def of_softmax(device):
+        with torch.autocast(device, dtype=torch.bfloat16):
+            y = torch.ones(2, 2, device=device) @ torch.ones(2, 2, device=device)
+            return F.softmax(y, -1).dtype
+
+    with on_cpu():
+        assert of_softmax("cpu") == torch.bfloat16
+        assert of_softmax("cuda") == torch.float32
+    assert of_softmax("cpu") == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "location", [None, "cuda", torch.device("cuda", 0), {"cpu": "cuda:0"}]
+)
+def test_checkpoints_for_a_gpu_are_loaded_on_a_cpu(on_cpu, location):
+    buffer = io.BytesIO()
+    torch.save(torch.arange(3), buffer)
+    buffer.seek(0)
+    with on_cpu():
+        assert torch.load(buffer, map_location=location).tolist() == [0, 1, 2]
+
+
+def test_a_default_device_on_a_cpu(on_cpu):
+    with on_cpu():
+        torch.set_default_device("cuda")
+        try:
+            assert torch.ones(2).sum().item() == 2
+        finally:
+            torch.set_default_device(None)
+
+
+def test_compiled_modules_run_on_a_cpu(on_cpu):
+    with on_cpu(2):
+        layer = nn.Linear(4, 4).cuda()
+        batch = torch.ones(2, 4, device="cuda")
+        compiled = torch.compile(layer, backend="aot_eager")
+        assert torch.equal(compiled(batch), layer(batch))
+
+
+@pytest.mark.parametrize("where", ["rehearse", "on_cpu"])
+def test_what_needs_a_driver_is_refused(request, where):
+    with (
+        request.getfixturevalue(where)(2),
+        pytest.raises(UsageError, match="Put the capture behind an option"),
+    ):
+        torch.cuda.CUDAGraph()
+
+
+def test_the_first_fsdp_is_refused_in_a_rehearsal(rehearse):
+    with (
+        rehearse(2),
+        pytest.raises(UsageError, match="trace the script without --fake"),
+    ):
+        FullyShardedDataParallel(nn.Linear(2, 2).cuda())
+
+
+@pytest.mark.parametrize("words", [{}, {"device_id": 0}])
+def test_the_first_fsdp_runs_on_a_cpu(on_cpu, words):
+    with on_cpu(2):
+        model = FullyShardedDataParallel(nn.Linear(4, 4), **words)
+        with CommDebugMode() as mode:
+            model(torch.ones(2, 4, device="cuda")).sum().backward()
+    assert mode.ledger.total(kind="all_gather").payload_bytes == 4 * (4 * 4 + 4)
+    assert mode.ledger.total(kind="reduce_scatter").payload_bytes == 4 * (4 * 4 + 4)
+
+
+def test_a_profile_has_no_events(rehearse):
+    with rehearse(), torch.profiler.profile() as profile:
+        assert len(profile.key_averages()) == 0
+        assert list(profile.key_averages()) == []
 
 
 def test_streams_and_events_are_recorded(rehearse):
@@ -237,19 +416,25 @@ def _patched_names():
         torch.optim.Optimizer,
         torch.profiler,
         torch.version,
+        torch.serialization,
+        DistributedDataParallel,
+        FullyShardedDataParallel,
+        nn.SyncBatchNorm,
+        dist.device_mesh.DeviceMesh,
     )
     return {
         (str(owner), name): value
         for owner in owners
         for name, value in vars(owner).items()
-        if not name.startswith("__")
+        if not name.startswith("__") or name == "__init__"
     }
 
 
-def test_nothing_of_torch_stays_patched(rehearse):
+@pytest.mark.parametrize("where", ["rehearse", "on_cpu"])
+def test_nothing_of_torch_stays_patched(request, where):
     for warm_up in (True, False):
         before = _patched_names()
-        with rehearse(2), pytest.raises(ZeroDivisionError):
+        with request.getfixturevalue(where)(2), pytest.raises(ZeroDivisionError):
             dist.init_process_group("nccl")
             scaled()
             with torch.autocast("cuda", dtype=torch.float16):
@@ -265,6 +450,8 @@ def test_nothing_of_torch_stays_patched(rehearse):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = torch.ones(2, 2) @ torch.ones(2, 2)
         assert F.softmax(y, -1).dtype == torch.bfloat16
+    with pytest.raises(NotImplementedError, match="batch_norm_stats"):
+        torch.batch_norm_stats(torch.ones(2, 2), 1e-5)
 
 
 def test_a_number_is_formatted_as_on_a_gpu(rehearse):

@@ -325,18 +325,22 @@ def test_a_scaler_is_looked_at():
     assert found[0] == found[1]
 
 
-def test_copies_are_refused_until_then(pending):
+def test_copies_flush(pending):
     compiled, ours, _ = pending
-    ways = [
-        (how, it) for how in (copy.deepcopy, copy.copy, pickle.dumps) for it in ours
-    ]
-    for how, it in ways:
-        with pytest.raises(UsageError, match="cannot be copied or pickled while"):
+    for how in (copy.deepcopy, copy.copy, pickle.dumps):
+        for it in ours:
+            compiled(*ours, batches(1)[0])
+            assert pending_program(compiled)
             how(it)
-    compiled.flush()
-    for how, it in ways:
-        assert not any(name.startswith("__") for name in vars(it))
-        how(it)
+            assert not any(name.startswith("__") for name in vars(it))
+            assert not any(program.is_pending for program in compiled.programs)
+
+
+def test_copies_of_what_stands_for_methods_are_refused(pending):
+    _, (model, _), _ = pending
+    for how in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(UsageError, match="cannot be copied or pickled while"):
+            how(dict(vars(model)))
 
 
 def test_a_norm_over_all_gradients_keeps_updates_from_waiting():

@@ -90,16 +90,16 @@ def test_crashes_and_false_alarms_are_counted():
     rows = list(validate_nanotron.read())
     some = validate_nanotron.choose(rows, 16)
     assert some == validate_nanotron.choose(rows, 16)
-    assert len({(each.model, each.gigabytes > 0) for each in some}) == 8
-    ran = next(each for each in some if each.gigabytes)
-    crashed = next(each for each in some if not each.gigabytes)
+    assert len({(each.model, each.gib > 0) for each in some}) == 8
+    ran = next(each for each in some if each.gib)
+    crashed = next(each for each in some if not each.gib)
 
-    def predicted(gigabytes, fits):
-        sizes = dict.fromkeys(validate_nanotron._KEYS, gigabytes * 1e9)
-        return {"memory": sizes, "fits": fits}
+    def predicted(gib, fits):
+        names = ("allocated_peak_bytes", "reserved_peak_bytes")
+        return {"memory": dict.fromkeys(names, gib * 2**30), "fits": fits}
 
     table = [
-        validate_nanotron.compare(ran, predicted(1.1 * ran.gigabytes, "no")),
+        validate_nanotron.compare(ran, predicted(1.1 * ran.gib, "no")),
         validate_nanotron.compare(crashed, predicted(90, "no")),
         validate_nanotron.compare(crashed, predicted(70, "yes")),
     ]
@@ -113,11 +113,18 @@ def test_crashes_and_false_alarms_are_counted():
 
 def test_stages_of_a_layout_are_its_first_and_last():
     rows = list(validate_nanotron.read())
-    piped = next(each for each in rows if each.pp == 4)
-    first, last = validate_nanotron.rehearsals(piped, 2)
+    piped = next(each for each in rows if (each.model, each.pp) == ("8.86B", 4))
+    first, last = validate_nanotron.rehearsals(piped)
     world = 8 * piped.nodes
     assert (first.rank, last.rank) == (0, world - world // 4)
-    assert "--layers 8" in " ".join(first.words)
+    assert first.words[-2:] == ("--layers", "36")  # four stages as long as the first
+
+
+def test_the_head_counts_as_layers_of_the_last_stage():
+    # Of 1.34B, the head multiplies as much as four layers do.
+    assert validate_nanotron.split("1.34B", 2) == [11, 5]
+    assert sum(validate_nanotron.split("8.86B", 4)) == 32
+    assert validate_nanotron.split("80B", 1) == [80]
 
 
 def test_the_sample_of_the_docs_is_there():

@@ -8,7 +8,7 @@ from torchspmd._cli import main
 from torchspmd._cli import search as command
 from torchspmd.errors import UsageError
 from torchspmd.predict.ranking import Outcome, describe_search, rank
-from torchspmd.predict.repeated import Repeated, how_far_off
+from torchspmd.predict.repeated import Repeated, extend, how_far_off
 from torchspmd.predict.search import explore, search
 from torchspmd.predict.space import Candidate, Expression, read_space
 
@@ -60,6 +60,28 @@ def test_expressions_compute_and_refuse():
         Expression("__import__('os')", "--where")(values)
 
 
+def test_what_values_do_not_allow_is_told_with_them():
+    values = {"batch": 4, "ac": "full"}
+    with pytest.raises(UsageError, match=r"cannot be computed for ac='full': '>' not"):
+        Expression("ac > 3", "--where")(values)
+    with pytest.raises(UsageError, match="for batch=4: division by zero"):
+        Expression("batch / 0", "--where")(values)
+    with pytest.raises(UsageError, match="with == for equal"):
+        Expression("batch = 4", "--where")
+    for text in ("ac", "batch - 4", "batch == 4"):
+        with pytest.raises(UsageError, match="must be a number greater than 0"):
+            Expression(text, "--work").number(values)
+
+
+def test_braces_of_other_languages_are_left_alone():
+    assert words("--config", '{"a": 1, "b": {}}', "--tp", "1", "2") == [
+        ("--config", '{"a": 1, "b": {}}', "--tp", "1"),
+        ("--config", '{"a": 1, "b": {}}', "--tp", "2"),
+    ]
+    with pytest.raises(UsageError, match=r"'\{1,2': a brace is missing"):
+        read_space(["--tp", "{1,2"])
+
+
 def outcome(name, seconds, nbytes, fits="yes", work=1.0, **parts):
     candidate = Candidate({"tp": name}, ("--tp", str(name)))
     memory = {"device_peak_bytes": nbytes, "margin_bytes": -nbytes}
@@ -81,7 +103,7 @@ def test_the_fastest_that_fits_is_best_and_the_front_trades_time_for_memory():
     text = describe_search(result)
     assert "Best: tp=2" in text
     assert "tp=4: 20.0% slower; 200.00 ms more exposed communication" in text
-    assert "1 do not fit" in text
+    assert "1 does not fit" in text
     assert "tp=3: RuntimeError: 3 is odd" in text
     data = result.as_json()
     assert data["best"] == {"tp": 2}
@@ -167,6 +189,8 @@ def test_the_reason_of_a_failed_script_is_its_error(tmp_path):
     text = "Traceback\n  File x\nRuntimeError: too odd\ntorchspmd predict: x failed"
     assert command._reason(text, 2) == "RuntimeError: too odd"
     assert command._reason("", 2) == "exit code 2"
+    usage = "usage: x\nx: error: argument --tp: invalid\ntorchspmd predict: x failed"
+    assert command._reason(usage, 2) == "x: error: argument --tp: invalid"
 
 
 def test_a_repeated_argument_is_swept_with_its_one_value():
@@ -218,8 +242,83 @@ def test_few_blocks_stand_for_many():
         "layers=30 tp=2, rehearsed with all blocks: extended, the step is +0.0% and "
         "memory +0.0% off"
     ]
-    assert "1 do not fit" in describe_search(result)
+    assert "1 does not fit" in describe_search(result)
     assert result.as_json()["notes"] == result.notes
+
+
+def figures(layers, allocated, reserved, *, ran_out=False):
+    """A prediction of some layers on a device of 200 bytes, 10 of them outside."""
+    memory = {
+        "allocated_peak_bytes": allocated * layers,
+        "reserved_peak_bytes": reserved * layers,
+        "device_peak_bytes": reserved * layers + 10,
+        "device_bytes": 200,
+        "first_failure": {"bytes": 7 * layers, "module": "head"} if ran_out else None,
+    }
+    return {"step_seconds": 1.0 * layers, "memory": memory}
+
+
+def test_tensors_that_fit_are_at_risk_where_their_fragments_do_not():
+    told = extend(figures(2, 5, 7), figures(4, 5, 7), (2, 4), 30)
+    assert told["fits"] == "at risk"  # 150 of tensors, 210 with fragments, room for 190
+    assert told["memory"]["margin_bytes"] == 0
+    assert extend(figures(2, 7, 7), figures(4, 7, 7), (2, 4), 30)["fits"] == "no"
+    assert extend(figures(2, 5, 5), figures(4, 5, 5), (2, 4), 30)["fits"] == "yes"
+
+
+def test_where_few_blocks_run_out_of_memory_what_is_allocated_is_extended():
+    full = figures(4, 60, 48, ran_out=True)  # the allocator gave back what it could
+    told = extend(figures(2, 60, 75), full, (2, 4), 30)
+    assert told["fits"] == "no"
+    assert told["memory"]["reserved_peak_bytes"] == 1800
+    assert told["memory"]["first_failure"] == {"bytes": 28, "module": "head"}
+
+
+def test_a_best_that_does_not_fit_whole_makes_room_for_the_next():
+    space = read_space(["--layers", "30", "--tp", "{2,4}"], also="layers")
+
+    def run(candidates):
+        outcomes = [affine(each) for each in candidates]
+        for each in outcomes:
+            if each.candidate.values == {"layers": 30, "tp": 2}:
+                each.prediction["fits"] = "no"
+        return outcomes
+
+    result = explore(
+        list(space.candidates()),
+        run,
+        lambda outcome: outcome.prediction["model_flops"],
+        "TFLOP",
+        Repeated("layers", space),
+    )
+    assert result.best.candidate.values["tp"] == 4
+    assert [each.candidate.values["tp"] for each in result.too_large] == [2]
+    assert result.notes[0] == (
+        "layers=30 tp=2, rehearsed with all blocks: it does not fit"
+    )
+
+
+def test_a_table_has_what_tells_candidates_apart_in_eighty_columns():
+    def candidate(tp, seconds, **parts):
+        one = outcome(tp, seconds, 70 << 30, compute_seconds=seconds, **parts)
+        values = {"layers": 32, "schedule": "interleaved", "tensor_parallel": tp}
+        one.candidate = Candidate(values, ())
+        return one
+
+    rows = [
+        candidate(2, 1.0),
+        candidate(4, 1.2, exposed_seconds=0.3, host_seconds=0.2, bubble_seconds=0.1),
+    ]
+    lines = describe_search(rank(rows, "token")).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0] == "Best: tensor_parallel=2, 1.0 token/s"
+    assert lines[1].split() == (
+        "tensor_parallel step token/s MFU memory exposed host bubble".split()
+    )
+    alone = describe_search(rank(rows[:1], "token"))
+    assert "layers=32 schedule=interleaved tensor_parallel=2" in alone
+    assert "exposed" not in alone
+    assert "Pareto" not in alone
 
 
 def test_a_model_of_few_blocks_is_rehearsed_as_it_is():

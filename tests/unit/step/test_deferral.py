@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import pickle
 
 import pytest
 import torch
@@ -267,14 +268,27 @@ def test_an_exception_in_the_middle_loses_nothing(step_of):
     assert_same(pair, eager(2)[0])
 
 
-def test_copies_are_refused_while_an_update_is_pending(step_of):
+@pytest.mark.parametrize(
+    "copied",
+    [
+        copy.deepcopy,
+        lambda pair: tuple(map(copy.copy, pair)),
+        lambda pair: pickle.loads(pickle.dumps(pair)),
+        lambda pair: copy.deepcopy(pair[::-1])[::-1],
+        lambda pair: (copy.deepcopy(nn.Sequential(pair[0])), None),
+    ],
+)
+def test_copies_have_the_pending_update(step_of, copied):
     step = step_of(defer_everything)
     model, optim = build()
     step(model, optim, batches(1)[0])
-    with pytest.raises(UsageError, match=r"call flush\(\) of the step first"):
-        copy.deepcopy(model)
-    step.flush()
-    assert torch.equal(copy.deepcopy(model)[0].weight, model[0].weight)
+    (expected, _), _ = eager(1)
+    assert is_stale(model, 1)
+    found = copied((model, optim))[0].parameters()
+    for weight, wanted in zip(found, expected.parameters(), strict=True):
+        assert torch.equal(weight, wanted)
+    step(model, optim, batches(2)[1], last_train_step=True)  # the copies are their own
+    assert_same((model, optim), eager(2)[0])
 
 
 def test_schedulers_and_gradients_that_stay():

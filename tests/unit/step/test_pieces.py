@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import fx
+from torch._inductor import config as inductor_config
+from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from torchspmd import _torch
@@ -216,6 +218,35 @@ def test_values_are_let_go_at_their_last_use(monkeypatch):
     inputs = [torch.randn(3, 3), torch.randn(3, 3)]
     lower(traced(step, *inputs))[0](*inputs)
     assert alive == [[False, True]]
+
+
+def test_a_loss_and_its_gradient_store_nothing_of_their_size_in_between():
+    def loss_and_gradient(logits, targets):
+        values = logits[:, :-1].clone().view(-1, 40)
+        chances = aten._log_softmax(values, 1, False)
+        targets = targets[:, 1:].clone().view(-1)
+        loss, weight = aten.nll_loss_forward(chances, targets, None, 1, -100)
+        one = torch.ones_like(loss)
+        gradient = aten.nll_loss_backward(one, chances, targets, None, 1, -100, weight)
+        gradient = aten._log_softmax_backward_data(gradient, chances, 1, logits.dtype)
+        gradient = gradient.view(4, 7, 40)
+        return loss, aten.slice_backward(gradient, [4, 8, 40], 1, 0, -1, 1)
+
+    inputs = [torch.randn(4, 8, 40).bfloat16(), torch.randint(40, (4, 8))]
+    graph = make_fx(loss_and_gradient)(*inputs)
+
+    def compiled(graph):
+        made, _ = _torch.compile_with_inductor(graph, inputs)
+        return made([*inputs])
+
+    as_on_a_gpu = {"realize_opcount_threshold": 30, "force_disable_caches": True}
+    with inductor_config.patch(as_on_a_gpu):
+        found, sources = run_and_get_code(compiled, graph)
+    (source,) = dict.fromkeys(sources)
+    assert "empty_strided_cpu((4, 8, 40)" in source
+    assert "empty_strided_cpu((28, 40)" not in source
+    for value, expected in zip(found, loss_and_gradient(*inputs), strict=True):
+        torch.testing.assert_close(value, expected)
 
 
 def test_two_inputs_with_one_example_are_two():

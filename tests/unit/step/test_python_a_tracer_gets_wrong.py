@@ -11,9 +11,11 @@ import contextvars
 import dataclasses
 import functools
 import itertools
+import logging
 import os
 import pathlib
 import random
+import sysconfig
 import tempfile
 import threading
 import types
@@ -23,6 +25,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchspmd.errors import CaptureError, CaptureWarning, ShadowError
 from torchspmd.step import compile
@@ -381,6 +384,31 @@ def hook_of_all_modules():
     return World(train, model=model, change=change)
 
 
+def hook_of_all_optimizers():
+    handles = []
+
+    def halve(optim, args, kwargs):
+        for parameter in optim.param_groups[0]["params"]:
+            parameter.grad.mul_(0.5)
+
+    def change(number):
+        if number == 2:
+            handles.append(register_optimizer_step_pre_hook(halve))
+        elif number == 4:
+            handles.pop().remove()
+
+    return World(train, change=change)
+
+
+def float_argument():
+    numbers = [1.0]
+
+    def change(number):
+        numbers[0] = halved(number)
+
+    return World(train, numbers, change)
+
+
 # ----------------------------------------------------------------------------
 # What the step itself changes.
 
@@ -543,6 +571,30 @@ def scaler_of_a_trainer(enabled):
     return make
 
 
+class Counts(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+def counted_in_a_buffer():
+    model = Counts()
+    return World(train, model=model, left=model.calls.item)
+
+
+def drawn_by_torch():
+    generator = torch.Generator().manual_seed(0)
+
+    def step(model, optim, batch, generator):
+        return train(model, optim, batch, torch.rand((), generator=generator))
+
+    return World(step, (generator,), left=lambda: generator.get_state().tolist())
+
+
 class Lazy(nn.Linear):
     cache = None
 
@@ -553,12 +605,17 @@ class Lazy(nn.Linear):
 
     @functools.cached_property
     def width(self):
+        self.seen = True
         return self.in_features
 
 
 def made_in_the_first_call():
     model = Lazy(4, 4)
-    return World(train, model=model, left=lambda: (model.cache, vars(model)["width"]))
+    return World(
+        train,
+        model=model,
+        left=lambda: (model.cache, vars(model)["width"], model.seen),
+    )
 
 
 # ----------------------------------------------------------------------------
@@ -583,6 +640,22 @@ def far_down_a_list():
 
     def change(number):
         numbers[4007] = 5000.0 * number
+
+    return World(step, change=change)
+
+
+PACKAGE = types.ModuleType("an_installed_package")
+PACKAGE.__file__ = sysconfig.get_paths()["purelib"] + "/an_installed_package.py"
+
+
+def object_of_a_package():
+    PACKAGE.config = Config()
+
+    def step(model, optim, batch):
+        return train(model, optim, batch, PACKAGE.config.scale)
+
+    def change(number):
+        PACKAGE.config.scale = halved(number)
 
     return World(step, change=change)
 
@@ -703,6 +776,25 @@ def attribute_of_a_parameter_in_a_forward():
     return World(train, model=model)
 
 
+# ----------------------------------------------------------------------------
+# Sizes, which are symbols while a step is traced.
+
+
+def by_size(scale_of):
+    def make():
+        batches = [torch.ones(2, 4)]
+
+        def step(model, optim, batch, other):
+            return train(model, optim, other, scale_of(other.shape[0]))
+
+        def change(number):
+            batches[0] = torch.ones(2 + number // 2, 4)
+
+        return World(step, batches, change)
+
+    return make
+
+
 def caught(error):
     def make():
         def step(model, optim, batch):
@@ -742,7 +834,11 @@ ROWS = {
     "a context variable": Row(context_variable, programs=3),
     "a variable of a thread": Row(variable_of_a_thread, programs=3),
     "a hook of all modules": Row(hook_of_all_modules, programs=2),
+    "a hook of all optimizers": Row(hook_of_all_optimizers, programs=2),
+    "a float argument": Row(float_argument),
     "counters that the step does not read": Row(counted_beside),
+    "a counter in a buffer": Row(counted_in_a_buffer),
+    "a torch.Generator": Row(drawn_by_torch),
     "what a module notes in its first call": Row(made_in_the_first_call),
     "self.count += 1": Row(method("counts"), "self.count: 0 -> 1"),
     "self.log.append()": Row(method("appends"), "self.log: its items"),
@@ -787,6 +883,9 @@ ROWS = {
     "a large array": Row(large_array, STALE, shadow="since call 2"),
     "data deeper than six levels": Row(deep_data, STALE, shadow="since call 3"),
     "a file": Row(file_that_is_read, STALE, shadow="since call 3"),
+    "an object of an installed package": Row(
+        object_of_a_package, STALE, shadow="since call 3"
+    ),
     "a hook that counts": Row(
         hook_that_counts, STALE, shadow="calls around <lambda>: its items"
     ),
@@ -828,6 +927,11 @@ ROWS = {
             lambda p, held: 0.5 if p in held else 1.0, lambda m: frozenset([m.bias])
         )
     ),
+    "a size is an int": Row(
+        by_size(lambda n: 0.5 if isinstance(n, int) else 1.0), programs=2
+    ),
+    "a size as text": Row(by_size(lambda n: float(f"{n}")), programs=3),
+    "a size as a key": Row(by_size(lambda n: {2: 0.5, 3: 2.0, 4: 1.0}[n]), programs=3),
     "a refusal that the step catches": Row(
         caught(Exception), "needs a tensor's value while it is captured"
     ),
@@ -890,6 +994,25 @@ def test_shadow_steps_tell_of_a_step_that_would_raise_now():
     run(row, compile(shadow=0))
     with pytest.raises(ShadowError, match="stopped"):
         run(row, compile(shadow=3))
+
+
+@pytest.mark.parametrize(("shadow", "times"), ((0, 1), (3, 4)))
+def test_what_is_written_happens_at_capture_and_in_shadow_steps(
+    shadow, times, tmp_path, capsys, caplog
+):
+    path, logger = tmp_path / "log", logging.getLogger("of the user")
+
+    def step(model, optim, batch):
+        print("a line")
+        logger.warning("a line")
+        with path.open("a") as file:
+            file.write("a line\n")
+        return train(model, optim, batch)
+
+    run(Row(lambda: World(step)), compile(shadow=shadow))
+    assert capsys.readouterr().out.count("a line") == times
+    assert caplog.text.count("a line") == times
+    assert path.read_text().count("a line") == times
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,67 @@ def test_error_of_the_step_itself():
     assert "return model(batch[:, :3])" in text and "Sequential.0 (forward)" in text
 
 
+class NoBatchError(Exception):
+    pass
+
+
+def test_an_error_that_the_step_raises_first_is_its_own():
+    def step(model, optim, batch):
+        if len(batch) < 2:
+            raise NoBatchError("no batch")
+        plain(model, optim, batch)
+        return model(batch).detach()
+
+    (model, optim), (other, reference) = build("mlp", "sgd")
+    compiled = compile(step)
+    x = torch.randn(6, 8)
+    with pytest.raises(NoBatchError, match="no batch") as caught:
+        compiled(model, optim, x[:1])
+    assert caught.value.__notes__ == [
+        f"{step.__qualname__} was not captured: it raises this itself, before it does "
+        "anything."
+    ]
+    assert torch.equal(compiled(model, optim, x), step(other, reference, x))
+    with pytest.raises(NoBatchError):
+        compiled(model, optim, x[:1])
+
+
+def forward_first(model, optim, batch):
+    model(batch)
+
+
+def count_first(model, optim, batch):
+    model.count = 3
+
+
+def backward_first(model, optim, batch):
+    model(batch).sum().backward()
+
+
+@pytest.mark.parametrize("begin", [forward_first, count_first, backward_first])
+def test_an_error_that_the_step_raises_later(begin):
+    def step(model, optim, batch):
+        begin(model, optim, batch)
+        raise NoBatchError("no batch")
+
+    text = refusal(step)
+    assert "the step raises NoBatchError: no batch, after it has begun" in text
+    assert "Check before the first operation on tensors in the step" in text
+    assert 'raise NoBatchError("no batch")' in text
+
+
+def test_gradients_cleared_before_an_error():
+    def step(model, optim, batch):
+        optim.zero_grad()
+        raise NoBatchError
+
+    (model, optim), _ = build("mlp", "sgd")
+    model(torch.randn(6, 8)).sum().backward()
+    with pytest.raises(CaptureError, match="after it has begun"):
+        compile(step)(model, optim, torch.randn(6, 8))
+    assert model[0].weight.grad is not None
+
+
 def test_argument_that_changes_without_a_sign():
     text = refusal(lambda model, optim, batch, extra: None, bytearray(2))
     assert "argument args[3] is a bytearray" in text
@@ -170,8 +231,11 @@ def test_state_under_another_key():
         compile(plain)(model, optim, torch.randn(6, 8))
 
 
-def test_inductor_with_a_counter_on_the_host():
-    (model, optim), _ = build("mlp", "adam")
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.NAdam])
+@pytest.mark.parametrize("foreach", [False, True])
+def test_inductor_with_a_counter_on_the_host(kind, foreach):
+    (model, _), _ = build("mlp", "sgd")
+    optim = kind(model.parameters(), foreach=foreach)
     with pytest.raises(CaptureError, match="reads its step counter on the host"):
         compile(backend="inductor")(plain)(model, optim, torch.randn(6, 8))
 
@@ -268,15 +332,16 @@ def test_sparse_gradients():
     assert "Make the embedding with sparse=False" in str(caught.value)
 
 
-def test_tensors_inside_of_an_argument():
-    @dataclass
-    class Batch:
+def test_tensors_inside_of_an_argument_that_holds_a_model():
+    @dataclass(eq=False)
+    class Held:
         rows: torch.Tensor
+        model: nn.Module
 
     def step(model, optim, batch, given):
         plain(model, optim, given.rows)
 
-    text = refusal(step, Batch(torch.randn(6, 8)))
+    text = refusal(step, Held(torch.randn(6, 8), nn.Linear(1, 1)))
     assert "the step uses a tensor that is in no argument" in text
-    assert "where it is a tuple, a named tuple, a list or a dict" in text
-    assert text.endswith("Here args[3] is a Batch.")
+    assert "unless that holds a model or the tensor requires gradients" in text
+    assert text.endswith("Here args[3] is a Held.")

@@ -247,6 +247,61 @@ def test_steps_are_those_without_shadow(alone, step, overlap):
         assert all(map(torch.equal, found[0], other)) and len(found[0]) == len(other)
 
 
+def test_an_average_of_what_rounding_moves_is_no_difference(alone):
+    """A bias behind a norm has no gradient but rounding, which the average follows."""
+    torch.manual_seed(6)
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.Unflatten(1, (2, 2)), nn.InstanceNorm1d(2)
+    )
+    model[2] = nn.InstanceNorm1d(2, affine=True)
+    average = copy.deepcopy(model)
+
+    @compile(shadow=3)
+    def step(model, optim, average, batch):
+        loss = model(batch).square().mean()
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        with torch.no_grad():
+            pairs = zip(average.parameters(), model.parameters(), strict=True)
+            for old, new in pairs:
+                old.lerp_(new, 0.1)
+        return loss.detach()
+
+    optim = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(3):
+        step(model, optim, average, torch.randn(3, 4))
+    assert "3 calls were also made eagerly" in step.explain()
+
+
+def test_what_is_made_of_parameters_that_rounding_moves_is_no_difference(alone):
+    """Adam makes whole steps of the gradient of a bias before a norm, which is rounding."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+    @compile(shadow=3)
+    def step(model, optim, batch):
+        model(batch).square().mul(batch).mean().backward()
+        optim.step()
+        optim.zero_grad()
+        return model(batch).detach(), model[0].bias.detach().clone()
+
+    optim = torch.optim.Adam(model.parameters(), lr=0.1)
+    for _ in range(3):
+        step(model, optim, torch.randn(3, 4))
+    assert "3 calls were also made eagerly" in step.explain()
+
+
+def test_a_step_that_overflows_is_no_difference():
+    model = nn.Linear(4, 4)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = compile(train, shadow=3)
+    for scale in (1.0, 1e30, 1.0):
+        step(model, optim, BATCH * scale)
+    assert model.weight.isnan().any()
+    assert "3 calls were also made eagerly" in step.explain()
+
+
 def test_nothing_is_replaced():
     model, optim = make(torch.optim.AdamW)
     compiled = compile(train)

@@ -58,6 +58,8 @@ class GuardCache(Generic[Kept]):
 
     def add(self, inventory: Inventory, program: Kept) -> None:
         """Remember a call before it is run."""
+        if not _has_simple_inputs(inventory):
+            return
         dims: dict[int, set[int]] = {}
         for _, slot, dim in program.size_symbols:
             dims.setdefault(slot, set()).add(dim)
@@ -93,7 +95,7 @@ class Unchanged:
         inventory: Inventory,
         any_sizes: Mapping[int, Collection[int]] | None = None,
     ) -> None:
-        self._is_usable = _has_simple_inputs(inventory)
+        self._is_usable = True
         self._any_sizes = any_sizes or {}  # of inputs, by slot: the dims of any size
         self._ambient = tuple(ambient_facts())
         # Attributes and tables of modules and parameters, with what was in each.
@@ -282,11 +284,13 @@ class Unchanged:
 
 
 def _has_simple_inputs(inventory: Inventory) -> bool:
-    """Whether no input is passed twice or is a tensor of a module as well."""
+    """Whether each input is an argument of its own: not passed twice, or held by another.
+
+    Nor may it be a tensor of a module as well.
+    """
     slots = list(inventory.inputs.values())
-    return len(set(slots)) == len(slots) and all(
-        inventory.slots[slot].role is Role.INPUT for slot in slots
-    )
+    held = {n for n, slot in enumerate(inventory.slots) if slot.role is Role.INPUT}
+    return len(set(slots)) == len(slots) and held == set(slots)
 
 
 def _forms(tensors: list[torch.Tensor]) -> list[Any]:

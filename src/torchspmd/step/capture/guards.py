@@ -45,6 +45,14 @@ def walk_data(inventory: Inventory) -> Walk:
     return walk
 
 
+def walk_arguments(inventory: Inventory) -> Walk:
+    """A walk through the objects among the arguments."""
+    walk = _begin_walk(inventory)
+    for _ in _constant_facts(inventory, walk):
+        pass
+    return walk
+
+
 def walk_hooks(inventory: Inventory) -> Walk:
     """A walk through what the user's hooks can reach; guards do not compare it."""
     walk = _begin_walk(inventory)

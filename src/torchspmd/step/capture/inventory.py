@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
 from torchspmd.step.capture.optimizer_rules import check_optimizer
-from torchspmd.step.capture.python_values import simple_fact
+from torchspmd.step.capture.python_values import Walk, simple_fact
 
 
 class Role(StrEnum):
@@ -172,7 +172,26 @@ def take_inventory(
         elif lift_numbers and is_liftable(leaf):
             name = inventory.names[place]
             inventory.numbers.append(Number(name, leaf, leaf=place))
+        else:
+            _add_held(inventory, inventory.names[place], leaf)
     return inventory
+
+
+def _add_held(inventory: Inventory, name: str, argument: Any) -> None:
+    """Tensors that an argument holds which is an object: a dataclass, a batch of a library.
+
+    One that requires gradients is left out, so that it is refused where the step uses it.
+    """
+    if isinstance(argument, (nn.Module, Optimizer, GradScaler)):
+        return
+    if simple_fact(argument) is not None:
+        return
+    walk = Walk({})
+    for _ in walk.whole(name, argument):
+        pass
+    for path, tensor in walk.tensors.items():
+        if not tensor.requires_grad:
+            inventory.add(path, Role.INPUT, tensor)
 
 
 def _check_input(name: str, tensor: torch.Tensor, inventory: Inventory) -> None:

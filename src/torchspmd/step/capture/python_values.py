@@ -291,6 +291,7 @@ class Walk:
         generators: Random generators of torch, by identity.
         iterators: What gives another value whenever it is asked, by name.
         scalers: Gradient scalers that are in no argument, by name.
+        tensors: Tensors that were found, by name.
         beyond: What was not looked at.
     """
 
@@ -313,6 +314,7 @@ class Walk:
         self.generators: dict[int, torch.Generator] = {}
         self.iterators: dict[int, str] = {}
         self.scalers: dict[int, str] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
         self.beyond: list[str] = []
 
     @property
@@ -386,7 +388,8 @@ class Walk:
         elif id(value) in self._known:
             yield path, Fact((kind, _Text(self._known[id(value)])))
         elif isinstance(value, torch.Tensor):
-            yield path, Fact((kind, _Text("a tensor")))
+            self.tensors[path] = value
+            yield f"type of {path}", Fact((kind, _Text("a tensor")))
         elif id(value) in self._paths:
             yield path, Fact((kind, _Text(f"as {self._paths[id(value)]}")))
         elif depth >= MAX_DEPTH or self._left <= 0:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torchspmd import _torch
 from torchspmd.comm import Owner, Phase
 from torchspmd.errors import CaptureError, SpmdError
-from torchspmd.step.capture.user_code import user_line
+from torchspmd.step.capture.user_code import raises_itself, user_line
 
 
 class RefusalError(Exception):
@@ -49,6 +49,8 @@ def _explain(error: Exception, owner: Owner, closed: Sequence[str]) -> tuple[str
     for words, what, fix in _BY_TEXT:
         if words in str(error):
             return what.format(error=_first_line(error)), fix
+    if raises_itself(error):
+        return f"the step raises {_first_line(error)}, after it has begun", _RAISE_FIX
     return (
         f"the step failed while it was captured ({_first_line(error)})",
         "Run the step without compile first; if it works there, the operator cannot run "
@@ -87,11 +89,16 @@ _OPTIMIZER_FIX = (
     "or choose with torch.where in an optimizer of your own."
 )
 
+_RAISE_FIX = (
+    "Of a captured step nothing has happened when it raises, and eagerly a part of it "
+    "has.\nCheck before the first operation on tensors in the step: then the error itself "
+    "is raised. Or check outside of the step."
+)
 _CLOSED_FIX = (
     "Only tensors of the step's arguments and of their modules and optimizers are inputs "
-    "of the graph, and an argument is looked into where it is a tuple, a named tuple, a "
-    "list or a dict.\nPass the tensors in one of these, or register them as buffers of a "
-    "module."
+    "of the graph. An argument is looked into where it is a container or a plain object "
+    "(a dataclass), unless that holds a model or the tensor requires gradients.\nPass the "
+    "tensors by themselves, or register them as buffers of a module."
 )
 _ANOMALY_FIX = (
     "A graph has no values before it runs.\nLeave torch.autograd.set_detect_anomaly() off "

@@ -227,11 +227,6 @@ class PythonState:
         ]
         self.stored: list[str] = []
 
-    def put_back(self) -> None:
-        """Undo what a step did before it failed."""
-        for _ in self.changes():
-            pass
-
     def changes(self) -> Iterator[Change]:
         """What is other than before; it is put back where it may not stay."""
         for watched in self._watched:

@@ -17,10 +17,11 @@ from torchspmd import _torch
 from torchspmd.comm import Phase
 from torchspmd.errors import CaptureError
 from torchspmd.layout.retired import predecessor_id
-from torchspmd.step.capture.guards import name_of_hook, walk_data
+from torchspmd.step.capture.guards import name_of_hook, walk_arguments, walk_data
 from torchspmd.step.capture.inventory import Inventory, Number, Role
 from torchspmd.step.capture.optimizer_rules import ELEMENTWISE, check_whole, is_spread
 from torchspmd.step.capture.parallel_mode import ParallelMode
+from torchspmd.step.capture.python_values import Walk
 from torchspmd.step.capture.rank_divergence import (
     keep_inner,
     mark_gradient,
@@ -314,7 +315,7 @@ def _state_of(
 
 
 # ----------------------------------------------------------------------------
-# Parameters that Python code knows by themselves: what it set on them, who holds them.
+# Tensors that Python code knows by themselves: what it set on them, who holds them.
 #
 # A list, a set, a dict or a variable that holds a parameter, or its ``id``, holds that of
 # the traced one meanwhile, so that ``p is self.head`` and ``id(p) in frozen`` say what they
@@ -333,22 +334,38 @@ def pass_for(traced: torch.Tensor, own: torch.Tensor) -> None:
 def _held_by_python(
     inventory: Inventory, shown: Sequence[torch.Tensor]
 ) -> Iterator[None]:
-    """Inside, whatever the step's code reaches holds traced parameters for its own."""
-    pairs = [
+    """Inside, whatever the step's code reaches holds traced parameters for its own.
+
+    Tensors that are passed are traced ones in the objects among the arguments alone: what
+    else holds one now may hold another one in the next call.
+    """
+    pairs = list(zip(inventory.slots, shown, strict=True))
+    of_modules = [
         (slot.tensor, traced)
-        for slot, traced in zip(inventory.slots, shown, strict=True)
+        for slot, traced in pairs
         if slot.role in (Role.PARAMETER, Role.BUFFER)
     ]
-    known = {id(own): traced for own, traced in pairs}
-    known |= {was: traced for own, traced in pairs if (was := predecessor_id(own))}
+    known = {id(own): traced for own, traced in of_modules}
+    known |= {was: traced for own, traced in of_modules if (was := predecessor_id(own))}
+    passed = {
+        id(slot.tensor): traced for slot, traced in pairs if slot.role is Role.INPUT
+    }
     with contextlib.ExitStack() as stack:
-        for each in walk_data(inventory).taken:
-            for key, before in each.places():
-                now = _all(before, known) if key is None else _one(before, known)
-                if now is not before:
-                    stack.callback(each.put, key, before)
-                    each.put(key, now)
+        _put_into(stack, walk_data(inventory), known)
+        _put_into(stack, walk_arguments(inventory), passed)
         yield
+
+
+def _put_into(
+    stack: contextlib.ExitStack, walk: Walk, known: Mapping[int, torch.Tensor]
+) -> None:
+    """Put traced tensors into all that a walk has found, until the stack is closed."""
+    for each in walk.taken:
+        for key, before in each.places():
+            now = _all(before, known) if key is None else _one(before, known)
+            if now is not before:
+                stack.callback(each.put, key, before)
+                each.put(key, now)
 
 
 def _all(held: Any, known: Mapping[int, torch.Tensor]) -> Any:

@@ -4,6 +4,7 @@ import contextlib
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ from torchspmd.step.capture.trace_modes import (
     StepOperators,
     fake_for_transformers,
 )
-from torchspmd.step.capture.user_code import runs_for_user
+from torchspmd.step.capture.user_code import raises_itself, runs_for_user
 from torchspmd.step.graph.collectives import events_of
 from torchspmd.step.graph.memory import ROLE_KEY
 from torchspmd.step.graph.metadata import OwnerLog, mark_guarded, set_roles
@@ -312,6 +313,7 @@ def _trace(
     updated: set[tuple[int, int]] = set()
 
     refused: list[Exception] = []
+    before_all: list[BaseException] = []  # what the step raised before it did anything
 
     def run(*flat: Any) -> list[Any]:
         with _tracing(name, inventory, mode, log, refused):
@@ -325,12 +327,16 @@ def _trace(
                 leaves = substitution.leaves()
                 args, kwargs = _torch.unflatten_tree(leaves, inventory.structure)
                 state = PythonState(inventory, substitution.shown, (args, kwargs))
+                start = _progress_of(substitution)
                 try:
                     returned = function(*args, **kwargs)
                     if refused:
                         raise refused[0]  # the step has caught it
-                except BaseException:
-                    state.put_back()
+                except BaseException as error:
+                    undone = list(state.changes())
+                    has_begun = not all(map(is_, start, _progress_of(substitution)))
+                    if not (undone or refused or has_begun):
+                        before_all.append(error)
                     raise
                 changes.extend(state.changes())
                 stored.extend(state.stored)
@@ -347,6 +353,11 @@ def _trace(
     except Exception as error:
         if is_ours(error):
             raise
+        if error in before_all and raises_itself(error):
+            error.add_note(
+                f"{name} was not captured: it raises this itself, before it does anything."
+            )
+            raise
         is_explained = isinstance(error, RefusalError) or needs_values(error)
         closed = closed_arguments(inventory)
         cause = None if is_explained else error
@@ -356,6 +367,15 @@ def _trace(
     check_initial(inventory, updated)
     notes = tuple(change.text for change in changes if change.fix is None)
     return _Traced(graph, *found[-1], log, frozenset(updated), notes)
+
+
+def _progress_of(substitution: Substitution) -> list[Any]:
+    """The last operator that was traced, and the gradients as they are."""
+    graph = _torch.current_graph()
+    nodes = iter(()) if graph is None else reversed(graph.nodes)
+    sizes = _torch.numbers.SYMBOLIC
+    operators = (each for each in nodes if not isinstance(each.meta.get("val"), sizes))
+    return [next(operators, None), *(each.grad for each in substitution.shown)]
 
 
 @contextlib.contextmanager

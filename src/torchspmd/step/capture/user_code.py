@@ -161,6 +161,25 @@ def user_line(error: BaseException) -> str:
     return _innermost(reversed(list(traceback.walk_tb(error.__traceback__))))
 
 
+def raises_itself(error: BaseException) -> bool:
+    """Whether a ``raise`` or ``assert`` made an error, in code that is not torch's or ours.
+
+    Of code of the standard library it is not known: it may be at odds with a trace.
+    """
+    trace = error.__traceback__
+    if trace is None:
+        return False
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    code = trace.tb_frame.f_code
+    if _is_own(code) or not runs_for_user(trace.tb_frame):
+        return False
+    return any(
+        each.offset == trace.tb_lasti and each.opname == "RAISE_VARARGS"
+        for each in dis.get_instructions(code)
+    )
+
+
 def calling_line() -> str:
     """``file:line function: source`` of the user's code that is running now."""
     return _innermost(traceback.walk_stack(sys._getframe(1)))

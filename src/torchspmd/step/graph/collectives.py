@@ -35,7 +35,7 @@ from torchspmd.step.graph.aliases import (
 )
 from torchspmd.step.graph.argument_checks import check_module
 from torchspmd.step.graph.metadata import fake_value, output_node, owner_of
-from torchspmd.step.graph.nodes import HasGraph
+from torchspmd.step.graph.nodes import HasGraph, NodeMaker, tensor_value
 from torchspmd.step.graph.reports import GraphSize
 
 # ----------------------------------------------------------------------------
@@ -369,7 +369,7 @@ def _last_input(graph: fx.Graph) -> fx.Node | None:
 
 
 # ----------------------------------------------------------------------------
-# Collectives as they run: all-reduces in place, gathers on gloo into given memory.
+# Collectives as they run: all-reduces in place, and what gloo does better in another way.
 #
 # The functional all-reduce works on a copy: for gradients of many megabytes that is time,
 # and memory twice. Only the graph that is run is changed.
@@ -396,6 +396,12 @@ def reduce_in_place(graph: fx.Graph) -> int:
     return changed
 
 
+def fit_to_gloo(graph: fx.Graph) -> None:
+    """Replace what gloo makes badly by what it makes well."""
+    gather_into_memory(graph)
+    scatter_by_exchange(graph)
+
+
 def gather_into_memory(graph: fx.Graph) -> int:
     """Make gathers on gloo write into memory that is given to them; how many there are.
 
@@ -418,6 +424,44 @@ def gather_into_memory(graph: fx.Graph) -> int:
         node.target = _torch.ALL_GATHER_OUT
         node.kwargs = {"out": memory}
     return len(gathers)
+
+
+def scatter_by_exchange(graph: fx.Graph) -> int:
+    """Let two ranks on gloo exchange halves and add; how many scatters that replaces.
+
+    Gloo reduces the whole tensor on every rank and keeps a part of it, which sends twice as
+    much. A sum of two numbers has the same bits in any order; with more ranks it has not.
+    One that the next iteration waits for stays: what it leaves has the scatter's shape.
+    """
+    changed = 0
+    for start in graph.find_nodes(op="call_function", target=_torch.REDUCE_SCATTER):
+        whole, operation, num_ranks, group = start.args
+        waits = find_waits(start)
+        if (num_ranks, operation) != (2, "sum") or set(start.users) != set(waits):
+            continue
+        assert isinstance(whole, fx.Node), type(whole)
+        if not _torch.uses_gloo(str(group), tensor_value(whole).device):
+            continue
+        half = tensor_value(start).shape[0]
+        start.target, start.args = (
+            _torch.ALL_TO_ALL,
+            (whole, [half] * 2, [half] * 2, group),
+        )
+        for node in (start, *waits):
+            node.meta["val"] = tensor_value(whole)
+        for wait in waits:
+            make = NodeMaker(graph, owner_of(wait))
+            readers = [*wait.users]
+            with graph.inserting_before(wait.next):
+                parts = [
+                    make.call(torch.ops.aten.slice.Tensor, wait, 0, at, at + half)
+                    for at in (0, half)
+                ]
+                total = make.call(torch.ops.aten.add.Tensor, *parts)
+            for reader in readers:
+                reader.replace_input_with(wait, total)
+        changed += 1
+    return changed
 
 
 def _is_own(source: fx.Node, memory: fx.Node) -> bool:

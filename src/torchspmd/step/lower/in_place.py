@@ -16,7 +16,7 @@ from torch import fx
 
 from torchspmd import _torch
 from torchspmd.step.graph.aliases import Aliases, find_aliases, operator_of
-from torchspmd.step.graph.collectives import gather_into_memory, reduce_in_place
+from torchspmd.step.graph.collectives import fit_to_gloo, reduce_in_place
 from torchspmd.step.graph.metadata import (
     OutputKind,
     output_node,
@@ -81,7 +81,7 @@ def write_in_place(
     written = {} if keep_inputs else written_tensors(edited)
     report = compute_in_place(edited, written)
     reduce_in_place(edited)
-    gather_into_memory(edited)
+    fit_to_gloo(edited)
     return _torch.lazy_module(graph, edited), report
 
 
@@ -93,7 +93,7 @@ def write_for_compiler(graph: fx.GraphModule) -> tuple[fx.GraphModule, InPlaceRe
     edited, _ = copy_graph(graph.graph)
     report = compute_in_place(edited, written_tensors(edited), may_write=_is_called)
     reduce_in_place(edited)
-    gather_into_memory(edited)
+    fit_to_gloo(edited)
     return _torch.lazy_module(graph, edited), report
 
 
@@ -101,9 +101,9 @@ def _is_called(node: fx.Node) -> bool:
     """Whether an operator is called in place: a fused update, and counters beside it."""
     if is_fused_update(node):
         return True
-    return is_list_operator(node) and all(
-        source.meta["val"].numel() == 1 for source in node.all_input_nodes
-    )
+    values = [source.meta["val"] for source in node.all_input_nodes]
+    tensors = [each for each in values if isinstance(each, torch.Tensor)]
+    return is_list_operator(node) and all(each.numel() == 1 for each in tensors)
 
 
 def written_tensors(graph: fx.Graph) -> dict[fx.Node, fx.Node]:

@@ -18,7 +18,7 @@ from torchspmd.step.deferral.forms import CARRIED_KEY, PENDING_KEY
 from torchspmd.step.deferral.module import IterGraphModule, Marks
 from torchspmd.step.graph.aliases import find_aliases, is_wait, written_nodes
 from torchspmd.step.graph.collectives import (
-    gather_into_memory,
+    fit_to_gloo,
     is_communication,
     reduce_in_place,
 )
@@ -79,7 +79,7 @@ class FormsInPlace:
             running = _torch.lazy_module(form, copy_graph(form.graph)[0])
             copy_results(running.graph)
             reduce_in_place(running.graph)
-            gather_into_memory(running.graph)
+            fit_to_gloo(running.graph)
         else:
             running, _ = write_in_place(form, keep_inputs=True)
         self.running[name] = running.graph
@@ -177,7 +177,7 @@ def write_pending_in_place(
     for number, nodes in writes.items():
         _mark(graph, number, nodes, marks)
     reduce_in_place(graph)
-    gather_into_memory(graph)
+    fit_to_gloo(graph)
     running.recompile()
     numbers = set(map(_region_of, form.graph.nodes))
     left = {number: why for number, why in left.items() if number in numbers}

@@ -55,7 +55,7 @@ def gather_rows(
     if not sharding.is_even:
         shard = _pad_rows(local, sharding.share - local.shape[0])
     shard = shard.to(dtype)  # last: a bucket is cast as one
-    whole = _torch.wait(_torch.start_all_gather(shard, *_group(sharding)))
+    whole = _torch.gather_now(shard, *_group(sharding))
     return whole if sharding.is_even else whole.narrow(0, 0, sharding.rows)
 
 

@@ -46,6 +46,7 @@ from torchspmd.step.shadow.eager import (
     Generators,
     Kind,
     draws,
+    find_following,
     find_late,
     run_eagerly,
 )
@@ -121,7 +122,8 @@ class _Call:
     @property
     def rounding(self) -> Rounding:
         """How much counts as rounding."""
-        return Rounding(self.tolerance, self.chained, self.eager.gradients)
+        following = find_following(self.program, self.inventory)
+        return Rounding(self.tolerance, self.chained, self.eager, following)
 
 
 @dataclass(slots=True, repr=False)
@@ -324,6 +326,7 @@ class Shadow:
         compare_returned(eager.returned, result, rounding, outcome, own)
         values = [each for each in eager.values if not (is_pending and each.is_late)]
         compare_values(values, rounding, outcome)
+        outcome.drop_following()
 
     def _draws_differ(self, call: _Call) -> bool:
         now = call.generators.states()
@@ -604,6 +607,7 @@ def _compare_late(call: _Call, outcome: Outcome) -> None:
     """Compare the update that a call left, once it was made."""
     values = [each for each in call.eager.values if each.is_late]
     compare_values(values, call.rounding, outcome)
+    outcome.drop_following()
 
 
 def _numbers(inventory: Inventory) -> dict[str, float]:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +16,14 @@ from torchspmd.step.capture.parallel_mode import ParallelMode
 from torchspmd.step.capture.snapshots import MISSING
 from torchspmd.step.modes.global_batch import GlobalBatch
 from torchspmd.step.program import Program
-from torchspmd.step.shadow.eager import Eager, Expected, Kind
+from torchspmd.step.shadow.eager import Eager, Expected, Following, Kind
 
 _ORDER = tuple(Kind)
 _OF_ONE = 0.01  # a mean of values that a norm has made, around 1, is rounding alone
 _OWN_ROUNDINGS = 4.0  # of a value itself, when a change is added to it
 _NOISE = 16.0  # times the tolerance: gradients below that, of the largest, are rounding
+_OF_SQUARES = 2.0  # an optimizer may keep squares of gradients
+_FOLLOWING = 16.0  # times what updated parameters differ by, for what is made of them
 _SHOWN = 4
 
 
@@ -34,12 +36,14 @@ class Difference:
         name: Its name.
         amount: By how much, as text.
         is_unwritten: It is as it was before the step.
+        following: By how much it differs, where it is computed from updated parameters.
     """
 
     kind: Kind | str
     name: str
     amount: str
     is_unwritten: bool = False
+    following: float = math.inf
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name}".rstrip() + self.amount
@@ -54,12 +58,24 @@ class Outcome:
         compared: How many values were compared.
         largest: The largest difference that counts as rounding, relative.
         noise: How many elements were left out because their gradient is rounding.
+        moved: The largest difference of a parameter that counts as rounding.
     """
 
     differences: list[Difference] = field(default_factory=list)
     compared: int = 0
     largest: float = 0.0
     noise: int = 0
+    moved: float = 0.0
+
+    def drop_following(self) -> None:
+        """Leave out what differs as updated parameters do, from which it is computed.
+
+        An optimizer may make a whole step of a gradient that is rounding alone.
+        """
+        allowed = _FOLLOWING * self.moved
+        self.differences = [
+            each for each in self.differences if not each.following <= allowed
+        ]
 
 
 @dataclass(frozen=True)
@@ -69,12 +85,14 @@ class Rounding:
     Attributes:
         tolerance: Relative to a value, or to the change of a parameter.
         chained: How many eager calls built on each other.
-        gradients: The sizes of the gradients that backward made, by slot.
+        eager: The eager call.
+        following: What the step computes from parameters that it has updated.
     """
 
     tolerance: Tolerance
     chained: int
-    gradients: Mapping[int, torch.Tensor]
+    eager: Eager
+    following: Following
 
     @property
     def relative(self) -> float:
@@ -84,15 +102,16 @@ class Rounding:
     @functools.cached_property
     def largest(self) -> float:
         """The largest gradient: others are as inexact as this one is."""
-        sizes = [float(each.amax()) for each in self.gradients.values() if each.numel()]
-        return max(filter(math.isfinite, sizes), default=0.0)
+        sizes = self.eager.gradients.values()
+        largest = [float(each.amax()) for each in sizes if each.numel()]
+        return max(filter(math.isfinite, largest), default=0.0)
 
     def inexactness(self, owner: int, like: torch.Tensor) -> torch.Tensor | None:
         """By how much more each element of what follows from a gradient is inexact.
 
         The errors of small gradients are those of the largest one.
         """
-        size = self.gradients.get(owner)
+        size = self.eager.gradients.get(owner)
         if size is None or size.shape != like.shape or not self.largest:
             return None
         return (self.largest / size.to(like.device, like.dtype)).clamp(min=1.0)
@@ -211,8 +230,10 @@ def _leaves(value: Any) -> Iterator[tuple[str, Any]]:
 def _compare(
     wanted: Expected, found: Any, rounding: Rounding, outcome: Outcome
 ) -> Difference | None:
-    def differs(text: str, *, is_unwritten: bool = False) -> Difference:
-        return Difference(wanted.kind, wanted.name, text, is_unwritten)
+    def differs(
+        text: str, *, is_unwritten: bool = False, following: float = math.inf
+    ) -> Difference:
+        return Difference(wanted.kind, wanted.name, text, is_unwritten, following)
 
     value = wanted.value
     if not isinstance(value, torch.Tensor) or not isinstance(found, torch.Tensor):
@@ -240,7 +261,9 @@ def _compare_floats(
     wide = torch.promote_types(value.dtype, torch.float32)
     value, found = value.to(wide), found.to(wide)
     apart = (value - found).abs()
-    apart[(value == found) | (value.isnan() & found.isnan())] = 0.0
+    # Which kind of overflow a sum gives, inf or NaN, depends on its order.
+    is_same = (value == found) | ~(value.isfinite() | found.isfinite())
+    apart[is_same] = 0.0
     size = (
         float(value[value.isfinite()].abs().amax()) if value.isfinite().any() else 0.0
     )
@@ -250,17 +273,23 @@ def _compare_floats(
     own = _OWN_ROUNDINGS * torch.finfo(wanted.value.dtype).eps * size
     if wanted.kind in (Kind.BUFFER, Kind.RESULT):
         own += _OF_ONE * rounding.relative
-    allowed = rounding.relative * scale + own
+    relative = rounding.relative
+    if wanted.kind is Kind.STATE:
+        relative *= _OF_SQUARES
+    allowed = relative * scale + own
     factor = rounding.inexactness(wanted.owner, apart)
     if factor is None:
         is_wrong = ~(apart <= allowed)
     else:
-        is_wrong = ~(apart <= rounding.relative * scale * factor + own)
-        is_noise = factor * (_NOISE * rounding.relative) >= 1.0
+        is_wrong = ~(apart <= relative * scale * factor + own)
+        is_noise = factor * (_NOISE * relative) >= 1.0
         outcome.noise += int((is_wrong & is_noise).sum())
         is_wrong &= ~is_noise
+    is_wrong &= ~is_same  # sizes of gradients may be NaN
     if not is_wrong.any():
         worst = float(apart[apart.isfinite()].amax()) if apart.isfinite().any() else 0.0
+        if wanted.kind is Kind.PARAMETER:
+            outcome.moved = max(outcome.moved, worst)
         outcome.largest = max(outcome.largest, worst / size if size else 0.0)
         return None
     worst = float(apart[is_wrong].nan_to_num(math.inf, math.inf).amax())
@@ -271,6 +300,7 @@ def _compare_floats(
     return differs(
         f" differs by {worst / scale:.2g} of {of}; {allowed / scale:.2g} is allowed",
         is_unwritten=is_unwritten,
+        following=worst if rounding.following.holds(wanted) else math.inf,
     )
 
 

@@ -113,10 +113,7 @@ def _global_rows(
         local = tensor.detach().contiguous()
         is_bool = local.dtype is torch.bool  # gloo gathers no booleans
         sent = local.view(torch.uint8) if is_bool else local
-        started = _torch.start_all_gather(
-            sent, mesh.size(), mesh.get_group().group_name
-        )
-        whole = _torch.wait(started).clone()
+        whole = _torch.gather_now(sent, mesh.size(), mesh.get_group().group_name)
         whole = whole.view(torch.bool) if is_bool else whole
         rows = tensor.shape[0]
     first = mesh.get_local_rank() * rows

@@ -15,7 +15,12 @@ from torchspmd import _torch
 from torchspmd.step.capture.guards import walk_data
 from torchspmd.step.capture.inventory import Inventory, Role
 from torchspmd.step.capture.optimizer_rules import is_counter
-from torchspmd.step.capture.outputs import NewGradient, NewNumber, NewValue
+from torchspmd.step.capture.outputs import (
+    NewGradient,
+    NewNumber,
+    NewValue,
+    Result,
+)
 from torchspmd.step.capture.parallel_mode import ParallelMode
 from torchspmd.step.capture.side_effects import (
     undo_python,
@@ -138,6 +143,63 @@ def find_late(program: Program) -> Late:
             case NewNumber(number):
                 numbers.add(number)
     return Late(frozenset(slots), frozenset(gradients), frozenset(numbers))
+
+
+@dataclass(frozen=True, slots=True)
+class Following:
+    """What a step computes from parameters that it has updated.
+
+    Attributes:
+        slots: Tensors of which the new values are.
+        gradients: Parameters of which the gradients are.
+        has_results: Whether any result is.
+    """
+
+    slots: frozenset[int] = frozenset()
+    gradients: frozenset[int] = frozenset()
+    has_results: bool = False
+
+    def holds(self, value: Expected) -> bool:
+        """Whether a value is among it."""
+        match value.kind:
+            case Kind.RESULT:
+                return self.has_results
+            case Kind.GRADIENT:
+                return value.slot in self.gradients
+        return value.slot in self.slots
+
+
+def find_following(program: Program, inventory: Inventory) -> Following:
+    """What the graph of a program computes from the new values of parameters."""
+    outputs = [
+        (value, where)
+        for value, where in zip(
+            output_values(program.graph.graph),
+            program.outputs.destinations,
+            strict=True,
+        )
+        if isinstance(value, fx.Node)
+    ]
+    updated = {
+        value
+        for value, where in outputs
+        if isinstance(where, NewValue)
+        and inventory.slots[where.slot].role is Role.PARAMETER
+    }
+    follows: set[fx.Node] = set()
+    for node in program.graph.graph.nodes:
+        if any(each in updated or each in follows for each in node.all_input_nodes):
+            follows.add(node)
+    slots, gradients, has_results = set(), set(), False
+    for value, where in outputs:
+        match where:
+            case Result():
+                has_results = has_results or value in follows or value in updated
+            case NewValue(slot) if value in follows:
+                slots.add(slot)
+            case NewGradient(parameter) if value in follows:
+                gradients.add(parameter)
+    return Following(frozenset(slots), frozenset(gradients), has_results)
 
 
 def run_eagerly(
@@ -339,7 +401,7 @@ class _Talk:
             return
         own = torch.tensor([word], device=self._mesh.device_type)
         name = self._mesh.get_group().group_name
-        others = _torch.wait(_torch.start_all_gather(own, self._mesh.size(), name))
+        others = _torch.gather_now(own, self._mesh.size(), name)
         if any(each != word for each in others.tolist()):
             self._mesh = None  # nothing more is said
             raise OtherRankStoppedError

@@ -56,6 +56,9 @@ class Recipe:
         skip: How many were let pass before.
         arguments: What the script was given.
         fake: Whether its tensors held no memory.
+        gpu: What it was told of its GPU: a name, or a TOML file, relative to the lock's
+            folder; None: no certain one.
+        gpus_per_node: Ranks of a node, as the script was told; None: as is usual.
     """
 
     script: str
@@ -65,6 +68,8 @@ class Recipe:
     skip: int = 0
     arguments: tuple[str, ...] = ()
     fake: bool = False
+    gpu: str | None = None
+    gpus_per_node: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +215,10 @@ def _recipe_lines(made_by: Recipe | str) -> Iterator[str]:
         yield f"{name} {getattr(made_by, name)}"
     if made_by.fake:
         yield "fake yes"
+    if made_by.gpu is not None:
+        yield f"gpu {made_by.gpu}"
+    if made_by.gpus_per_node is not None:
+        yield f"gpus_per_node {made_by.gpus_per_node}"
 
 
 def _row_lines(lock: Lock) -> list[str]:
@@ -320,6 +329,8 @@ _HEADER_WORDS: dict[str, Callable[[str], Any]] = {
     "steps": int,
     "skip": int,
     "fake": lambda text: text == "yes",
+    "gpu": str,
+    "gpus_per_node": int,
     "test": str,
     "torch": str,
 }
