@@ -11,7 +11,7 @@ import torch
 from torchspmd.errors import RecordingError, UsageError
 from torchspmd.layout.rounding import Tolerance, choose_tolerance
 from torchspmd.verify.parity.causes import Cause, Evidence, find_cause
-from torchspmd.verify.parity.step import (
+from torchspmd.verify.parity.compare_step import (
     RESULTS,
     Result,
     Sides,
