@@ -1,7 +1,7 @@
 """What a node takes: the same estimate on all ranks, from shapes or from measurements."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -178,7 +178,27 @@ def _flops(operator: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> flo
     count = flop_counter.flop_registry.get(operator.overloadpacket)
     if count is None:
         return 0.0
+    if "scaled_dot_product" in str(operator):
+        args = _with_own_keys(args)
     return float(count(*args, **kwargs, out_val=out))
+
+
+def _with_own_keys(args: Sequence[Any]) -> list[Any]:
+    """Attention's arguments with keys and values for each head of the queries.
+
+    Heads that share them compute no less, and some versions of torch refuse to count them.
+    """
+    tensors = {
+        place: each
+        for place, each in enumerate(args)
+        if isinstance(each, torch.Tensor) and each.dim() == 4
+    }
+    heads = max((each.shape[1] for each in tensors.values()), default=0)
+    result = list(args)
+    for place, each in tensors.items():
+        if each.shape[1] != heads:
+            result[place] = each[:, :1].expand(-1, heads, -1, -1)
+    return result
 
 
 def _is_known(node: fx.Node) -> bool:
