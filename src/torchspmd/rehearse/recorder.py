@@ -127,6 +127,7 @@ class Recorder:
         self.from_dtensor = False  # whether a DTensor's operator is under way
         self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._names: dict[int, str] = {}  # of parameters, by storage number
+        self._sources: dict[int, Category] = {}  # what casts of parameters are made of
         self._regions: list[tuple[int, int | None]] = []  # from which node on
         self._num_regions = 0
         # Of the program that a compiled step runs: in which region a node is.
@@ -314,6 +315,7 @@ class Recorder:
             del self._numbers[address]
         self._fresh.discard(number)
         self._started.pop(number, None)
+        self._sources.pop(number, None)
         self._events.append(Free(number))
 
     def on_resize(self, storage: Any, nbytes: int) -> None:
@@ -365,6 +367,8 @@ class Recorder:
         """The category of what an operator has just allocated, or of what it reads."""
         if self._num_programs and op.site.phase is Phase.OPTIMIZER:
             self._name_gradients(op.inputs)
+        if self._num_programs:
+            self._follow_parameters(op.inputs, op.outputs)
         new = [
             event.storage
             for event in self._events[place + 1 :]
@@ -382,6 +386,29 @@ class Recorder:
         if category is not None:
             for number in new:
                 self.recording.storages[number].category = category
+
+    def _follow_parameters(
+        self, inputs: Iterable[TensorSpec], outputs: Iterable[TensorSpec]
+    ) -> None:
+        """In a compiled step, what is made of parameters alone: casts, and buckets."""
+        made_of = {self._source(spec.storage) for spec in inputs if spec.storage >= 0}
+        if len(made_of) != 1 or None in made_of:
+            return
+        (source,) = made_of
+        assert source is not None
+        for spec in outputs:
+            info = self.recording.storages.get(spec.storage)
+            if info is not None and info.category is Category.TEMPORARY:
+                if source is Category.GATHERED_PARAMETER:
+                    info.category = source
+                self._sources[spec.storage] = source
+
+    def _source(self, storage: int) -> Category | None:
+        """Of parameters, or of gathered ones, where a storage is made of them alone."""
+        category = self.recording.storages[storage].category
+        if category in (Category.PARAMETER, Category.GATHERED_PARAMETER):
+            return category
+        return self._sources.get(storage)
 
     def _mark_saved(self) -> None:
         """Backward begins: what is still there of forward, autograd has kept."""
@@ -450,10 +477,13 @@ class Recorder:
         sent = arguments.get(operator.buffer)
         peer = _peer(arguments, group.ranks)
         self.recording.groups.setdefault(group.name, group.ranks)
+        gathers = self._gathers_parameters(operator, inputs)
         for event in self._events[place + 1 :]:
             if isinstance(event, Alloc):
                 info = self.recording.storages[event.storage]
-                info.category = Category.COMMUNICATION
+                info.category = (
+                    Category.GATHERED_PARAMETER if gathers else Category.COMMUNICATION
+                )
         self._events[place] = Comm(
             number,
             operator.kind.value,
@@ -479,6 +509,20 @@ class Recorder:
                 self._started[spec.storage] = number
         if operator.kind is Kind.RECV:
             self._received.update((spec.storage, number) for spec in inputs)
+
+    def _gathers_parameters(
+        self, operator: Operator, inputs: Iterable[TensorSpec]
+    ) -> bool:
+        """Whether a compiled step gathers what is in shards."""
+        return (
+            self._num_programs > 0
+            and operator.kind is Kind.ALL_GATHER
+            and all(
+                self._source(spec.storage) is Category.PARAMETER
+                for spec in inputs
+                if spec.storage >= 0
+            )
+        )
 
     def _comm_stream(self, group: str, axis: str | None, kind: str, peer: int) -> int:
         key, name = group, f"communicator {axis or group}"

@@ -10,8 +10,18 @@ from training import train as step
 
 import torchspmd
 from torchspmd.predict.hardware import load_gpu
+from torchspmd.predict.memory import count_memory
 from torchspmd.predict.prediction import predict_time
-from torchspmd.rehearse.recording import Comm, Mark, MarkKind, Op, Phase, Wait
+from torchspmd.predict.suggestions import suggest
+from torchspmd.rehearse.recording import (
+    Category,
+    Comm,
+    Mark,
+    MarkKind,
+    Op,
+    Phase,
+    Wait,
+)
 
 RANKS = 8
 WIDTH = 512
@@ -84,6 +94,16 @@ def test_parameters_and_states_are_one_share_of_each_rank(rehearse, live_bytes):
     held = live_bytes(recording, recording.events.index(in_step(recording, 2)[-1]))
     assert held["parameter"] == whole // RANKS
     assert 2 * whole // RANKS <= held["optimizer state"] < 2 * whole // RANKS + 512
+
+
+@pytest.mark.parametrize("parallel", ["replicate", "fully_shard"])
+def test_sharding_is_advised_where_it_is_not_done(rehearse, parallel):
+    recording, _, _ = train(rehearse, parallel=parallel, width=1024)
+    account = count_memory(recording, load_gpu("h100"))
+    advice = " ".join(each.text for each in suggest(account))
+    assert ("fully_shard" in advice) == (parallel == "replicate")
+    gathered = account.by_category().get(Category.GATHERED_PARAMETER.value, 0)
+    assert bool(gathered) == (parallel == "fully_shard")
 
 
 def test_deferred_updates_wait_in_the_next_step(rehearse):
