@@ -9,7 +9,7 @@ import torch
 
 from torchspmd._cli.script import output_problems
 from torchspmd.errors import UsageError
-from torchspmd.predict.calibration import calibrate
+from torchspmd.predict.calibration import calibrate, with_other_cases
 from torchspmd.predict.calibration.nccl_tests import read_nccl_tests
 from torchspmd.predict.hardware import Hardware, hardware_text, known_gpu, load_gpu
 
@@ -90,7 +90,10 @@ def run(options: argparse.Namespace) -> int:
     )
     base, is_same = known_gpu(title)
     figures = dict(base.figures)
-    if not is_same:
+    found = measured.figures
+    if is_same:
+        found = {key: with_other_cases(found[key], figures.get(key)) for key in found}
+    else:
         figures = {
             key: figure._replace(source=f"assumed as of {base.title}: {figure.source}")
             for key, figure in figures.items()
@@ -99,7 +102,7 @@ def run(options: argparse.Namespace) -> int:
         name=options.out.stem,
         title=title,
         compute_capability=f"{major}.{minor}",
-        figures={**figures, **measured.figures, **collectives},
+        figures={**figures, **found, **collectives},
     )
     options.out.write_text(hardware_text(gpu), encoding="utf-8")
     print(f"{title}: {measured.cases} cases measured, written to {options.out}.")

@@ -26,7 +26,9 @@ from torchspmd.rehearse.recording import (
 __all__ = ["HostModel"]
 
 _PYTHON = frozenset({Phase.INIT, Phase.FORWARD, Phase.RECOMPUTE, Phase.OTHER})
-_SAVED = "detach"  # while recomputing: one for each tensor that is kept for backward
+# While recomputing: one for each tensor that is kept for backward. In backward: one for
+# each gradient that a parameter is given, which is a part of host_optimizer.gradient.
+_SAVED = "detach"
 _SEVERAL = 5  # times the shortest kernel: it is more than one
 _FOREACH_OPS = 12  # of one AdamW step: what is measured is for all of them
 # Operators whose figure has another name.
@@ -140,7 +142,9 @@ class HostModel:
         number = self.figures.number
         view = number(f"{table}.view") / 2
         if op.views:
-            if op.site.phase is Phase.RECOMPUTE and base_name(op.name) == _SAVED:
+            if base_name(op.name) == _SAVED and backward:
+                return 0.0
+            if base_name(op.name) == _SAVED and op.site.phase is Phase.RECOMPUTE:
                 return number("launch.checkpoint_tensor")
             return view
         base = base_name(op.name).removesuffix("_backward").removesuffix("_")

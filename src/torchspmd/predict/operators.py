@@ -39,7 +39,7 @@ _DEPTHWISE = {"forward": 0.041, "backward": 0.024}
 # Times the seconds of attention without dropout (H200, 196 to 1024 keys).
 _DROPOUT = {"forward": 1.9, "backward": 1.1}
 _DRAWN = 0.85  # of a product's power, by attention while it runs (H200: 0.76 to 0.95)
-_SHORT = 300.0  # keys at which attention reaches half of its best rate
+_SHORT = 300.0  # keys at which attention on tensor cores reaches half of its best rate
 
 _ELEMENTWISE = frozenset(
     """
@@ -278,7 +278,7 @@ class Pricer:
         may_choose = dict(op.scalars).get("cudnn", True)
         table = self._attention_name(kernel, f"{direction}_{dtype}", bool(may_choose))
         rate = self._attention_rate(self.figures.gpu, direction, dtype)
-        ideal = flops / rate * (1 + _SHORT / max(columns, 1))
+        ideal = flops / rate * self._short(self.figures.gpu, dtype, columns)
         if table not in self._corrections:
             self._corrections[table] = self._attention_table(table, direction, dtype)
         point = _attention_point(batch, heads, key.shape[1], rows, width, causal)
@@ -300,8 +300,12 @@ class Pricer:
 
     def _attention_rate(self, hardware: Hardware, direction: str, dtype: str) -> float:
         part = self.figures.number(f"attention.{direction}_efficiency")
-        name = "tf32" if dtype == "float32" else dtype
-        return part * hardware.number(f"flops.{name}")
+        return part * hardware.number(f"flops.{dtype}")
+
+    def _short(self, hardware: Hardware, dtype: str, keys: float) -> float:
+        """How much slower few keys are: starting a tile takes as long at every rate."""
+        rate = hardware.number(f"flops.{dtype}") / hardware.number("flops.bfloat16")
+        return 1 + _SHORT * rate / max(keys, 1)
 
     def _attention_table(self, table: str, direction: str, dtype: str) -> Correction:
         hardware, rows = self.figures.table(table)
@@ -310,7 +314,7 @@ class Pricer:
         for batch, heads, kv_heads, length, keys, width, causal, seconds in rows:
             flops = 4 * batch * heads * length * keys * width / (2 if causal else 1)
             flops *= 2.5 if direction == "backward" else 1
-            ideal = flops / rate * (1 + _SHORT / keys)
+            ideal = flops / rate * self._short(hardware, dtype, keys)
             points.append(
                 _attention_point(batch, heads, kv_heads, length, width, bool(causal))
             )

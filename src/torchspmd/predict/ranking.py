@@ -182,20 +182,21 @@ def _others(result: SearchResult, names: Sequence[str], most: int) -> Iterator[s
     yield from _why(result, names, most)
     if result.too_large:
         count = len(result.too_large)
-        yield f"{count} {'does' if count == 1 else 'do'} not fit{_shown(count, most)}:"
+        verb = "does" if count == 1 else "do"
+        yield f"{count} {verb} not fit{_shown(count, most, 'nearest')}:"
         for each in sorted(result.too_large, key=lambda each: each.nbytes)[:most]:
             yield f"  {_label(each, names)}: {_missing(each)}"
     if result.failed:
         count = len(result.failed)
         was = "was" if count == 1 else "were"
-        yield f"{count} {was} not predicted{_shown(count, 2 * most)}:"
+        yield f"{count} {was} not predicted{_shown(count, 2 * most, 'first')}:"
         for each in result.failed[: 2 * most]:
             yield f"  {_label(each, names)}: {each.problem}"
     yield from result.notes
 
 
-def _shown(count: int, most: int) -> str:
-    return f", of which {most} are" if count > most else ""
+def _shown(count: int, most: int, which: str) -> str:
+    return f", the {which} {most}" if count > most else ""
 
 
 def _size(unit: str) -> float:

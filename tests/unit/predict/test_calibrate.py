@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from torchspmd._cli import main
-from torchspmd.predict.calibration import Limits, calibrate, run
+from torchspmd.predict.calibration import Limits, calibrate, run, with_other_cases
 from torchspmd.predict.calibration.meter import Meter
 from torchspmd.predict.collectives import collective_seconds, place
 from torchspmd.predict.figures import Figures
@@ -90,6 +90,17 @@ def test_a_grid_stops_when_its_time_is_up(monkeypatch):
     assert result.notes == [
         f"products: {20 - result.cases} cases left out, their time was up"
     ]
+
+
+def test_cases_that_were_left_out_are_those_of_the_same_gpu():
+    now = Figure(((1.0, 2.0, 0.5), (2.0, 2.0, 0.6)), "measured now")
+    before = Figure(((1.0, 2.0, 0.9), (4.0, 2.0, 0.7)), "measured before")
+    both = with_other_cases(now, before)
+    assert both.value == ((1.0, 2.0, 0.5), (2.0, 2.0, 0.6), (4.0, 2.0, 0.7))
+    assert both.source == "measured now; 1 cases: measured before"
+    assert with_other_cases(now, None) is now
+    number = Figure(1e-6, "measured now")
+    assert with_other_cases(number, Figure(2e-6, "before")) is number
 
 
 def test_random_values_and_times_of_the_host():

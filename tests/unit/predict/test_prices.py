@@ -407,3 +407,26 @@ def test_grouped_products_are_products(pricer):
         assert op_flops(each) == 2 * 8192 * 5632 * 1024
         assert pricer.price(each).kind == "matmul"
     assert is_known("aten._grouped_mm.default")
+
+
+def test_few_keys_slow_attention_down_only_where_it_is_fast(pricer):
+    name = "_scaled_dot_product_efficient_attention.default"
+
+    def rate(keys, dtype):
+        q = tensor(4096 // keys, 16, keys, 64, dtype=dtype)
+        op = operator(name, (q, q, q), (q,), is_causal=False)
+        return op_flops(op) / pricer.price(op).seconds
+
+    assert rate(4096, "bfloat16") > 1.5 * rate(256, "bfloat16")
+    assert rate(256, "float32") > 0.8 * rate(4096, "float32")
+
+
+def test_a_gradient_that_a_parameter_is_given_is_paid_for_once():
+    host = HostModel(Figures(load_gpu("h200")), Recording(1, 0))
+    x = tensor(4, 4)
+    first = operator("mul.Tensor", (x,), (x,), Phase.BACKWARD)
+    detach = operator("detach.default", (x,), (x,), Phase.BACKWARD)._replace(views=True)
+    view = operator("view.default", (x,), (x,), Phase.BACKWARD)._replace(views=True)
+    host.seconds(first)
+    assert host.seconds(detach) == 0
+    assert host.seconds(view) > 0

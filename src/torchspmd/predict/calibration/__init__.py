@@ -1,6 +1,10 @@
 """Measuring a GPU: the figures that a prediction of time rests on."""
 
 from torchspmd.predict.calibration.meter import Limits
-from torchspmd.predict.calibration.run import Calibration, calibrate
+from torchspmd.predict.calibration.run import (
+    Calibration,
+    calibrate,
+    with_other_cases,
+)
 
-__all__ = ["Calibration", "Limits", "calibrate"]
+__all__ = ["Calibration", "Limits", "calibrate", "with_other_cases"]

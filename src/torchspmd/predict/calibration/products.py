@@ -198,8 +198,10 @@ def _attention_cases() -> Iterator[tuple[str, str, int, int, int, int, int, int]
 
 
 def attention(meter: Meter, limits: Limits) -> Iterator[Case]:
-    """Forward and backward, by kernel."""
-    for kernel, dtype, *shape in shuffled(_attention_cases()):
+    """Forward and backward, by kernel; first those that have few cases."""
+    cases = shuffled(_attention_cases())
+    cases.sort(key=lambda case: case[0] == "default")
+    for kernel, dtype, *shape in cases:
         batch, heads, _, length, width, _ = shape
         if 4 * batch * heads * length**2 * width <= limits.flops:
             yield partial(_time_attention, f"{kernel} {dtype}", meter, shape)

@@ -18,7 +18,7 @@ from torchspmd.predict.calibration import host, memory_bound, products
 from torchspmd.predict.calibration.meter import Case, Limits, Meter, Section
 from torchspmd.predict.hardware import Figure, Rows
 
-__all__ = ["Calibration", "calibrate"]
+__all__ = ["Calibration", "calibrate", "with_other_cases"]
 
 # Those that are measured whole, then those that share the time that is left.
 _SECTIONS: Sequence[tuple[str, Section]] = (
@@ -92,6 +92,20 @@ def calibrate(
     for key, number in numbers.items():
         result.figures[key] = Figure(number, source)
     return result
+
+
+def with_other_cases(measured: Figure, known: Figure | None) -> Figure:
+    """Rows that were measured, and those of the same kind of GPU that were left out."""
+    if known is None or not isinstance(measured.value, tuple):
+        return measured
+    if not isinstance(known.value, tuple):
+        return measured
+    cases = {row[:-1] for row in measured.value}
+    others = [row for row in known.value if row[:-1] not in cases]
+    if not others:
+        return measured
+    source = f"{measured.source}; {len(others)} cases: {known.source}"
+    return Figure(tuple(sorted((*measured.value, *others))), source)
 
 
 def _measure(
