@@ -409,6 +409,10 @@ def _gather(whole: torch.Tensor, part: torch.Tensor, group: Any) -> Any:
 
 
 def _scatter(part: torch.Tensor, whole: torch.Tensor, group: Any) -> Any:
+    if not whole.is_cuda and dist.get_world_size(group) == 2:
+        # Gloo reduces all of it on both: less is sent where they exchange halves.
+        halves = torch.empty_like(whole)
+        return dist.all_to_all_single(halves, whole, group=group, async_op=True)
     return dist.reduce_scatter_tensor(part, whole, group=group, async_op=True)
 
 

@@ -8,6 +8,7 @@ from unittest import mock
 import _rows
 import pytest
 import record_allocator
+import validate_jobs
 import validate_memory
 import validate_time
 from _rows import ALL_ROWS, Row
@@ -115,3 +116,32 @@ def test_a_recorded_history_has_no_addresses():
         "segments": [[2048, 0], [-2048, 0]],
         "late": [(1, 6)],
     }
+
+
+def test_a_job_is_compared_with_what_it_printed(tmp_path, capsys):
+    real = {"ms": 10.0, "allocated": 2 << 20, "reserved": 4 << 20, "steady": 1 << 20}
+    memory = {
+        "allocated_peak_bytes": 2 << 20,
+        "reserved_peak_bytes": 3 << 20,
+        "steady_bytes": 1 << 20,
+    }
+    told = {"step_seconds": 0.009, "memory": memory}
+    row = validate_jobs.compare("mlp", real, told)
+    assert row["error %"] == pytest.approx(-10)
+    assert row["reserved, error %"] == pytest.approx(-25)
+    assert "error %: mean 10.0, median 10.0, worst 10.0" in validate_jobs.summary([row])
+    file = tmp_path / "jobs.json"
+    file.write_text(json.dumps({"mlp": real}))
+    with (
+        mock.patch.object(sys, "argv", ["validate_jobs.py", "--measured", str(file)]),
+        mock.patch.object(validate_jobs, "predict", return_value=told),
+    ):
+        validate_jobs.main()
+    assert "mlp" in capsys.readouterr().out
+
+
+def test_the_jobs_are_those_of_their_script():
+    text = validate_jobs.SCRIPT.read_text()
+    for name, jobs in validate_jobs.NAMES.items():
+        listed = text.partition(f'    "{name}": [')[2].partition("]")[0]
+        assert [each.strip() for each in listed.split(",") if each.strip()] == jobs

@@ -1,0 +1,503 @@
+"""Training jobs as their users write them: ``python jobs.py NAME [STEPS]``.
+
+Models of other kinds than those of ``train.py``, from Hugging Face's configurations or by
+hand, with other optimizers, precisions and layouts. Each prints one line of JSON: the
+milliseconds of a step, and the memory that ``torch.cuda`` counted. Nothing here knows of
+torchspmd; ``../validate_jobs.py`` predicts the same commands.
+"""
+
+import contextlib
+import copy
+import json
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from job_models import (
+    Classifier,
+    ConvNext,
+    DiT,
+    Dlrm,
+    EfficientNet,
+    Lora,
+    Lstm,
+    Mixer,
+    NanoGpt,
+    UNet,
+)
+from torch import nn
+
+CUDA = torch.device("cuda")
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.1)
+
+
+def fused_adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+
+
+@dataclass
+class Job:
+    """A model, its loss, and how it is trained."""
+
+    model: nn.Module
+    loss: Callable[[], torch.Tensor]
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = fused_adamw
+    autocast: torch.dtype | None = None
+    scaled: bool = False
+    clips: bool = True
+    clears_first: bool = False
+    micro_batches: int = 1
+    averaged: bool = False
+
+
+def tokens(vocabulary: int, *shape: int) -> torch.Tensor:
+    return torch.randint(0, vocabulary, shape, device=CUDA)
+
+
+def images(count: int, *shape: int, last: bool = False) -> torch.Tensor:
+    order = torch.channels_last if last else torch.contiguous_format
+    return torch.randn(count, *shape, device=CUDA).to(memory_format=order)
+
+
+def hugging_face(kind: str, head: str, **configuration: Any) -> Any:
+    import transformers
+
+    made = getattr(transformers, f"{kind}Config")(**configuration)
+    return getattr(transformers, f"{kind}{head}")(made)
+
+
+def language_model(
+    kind: str,
+    batch: int,
+    length: int,
+    dtype: torch.dtype | None = torch.bfloat16,
+    **configuration: Any,
+) -> Job:
+    """Of Hugging Face, in bfloat16 or under autocast."""
+    model = hugging_face(kind, "ForCausalLM", use_cache=False, **configuration)
+    model = model.to(CUDA) if dtype is None else model.to(CUDA, dtype)
+    ids = tokens(configuration["vocab_size"], batch, length)
+    autocast = torch.bfloat16 if dtype is None else None
+    return Job(model, lambda: model(input_ids=ids, labels=ids).loss, autocast=autocast)
+
+
+# ----------------------------------------------------------------------------
+# The first set: what the model of time was mended by.
+
+
+def gpt2(width: int = 768, layers: int = 12, heads: int = 12, length: int = 512) -> Job:
+    model = hugging_face(
+        "GPT2", "LMHeadModel", n_embd=width, n_layer=layers, n_head=heads
+    ).to(CUDA)
+    ids = tokens(50257, 8, length)
+    return Job(
+        model,
+        lambda: model(input_ids=ids, labels=ids).loss,
+        adamw,
+        torch.bfloat16,
+        clears_first=True,
+    )
+
+
+def gpt2_medium() -> Job:
+    return gpt2(1024, 24, 16, 1024)
+
+
+def gpt2_accumulated() -> Job:
+    job = gpt2()
+    job.micro_batches = 4
+    return job
+
+
+def llama_checkpointed() -> Job:
+    job = language_model(
+        "Llama",
+        4,
+        2048,
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=32000,
+    )
+    job.model.gradient_checkpointing_enable()
+    job.model.train()
+    job.clears_first = True
+    return job
+
+
+def llama_compiled() -> Job:
+    job = language_model(
+        "Llama",
+        8,
+        1024,
+        None,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=12,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        vocab_size=50304,
+    )
+    compiled, ids = torch.compile(job.model), tokens(50304, 8, 1024)
+    job.loss = lambda: compiled(input_ids=ids, labels=ids).loss
+    job.clears_first = True
+    return job
+
+
+def bert() -> Job:
+    model, ids = hugging_face("Bert", "ForMaskedLM").to(CUDA), tokens(30522, 32, 512)
+    seen = torch.ones_like(ids)
+    return Job(
+        model,
+        lambda: model(input_ids=ids, attention_mask=seen, labels=ids).loss,
+        adamw,
+        torch.float16,
+        scaled=True,
+        clears_first=True,
+    )
+
+
+def t5() -> Job:
+    torch.backends.cuda.matmul.allow_tf32 = True
+    model = hugging_face(
+        "T5",
+        "ForConditionalGeneration",
+        d_model=512,
+        d_ff=2048,
+        num_layers=6,
+        num_heads=8,
+        use_cache=False,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+    ).to(CUDA)
+    ids, labels = tokens(32000, 16, 512), tokens(32000, 16, 128)
+    return Job(
+        model,
+        lambda: model(input_ids=ids, labels=labels).loss,
+        adamw,
+        clears_first=True,
+    )
+
+
+def mixtral() -> Job:
+    job = language_model(
+        "Mixtral",
+        4,
+        1024,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=8,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        num_local_experts=8,
+        vocab_size=32000,
+    )
+    job.optimizer, job.clears_first = adamw, True
+    return job
+
+
+def unet() -> Job:
+    model = UNet().to(CUDA).to(memory_format=torch.channels_last)
+    x = images(32, 4, 64, 64, last=True)
+    return Job(
+        model,
+        lambda: F.mse_loss(model(x).float(), x),
+        adamw,
+        torch.bfloat16,
+        clears_first=True,
+    )
+
+
+def convnext() -> Job:
+    model, x, y = ConvNext().to(CUDA), images(128, 3, 224, 224), tokens(1000, 128)
+    return Job(
+        model,
+        lambda: F.cross_entropy(model(x).float(), y, label_smoothing=0.1),
+        adamw,
+        torch.bfloat16,
+        clears_first=True,
+    )
+
+
+def lstm() -> Job:
+    torch.backends.cuda.matmul.allow_tf32 = True
+    model, ids = Lstm().to(CUDA), tokens(30000, 64, 128)
+    return Job(
+        model,
+        lambda: F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()),
+        lambda each: torch.optim.SGD(each, lr=0.1, momentum=0.9),
+        clears_first=True,
+    )
+
+
+def encoder() -> Job:
+    model, x, y = Classifier().to(CUDA), images(64, 3, 224, 224), tokens(1000, 64)
+    return Job(
+        model,
+        lambda: F.cross_entropy(model(x).float(), y),
+        adamw,
+        torch.bfloat16,
+        clears_first=True,
+    )
+
+
+def dlrm() -> Job:
+    torch.backends.cuda.matmul.allow_tf32 = True
+    model, dense = Dlrm().to(CUDA), torch.randn(8192, 13, device=CUDA)
+    ids, y = tokens(200_000, 26, 8192, 4), torch.rand(8192, device=CUDA)
+    return Job(
+        model,
+        lambda: F.binary_cross_entropy_with_logits(model(dense, ids), y),
+        lambda each: torch.optim.Adagrad(each, lr=0.01),
+        clears_first=True,
+    )
+
+
+def mlp() -> Job:
+    torch.backends.cuda.matmul.allow_tf32 = True
+    layers = [m for _ in range(20) for m in (nn.Linear(256, 256), nn.ReLU())]
+    model = nn.Sequential(*layers, nn.Linear(256, 10)).to(CUDA)
+    x, y = torch.randn(512, 256, device=CUDA), tokens(10, 512)
+    return Job(
+        model,
+        lambda: F.cross_entropy(model(x), y),
+        lambda each: torch.optim.Adam(each, lr=1e-3),
+        clears_first=True,
+    )
+
+
+# ----------------------------------------------------------------------------
+# The second set: predicted before it was measured.
+
+
+def qwen() -> Job:
+    return language_model(
+        "Qwen2",
+        4,
+        1024,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        vocab_size=151936,
+        tie_word_embeddings=True,
+    )
+
+
+def gemma() -> Job:
+    return language_model(
+        "Gemma2",
+        4,
+        1024,
+        hidden_size=1152,
+        intermediate_size=4608,
+        num_hidden_layers=12,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=128,
+        vocab_size=64000,
+    )
+
+
+def vit() -> Job:
+    model = hugging_face("ViT", "ForImageClassification", num_labels=1000).to(CUDA)
+    x, y = images(128, 3, 224, 224), tokens(1000, 128)
+    return Job(
+        model,
+        lambda: model(pixel_values=x, labels=y).loss,
+        autocast=torch.bfloat16,
+    )
+
+
+def whisper() -> Job:
+    model = hugging_face(
+        "Whisper",
+        "ForConditionalGeneration",
+        d_model=512,
+        encoder_layers=6,
+        decoder_layers=6,
+        encoder_attention_heads=8,
+        decoder_attention_heads=8,
+        encoder_ffn_dim=2048,
+        decoder_ffn_dim=2048,
+        use_cache=False,
+    ).to(CUDA)
+    x, y = torch.randn(16, 80, 3000, device=CUDA), tokens(50000, 16, 128)
+    return Job(
+        model,
+        lambda: model(input_features=x, labels=y).loss,
+        autocast=torch.bfloat16,
+    )
+
+
+def nanogpt_compiled() -> Job:
+    model = NanoGpt().to(CUDA)
+    compiled = torch.compile(model)
+    x, y = tokens(50304, 16, 1024), tokens(50304, 16, 1024)
+    return Job(model, lambda: compiled(x, y), autocast=torch.bfloat16)
+
+
+def nanogpt_tf32() -> Job:
+    torch.set_float32_matmul_precision("high")
+    model = NanoGpt(width=1024, depth=8, heads=16).to(CUDA)
+    x, y = tokens(50304, 8, 512), tokens(50304, 8, 512)
+    return Job(
+        model,
+        lambda: model(x, y),
+        lambda each: torch.optim.SGD(each, lr=0.1, momentum=0.9),
+    )
+
+
+def efficientnet() -> Job:
+    model = EfficientNet().to(CUDA, memory_format=torch.channels_last)
+    x, y = images(128, 3, 224, 224, last=True), tokens(1000, 128)
+    return Job(
+        model,
+        lambda: F.cross_entropy(model(x), y),
+        autocast=torch.float16,
+        scaled=True,
+        clips=False,
+    )
+
+
+def mixer() -> Job:
+    model, x, y = Mixer().to(CUDA), images(128, 3, 224, 224), tokens(1000, 128)
+    return Job(
+        model,
+        lambda: F.cross_entropy(model(x), y),
+        autocast=torch.bfloat16,
+        clips=False,
+    )
+
+
+def dit() -> Job:
+    model = DiT().to(CUDA)
+    x, t = torch.randn(32, 1024, 16, device=CUDA), torch.randn(32, 256, device=CUDA)
+    return Job(
+        model,
+        lambda: F.mse_loss(model(x, t), x),
+        autocast=torch.bfloat16,
+        averaged=True,
+    )
+
+
+def llama_lora() -> Job:
+    model = hugging_face(
+        "Llama",
+        "ForCausalLM",
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=22,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        vocab_size=32000,
+        use_cache=False,
+    ).requires_grad_(False)
+    for layer in model.model.layers:
+        for name in ("q_proj", "v_proj"):
+            adapted = Lora(getattr(layer.self_attn, name))
+            setattr(layer.self_attn, name, adapted)
+    model, ids = model.to(CUDA, torch.bfloat16), tokens(32000, 4, 2048)
+    return Job(model, lambda: model(input_ids=ids, labels=ids).loss)
+
+
+SETS: dict[str, list[Callable[[], Job]]] = {
+    "first": [
+        gpt2_medium,
+        gpt2_accumulated,
+        llama_checkpointed,
+        llama_compiled,
+        bert,
+        t5,
+        mixtral,
+        unet,
+        convnext,
+        lstm,
+        encoder,
+        dlrm,
+        mlp,
+    ],
+    "second": [
+        qwen,
+        gemma,
+        vit,
+        whisper,
+        nanogpt_compiled,
+        nanogpt_tf32,
+        efficientnet,
+        mixer,
+        dit,
+        llama_lora,
+    ],
+}
+
+
+def train(job: Job, steps: int) -> dict[str, float]:
+    """Milliseconds of a step, and bytes."""
+    parameters = [each for each in job.model.parameters() if each.requires_grad]
+    optimizer = job.optimizer(parameters)
+    scaler = torch.amp.GradScaler("cuda") if job.scaled else None
+    average = copy.deepcopy(job.model).requires_grad_(False) if job.averaged else None
+
+    def step() -> None:
+        if job.clears_first:
+            optimizer.zero_grad()
+        for _ in range(job.micro_batches):
+            cast = (
+                torch.autocast("cuda", dtype=job.autocast)
+                if job.autocast
+                else contextlib.nullcontext()
+            )
+            with cast:
+                loss = job.loss() / job.micro_batches
+            (loss if scaler is None else scaler.scale(loss)).backward()
+        if scaler is not None and job.clips:
+            scaler.unscale_(optimizer)
+        if job.clips:
+            nn.utils.clip_grad_norm_(job.model.parameters(), 1.0)
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        if not job.clears_first:
+            optimizer.zero_grad()
+        if average is not None:
+            with torch.no_grad():
+                pairs = zip(average.parameters(), job.model.parameters(), strict=True)
+                for one, other in pairs:
+                    one.lerp_(other, 0.01)
+
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(steps):
+        step()
+    end.record()
+    torch.cuda.synchronize()
+    return {
+        "ms": start.elapsed_time(end) / steps,
+        "allocated": torch.cuda.max_memory_allocated(),
+        "reserved": torch.cuda.max_memory_reserved(),
+        "steady": torch.cuda.memory_allocated(),
+    }
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    builders = {each.__name__: each for jobs in SETS.values() for each in jobs}
+    if len(sys.argv) < 2 or sys.argv[1] not in builders:
+        raise SystemExit(f"Name one of {', '.join(builders)}.")
+    count = int(sys.argv[2]) if len(sys.argv) > 2 else 15
+    print(json.dumps(train(builders[sys.argv[1]](), count)))
