@@ -18,7 +18,10 @@ class Processor(NamedTuple):
 
 
 _CUDNN_BYTES = 256  # that its attention adds
-_PARTS = 64  # partial sums of cuDNN's gradients of 1 x 1 weights
+# cuDNN's gradients of 1 x 1 weights, as an H200's allocator recorded them: partial sums in
+# single precision, and the most that they take, for each byte of an element.
+_PARTS = 64
+_MOST_PARTS = 1 << 24
 
 _SIZES = {
     "float64": 8,
@@ -158,7 +161,8 @@ def _convolution_backward(op: Op, gpu: Processor) -> Sequence[Blocks]:
     if wanted[1]:
         places = prod(grad.shape) // grad.shape[1]
         if _is_product(op, weight) and places >= _PARTS * 128:
-            result.append((_PARTS * 4 * prod(weight.shape),))
+            most = _MOST_PARTS * _SIZES.get(weight.dtype, 4)
+            result.append((min(_PARTS * 4 * prod(weight.shape), most),))
         else:
             result += copies
     if wanted[2]:
