@@ -93,9 +93,10 @@ class EndOfWindow(BaseException):
 class StepWindow:
     """Keeps in the mode's ledger the steps that were asked for, and ends after them.
 
-    A step ends when the first module is called after ``optimizer.step()``; a call of a
-    compiled step that updates parameters is one step, whatever it does inside. What happens
-    before the first of these calls is set-up and goes to a ledger of its own.
+    A step ends when the first module is called after ``optimizer.step()``, of one optimizer
+    or of several; a call of a compiled step that updates parameters is one step, whatever
+    it does inside. What happens before the first of these calls is set-up, in a ledger
+    of its own.
     """
 
     def __init__(
@@ -188,6 +189,8 @@ class StepWindow:
             self._captured_update = True
 
     def _end_step(self) -> None:
+        if self._at_boundary and self.setup is not None:
+            return  # another optimizer of the same step, or one inside of another
         self.num_optimizer_steps += 1
         self._at_boundary = True
 

@@ -344,6 +344,7 @@ class ShownAsCuda(TorchFunctionMode):
             tensor.__bool__: self._numpy,
             tensor.__format__: self._format,
             torch._C._nn._parse_to: self._parse_to,
+            torch.device: self._parse_to,
         }
 
     @property
@@ -403,7 +404,9 @@ class ShownAsCuda(TorchFunctionMode):
     def _parse_to(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if args and type(args[0]) is int:  # as in module.to(local_rank)
+        if (
+            args and type(args[0]) is int
+        ):  # as in module.to(local_rank), torch.device(0)
             args = (torch.device("cuda", args[0]), *args[1:])
         return func(*args, **kwargs)
 
@@ -590,6 +593,13 @@ def _replacements(
             on_resize(storage, int(nbytes))
         return plain_resize(storage, nbytes)
 
+    plain_address = torch.UntypedStorage.data_ptr
+
+    def address(storage: Any) -> int:
+        if storage.device.type != "meta":
+            return int(plain_address(storage))
+        return int(storage._cdata) if storage.nbytes() else 0
+
     yield torch.Tensor, "_make_subclass", staticmethod(make)
     yield torch.Tensor, "device", property(outer_device)
     yield torch.Tensor, "is_cuda", property(is_device_tensor)
@@ -599,6 +609,7 @@ def _replacements(
     # Refuses other streams than its own before a mode is asked.
     yield torch.Tensor, "record_stream", record_stream
     yield torch.UntypedStorage, "resize_", resize
+    yield torch.UntypedStorage, "data_ptr", address
     yield fake_tensor, "init_gpu_context", lambda *args: None
     yield torch._C, "_get_accelerator", lambda: torch.device("cuda")
     # By this name, other libraries ask whether a model is being traced.

@@ -102,6 +102,21 @@ class _Fusion:
         for storage in several:
             del self._lives[storage]
 
+    def drop_workspaces(self) -> None:
+        """Fused code takes nothing for itself of what the kernels that it replaces take."""
+        inside: set[int] = set()  # operators
+        dropped: set[int] = set()
+        for place, event in enumerate(self._recording.events):
+            if isinstance(event, Op):
+                if event.region is not None and _is_fused(event.name):
+                    inside.add(event.number)
+            elif isinstance(event, Alloc):
+                if event.workspace and event.op in inside:
+                    dropped.add(event.storage)
+                    self.removed.add(place)
+            elif isinstance(event, Free) and event.storage in dropped:
+                self.removed.add(place)
+
     def decide(self) -> None:
         """What stays, for how long."""
         for life in self._lives.values():
@@ -233,6 +248,7 @@ def fuse_regions(recording: Recording) -> None:
     """Change the allocations of compiled regions to those of fused kernels."""
     fusion = _Fusion(recording)
     fusion.read()
+    fusion.drop_workspaces()
     fusion.decide()
     fusion.place_frees()
     events: list[Event] = []

@@ -39,12 +39,14 @@ class Place(NamedTuple):
 
 
 _USERS = "user's"
+_MODULE = "a module's call"
 _OWN_FOLDER = str(Path(__file__).parent.parent)
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 _SITE_PACKAGES = sysconfig.get_paths()["purelib"]
 _MAKERS = (
     ("fsdp/_fully_shard/_fsdp_param.py", Maker.FSDP_PARAMETER),
     ("fsdp/_fully_shard/_fsdp_collectives.py", Maker.FSDP_COLLECTIVE),
+    ("fsdp/_flat_param.py", Maker.FSDP_PARAMETER),
     ("nn/parallel/distributed.py", Maker.DDP),
     ("nn/utils/clip_grad.py", Maker.OPTIMIZER),
     ("amp/grad_scaler.py", Maker.OPTIMIZER),
@@ -57,6 +59,7 @@ _meanings: dict[int, tuple[CodeType, object]] = {}
 def read_place() -> Place:
     """Read the stack of the caller's caller, up to the first line of the user's code."""
     maker, node = Maker.NOBODY, None
+    in_module = False  # what calls the module is not the maker of what it does
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
@@ -67,7 +70,9 @@ def read_place() -> Place:
             return Place(line, maker, node)
         if meaning is _torch.Landmark.GRAPH:
             node = node or _torch.running_node(frame)
-        elif meaning is not None and maker is Maker.NOBODY:
+        elif meaning is _MODULE:
+            in_module = True
+        elif meaning is not None and maker is Maker.NOBODY and not in_module:
             assert isinstance(meaning, Maker)
             maker = meaning
         frame = frame.f_back
@@ -99,6 +104,8 @@ def _meaning(code: CodeType) -> object:
         if _torch.landmark(code) is _torch.Landmark.GRAPH:
             return _torch.Landmark.GRAPH
         path = name.replace("\\", "/")
+        if path.endswith("nn/modules/module.py") and code.co_name == "_call_impl":
+            return _MODULE
         return next((maker for end, maker in _MAKERS if path.endswith(end)), None)
     if name.startswith(_OWN_FOLDER):
         return None

@@ -105,6 +105,19 @@ for _ in range(6):
 """
 
 
+TWO_OPTIMIZERS = "\n    second.step()\n    optimizer.step()"
+
+
+def test_two_optimizers_make_one_step(tmp_path, capsys):
+    script = tmp_path / "train.py"
+    text = TRAIN.replace("\n    optimizer.step()", TWO_OPTIMIZERS)
+    make = "second = torch.optim.SGD(model.parameters(), lr=0.1)\nfor step in"
+    script.write_text(text.replace("for step in", make))
+    words = ["trace", str(script), "--world-size", "2", "--steps", "0", "--", "3"]
+    assert main(words) == 0
+    assert "3 optimizer steps" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("skip", "steps"), [(0, 1), (1, 1), (3, 2), (1, 0)])
 def test_each_call_of_a_compiled_step_is_one_step(tmp_path, capsys, skip, steps):
     script, out = tmp_path / "train.py", tmp_path / "report.json"

@@ -78,3 +78,16 @@ def test_every_allocation_is_freed_once(rehearse):
         elif isinstance(event, Free):
             assert event.storage in live
             live.remove(event.storage)
+
+
+def test_fused_sums_take_no_buffers_of_kernels(rehearse):
+    def workspaces(compiled):
+        with rehearse() as recording:
+            function = lambda x: x.sum(0)  # noqa: E731
+            if compiled:
+                function = torch.compile(function)
+            function(torch.randn(8192, 768, device="cuda"))
+        return [e for e in recording.events if isinstance(e, Alloc) and e.workspace]
+
+    assert workspaces(compiled=False)
+    assert not workspaces(compiled=True)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -353,3 +353,34 @@ def test_the_peer_of_a_subgroup_is_told_by_its_global_rank(rehearse):
         dist.send(torch.ones(4, device="cuda"), dst=2, group=mesh["pp"].get_group())
     sent = [event for event in recording.events if isinstance(event, Comm)]
     assert [(event.kind, event.peer) for event in sent] == [("send", 2)]
+
+
+def by_category(recording):
+    return {info.category for info in recording.storages.values()}
+
+
+def test_what_a_wrapped_model_computes_is_not_communication(rehearse):
+    """Even where no code of the user's is between DDP and the layers."""
+    with rehearse(2) as recording:
+        dist.init_process_group("nccl")
+        model = DistributedDataParallel(
+            nn.Sequential(nn.Linear(32, 64), nn.ReLU()).cuda()
+        )
+        loss = model(torch.randn(16, 32, device="cuda")).sum()
+    outputs = [i for i in recording.storages.values() if i.nbytes == 4 * 16 * 64]
+    assert outputs and not any(i.category is Category.COMMUNICATION for i in outputs)
+    assert loss is not None
+
+
+def test_fsdp_of_the_first_kind(rehearse):
+    with rehearse(2) as recording:
+        dist.init_process_group("nccl")
+        model = FullyShardedDataParallel(
+            nn.Linear(32, 64),
+            device_id=torch.cuda.current_device(),
+            use_orig_params=True,
+        )
+        held = train(model)
+    assert Category.GATHERED_PARAMETER in by_category(recording)
+    assert recording.steps == 2
+    assert held

@@ -115,6 +115,8 @@ IDIOMS = {
     "random": seeded,
     "numpy": lambda: torch.ones(2, device="cuda").cpu().numpy().shape == (2,),
     "finite": lambda: not torch.isnan(torch.ones(2, device="cuda")).any(),
+    "device by number": lambda: torch.device(1) == torch.device("cuda", 1),
+    "address": lambda: torch.ones(1, device="cuda").untyped_storage().data_ptr() > 0,
     "isfinite": lambda: bool(torch.isfinite(torch.randn((), device="cuda"))),
     "isinf": lambda: not torch.randn(2, device="cuda").isinf().any(),
     "either": lambda: (
