@@ -710,10 +710,21 @@ class Recorder:
 
     def _describe(self) -> None:
         """What there is of meshes, at the end."""
-        for mesh in _torch.live_meshes():
-            if not any(mesh is older for older in self._older_meshes):
-                names = mesh.mesh_dim_names or ()
-                self.recording.axes |= dict(zip(names, mesh.shape, strict=False))
+        meshes = [
+            mesh
+            for mesh in _torch.live_meshes()
+            if not any(mesh is older for older in self._older_meshes)
+        ]
+        for mesh in meshes:
+            names = mesh.mesh_dim_names or ()
+            self.recording.axes |= dict(zip(names, mesh.shape, strict=False))
+        ranks = self.recording.world_size
+        largest = max((mesh.size() for mesh in meshes), default=ranks)
+        if largest < ranks:
+            self.values.note(
+                f"The largest mesh has {largest} of the {ranks} ranks: those that are left "
+                "out have no part in what it is for."
+            )
 
     def enter(self, module: nn.Module) -> None:
         """A module's call begins."""

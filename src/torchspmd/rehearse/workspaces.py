@@ -19,9 +19,12 @@ class Processor(NamedTuple):
 
 _CUDNN_BYTES = 256  # that its attention adds
 # cuDNN's gradients of 1 x 1 weights, as an H200's allocator recorded them: partial sums in
-# single precision, and the most that they take, for each byte of an element.
+# single precision, and the most that they take, for each byte of an element. With fewer
+# places for each part it takes copies instead: 196 had parts, 49 had none, and the bound
+# between them is a guess.
 _PARTS = 64
 _MOST_PARTS = 1 << 24
+_PLACES_OF_A_PART = 128
 
 _SIZES = {
     "float64": 8,
@@ -160,7 +163,7 @@ def _convolution_backward(op: Op, gpu: Processor) -> Sequence[Blocks]:
         result += copies
     if wanted[1]:
         places = prod(grad.shape) // grad.shape[1]
-        if _is_product(op, weight) and places >= _PARTS * 128:
+        if _is_product(op, weight) and places >= _PARTS * _PLACES_OF_A_PART:
             most = _MOST_PARTS * _SIZES.get(weight.dtype, 4)
             result.append((min(_PARTS * 4 * prod(weight.shape), most),))
         else:

@@ -384,3 +384,13 @@ def test_fsdp_of_the_first_kind(rehearse):
     assert Category.GATHERED_PARAMETER in by_category(recording)
     assert recording.steps == 2
     assert held
+
+
+@pytest.mark.parametrize(("ranks", "notes"), [(8, 0), (6, 1)])
+def test_ranks_that_no_mesh_has_are_noted(rehearse, ranks, notes):
+    with rehearse(ranks) as recording:
+        dist.init_process_group("nccl")
+        mesh = init_device_mesh("cuda", (ranks // 4, 4), mesh_dim_names=("dp", "tp"))
+        rows = mesh["tp"]
+    assert sum("4 of the 6 ranks" in note for note in recording.notes) == notes
+    assert rows.size() == 4
