@@ -319,7 +319,6 @@ TRANSFERS = {  # gathers (seconds, needed), others (start, seconds) -> starts, s
     "one behind the other": ([(2, 5), (2, 5)], [], [1, 3], 5),
     "the first cannot hide": ([(2, 0), (1, 5)], [], [0, 4], 7),
     "before what would be in its way": ([(1, 6)], [(4, 3)], [3], 10),
-    "before a long one that it would wait for": ([(1, 6)], [(1, 4.5)], [1], 10),
     "with those before it": ([(1, 5), (1, 6)], [(4, 3)], [2, 2], 10),
 }
 

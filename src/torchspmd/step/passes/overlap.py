@@ -427,9 +427,6 @@ class Transfer(NamedTuple):
 _SLOWDOWN = 1.3  # of a network beside computation that wants the same memory and cores
 _MOST_MOVES = 200
 _GAIN = 1e-4  # of a step: what a move must gain
-# How far a gather is moved, in times that computation waits for it: by that alone, or far
-# enough to be through before others that it would wait for.
-_STRIDES = (1, 2, 4, 8, 16)
 
 
 def _plan_starts(
@@ -481,11 +478,10 @@ def plan_transfers(
         for late in sorted(range(len(planned)), key=waits.__getitem__, reverse=True):
             if waits[late] <= 0.0:
                 return planned
-            trials = [_moved(planned, late, waits[late] * far) for far in _STRIDES]
-            results = [simulate_transfers(trial, others) for trial in trials]
-            best = min(range(len(trials)), key=lambda each: results[each][0])
-            if results[best][0] < total * (1.0 - _GAIN):
-                planned, (total, waits) = trials[best], results[best]
+            trial = _moved(planned, late, waits[late])
+            found, its_waits = simulate_transfers(trial, others)
+            if found < total * (1.0 - _GAIN):
+                planned, total, waits = trial, found, its_waits
                 break
         else:
             break
