@@ -20,7 +20,7 @@ from torchspmd.predict.traffic import (
 )
 from torchspmd.rehearse.recording import Op, TensorSpec
 
-__all__ = ["Cost", "Pricer", "is_known"]
+__all__ = ["Cost", "Pricer", "factor_of", "is_known"]
 
 # Rows and columns of an output tile, and the part of the best rate that it reaches.
 _TILES = ((128, 256, 1.0), (128, 128, 0.9), (64, 128, 0.7), (64, 64, 0.5))
@@ -218,7 +218,7 @@ class Pricer:
         return Cost(self._memory_bound(op, nbytes), nbytes, 0.0, "memory")
 
     def _busy(self, op: Op, flops: float) -> float:
-        dtype = _rate_name(op, _factor(op).dtype if op.inputs else "")
+        dtype = _rate_name(op, factor_of(op).dtype if op.inputs else "")
         if dtype not in _ON_TENSOR_CORES:
             return 0.0
         return flops / self._rate(self.figures.gpu, dtype).achieved
@@ -228,7 +228,7 @@ class Pricer:
     def _matmul(self, op: Op, shape: tuple[int, int, int, int]) -> float:
         if not all(shape):
             return self.floor
-        dtype = _rate_name(op, _factor(op).dtype)
+        dtype = _rate_name(op, factor_of(op).dtype)
         layout = _layout(op)
         rates = self._rate(self.figures.gpu, dtype)
         seconds = _ideal_matmul(rates, shape) * self._matmul_ratio(dtype, layout, shape)
@@ -581,7 +581,7 @@ def _lies_as(spec: TensorSpec, *, last: bool) -> bool:
 
 def _misaligned(op: Op, shape: tuple[int, int, int, int]) -> float:
     """How much slower a product is whose matrices' rows begin at odd addresses."""
-    item = {"float32": 4, "float64": 8}.get(_factor(op).dtype, 2)
+    item = {"float32": 4, "float64": 8}.get(factor_of(op).dtype, 2)
     rows = [max(spec.stride[-2:]) for spec in op.inputs if len(spec.stride) >= 2]
     return _MISALIGNED[math.gcd(16, *(item * each for each in (*rows, shape[2])))]
 
@@ -749,7 +749,7 @@ def _rate_name(op: Op, dtype: str) -> str:
     return "float8" if dtype.startswith("float8") else dtype
 
 
-def _factor(op: Op) -> TensorSpec:
+def factor_of(op: Op) -> TensorSpec:
     """A tensor whose elements are multiplied: the last that has no integers."""
     return next(
         (spec for spec in reversed(op.inputs) if "int" not in spec.dtype), op.inputs[-1]

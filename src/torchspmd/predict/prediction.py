@@ -12,7 +12,7 @@ from torchspmd.predict.account import Part, StepAccount, account_for
 from torchspmd.predict.collectives import Link
 from torchspmd.predict.figures import Figures
 from torchspmd.predict.hardware import Hardware
-from torchspmd.predict.operators import Pricer, is_known
+from torchspmd.predict.operators import Pricer, factor_of, is_known
 from torchspmd.predict.power import Power, at_clock, power_of
 from torchspmd.predict.program import Program, price_step
 from torchspmd.predict.slices import timeline_json
@@ -22,6 +22,7 @@ from torchspmd.rehearse.recording import Event, Op, Phase, Recording
 __all__ = ["ErrorBar", "TimePrediction", "predict_time"]
 
 _MODEL = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.OTHER})
+_NEAR = 0.75  # of a step, that the host needs to issue it
 ROUNDS = 3
 
 
@@ -83,7 +84,7 @@ class TimePrediction:
         for place, cost in self.program.costs.items():
             event = self.recording.events[place]
             if isinstance(event, Op) and cost.flops and event.inputs:
-                dtype = event.inputs[-1].dtype
+                dtype = factor_of(event).dtype
                 by_dtype[dtype] = by_dtype.get(dtype, 0.0) + cost.flops
         dtype = max(by_dtype, key=lambda name: by_dtype[name], default="bfloat16")
         name = "float8" if dtype.startswith("float8") else dtype
@@ -246,7 +247,13 @@ def predict_time(
         account=account,
         rank=of,
         power=power,
-        error=error_bar(gpu, multi_rank=several[of].world_size > 1),
+        error=error_bar(
+            gpu,
+            multi_rank=several[of].world_size > 1,
+            near_host=account is not None
+            and run is not None
+            and run.host[of] > _NEAR * account.seconds,
+        ),
     )
 
 
@@ -290,9 +297,20 @@ def _validation() -> dict[str, Any]:
     return tomllib.loads(path.read_text(encoding="utf-8"))
 
 
-def error_bar(gpu: Hardware, *, multi_rank: bool) -> ErrorBar:
-    """The error of nine of ten rows of the validation table that is nearest."""
+def error_bar(
+    gpu: Hardware, *, multi_rank: bool = False, near_host: bool = False
+) -> ErrorBar:
+    """The error of nine of ten rows of the validation table that is nearest.
+
+    Args:
+        gpu: The device.
+        multi_rank: Whether ranks communicate.
+        near_host: Whether the host needs about as long as the device: then the step takes
+            what this host and the script's Python take, which no file knows.
+    """
     tables = _validation()
     names = ["several_ranks"] if multi_rank else [f"one_rank_{gpu.name}", "one_rank"]
+    if near_host and not multi_rank:
+        names = [*(f"{name}_near_host" for name in names), *names]
     table = next(tables[name] for name in names if name in tables)
     return ErrorBar(float(table["error"]), str(table["source"]))
