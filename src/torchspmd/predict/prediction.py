@@ -310,7 +310,7 @@ def error_bar(
     """
     tables = _validation()
     names = ["several_ranks"] if multi_rank else [f"one_rank_{gpu.name}", "one_rank"]
-    if near_host and not multi_rank:
-        names = [*(f"{name}_near_host" for name in names), *names]
+    if near_host:
+        names = ["near_host"]
     table = next(tables[name] for name in names if name in tables)
     return ErrorBar(float(table["error"]), str(table["source"]))

@@ -11,7 +11,7 @@ from torchspmd.predict.clock import LiveClock
 from torchspmd.predict.figures import Figures
 from torchspmd.predict.hardware import load_gpu, load_network
 from torchspmd.predict.host import HostModel
-from torchspmd.predict.prediction import predict_time
+from torchspmd.predict.prediction import error_bar, predict_time
 from torchspmd.predict.time_suggestions import suggest_faster
 from torchspmd.predict.time_text import describe_time
 from torchspmd.rehearse.recording import (
@@ -387,3 +387,11 @@ def test_what_does_not_fit_by_the_first_step_is_told():
     site = Site("net", Phase.FORWARD, 0, "")
     recording.events.append(Alloc(1, 200 << 30, 0, 0, site))
     assert bounds.is_too_large(recording)
+
+
+def test_the_error_to_expect_is_larger_where_the_host_is_near():
+    gpu = load_gpu("h200")
+    alone, near = error_bar(gpu), error_bar(gpu, near_host=True)
+    assert alone.error < error_bar(gpu, multi_rank=True).error < near.error
+    assert error_bar(gpu, multi_rank=True, near_host=True) == near
+    assert "calibrate" in near.source
