@@ -174,22 +174,35 @@ def test_stages_like_this_one():
     assert (inside == before) == (before == [None] * len(names))
 
 
-def test_values_of_small_integers():
-    x = torch.arange(4)
-    assert _torch.may_follow(x)
+@pytest.fixture
+def fake():
+    with FakeTensorMode():
+        return torch.empty(4, dtype=torch.int64)
+
+
+def test_may_follow():
+    assert _torch.may_follow(torch.arange(4))
     assert not _torch.may_follow(torch.ones(4))
-    with FakeTensorMode():
-        fake = torch.empty(4, dtype=torch.int64)
+
+
+def test_known_tensor(fake):
     assert _torch.known_tensor(fake) is None
-    _torch.set_known(fake, x)
-    assert _torch.known_tensor(fake) is x
-    compute, op = _torch.compute_known, torch.ops.aten.add.Tensor
-    assert compute(op, (fake, 1), {})[0].tolist() == [1, 2, 3, 4]
-    with FakeTensorMode():
-        assert compute(op, (fake, torch.empty(4)), {}) is None
+
+
+def test_set_known(fake):
+    _torch.set_known(fake, real := torch.arange(4))
+    assert _torch.known_tensor(fake) is real
     with fake.fake_mode:
         fake.add_(1)
-    assert _torch.known_tensor(fake) is None
+    assert _torch.known_tensor(fake) is None  # it was written
+
+
+def test_compute_known(fake):
+    compute, add = _torch.compute_known, torch.ops.aten.add.Tensor
+    assert compute(add, (fake, 1), {}) is None
+    _torch.set_known(fake, torch.arange(4))
+    assert compute(add, (fake, 1), {})[0].tolist() == [1, 2, 3, 4]
+    assert compute(torch.ops.aten.add_.Tensor, (fake, 1), {}) is None
 
 
 @pytest.mark.parametrize("what", ["matmul", "convolution"])

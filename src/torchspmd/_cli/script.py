@@ -55,12 +55,6 @@ def run_script(
             return end.code in (None, 0)
         except Exception as error:
             left.append(error)
-            if "Cannot access accelerator device" in str(error):
-                # torch.device(0) is decided in C++, by the devices of this machine.
-                error.add_note(
-                    "torchspmd: on a machine without GPUs a device cannot be a number "
-                    "alone: write torch.device('cuda', N)."
-                )
             traceback.print_exception(type(error), error, _own_frames(error, script))
             return False
     return True

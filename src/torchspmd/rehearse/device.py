@@ -463,11 +463,13 @@ def _fsdp1() -> Callable[..., None]:
 
     @functools.wraps(plain)
     def init(module: Any, *args: Any, **kwargs: Any) -> None:
-        if kwargs.get("device_id") != torch.device("cpu"):
+        on_cpu = kwargs.get("device_id") == torch.device("cpu")
+        if not on_cpu and not kwargs.get("use_orig_params"):
             raise UsageError(
-                "FullyShardedDataParallel cannot be rehearsed: it asks the driver for its "
-                "GPU. Use torch.distributed.fsdp.fully_shard, which shards the same "
-                "parameters; or trace the script without --fake, on the CPU."
+                "FullyShardedDataParallel cannot be rehearsed with use_orig_params=False, "
+                "its default. Pass use_orig_params=True; or use "
+                "torch.distributed.fsdp.fully_shard, which shards the same parameters; or "
+                "trace the script without --fake, on the CPU."
             )
         plain(module, *args, **kwargs)
 

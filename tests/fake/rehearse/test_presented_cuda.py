@@ -288,10 +288,10 @@ def test_what_needs_a_driver_is_refused(request, where):
         torch.cuda.CUDAGraph()
 
 
-def test_the_first_fsdp_is_refused_in_a_rehearsal(rehearse):
+def test_flat_parameters_of_the_first_fsdp_are_refused_in_a_rehearsal(rehearse):
     with (
         rehearse(2),
-        pytest.raises(UsageError, match="trace the script without --fake"),
+        pytest.raises(UsageError, match="Pass use_orig_params=True"),
     ):
         FullyShardedDataParallel(nn.Linear(2, 2).cuda())
 

@@ -12,8 +12,7 @@ from training import train
 
 from torchspmd.errors import AgreementError
 from torchspmd.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torchspmd.step import DataParallel, compile, rank_agreement
-from torchspmd.step.lower import backends
+from torchspmd.step import DataParallel, compile, rank_agreement, runtime
 from torchspmd.testing import Ranks
 
 
@@ -197,20 +196,20 @@ def check_told(found):
 
 def compiles_slowly():
     """Compiling takes longer on one rank than ranks wait for a plan."""
-    rank_agreement.PLAN_SECONDS, lower = 1.0, backends.lower
+    rank_agreement.PLAN_SECONDS, lower = 1.0, runtime.lower
 
-    def slow(graph):
+    def slow(graph, compiled):
         if dist.get_rank() == 1:
             time.sleep(2.0)
         return graph, "not compiled"
 
-    backends.lower = slow
+    runtime.lower = slow
     model = nn.Linear(4, 2)
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
         loss = compile(train, backend="inductor")(model, optim, torch.ones(3, 4))
     finally:
-        rank_agreement.PLAN_SECONDS, backends.lower = 300.0, lower
+        rank_agreement.PLAN_SECONDS, runtime.lower = 300.0, lower
     return loss.shape
 
 

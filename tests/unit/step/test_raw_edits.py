@@ -11,9 +11,9 @@ from torchspmd.errors import LegalityError, PassWarning
 from torchspmd.step import (
     GraphModuleTransformation,
     IterGraphModule,
+    build,
     compile,
     graph_optimization_pass,
-    pipeline,
 )
 from torchspmd.step.graph.metadata import roles_of, set_roles
 from torchspmd.step.graph.reports import Outcome
@@ -208,7 +208,7 @@ def test_passes_inside_are_not_checked_again(monkeypatch):
     def refuse(*_):
         raise AssertionError("checked twice")
 
-    monkeypatch.setattr(pipeline, "run_transformation", refuse)
+    monkeypatch.setattr(build, "run_transformation", refuse)
     train(GraphModuleTransformation(passes=[clone_first]), steps=1)
 
 
