@@ -1135,6 +1135,10 @@ def judge(recipe: Recipe) -> tuple[str, str]:
     size = dist.get_world_size() if dist.is_initialized() else 1
     exact = is_exact(recipe.mode, recipe.backend, size)
     tolerance = 2e-6 if exact else 3e-5  # and more where rounding is amplified
+    if recipe.step == "autocast":
+        # Inductor rounds less often to bfloat16, and shards are cast at each of their uses:
+        # a weight that is used twice has its gradients added in float32.
+        tolerance = 8e-3
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         outcome, text, eager, compiled = run_both(recipe)
