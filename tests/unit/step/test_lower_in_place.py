@@ -28,7 +28,11 @@ from torchspmd.step.graph.metadata import (
 )
 from torchspmd.step.graph.snapshot import copy_graph
 from torchspmd.step.legality.check import check_edit
-from torchspmd.step.lower.in_place import compute_in_place, mark_returned
+from torchspmd.step.lower.in_place import (
+    compute_in_place,
+    mark_returned,
+    write_for_compiler,
+)
 from torchspmd.step.lower.pending_in_place import write_pending_in_place
 from torchspmd.step.passes import remove_copy_from_optimizer
 from torchspmd.step.virtual.ranks import lay_out
@@ -673,3 +677,16 @@ def test_inputs_of_virtual_ranks_are_laid_out_as_those_of_the_call():
         assert torch.equal(found[0], given[0]) and found[0] is not given[0]
     expanded = [spread(), torch.ones(1).expand(4)]
     assert Inputs(graph, lay_out(graph, 1), expanded).at(0, 0)[1].tolist() == [1.0] * 4
+
+
+def test_operators_whose_arguments_have_no_shape_are_left_to_the_compiler():
+    build = Build()
+    step, more = build.input(1), build.input(1)
+    added = build.call(aten._foreach_add.List, [step], [more])
+    new = build.call(operator.getitem, added, 0)
+    build.graph.output([new])
+    set_roles(build.graph, [OutputRole(OutputKind.STATE, 0)])
+    graph = fx.GraphModule({}, build.graph)
+    assert write_for_compiler(graph)[1].num_in_place == 1
+    del more.meta["val"]
+    assert write_for_compiler(graph)[1].num_in_place == 0

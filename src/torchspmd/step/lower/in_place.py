@@ -19,6 +19,7 @@ from torchspmd.step.graph.aliases import Aliases, find_aliases, operator_of
 from torchspmd.step.graph.collectives import fit_to_gloo, reduce_in_place
 from torchspmd.step.graph.metadata import (
     OutputKind,
+    fake_value,
     output_node,
     output_values,
     roles_of,
@@ -101,9 +102,12 @@ def _is_called(node: fx.Node) -> bool:
     """Whether an operator is called in place: a fused update, and counters beside it."""
     if is_fused_update(node):
         return True
-    values = [source.meta["val"] for source in node.all_input_nodes]
+    if not is_list_operator(node):
+        return False
+    values = [fake_value(source) for source in node.all_input_nodes]
     tensors = [each for each in values if isinstance(each, torch.Tensor)]
-    return is_list_operator(node) and all(each.numel() == 1 for each in tensors)
+    is_known = all(each is not None for each in values)
+    return is_known and all(each.numel() == 1 for each in tensors)
 
 
 def written_tensors(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
