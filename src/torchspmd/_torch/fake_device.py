@@ -100,7 +100,7 @@ def compute_known(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Sequence[torch.Tensor] | None:
     """What an operator gives for known values; None where one of them is not known."""
-    if func._schema.is_mutable:
+    if not isinstance(func, OpOverload) or func._schema.is_mutable:
         return None
 
     def real(value: Any) -> Any:
@@ -117,7 +117,7 @@ def compute_known(
         result = func(
             *map(real, args), **{name: real(each) for name, each in kwargs.items()}
         )
-    except (KeyError, RuntimeError, IndexError, NotImplementedError):
+    except Exception:  # not known, or no kernel of the host: then it has no values
         return None
     return (result,) if isinstance(result, torch.Tensor) else result
 
@@ -404,9 +404,8 @@ class ShownAsCuda(TorchFunctionMode):
     def _parse_to(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if (
-            args and type(args[0]) is int
-        ):  # as in module.to(local_rank), torch.device(0)
+        # As in module.to(local_rank), torch.device(0).
+        if args and type(args[0]) is int:
             args = (torch.device("cuda", args[0]), *args[1:])
         return func(*args, **kwargs)
 

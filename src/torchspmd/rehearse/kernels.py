@@ -165,17 +165,26 @@ def _cudnn(
     is_causal: bool,
     scale: float | None,
 ) -> torch.Tensor:
-    if mask is not None and mask.dtype == torch.bool:  # becomes 0 and -inf
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(
-            mask.logical_not(), float("-inf")
-        )
-    saves = torch.is_grad_enabled() and any(
-        x.requires_grad for x in (query, key, value)
-    )
+    if mask is not None:
+        mask = _added(mask, query.dtype)
+    saves = _saves(query, key, value)
     result: torch.Tensor = _aten._scaled_dot_product_cudnn_attention.default(
         query, key, value, mask, saves, dropout_p, is_causal, False, scale=scale
     )[0]
     return result
+
+
+def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What is added to the scores: 0 and -inf, for a mask of truth values."""
+    if mask.dtype != torch.bool:
+        return mask
+    zeros = torch.zeros_like(mask, dtype=dtype)
+    return zeros.masked_fill_(mask.logical_not(), float("-inf"))
+
+
+def _saves(*tensors: torch.Tensor) -> bool:
+    """Whether backward will need what forward computed."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def _efficient_fits(
@@ -206,17 +215,12 @@ def _efficient(
     scale: float | None,
 ) -> torch.Tensor:
     if mask is not None:
-        if mask.dtype == torch.bool:  # becomes 0 and -inf
-            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(
-                mask.logical_not(), float("-inf")
-            )
+        mask = _added(mask, query.dtype)
         length = mask.size(-1)
         if missing := -length % 16:
             mask = torch.nn.functional.pad(mask, (0, missing))[..., :length]
         mask = mask.expand(query.size(0), query.size(1), query.size(2), mask.size(-1))
-    saves = torch.is_grad_enabled() and any(
-        x.requires_grad for x in (query, key, value)
-    )
+    saves = _saves(query, key, value)
     result: torch.Tensor = _aten._scaled_dot_product_efficient_attention.default(
         query, key, value, mask, saves, dropout_p, is_causal, scale=scale
     )[0]

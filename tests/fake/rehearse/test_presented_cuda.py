@@ -480,6 +480,14 @@ def test_small_integers_keep_their_values(rehearse):
     assert recording.notes == []
 
 
+def test_values_of_what_chooses_by_values_are_not_known(rehearse):
+    with rehearse() as recording:
+        places = torch.tensor([1, 0, 1], device="cuda").nonzero()
+        assert places.shape == (3, 1)  # all are chosen
+        assert len(places.tolist()) == 3
+    assert any("chooses by values" in note for note in recording.notes)
+
+
 def test_what_is_written_is_not_known_any_more(rehearse):
     with rehearse(), pytest.raises(NoValueError):
         mask = torch.ones(8, dtype=torch.bool, device="cuda")
