@@ -71,9 +71,9 @@ def without_guards(compiled, args, kwargs):
     return compiled._programs.kept[0], inventory
 
 
-def frozen_lr(program, flat, inventory, call):
+def frozen_lr(program, flat, inventory, call, value=0.1):
     place = [number.name for number in inventory.numbers].index("SGD.group0.lr")
-    flat[len(inventory.slots) + place] = 0.1
+    flat[len(inventory.slots) + place] = value
 
 
 def test_a_frozen_learning_rate_is_found(monkeypatch):
@@ -290,6 +290,42 @@ def test_what_is_made_of_parameters_that_rounding_moves_is_no_difference(alone):
     for _ in range(3):
         step(model, optim, torch.randn(3, 4))
     assert "3 calls were also made eagerly" in step.explain()
+
+
+def run_between_norms(seed, schedule=()):
+    """Norms before and after a layer leave of some gradients nothing but rounding."""
+    torch.manual_seed(seed)
+    parts = [nn.Unflatten(1, (2, 2)), nn.InstanceNorm1d(2, affine=True), nn.Flatten()]
+    norms = [nn.Sequential(*copy.deepcopy(parts)) for _ in range(2)]
+    model = nn.Sequential(norms[0], nn.Linear(4, 4), nn.BatchNorm1d(4), norms[1])
+    optim = torch.optim.SGD(model.parameters(), lr=0.05)
+
+    @compile(shadow=3)
+    def step(model, optim, batch):
+        loss = model(batch).square().mul(batch).mean()
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        return loss.detach()
+
+    for number in range(3):
+        optim.param_groups[0]["lr"] = dict(schedule).get(number, 0.05)
+        step(model, optim, torch.randn(3, 4))
+    assert "3 calls were also made eagerly" in step.explain()
+
+
+@pytest.mark.parametrize("seed", (2, 8))
+def test_rounding_that_the_step_amplifies_is_no_difference(alone, monkeypatch, seed):
+    run_between_norms(seed)
+    monkeypatch.setattr(check, "has_same_kernels", lambda *call: True)
+    with pytest.raises(ShadowError):  # the second eager call is what tells
+        run_between_norms(seed)
+
+
+def test_a_frozen_rate_is_found_where_rounding_is_amplified(alone, monkeypatch):
+    planted(monkeypatch, lambda *call: frozen_lr(*call, value=0.05))
+    with pytest.raises(ShadowError, match="a schedule that has no effect"):
+        run_between_norms(2, {1: 0.04})
 
 
 def test_a_step_that_overflows_is_no_difference():

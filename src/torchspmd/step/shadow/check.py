@@ -1,6 +1,7 @@
 """When calls of a compiled step are made eagerly too, and what ranks say about them."""
 
 import contextlib
+import functools
 import json
 import os
 import time
@@ -30,12 +31,14 @@ from torchspmd.step.program import Program
 from torchspmd.step.progress import phase
 from torchspmd.step.rank_agreement import exchange_texts
 from torchspmd.step.shadow.compare import (
+    Amplified,
     Difference,
     Evidence,
     Outcome,
     Rounding,
     compare_returned,
     compare_values,
+    has_same_kernels,
     likely_cause,
     own_rows,
     tolerance_of,
@@ -115,6 +118,7 @@ class _Call:
     number: int
     chained: int
     is_first: bool
+    amplified: Amplified
     seconds: float
     void: Skip | None = None  # why nothing can be compared
     is_left: bool = False  # its update is pending now
@@ -123,7 +127,9 @@ class _Call:
     def rounding(self) -> Rounding:
         """How much counts as rounding."""
         following = find_following(self.program, self.inventory)
-        return Rounding(self.tolerance, self.chained, self.eager, following)
+        return Rounding(
+            self.tolerance, self.chained, self.eager, following, self.amplified
+        )
 
 
 @dataclass(slots=True, repr=False)
@@ -209,21 +215,28 @@ class Shadow:
             return None
         start = time.perf_counter()
         why = self._why_not(program, inventory, mode)
-        why = self._agree_to_begin(program, mode, communicates, why)
+        measures = self._measures_rounding(program, inventory, mode)
+        why, measures = self._agree_to_begin(program, mode, communicates, why, measures)
         if why is not None:
             self._skip(why)
             self._left[communicates] = 0
             return None
         before = self._pending if is_pending else None
+        make_call = functools.partial(
+            run_eagerly,
+            self.function,
+            inventory,
+            mode,
+            find_late(program),
+            None if before is None else before.eager,
+            communicates=communicates,
+        )
+        amplified = Amplified()
         with phase("shadow"), without_flushing_in_backward():
-            eager = run_eagerly(
-                self.function,
-                inventory,
-                mode,
-                find_late(program),
-                None if before is None else before.eager,
-                communicates=communicates,
-            )
+            eager = make_call()
+            if measures:
+                amplified = Amplified.between(eager, make_call(is_perturbed=True))
+        eager.sums.clear()
         self._left[communicates] -= 1 if self._left[communicates] > 0 else 0
         is_first = program.number not in self._seen
         self._seen.add(program.number)
@@ -237,6 +250,7 @@ class Shadow:
             self._calls,
             0 if before is None else before.chained + 1,
             is_first,
+            amplified,
             time.perf_counter() - start,
             _why_void(eager, mode),
         )
@@ -261,6 +275,16 @@ class Shadow:
                 f"{free / 2**30:.1f} GiB are free"
             )
         return None
+
+    def _measures_rounding(
+        self, program: Program, inventory: Inventory, mode: ParallelMode
+    ) -> bool:
+        """Whether a second eager call can and must show what rounding it amplifies."""
+        if has_same_kernels(inventory, mode, self.backend):
+            return False
+        needed = needed_bytes(program, inventory, mode, calls=2)
+        free = free_bytes(inventory)
+        return free is None or needed <= free
 
     def _skip(self, why: Skip) -> None:
         if why.text in self._notes:
@@ -377,30 +401,35 @@ class Shadow:
         mode: ParallelMode,
         communicates: bool,
         why: Skip | None,
-    ) -> Skip | None:
-        """Why some rank cannot make an eager call; None where all can."""
+        measures: bool,
+    ) -> tuple[Skip | None, bool]:
+        """Why some rank cannot make an eager call; None where all can make it.
+
+        And whether all make a second one, with other last bits.
+        """
         if mode.mesh is None or not communicates or dist.get_backend() == "fake":
-            return why
+            return why, measures
         state = ""
         if isinstance(mode, GlobalBatch) and draws(program.graph):
             state = str(torch.default_generator.get_state().sum().item())
         ranks = _peers(program, mode)
         try:
-            texts = self._exchange(json.dumps([why, state]), ranks, "begin")
+            texts = self._exchange(json.dumps([why, state, measures]), ranks, "begin")
         except _GivenUpError as error:
-            return self._give_up(str(error))
+            return self._give_up(str(error)), False
         found = {rank: json.loads(text) for rank, text in texts.items()}
-        for rank, (reason, _) in sorted(found.items()):
+        for rank, (reason, *_) in sorted(found.items()):
             if reason is not None:
                 text, warns = reason
                 is_own = rank == dist.get_rank()
-                return Skip(text if is_own else f"rank {rank}: {text}", warns)
-        if len({state for _, state in found.values()}) > 1:
-            return Skip(
+                return Skip(text if is_own else f"rank {rank}: {text}", warns), False
+        if len({state for _, state, _ in found.values()}) > 1:
+            seeds = Skip(
                 "ranks have other seeds, and the default mode draws random numbers for "
                 "all rows from each of them. Seed all ranks alike to compare"
             )
-        return None
+            return seeds, False
+        return None, all(each for *_, each in found.values())
 
     def _conclude(self, call: _Call, outcome: Outcome) -> None:
         """Share what was found, and raise on every rank where any has a difference."""

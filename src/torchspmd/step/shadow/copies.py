@@ -255,8 +255,13 @@ def _restore(table: dict[str, Any], before: dict[str, Any]) -> None:
 # Whether copies of a call and an eager call of it fit into memory.
 
 
-def needed_bytes(program: Program, inventory: Inventory, mode: ParallelMode) -> int:
-    """Of copies and of an eager call: as much as the graph's own worst moment, or more."""
+def needed_bytes(
+    program: Program, inventory: Inventory, mode: ParallelMode, *, calls: int = 1
+) -> int:
+    """Of copies and of an eager call: as much as the graph's own worst moment, or more.
+
+    A second call begins while what the first has left is kept.
+    """
     copies = gradients = 0
     size = 1 if mode.mesh is None else mode.mesh.size()
     for slot in inventory.slots:
@@ -271,7 +276,8 @@ def needed_bytes(program: Program, inventory: Inventory, mode: ParallelMode) -> 
     peak = 0 if program.peak_memory is None else program.peak_memory.total_bytes
     if isinstance(mode, GlobalBatch):
         peak *= size
-    return max(peak, copies) + gradients + (copies if peak < copies else 0)
+    kept = (calls - 1) * (copies + gradients)
+    return max(peak, copies) + gradients + (copies if peak < copies else 0) + kept
 
 
 def free_bytes(inventory: Inventory) -> int | None:

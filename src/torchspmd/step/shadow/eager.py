@@ -94,6 +94,7 @@ class Eager:
         random: The state of every generator of torch after it.
         drew: Whether it drew random numbers.
         gradients: The sizes of the gradients that backward made, by slot.
+        sums: Their sums, by slot.
         ahead: What the next call begins with, of what is late, by slot.
         numbers: The same of counters that are Python numbers, by their place.
     """
@@ -105,6 +106,7 @@ class Eager:
     random: list[torch.Tensor] = field(default_factory=list)
     drew: bool = False
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+    sums: dict[int, torch.Tensor] = field(default_factory=dict)
     ahead: dict[int, torch.Tensor] = field(default_factory=dict)
     numbers: dict[int, Any] = field(default_factory=dict)
 
@@ -210,6 +212,7 @@ def run_eagerly(
     before: Eager | None,
     *,
     communicates: bool,
+    is_perturbed: bool = False,
 ) -> Eager:
     """Make one call eagerly, with plain collectives for the mode's meaning.
 
@@ -223,10 +226,13 @@ def run_eagerly(
         before: The eager call before this one, whose update is still pending in the
             user's own tensors.
         communicates: Whether the compiled step communicates.
+        is_perturbed: Whether parameters begin with other last bits.
     """
     ahead = {} if before is None else before.ahead
     numbers = {} if before is None else before.numbers
     copies = Copies(inventory, copy_slots(inventory, mode, ahead), numbers)
+    if is_perturbed:
+        _perturb(copies)
     generators = Generators(inventory)
     found = Eager()
     watched = [*watch_python(inventory), *watch_hooks(inventory)]
@@ -287,9 +293,19 @@ def _read_values(
         place = inventory.gradients.get(each.slot, -1) if is_gradient else each.slot
         if each.is_late and place in late.slots and each.value is not None:
             found.ahead[place] = each.value
-    found.gradients = {
-        slot: parts[slot](gradient) for slot, gradient in found.gradients.items()
-    }
+    for by_slot in (found.gradients, found.sums):
+        by_slot.update({slot: parts[slot](each) for slot, each in by_slot.items()})
+
+
+def _perturb(copies: Copies) -> None:
+    """Change each parameter by about one unit in the last place, alike on every rank."""
+    for place, slot in enumerate(copies.inventory.slots):
+        tensor = _torch.plain_tensor(copies.wholes[place].tensor.detach())
+        if slot.role is Role.PARAMETER and tensor.is_floating_point():
+            generator = torch.Generator().manual_seed(place)
+            size = 2 * torch.rand(tensor.shape, generator=generator) - 1
+            size *= torch.finfo(tensor.dtype).eps
+            tensor.add_(tensor * size.to(tensor.device, tensor.dtype))
 
 
 def _read_gradients(found: Eager, copies: Copies, late: Late) -> None:
@@ -431,8 +447,10 @@ def _hooked(
     """
 
     def note(place: int, gradient: torch.Tensor) -> None:
-        size, known = gradient.detach().abs(), found.gradients.get(place)
-        found.gradients[place] = size if known is None else known + size
+        gradient = gradient.detach()
+        for total, new in (found.gradients, gradient.abs()), (found.sums, gradient):
+            known = total.get(place)
+            total[place] = new.clone() if known is None else known + new
 
     reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
     if isinstance(mode, Replicated):
