@@ -198,11 +198,6 @@ def test_start_all_reduce(group):
     assert _torch.wait(started).data_ptr() == tensor.data_ptr()
 
 
-def test_start_all_gather(group):
-    started = _torch.start_all_gather(torch.ones(2, 3), 4, group)
-    assert _torch.wait(started).shape == (8, 3)
-
-
 def test_gather_now(group):
     assert _torch.gather_now(torch.ones(2, 3), 4, group).shape == (8, 3)
 
@@ -219,8 +214,8 @@ def test_start_all_to_all(group):
 
 
 def test_wait(group):
-    tensor = torch.ones(3, requires_grad=True)
-    done = _torch.wait(_torch.start_all_gather(tensor, 4, group))
+    tensor = torch.ones(4, requires_grad=True)
+    done = _torch.wait(_torch.start_reduce_scatter(tensor, 4, group))
     assert done.grad_fn is None  # below autograd: the caller gives its own backward
     assert type(done) is torch.Tensor
 

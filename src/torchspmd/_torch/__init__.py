@@ -90,7 +90,6 @@ from torchspmd._torch.dtensor import (
 )
 from torchspmd._torch.dtensor import sister_axis as sister_axis
 from torchspmd._torch.dtensor import spec as spec
-from torchspmd._torch.dtensor import start_all_gather as start_all_gather
 from torchspmd._torch.dtensor import start_all_reduce as start_all_reduce
 from torchspmd._torch.dtensor import start_all_to_all as start_all_to_all
 from torchspmd._torch.dtensor import start_reduce_scatter as start_reduce_scatter

@@ -106,21 +106,26 @@ def start_all_reduce(tensor: torch.Tensor, op: str, group: str) -> torch.Tensor:
     return _run(_functional_ops.all_reduce_.default, tensor, op, group)
 
 
-def start_all_gather(tensor: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    """Start to gather along dim 0; ``wait`` for the returned tensor."""
-    return _run(_functional_ops.all_gather_into_tensor.default, tensor, size, group)
-
-
 def gather_now(tensor: torch.Tensor, size: int, group: str) -> torch.Tensor:
     """Gather along dim 0, and wait; of traced tensors, the two operators of that."""
-    is_eager = type(tensor) is torch.Tensor and not torch.compiler.is_compiling()
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    is_eager = is_plain and not torch.compiler.is_compiling()
     if not is_eager or not tensor.ndim or not uses_gloo(group, tensor.device):
-        return wait(start_all_gather(tensor, size, group))
+        op = _functional_ops.all_gather_into_tensor.default
+        return wait(_run(op, tensor, size, group))
     # Without memory that is given to it, gloo's gather can corrupt the heap.
     memory = tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:]))
     op = _functional_ops.all_gather_into_tensor_out.default
     with _BelowAutograd():
-        return wait(op(tensor, size, group, out=memory))
+        wait(op(_as_sent(tensor), size, group, out=_as_sent(memory)))
+    return memory
+
+
+def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory in a type that gloo knows."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj())
+    return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
 
 
 def start_reduce_scatter(tensor: torch.Tensor, size: int, group: str) -> torch.Tensor:

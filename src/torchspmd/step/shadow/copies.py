@@ -111,10 +111,7 @@ def _global_rows(
         rows = _torch.plain_tensor(tensor).shape[0]
     else:
         local = tensor.detach().contiguous()
-        is_bool = local.dtype is torch.bool  # gloo gathers no booleans
-        sent = local.view(torch.uint8) if is_bool else local
-        whole = _torch.gather_now(sent, mesh.size(), mesh.get_group().group_name)
-        whole = whole.view(torch.bool) if is_bool else whole
+        whole = _torch.gather_now(local, mesh.size(), mesh.get_group().group_name)
         rows = tensor.shape[0]
     first = mesh.get_local_rank() * rows
 
