@@ -1085,6 +1085,15 @@ def test_on_lists():
     assert [t.tolist() for t in tensors] == [[3.0, 3.0], [3.0, 3.0, 3.0]]
 
 
+def test_operator_of_unknown_size():
+    with FakeTensorMode(), pytest.raises(_torch.data_dependence_errors()) as caught:
+        torch.ones(3, dtype=torch.long).bincount()
+    outer = RuntimeError()
+    outer.__cause__ = caught.value
+    assert _torch.operator_of_unknown_size(outer) == "aten.bincount.default"
+    assert _torch.operator_of_unknown_size(RuntimeError()) is None
+
+
 def test_layouts_by_value():
     from torch._subclasses.fake_tensor import FakeTensorMode
 

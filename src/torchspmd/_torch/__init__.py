@@ -47,6 +47,9 @@ from torchspmd._torch.capture import is_symbol as is_symbol
 from torchspmd._torch.capture import keep_flat_weights as keep_flat_weights
 from torchspmd._torch.capture import layout_of as layout_of
 from torchspmd._torch.capture import lazy_module as lazy_module
+from torchspmd._torch.capture import (
+    operator_of_unknown_size as operator_of_unknown_size,
+)
 from torchspmd._torch.capture import plain_tensor as plain_tensor
 from torchspmd._torch.capture import propagate_shapes as propagate_shapes
 from torchspmd._torch.capture import renew_flat_weights as renew_flat_weights

@@ -612,6 +612,17 @@ def current_graph() -> fx.Graph | None:
     return None if mode is None else mode.tracer.graph
 
 
+def operator_of_unknown_size(error: BaseException | None) -> str | None:
+    """The operator whose result has a size that depends on values, where that failed."""
+    from torch._subclasses.fake_tensor import DynamicOutputShapeException
+
+    while error is not None:
+        if isinstance(error, DynamicOutputShapeException):
+            return str(error.func)
+        error = error.__cause__ or error.__context__
+    return None
+
+
 def data_dependence_errors() -> tuple[type[Exception], ...]:
     """What torch raises when a trace would have to know a tensor's value."""
     from torch._subclasses.fake_tensor import (

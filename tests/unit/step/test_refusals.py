@@ -59,7 +59,22 @@ def test_shape_that_depends_on_values():
     def step(model, optim, batch):
         return model(batch[batch[:, 0] > 0]).sum()
 
-    assert "the step needs a tensor's value" in refusal(step)
+    text = refusal(step)
+    assert "the size of what aten.nonzero.default makes depends on values" in text
+    assert "F.one_hot(x, n).sum(0) instead of bincount()" in text
+
+
+def test_distributions_that_look_at_values():
+    def step(model, optim, batch, *, check=True):
+        drawn = torch.distributions.Normal(model(batch), 1.0, validate_args=check)
+        drawn.rsample().square().mean().backward()
+        return drawn.log_prob(batch[:, :1]).sum().detach()
+
+    text = refusal(step)
+    assert "a distribution checks the values of its arguments" in text
+    assert "validate_args=False" in text
+    model = nn.Linear(8, 1)
+    compile(step)(model, None, torch.randn(6, 8), check=False)
 
 
 def test_print():

@@ -5,6 +5,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch.distributions import Distribution
 from torch.optim import Optimizer
 
 from torchspmd import _torch
@@ -41,6 +42,8 @@ def _explain(error: Exception, owner: Owner, closed: Sequence[str]) -> tuple[str
     """What went wrong, and the fix."""
     if isinstance(error, RefusalError):
         return error.what, error.fix
+    if _is_in_distribution(error):
+        return "a distribution checks the values of its arguments", _DISTRIBUTION_FIX
     if needs_values(error):
         return _explain_values(error, owner)
     if closed and _NO_INPUT in str(error):
@@ -65,6 +68,8 @@ def _explain_values(error: Exception, owner: Owner) -> tuple[str, str]:
     if owner.phase is Phase.OPTIMIZER and optimizer is not None:
         what = f"{optimizer} chooses what to do by a value that is not known yet"
         return what, _OPTIMIZER_FIX
+    if (operator := _torch.operator_of_unknown_size(error)) is not None:
+        return f"the size of what {operator} makes depends on values", _SIZE_FIX
     return "the step needs a tensor's value while it is captured", _VALUE_FIX
 
 
@@ -81,6 +86,17 @@ _VALUE_FIX = (
     "A graph has no values before it runs: item(), float(), bool() and `if` on a tensor "
     "cannot be captured.\nReturn the tensor and read it after the step, or choose with "
     "torch.where."
+)
+_SIZE_FIX = (
+    "A graph has no values before it runs, and every tensor in it has a known size.\n"
+    "Write it with a result of fixed size: torch.where or a mask that is multiplied "
+    "instead of boolean indexing and nonzero(), F.one_hot(x, n).sum(0) instead of "
+    "bincount(), topk() instead of unique()."
+)
+_DISTRIBUTION_FIX = (
+    "A graph has no values before it runs, and the check chooses by them whether to "
+    "raise.\nMake the distribution with validate_args=False, or call "
+    "torch.distributions.Distribution.set_default_validate_args(False) once."
 )
 _OPTIMIZER_FIX = (
     "A choice by a counter that is one number is captured; a choice by what is computed "
@@ -168,6 +184,21 @@ _BY_TEXT = (
     ("SparseTensorImpl", "an operator makes a sparse gradient", _SPARSE_FIX),
     ("by strided tensors", "an operator makes a sparse gradient", _SPARSE_FIX),
 )
+
+
+def _is_in_distribution(error: BaseException | None) -> bool:
+    """Whether a distribution of torch validates its arguments, here or in the cause."""
+    while error is not None:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            owner = frame.f_locals.get("self")
+            name = frame.f_code.co_name
+            if isinstance(owner, Distribution) and name in _VALIDATING:
+                return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+_VALIDATING = ("__init__", "_validate_sample")
 
 
 def _running_optimizer(error: BaseException) -> str | None:

@@ -48,6 +48,8 @@ def gather_rows(
     local: torch.Tensor, sharding: Sharding, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """The whole tensor from this rank's rows of it, sent in a dtype of its own or not."""
+    if local.is_complex():  # gloo sends real numbers only
+        return torch.view_as_complex(gather_rows(torch.view_as_real(local), sharding))
     dtype = dtype or local.dtype
     if not sharding.is_sharded:  # small, and a write must not reach the parameter
         return local.to(dtype, copy=True)
@@ -70,6 +72,9 @@ def reduce_rows(
 
     They are reduced in the dtype that they have, and returned in the one that is given.
     """
+    if gradient.is_complex():
+        real = torch.view_as_real(gradient.resolve_conj())
+        return torch.view_as_complex(reduce_rows(real, sharding, average=average))
     before, after = 1.0, 1.0
     if average:  # gloo has no average: the sum is scaled everywhere
         before, after = divisors(gradient.dtype, sharding.num_batches)
