@@ -100,7 +100,7 @@ def _power_of(
     is_max = norm_type == float("inf")
     # A rank whose shards are all empty must send a number of the same type as the rest.
     dtype = functools.reduce(torch.promote_types, map(_norm_dtype, shards))
-    power = torch.zeros((), dtype=dtype, device=shards[0].device)
+    power = torch.zeros((), dtype=dtype.to_real(), device=shards[0].device)
     norms = _norms([s for s in shards if s.numel()], norm_type, foreach)
     if norms:
         stacked = torch.stack([n.to(power) for n in norms])
