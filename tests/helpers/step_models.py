@@ -136,7 +136,6 @@ class Lion(torch.optim.Optimizer):
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
-    "sgd_foreach": lambda p: torch.optim.SGD(p, lr=0.1, foreach=True),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
     "momentum_without_decay": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "adam": lambda p: torch.optim.Adam(p, lr=0.01),
@@ -145,9 +144,7 @@ OPTIMIZERS = {
     "adamw_foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
     "adamw_fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
-    "adagrad_fused": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
-    "rmsprop_foreach": lambda p: torch.optim.RMSprop(p, lr=0.01, foreach=True),
     "sgd_fused": lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
     "momentum_fused": lambda p: torch.optim.SGD(
         p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01, fused=True

@@ -51,6 +51,9 @@ def _group(value: Any) -> dist.ProcessGroup:
     return value
 
 
+_MESH_NAMES = vars(sys.modules[DeviceMesh.__module__])
+
+
 def live_meshes() -> list[DeviceMesh]:
     """Every DeviceMesh alive in this process; torch keeps no list of them.
 
@@ -58,8 +61,11 @@ def live_meshes() -> list[DeviceMesh]:
     ``gc.freeze()``. Of these, the ones are found that are in use: running functions of
     torch hold the module, DTensor or group of parameters that communicates.
     """
-    found = [each for each in gc.get_referrers(DeviceMesh) if _is_mesh(each)]
-    if gc.get_freeze_count():
+    referrers = gc.get_referrers(DeviceMesh)
+    found = [each for each in referrers if _is_mesh(each)]
+    # Not gc.get_freeze_count(), which walks through all that is frozen: the namespace of
+    # torch's own module was there before any mesh, and is not found either once frozen.
+    if not any(each is _MESH_NAMES for each in referrers):
         known = set(map(id, found))
         found += [mesh for mesh in _meshes_in_use() if id(mesh) not in known]
     return found

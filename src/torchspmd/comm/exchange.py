@@ -13,6 +13,7 @@ from torchspmd import _torch
 from torchspmd.errors import AgreementError
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.2  # seconds between two reads of the store
+_LONGER = 1.25  # each pause than the one before: a text is read after a fifth too long
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ def exchange(
         if failed or time.monotonic() > end:
             break
         time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
+        pause = min(_LONGER * pause, _LONGEST_PAUSE)
     texts = _read(store, [each for each in ranks if each not in missing], key)
     return Exchanged(texts, seconds, tuple(missing), failed)
 

@@ -132,6 +132,7 @@ def test_a_gather_that_sneaked_in_has_its_line(folder, capsys):
 
 
 def test_the_same_text_on_every_machine_and_run(folder, tmp_path):
+    """Also the test of ``python -m torchspmd``."""
     lock("-o", "here.lock")
     elsewhere = tmp_path / "else" / "where"
     elsewhere.mkdir(parents=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from processes import run_forked
 from torch import nn
 
 import torchspmd
@@ -325,7 +326,23 @@ def test_diff(script, tmp_path, capsys):
     assert change["after"]["count"] - change["before"]["count"] == 1
 
 
-def test_diff_of_scripts(tmp_path, capfd):
+@pytest.fixture
+def forked_commands(monkeypatch, tmp_path):
+    """``python -m torchspmd`` in a fork, which need not import torch anew."""
+
+    def run(command, stdout, check):
+        assert command[:3] == [sys.executable, "-m", "torchspmd"]
+        assert (stdout, check) == (2, False)
+        done = run_forked(main, command[3:], folder=tmp_path)
+        sys.stderr.write(done.stdout + done.stderr)
+        return done
+
+    monkeypatch.setattr(subprocess, "run", run)
+
+
+@pytest.mark.forks
+@pytest.mark.usefixtures("forked_commands")
+def test_diff_of_scripts(tmp_path, capsys):
     """Each imports a module of its own, of the same name."""
     scripts = []
     for name, width in (("old", 4), ("new", 8)):
@@ -337,7 +354,7 @@ def test_diff_of_scripts(tmp_path, capfd):
     page = tmp_path / "page.html"
     words = ["--world-size", "2", "--fake", "--gpu", "h100", "--steps", "0", "--json"]
     assert main(["diff", *scripts, *words, "--html", str(page), "--", "3"]) == 1
-    captured = capfd.readouterr()
+    captured = capsys.readouterr()
     (change,) = [c for c in json.loads(captured.out) if c["module"].endswith("module")]
     assert change["before"]["payload_bytes"] == 3 * 4 * (4 * 4 + 4)
     assert change["after"]["payload_bytes"] == 3 * 4 * (8 * 4 + 8)
@@ -345,11 +362,13 @@ def test_diff_of_scripts(tmp_path, capfd):
     assert "new/train.py" in page.read_text()
 
 
-def test_diff_of_a_script_that_fails(script, tmp_path, capfd):
+@pytest.mark.forks
+@pytest.mark.usefixtures("forked_commands")
+def test_diff_of_a_script_that_fails(tmp_path, capsys):
     path = tmp_path / "fails.py"
     path.write_text("raise ValueError('the user did this')")
     assert main(["diff", str(path), str(path), "--world-size", "2"]) == 2
-    error = capfd.readouterr().err
+    error = capsys.readouterr().err
     assert "ValueError: the user did this" in error
     assert error.endswith(f"{path} was not traced: the reason stands above.\n")
 
@@ -407,9 +426,9 @@ def test_version_and_help(capsys):
     assert "examples:" in capsys.readouterr().out
 
 
-def test_as_a_module_and_piped(script):
-    command = [sys.executable, "-m", "torchspmd", "trace", script, "--world-size", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+@pytest.mark.forks
+def test_what_is_piped_has_no_colours(script, tmp_path):
+    done = run_forked(main, ["trace", script, "--world-size", "2"], folder=tmp_path)
     assert done.returncode == 0
     assert "\x1b" not in done.stdout
     assert "all_reduce" in done.stdout

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from step_models import Lion
 from torch import nn
 from training import train
 
@@ -36,18 +37,25 @@ KINDS = {
         {"fused": True},
         {"lr": torch.tensor(0.01)},
     ),
-    torch.optim.AdamW: ({"foreach": True}, {"fused": True, "amsgrad": True}),
+    torch.optim.AdamW: (
+        {"foreach": True},
+        {"fused": True},
+        {"fused": True, "amsgrad": True},
+    ),
     torch.optim.Adamax: ({}, {"foreach": True}),
-    torch.optim.ASGD: ({}, {"foreach": True}),
+    torch.optim.ASGD: ({}, {"foreach": True, "t0": 2.0}),
     torch.optim.NAdam: ({}, {"foreach": True, "momentum_decay": 0.1}),
     torch.optim.RAdam: ({}, {"foreach": True}),
     torch.optim.RMSprop: (
         {},
+        {"momentum": 0.5},
         {"foreach": True, "momentum": 0.5, "centered": True},
     ),
     torch.optim.Rprop: ({}, {"foreach": True}),
     torch.optim.SGD: (
         {"lr": 0.1},
+        {"lr": 0.1, "foreach": True},
+        {"lr": 0.1, "fused": True},
         {"lr": 0.1, "momentum": 0.9},
         {"lr": 0.1, "momentum": 0.9, "foreach": True, "nesterov": True},
         {"lr": 0.1, "momentum": 0.9, "fused": True, "maximize": True},
@@ -82,16 +90,39 @@ def bits(state):
     return state
 
 
-@pytest.mark.parametrize(("kind", "options"), CASES)
-def test_state_is_that_of_eager_after_each_step(kind, options):
-    ours, reference = build(kind, options), build(kind, options)
-    step = compile(train)
+def train_clipped(model, optim, batch):
+    loss = model(batch).square().mean()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optim.step()
+    optim.zero_grad()
+    return loss
+
+
+def set_rates(optim, rate):
+    """Another for each group."""
+    for number, group in enumerate(optim.param_groups, start=1):
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate / number)
+        else:
+            group["lr"] = rate / number
+
+
+def assert_same_bits(step, function, ours, reference):
+    """After each of three steps with other rates."""
     for number in range(3):
         batch = torch.randn(4, 6)
-        step(*ours, batch)
-        train(*reference, batch)
+        for _, optim in (ours, reference):
+            set_rates(optim, 0.02 / (number + 1))
+        assert torch.equal(step(*ours, batch), function(*reference, batch).detach())
         for mine, theirs in zip(ours, reference, strict=True):
             assert bits(mine.state_dict()) == bits(theirs.state_dict()), number
+
+
+@pytest.mark.parametrize(("kind", "options"), CASES)
+def test_state_is_that_of_eager_after_each_step(kind, options):
+    step = compile(train_clipped)
+    assert_same_bits(step, train_clipped, build(kind, options), build(kind, options))
     assert len(step.programs) == 1, step.explain()
 
 
@@ -145,22 +176,24 @@ class OwnSGD(torch.optim.SGD):
     """An optimizer that is not torch's."""
 
 
+DAMPENED = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}
+
+
 @pytest.mark.parametrize(
-    ("kind", "why"),
+    ("kind", "options", "why"),
     [
-        (torch.optim.SGD, "SGD, with dampening, which its first step leaves out"),
-        (OwnSGD, "OwnSGD, which may do something else in its first step"),
+        (
+            torch.optim.SGD,
+            DAMPENED,
+            "SGD, with dampening, which its first step leaves out",
+        ),
+        (OwnSGD, DAMPENED, "OwnSGD, which may do something else in its first step"),
+        (Lion, {}, "Lion, which may do something else in its first step"),
     ],
 )
-def test_optimizers_whose_first_step_differs(kind, why):
-    options = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}
-    ours, reference = build(kind, options), build(kind, options)
+def test_optimizers_whose_first_step_differs(kind, options, why):
     step = compile(train)
-    for _ in range(3):
-        batch = torch.randn(4, 6)
-        step(*ours, batch)
-        train(*reference, batch)
-        assert bits(ours[1].state_dict()) == bits(reference[1].state_dict())
+    assert_same_bits(step, train, build(kind, options), build(kind, options))
     assert len(step.programs) == 2
     assert f"the next step is captured as a program of its own ({why})" in (
         step.explain()

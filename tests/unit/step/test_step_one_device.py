@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from step_models import MODELS, OPTIMIZERS, build, difference
+from step_models import MODELS, build, difference
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -43,15 +43,9 @@ def compare(step, ours, reference, *, steps=3, size=6, **kwargs):
     return compiled
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_every_optimizer_from_cold_with_a_changing_rate(optimizer):
-    step = compare(clipped_step, *build("mlp", optimizer), scale=2.0)
-    assert len(step.programs) <= 2
-
-
 @pytest.mark.parametrize("model", MODELS)
 def test_every_model(model):
-    compare(clipped_step, *build(model, "momentum"))
+    compare(clipped_step, *build(model, "momentum"), scale=2.0)
 
 
 def test_gradients_stay_and_accumulate_without_zero_grad():

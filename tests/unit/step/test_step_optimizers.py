@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from step_models import OPTIMIZERS, build, difference
+from step_models import build, difference
 from torch import nn
 from training import train
 
@@ -42,32 +42,6 @@ def test_ten_steps_need_few_programs(optimizer):
     step = compile(train)
     follow(step, ours, reference, 10)
     assert len(step.programs) == PROGRAMS[optimizer]
-
-
-MUON = getattr(torch.optim, "Muon", None)
-OTHERS = {
-    "nadam": lambda p: torch.optim.NAdam(p, foreach=False),
-    "nadam_foreach": lambda p: torch.optim.NAdam(p, foreach=True),
-    "adamax_foreach": lambda p: torch.optim.Adamax(p, foreach=True),
-    "adadelta_foreach": lambda p: torch.optim.Adadelta(p, foreach=True),
-    "rprop_foreach": lambda p: torch.optim.Rprop(p, foreach=True),
-    "muon": lambda p: MUON([each for each in p if each.ndim == 2]),
-}
-
-
-@pytest.mark.parametrize("optimizer", OTHERS)
-def test_other_optimizers_of_torch(optimizer, monkeypatch):
-    if optimizer == "muon" and MUON is None:
-        pytest.skip("this torch has no Muon")
-    monkeypatch.setitem(OPTIMIZERS, optimizer, OTHERS[optimizer])
-    ours, reference = build("mlp", optimizer)
-    for pair in (ours, reference):
-        for parameter in pair[0].parameters():
-            held = [p for group in pair[1].param_groups for p in group["params"]]
-            parameter.requires_grad_(any(parameter is each for each in held))
-    step = compile(train)
-    follow(step, ours, reference, 3)
-    assert len(step.programs) == 1
 
 
 @pytest.fixture(scope="module")
