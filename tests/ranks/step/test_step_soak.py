@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchspmd import DataParallel, GraphModuleTransformation, _torch, compile
 from torchspmd.step.graph.collectives import gather_into_memory, scatter_by_exchange
 
-STEPS = 400
+STEPS = 1000
 ops = torch.ops._c10d_functional
 
 
