@@ -80,6 +80,34 @@ def copy_nodes(graph: fx.Graph, into: fx.Graph) -> dict[fx.Node, fx.Node]:
     return copies
 
 
+def replace_uses(replacements: Mapping[fx.Node, fx.Node]) -> None:
+    """Let whatever uses these nodes use others instead.
+
+    The same as ``replace_all_uses_with`` for each, in their order, which writes all
+    arguments of a user once for each of them: a list operator or the output takes hundreds.
+
+    Args:
+        replacements: What to use for each node. One that is itself replaced is followed.
+
+    >>> graph = fx.Graph()
+    >>> x, y, z = (graph.placeholder(name) for name in "xyz")
+    >>> output = graph.output([x, y, z])
+    >>> replace_uses({x: y, y: z})
+    >>> output.args
+    ([z, z, z],)
+    """
+    users = {user for node in replacements for user in node.users}
+
+    def find(node: fx.Node) -> fx.Node:
+        while node in replacements:
+            node = replacements[node]
+        return node
+
+    for user in sorted(users):
+        taken: Any = fx.node.map_arg((user.args, user.kwargs), find)
+        user.args, user.kwargs = taken
+
+
 def drop_dead_code(graph: fx.Graph) -> None:
     """Remove nodes that nobody uses and that have no effect.
 
