@@ -152,6 +152,7 @@ from torchspmd._torch.operators import Kernel as Kernel
 from torchspmd._torch.operators import Signature as Signature
 from torchspmd._torch.operators import allows_tf32 as allows_tf32
 from torchspmd._torch.operators import argument_names as argument_names
+from torchspmd._torch.operators import asked_device as asked_device
 from torchspmd._torch.operators import autocast_names as autocast_names
 from torchspmd._torch.operators import below_autograd as below_autograd
 from torchspmd._torch.operators import call_below as call_below

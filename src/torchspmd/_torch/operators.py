@@ -85,6 +85,17 @@ def _is_seeded(operator: OpOverload) -> bool:
     )
 
 
+_DEVICE = torch.ops.prim.device.default
+
+
+def asked_device(operator: Any, args: Sequence[Any]) -> torch.device | None:
+    """The device of a fake tensor, where an operator asks for that; None for all others."""
+    if operator is not _DEVICE or not hasattr(args[0], "fake_device"):
+        return None
+    device: torch.device = args[0].device
+    return device
+
+
 def only_has_effects(operator: Any) -> bool:
     """Whether an operator returns and writes nothing, and fx would remove it."""
     if not isinstance(operator, OpOverload) or operator.namespace == "profiler":
