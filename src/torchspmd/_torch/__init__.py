@@ -174,6 +174,7 @@ from torchspmd._torch.operators import packet_name as packet_name
 from torchspmd._torch.operators import reduction_in_place as reduction_in_place
 from torchspmd._torch.operators import registered_operators as registered_operators
 from torchspmd._torch.operators import remove_library as remove_library
+from torchspmd._torch.operators import set_arguments as set_arguments
 from torchspmd._torch.operators import shared_arguments as shared_arguments
 from torchspmd._torch.operators import signature_of as signature_of
 from torchspmd._torch.operators import storage_bytes as storage_bytes

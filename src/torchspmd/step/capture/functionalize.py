@@ -129,7 +129,8 @@ class _Writer:
     def new_values(self) -> list[fx.Node]:
         """Add nodes that compute what the call writes, in the order of its writes."""
         node = self._node
-        form = _torch.functional_form(node.target)
+        target = operator_of(node)
+        form = None if target is None else _torch.functional_form(target)
         assert form is not None, node
         made = self._call(form.operator, node.args, node.kwargs, _kept_layout(node))
         if form.num_results:  # the new values come behind them

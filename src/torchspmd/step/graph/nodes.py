@@ -67,7 +67,7 @@ def copy_node(
     """
     taken: Any = fx.node.map_arg((node.args, node.kwargs), find)
     copy = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
-    copy.args, copy.kwargs = taken
+    _torch.set_arguments(copy, *taken)
     copy.meta = node.meta.copy()
     return copy
 
@@ -105,7 +105,7 @@ def replace_uses(replacements: Mapping[fx.Node, fx.Node]) -> None:
 
     for user in sorted(users):
         taken: Any = fx.node.map_arg((user.args, user.kwargs), find)
-        user.args, user.kwargs = taken
+        _torch.set_arguments(user, *taken)
 
 
 def drop_dead_code(graph: fx.Graph) -> None:
@@ -211,11 +211,11 @@ def find_all_descendants(
     check_nodes("find_all_descendants", parent_nodes=parent_nodes)
     if not parent_nodes:
         raise UsageError("find_all_descendants: No parent nodes are given.")
-    return descendants(gm.graph, parent_nodes)
+    return descendants(parent_nodes)
 
 
-def descendants(graph: fx.Graph, parents: Sequence[fx.Node]) -> list[fx.Node]:
-    """The same, of a graph."""
+def descendants(parents: Sequence[fx.Node]) -> list[fx.Node]:
+    """The same, of nodes of one graph."""
     found = set(parents)
     waiting = list(parents)
     while waiting:
@@ -223,4 +223,4 @@ def descendants(graph: fx.Graph, parents: Sequence[fx.Node]) -> list[fx.Node]:
             if user.op != "output" and user not in found:
                 found.add(user)
                 waiting.append(user)
-    return [node for node in graph.nodes if node in found]
+    return sorted(found)

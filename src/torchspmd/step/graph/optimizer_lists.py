@@ -70,8 +70,8 @@ def _source(node: fx.Node) -> fx.Node:
 
 def _is_nested(node: fx.Node) -> bool:
     """Whether a list operator gives several lists, as the fused optimizers do."""
-    value = node.meta["val"]
-    return any(isinstance(each, (list, tuple)) for each in value)
+    first = next(iter(node.meta["val"]), None)
+    return isinstance(first, (list, tuple))
 
 
 def first_items(source: fx.Node) -> list[fx.Node]:

@@ -214,7 +214,7 @@ def _isolate_updates(graph: fx.Graph, movings: Sequence[fx.Node]) -> None:
 
 def _update_region(graph: fx.Graph, moving: Sequence[fx.Node]) -> list[fx.Node]:
     """All that needs the result of nodes; raises where that updates no state."""
-    region = complete_region(graph, descendants(graph, moving))
+    region = complete_region(graph, descendants(moving))
     if not written_by(graph, region):
         raise UsageError(
             f"{moving[0].name} is not used by any fused optimizer, nor by another update "
@@ -388,7 +388,7 @@ def _check_only_updates(
     Its compute stays where it is, and what another move took is not split again.
     """
     own = set(block.nodes)
-    for node in descendants(gm.graph, [moving]):
+    for node in descendants([moving]):
         if node.name in taken:
             raise UsageError(f"{node.name} is moved already")
         owner = owner_of(node)
