@@ -25,7 +25,7 @@ from torch import fx
 
 from torchspmd.step.deferral.iter_graph import IterGraph
 from torchspmd.step.deferral.regions import DeferredRegion, check_regions, written_by
-from torchspmd.step.graph.aliases import find_aliases, is_view
+from torchspmd.step.graph.aliases import is_view, root_of
 from torchspmd.step.graph.memory import ROLE_KEY
 from torchspmd.step.graph.metadata import (
     OutputKind,
@@ -261,7 +261,7 @@ class _Form:
         found = []
         for source in self._plan.carried:
             node = self._now[source]
-            is_input = self._plan.root[source].op == "placeholder"
+            is_input = root_of(source).op == "placeholder"
             if is_input and isinstance(source.meta.get("val"), torch.Tensor):
                 node = add_copy(self._graph, node)
             found.append(node)
@@ -295,7 +295,6 @@ class _Plan:
         }
         carried = (node for found in self.regions for node in found.carried)
         self.carried = list(dict.fromkeys(carried))
-        self.root = find_aliases(graph).root
         self.values = output_values(graph)
         self.roles = roles_of(graph)
         self.placeholders = graph.find_nodes(op="placeholder")

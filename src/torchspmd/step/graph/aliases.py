@@ -194,6 +194,20 @@ def memory_root(node: fx.Node) -> fx.Node:
     return node
 
 
+def root_of(node: fx.Node) -> fx.Node:
+    """The root of one node, as ``find_aliases`` finds those of all nodes of a graph.
+
+    >>> graph = fx.Graph()
+    >>> x = graph.placeholder("x")
+    >>> view = graph.call_function(torch.ops.aten.t.default, (x,))
+    >>> root_of(view) is x, find_aliases(graph).root[view] is x
+    (True, True)
+    """
+    while sources := memory_sources(node):
+        node = sources[0]
+    return node
+
+
 def is_view(node: fx.Node) -> bool:
     """Whether a node only gives another view of a value: it computes and writes nothing."""
     if view_source(node) is None or is_wait(node):

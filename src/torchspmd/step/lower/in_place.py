@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from torchspmd import _torch
-from torchspmd.step.graph.aliases import Aliases, find_aliases, operator_of
+from torchspmd.step.graph.aliases import Aliases, find_aliases, operator_of, root_of
 from torchspmd.step.graph.collectives import fit_to_gloo, reduce_in_place
 from torchspmd.step.graph.metadata import (
     OutputKind,
@@ -457,15 +457,14 @@ def mark_returned(graph: fx.Graph) -> None:
     >>> x.meta["torchspmd_returned"], y.meta["torchspmd_returned"]
     (True, False)
     """
-    root = find_aliases(graph).root
-    returned = {root[value] for _, value in _results(graph)}
+    returned = {root_of(value) for _, value in _results(graph)}
     values = output_values(graph)
     for node in graph.find_nodes(op="placeholder"):
         if isinstance(node.meta.get("val"), torch.Tensor):
             node.meta[_KEY] = node in returned
     for index, state in written_state(graph).items():
         value = values[index]
-        if isinstance(value, fx.Node) and root[value] in returned:
+        if isinstance(value, fx.Node) and root_of(value) in returned:
             state.meta[_KEY] = True
 
 
@@ -482,11 +481,10 @@ def copy_results(graph: fx.Graph) -> None:
     own = {node for node in inputs if node.meta.get(_KEY) is False}
     if not own:
         return
-    root = find_aliases(graph).root
     output = output_node(graph)
     copies: dict[int, fx.Node] = {}
     for place, value in _results(graph):
-        if root[value] in own:
+        if root_of(value) in own:
             with graph.inserting_before(output):
                 copies[place] = graph.call_function(_CLONE, (value,))
             copies[place].meta["val"] = value.meta.get("val")

@@ -282,7 +282,7 @@ def _gather_later(gm: IterGraphModule, cost: CostModel) -> None:
         for block in get_all_comm_blocks(gm, (Kind.ALL_GATHER,))
         if block.gathers_inputs() and owner_of(block.start).phase is Phase.FORWARD
     ]
-    clock = begin_seconds(gm.graph, cost)
+    clock = begin_seconds(gm.graph, cost) if gathers else {}
     for number, block in enumerate(gathers):
         wanted = min(map(clock.__getitem__, block.waits))
         wanted -= _SLOWDOWN * cost.comm_seconds(block.event)
