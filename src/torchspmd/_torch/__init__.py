@@ -154,6 +154,7 @@ from torchspmd._torch.operators import Kernel as Kernel
 from torchspmd._torch.operators import Signature as Signature
 from torchspmd._torch.operators import allows_tf32 as allows_tf32
 from torchspmd._torch.operators import argument_names as argument_names
+from torchspmd._torch.operators import asked_device as asked_device
 from torchspmd._torch.operators import autocast_names as autocast_names
 from torchspmd._torch.operators import below_autograd as below_autograd
 from torchspmd._torch.operators import call_below as call_below
@@ -175,6 +176,7 @@ from torchspmd._torch.operators import packet_name as packet_name
 from torchspmd._torch.operators import reduction_in_place as reduction_in_place
 from torchspmd._torch.operators import registered_operators as registered_operators
 from torchspmd._torch.operators import remove_library as remove_library
+from torchspmd._torch.operators import set_arguments as set_arguments
 from torchspmd._torch.operators import shared_arguments as shared_arguments
 from torchspmd._torch.operators import signature_of as signature_of
 from torchspmd._torch.operators import storage_bytes as storage_bytes

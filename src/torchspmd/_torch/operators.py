@@ -2,17 +2,41 @@
 
 import contextlib
 import logging
+import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, NamedTuple
+from functools import cache, wraps
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch import fx
 from torch._ops import OpOverload
 
 from torchspmd._torch.regions import leaves_of, map_tree
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+
+
+def _kept(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+    """Keep what a function says of each operator, as ``functools.cache``.
+
+    Operators are the same objects for ever, and to hash one takes longer than most answers:
+    these questions are asked of every node of a graph, many times.
+    """
+    known: dict[Any, tuple[Any, Any]] = {}  # with the operator, so that it stays alive
+
+    @wraps(function)
+    def find(operator: Any, *rest: Any) -> Any:
+        key = (id(operator), *rest) if rest else id(operator)
+        found = known.get(key)
+        if found is None:
+            ask: Any = function
+            found = known[key] = operator, ask(operator, *rest)
+        return found[1]
+
+    return cast(Callable[_Parameters, _Result], find)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +62,7 @@ class Signature:
     is_elementwise: bool
 
 
-@cache
+@_kept
 def signature_of(operator: OpOverload) -> Signature:
     """Read an operator's schema."""
     schema = operator._schema
@@ -76,6 +100,7 @@ def draws_random_numbers(
     return True
 
 
+@_kept
 def _is_seeded(operator: OpOverload) -> bool:
     """Whether an operator may draw; a backward of attention is given its forward's seed."""
     if torch.Tag.nondeterministic_seeded not in operator.tags:
@@ -83,6 +108,17 @@ def _is_seeded(operator: OpOverload) -> bool:
     return all(
         argument.name != "philox_seed" for argument in operator._schema.arguments
     )
+
+
+_DEVICE = torch.ops.prim.device.default
+
+
+def asked_device(operator: Any, args: Sequence[Any]) -> torch.device | None:
+    """The device of a fake tensor, where an operator asks for that; None for all others."""
+    if operator is not _DEVICE or not hasattr(args[0], "fake_device"):
+        return None
+    device: torch.device = args[0].device
+    return device
 
 
 def only_has_effects(operator: Any) -> bool:
@@ -133,9 +169,14 @@ def in_place_form(operator: Any) -> OpOverload | None:
     None for an operator that has no such form, or that reads other elements than the one
     it writes.
     """
-    if not isinstance(operator, OpOverload) or operator.namespace != "aten":
-        return None
+    return _in_place_form(operator) if isinstance(operator, OpOverload) else None
+
+
+@_kept
+def _in_place_form(operator: OpOverload) -> OpOverload | None:
     schema = operator._schema
+    if operator.namespace != "aten":
+        return None
     name = schema.name.removeprefix("aten::")
     is_list = name.startswith(("_foreach_", "_fused_"))
     is_elementwise = torch.Tag.pointwise in operator.tags or schema.name in _WRITERS
@@ -160,7 +201,7 @@ class FunctionalForm(NamedTuple):
     num_returns: int
 
 
-@cache
+@_kept
 def functional_form(operator: OpOverload) -> FunctionalForm | None:
     """The operator that gives new values in the place of writing them.
 
@@ -220,7 +261,7 @@ def written_values(
     ]
 
 
-@cache
+@_kept
 def _written_by_name(operator: Any) -> tuple[tuple[int, str], ...]:
     places = written_arguments(operator)
     if not places:
@@ -228,6 +269,16 @@ def _written_by_name(operator: Any) -> tuple[tuple[int, str], ...]:
     return tuple(zip(places, signature_of(operator).written, strict=True))
 
 
+def set_arguments(node: fx.Node, args: Any, kwargs: Any) -> None:
+    """Give a node other arguments, both kinds at once: fx notes all uses each time."""
+    write = getattr(node, "_update_args_kwargs", None)
+    if write is not None:
+        write(args, kwargs)
+    else:
+        node.args, node.kwargs = args, kwargs
+
+
+@_kept
 def _written(operator: OpOverload) -> tuple[int, ...]:
     return tuple(
         place
@@ -236,7 +287,7 @@ def _written(operator: OpOverload) -> tuple[int, ...]:
     )
 
 
-@cache
+@_kept
 def shared_arguments(operator: OpOverload, item: int | None = None) -> tuple[int, ...]:
     """The places of the arguments whose memory an operator's result may lie in.
 
@@ -261,7 +312,7 @@ def shared_arguments(operator: OpOverload, item: int | None = None) -> tuple[int
     )
 
 
-@cache
+@_kept
 def gives_one_tensor(operator: OpOverload) -> bool:
     """Whether an operator's result is one tensor, not a list or a tuple of them."""
     results = operator._schema.returns
@@ -352,6 +403,7 @@ def call_below(
     return op._handle.redispatch_boxed(keyset & _BELOW, *args, **kwargs)
 
 
+@_kept
 def packet_name(op: torch._ops.OpOverload) -> str:
     """``namespace::name`` of an operator, without its overload."""
     return op._schema.name
@@ -369,7 +421,7 @@ def allows_tf32(what: str) -> bool:
     return bool(owner.allow_tf32)
 
 
-@cache
+@_kept
 def argument_names(op: torch._ops.OpOverload) -> tuple[str, ...]:
     """The names of an operator's arguments, in order."""
     return tuple(argument.name for argument in op._schema.arguments)
@@ -418,18 +470,76 @@ def fake_result(
     Collectives are not called: whoever records communication would count them. The result
     is None for one whose shape is not known here.
     """
+    if target is operator.getitem and isinstance(args[0], (list, tuple)):
+        return args[0][args[1]]
     options = options or {}
     own = _fake_mode_of(leaves_of(torch.Tensor, (args, options))) or _fake_mode_of(near)
     if own is None:
         return _run_without_values(target, args, options, None)
     # Layers are alike: what one call gives is what the same call gives in the next one.
     known: dict[Any, Any] = vars(own).setdefault("torchspmd_results", {})
-    key = _form_of((target, args, options))
-    if key is None:
+    is_list = isinstance(target, OpOverload) and _is_item_by_item(target)
+    items = _calls_by_item(args, options) if is_list else []
+    calls = items or [(args, options)]
+    keys = [
+        _form_of((target, *(_without_symbols(each) if items else each)))
+        for each in calls
+    ]
+    if None in keys:
         return _run_without_values(target, args, options, own)
-    if key not in known:
-        known[key] = _run_without_values(target, args, options, own)
-    return known[key]
+    for key, call in zip(keys, calls, strict=True):
+        if key not in known:
+            known[key] = _run_without_values(target, *call, own)
+    return [known[key][0] for key in keys] if items else known[keys[0]]
+
+
+@_kept
+def _is_item_by_item(operator: OpOverload) -> bool:
+    """Whether each item that an operator gives depends on the same items of its lists."""
+    schema = operator._schema
+    is_packed = any(
+        argument.name == "scalars" and isinstance(argument.type, torch.TensorType)
+        for argument in schema.arguments
+    )
+    return (
+        schema.name.startswith("aten::_foreach_")
+        and len(schema.returns) == 1
+        and not is_packed
+        and not schema.is_mutable
+    )
+
+
+def _calls_by_item(
+    args: Sequence[Any], options: Mapping[str, Any]
+) -> list[tuple[Any, Mapping[str, Any]]]:
+    """The calls for each item of an operator's lists; nothing where lengths differ.
+
+    The items of a list with hundreds of tensors have few forms.
+    """
+    given = (*args, *options.values())
+    lengths = {len(each) for each in given if isinstance(each, (list, tuple))}
+    if len(lengths) != 1:
+        return []
+
+    def item(value: Any, index: int) -> Any:
+        return [value[index]] if isinstance(value, (list, tuple)) else value
+
+    return [
+        (
+            tuple(item(each, index) for each in args),
+            {name: item(each, index) for name, each in options.items()},
+        )
+        for index in range(lengths.pop())
+    ]
+
+
+def _without_symbols(value: Any) -> Any:
+    """Arguments with a word for each symbolic number, which changes no item's form."""
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_without_symbols, value))
+    if isinstance(value, Mapping):
+        return {name: _without_symbols(each) for name, each in value.items()}
+    return "a symbol" if isinstance(value, torch.SymFloat) else value
 
 
 def _form_of(value: Any) -> Any:
@@ -437,10 +547,9 @@ def _form_of(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if not hasattr(value, "fake_mode") or value.layout is not torch.strided:
             return None
-        shape, strides = tuple(value.shape), value.stride()
-        if not all(type(size) is int for size in (*shape, *strides)):
+        if value._has_symbolic_sizes_strides:
             return None
-        return (shape, strides, value.dtype, value.device, value.is_conj())
+        return (value.shape, value.stride(), value.dtype, value.device, value.is_conj())
     if isinstance(value, (list, tuple)):
         found = tuple(map(_form_of, value))
         return None if None in found else (type(value), found)

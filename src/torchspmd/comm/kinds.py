@@ -4,6 +4,7 @@ An operator is named ``namespace::name`` without its overload. Whatever these na
 hold that the table does not know is ``Kind.UNKNOWN``: recorded and shown, never skipped.
 """
 
+import functools
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -213,6 +214,7 @@ SILENT = frozenset(
 )
 
 
+@functools.cache
 def find_operator(name: str) -> Operator | None:
     """The table's row for ``namespace::name``; None when it communicates nothing.
 

@@ -21,7 +21,7 @@ from torchspmd.step.graph.aliases import (
     operator_of,
 )
 from torchspmd.step.graph.metadata import META_KEY, annotate_after, last_node
-from torchspmd.step.graph.nodes import drop_dead_code, fake_result
+from torchspmd.step.graph.nodes import drop_dead_code, fake_result, replace_uses
 
 
 def make_functional(
@@ -129,7 +129,8 @@ class _Writer:
     def new_values(self) -> list[fx.Node]:
         """Add nodes that compute what the call writes, in the order of its writes."""
         node = self._node
-        form = _torch.functional_form(node.target)
+        target = operator_of(node)
+        form = None if target is None else _torch.functional_form(target)
         assert form is not None, node
         made = self._call(form.operator, node.args, node.kwargs, _kept_layout(node))
         if form.num_results:  # the new values come behind them
@@ -316,11 +317,13 @@ _TRANSPARENT = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 def clean(graph: fx.GraphModule) -> None:
     """Remove what does nothing in a functional graph: detach, equal views, dead code."""
-    for node in graph.graph.nodes:
-        if node.op == "call_function" and node.target in _TRANSPARENT:
-            node.replace_all_uses_with(node.args[0])
-        elif _is_same_view(node):
-            node.replace_all_uses_with(node.args[0])
+    same = {
+        node: node.args[0]
+        for node in graph.graph.nodes
+        if (node.op == "call_function" and node.target in _TRANSPARENT)
+        or _is_same_view(node)
+    }
+    replace_uses(same)
     drop_dead_code(graph.graph)
     graph.graph.lint()
     graph.recompile()

@@ -188,7 +188,7 @@ class HostValues(FunctionMode):
         if func is torch.Tensor.item:
             if is_spread(args[0]):
                 raise refuse_read()
-            return self._read(args[0], func(*args, **kwargs))
+            return self._read(args[0], lambda: func(*args, **kwargs))
         given = self._given(args, kwargs) if name in _MAKES | _COUNTS else None
         result = func(*args, **kwargs)
         if given or (given is not None and name in _MAKES):
@@ -240,13 +240,16 @@ class HostValues(FunctionMode):
         self._families.append(family)
         return place
 
-    def _read(self, tensor: torch.Tensor, result: Any) -> Any:
+    def _read(self, tensor: torch.Tensor, item: Callable[[], Any]) -> Any:
         """A number with a value for one without, where the value is known."""
         place = self._place_of(tensor)
-        if place is None or not isinstance(result, _NUMBERS):
-            return result
+        if place is None:
+            return item()
         key = (place, _torch.version_of(tensor))
         if key not in self._read_already:
+            result = item()
+            if not isinstance(result, _NUMBERS):
+                return result
             family, made = self._families[place], len(self._families)
             self._families.append(family)
             self._run(_Call(torch.Tensor.item, (_Place(place),), {}, (made,)))

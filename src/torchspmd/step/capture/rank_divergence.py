@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import fx
-from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchspmd import _torch
@@ -258,10 +257,8 @@ def keep_inner(gradient: torch.Tensor) -> torch.Tensor:
 
 def refuse_graphs(parameter: torch.Tensor, name: str) -> Any:
     """Refuse ``backward(create_graph=True)``; gives what removes the hook again."""
-    # A leaf's node lives only while it is held.
-    node = get_gradient_edge(parameter).node
 
-    def check(gradients: Any) -> None:
+    def check(_: torch.Tensor) -> None:
         if torch.is_grad_enabled():
             raise CaptureError(
                 f"compile: backward(create_graph=True) would leave a gradient in {name}"
@@ -271,12 +268,7 @@ def refuse_graphs(parameter: torch.Tensor, name: str) -> Any:
                 "of this rank, and what the last backward() makes of them is reduced."
             )
 
-    handle = node.register_prehook(check)
-
-    def remove(held: Any = node) -> None:
-        handle.remove()
-
-    return remove
+    return parameter.register_post_accumulate_grad_hook(check).remove
 
 
 def check_inner_gradients(

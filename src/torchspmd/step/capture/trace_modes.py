@@ -35,6 +35,10 @@ class OperatorMode(_torch.TorchDispatchMode, ABC):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        # Two of three operators of a traced step ask for this, and no graph holds it.
+        device = _torch.asked_device(func, args)
+        if device is not None:
+            return device
         return self.call(func, args, kwargs or {})
 
     @abstractmethod

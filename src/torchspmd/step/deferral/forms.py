@@ -17,6 +17,7 @@ iteration that left them. It gives outputs of the step, then the values that it 
 import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch import fx
 
 from torchspmd.step.deferral.iter_graph import IterGraph
 from torchspmd.step.deferral.regions import DeferredRegion, check_regions, written_by
-from torchspmd.step.graph.aliases import find_aliases, is_view
+from torchspmd.step.graph.aliases import is_view, root_of
 from torchspmd.step.graph.memory import ROLE_KEY
 from torchspmd.step.graph.metadata import (
     OutputKind,
@@ -59,40 +60,45 @@ class Stage:
     outputs: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
 class Pipeline:
-    """The forms of an iteration with deferred regions.
+    """The forms of an iteration with deferred regions, each built when it is asked for.
 
     Attributes:
-        first: Leaves work behind; nothing is pending.
-        steady: Does what is pending, and leaves work behind.
-        last: Does what is pending and all of its own.
-        flush: Does what is pending, and nothing else.
         num_carried: How many values go from one iteration to the next.
         num_outputs: How many outputs the step has.
     """
 
-    first: Stage
-    steady: Stage
-    last: Stage
-    flush: Stage
-    num_carried: int
-    num_outputs: int
+    def __init__(self, plan: "_Plan") -> None:
+        self._plan = plan
+        self._everything = range(len(plan.regions))
+        self.num_carried, self.num_outputs = len(plan.carried), len(plan.values)
+
+    @cached_property
+    def first(self) -> Stage:
+        """Leaves work behind; nothing is pending."""
+        return _Form(self._plan, pending=(), leaves=True).build()
+
+    @cached_property
+    def steady(self) -> Stage:
+        """Does what is pending, and leaves work behind."""
+        return _Form(self._plan, pending=self._everything, leaves=True).build()
+
+    @cached_property
+    def last(self) -> Stage:
+        """Does what is pending and all of its own."""
+        return _Form(self._plan, pending=self._everything, leaves=False).build()
+
+    @cached_property
+    def flush(self) -> Stage:
+        """Does what is pending, and nothing else."""
+        form = _Form(self._plan, pending=self._everything, leaves=False, alone=True)
+        return form.build()
 
 
 def derive(graph: fx.Graph, regions: Sequence[DeferredRegion]) -> Pipeline:
     """The forms of an iteration whose regions run in the next one."""
     check_regions(graph, regions)
-    plan = _Plan(graph, regions)
-    everything = range(len(regions))
-    return Pipeline(
-        first=_Form(plan, pending=(), leaves=True).build(),
-        steady=_Form(plan, pending=everything, leaves=True).build(),
-        last=_Form(plan, pending=everything, leaves=False).build(),
-        flush=_Form(plan, pending=everything, leaves=False, alone=True).build(),
-        num_carried=len(plan.carried),
-        num_outputs=len(plan.values),
-    )
+    return Pipeline(_Plan(graph, regions))
 
 
 def derive_flush(
@@ -177,23 +183,28 @@ class _Form:
     def _add_nodes(self) -> None:
         """The iteration, with each pending region before its place."""
         plan = self._plan
-        waiting = list(self._pending)
+        due: dict[fx.Node, list[int]] = {}
+        for number in self._pending:
+            for place in self._places_of(number):
+                due.setdefault(place, []).append(number)
+        added: set[int] = set()
         for node in plan.graph.nodes:
-            for number in [n for n in waiting if self._is_due(n, node)]:
-                waiting.remove(number)
-                self._add_pending(number)
+            for number in due.get(node, ()):
+                if number not in added:
+                    added.add(number)
+                    self._add_pending(number)
             if self._alone or node.op in ("placeholder", "output"):
                 continue
             if node not in plan.deferred or not self._leaves:
                 self._now[node] = copy_node(self._graph, node, self._now.__getitem__)
 
-    def _is_due(self, number: int, node: fx.Node) -> bool:
-        """Whether pending work runs before a node, or before this iteration's own.
+    def _places_of(self, number: int) -> list[fx.Node]:
+        """Pending work runs before the first of these, at the latest before its own.
 
         Where nothing else reads the states, the place may be behind the work itself.
         """
         region = self._plan.regions[number]
-        return node is region.before or (not self._leaves and node is region.nodes[0])
+        return [region.before] if self._leaves else [region.before, region.nodes[0]]
 
     def _add_pending(self, number: int) -> None:
         """A pending region: on the carried values, and on this iteration's state."""
@@ -215,13 +226,12 @@ class _Form:
         for copied in own.values():
             copied.meta[PENDING_KEY] = number
         self._results.update((node, own[node]) for node in region.nodes)
-        pairs = zip(self._plan.values, self._plan.roles, strict=True)
-        for index, (value, role) in enumerate(pairs):
-            if role.kind is OutputKind.STATE and value in own:
-                # From here on the state has its next value.
-                place = self._plan.placeholders[role.placeholder]
-                state = self._as_stored(place, own[value])
-                self._now[place] = self._states[index] = state
+        indices = self._plan.next_values
+        for index, value in sorted((i, n) for n in own for i in indices.get(n, ())):
+            # From here on the state has its next value.
+            place = self._plan.placeholders[self._plan.roles[index].placeholder]
+            state = self._as_stored(place, own[value])
+            self._now[place] = self._states[index] = state
 
     def _as_stored(self, place: fx.Node, fresh: fx.Node) -> fx.Node:
         """A new value in the layout of the state: kernels are chosen by strides."""
@@ -251,7 +261,7 @@ class _Form:
         found = []
         for source in self._plan.carried:
             node = self._now[source]
-            is_input = self._plan.root[source].op == "placeholder"
+            is_input = root_of(source).op == "placeholder"
             if is_input and isinstance(source.meta.get("val"), torch.Tensor):
                 node = add_copy(self._graph, node)
             found.append(node)
@@ -285,10 +295,15 @@ class _Plan:
         }
         carried = (node for found in self.regions for node in found.carried)
         self.carried = list(dict.fromkeys(carried))
-        self.root = find_aliases(graph).root
         self.values = output_values(graph)
         self.roles = roles_of(graph)
         self.placeholders = graph.find_nodes(op="placeholder")
+        self.next_values: dict[fx.Node, list[int]] = {}  # which outputs a node is
+        for index, (value, role) in enumerate(
+            zip(self.values, self.roles, strict=True)
+        ):
+            if role.kind is OutputKind.STATE and isinstance(value, fx.Node):
+                self.next_values.setdefault(value, []).append(index)
 
 
 def _without_pieces(nodes: list[fx.Node]) -> list[fx.Node]:

@@ -279,22 +279,24 @@ class _Forms:
         assert isinstance(graph, IterGraph)
         self._main, self._graph = main, graph
         self.is_deferring = bool(graph.regions) and not creates_state(graph)
-        self.graphs = {"whole": main}
+        self._graphs = {"whole": main}
         self.num_carried = 0
-        self._stages: dict[str, Stage] = {}
         if self.is_deferring:
-            pipeline = derive(graph, graph.regions)
-            self.num_carried = pipeline.num_carried
-            self._num_outputs = pipeline.num_outputs
-            for name in ("first", "steady", "last", "flush"):
-                stage: Stage = getattr(pipeline, name)
-                self._stages[name] = stage
-                self.graphs[name] = _torch.lazy_module(main, stage.graph)
+            self._pipeline = derive(graph, graph.regions)
+            self.num_carried = self._pipeline.num_carried
+            self._num_outputs = self._pipeline.num_outputs
         self._prepare = prepare
         # Asked for at each call, for which the graph is not to be walked again.
         self.states = _states_of(graph, range(len(graph.regions)))
         needed = ("first", "steady") if self.is_deferring else ("whole",)
-        self._runs = {name: prepare(name, self.graphs[name]) for name in needed}
+        self._runs = {name: prepare(name, self._graph_of(name)) for name in needed}
+
+    @property
+    def graphs(self) -> dict[str, fx.GraphModule]:
+        """The graphs that are run, by name."""
+        for name in ("first", "steady", "last", "flush") if self.is_deferring else ():
+            self._graph_of(name)
+        return self._graphs
 
     def whole(self, *args: Any) -> Any:
         """One iteration with nothing pending and nothing left."""
@@ -304,7 +306,7 @@ class _Forms:
         self, name: str, args: Sequence[Any], carried: tuple[Any, ...]
     ) -> tuple[list[Any], tuple[Any, ...]]:
         """The step's outputs, None where this form has none, and what is left."""
-        return self._call(self._stages[name], self._run_of(name), [*args, *carried])
+        return self._call(self._stage_of(name), self._run_of(name), [*args, *carried])
 
     def flush(
         self, args: Sequence[Any], carried: tuple[Any, ...], unfinished: frozenset[int]
@@ -326,7 +328,7 @@ class _Forms:
         Torch keeps each of them, and its memory, until somebody has.
         """
         if carried:
-            steady = self.graphs["steady"].graph
+            steady = self._graph_of("steady").graph
             for place in left_under_way(steady, self.num_carried):
                 _torch.WAIT(carried[place])
 
@@ -344,8 +346,18 @@ class _Forms:
 
     def _run_of(self, name: str) -> Runnable:
         if name not in self._runs:
-            self._runs[name] = self._prepare(name, self.graphs[name])
+            self._runs[name] = self._prepare(name, self._graph_of(name))
         return self._runs[name]
+
+    def _graph_of(self, name: str) -> fx.GraphModule:
+        if name not in self._graphs:
+            graph = self._stage_of(name).graph
+            self._graphs[name] = _torch.lazy_module(self._main, graph)
+        return self._graphs[name]
+
+    def _stage_of(self, name: str) -> Stage:
+        stage: Stage = getattr(self._pipeline, name)
+        return stage
 
 
 def _states_of(graph: IterGraph, regions: Collection[int]) -> tuple[int, ...]:

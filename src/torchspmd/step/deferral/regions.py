@@ -124,7 +124,7 @@ class _Validity:
     """An iteration and its regions, looked up by node, and what is wrong with them."""
 
     def __init__(self, graph: fx.Graph, regions: Sequence[DeferredRegion]) -> None:
-        self._graph, self._regions = graph, regions
+        self._regions = regions
         by_name = {node.name: node for node in graph.nodes}
         named = (name for each in regions for name in (*each.nodes, each.before))
         self._gone = [name for name in dict.fromkeys(named) if name not in by_name]
@@ -173,19 +173,21 @@ class _Validity:
 
     def _early_readers(self) -> Iterator[str]:
         """The first node for each region that would read a state before its update."""
-        begins: dict[fx.Node, list[int]] = {}
-        for number, place in enumerate(self._places):
-            begins.setdefault(place, []).append(number)
-        settled: set[int] = set()  # regions that have run here, or have been reported
-        for node in self._graph.nodes:
-            settled.update(begins.get(node, ()))
-            if node in self._region_of:
-                continue
+        early = {
+            user
+            for state, writer in self._writer_of.items()
+            for user in state.users
+            if user not in self._region_of and user < self._places[writer]
+        }
+        reported: set[int] = set()
+        for node in sorted(early):
             for state in node.all_input_nodes:
                 writer = self._writer_of.get(state)
-                if writer is None or writer in settled:
+                if writer is None or writer in reported:
                     continue
-                settled.add(writer)
+                if not node < self._places[writer]:
+                    continue
+                reported.add(writer)
                 region = self._regions[writer]
                 yield (
                     f"{node.name} reads {readable_name(state)} in front of "
@@ -261,15 +263,8 @@ def latest_place(graph: fx.Graph, nodes: Sequence[fx.Node], target: fx.Node) -> 
     """The target, or the first node before it that reads a state the nodes write."""
     inside = set(nodes)
     written = written_by(graph, nodes)
-    for node in graph.nodes:
-        if node is target:
-            break
-        if node in inside or node.op == "placeholder":
-            continue
-        if written.intersection(node.all_input_nodes):
-            reader: fx.Node = node
-            return reader
-    return target
+    readers = {user for state in written for user in state.users if user not in inside}
+    return min((*readers, target))
 
 
 def first_reader(graph: fx.Graph, nodes: Sequence[fx.Node]) -> fx.Node:
@@ -302,19 +297,21 @@ def complete_region(graph: fx.Graph, nodes: Iterable[fx.Node]) -> list[fx.Node]:
     """
     asked, states = set(nodes), _next_values(graph)
     region = set(asked)
-
-    for node in reversed(graph.nodes):
-        if node.op != "call_function" or region.isdisjoint(node.users):
-            continue
-        is_used_here_alone = all(
-            user in region or (user.op == "output" and node in states)
-            for user in node.users
-        )
-        # What forward and backward make is carried, not made again.
-        if is_used_here_alone and owner_of(node).phase is Phase.OPTIMIZER:
-            region.add(node)
+    waiting = list(asked)
+    while waiting:
+        for node in waiting.pop().all_input_nodes:
+            if node.op != "call_function" or node in region:
+                continue
+            is_used_here_alone = all(
+                user in region or (user.op == "output" and node in states)
+                for user in node.users
+            )
+            # What forward and backward make is carried, not made again.
+            if is_used_here_alone and owner_of(node).phase is Phase.OPTIMIZER:
+                region.add(node)
+                waiting.append(node)  # what it needs may be needed by nothing else now
     while True:  # leave out what needs a value of this iteration, until nothing does
-        renewed = written_by(graph, region)
+        renewed = {state for node in region for state in states.get(node, ())}
         unfit = {
             node
             for node in region - asked
@@ -324,7 +321,7 @@ def complete_region(graph: fx.Graph, nodes: Iterable[fx.Node]) -> list[fx.Node]:
             )
         }
         if not unfit:
-            return [node for node in graph.nodes if node in region]
+            return sorted(region)
         region -= unfit
 
 

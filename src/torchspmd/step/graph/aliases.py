@@ -56,16 +56,20 @@ def find_aliases(
     for node, place in position.items():
         sources = [same[node]] if node in same else node.all_input_nodes
         sharing = sources if node in same else memory_sources(node)
-        shared = list(dict.fromkeys(root[source] for source in sharing))
-        root[node] = shared[0] if shared else node
-        if len(shared) > 1:
-            pinned.update(shared)
+        root[node] = node
+        if sharing:
+            shared = list(dict.fromkeys(root[source] for source in sharing))
+            root[node] = shared[0]
+            if len(shared) > 1:
+                pinned.update(shared)
         if _is_opaque(node):
             pinned |= {root[node], *(root[source] for source in sources)}
-        payload = started_by(node).all_input_nodes if is_wait(node) else ()
-        for source in (*sources, *payload):  # a collective reads until its wait
+        for source in sources:
             last_read[root[source]] = place
-        if communication_of(node) is not None and not find_waits(node):
+        if is_wait(node):  # a collective reads until its wait
+            for source in started_by(node).all_input_nodes:
+                last_read[root[source]] = place
+        elif communication_of(node) is not None and not find_waits(node):
             pinned |= {root[source] for source in node.all_input_nodes}
     return Aliases(position, root, last_read, frozenset(pinned))
 
@@ -187,6 +191,20 @@ def memory_root(node: fx.Node) -> fx.Node:
     """
     while (source := view_source(node)) is not None:
         node = source
+    return node
+
+
+def root_of(node: fx.Node) -> fx.Node:
+    """The root of one node, as ``find_aliases`` finds those of all nodes of a graph.
+
+    >>> graph = fx.Graph()
+    >>> x = graph.placeholder("x")
+    >>> view = graph.call_function(torch.ops.aten.t.default, (x,))
+    >>> root_of(view) is x, find_aliases(graph).root[view] is x
+    (True, True)
+    """
+    while sources := memory_sources(node):
+        node = sources[0]
     return node
 
 

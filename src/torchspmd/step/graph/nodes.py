@@ -67,7 +67,7 @@ def copy_node(
     """
     taken: Any = fx.node.map_arg((node.args, node.kwargs), find)
     copy = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
-    copy.args, copy.kwargs = taken
+    _torch.set_arguments(copy, *taken)
     copy.meta = node.meta.copy()
     return copy
 
@@ -78,6 +78,34 @@ def copy_nodes(graph: fx.Graph, into: fx.Graph) -> dict[fx.Node, fx.Node]:
     for node in graph.nodes:
         copies[node] = copy_node(into, node, copies.__getitem__)
     return copies
+
+
+def replace_uses(replacements: Mapping[fx.Node, fx.Node]) -> None:
+    """Let whatever uses these nodes use others instead.
+
+    The same as ``replace_all_uses_with`` for each, in their order, which writes all
+    arguments of a user once for each of them: a list operator or the output takes hundreds.
+
+    Args:
+        replacements: What to use for each node. One that is itself replaced is followed.
+
+    >>> graph = fx.Graph()
+    >>> x, y, z = (graph.placeholder(name) for name in "xyz")
+    >>> output = graph.output([x, y, z])
+    >>> replace_uses({x: y, y: z})
+    >>> output.args
+    ([z, z, z],)
+    """
+    users = {user for node in replacements for user in node.users}
+
+    def find(node: fx.Node) -> fx.Node:
+        while node in replacements:
+            node = replacements[node]
+        return node
+
+    for user in sorted(users):
+        taken: Any = fx.node.map_arg((user.args, user.kwargs), find)
+        _torch.set_arguments(user, *taken)
 
 
 def drop_dead_code(graph: fx.Graph) -> None:
@@ -183,11 +211,11 @@ def find_all_descendants(
     check_nodes("find_all_descendants", parent_nodes=parent_nodes)
     if not parent_nodes:
         raise UsageError("find_all_descendants: No parent nodes are given.")
-    return descendants(gm.graph, parent_nodes)
+    return descendants(parent_nodes)
 
 
-def descendants(graph: fx.Graph, parents: Sequence[fx.Node]) -> list[fx.Node]:
-    """The same, of a graph."""
+def descendants(parents: Sequence[fx.Node]) -> list[fx.Node]:
+    """The same, of nodes of one graph."""
     found = set(parents)
     waiting = list(parents)
     while waiting:
@@ -195,4 +223,4 @@ def descendants(graph: fx.Graph, parents: Sequence[fx.Node]) -> list[fx.Node]:
             if user.op != "output" and user not in found:
                 found.add(user)
                 waiting.append(user)
-    return [node for node in graph.nodes if node in found]
+    return sorted(found)

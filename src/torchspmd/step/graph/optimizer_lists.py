@@ -17,7 +17,7 @@ from torchspmd.errors import CaptureError, UsageError
 from torchspmd.step.graph.aliases import node_arguments
 from torchspmd.step.graph.argument_checks import check_module
 from torchspmd.step.graph.metadata import owner_of
-from torchspmd.step.graph.nodes import HasGraph, NodeMaker
+from torchspmd.step.graph.nodes import HasGraph, NodeMaker, replace_uses
 
 # A chain goes through places: an item of a list operator, or a node that is an item.
 _Place: TypeAlias = tuple[fx.Node, int]
@@ -70,8 +70,8 @@ def _source(node: fx.Node) -> fx.Node:
 
 def _is_nested(node: fx.Node) -> bool:
     """Whether a list operator gives several lists, as the fused optimizers do."""
-    value = node.meta["val"]
-    return any(isinstance(each, (list, tuple)) for each in value)
+    first = next(iter(node.meta["val"]), None)
+    return isinstance(first, (list, tuple))
 
 
 def first_items(source: fx.Node) -> list[fx.Node]:
@@ -167,6 +167,7 @@ def _cut(graph: fx.Graph, node: fx.Node, groups: list[Hashable]) -> None:
     with graph.inserting_before(node):
         pieces = {group: _piece(graph, node, own) for group, own in members.items()}
     parts = {group: _parts(graph, node, piece) for group, piece in pieces.items()}
+    items: dict[fx.Node, fx.Node] = {}
     for getter in _item_getters(node):
         index = getter.args[1]
         assert isinstance(index, int)
@@ -174,7 +175,8 @@ def _cut(graph: fx.Graph, node: fx.Node, groups: list[Hashable]) -> None:
         with graph.inserting_before(getter):
             new = graph.call_function(operator.getitem, (source, position[index]))
         new.meta = dict(getter.meta)
-        getter.replace_all_uses_with(new)
+        items[getter] = new
+    replace_uses(items)
     getters = dict.fromkeys([*node.users, *(g for u in node.users for g in u.users)])
     for getter in reversed(getters):
         if not getter.users:

@@ -7,7 +7,7 @@ made, which is what eager optimizers do.
 """
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from torchspmd import _torch
-from torchspmd.step.graph.aliases import Aliases, find_aliases, operator_of
+from torchspmd.step.graph.aliases import Aliases, find_aliases, operator_of, root_of
 from torchspmd.step.graph.collectives import fit_to_gloo, reduce_in_place
 from torchspmd.step.graph.metadata import (
     OutputKind,
@@ -26,6 +26,7 @@ from torchspmd.step.graph.metadata import (
     same_form,
     written_state,
 )
+from torchspmd.step.graph.nodes import replace_uses
 from torchspmd.step.graph.optimizer_lists import is_fused_update, is_list_operator
 from torchspmd.step.graph.snapshot import copy_graph
 
@@ -178,8 +179,8 @@ def compute_in_place(
         tuple(copied),
         tuple(left),
     )
-    for copy_node, source in forwarded.items():
-        copy_node.replace_all_uses_with(source)
+    replace_uses(forwarded)
+    for copy_node in forwarded:
         graph.erase_node(copy_node)
     _edit(graph, calls, copies)
     copy_results(graph)
@@ -189,7 +190,7 @@ def compute_in_place(
 
 def _edit(
     graph: fx.Graph,
-    calls: Iterable[fx.Node],
+    calls: Collection[fx.Node],
     copies: Sequence[tuple[fx.Node, fx.Node, fx.Node]],
 ) -> None:
     """Give operators their in-place form, and copy new values to inputs after nodes."""
@@ -197,33 +198,40 @@ def _edit(
     became: dict[fx.Node, fx.Node] = {}  # its value -> what was written
     for node in calls:
         writes = _find_writes(node)  # again: targets may have been replaced
-        became.update((write.out, write.target) for write in writes if write.out)
-        call = moved[node] = _write_in_place(graph, node, writes)
+        for write in writes:
+            if write.out is not None:
+                became[write.out] = became.get(write.target, write.target)
+        call = moved[node] = _add_in_place_form(graph, node)
         moved.update((write.out, call) for write in writes if write.out)
+    replace_uses(became)
+    for node in reversed([*calls]):
+        _erase_with_items(graph, node)
+    results: dict[fx.Node, fx.Node] = {}
     for value, place, after in copies:
         source = became.get(value, value)
         with graph.inserting_after(moved.get(after, after)):
             graph.call_function(torch.ops.aten.copy_.default, (place, source))
-        output_node(graph).replace_input_with(source, place)
+        results.setdefault(source, place)
+    output = output_node(graph)
+    output.args = fx.node.map_arg(output.args, lambda node: results.get(node, node))
 
 
-def _write_in_place(
-    graph: fx.Graph, node: fx.Node, writes: tuple[_Write, ...]
-) -> fx.Node:
+def _add_in_place_form(graph: fx.Graph, node: fx.Node) -> fx.Node:
     form = _torch.in_place_form(operator_of(node))
     assert form is not None
     with graph.inserting_before(node):
         call = graph.call_function(form, node.args, node.kwargs)
     call.meta = {key: value for key, value in node.meta.items() if key != "val"}
-    for write in writes:
-        if write.out is not None:
-            write.out.replace_all_uses_with(write.target)
+    return call
+
+
+def _erase_with_items(graph: fx.Graph, node: fx.Node) -> None:
+    """Erase a call whose results nothing uses any more."""
     for item in [*node.users]:
         for inner in [*item.users]:
             graph.erase_node(inner)
         graph.erase_node(item)
     graph.erase_node(node)
-    return call
 
 
 def _drop_conflicts(
@@ -449,15 +457,14 @@ def mark_returned(graph: fx.Graph) -> None:
     >>> x.meta["torchspmd_returned"], y.meta["torchspmd_returned"]
     (True, False)
     """
-    root = find_aliases(graph).root
-    returned = {root[value] for _, value in _results(graph)}
+    returned = {root_of(value) for _, value in _results(graph)}
     values = output_values(graph)
     for node in graph.find_nodes(op="placeholder"):
         if isinstance(node.meta.get("val"), torch.Tensor):
             node.meta[_KEY] = node in returned
     for index, state in written_state(graph).items():
         value = values[index]
-        if isinstance(value, fx.Node) and root[value] in returned:
+        if isinstance(value, fx.Node) and root_of(value) in returned:
             state.meta[_KEY] = True
 
 
@@ -474,11 +481,10 @@ def copy_results(graph: fx.Graph) -> None:
     own = {node for node in inputs if node.meta.get(_KEY) is False}
     if not own:
         return
-    root = find_aliases(graph).root
     output = output_node(graph)
     copies: dict[int, fx.Node] = {}
     for place, value in _results(graph):
-        if root[value] in own:
+        if root_of(value) in own:
             with graph.inserting_before(output):
                 copies[place] = graph.call_function(_CLONE, (value,))
             copies[place].meta["val"] = value.meta.get("val")

@@ -16,7 +16,7 @@ from torch import fx
 from torchspmd import _torch
 from torchspmd.step.deferral.forms import CARRIED_KEY, PENDING_KEY
 from torchspmd.step.deferral.module import IterGraphModule, Marks
-from torchspmd.step.graph.aliases import find_aliases, is_wait, written_nodes
+from torchspmd.step.graph.aliases import find_aliases, is_wait, root_of, written_nodes
 from torchspmd.step.graph.collectives import (
     fit_to_gloo,
     is_communication,
@@ -252,10 +252,9 @@ def _find_writes(
     owner = dict(scratch)
     for number, states in regions.items():
         owner.update(dict.fromkeys(states.values(), number))
-    root = find_aliases(graph).root
     found: dict[int, list[fx.Node]] = {number: [] for number in regions}
     for node in graph.nodes:
-        memory = {root[target] for target in written_nodes(node)}
+        memory = set(map(root_of, written_nodes(node)))
         for number in {owner[each] for each in memory if each in owner}:
             found[number].append(node)
     return found

@@ -23,7 +23,13 @@ from torchspmd.step.graph.collectives import (
     writes_in_place,
 )
 from torchspmd.step.graph.metadata import owner_of
-from torchspmd.step.graph.nodes import HasGraph, NodeMaker, common_owner, tensor_value
+from torchspmd.step.graph.nodes import (
+    HasGraph,
+    NodeMaker,
+    common_owner,
+    replace_uses,
+    tensor_value,
+)
 from torchspmd.step.graph.reduction_order import ring_chunks
 from torchspmd.step.graph.reports import ORDERS, Outcome
 from torchspmd.step.passes.runner import graph_optimization_pass
@@ -371,9 +377,13 @@ def _fuse(
     for node in [node for tail in owned for node in tail if node < last]:
         if node not in taken:
             last.prepend(node)
-    for block, tail, result in zip(bucket, tails, results, strict=True):
-        for end in {tail[-1], *block.waits[1:]}:
-            end.replace_all_uses_with(result)
+    ends = [
+        (tail[-1], *block.waits[1:]) for block, tail in zip(bucket, tails, strict=True)
+    ]
+    replace_uses(
+        {e: result for own, result in zip(ends, results, strict=True) for e in own}
+    )
+    for block, tail in zip(bucket, tails, strict=True):
         for node in (*reversed(tail), *block.waits[1:], block.start):
             graph.erase_node(node)
     for cast in casts:

@@ -214,7 +214,7 @@ def _isolate_updates(graph: fx.Graph, movings: Sequence[fx.Node]) -> None:
 
 def _update_region(graph: fx.Graph, moving: Sequence[fx.Node]) -> list[fx.Node]:
     """All that needs the result of nodes; raises where that updates no state."""
-    region = complete_region(graph, descendants(graph, moving))
+    region = complete_region(graph, descendants(moving))
     if not written_by(graph, region):
         raise UsageError(
             f"{moving[0].name} is not used by any fused optimizer, nor by another update "
@@ -282,7 +282,7 @@ def _gather_later(gm: IterGraphModule, cost: CostModel) -> None:
         for block in get_all_comm_blocks(gm, (Kind.ALL_GATHER,))
         if block.gathers_inputs() and owner_of(block.start).phase is Phase.FORWARD
     ]
-    clock = begin_seconds(gm.graph, cost)
+    clock = begin_seconds(gm.graph, cost) if gathers else {}
     for number, block in enumerate(gathers):
         wanted = min(map(clock.__getitem__, block.waits))
         wanted -= _SLOWDOWN * cost.comm_seconds(block.event)
@@ -388,7 +388,7 @@ def _check_only_updates(
     Its compute stays where it is, and what another move took is not split again.
     """
     own = set(block.nodes)
-    for node in descendants(gm.graph, [moving]):
+    for node in descendants([moving]):
         if node.name in taken:
             raise UsageError(f"{node.name} is moved already")
         owner = owner_of(node)

@@ -16,6 +16,7 @@ from torchspmd.step.graph.metadata import (
     same_form,
     written_state,
 )
+from torchspmd.step.graph.nodes import replace_uses
 from torchspmd.step.graph.optimizer_lists import (
     Chains,
     FusedOptimizerBlock,
@@ -124,6 +125,7 @@ def remove_copy_from_optimizer(gm: Any) -> Outcome:
     memory = _OutputMemory(graph)
     matched = changed = 0
     refused = []
+    dropped: dict[fx.Node, fx.Node] = {}
     for index, state in written_state(graph).items():
         copy = values[index]
         if not isinstance(copy, fx.Node) or copy.target not in _COPIES:
@@ -144,8 +146,9 @@ def remove_copy_from_optimizer(gm: Any) -> Outcome:
                 "which must not be the memory of a state"
             )
             continue
-        copy.replace_all_uses_with(source)
+        dropped[copy] = source
         changed += 1
+    replace_uses(dropped)
     return Outcome(matched, changed, tuple(refused), keeps_bits=ORDERS)
 
 

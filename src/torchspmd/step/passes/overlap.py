@@ -302,17 +302,20 @@ def prefetch_gathers(
         )
     if cost is not None:
         check_cost(cost, "prefetch_gathers")
+    if memory_budget_mb is not None:
+        check_budget(memory_budget_mb, "prefetch_gathers", "or None for no limit")
     limit = _limit(1 if distance is None else distance, in_flight_mb)
     gathers = [each for each in get_all_comm_blocks(gm) if each.gathers_inputs()]
     if (writer := writes_in_place(gm.graph)) is not None:
         reason = f"{writer.name} writes in place: prefetch before new values do"
         return Outcome(len(gathers), 0, (reason,))
-    budget = MemoryBudget(gm, memory_budget_mb, "prefetch_gathers")
+    # Without gathers, what the graph's values take need not be known.
+    budget = MemoryBudget(gm, memory_budget_mb if gathers else None, "prefetch_gathers")
     ahead = _Prefetch(gathers, budget, limit)
     if cost is None:
         for block in gathers:
             ahead.move(block, distance or 1)
-    else:
+    elif gathers:
         for block, place in _plan_starts(gm.graph, gathers, cost):
             ahead.move_to(block, place)
     return Outcome(

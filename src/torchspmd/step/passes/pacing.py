@@ -9,7 +9,7 @@ reduction starts, is chosen by simulating the iteration, with all that shares th
 """
 
 import bisect
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -201,11 +201,12 @@ class _Plan:
         self._nodes, self._reductions = nodes, reductions
         self._rank = {each.start: place for place, each in enumerate(reductions)}
         self._seconds = {node: cost.compute_seconds(node) for node in nodes}
-        self._work = {n: Work(Do.COMPUTE, s) for n, s in self._seconds.items()}
-        self._work |= _other_communication(nodes, cost)
-        self._work |= {
-            each.start: Work(Do.START, each.seconds, each.start, each.group)
-            for each in reductions
+        self._events: dict[fx.Node, Work] = {  # all but computation
+            **_other_communication(nodes, cost),
+            **{
+                each.start: Work(Do.START, each.seconds, each.start, each.group)
+                for each in reductions
+            },
         }
         self._updates = {
             each: (
@@ -236,7 +237,9 @@ class _Plan:
         order = self._start(body, haste)
         places = {each: each.place for each in self._reductions}
         early = update_places(order, self._reductions)
-        seconds, sooner = self._estimate(order, places), self._estimate(order, early)
+        brief = self._summarize(order, {*places.values(), *early.values()})
+        seconds = self._estimate(*brief, places)
+        sooner = self._estimate(*brief, early)
         if sooner < seconds * _WORTH:
             seconds, places = sooner, early
         return Ordering(tuple(order), seconds, places, tuple(delayed), sunk)
@@ -269,25 +272,29 @@ class _Plan:
         ready: list[int] = []  # places among the reductions
         free: dict[str, float] = {}
         ends: dict[Hashable, float] = {}
-        now = 0.0
+        now, next_free = 0.0, 0.0
         for node in body:
             if node in self._rank:
-                ready = sorted([*ready, self._rank[node]])
+                bisect.insort(ready, self._rank[node])
+                next_free = 0.0
                 continue
-            if ready:
+            if ready and next_free <= now:
                 for place in self._free_for(ready, free, now):
                     ready.remove(place)
                     reduction = self._reductions[place]
                     free[reduction.group] = now + reduction.seconds * haste
                     order.append(reduction.start)
+                groups = {self._reductions[place].group for place in ready}
+                next_free = min((free.get(each, 0.0) for each in groups), default=0.0)
             order.append(node)
-            do, seconds, start, group = self._work[node]
+            if node not in self._events:
+                now += self._seconds[node]
+                continue
+            do, seconds, start, group = self._events[node]
             if do is Do.START:
                 ends[start] = free[group] = max(now, free.get(group, 0.0)) + seconds
             elif do is Do.WAIT:
                 now = max(now, ends.get(start, 0.0))
-            else:
-                now += seconds
         return order + [self._reductions[place].start for place in ready]
 
     def _free_for(
@@ -301,8 +308,29 @@ class _Plan:
                 chosen.setdefault(group, place)
         return list(chosen.values())
 
+    def _summarize(
+        self, order: Iterable[fx.Node], places: Container[fx.Node]
+    ) -> tuple[list[tuple[float, fx.Node]], float]:
+        """Communication and places of updates, with what is computed before each.
+
+        And what is computed behind the last. All ways to make the updates share this.
+        """
+        brief: list[tuple[float, fx.Node]] = []
+        computing = 0.0
+        for node in order:
+            is_event = node in self._events
+            if is_event or node in places:
+                brief.append((computing, node))
+                computing = 0.0
+            if not is_event:
+                computing += self._seconds[node]
+        return brief, computing
+
     def _estimate(
-        self, order: Sequence[fx.Node], places: Mapping[Reduction, fx.Node]
+        self,
+        brief: Sequence[tuple[float, fx.Node]],
+        rest: float,
+        places: Mapping[Reduction, fx.Node],
     ) -> float:
         """How long an iteration takes once the one before left it the same work."""
         due: dict[fx.Node, list[Work]] = {}
@@ -310,8 +338,10 @@ class _Plan:
             due.setdefault(place, []).extend(self._updates[reduction])
         work: list[Work] = []
         computing = 0.0
-        for node in order:
-            for each in (*due.get(node, ()), self._work[node]):
+        for before, node in brief:
+            computing += before
+            own = [self._events[node]] if node in self._events else []
+            for each in (*due.get(node, ()), *own):
                 if each.do is Do.COMPUTE:
                     computing += each.seconds
                     continue
@@ -319,7 +349,7 @@ class _Plan:
                     work.append(Work(Do.COMPUTE, computing))
                     computing = 0.0
                 work.append(each)
-        return _mean_seconds([*work, Work(Do.COMPUTE, computing)])
+        return _mean_seconds([*work, Work(Do.COMPUTE, computing + rest)])
 
 
 def _other_communication(

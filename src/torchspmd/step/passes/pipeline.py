@@ -86,7 +86,10 @@ def default_passes(
 
 def _dedupe(gm: Any) -> PassReport:
     """Whole parameters that cost next to no memory are kept from forward to backward."""
-    peak = predict_peak(gm.graph, frozenset()).total_bytes / 2**20
+    phases = {event.phase for _, event in events_of(gm.graph)}
+    peak = 0.0
+    if len(phases) > 1:  # else nothing would be kept from one to another
+        peak = predict_peak(gm.graph, frozenset()).total_bytes / 2**20
     report: PassReport = dedupe_collectives(gm, keep_mb=_KEPT * peak)
     return report
 
@@ -99,12 +102,14 @@ def _prefetch(
     gm: Any, bucket_size_mb: float | None, cost: CostModel | None
 ) -> PassReport:
     """Two buckets may be on their way when memory is at its peak, as FSDP2 has them."""
-    size = choose_bucket_size(gm, cost) if bucket_size_mb is None else bucket_size_mb
     sizes = [
         block.event.payload_bytes / 2**20
         for block in get_all_comm_blocks(gm, (Kind.ALL_GATHER,))
         if block.gathers_inputs()
     ]
+    size = bucket_size_mb or 0.0
+    if sizes and bucket_size_mb is None:
+        size = choose_bucket_size(gm, cost)
     size = max([size, *(each for each in sizes if each <= _LARGEST_MB)])
     report: PassReport = prefetch_gathers(
         gm, cost=_or_guess(gm, cost), memory_budget_mb=_IN_FLIGHT * size
