@@ -117,7 +117,8 @@ def asked_device(operator: Any, args: Sequence[Any]) -> torch.device | None:
     """The device of a fake tensor, where an operator asks for that; None for all others."""
     if operator is not _DEVICE or not hasattr(args[0], "fake_device"):
         return None
-    device: torch.device = args[0].device
+    # As its class answers: in a rehearsal C++ is told another device than Python.
+    device: torch.device = type(args[0]).__torch_dispatch__(operator, (), args)
     return device
 
 

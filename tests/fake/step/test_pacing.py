@@ -13,7 +13,12 @@ from torchspmd.step import DataParallel, IterGraphModule, compile
 from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.graph.memory import LiveBytes
 from torchspmd.step.graph.simulate import simulate, simulate_steady
-from torchspmd.step.passes import defer_updates, pacing, schedule_comm_wait
+from torchspmd.step.passes import (
+    baseline,
+    defer_updates,
+    pacing,
+    schedule_comm_wait,
+)
 from torchspmd.step.passes.pacing import Reduction, update_places
 from torchspmd.step.passes.pipeline import choose_bucket_size
 from torchspmd.step.passes.runner import observing_passes
@@ -58,8 +63,9 @@ def deferred(gm, costs, options):
         max(LiveBytes(gm.graph).now().values()),
         [_layer(node.name) for node in gm.graph.nodes if "all_reduce" in node.name],
         [
-            (_layer(line.split(":")[0]), line.split(" before ")[1])
-            for line in report.outcome.detail[2:]
+            (_layer(line.split(":")[0].split(" and ")[0]), line.split(" before ")[1])
+            for line in report.outcome.detail
+            if " nodes run before " in line
         ],
     )
 
@@ -163,6 +169,26 @@ def test_what_python_costs_counts():
     assert report.outcome.gain < 1.01 and not slow.graph.regions
 
 
+def test_updates_are_joined_where_splitting_costs_more(monkeypatch):
+    costs = cost(1.0, MATMUL / 16)
+    with fake_world(4), observing_passes(lambda *_: None):
+        joined, apart = captured_stack(), captured_stack()
+        outcome = defer_updates(joined, cost=costs).outcome
+        monkeypatch.setattr(baseline, "_COUNTS", 1e9)
+        split = defer_updates(apart, cost=costs).outcome
+    assert len(apart.graph.regions) == LAYERS
+    assert len(joined.graph.regions) == LAYERS / 2
+    assert outcome.gain > split.gain > 1.01
+    assert "6 reductions share 3 updates" in str(outcome)
+
+
+def test_joined_updates_have_the_same_bits():
+    joined, apart = run(1.0, launch=MATMUL / 16), run(1.0)
+    assert len(joined.updates) < len(apart.updates) == LAYERS
+    for one, other in zip(joined.parameters, apart.parameters, strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("ratio", [0.3, 1.0, 3.0])
 def test_the_gain_is_that_of_the_graph_that_runs(ratio, monkeypatch):
     monkeypatch.setattr(pacing, "_SLOWDOWNS", (1.0,))
@@ -262,15 +288,16 @@ def test_an_update_is_made_where_a_later_reduction_is_waited_for(
     graph = fx.Graph()
     node = {name: graph.placeholder(name) for name in ("a", "b", "early", "late")}
     reductions = [
-        Reduction(node["early"], node["a"], groups[0], 1.0, 1.0),
-        Reduction(node["late"], node["b"], groups[1], 1.0, 1.0),
+        Reduction(node["early"], node["a"], groups[0], 1.0, 1.0, "early"),
+        Reduction(node["late"], node["b"], groups[1], 1.0, 1.0, "late"),
     ]
     places = update_places([node[name] for name in order.split()], reductions)
     assert [f"{each.start} {place}" for each, place in places.items()] == expected
 
 
-def test_updates_hide_the_most_urgent_reduction_where_they_take_time():
+def test_updates_hide_the_most_urgent_reduction_where_they_take_time(monkeypatch):
     """The first layer's gradient is ready last and needed first."""
+    monkeypatch.setattr(baseline, "_COUNTS", 1e9)  # updates are not joined
     usual = run(0.5, delay_gradients=False).updates
     assert [layer for layer, _ in usual] == list(range(LAYERS))
     assert len({place for _, place in usual}) == LAYERS

@@ -24,7 +24,7 @@ from torchspmd.step.passes import (
 )
 
 STEPS = 5
-SLOW_WIRE = CostModel(1e10, 1e10, 5e7)
+SLOW_WIRE = CostModel(1e10, 1e10, 5e7, launch_seconds=0.0)  # no updates are joined
 OPTIMIZERS = {
     "fused adam": functools.partial(torch.optim.Adam, lr=0.01, fused=True),
     "foreach adamw": functools.partial(torch.optim.AdamW, lr=0.01, foreach=True),

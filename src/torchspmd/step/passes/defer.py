@@ -6,10 +6,10 @@ soon as they can; what is needed later fills the rest of the iteration.
 """
 
 import difflib
+import itertools
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import takewhile
+from collections.abc import Collection, Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import fx
@@ -29,21 +29,29 @@ from torchspmd.step.graph.collectives import CommBlock, get_all_comm_blocks
 from torchspmd.step.graph.cost import CostModel, check_cost, device_of
 from torchspmd.step.graph.memory import LiveBytes
 from torchspmd.step.graph.metadata import output_node, owner_of
-from torchspmd.step.graph.nodes import descendants
+from torchspmd.step.graph.nodes import HasGraph, descendants
 from torchspmd.step.graph.optimizer_lists import Chains, first_items, split_by_group
 from torchspmd.step.graph.reports import ORDERS, Outcome
 from torchspmd.step.graph.simulate import begin_seconds
+from torchspmd.step.passes.baseline import (
+    Baseline,
+    in_groups,
+    machines,
+    neighbours,
+)
 from torchspmd.step.passes.optimizer import remove_copy_from_optimizer
 from torchspmd.step.passes.overlap import schedule_comm_wait
-from torchspmd.step.passes.pacing import Ordering, Reduction, estimate, orderings
+from torchspmd.step.passes.pacing import (
+    Ordering,
+    Reduction,
+    estimate_ordering,
+    orderings,
+    updates_at,
+)
 from torchspmd.step.passes.runner import LeaveUnchanged, graph_optimization_pass
 
 _REDUCTIONS = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)
 _SLOWDOWN = 1.3  # of a network beside computation
-# What Python takes, in times that an operator is launched: around any node; and to leave
-# an update, to note that it is made and to write it.
-_NODE_LAUNCHES = 1.5
-_JOB_LAUNCHES = 6.0
 _WORTH = 1.01  # a smaller gain is within what a simulation can tell
 
 
@@ -100,15 +108,18 @@ def defer_updates(
         gm: The step.
         start: ``"now"`` starts the reductions in this iteration, those first that the next
             one needs first, and waits for them there. ``"next"`` moves the reductions too.
-        cost: How long nodes and reductions take, to choose the order of the reductions;
-            the same on all ranks. A guess for the device by default.
+        cost: How long nodes and reductions take, to choose the order of the reductions,
+            and which neighbouring updates are made as one where many small ones cost more
+            than they hide; the same on all ranks. A guess for the device by default, by
+            which updates are joined with ``only_if_faster`` alone.
         delay_gradients: With ``"now"``, gradients of weights that are needed late may be
             computed behind those that are needed first, where that is simulated to be
             faster.
         memory_budget_mb: MiB by which that may raise the peak of the memory that the
             graph's values take.
         only_if_faster: With ``"now"``, leave the graph as it was unless the steady step
-            is simulated to be at least 1 % faster (``Outcome.gain``).
+            is simulated to be at least 1 % faster (``Outcome.gain``); where the cost is
+            a guess, also on a machine that is much faster than guessed.
     """
     what = "defer_updates"
     _check_module(what, gm)
@@ -123,61 +134,40 @@ def defer_updates(
             "Leave out one of them."
         )
     graph = gm.graph
-    cost = cost or CostModel.for_device(device_of(graph))
+    # Whoever defers without asking whether it gains, and by a guess, wants all of it.
+    may_join = cost is not None or only_if_faster
+    tried = machines(cost, device_of(graph), is_doubted=only_if_faster)
+    cost = tried[0]
     blocks = _blocks(gm)
-    host = _Host(device_of(graph), len(graph.nodes), cost.launch_seconds)
-    at_once = estimate(graph, cost)  # as it came: every update in its own iteration
+    # As it came: every update in its own iteration.
+    baselines = [Baseline.of(graph, each) for each in tried]
+    together: Sequence[Sequence[str]] = ()
     if start == "now":
         _gather_later(gm, cost)
-    jobs, refused = _find_jobs(gm, blocks, start, cost)
+        if may_join and any(each.counts(len(blocks)) for each in baselines):
+            together = _choose_joined(graph, baselines)
+    jobs, refused = _find_jobs(graph, blocks, start, cost, together)
     detail: list[str] = []
     gain: float | None = None
     places: Mapping[Reduction, fx.Node] = {
         each: job.place for job in jobs for each in job.reductions
     }
-    position = {node: index for index, node in enumerate(graph.nodes)}
+    order = list(graph.nodes)
     if start == "now" and jobs:
         _sink(graph, jobs)
-        ordering, line = _order(gm, jobs, cost, delay_gradients, memory_budget_mb)
-        seconds = host.steady_seconds(ordering.seconds, len(graph.nodes), len(jobs))
-        gain, places = host.seconds(at_once) / seconds, ordering.places
-        detail = [line, _worth(gain)]
+        ordering, line = _order(graph, jobs, cost, delay_gradients, memory_budget_mb)
+        places = ordering.places
+        gain = min(_gain(each, graph, jobs, ordering) for each in baselines)
+        detail = [line, _worth(gain), *_told_joined(together)]
         if only_if_faster and gain < _WORTH:
             refused.append(f"left as it was: {_simulated(gain)}")
             raise LeaveUnchanged(Outcome(len(blocks), 0, tuple(refused), gain=gain))
-    for job, target in _targets(jobs, places, position):
+    owner = {each: job for job in jobs for each in job.reductions}
+    for target, members in updates_at(order, places):
+        job = owner[members[0]]
         detail.append(_move(graph, job.name, job.region, target))
     num_moved = sum(len(job.blocks) for job in jobs)
     return Outcome(len(blocks), num_moved, tuple(refused), tuple(detail), ORDERS, gain)
-
-
-@dataclass(frozen=True, slots=True)
-class _Host:
-    """What Python costs: nothing is overlapped with it on a CPU, all of it on a GPU.
-
-    Attributes:
-        device: What the step computes on.
-        num_nodes: Of the graph as it came.
-        launch: Seconds to launch an operator.
-    """
-
-    device: str
-    num_nodes: int
-    launch: float
-
-    def seconds(self, simulated: float) -> float:
-        """How long a step takes whose nodes are simulated to take this long."""
-        if self.device == "cpu":
-            return simulated
-        return max(simulated, self.num_nodes * _NODE_LAUNCHES * self.launch)
-
-    def steady_seconds(self, simulated: float, num_nodes: int, num_jobs: int) -> float:
-        """The same with optimizers that are split, and updates that are left."""
-        more = (num_nodes - self.num_nodes) * _NODE_LAUNCHES + num_jobs * _JOB_LAUNCHES
-        if self.device == "cpu":
-            return simulated + max(0.0, more) * self.launch
-        nodes = self.num_nodes * _NODE_LAUNCHES
-        return max(simulated, (nodes + more) * self.launch)
 
 
 def _check_module(what: str, gm: object) -> None:
@@ -198,16 +188,17 @@ def _move(
 
 def isolate_update(graph: fx.Graph, moving: fx.Node) -> list[fx.Node]:
     """All that needs a node's result, with optimizers split so that it is no more."""
-    _isolate_updates(graph, [moving])
+    _isolate_updates(graph, [[moving]])
     return _update_region(graph, [moving])
 
 
-def _isolate_updates(graph: fx.Graph, movings: Sequence[fx.Node]) -> None:
-    """Split optimizers so that what needs one of these nodes needs no other."""
+def _isolate_updates(graph: fx.Graph, groups: Sequence[Sequence[fx.Node]]) -> None:
+    """Split optimizers so that what needs nodes of one group needs none of another."""
     chains = Chains(graph)
     needed: dict[object, tuple[int, ...]] = {}
-    for number, moving in enumerate(movings):
-        for chain in {chains.chain_of(node) for node in first_items(moving)}:
+    for number, group in enumerate(groups):
+        items = {item for moving in group for item in first_items(moving)}
+        for chain in set(map(chains.chain_of, items)):
             needed[chain] = (*needed.get(chain, ()), number)
     split_by_group(graph, lambda chain: needed.get(chain, ()), chains)
 
@@ -257,8 +248,12 @@ class _Job:
         """The first node of the next iteration that needs the update."""
         return self.reductions[0].place
 
+    def on(self, cost: CostModel) -> tuple[Reduction, ...]:
+        """Its reductions on another machine."""
+        return _reductions(self.blocks, self.region, self.place, cost)
 
-def _blocks(gm: IterGraphModule) -> list[CommBlock]:
+
+def _blocks(gm: HasGraph) -> list[CommBlock]:
     """The reductions, and the gathers in backward that updates alone wait for."""
     found = get_all_comm_blocks(gm, (*_REDUCTIONS, Kind.ALL_GATHER))
     return [
@@ -295,47 +290,64 @@ def _gather_later(gm: IterGraphModule, cost: CostModel) -> None:
 
 
 def _find_jobs(
-    gm: IterGraphModule, blocks: Sequence[CommBlock], start: str, cost: CostModel
+    graph: IterGraph,
+    blocks: Sequence[CommBlock],
+    start: str,
+    cost: CostModel,
+    together: Sequence[Sequence[str]] = (),
 ) -> tuple[list[_Job], list[str]]:
     """The work that can be deferred, what is needed first in front, and why other not.
 
-    Optimizers are split, so that each update needs its own reduction alone.
+    Optimizers are split, so that each update needs its own reduction alone, or those whose
+    starts are named together.
     """
     moving: dict[CommBlock, fx.Node] = {}  # the first node of each that is deferred
     refused = []
-    taken = {name for region in gm.graph.regions for name in region.nodes}
+    taken = {name for region in graph.regions for name in region.nodes}
     for block in blocks:
         try:
             if block.problem:
                 raise UsageError(block.problem)
             first = block.start if start == "next" else block.wait
-            _check_only_updates(gm, block, first, taken)
+            _check_only_updates(graph, block, first, taken)
         except UsageError as error:
             refused.append(f"{block.start.name}: {_first_problem(error)}")
         else:
             moving[block] = first
-    _isolate_updates(gm.graph, list(moving.values()))
+    groups = _grouped(moving, together)
+    _isolate_updates(graph, [list(group.values()) for group in groups])
     found = []
-    for block, first in moving.items():
+    for group in groups:
         try:
-            found.append(_plan(gm.graph, {block: first}, cost))
+            found.append(_plan(graph, group, cost))
         except (DeferralError, UsageError) as error:
-            refused.append(f"{block.start.name}: {_first_problem(error)}")
+            refused += [f"{each.start.name}: {_first_problem(error)}" for each in group]
     jobs = []
-    for group in _connected(found):
-        members = [block for job in group for block in job.blocks]
+    for connected in _connected(found):
+        members = [block for job in connected for block in job.blocks]
         num_reductions = sum(block.kind in _REDUCTIONS for block in members)
-        if len(group) == 1:
-            jobs += group
+        if len(connected) == 1:
+            jobs += connected
         elif 2 * num_reductions <= len(members):
             # A gradient that is the sum of something reduced and something gathered.
-            jobs.append(_plan(gm.graph, {each: moving[each] for each in members}, cost))
+            jobs.append(_plan(graph, {each: moving[each] for each in members}, cost))
         else:
             # What a norm over all gradients scales, every update needs: the next forward
             # would begin with all of them, so that nothing would overlap with it.
-            refused += [_told_shared(job, group) for job in group]
-    position = {node: index for index, node in enumerate(gm.graph.nodes)}
+            refused += [_told_shared(job, connected) for job in connected]
+    position = {node: index for index, node in enumerate(graph.nodes)}
     return sorted(jobs, key=lambda job: position[job.place]), refused
+
+
+def _grouped(
+    moving: Mapping[CommBlock, fx.Node], together: Sequence[Sequence[str]]
+) -> list[dict[CommBlock, fx.Node]]:
+    """What is deferred together; all else by itself."""
+    number = {name: place for place, names in enumerate(together) for name in names}
+    groups: dict[object, dict[CommBlock, fx.Node]] = {}
+    for block, first in moving.items():
+        groups.setdefault(number.get(block.start.name, block), {})[block] = first
+    return list(groups.values())
 
 
 def _plan(
@@ -344,18 +356,29 @@ def _plan(
     region = _update_region(graph, list(moving.values()))
     place = first_reader(graph, region)
     check_region(graph, region, place, graph.regions)
-    updating = sum(map(cost.compute_seconds, region)) / len(moving)
-    reductions = tuple(
+    return _Job(tuple(moving), region, _reductions(moving, region, place, cost))
+
+
+def _reductions(
+    blocks: Collection[CommBlock],
+    region: Sequence[fx.Node],
+    place: fx.Node,
+    cost: CostModel,
+) -> tuple[Reduction, ...]:
+    """The reductions of a job; each has its share of the update."""
+    updating = sum(map(cost.compute_seconds, region)) / len(blocks)
+    name = next(block.start.name for block in blocks)
+    return tuple(
         Reduction(
             block.start,
             place,
             block.group.name,
             cost.comm_seconds(block.event),
             updating,
+            name,
         )
-        for block in moving
+        for block in blocks
     )
-    return _Job(tuple(moving), region, reductions)
 
 
 def _connected(jobs: Sequence[_Job]) -> list[list[_Job]]:
@@ -381,7 +404,7 @@ def _told_shared(job: _Job, group: Sequence[_Job]) -> str:
 
 
 def _check_only_updates(
-    gm: IterGraphModule, block: CommBlock, moving: fx.Node, taken: Container[str]
+    graph: IterGraph, block: CommBlock, moving: fx.Node, taken: Container[str]
 ) -> None:
     """Raise unless a reduction feeds updates alone, none of which is moved already.
 
@@ -408,24 +431,6 @@ def _first_problem(error: Exception) -> str:
 # When it runs.
 
 
-def _targets(
-    jobs: Sequence[_Job],
-    places: Mapping[Reduction, fx.Node],
-    position: Mapping[fx.Node, int],
-) -> list[tuple[_Job, fx.Node]]:
-    """Where each job's update is made, in the order of the updates.
-
-    One that needs several reductions waits for the last of them.
-    """
-    owner = {each: job for job in jobs for each in job.reductions}
-    found: dict[int, tuple[_Job, fx.Node]] = {}
-    for reduction, place in places.items():
-        job = owner[reduction]
-        earlier = found.pop(id(job), (job, place))[1]
-        found[id(job)] = job, max(place, earlier, key=position.__getitem__)
-    return list(found.values())
-
-
 def _deferred(graph: IterGraph, jobs: Sequence[_Job]) -> set[fx.Node]:
     """What the jobs defer, and what was moved before."""
     taken = {name for region in graph.regions for name in region.nodes}
@@ -440,19 +445,23 @@ def _sink(graph: IterGraph, jobs: Sequence[_Job]) -> None:
         output_node(graph).prepend(node)
 
 
+def _body(graph: IterGraph, jobs: Sequence[_Job]) -> tuple[list[fx.Node], fx.Node]:
+    """What runs in this iteration, and what stands behind it."""
+    deferred = _deferred(graph, jobs)
+    end = next(n for n in graph.nodes if n in deferred or n is output_node(graph))
+    nodes = itertools.takewhile(lambda node: node is not end, graph.nodes)
+    return [node for node in nodes if node.op not in ("placeholder", "get_attr")], end
+
+
 def _order(
-    gm: IterGraphModule,
+    graph: IterGraph,
     jobs: list[_Job],
     cost: CostModel,
     may_delay: bool,
     rise_mb: float,
 ) -> tuple[Ordering, str]:
     """Choose when gradients are computed and reductions start; with a line about it."""
-    graph = gm.graph
-    deferred = _deferred(graph, jobs)
-    end = next(n for n in graph.nodes if n in deferred or n is output_node(graph))
-    nodes = list(takewhile(lambda node: node is not end, graph.nodes))
-    body = [node for node in nodes if node.op not in ("placeholder", "get_attr")]
+    body, end = _body(graph, jobs)
     reductions = [each for job in jobs for each in job.reductions]
     found = orderings(body, reductions, cost, may_delay=may_delay)
     memory = LiveBytes(graph)
@@ -463,6 +472,84 @@ def _order(
         if ordering.is_default or max(memory.now().values(), default=0) <= most:
             break
     return ordering, _told(ordering, found[-1])
+
+
+def _gain(
+    baseline: Baseline, graph: fx.Graph, jobs: Sequence[_Job], ordering: Ordering
+) -> float:
+    """How many times as fast as the baseline a step is whose updates wait."""
+    reductions = [each for job in jobs for each in job.on(baseline.cost)]
+    simulated = estimate_ordering(ordering, reductions, baseline.cost)
+    steady = baseline.steady_seconds(simulated, len(graph.nodes), len(jobs))
+    return baseline.seconds / steady
+
+
+# ----------------------------------------------------------------------------
+# Updates that wait together: fewer and larger ones cost less, and overlap less.
+
+
+def _choose_joined(
+    graph: IterGraph, baselines: Sequence[Baseline]
+) -> list[Sequence[str]]:
+    """The reductions whose updates are made together, by simulation; by their names.
+
+    Optimizers are split to see what depends on what, which cannot be undone: in a copy.
+    """
+    copy = IterGraph.copy_of(graph, graph.regions)
+    blocks = _blocks(fx.GraphModule({}, copy))
+    jobs, _ = _find_jobs(copy, blocks, "now", baselines[0].cost)
+    if len(jobs) < 2:
+        return []
+    _sink(copy, jobs)
+    body, _ = _body(copy, jobs)
+    nodes_each = (len(copy.nodes) - len(graph.nodes)) / len(jobs)
+    gains = {}
+    for size in neighbours(len(jobs)):
+        groups = in_groups(jobs, size)
+        num_nodes = len(graph.nodes) + round(nodes_each * len(groups))
+        gains[size] = min(
+            each.seconds
+            / each.steady_seconds(
+                _joined_seconds(body, groups, each), num_nodes, len(groups)
+            )
+            for each in baselines
+        )
+    best = max(gains, key=gains.__getitem__)  # the smallest of the best
+    if best == 1:
+        return []
+    names = [[block.start.name for block in job.blocks] for job in jobs]
+    return [list(itertools.chain(*group)) for group in in_groups(names, best)]
+
+
+def _joined_seconds(
+    body: Sequence[fx.Node], groups: Sequence[Sequence[_Job]], baseline: Baseline
+) -> float:
+    """How long the nodes take where the updates of each group are one."""
+    reductions = []
+    for group in groups:
+        found = [each for job in group for each in job.on(baseline.cost)]
+        less = baseline.joined_seconds(len(group)) / len(found)
+        reductions += [
+            replace(
+                each,
+                place=group[0].place,
+                update=group[0].name,
+                update_seconds=max(0.0, each.update_seconds - less),
+            )
+            for each in found
+        ]
+    [ordering] = orderings(body, reductions, baseline.cost, may_delay=False)
+    return ordering.seconds
+
+
+def _told_joined(together: Sequence[Sequence[str]]) -> list[str]:
+    if not together:
+        return []
+    count = sum(map(len, together))
+    made = "1 update" if len(together) == 1 else f"{len(together)} updates"
+    return [
+        f"{count} reductions share {made}: splitting the optimizer further costs more"
+    ]
 
 
 def _simulated(gain: float) -> str:

@@ -43,7 +43,8 @@ class Reduction:
         place: Where the next iteration first needs the update.
         group: The process group that it runs on.
         seconds: How long it takes.
-        update_seconds: How long the update takes.
+        update_seconds: How long the update takes, or this reduction's share of it.
+        update: The name of the update: one that several share waits for all of them.
     """
 
     start: fx.Node
@@ -51,6 +52,7 @@ class Reduction:
     group: str
     seconds: float
     update_seconds: float
+    update: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,21 @@ def estimate(graph: fx.Graph, cost: CostModel) -> float:
     return _mean_seconds(schedule_of(graph, cost))
 
 
+def estimate_ordering(
+    ordering: Ordering, reductions: Sequence[Reduction], cost: CostModel
+) -> float:
+    """How long an iteration takes in an order that was chosen by another cost.
+
+    Args:
+        ordering: The order, and where updates are made.
+        reductions: The same as in it, as long as they take by this cost.
+        cost: How long nodes take.
+    """
+    here = {each.start: each for each in reductions}
+    places = {here[each.start]: place for each, place in ordering.places.items()}
+    return _Plan(ordering.order, reductions, cost).estimate(ordering.order, places)
+
+
 def _mean_seconds(work: Sequence[Work]) -> float:
     found = [run_schedule(work, slowdown=each).seconds for each in _SLOWDOWNS]
     return sum(found) / len(found)
@@ -161,6 +178,31 @@ def update_places(
             place = min(options, key=lambda each: position.get(each, len(order)))
             earliest[reduction.group] = places[reduction] = place
     return dict(reversed(places.items()))
+
+
+def updates_at(
+    order: Sequence[fx.Node], places: Mapping[Reduction, fx.Node]
+) -> list[tuple[fx.Node, list[Reduction]]]:
+    """Where each update is made, in the order of the updates, and what it waits for.
+
+    One that needs several reductions is made where the last of them may be waited for.
+    """
+    members: dict[str, list[Reduction]] = {}
+    for reduction in places:
+        members[reduction.update] = [
+            *members.pop(reduction.update, []),
+            reduction,
+        ]
+    position: dict[fx.Node, int] = {}
+    if len(members) < len(places):
+        position = {node: place for place, node in enumerate(order)}
+    return [
+        (
+            max((places[x] for x in each), key=lambda n: position.get(n, len(order))),
+            each,
+        )
+        for each in members.values()
+    ]
 
 
 def gradient_chains(
@@ -207,13 +249,6 @@ class _Plan:
                 each.start: Work(Do.START, each.seconds, each.start, each.group)
                 for each in reductions
             },
-        }
-        self._updates = {
-            each: (
-                Work(Do.WAIT_CARRIED, start=each.start),
-                Work(Do.COMPUTE, each.update_seconds),
-            )
-            for each in reductions
         }
 
     def ordering(
@@ -308,6 +343,12 @@ class _Plan:
                 chosen.setdefault(group, place)
         return list(chosen.values())
 
+    def estimate(
+        self, order: Iterable[fx.Node], places: Mapping[Reduction, fx.Node]
+    ) -> float:
+        """How long an iteration takes in this order, with updates in these places."""
+        return self._estimate(*self._summarize(order, set(places.values())), places)
+
     def _summarize(
         self, order: Iterable[fx.Node], places: Container[fx.Node]
     ) -> tuple[list[tuple[float, fx.Node]], float]:
@@ -334,8 +375,11 @@ class _Plan:
     ) -> float:
         """How long an iteration takes once the one before left it the same work."""
         due: dict[fx.Node, list[Work]] = {}
-        for reduction, place in places.items():
-            due.setdefault(place, []).extend(self._updates[reduction])
+        order = [node for _, node in brief]
+        for place, members in updates_at(order, places):
+            waits = [Work(Do.WAIT_CARRIED, start=each.start) for each in members]
+            seconds = sum(each.update_seconds for each in members)
+            due.setdefault(place, []).extend([*waits, Work(Do.COMPUTE, seconds)])
         work: list[Work] = []
         computing = 0.0
         for before, node in brief:
