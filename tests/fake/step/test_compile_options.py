@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from training import train_clipped
 
 from torchspmd.comm import Kind
 from torchspmd.errors import PassWarning, UsageError
@@ -20,15 +21,6 @@ from torchspmd.testing import fake_world
 def step(model, optim, batch):
     loss = model(batch).square().mean()
     loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss
-
-
-def clipping_step(model, optim, batch):
-    loss = model(batch).square().mean()
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optim.step()
     optim.zero_grad()
     return loss
@@ -144,7 +136,7 @@ def test_auto_leaves_updates_where_nothing_is_gained():
 
 
 def test_auto_says_why_nothing_can_be_deferred():
-    program, _ = run(clipping_step, width=600, parallel="replicate")
+    program, _ = run(train_clipped, width=600, parallel="replicate")
     assert not program.is_deferring
     (line,) = [each for each in program.notes if each.startswith("overlap='auto'")]
     assert "a norm for clipping" in line
@@ -152,7 +144,7 @@ def test_auto_says_why_nothing_can_be_deferred():
 
 def test_asked_for_overlap_warns_where_nothing_can_be_deferred():
     with pytest.warns(PassWarning, match="no update can wait for the next step"):
-        run(clipping_step, width=600, parallel="replicate", overlap=True)
+        run(train_clipped, width=600, parallel="replicate", overlap=True)
 
 
 def test_default_passes_do_not_warn_where_there_is_nothing_to_do():

@@ -301,30 +301,6 @@ def test_tensors_that_are_arguments_do_not_wait():
     assert "is an argument of the step: the caller may read it" in refused[0]
 
 
-def test_a_scaler_is_looked_at():
-    def scaled_step(model, optim, scaler, batch):
-        loss = model(batch).square().mean()
-        scaler.scale(loss).backward()
-        scaler.step(optim)
-        scaler.update()
-        optim.zero_grad()
-        return loss
-
-    found = []
-    for function in (
-        scaled_step,
-        compile(scaled_step, parallel="replicate", overlap=True),
-    ):
-        model, optim = build()
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
-        scales = []
-        for batch in batches():
-            function(model, optim, scaler, batch)
-            scales.append((scaler.get_scale(), scaler.state_dict()["_growth_tracker"]))
-        found.append(scales)
-    assert found[0] == found[1]
-
-
 def test_copies_flush(pending):
     compiled, ours, _ = pending
     for how in (copy.deepcopy, copy.copy, pickle.dumps):
@@ -374,22 +350,27 @@ def scaled_step(model, optim, scaler, batch):
     return loss.detach()
 
 
-def test_the_scale_is_that_of_the_last_step_however_often_a_program_is_found():
+@pytest.mark.parametrize(
+    ("kind", "interval", "expected"),
+    [
+        (torch.optim.SGD, 1, [8.0, 16.0, 32.0, 64.0, 128.0]),
+        (torch.optim.Adam, 2, [4.0, 8.0, 8.0, 16.0, 16.0]),
+    ],
+)
+def test_the_scale_is_that_of_the_last_step(kind, interval, expected):
     """From the third call on a program is found by the guard fast path."""
-    scales = []
-    for function in (
-        scaled_step,
-        compile(scaled_step, parallel="replicate", overlap=True),
-    ):
+    compiled = compile(scaled_step, parallel="replicate", overlap=True)
+    found = []
+    for function in (scaled_step, compiled):
         model, _ = build()
-        optim = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
-        found = []
+        optim = kind(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=interval)
+        found.append([])
         for batch in batches():
             function(model, optim, scaler, batch)
-            found.append(scaler.get_scale())
-        scales.append(found)
-    assert scales[1] == scales[0] == [8.0, 16.0, 32.0, 64.0, 128.0]
-    assert (
-        "pending updates are made in place" in function.explain()
-    )  # else nothing waits
+            tracker = scaler.state_dict()["_growth_tracker"]
+            found[-1].append((scaler.get_scale(), tracker))
+    assert found[0] == found[1]
+    assert [scale for scale, _ in found[0]] == expected
+    # Else nothing waits.
+    assert "pending updates are made in place" in compiled.explain()

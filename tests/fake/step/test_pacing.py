@@ -7,6 +7,7 @@ import pytest
 import torch
 from comm_graphs import all_reduce, captured
 from torch import fx, nn
+from training import train_silently
 
 from torchspmd.errors import UsageError
 from torchspmd.step import DataParallel, IterGraphModule, compile
@@ -99,14 +100,11 @@ def run(ratio, *, tied=False, launch=0.0, **options):
         optim = torch.optim.SGD(model.parameters(), lr=0.01)
         batch = torch.randn(BATCH, WIDTH)
 
-        @compile(
-            gm_transformation=transformation, parallel_mode=DataParallel("replicate")
+        step = compile(
+            train_silently,
+            gm_transformation=transformation,
+            parallel_mode=DataParallel("replicate"),
         )
-        def step(model, optim, batch):
-            model(batch).square().mean().backward()
-            optim.step()
-            optim.zero_grad()
-
         for _ in range(3):
             step(model, optim, batch)
         step.flush()
@@ -128,12 +126,8 @@ def captured_stack():
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     optim = torch.optim.SGD(model.parameters(), lr=0.01)
 
-    @compile(gm_transformation=keep, parallel_mode=DataParallel("replicate"))
-    def step(model, optim, batch):
-        model(batch).square().mean().backward()
-        optim.step()
-        optim.zero_grad()
-
+    mode = DataParallel("replicate")
+    step = compile(train_silently, gm_transformation=keep, parallel_mode=mode)
     step(model, optim, torch.randn(BATCH, WIDTH))
     schedule_comm_wait(kept[0])
     return kept[0]

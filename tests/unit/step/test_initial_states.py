@@ -6,7 +6,7 @@ import pytest
 import torch
 from step_models import Lion
 from torch import nn
-from training import train
+from training import train, train_clipped
 
 from torchspmd.errors import CaptureError
 from torchspmd.step import compile
@@ -88,15 +88,6 @@ def bits(state):
     if isinstance(state, (list, tuple)):
         return [bits(each) for each in state]
     return state
-
-
-def train_clipped(model, optim, batch):
-    loss = model(batch).square().mean()
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optim.step()
-    optim.zero_grad()
-    return loss
 
 
 def set_rates(optim, rate):

@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from torch import fx, nn
+from training import train_silently
 
 from torchspmd.errors import LegalityError, PassWarning
 from torchspmd.step import (
@@ -35,12 +36,7 @@ def train(transformation, *, steps=2, make=momentum, **options):
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.5), nn.Linear(4, 4))
     optim = make(model.parameters())
 
-    @compile(gm_transformation=transformation, **options)
-    def step(model, optim, batch):
-        model(batch).square().mean().backward()
-        optim.step()
-        optim.zero_grad()
-
+    step = compile(train_silently, gm_transformation=transformation, **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", PassWarning)
         for _ in range(steps):

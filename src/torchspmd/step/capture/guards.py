@@ -21,6 +21,7 @@ from torchspmd.step.capture.python_values import (
 
 # Each guarded fact by its name. Two calls may share a program when all facts are equal.
 Signature: TypeAlias = tuple[tuple[str, Any], ...]
+_MOST_LINES = 8  # of a report; the others are counted
 
 
 def sign(inventory: Inventory) -> Signature:
@@ -78,7 +79,7 @@ def _begin_walk(inventory: Inventory) -> Walk:
     return Walk(known | {id(child): path for path, child in inventory.named_modules()})
 
 
-def check_reached(inventory: Inventory, limit: int = 8) -> tuple[str, ...]:
+def check_reached(inventory: Inventory) -> tuple[str, ...]:
     """Refuse what a step can reach and a graph cannot follow; note what is not guarded."""
     walk = walk_data(inventory)
     if names := list(walk.scalers.values()):
@@ -94,10 +95,12 @@ def check_reached(inventory: Inventory, limit: int = 8) -> tuple[str, ...]:
         )
     if not (names := walk.beyond):
         return ()
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    rest = len(names) - _MOST_LINES
+    more = f" and {rest} more" if rest > 0 else ""
     return (
         f"not guarded, beyond {MAX_LEAVES} values or {MAX_DEPTH} levels: "
-        f"{', '.join(names[:limit])}{more}; if one changes, call close() and compile again",
+        f"{', '.join(names[:_MOST_LINES])}{more}; if one changes, call close() and compile "
+        "again",
     )
 
 
@@ -111,7 +114,7 @@ def _data_facts(inventory: Inventory, walk: Walk) -> Iterator[tuple[str, Any]]:
     yield from walk.reached_from(*(() if step is None else (step,)))
 
 
-def explain_difference(old: Signature, new: Signature, *, limit: int = 8) -> list[str]:
+def explain_difference(old: Signature, new: Signature) -> list[str]:
     """One line for each fact that differs, ``name: before -> after``.
 
     >>> explain_difference((("x", 1), ("y", 2)), (("x", 1), ("y", 3)))
@@ -140,8 +143,8 @@ def explain_difference(old: Signature, new: Signature, *, limit: int = 8) -> lis
             for name in telling
         ]
     lines = lines or ["the order of attributes or of keys"]
-    rest = len(lines) - limit
-    return lines if rest <= 0 else [*lines[:limit], f"and {rest} more"]
+    rest = len(lines) - _MOST_LINES
+    return lines if rest <= 0 else [*lines[:_MOST_LINES], f"and {rest} more"]
 
 
 def _role(fact: Any) -> str:

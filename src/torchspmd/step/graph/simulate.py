@@ -62,11 +62,6 @@ class Timeline:
         """How long computation waits for communication."""
         return sum(each.exposed_seconds for each in self.exposures)
 
-    @property
-    def limit_seconds(self) -> float:
-        """What no schedule can be faster than."""
-        return max(self.compute_seconds, self.comm_seconds)
-
 
 _MOST_ROUNDS = 50  # most schedules settle after two or three
 
