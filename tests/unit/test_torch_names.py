@@ -1085,6 +1085,24 @@ def test_on_lists():
     assert [t.tolist() for t in tensors] == [[3.0, 3.0], [3.0, 3.0, 3.0]]
 
 
+def test_asked_device():
+    device = torch.ops.prim.device.default
+    with FakeTensorMode():
+        fake = torch.empty(3)
+    assert _torch.asked_device(device, [fake]) == torch.device("cpu")
+    assert _torch.asked_device(device, [torch.empty(3)]) is None
+    assert _torch.asked_device(torch.ops.aten.relu.default, [fake]) is None
+
+
+def test_set_arguments():
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    node = graph.call_function(torch.add, (x,), {"other": x})
+    _torch.set_arguments(node, (y,), {"other": y})
+    assert node.args == (y,) and node.kwargs == {"other": y}
+    assert not x.users and list(y.users) == [node]
+
+
 def test_operator_of_unknown_size():
     with FakeTensorMode(), pytest.raises(_torch.data_dependence_errors()) as caught:
         torch.ones(3, dtype=torch.long).bincount()

@@ -107,7 +107,9 @@ def test_numbers_drawn_into_gaps():
 
 
 def test_a_shape_that_depends_on_values():
-    with pytest.raises(CaptureError, match=r"aten\.bincount\.default makes depends") as e:
+    with pytest.raises(
+        CaptureError, match=r"aten\.bincount\.default makes depends"
+    ) as e:
         run(lambda h, y: torch.bincount(y, minlength=4))
     assert f"{__file__}:" in str(e.value)
 

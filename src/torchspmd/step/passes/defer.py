@@ -488,6 +488,13 @@ def _gain(
 # Updates that wait together: fewer and larger ones cost less, and overlap less.
 
 
+@dataclass(frozen=True, slots=True)
+class _Copied:
+    """A graph that is only looked at: without the tensors of its module."""
+
+    graph: IterGraph
+
+
 def _choose_joined(
     graph: IterGraph, baselines: Sequence[Baseline]
 ) -> list[Sequence[str]]:
@@ -496,7 +503,7 @@ def _choose_joined(
     Optimizers are split to see what depends on what, which cannot be undone: in a copy.
     """
     copy = IterGraph.copy_of(graph, graph.regions)
-    blocks = _blocks(fx.GraphModule({}, copy))
+    blocks = _blocks(_Copied(copy))
     jobs, _ = _find_jobs(copy, blocks, "now", baselines[0].cost)
     if len(jobs) < 2:
         return []
