@@ -297,6 +297,34 @@ def test_figures_that_were_used_are_told_with_their_source():
     assert all(each["source"] for each in told.values())
 
 
+def test_ratios_of_kernels_are_listed_by_what_used_them(tmp_path):
+    path = tmp_path / "own.toml"
+    path.write_text(
+        'title = "Own"\nlike = "h100"\n[kernels]\n'
+        'misaligned_2 = { value = 12, source = "measured here" }\n'
+    )
+
+    def ratios(gpu, width):
+        figures = Figures(load_gpu(gpu))
+        price = Pricer(figures).price(product(8192, width, 4096)).seconds
+        told = {each["what"]: each["source"] for each in figures.assumptions()}
+        kernels = {key: told[key] for key in told if key.startswith("kernels.")}
+        return price, kernels, figures.notes()
+
+    _, none, _ = ratios("h100", 8192)
+    assert none == {}
+    odd, taken, notes = ratios("h100", 8191)
+    assert set(taken) == {"kernels.misaligned_2"}
+    assert "taken from NVIDIA H200" in taken["kernels.misaligned_2"]
+    assert "not measured on this GPU" in taken["kernels.misaligned_2"]
+    assert "by [kernels]: misaligned_2 6.0" in notes[0]
+    assert "figures are taken from NVIDIA H200" in notes[1]
+    slower, own, notes = ratios(str(path), 8191)
+    assert own == {"kernels.misaligned_2": "measured here"}
+    assert slower > 1.9 * odd
+    assert ratios("h200", 8191)[2] == [notes[0].replace("12", "6.0")]
+
+
 def test_an_older_attention_kernel_takes_longer_where_the_script_chose_it(tmp_path):
     path = tmp_path / "old.toml"
     path.write_text(
