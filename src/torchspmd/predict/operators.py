@@ -16,6 +16,7 @@ from torchspmd.predict.traffic import (
     bytes_moved,
     matmul_shape,
     op_flops,
+    recurrent_products,
     tensor_bytes,
 )
 from torchspmd.rehearse.recording import Op, TensorSpec
@@ -51,6 +52,7 @@ _ELEMENTWISE = frozenset(
     index_put_ _unsafe_index _index_put_impl_ index_copy index_copy_ take_along_dim
     split_with_sizes_copy chunk_cat _chunk_cat linear_backward _reshape_copy flip
     amp_update_scale_ _amp_update_scale_ _amp_foreach_non_finite_check_and_unscale_
+    _embedding_bag _embedding_bag_backward _embedding_bag_dense_backward
     nan_to_num diagonal_copy rot90 logaddexp logit xlogy polar complex view_as_real_copy
     """.split()
 )
@@ -199,6 +201,9 @@ class Pricer:
             if busy:
                 busy = self.figures.number("power.attention") * seconds
             return Cost(seconds, nbytes, flops, "attention", busy=busy)
+        if flops and "rnn" in base:
+            seconds = self._recurrent(op)
+            return Cost(seconds, nbytes, flops, "matmul", busy=busy)
         if flops:
             seconds = self._convolution(op, nbytes)
             return Cost(seconds, nbytes, flops, "convolution", busy=busy)
@@ -225,6 +230,26 @@ class Pricer:
             )
             seconds = max(seconds, _ideal_matmul(slower, shape))
         return max(self.floor, seconds)
+
+    def _recurrent(self, op: Op) -> float:
+        """A layer of an LSTM: in each time step a small product and a pass over its gates.
+
+        Layers come one after the other; cuDNN lets them overlap a little.
+        """
+        found = recurrent_products(op)
+        assert found is not None
+        steps, (each, *once) = found
+        spec = op.inputs[0]
+        dtype = "tf32" if spec.dtype == "float32" else spec.dtype  # cuDNN's default
+
+        def product(shape: tuple[int, int, int, int]) -> float:
+            ideal = _ideal_matmul(self._rate(self.figures.gpu, dtype), shape)
+            return max(self.floor, ideal * self._matmul_ratio(dtype, 0, shape))
+
+        _, batch, hidden = op.outputs[0].shape
+        gates = 3 * 4 * batch * hidden * (4 if spec.dtype == "float32" else 2)
+        step = product(each) + self._by_bytes("elementwise_3", gates)
+        return steps * step + sum(map(product, once))
 
     def _misaligned(self, op: Op, shape: tuple[int, int, int, int]) -> float:
         """How much slower a product is whose matrices' rows begin at odd addresses."""
@@ -426,6 +451,10 @@ class Pricer:
         if key in ("concatenate", "broadcast") or key.startswith("elementwise"):
             if any(not _is_dense(spec) for spec in op.inputs) or _is_strided(op):
                 seconds *= self.figures.number("kernels.strided")
+        if base in ("_embedding_bag_backward", "_embedding_bag_dense_backward"):
+            seconds = max(
+                seconds, self.figures.number("kernels.embedding_bag_backward")
+            )
         return seconds
 
     def _copied(self, spec: TensorSpec) -> float:
@@ -628,6 +657,8 @@ def is_known(name: str) -> bool:
             "_scaled_mm",
             "_grouped_mm",
             "_addmm_activation",
+            "mkldnn_rnn_layer",
+            "mkldnn_rnn_layer_backward",
         )
         or "attention" in base
     )

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -44,6 +45,8 @@ def rehearsal(
 
     def no_value(call: str, tensor: torch.Tensor) -> object:
         line = read_place().line
+        if _torch.is_device_tensor(tensor):  # the host waits, whatever it is told
+            recorder.synchronize(call, recorder.stream)
         if call == "__bool__":
             return values.truth(tensor, line, by_torch=is_called_by_torch())
         return values.array(call, tensor, line)
@@ -65,8 +68,26 @@ def rehearsal(
         enter(fake_ranks(world, recorder, mail or NoMail()))
         enter(_torch.shapes_apart())
         enter(_torch.fused_updates_without_values())
+        enter(
+            _torch.backward_under(_Backward(recorder))
+        )  # below what the device does there
         enter(_torch.fake_device(mode, shown, recorder.on_resize))
-        enter(_torch.after_each_backward(recorder.wait_for_all))
         recorder.start()
         stack.callback(recorder.stop)
         yield recorder
+
+
+class _Backward:
+    """Around autograd's engine: what it recomputes is the script's own code again."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._outside: list[FrameType | None] = []  # backward may be nested
+
+    def __enter__(self) -> None:
+        self._outside.append(self._recorder.calls.open())
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self._recorder.calls.close(self._outside.pop())
+        if kind is None:
+            self._recorder.wait_for_all()
