@@ -114,6 +114,14 @@ def test_ddp_without_values():
         assert dist.is_initialized()
 
 
+def test_after_each_backward():
+    done = []
+    with _torch.after_each_backward(lambda: done.append(1)):
+        torch.ones(2, requires_grad=True).sum().backward()
+    torch.ones(2, requires_grad=True).sum().backward()
+    assert done == [1]
+
+
 def test_find_overload():
     assert _torch.find_overload("pow.Scalar") is torch.ops.aten.pow.Scalar
     assert _torch.find_overload("no_such_operator") is None

@@ -17,6 +17,7 @@ from torchspmd._torch.autograd import OPTIMIZER_HOOK_TABLES as OPTIMIZER_HOOK_TA
 from torchspmd._torch.autograd import LaysOutGradient as LaysOutGradient
 from torchspmd._torch.autograd import add_gradient_hook as add_gradient_hook
 from torchspmd._torch.autograd import after_backward as after_backward
+from torchspmd._torch.autograd import after_each_backward as after_each_backward
 from torchspmd._torch.autograd import backward_under as backward_under
 from torchspmd._torch.autograd import current_node as current_node
 from torchspmd._torch.autograd import global_hook_keys as global_hook_keys

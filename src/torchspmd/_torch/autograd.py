@@ -66,6 +66,24 @@ def backward_under(context: AbstractContextManager[Any]) -> Iterator[None]:
         autograd._engine_run_backward = run
 
 
+@contextlib.contextmanager
+def after_each_backward(done: Callable[[], None]) -> Iterator[None]:
+    """Call something whenever autograd's engine has run to its end."""
+    autograd: Any = torch.autograd
+    run = autograd._engine_run_backward
+
+    def run_and_tell(*args: Any, **kwargs: Any) -> Any:
+        result = run(*args, **kwargs)
+        done()
+        return result
+
+    autograd._engine_run_backward = run_and_tell
+    try:
+        yield
+    finally:
+        autograd._engine_run_backward = run
+
+
 # ----------------------------------------------------------------------------
 # What modules, optimizers and gradients do besides what is written in the step.
 

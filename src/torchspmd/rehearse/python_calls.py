@@ -13,11 +13,12 @@ from enum import Enum
 from inspect import CO_GENERATOR
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import NamedTuple
 
 from torchspmd import _torch
 from torchspmd.trace.modules import observed_call
 
-__all__ = ["PythonCalls"]
+__all__ = ["Closed", "PythonCalls"]
 
 _PACKAGE = Path(__file__).parent.parent
 # Rooms that watch a script; the others are libraries that it may use.
@@ -36,6 +37,13 @@ class _Kind(Enum):
     COUNTED = "counted"
     PASSED = "passed"  # what it calls may count
     CLOSED = "closed"  # nor does what it calls
+
+
+class Closed(NamedTuple):
+    """Why nothing counts: a call of the rehearsal, and pauses."""
+
+    frame: FrameType | None
+    pauses: int
 
 
 class PythonCalls:
@@ -83,14 +91,26 @@ class PythonCalls:
             if not self._paused:
                 sys.setprofile(self._notice)
 
-    def open(self) -> FrameType | None:
-        """Count again inside of what does not; gives what ``close`` takes."""
-        closed, self._closed = self._closed, None
+    def open(self) -> "Closed | None":
+        """Count again where nothing does, as in what backward recomputes.
+
+        Gives what ``close`` takes; None where calls count already.
+        """
+        caller = sys._getframe(1)
+        if not self.is_counting or threading.get_ident() != self._thread:
+            return None
+        if not self._paused and self._closed in (None, caller):
+            return None
+        closed = Closed(self._closed, self._paused)
+        self._closed, self._paused = None, 0
+        sys.setprofile(self._notice)
         return closed
 
-    def close(self, closed: FrameType | None) -> None:
+    def close(self, closed: "Closed") -> None:
         """The end of ``open``."""
-        self._closed = closed
+        self._closed, self._paused = closed
+        if self._paused:
+            sys.setprofile(None)
 
     def take(self) -> int:
         """The calls since the last time that it was asked."""

@@ -34,7 +34,7 @@ from torchspmd.comm import Phase as CommPhase
 from torchspmd.layout.names import plain_name
 from torchspmd.rehearse.fusion import fuse_regions
 from torchspmd.rehearse.place import Maker, read_place
-from torchspmd.rehearse.python_calls import PythonCalls
+from torchspmd.rehearse.python_calls import Closed, PythonCalls
 from torchspmd.rehearse.recording import (
     Alloc,
     Category,
@@ -103,6 +103,7 @@ class Recorder:
         self.processor = processor
         self.tracker = ModuleTracker()
         self.calls = PythonCalls()
+        self._opened: list[Closed | None] = []  # by the module calls under way
         # Predicted milliseconds between two events, by their numbers.
         self.elapsed: Callable[[int, int], float] | None = None
         self.stream = 0  # the current one
@@ -745,7 +746,10 @@ class Recorder:
 
     def enter(self, module: nn.Module) -> None:
         """A module's call begins."""
-        if _torch.graph_task() != -1 or self._num_programs:
+        in_backward = _torch.graph_task() != -1  # which computes something again
+        is_eager = self.region is None and not self._num_programs
+        self._opened.append(self.calls.open() if in_backward and is_eager else None)
+        if in_backward or self._num_programs:
             return
         self.begin_step()
         if len(self.tracker._thread.stack) == 1 and module not in self._roots:
@@ -753,7 +757,10 @@ class Recorder:
             self._name_model(module)
 
     def leave(self) -> None:
-        """A module's call ends: nothing to do."""
+        """A module's call ends."""
+        opened = self._opened.pop()
+        if opened is not None:
+            self.calls.close(opened)
 
     def begin_step(self) -> None:
         """Work of a step begins, unless it has already."""

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator
-from types import FrameType
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torchspmd.rehearse.compilation import compilation_by_operator
 from torchspmd.rehearse.device import Gpu, MemoryCounter, fake_cuda
 from torchspmd.rehearse.kernels import cuda_kernels
 from torchspmd.rehearse.place import is_called_by_torch, read_place
+from torchspmd.rehearse.python_calls import PythonCalls
 from torchspmd.rehearse.recorder import Recorder
 from torchspmd.rehearse.recording import Recording
 from torchspmd.rehearse.values import Values
@@ -58,7 +58,7 @@ def rehearsal(
         recorder.from_dtensor = True
 
     mode = _torch.FakeDeviceMode(recorder.operator, from_dtensor)
-    shown = _torch.ShownAsCuda(no_value, record_stream)
+    shown = _Shown(recorder.calls, no_value, record_stream)
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
         enter(fake_cuda(recorder, shown, gpu, memory))
@@ -68,26 +68,29 @@ def rehearsal(
         enter(fake_ranks(world, recorder, mail or NoMail()))
         enter(_torch.shapes_apart())
         enter(_torch.fused_updates_without_values())
-        enter(
-            _torch.backward_under(_Backward(recorder))
-        )  # below what the device does there
         enter(_torch.fake_device(mode, shown, recorder.on_resize))
+        enter(_torch.after_each_backward(recorder.wait_for_all))
         recorder.start()
         stack.callback(recorder.stop)
         yield recorder
 
 
-class _Backward:
-    """Around autograd's engine: what it recomputes is the script's own code again."""
+class _Shown(_torch.ShownAsCuda):
+    """Counts no Python calls inside of torch's functions."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._outside: list[FrameType | None] = []  # backward may be nested
+    def __init__(self, calls: PythonCalls, *args: Any) -> None:
+        super().__init__(*args)
+        self._calls = calls
 
-    def __enter__(self) -> None:
-        self._outside.append(self._recorder.calls.open())
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        self._recorder.calls.close(self._outside.pop())
-        if kind is None:
-            self._recorder.wait_for_all()
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        self._calls.pause()
+        try:
+            return super().__torch_function__(func, types, args, kwargs)
+        finally:
+            self._calls.resume()
