@@ -25,10 +25,11 @@ examples:
 
 Measures matrix products, attention, convolutions, operators that memory bounds, copies,
 and how long the host takes to issue each. Nothing else should run on the GPU. Figures
-that one GPU cannot tell, such as those of collectives, are taken from the package's file
-of the same or the most similar GPU; each says where it comes from. Times of collectives
-are read from what nccl-tests printed (--nccl-tests); --gpu starts from a file that there is
-instead of measuring.
+that one GPU cannot tell, such as those of collectives, and ratios of kernels that no table
+covers ([kernels]) are taken from the package's file of the same or the most similar GPU, or
+of the H200; each says where it comes from. Times of collectives are read from what
+nccl-tests printed (--nccl-tests); --gpu starts from a file that there is instead of
+measuring.
 """
 
 

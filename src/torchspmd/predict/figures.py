@@ -97,12 +97,38 @@ class Figures:
             if isinstance(figure.value, tuple):
                 value = f"{len(figure.value)} rows"
             source = figure.source
-            if hardware is not self.gpu and hardware is not self.network:
-                source = f"taken from {hardware.title}: {source}"
+            if self._is_taken(hardware):
+                source = (
+                    f"taken from {hardware.title}, not measured on this GPU: {source}"
+                )
             listed.append(
                 {"what": key, "value": value, "source": source, "error": None}
             )
         return listed
+
+    def notes(self) -> list[str]:
+        """What a reader of the text must know of them; each is in ``assumptions``."""
+        notes = []
+        ratios = [
+            f"{key.removeprefix('kernels.')} {figure.value}"
+            for key, (_, figure) in sorted(self.used.items())
+            if key.startswith("kernels.")
+        ]
+        if ratios:
+            notes.append(
+                f"Kernels that no table covers, by [kernels]: {', '.join(ratios)}."
+            )
+        taken = [self._is_taken(hardware) for hardware, _ in self.used.values()]
+        if any(taken):
+            notes.append(
+                f"{sum(taken)} of {len(taken)} figures are taken from "
+                f"{_reference().title}, not measured on {self.gpu.title}: --json and "
+                "--html list each with its source."
+            )
+        return notes
+
+    def _is_taken(self, hardware: Hardware) -> bool:
+        return hardware is not self.gpu and hardware is not self.network
 
 
 class Correction:

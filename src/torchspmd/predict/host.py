@@ -1,6 +1,6 @@
 """Seconds of the host between two events: what Python and the dispatcher take to issue one.
 
-An eager script issues each operator by itself; forward pays for Python and modules,
+An eager script issues each operator by itself, and pays for its Python calls beside them;
 backward runs in autograd's engine, an optimizer pays for each parameter. A compiled region
 pays once to enter and a little for each kernel.
 """
@@ -25,7 +25,6 @@ from torchspmd.rehearse.recording import (
 
 __all__ = ["HostModel"]
 
-_PYTHON = frozenset({Phase.INIT, Phase.FORWARD, Phase.RECOMPUTE, Phase.OTHER})
 # While recomputing: one for each tensor that is kept for backward. In backward: one for
 # each gradient that a parameter is given, which is a part of host_optimizer.gradient.
 _SAVED = "detach"
@@ -69,7 +68,6 @@ class HostModel:
         self._parameters = sum(
             info.category is Category.PARAMETER for info in recording.storages.values()
         )
-        self._module = ""
         self._phase = Phase.INIT
         self._region: int | None = None
         self._in_program = False  # whether a compiled step is run
@@ -82,7 +80,11 @@ class HostModel:
             case Op():
                 self._shards = event.name.startswith("fsdp.")
                 self._in_program = event.through in OF_PROGRAM
-                return self._change(event.site) + self._op(event, kernels)
+                return (
+                    self._change(event.site)
+                    + self._python(event)
+                    + self._op(event, kernels)
+                )
             case Comm():
                 return self._change(event.site) + self._comm(event)
             case Wait() | EventRecord() | EventWait() | StreamWait():
@@ -90,7 +92,7 @@ class HostModel:
         return 0.0
 
     def _change(self, site: Site) -> float:
-        """Calls of modules, and what happens between phases."""
+        """What happens between phases."""
         if self._in_program:
             return 0.0
         seconds = 0.0
@@ -100,12 +102,15 @@ class HostModel:
             if self._phase is Phase.BACKWARD and site.phase is not Phase.RECOMPUTE:
                 each = self.figures.number("host_optimizer.gradient")
                 seconds += each * self._parameters
-        if site.phase in _PYTHON and site.module != self._module:
-            seconds += _entered(self._module, site.module) * self.figures.number(
-                "host_forward.module"
-            )
-        self._module, self._phase = site.module, site.phase
+        self._phase = site.phase
         return seconds
+
+    def _python(self, op: Op) -> float:
+        """Calls of modules, and other Python beside operators."""
+        if not op.calls or self._in_program:
+            return 0.0
+        module = self.figures.number("host_forward.module")
+        return op.calls * module * self.figures.number("host_python.call")
 
     def _op(self, op: Op, kernels: int) -> float:
         if op.through == "graph":
@@ -195,16 +200,3 @@ class HostModel:
             elif comm.kind == "reduce_scatter":
                 seconds += self.figures.number("launch.fully_shard_backward")
         return seconds
-
-
-def _entered(before: str, after: str) -> int:
-    """Modules that were called on the way from one path to another."""
-    if not after:
-        return 0
-    one, other = before.split("."), after.split(".")
-    shared = 0
-    for left, right in zip(one, other, strict=False):
-        if left != right:
-            break
-        shared += 1
-    return sum(not part.isdigit() for part in other[shared:])

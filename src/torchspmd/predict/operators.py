@@ -16,6 +16,7 @@ from torchspmd.predict.traffic import (
     bytes_moved,
     matmul_shape,
     op_flops,
+    recurrent_products,
     tensor_bytes,
 )
 from torchspmd.rehearse.recording import Op, TensorSpec
@@ -28,19 +29,6 @@ _CORNER = (
     1.5  # how sharp the corner of the roofline is; infinite would be the ideal one
 )
 _CHANNELS = (64, 512, 2048)  # of the batch norms in hardware files
-REACHED = 0.87  # of the memory's bandwidth, by long simple kernels
-_STRIDED = 2.0  # slower than dense ones, where no table says so
-# Seconds of products whose rows do not begin at multiples of 16 bytes, in times: cuBLAS
-# then has kernels of older tensor cores only. Measured on an H200 in bfloat16 for 2 bytes
-# (50257 columns) and 4 (30522); 8 is assumed to lie between, and other GPUs to be alike.
-_MISALIGNED = {16: 1.0, 8: 2.2, 4: 3.0, 2: 6.0, 1: 6.0}
-_ROW = 1.6e-9  # seconds of a layer norm's block, one for each row (H200, 401,408 rows)
-# Part of the float32 rate that torch's own kernels of one filter a channel reach.
-_DEPTHWISE = {"forward": 0.041, "backward": 0.024}
-# Times the seconds of attention without dropout (H200, 196 to 1024 keys).
-_DROPOUT = {"forward": 1.9, "backward": 1.1}
-_DRAWN = 0.85  # of a product's power, by attention while it runs (H200: 0.76 to 0.95)
-_SHORT = 300.0  # keys at which attention on tensor cores reaches half of its best rate
 
 _ELEMENTWISE = frozenset(
     """
@@ -64,6 +52,7 @@ _ELEMENTWISE = frozenset(
     index_put_ _unsafe_index _index_put_impl_ index_copy index_copy_ take_along_dim
     split_with_sizes_copy chunk_cat _chunk_cat linear_backward _reshape_copy flip
     amp_update_scale_ _amp_update_scale_ _amp_foreach_non_finite_check_and_unscale_
+    _embedding_bag _embedding_bag_backward _embedding_bag_dense_backward
     nan_to_num diagonal_copy rot90 logaddexp logit xlogy polar complex view_as_real_copy
     """.split()
 )
@@ -209,8 +198,12 @@ class Pricer:
             return Cost(seconds, nbytes, flops, "matmul", busy=busy)
         if flops and "attention" in base:
             seconds = self._attention(op, flops)
-            busy = _DRAWN * seconds if busy else 0.0
+            if busy:
+                busy = self.figures.number("power.attention") * seconds
             return Cost(seconds, nbytes, flops, "attention", busy=busy)
+        if flops and "rnn" in base:
+            seconds = self._recurrent(op)
+            return Cost(seconds, nbytes, flops, "matmul", busy=busy)
         if flops:
             seconds = self._convolution(op, nbytes)
             return Cost(seconds, nbytes, flops, "convolution", busy=busy)
@@ -232,9 +225,40 @@ class Pricer:
         rates = self._rate(self.figures.gpu, dtype)
         seconds = _ideal_matmul(rates, shape) * self._matmul_ratio(dtype, layout, shape)
         if dtype in _ON_TENSOR_CORES:
-            slower = rates._replace(achieved=rates.achieved / _misaligned(op, shape))
+            slower = rates._replace(
+                achieved=rates.achieved / self._misaligned(op, shape)
+            )
             seconds = max(seconds, _ideal_matmul(slower, shape))
         return max(self.floor, seconds)
+
+    def _recurrent(self, op: Op) -> float:
+        """A layer of an LSTM: in each time step a small product and a pass over its gates.
+
+        Layers come one after the other; cuDNN lets them overlap a little.
+        """
+        found = recurrent_products(op)
+        assert found is not None
+        steps, (each, *once) = found
+        spec = op.inputs[0]
+        dtype = "tf32" if spec.dtype == "float32" else spec.dtype  # cuDNN's default
+
+        def product(shape: tuple[int, int, int, int]) -> float:
+            ideal = _ideal_matmul(self._rate(self.figures.gpu, dtype), shape)
+            return max(self.floor, ideal * self._matmul_ratio(dtype, 0, shape))
+
+        _, batch, hidden = op.outputs[0].shape
+        gates = 3 * 4 * batch * hidden * (4 if spec.dtype == "float32" else 2)
+        step = product(each) + self._by_bytes("elementwise_3", gates)
+        return steps * step + sum(map(product, once))
+
+    def _misaligned(self, op: Op, shape: tuple[int, int, int, int]) -> float:
+        """How much slower a product is whose matrices' rows begin at odd addresses."""
+        item = {"float32": 4, "float64": 8}.get(factor_of(op).dtype, 2)
+        rows = [max(spec.stride[-2:]) for spec in op.inputs if len(spec.stride) >= 2]
+        step = math.gcd(16, *(item * each for each in (*rows, shape[2])))
+        if step == 16:
+            return 1.0
+        return self.figures.number(f"kernels.misaligned_{step}")
 
     def _rate(self, hardware: Hardware, dtype: str) -> "_Rates":
         key = (hardware.title, dtype)
@@ -283,7 +307,7 @@ class Pricer:
         point = _attention_point(batch, heads, key.shape[1], rows, width, causal)
         seconds = ideal * self._corrections[table].at(point)
         if dict(op.scalars).get("dropout_p") and dtype != "float32":
-            seconds *= _DROPOUT[direction]
+            seconds *= self.figures.number(f"kernels.attention_dropout_{direction}")
         if kernel == "flash" and not may_choose:
             seconds *= self.figures.optional("attention.flash_times", 1.0)
         return max(self.floor, seconds)
@@ -304,7 +328,8 @@ class Pricer:
     def _short(self, hardware: Hardware, dtype: str, keys: float) -> float:
         """How much slower few keys are: starting a tile takes as long at every rate."""
         rate = hardware.number(f"flops.{dtype}") / hardware.number("flops.bfloat16")
-        return 1 + _SHORT * rate / max(keys, 1)
+        half = self.figures.number("kernels.attention_keys")
+        return 1 + half * rate / max(keys, 1)
 
     def _attention_table(self, table: str, direction: str, dtype: str) -> Correction:
         hardware, rows = self.figures.table(table)
@@ -329,7 +354,8 @@ class Pricer:
 
     def _depthwise(self, op: Op, direction: str) -> float:
         """One filter a channel: torch's own kernels, without tensor cores; bias inside."""
-        rate = _DEPTHWISE[direction] * self.figures.number("flops.float32")
+        part = self.figures.number(f"kernels.depthwise_{direction}")
+        rate = part * self.figures.number("flops.float32")
         return max(self.floor, op_flops(op) / rate)
 
     def _beside_filters(self, op: Op) -> float:
@@ -370,7 +396,9 @@ class Pricer:
             or dtype == "float32"
         ):
             ideal = op_flops(op) / self._rate(self.figures.gpu, dtype).achieved
-            return max(self.floor, 3 * ideal, self._by_bytes("elementwise_2", nbytes))
+            other = self.figures.number("kernels.other_convolution")
+            moving = self._by_bytes("elementwise_2", nbytes)
+            return max(self.floor, other * ideal, moving)
         wanted = 1
         if backward:
             asked = scalars.get("output_mask")
@@ -411,23 +439,34 @@ class Pricer:
             return self._batch_norm(key, op, nbytes)
         seconds = self._by_bytes(key, nbytes)
         if key == "transpose":
-            seconds *= _transposing(op.inputs[-1])
+            seconds *= self._transposing(op.inputs[-1])
         base = base_name(op.name)
         if base in _CONTIGUOUS_INSIDE:
             for spec in op.inputs[: 1 + ("backward" in base)]:
                 if not _is_contiguous(spec):
                     seconds += self._copied(spec)
         if base == "native_layer_norm":
-            seconds = max(seconds, _ROW * math.prod(op.outputs[1].shape))
+            row = self.figures.number("kernels.layer_norm_row")
+            seconds = max(seconds, row * math.prod(op.outputs[1].shape))
         if key in ("concatenate", "broadcast") or key.startswith("elementwise"):
             if any(not _is_dense(spec) for spec in op.inputs) or _is_strided(op):
-                seconds *= _STRIDED
+                seconds *= self.figures.number("kernels.strided")
+        if base in ("_embedding_bag_backward", "_embedding_bag_dense_backward"):
+            seconds = max(
+                seconds, self.figures.number("kernels.embedding_bag_backward")
+            )
         return seconds
 
     def _copied(self, spec: TensorSpec) -> float:
         """A copy of a tensor, in another order of its dimensions."""
         seconds = self._by_bytes("transpose", 2 * tensor_bytes(spec))
-        return seconds * _transposing(spec)
+        return seconds * self._transposing(spec)
+
+    def _transposing(self, spec: TensorSpec) -> float:
+        """Times the seconds of two bytes an element, at the same bytes."""
+        if spec.dtype not in ("float32", "int32"):
+            return 1.0
+        return self.figures.number("kernels.transpose_4_bytes")
 
     def _batch_norm(self, key: str, op: Op, nbytes: int) -> float:
         """One block of threads for each channel; cuDNN's for other types than bfloat16."""
@@ -436,13 +475,7 @@ class Pricer:
         suffix = "" if measured == _CHANNELS[0] else f"_{measured}"
         if op.inputs[0].dtype != "bfloat16":
             suffix = ("" if measured == _CHANNELS[0] else "_512") + "_float32"
-        if self._has(key + suffix):
-            return self._by_bytes(key + suffix, nbytes)
-        if op.inputs[0].dtype != "bfloat16":
-            return self._by_bytes("elementwise_2", int(1.6 * nbytes))
-        blocks = min(channels, 2 * self.figures.number("chip.sms"))
-        seconds = self._by_bytes(key, nbytes) * _CHANNELS[0] / max(blocks, _CHANNELS[0])
-        return max(seconds, 1.5 * self._ideal(self.figures.gpu, nbytes))
+        return self._by_bytes(key + suffix, nbytes)
 
     def fused(self, nbytes: int) -> float:
         """A kernel of ``torch.compile`` that moves these bytes."""
@@ -467,8 +500,7 @@ class Pricer:
         if not is_cached and not key.startswith("nll_loss"):  # reads one of each row
             # What is measured over and over again comes from the cache; in a step, others
             # have used it meanwhile.
-            moving = nbytes / (REACHED * self.figures.number("bandwidth.memory"))
-            seconds = max(seconds, moving)
+            seconds = max(seconds, nbytes / reached_bandwidth(self.figures))
         return seconds
 
     def _ideal(self, hardware: Hardware, nbytes: float) -> float:
@@ -476,6 +508,11 @@ class Pricer:
         least = self.floor if floor is None else floor.value
         assert not isinstance(least, tuple)
         return least + nbytes / hardware.number("bandwidth.memory")
+
+
+def reached_bandwidth(figures: Figures) -> float:
+    """Bytes a second that long simple kernels move."""
+    return figures.number("kernels.memory") * figures.number("bandwidth.memory")
 
 
 def memory_key(op: Op, has: Callable[[str], bool]) -> str:
@@ -547,11 +584,6 @@ def _fills_alike(one: TensorSpec, other: TensorSpec) -> bool:
     return order[0] == order[1]
 
 
-def _transposing(spec: TensorSpec) -> float:
-    """Times the seconds of two bytes an element, at the same bytes (H200: 0.65 of them)."""
-    return 0.65 if spec.dtype in ("float32", "int32") else 1.0
-
-
 def _is_last(x: TensorSpec, w: TensorSpec) -> bool:
     """Whether a convolution runs with channels last: one of its arguments does."""
     return any(
@@ -575,13 +607,6 @@ def _lies_as(spec: TensorSpec, *, last: bool) -> bool:
             stride=tuple(spec.stride[at] for at in moved),
         )
     )
-
-
-def _misaligned(op: Op, shape: tuple[int, int, int, int]) -> float:
-    """How much slower a product is whose matrices' rows begin at odd addresses."""
-    item = {"float32": 4, "float64": 8}.get(factor_of(op).dtype, 2)
-    rows = [max(spec.stride[-2:]) for spec in op.inputs if len(spec.stride) >= 2]
-    return _MISALIGNED[math.gcd(16, *(item * each for each in (*rows, shape[2])))]
 
 
 def _fills(spec: TensorSpec, outputs: Sequence[TensorSpec]) -> bool:
@@ -632,6 +657,8 @@ def is_known(name: str) -> bool:
             "_scaled_mm",
             "_grouped_mm",
             "_addmm_activation",
+            "mkldnn_rnn_layer",
+            "mkldnn_rnn_layer_backward",
         )
         or "attention" in base
     )

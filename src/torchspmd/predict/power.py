@@ -11,15 +11,11 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from torchspmd.predict.figures import Figures
-from torchspmd.predict.operators import REACHED, Cost
+from torchspmd.predict.operators import Cost, reached_bandwidth
 from torchspmd.predict.timeline import Item
 
 __all__ = ["Power", "at_clock", "power_of"]
 
-# Power of products by their rate: watts above those of an idle chip grow as its power.
-# Measured on an H200 by benchmarks/measure_power.py: products alone, with one copy and with
-# three in turn are at its limit with 0.84, 0.86 and 0.89 of their short rate.
-_EXPONENT = 1.9
 _LOWEST = 0.3
 _HALVINGS = 30
 
@@ -35,6 +31,8 @@ class Power(NamedTuple):
         idle: Watts of the chip without work.
         limit: Watts that it may draw for long; 0: as many as it wants.
         behind: How much slower the slowest of the ranks is, as a part of its clock.
+        exponent: Watts of products, above those of an idle chip, grow as this power of
+            their rate.
     """
 
     seconds: float = 0.0
@@ -44,6 +42,7 @@ class Power(NamedTuple):
     idle: float = 0.0
     limit: float = 0.0
     behind: float = 0.0
+    exponent: float = 1.0
 
     @property
     def clock(self) -> float:
@@ -69,7 +68,7 @@ class Power(NamedTuple):
 
     def _is_within(self, clock: float) -> bool:
         seconds = self.seconds + self.bound_by_clock * (1 / clock - 1)
-        products = self.products * clock ** (_EXPONENT - 1)
+        products = self.products * clock ** (self.exponent - 1)
         return bool(self.idle * seconds + products + self.bytes <= self.limit * seconds)
 
 
@@ -89,9 +88,9 @@ def power_of(
     limit, idle = figures.number("power.limit"), figures.number("power.idle")
     short = figures.number("flops.bfloat16_achieved")
     sustained = figures.number("flops.bfloat16_sustained")
-    highest = (limit - idle) * (short / sustained) ** _EXPONENT
-    moved = REACHED * figures.number("bandwidth.memory")
-    for_byte = (figures.number("power.memory") - idle) / moved
+    exponent = figures.number("power.exponent")
+    highest = (limit - idle) * (short / sustained) ** exponent
+    for_byte = (figures.number("power.memory") - idle) / reached_bandwidth(figures)
     costs = list(costs)
     return Power(
         seconds=seconds,
@@ -101,6 +100,7 @@ def power_of(
         idle=idle,
         limit=limit,
         behind=figures.number("power.spread") * _worst_of(ranks),
+        exponent=exponent,
     )
 
 

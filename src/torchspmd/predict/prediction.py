@@ -144,6 +144,7 @@ class TimePrediction:
                 "is too fast where they fill most of a step."
             )
         if self.account is not None:
+            notes += self.figures.notes()
             dtype, _ = self.peak_rate
             notes.append(
                 f"MFU is of the peak rate of {dtype}; causal attention counts half; "

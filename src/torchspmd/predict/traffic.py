@@ -29,7 +29,9 @@ _ITEM_BYTES = {
 }
 # Read only the rows that are asked for: indices, then a read and a write for each result.
 _GATHERING = frozenset(
-    {"embedding", "index", "index_select", "gather", "_unsafe_index", "take_along_dim"}
+    """
+    embedding _embedding_bag index index_select gather _unsafe_index take_along_dim
+    """.split()
 )
 # Write into rows of a tensor that stays where it is.
 _SCATTERING = frozenset(
@@ -159,6 +161,25 @@ def _grouped_shape(op: Op) -> tuple[int, int, int, int] | None:
     return left[0], left[1], right[-1], left[2]
 
 
+def recurrent_products(op: Op) -> tuple[int, list[tuple[int, int, int, int]]] | None:
+    """Time steps of a layer of an LSTM, and its products; None for anything else.
+
+    The first of them is made once for each time step. The others, of the inputs and of
+    the gradients of weights, are made once for all.
+    """
+    base = base_name(op.name)
+    if not base.startswith("mkldnn_rnn_layer"):
+        return None
+    (steps, batch, inputs), (gates, hidden) = op.inputs[0].shape, op.inputs[2].shape
+    rows = steps * batch
+    if base.endswith("_backward"):
+        once = [(rows, inputs, gates), (gates, inputs, rows), (gates, hidden, rows)]
+        each = (batch, hidden, gates)
+    else:
+        once, each = [(rows, gates, inputs)], (batch, gates, hidden)
+    return steps, [(1, *each), *((1, *shape) for shape in once)]
+
+
 def op_flops(op: Op) -> float:
     """Multiplications and additions of products, attention and convolutions; else 0.
 
@@ -167,6 +188,10 @@ def op_flops(op: Op) -> float:
     shape = matmul_shape(op)
     if shape is not None:
         return 2.0 * math.prod(shape)
+    recurrent = recurrent_products(op)
+    if recurrent is not None:
+        steps, (each, *once) = recurrent
+        return 2.0 * (steps * math.prod(each) + sum(map(math.prod, once)))
     base = base_name(op.name)
     if "attention" in base or base.startswith("_flash_attn"):
         return _attention_flops(op, backward="backward" in base)

@@ -34,6 +34,7 @@ from torchspmd.comm import Phase as CommPhase
 from torchspmd.layout.names import plain_name
 from torchspmd.rehearse.fusion import fuse_regions
 from torchspmd.rehearse.place import Maker, read_place
+from torchspmd.rehearse.python_calls import Closed, PythonCalls
 from torchspmd.rehearse.recording import (
     Alloc,
     Category,
@@ -101,6 +102,8 @@ class Recorder:
         self.values = values
         self.processor = processor
         self.tracker = ModuleTracker()
+        self.calls = PythonCalls()
+        self._opened: list[Closed | None] = []  # by the module calls under way
         # Predicted milliseconds between two events, by their numbers.
         self.elapsed: Callable[[int, int], float] | None = None
         self.stream = 0  # the current one
@@ -149,6 +152,19 @@ class Recorder:
         run: Callable[[], Any],
     ) -> Any:
         """Run an operator and write it down."""
+        self.calls.pause()
+        try:
+            return self._operator(func, args, kwargs, run)
+        finally:
+            self.calls.resume()
+
+    def _operator(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        run: Callable[[], Any],
+    ) -> Any:
         facts = self._facts.get(func) or self._learn(func)
         if facts.name in SHAPES:
             run = partial(SHAPES[facts.name], *args, **kwargs)
@@ -199,6 +215,7 @@ class Recorder:
             self._region_here(site.phase),
             self._way(),
             facts.views,
+            self.calls.take(),
         )
         self.from_dtensor = False
         self._events[place] = op
@@ -698,6 +715,7 @@ class Recorder:
 
     def stop(self) -> None:
         """Stop; nothing is left behind."""
+        self.calls.stop()
         for undo in self._exits:
             undo()
         self._exits = []
@@ -728,7 +746,10 @@ class Recorder:
 
     def enter(self, module: nn.Module) -> None:
         """A module's call begins."""
-        if _torch.graph_task() != -1 or self._num_programs:
+        in_backward = _torch.graph_task() != -1  # which computes something again
+        is_eager = self.region is None and not self._num_programs
+        self._opened.append(self.calls.open() if in_backward and is_eager else None)
+        if in_backward or self._num_programs:
             return
         self.begin_step()
         if len(self.tracker._thread.stack) == 1 and module not in self._roots:
@@ -736,16 +757,28 @@ class Recorder:
             self._name_model(module)
 
     def leave(self) -> None:
-        """A module's call ends: nothing to do."""
+        """A module's call ends."""
+        opened = self._opened.pop()
+        if opened is not None:
+            self.calls.close(opened)
 
     def begin_step(self) -> None:
         """Work of a step begins, unless it has already."""
         if self._is_init:
             self._is_init = False
+            self._count_calls()
             self._events.append(Mark(MarkKind.INIT_END, 0, Phase.INIT))
         if self._at_boundary:
             self._at_boundary, self._last_end = False, None
             self._events.append(Mark(MarkKind.STEP_BEGIN, self.recording.steps))
+
+    def _count_calls(self) -> None:
+        if not self.calls.start():
+            self.values.note(
+                "Another profiler (sys.setprofile) is active: Python calls of the script "
+                "are not counted, and a step that the host bounds is told too short. "
+                "Predict without it."
+            )
 
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if _torch.is_tracing_for_compile():  # a step is captured: nothing runs

@@ -141,6 +141,7 @@ class Op(NamedTuple):
             ``program`` (generated Python), ``compiled`` (code of Inductor) or ``graph``
             (a CUDA graph).
         views: Whether it launches nothing: its results are views of its arguments.
+        calls: Python calls of the script and its modules since the operator before.
     """
 
     number: int
@@ -153,6 +154,7 @@ class Op(NamedTuple):
     region: int | None = None
     through: str = "eager"
     views: bool = False
+    calls: int = 0
 
 
 # Ways of compiled steps: without modules, autograd and its thread.

@@ -12,6 +12,7 @@ from torchspmd.rehearse.compilation import compilation_by_operator
 from torchspmd.rehearse.device import Gpu, MemoryCounter, fake_cuda
 from torchspmd.rehearse.kernels import cuda_kernels
 from torchspmd.rehearse.place import is_called_by_torch, read_place
+from torchspmd.rehearse.python_calls import PythonCalls
 from torchspmd.rehearse.recorder import Recorder
 from torchspmd.rehearse.recording import Recording
 from torchspmd.rehearse.values import Values
@@ -44,6 +45,8 @@ def rehearsal(
 
     def no_value(call: str, tensor: torch.Tensor) -> object:
         line = read_place().line
+        if _torch.is_device_tensor(tensor):  # the host waits, whatever it is told
+            recorder.synchronize(call, recorder.stream)
         if call == "__bool__":
             return values.truth(tensor, line, by_torch=is_called_by_torch())
         return values.array(call, tensor, line)
@@ -55,7 +58,7 @@ def rehearsal(
         recorder.from_dtensor = True
 
     mode = _torch.FakeDeviceMode(recorder.operator, from_dtensor)
-    shown = _torch.ShownAsCuda(no_value, record_stream)
+    shown = _Shown(recorder.calls, no_value, record_stream)
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
         enter(fake_cuda(recorder, shown, gpu, memory))
@@ -70,3 +73,24 @@ def rehearsal(
         recorder.start()
         stack.callback(recorder.stop)
         yield recorder
+
+
+class _Shown(_torch.ShownAsCuda):
+    """Counts no Python calls inside of torch's functions."""
+
+    def __init__(self, calls: PythonCalls, *args: Any) -> None:
+        super().__init__(*args)
+        self._calls = calls
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        self._calls.pause()
+        try:
+            return super().__torch_function__(func, types, args, kwargs)
+        finally:
+            self._calls.resume()

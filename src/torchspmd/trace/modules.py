@@ -93,7 +93,8 @@ _lock = threading.Lock()
 _plain_call = nn.Module.__call__
 
 
-def _observed_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def observed_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Stands for ``nn.Module.__call__`` while somebody follows."""
     if torch.compiler.is_compiling():
         # Traced into a graph: what counts is the call that runs the graph.
         return _plain_call(module, *args, **kwargs)
@@ -114,7 +115,7 @@ def follow(follower: Follower) -> None:
     with _lock:
         if not _followers:
             _plain_call = nn.Module.__call__
-            nn.Module.__call__ = _observed_call  # type: ignore[method-assign]
+            nn.Module.__call__ = observed_call  # type: ignore[method-assign]
         _followers = (*_followers, follower)
 
 
