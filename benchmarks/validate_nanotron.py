@@ -109,8 +109,8 @@ def rehearsals(row: Row) -> list[Rehearsal]:
     layers, width, heads, hidden, tied = _MODELS[row.model]
     words = f"--layers {layers} --width {width} --heads {heads} --hidden {hidden} "
     words += f"--vocabulary {VOCABULARY} --sequence 4096 --batch {row.micro_batch} "
-    # More micro-batches than stages are never in flight, but the first has them all.
-    words += f"--accumulate {min(row.accumulate, max(row.pp, 2))} "
+    # More micro-batches than stages are never in flight; as many again leave their gaps.
+    words += f"--accumulate {min(row.accumulate, 2 * row.pp)} "
     words += f"--tp {row.tp} --pp {row.pp} --steps 2"
     words += " --zero" if row.zero else ""
     words += " --tied" if tied else ""

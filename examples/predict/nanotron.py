@@ -89,6 +89,25 @@ def start_gather(
     return whole, gather_into(whole, part, group, is_async=True)
 
 
+def multiply(
+    part: torch.Tensor,
+    whole: torch.Tensor,
+    weight: torch.Tensor,
+    gathering: Any,
+    group: dist.ProcessGroup,
+) -> torch.Tensor:
+    """nanotron: this rank's part first, while others are gathered; then what is around."""
+    y = whole.new_empty((*whole.shape[:-1], weight.shape[1]))
+    length, place = part.shape[0], dist.get_rank(group)
+    own = slice(place * length, (place + 1) * length)
+    torch.mm(part.flatten(0, 1), weight, out=y[own].flatten(0, 1))
+    gathering.wait()
+    for rows in (slice(0, own.start), slice(own.stop, None)):
+        if whole[rows].numel():
+            torch.mm(whole[rows].flatten(0, 1), weight, out=y[rows].flatten(0, 1))
+    return y
+
+
 class ColumnLinear(torch.autograd.Function):
     """A product with the whole sequence, of which this rank keeps its part."""
 
@@ -102,10 +121,7 @@ class ColumnLinear(torch.autograd.Function):
         if group.size() == 1:
             return F.linear(x, weight)
         whole, gathering = start_gather("inputs", x, group)
-        y = x.new_empty((*whole.shape[:-1], weight.shape[0]))
-        gathering.wait()
-        torch.mm(whole.flatten(0, 1), weight.t(), out=y.flatten(0, 1))
-        return y
+        return multiply(x, whole, weight.t(), gathering, group)
 
     @staticmethod
     def backward(
@@ -154,10 +170,9 @@ class RowLinear(torch.autograd.Function):
         if ctx.group.size() == 1:
             of_x = grad.matmul(weight)
         else:
-            grad, gathering = start_gather("gradients", grad, ctx.group)
-            of_x = grad.new_empty((*grad.shape[:-1], weight.shape[1]))
-            gathering.wait()
-            torch.mm(grad.flatten(0, 1), weight, out=of_x.flatten(0, 1))
+            part = grad.contiguous()
+            grad, gathering = start_gather("gradients", part, ctx.group)
+            of_x = multiply(part, grad, weight, gathering, ctx.group)
         x = x.contiguous()  # nanotron: attention's result is transposed until here
         of_weight = grad.flatten(0, 1).t().matmul(x.flatten(0, 1))
         return of_x, of_weight, None
@@ -276,6 +291,8 @@ class Layer(nn.Module):
         self.down = Linear(hidden, width, RowLinear, group)
         shape = (options.sequence, 1, self.head_width)
         self.register_buffer("angles", torch.ones(shape), persistent=False)
+        mask = torch.ones(1, options.sequence, dtype=torch.bool)
+        self.register_buffer("mask", mask, persistent=False)
 
     def attention(self, x: torch.Tensor) -> torch.Tensor:
         """Of (sequence, batch, width)."""
@@ -290,6 +307,11 @@ class Layer(nn.Module):
         q = Rotate.apply(q, self.angles)
         kv = RotateKeys.apply(kv, self.angles)
         k, v = (each.squeeze(2) for each in kv.split(1, dim=2))
+        # nanotron: FlashAttention is given where sequences begin, twice, by each layer.
+        for _ in range(2):
+            begins = torch.zeros(batch + 1, dtype=torch.int32, device=x.device)
+            lengths = self.mask.expand(batch, -1).sum(-1, dtype=torch.int32)
+            torch.cumsum(lengths, 0, out=begins[1:])
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             y = F.scaled_dot_product_attention(
                 *(each.transpose(1, 2) for each in (q, k, v)), is_causal=True
