@@ -47,6 +47,7 @@ _MODELS = {
     "80B": (80, 8192, 64, 28672, False),
 }
 VOCABULARY = 131072
+_VERDICTS = (Fits.NO, Fits.AT_RISK, Fits.YES)  # the worst first
 SCRIPT = EXAMPLES / "nanotron.py"
 
 
@@ -135,25 +136,22 @@ def predict(row: Row) -> dict[str, Any]:
     is reserved ends there, and does not decide whether the row fits.
     """
     gpu = load_gpu(GPU)
-    pricer = Pricer(Figures(gpu, load_network(NETWORK)))
-    verdicts, first = set(), None
-    for each in rehearsals(row):
-        recording = each.read()
-        late = count_memory(with_late_frees(recording, pricer), gpu)
-        at_once = count_memory(without_streams(recording), gpu)
-        verdicts.add(at_once.fits)
-        if late.failure is not None:
-            verdicts.add(Fits.AT_RISK)
-        if first is None:
-            outside = sum(part.nbytes for part in late.fixed)
-            room = gpu.nbytes("total") - outside
-            first = {
-                "allocated": at_once.peak.allocated,
-                "reserved": min(late.reserved_peak, max(room, at_once.reserved_peak)),
-                "at once": at_once.reserved_peak,
-            }
-    worst = next(each for each in (Fits.NO, Fits.AT_RISK, Fits.YES) if each in verdicts)
-    return {"memory": first, "fits": worst.value}
+    recordings = [each.read() for each in rehearsals(row)]
+    accounts = [count_memory(without_streams(each), gpu) for each in recordings]
+    at_once = accounts[0].reserved_peak
+    reserved = at_once
+    if accounts[0].failure is None:
+        pricer = Pricer(Figures(gpu, load_network(NETWORK)))
+        late = count_memory(with_late_frees(recordings[0], pricer), gpu)
+        room = gpu.nbytes("total") - sum(part.nbytes for part in late.fixed)
+        reserved = min(late.reserved_peak, max(room, at_once))
+    memory = {
+        "allocated": accounts[0].peak.allocated,
+        "reserved": reserved,
+        "at once": at_once,
+    }
+    worst = min(accounts, key=lambda each: _VERDICTS.index(each.fits))
+    return {"memory": memory, "fits": worst.fits.value}
 
 
 def main() -> None:
