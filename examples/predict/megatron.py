@@ -344,8 +344,6 @@ class Bucket:
         self.weights = torch.zeros(count, dtype=torch.bfloat16, device=device)
         dtype = torch.bfloat16 if options.half_gradients else torch.float32
         self.gradients = torch.zeros(count, dtype=dtype, device=device)
-        if options.nanotron and not options.zero and ranks > 1:  # that of DDP
-            self.bucket = torch.zeros_like(self.weights)
         self.places: dict[nn.Parameter, torch.Tensor] = {}
         at = 0
         for p in self.parameters:
@@ -359,7 +357,6 @@ class Bucket:
         self.is_last = False
         self.missing = 0
         self.pending: Any = None
-        self.late: Late | None = None
 
     def begin(self, *, is_last: bool) -> None:
         """Before a backward pass; the last one of a step sends."""
@@ -367,9 +364,6 @@ class Bucket:
 
     def take(self, p: nn.Parameter) -> None:
         """Add a gradient, and send the bucket when the last of them is there."""
-        if self.late is not None:
-            self.late.take(p, self.places[p])
-            return
         self.places[p].add_(p.grad)
         p.grad = None
         self.missing -= 1
@@ -393,7 +387,7 @@ class Bucket:
 
     def finish(self) -> None:
         """Give the optimizer its gradients."""
-        if not self.options.overlap and self.late is None:
+        if not self.options.overlap:
             self.send()
         if self.pending is not None:
             self.pending.wait()
@@ -411,36 +405,6 @@ class Bucket:
         else:
             self.weights.copy_(self.master.detach())
         self.gradients.zero_()
-
-
-class Late:
-    """All gradients of a backward pass, added up after it and sent at once (nanotron)."""
-
-    def __init__(self, buckets: list[Bucket]) -> None:
-        self.buckets = buckets
-        self.count = sum(len(bucket.parameters) for bucket in buckets)
-        self.taken: list[tuple[nn.Parameter, torch.Tensor]] = []
-
-    def take(self, p: nn.Parameter, place: torch.Tensor) -> None:
-        """Keep a gradient until the last one is there."""
-        self.taken.append((p, place))
-        if len(self.taken) == self.count:
-            for parameter, where in self.taken:
-                where.add_(parameter.grad)
-                parameter.grad = None
-            self.taken.clear()
-
-    def send(self) -> None:
-        """Sum up over data parallel ranks, as one tensor."""
-        group = self.buckets[0].group
-        if group.size() == 1:
-            return
-        flat = torch.cat([bucket.gradients for bucket in self.buckets])
-        part = flat.new_empty(flat.numel() // group.size())
-        dist.reduce_scatter_tensor(part, flat, group=group)
-        shares = [bucket.master.numel() for bucket in self.buckets]
-        for bucket, share in zip(self.buckets, part.split(shares), strict=True):
-            bucket.part = share
 
 
 # ----------------------------------------------------------------------------
@@ -468,11 +432,6 @@ def parse() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=default)
     for name in ("bias", "tied", "recompute", "sequence-parallel", "zero", "overlap"):
         parser.add_argument(f"--{name}", action="store_true")
-    parser.add_argument(
-        "--nanotron",
-        action="store_true",
-        help="gradients as there: in DDP's buckets; with --zero after each backward pass",
-    )
     parser.add_argument(
         "--half-gradients", action="store_true", help="sum them up in 16 bits"
     )
@@ -553,9 +512,6 @@ def main() -> None:
         for stage in stages
         for parameters in groups(stage)
     ]
-    late = Late(buckets) if options.nanotron and options.zero else None
-    for bucket in buckets:
-        bucket.late = late
     optimizer = torch.optim.AdamW([b.master for b in buckets], lr=1e-4, fused=True)
     schedule = pipeline(options, stages, mesh, device) if options.pp > 1 else None
     mine, last = mesh["pp"].get_local_rank(), options.pp - 1
@@ -574,8 +530,6 @@ def main() -> None:
                 inputs = (tokens[:, :-1],) if mine == 0 else ()
                 target = tokens[:, 1:] if mine == last else None
                 schedule.step(*inputs, target=target, return_outputs=False)
-        if late is not None:
-            late.send()
         for bucket in buckets:
             bucket.finish()
         optimizer.step()

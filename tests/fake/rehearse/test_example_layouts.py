@@ -1,5 +1,6 @@
 """The example scripts in their layouts: which groups they make, and what they wait for."""
 
+import itertools
 import runpy
 import sys
 from collections import Counter
@@ -8,8 +9,10 @@ from unittest import mock
 
 import pytest
 
+from torchspmd.errors import UsageError
 from torchspmd.predict.account import Part
 from torchspmd.predict.hardware import load_gpu, load_network
+from torchspmd.predict.memory import count_memory
 from torchspmd.predict.prediction import predict_time
 from torchspmd.predict.search import rehearse_call
 from torchspmd.rehearse.recording import Comm
@@ -58,3 +61,49 @@ def test_hsdp_shards_within_and_copies_between():
     recording = rehearsed("llama_fsdp2.py", words + " --sequence 512", 16)
     groups = {(e.kind, len(e.ranks)) for e in recording.events if isinstance(e, Comm)}
     assert {("all_gather", 8), ("reduce_scatter", 8), ("all_reduce", 2)} <= groups
+
+
+SMALL = (
+    "--width 512 --heads 8 --hidden 1024 --sequence 256 --vocabulary 1024 --layers 4"
+)
+
+
+def test_nanotron_keeps_as_many_micro_batches_as_stages_are_behind():
+    words = f"{SMALL} --accumulate 4 --tp 2 --pp 2 --zero --steps 2"
+    first, last = (rehearsed("nanotron.py", words, 8, rank) for rank in (0, 4))
+    comms = [e for e in first.events if isinstance(e, Comm)]
+    kinds = Counter((e.kind, e.axis) for e in comms)
+    # Two steps of four micro-batches, three of four layers on the first stage, as the head
+    # is small: a layer gathers two inputs in forward, and in backward again, beside the
+    # gradients of two outputs; the embedding gathers its gradient.
+    assert kinds["all_gather", "tp"] == 2 * 4 * (3 * (2 + 4) + 1)
+    assert kinds["all_reduce", "dp"] == 2  # all gradients at once
+    assert kinds["all_gather", "dp"] == 2
+    in_flight = [{"send": 1, "recv": -1}.get(e.kind, 0) for e in comms]
+    assert max(itertools.accumulate(in_flight)) == 2
+    timed = predict_time([first, last], load_gpu("h100"), load_network("ib-ndr400"))
+    assert timed.step_seconds > 0  # sends and receives meet
+
+
+def test_nanotron_without_zero_keeps_the_buckets_of_ddp():
+    words = f"{SMALL} --accumulate 2 --steps 1"
+    sizes = {}
+    for ranks in (1, 2):
+        account = count_memory(rehearsed("nanotron.py", words, ranks), load_gpu("h100"))
+        sizes[ranks] = account.steady
+    parameters = 4 * (4 * 512 * 512 + 3 * 512 * 1024 + 2 * 512)
+    parameters += 2 * 1024 * 512 + 512
+    assert sizes[2] - sizes[1] == pytest.approx(2 * parameters, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("words", "size", "text"),
+    [
+        ("--layers 2 --pp 8", 8, r"stages \[\d.*\] of 8 have no blocks"),
+        ("--layers 1 --zero", 3, "not divisible by 3 data parallel ranks"),
+    ],
+)
+def test_nanotron_says_what_it_cannot_lay_out(words, size, text):
+    small = SMALL.removesuffix(" --layers 4")
+    with pytest.raises((SystemExit, UsageError), match=text):
+        rehearsed("nanotron.py", f"{small} {words} --steps 1", size)

@@ -1,13 +1,27 @@
 """Tables of published rows: their arithmetic, and that every row is well formed."""
 
+from unittest import mock
 from xml.etree import ElementTree as ET
 
 import _published
 import pytest
 import validate_nanotron
 import validate_published
+from _host_lead import with_late_frees, without_streams
 from _published import SOURCES, Row
 from _scatter import scatter
+
+from torchspmd.predict.timeline import Item, Kind
+from torchspmd.rehearse.recording import (
+    NOWHERE,
+    Alloc,
+    Free,
+    Op,
+    Recording,
+    RecordStream,
+    Synchronize,
+    TensorSpec,
+)
 
 
 def row(name, gpus, measured, model=""):
@@ -95,7 +109,7 @@ def test_crashes_and_false_alarms_are_counted():
     crashed = next(each for each in some if not each.gib)
 
     def predicted(gib, fits):
-        names = ("allocated_peak_bytes", "reserved_peak_bytes")
+        names = ("allocated", "reserved", "at once")
         return {"memory": dict.fromkeys(names, gib * 2**30), "fits": fits}
 
     table = [
@@ -106,25 +120,72 @@ def test_crashes_and_false_alarms_are_counted():
     assert table[0]["error %"] == pytest.approx(10)
     assert list(validate_nanotron.summary(table)) == [
         "1 that ran: mean error 10.0 %, median 10.0 %, 0 within 6 %",
-        "1 of 1 that ran are said not to fit",
+        "1 of 1 that ran are said not to fit, 0 at risk",
         "1 of 2 that crashed are said not to fit, 0 at risk",
     ]
 
 
-def test_stages_of_a_layout_are_its_first_and_last():
-    rows = list(validate_nanotron.read())
-    piped = next(each for each in rows if (each.model, each.pp) == ("8.86B", 4))
-    first, last = validate_nanotron.rehearsals(piped)
-    world = 8 * piped.nodes
+def nanotron_row(model, pp):
+    return next(
+        each
+        for each in validate_nanotron.read()
+        if (each.model, each.pp) == (model, pp)
+    )
+
+
+def test_the_first_stage_is_rehearsed_and_those_behind_the_layers():
+    row = nanotron_row("8.86B", 4)
+    first, last = validate_nanotron.rehearsals(row)
+    world = 8 * row.nodes
     assert (first.rank, last.rank) == (0, world - world // 4)
-    assert first.words[-2:] == ("--layers", "36")  # four stages as long as the first
+    apart = nanotron_row("1.34B", 8)  # norm and head on one stage, the loss on the next
+    ranks = [each.rank for each in validate_nanotron.rehearsals(apart)]
+    assert ranks == [stage * apart.nodes for stage in (0, 6, 7)]
 
 
 def test_the_head_counts_as_layers_of_the_last_stage():
-    # Of 1.34B, the head multiplies as much as four layers do.
-    assert validate_nanotron.split("1.34B", 2) == [11, 5]
-    assert sum(validate_nanotron.split("8.86B", 4)) == 32
-    assert validate_nanotron.split("80B", 1) == [80]
+    # Of 1.34B, the head multiplies as much as four layers do; the embedding is block 0.
+    assert validate_nanotron.stages(nanotron_row("1.34B", 2)) == [
+        range(12),
+        range(12, 21),
+    ]
+    assert not validate_nanotron.is_idle(nanotron_row("1.34B", 8))
+    *_, loss, nothing = validate_nanotron.stages(nanotron_row("1.34B", 16))
+    assert (loss, nothing) == (range(20, 21), range(0))
+    assert validate_nanotron.is_idle(nanotron_row("1.34B", 16))
+
+
+def test_memory_that_nccl_uses_comes_back_when_the_host_learns_it():
+    # Four kernels of 1 s each; the host needs 0.1 s for each, and waits before the last.
+    site = NOWHERE
+    spec = TensorSpec((1,), (1,), "bfloat16", "cuda", 0)
+    kernels = [
+        Op(number, "aten.mm.default", (spec,), (spec,), (), 0, site)
+        for number in range(4)
+    ]
+    used, free = RecordStream(7, 3), Free(7)
+    alloc, other = Alloc(7, 512, 0, -1, site), Free(8)
+    wait = Synchronize(0, None, "stream")
+    events = [alloc, used, kernels[0], free, other, *kernels[1:3], wait, kernels[3]]
+    recording = Recording(events=events)
+
+    items = [
+        Item(0.1, event, 1.0, Kind.COMPUTE, place=place)
+        for place, event in enumerate(events)
+        if isinstance(event, Op)
+    ]
+    with mock.patch("_host_lead.price_events", return_value=mock.Mock(items=items)):
+        late = with_late_frees(recording, mock.Mock())
+    assert late.events == [
+        alloc,
+        kernels[0],
+        other,
+        *kernels[1:3],
+        free,
+        wait,
+        kernels[3],
+    ]
+    assert without_streams(recording).events == [alloc, *events[2:]]
 
 
 def test_the_sample_of_the_docs_is_there():
