@@ -10,6 +10,7 @@ import statistics
 import time
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from torchspmd import compile
@@ -56,7 +57,14 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--calls", type=int, default=9)
+    parser.add_argument(
+        "--group",
+        action="store_true",
+        help="on one rank of gloo: the default mode makes each shadow call twice",
+    )
     args = parser.parse_args()
+    if args.group:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     count = sum(p.numel() for p in make(args.layers, args.width)[0].parameters())
     without, steady = times(0, args)
     with_shadow, later = times(3, args)
