@@ -322,6 +322,14 @@ def test_rounding_that_the_step_amplifies_is_no_difference(alone, monkeypatch, s
         run_between_norms(seed)
 
 
+def test_memory_for_one_eager_call_alone_is_said(alone, monkeypatch):
+    monkeypatch.setattr(check, "needed_bytes", lambda *call, calls=1: calls)
+    monkeypatch.setattr(check, "free_bytes", lambda inventory: 1)
+    step = run_calls(3)
+    assert "3 calls were also made eagerly" in step.explain()
+    assert "memory is short for a second eager call" in step.explain()
+
+
 def test_a_frozen_rate_is_found_where_rounding_is_amplified(alone, monkeypatch):
     planted(monkeypatch, lambda *call: frozen_lr(*call, value=0.05))
     with pytest.raises(ShadowError, match="a schedule that has no effect"):

@@ -48,7 +48,9 @@ def gather_rows(
     local: torch.Tensor, sharding: Sharding, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """The whole tensor from this rank's rows of it, sent in a dtype of its own or not."""
-    if local.is_complex():  # gloo sends real numbers only
+    # Gloo sends real numbers only. A policy of precision is for real numbers, too: cast to
+    # one of its types, a complex parameter would lose its imaginary part.
+    if local.is_complex():
         return torch.view_as_complex(gather_rows(torch.view_as_real(local), sharding))
     dtype = dtype or local.dtype
     if not sharding.is_sharded:  # small, and a write must not reach the parameter

@@ -48,6 +48,7 @@ from torchspmd.step.shadow.eager import (
     Eager,
     Generators,
     Kind,
+    Way,
     draws,
     find_following,
     find_late,
@@ -164,6 +165,7 @@ class Shadow:
     _pending: _Call | None = None  # whose update the compiled step has not made yet
     _found: list[Difference] = field(default_factory=list)  # by a flush, not said yet
     _notes: dict[str, None] = field(default_factory=dict)
+    _is_unmeasured: bool = False  # whether memory was short for a second eager call
 
     @property
     def is_idle(self) -> bool:
@@ -215,12 +217,14 @@ class Shadow:
             return None
         start = time.perf_counter()
         why = self._why_not(program, inventory, mode)
-        measures = self._measures_rounding(program, inventory, mode)
-        why, measures = self._agree_to_begin(program, mode, communicates, why, measures)
+        differs = not has_same_kernels(inventory, mode, self.backend)
+        has_room = differs and _has_room_for_two(program, inventory, mode)
+        why, measures = self._agree_to_begin(program, mode, communicates, why, has_room)
         if why is not None:
             self._skip(why)
             self._left[communicates] = 0
             return None
+        self._is_unmeasured |= differs and not measures
         before = self._pending if is_pending else None
         make_call = functools.partial(
             run_eagerly,
@@ -233,9 +237,10 @@ class Shadow:
         )
         amplified = Amplified()
         with phase("shadow"), without_flushing_in_backward():
-            eager = make_call()
+            eager = make_call(way=Way.FIRST if measures else Way.ALONE)
             if measures:
-                amplified = Amplified.between(eager, make_call(is_perturbed=True))
+                other = make_call(way=Way.PERTURBED)
+                amplified = Amplified.between(eager, other)
         eager.sums.clear()
         self._left[communicates] -= 1 if self._left[communicates] > 0 else 0
         is_first = program.number not in self._seen
@@ -275,16 +280,6 @@ class Shadow:
                 f"{free / 2**30:.1f} GiB are free"
             )
         return None
-
-    def _measures_rounding(
-        self, program: Program, inventory: Inventory, mode: ParallelMode
-    ) -> bool:
-        """Whether a second eager call can and must show what rounding it amplifies."""
-        if has_same_kernels(inventory, mode, self.backend):
-            return False
-        needed = needed_bytes(program, inventory, mode, calls=2)
-        free = free_bytes(inventory)
-        return free is None or needed <= free
 
     def _skip(self, why: Skip) -> None:
         if why.text in self._notes:
@@ -521,6 +516,11 @@ class Shadow:
                 f"  shadow steps: {calls} also made eagerly, {self._compared} values "
                 f"compared: {same}; they took {self._seconds:.2f} s"
             )
+        if self._is_unmeasured:
+            lines.append(
+                "  shadow steps: memory is short for a second eager call, which shows how "
+                "much rounding the step amplifies: such rounding is called a difference"
+            )
         return lines + [f"  shadow steps: not compared: {why}" for why in self._notes]
 
     def _describe(
@@ -621,6 +621,14 @@ def _why_void(eager: Eager, mode: ParallelMode) -> Skip | None:
             warns=True,
         )
     return None
+
+
+def _has_room_for_two(
+    program: Program, inventory: Inventory, mode: ParallelMode
+) -> bool:
+    """Whether a second eager call, which shows amplified rounding, fits into memory."""
+    free = free_bytes(inventory)
+    return free is None or needed_bytes(program, inventory, mode, calls=2) <= free
 
 
 def _shortage(text: str) -> Skip:

@@ -257,7 +257,7 @@ def needed_bytes(
 ) -> int:
     """Of copies and of an eager call: as much as the graph's own worst moment, or more.
 
-    A second call begins while what the first has left is kept.
+    A second call begins while what the first has left is kept, with its gradients.
     """
     copies = gradients = 0
     size = 1 if mode.mesh is None else mode.mesh.size()
@@ -269,7 +269,7 @@ def needed_bytes(
         elif isinstance(mode, GlobalBatch) and slot.role is Role.INPUT:
             taken *= size
         copies += taken
-        gradients += 2 * taken if slot.role is Role.PARAMETER else 0
+        gradients += (1 + calls) * taken if slot.role is Role.PARAMETER else 0
     peak = 0 if program.peak_memory is None else program.peak_memory.total_bytes
     if isinstance(mode, GlobalBatch):
         peak *= size

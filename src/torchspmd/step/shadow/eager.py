@@ -94,7 +94,7 @@ class Eager:
         random: The state of every generator of torch after it.
         drew: Whether it drew random numbers.
         gradients: The sizes of the gradients that backward made, by slot.
-        sums: Their sums, by slot.
+        sums: Their sums, by slot, where that was asked for.
         ahead: What the next call begins with, of what is late, by slot.
         numbers: The same of counters that are Python numbers, by their place.
     """
@@ -204,6 +204,14 @@ def find_following(program: Program, inventory: Inventory) -> Following:
     return Following(frozenset(slots), frozenset(gradients), has_results)
 
 
+class Way(StrEnum):
+    """How an eager call is made: alone, or as one of two, which keep their gradients."""
+
+    ALONE = "alone"
+    FIRST = "the first of two"
+    PERTURBED = "the second, whose parameters begin with other last bits"
+
+
 def run_eagerly(
     function: Callable[..., Any],
     inventory: Inventory,
@@ -212,7 +220,7 @@ def run_eagerly(
     before: Eager | None,
     *,
     communicates: bool,
-    is_perturbed: bool = False,
+    way: "Way",
 ) -> Eager:
     """Make one call eagerly, with plain collectives for the mode's meaning.
 
@@ -226,12 +234,12 @@ def run_eagerly(
         before: The eager call before this one, whose update is still pending in the
             user's own tensors.
         communicates: Whether the compiled step communicates.
-        is_perturbed: Whether parameters begin with other last bits.
+        way: By itself, or as one of two that show amplified rounding.
     """
     ahead = {} if before is None else before.ahead
     numbers = {} if before is None else before.numbers
     copies = Copies(inventory, copy_slots(inventory, mode, ahead), numbers)
-    if is_perturbed:
+    if way is Way.PERTURBED:
         _perturb(copies)
     generators = Generators(inventory)
     found = Eager()
@@ -241,7 +249,7 @@ def run_eagerly(
         with (
             copies.installed(),
             _seen_by_forwards(mode, inventory, copies.wholes),
-            _hooked(inventory, copies.wholes, mode, talk, found),
+            _hooked(inventory, copies.wholes, mode, talk, found, way),
         ):
             args, kwargs = copies.arguments()
             try:
@@ -439,6 +447,7 @@ def _hooked(
     mode: ParallelMode,
     talk: _Talk,
     found: Eager,
+    way: "Way",
 ) -> Iterator[None]:
     """Hooks that reduce gradients as the mode does; behind them the user's, and a note.
 
@@ -448,9 +457,11 @@ def _hooked(
 
     def note(place: int, gradient: torch.Tensor) -> None:
         gradient = gradient.detach()
-        for total, new in (found.gradients, gradient.abs()), (found.sums, gradient):
-            known = total.get(place)
-            total[place] = new.clone() if known is None else known + new
+        size, known = gradient.abs(), found.gradients.get(place)
+        found.gradients[place] = size if known is None else known + size
+        if way is not Way.ALONE:
+            total = found.sums.get(place)
+            found.sums[place] = gradient.clone() if total is None else total + gradient
 
     reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
     if isinstance(mode, Replicated):
