@@ -206,6 +206,15 @@ def test_local_functions(ranks2):
     assert verdict.first.cause.code == "missing-reduction"
 
 
+@pytest.mark.parametrize("seed", [22, 38])
+def test_a_loss_whose_terms_cancel_may_round(ranks2, seed):
+    torch.manual_seed(seed)
+    arguments = (torch.randn(4, 6), torch.randn(6, 8))
+    layouts = ([Shard(1)], [Shard(0)])
+    options = {"mesh": {"tp": 2}, "ranks": ranks2}
+    assert check_local_parity(mapped, product, arguments, layouts, **options)
+
+
 # In a job of one's own, compared later.
 
 

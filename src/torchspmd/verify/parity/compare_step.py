@@ -628,7 +628,24 @@ class StepComparison:
         allowed = torch.tensor(self._limit() * size, dtype=torch.float64)
         if key.kind is Kind.PARAMETER:
             return allowed + self._sides.history.allowance(key.name, reference)
+        if key.kind is Kind.LOSS:
+            return allowed + self._limit() * self._size_of_terms()
         return allowed
+
+    def _size_of_terms(self) -> float:
+        """What rounding of the model's outputs does to the loss, beside the rounding.
+
+        A loss may be close to zero and still be a sum of large terms, which cancel: to
+        first order it moves by its gradients times what the outputs move by.
+        """
+        size = 0.0
+        for key, gradient in self.references.items():
+            if key.kind is Kind.GRAD_OUTPUT and not key.name:
+                output = self.references.get(key._replace(kind=Kind.FORWARD))
+                norm = float(torch.linalg.vector_norm(gradient.double()))
+                if output is not None and math.isfinite(norm):
+                    size += norm * largest(output)
+        return size
 
     def _blocks(self) -> tuple[int, ...]:
         """Rows of the batch: flattened with the sequence, its shards lie in blocks."""
