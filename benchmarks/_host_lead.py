@@ -2,8 +2,9 @@
 
 ``record_stream`` keeps a freed block until the device is done with what that stream held.
 The host asks at each allocation. Where it is ahead of the device, blocks come back late,
-and the allocator takes new ones meanwhile. Here a recording is put on two clocks, the
-host's and the device's, and those frees are moved to where the host would see them.
+and the allocator takes new ones meanwhile; where it then finds the device full, it waits
+for them, as it does on a GPU. Here a recording is put on two clocks, the host's and the
+device's, and the allocator is told when the host would see that a block is free.
 """
 
 import dataclasses
@@ -14,8 +15,6 @@ from torchspmd.predict.program import price_events
 from torchspmd.rehearse.recording import (
     Event,
     Free,
-    Mark,
-    MarkKind,
     Recording,
     RecordStream,
     Synchronize,
@@ -24,6 +23,7 @@ from torchspmd.rehearse.recording import (
 # Launches that CUDA queues; then the host waits. Measured by others: the first 1,000 of
 # many kernels are launched at once, forums.developer.nvidia.com/t/68937.
 _QUEUE = 1024
+_FIRST = 1 << 40  # of the numbers of streams that no script has
 
 
 def without_streams(recording: Recording) -> Recording:
@@ -33,7 +33,7 @@ def without_streams(recording: Recording) -> Recording:
 
 
 def with_late_frees(recording: Recording, pricer: Pricer) -> Recording:
-    """Frees of what other streams use, where the host learns that they are done.
+    """The host learns of each block by itself that other streams are done with it.
 
     Collectives and kernels are taken to run one after the other: where a step waits for
     most of its communication, that is what they do.
@@ -43,7 +43,7 @@ def with_late_frees(recording: Recording, pricer: Pricer) -> Recording:
     host = device = 0.0
     queue: deque[float] = deque()  # ends of what was launched
     used: set[int] = set()
-    late: deque[tuple[float, Free]] = deque()
+    late: deque[tuple[float, int]] = deque()  # when a block is free, and its stream
     events: list[Event] = []
     for place, event in enumerate(recording.events):
         if (item := prices.get(place)) is not None:
@@ -56,17 +56,14 @@ def with_late_frees(recording: Recording, pricer: Pricer) -> Recording:
         if isinstance(event, Synchronize):
             host = max(host, device)
         while late and late[0][0] <= host:
-            events.append(late.popleft()[1])
+            events.append(Synchronize(late.popleft()[1], None, "the host asks"))
         if isinstance(event, RecordStream):
             used.add(event.storage)
-        elif isinstance(event, Free) and event.storage in used:
+            continue
+        if isinstance(event, Free) and event.storage in used:
             used.discard(event.storage)
-            late.append((device, event))
-        else:
-            if isinstance(event, Mark) and event.kind is MarkKind.EMPTY_CACHE:
-                host = max(host, device)
-                events.extend(free for _, free in late)
-                late.clear()
-            events.append(event)
-    events.extend(free for _, free in late)
+            own = _FIRST + place  # a stream of its own: it alone comes back
+            late.append((device, own))
+            events.append(RecordStream(event.storage, own))
+        events.append(event)
     return dataclasses.replace(recording, events=events)

@@ -1,6 +1,7 @@
 """Ways to run one data-parallel training step, each in the words of its own system."""
 
 import functools
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +22,11 @@ Step = Callable[..., Any]
 
 LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 BUCKET_MB = 25.0  # where nothing but communication is measured
-GPTS = {"gpt 12x768": True, "gpt 12x768 untied": False}  # whether the head is tied
+GPTS: dict[str, dict[str, Any]] = {
+    "gpt 12x768": {},
+    "gpt 12x768 untied": {"tied": False},
+    "gpt 12x768 untied, 8k": {"tied": False, "vocabulary": 8192},
+}
 
 
 @dataclass(frozen=True)
@@ -38,9 +43,10 @@ class Workload:
         dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
         where = {"device": self.device, "dtype": dtype}
         if self.model in GPTS:
-            model: nn.Module = GPT(tied=GPTS[self.model]).to(**where)
+            model: nn.Module = GPT(**GPTS[self.model]).to(**where)
+            vocabulary = model.embed.num_embeddings
             length = 512 if self.device == "cuda" else 32
-            batch = torch.randint(50304, (self.batch, length), device=self.device)
+            batch = torch.randint(vocabulary, (self.batch, length), device=self.device)
             return model, _optimizer(model), batch
         if self.model == "transformer 12x768":
             model = Transformer(12, 768, 3072, 64).to(**where)
@@ -135,7 +141,6 @@ def ours(
     *,
     passes: bool,
     overlap: bool,
-    megabytes: float | None = None,
     inductor: bool = False,
     rows: bool = False,
     backend: str | None = None,
@@ -146,7 +151,6 @@ def ours(
             enable_graph_optimization=True,
             overlap_iterations=overlap,
             gather_embeddings=rows,
-            bucket_size_mb=megabytes,
             cost="measure",
             enable_inductor=inductor,
         )
@@ -155,6 +159,14 @@ def ours(
         parallel_mode=DataParallel("replicate"),
         backend=backend,
     )(train_step)
+    return model, step
+
+
+def ours_auto(
+    model: nn.Module, *, parallel: str = "replicate", **options: Any
+) -> tuple[nn.Module, Step]:
+    """As a user asks for it who leaves the choice to measurements."""
+    step = compile(parallel=parallel, cost="measure", **options)(train_step)
     return model, step
 
 
@@ -280,6 +292,9 @@ VARIANTS: dict[str, Variant] = {
     "torchspmd, overlapped iterations": functools.partial(
         ours, passes=True, overlap=True
     ),
+    "torchspmd, auto": ours_auto,
+    "torchspmd, auto, inductor": functools.partial(ours_auto, backend="inductor"),
+    "torchspmd, auto, backend auto": functools.partial(ours_auto, backend="auto"),
     "torchspmd, passes, CUDA graph": functools.partial(
         ours, passes=True, overlap=False, backend="cudagraph"
     ),
@@ -329,19 +344,31 @@ def can_run(name: str, device: str, ranks: int) -> bool:
 
 
 class Measured(NamedTuple):
-    """One variant on one rank: seconds for a step, and bytes of the device at most."""
+    """One variant on one rank.
+
+    Attributes:
+        seconds: Those of a step in its steady state.
+        peak: Bytes of the device at most, without what compiling took.
+        start: Seconds of the first calls beyond those of as many steady steps.
+    """
 
     seconds: float
-    peak: int
+    peak: int = 0
+    start: float = 0.0
 
 
-def measure(name: str, workload: Workload, steps: int) -> Measured:
-    """A step of a variant in its steady state.
+WARM_UP = 4  # cold optimizer, warm one, and two in the steady state
+TRIAL = 40  # calls until one of two backends is taken
+
+
+def measure(name: str, workload: Workload, steps: int, cache: str) -> Measured:
+    """A step of a variant in its steady state, compiled into a cache of its own.
 
     A step that leaves work behind begins with what the one before it left; what is pending
     at the very end is made off the clock. So the clock starts behind a step too: behind a
     barrier the first one would find its reductions done.
     """
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
     model, optim, batch = workload.build()
     if "mixed" in name:
         model = model.float()
@@ -349,11 +376,15 @@ def measure(name: str, workload: Workload, steps: int) -> Measured:
     model, step = build(model)
     if name.startswith("FSDP2") or "mixed" in name:
         optim = _optimizer(model)
-    for number in range(4):  # cold optimizer, warm one, and two in the steady state
+    wait_for_all(workload.device)
+    start = time.perf_counter()
+    calls = TRIAL if "backend auto" in name else WARM_UP
+    for number in range(calls):
         step(model, optim, batch)
-        if number == 2 and workload.device == "cuda":  # without what compiling took
+        if number == calls - 2 and workload.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
     wait_for_all(workload.device)  # ranks that share a device must do so meanwhile
+    warm = time.perf_counter() - start
     step(model, optim, batch).item()
     start = time.perf_counter()
     for _ in range(steps):
@@ -364,11 +395,21 @@ def measure(name: str, workload: Workload, steps: int) -> Measured:
         step.flush()
     wait_for_all(workload.device)
     is_on_gpu = workload.device == "cuda"
-    return Measured(seconds, torch.cuda.max_memory_allocated() if is_on_gpu else 0)
+    return Measured(
+        seconds,
+        torch.cuda.max_memory_allocated() if is_on_gpu else 0,
+        max(0.0, warm - calls * seconds),
+    )
 
 
-def measure_wire(family: Family, workload: Workload, steps: int) -> float:
-    """Seconds to send what a family sends in a step, with nothing else to do."""
+def measure_wires(
+    families: list[Family], workload: Workload, steps: int
+) -> dict[Family, float]:
+    """Seconds to send what each family sends in a step, with nothing else to do."""
+    return {each: _measure_wire(each, workload, steps) for each in families}
+
+
+def _measure_wire(family: Family, workload: Workload, steps: int) -> float:
     model, _, _ = workload.build()
     buckets = empty_buckets(model)
     size = dist.get_world_size()

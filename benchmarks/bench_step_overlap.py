@@ -19,6 +19,7 @@ import argparse
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +36,7 @@ from _step_variants import (
     Workload,
     can_run,
     measure,
-    measure_wire,
+    measure_wires,
 )
 
 from torchspmd.errors import SpmdError
@@ -79,6 +80,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--network", help="shape loopback to this rate, such as 1gbit")
+    parser.add_argument(
+        "--cache", type=Path, help="Inductor's, for all variants; instead of empty ones"
+    )
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
     able = [n for n in VARIANTS if can_run(n, options.device, options.ranks)]
@@ -97,22 +101,26 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Every variant on one model, at one ratio of computing to communicating."""
     workload, bases, wire = balance(run, model, ratio, options)
-    families = dict.fromkeys(map(Family.of, options.variants))
-    wires = {each: time_wire(run, workload, each) for each in families}
+    families = list(dict.fromkeys(map(Family.of, options.variants)))
+    wires = time_wires(run, workload, families)
     if Family.REPLICATED in wires:
         wires[Family.REPLICATED] = min(wires[Family.REPLICATED], wire)
     found: dict[str, Measured | str] = {}
     for _ in range(options.rounds):
         for name in options.variants:
-            now, best = attempt(run, name, workload, options.steps), found.get(name)
+            now, best = attempt(run, name, workload, options), found.get(name)
             if isinstance(best, Measured) and isinstance(now, Measured):
-                now = Measured(min(now.seconds, best.seconds), max(now.peak, best.peak))
+                now = Measured(
+                    min(now.seconds, best.seconds),
+                    max(now.peak, best.peak),
+                    min(now.start, best.start),
+                )
             found[name] = now
-        again = {each: time_wire(run, workload, each) for each in wires}
+        again = time_wires(run, workload, families)
         wires = {each: min(again[each], wires[each]) for each in again}  # it varies
     computing = min(each.seconds for each in bases.values())
     table: dict[str, Measured | str] = {**bases}
-    table |= {each.value: Measured(wire, 0) for each, wire in wires.items()}
+    table |= {each.value: Measured(wire) for each, wire in wires.items()}
     rows = [row(model, workload, *each) for each in table.items()]
     for name, measured in found.items():
         family = Family.of(name)
@@ -137,7 +145,7 @@ def row(
     limit: float = 0.0,
 ) -> dict[str, Any]:
     found = {"model": f"{model}, batch {workload.batch}", "variant": name}
-    columns = ("times the best peer", "best peer", "of the limit", "GiB")
+    columns = ("times the best peer", "best peer", "of the limit", "start s", "GiB")
     if isinstance(measured, str):
         return {**found, "ms": measured, **dict.fromkeys(columns, "")}
     best = min(peers, key=peers.__getitem__) if peers else ""
@@ -145,6 +153,7 @@ def row(
         peers[best] / measured.seconds if peers else "",
         best,
         limit / measured.seconds if limit else "",
+        measured.start or "",
         measured.peak / 2**30 if measured.peak else "",
     )
     return {
@@ -160,13 +169,13 @@ def balance(
     """The batch at which computing takes ``ratio`` times as long as communicating."""
     batch = getattr(options, "batch", None)
     workload = Workload(model, batch or 16, options.device)
-    wire = time_wire(run, workload, Family.REPLICATED)
+    wire = time_wires(run, workload, [Family.REPLICATED])[Family.REPLICATED]
     wanted = getattr(options, "variants", ())
     is_compiled = any("compile" in name or "inductor" in name for name in wanted)
     names = list(BASES) if is_compiled and options.device == "cuda" else list(BASES)[:1]
 
     def alone(name: str) -> Measured:
-        return max(run(measure, name, workload, 3))
+        return measure_slowest(run, name, workload, 3, getattr(options, "cache", None))
 
     for _ in range(0 if batch else 2):
         found = workload.batch * ratio * wire / alone(names[-1]).seconds
@@ -175,18 +184,39 @@ def balance(
     return workload, bases, wire
 
 
-def time_wire(run: Runner, workload: Workload, family: Family) -> float:
-    return max(run(measure_wire, family, workload, 3))
+def time_wires(
+    run: Runner, workload: Workload, families: list[Family]
+) -> dict[Family, float]:
+    found = run(measure_wires, families, workload, 3)
+    return {each: max(rank[each] for rank in found) for each in families}
 
 
-def attempt(run: Runner, name: str, workload: Workload, steps: int) -> Measured | str:
+def measure_slowest(
+    run: Runner, name: str, workload: Workload, steps: int, cache: Path | None
+) -> Measured:
+    """The slowest rank's figures.
+
+    Nothing that another variant compiled is found, unless a cache is given: then starts
+    are not those of a user's first run.
+    """
+    if cache is not None:
+        return max(run(measure, name, workload, steps, str(cache)))
+    with tempfile.TemporaryDirectory(prefix="inductor") as own:
+        return max(run(measure, name, workload, steps, own))
+
+
+def attempt(
+    run: Runner, name: str, workload: Workload, options: argparse.Namespace
+) -> Measured | str:
     try:
-        found: Measured = max(run(measure, name, workload, steps))
+        found = measure_slowest(run, name, workload, options.steps, options.cache)
     except SpmdError as error:
         last = str(error).strip().splitlines()[-1]
         print(f"{name}: {error}", file=sys.stderr)
         return f"failed: {last[:40]}"
-    print(f"{workload}, {name}: {found.seconds * 1e3:.1f} ms", file=sys.stderr)
+    told = f"{found.seconds * 1e3:.1f} ms, start {found.start:.1f} s"
+    told += f", {found.peak / 2**30:.2f} GiB" if found.peak else ""
+    print(f"{workload}, {name}: {told}", file=sys.stderr)
     return found
 
 

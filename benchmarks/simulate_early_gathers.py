@@ -143,6 +143,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--networks", nargs="+", type=float, default=[2.8e9, 4.0e9])
     parser.add_argument("--slowdowns", nargs="+", type=float, default=[1.0, 1.3])
+    parser.add_argument("--vocabulary", type=int, default=50304)
     parser.add_argument("--no-reshard", action="store_true")
     options = parser.parse_args()
     dist.init_process_group("nccl")
@@ -152,7 +153,8 @@ def main() -> None:
         passes = GraphModuleTransformation(enable_graph_optimization=True, cost=cost)
         mode = DataParallel("fully_shard", reshard_after_forward=not options.no_reshard)
         step = compile(gm_transformation=passes, parallel_mode=mode)(train_step)
-        model = GPT(tied=False).to("cuda", torch.bfloat16)
+        model = GPT(vocabulary=options.vocabulary, tied=False)
+        model = model.to("cuda", torch.bfloat16)
         step(model, _optimizer(model), torch.zeros(64, 512, dtype=torch.long).cuda())
         gm = step.programs[-1].graph
         seconds = [cost.compute_seconds(node) for node in gm.graph.nodes]

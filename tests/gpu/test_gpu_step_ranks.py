@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from torchspmd.step import DataParallel, GraphModuleTransformation, compile
+from torchspmd.step.trial import TRIAL_CALLS
 from torchspmd.testing import Ranks
 
 STEPS = 6
@@ -144,6 +145,29 @@ def test_inductor():
 
 def test_inductor_with_overlapped_iterations():
     on_ranks("overlapped", backend="inductor")
+
+
+def timed_backends():
+    """Losses beside DDP's, and what this rank has chosen by which times."""
+    ours, theirs = pair()
+    reference = DistributedDataParallel(theirs)
+    compiled = compile(step, parallel="replicate", overlap=True, backend="auto")
+    optimizers = fused(ours), fused(reference)
+    for _ in range(TRIAL_CALLS // STEPS + 1):
+        found = train(compiled, ours, optimizers[0])
+        expected = train(step, reference, optimizers[1])
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-4)
+    compiled.flush()
+    choice = compiled.programs[-1].choice
+    sums = [float(each.detach().double().sum()) for each in ours.parameters()]
+    return choice.taken, dict(choice.seconds), sums
+
+
+def test_backends_that_are_timed():
+    first, second = started(2).run(timed_backends, timeout=240)
+    assert first == second
+    taken, seconds, _ = first
+    assert seconds[taken] == min(seconds.values()) > 0
 
 
 def test_a_replayed_step_with_collectives():

@@ -4,6 +4,7 @@ Those that need a process group are tested in tests/fake/test_torch_names_fake.p
 """
 
 import ast
+import contextlib
 import copy
 import inspect
 import math
@@ -18,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.amp import GradScaler
 from torch.autograd.graph import register_multi_grad_hook
 from torch.optim import _adafactor, asgd
@@ -1103,6 +1104,51 @@ def test_set_arguments():
     assert not x.users and list(y.users) == [node]
 
 
+def test_form_check():
+    parameter, state = nn.Parameter(torch.ones(2, 3)), torch.ones(1, 3)
+    tensors = [parameter, state]
+    holds = _torch.form_check(tensors)
+    before = parameter.data
+    changes = [
+        lambda: parameter.requires_grad_(False),
+        lambda: setattr(parameter, "data", before.double()),
+        lambda: setattr(parameter, "data", before.reshape(3, 2)),
+        lambda: setattr(parameter, "data", before.as_strided((2, 3), (1, 2))),
+        lambda: setattr(parameter, "data", before[:1]),
+        lambda: state.as_strided_((1, 3), (7, 1)),
+        lambda: tensors.__setitem__(1, nn.Parameter(state, requires_grad=False)),
+        lambda: tensors.__setitem__(1, state.to("meta")),
+    ]
+    for change in changes:
+        assert holds(tensors)
+        change()
+        assert not holds(tensors)
+        tensors[1] = state.as_strided_((1, 3), (3, 1))
+        parameter.requires_grad_(True)
+        parameter.data = before
+    with torch.no_grad():
+        assert holds(tensors)
+
+
+def test_keeping_names():
+    """A copy has the names of the original, and gives new nodes those that fx would."""
+
+    def fill(graph, copying):
+        names = ["x", "x_7", "x_2", "_1", "a_b_3", "a_b", "a_b_4", "y_", "abs_1"]
+        with copying(graph):
+            for name in names:
+                graph.create_node("placeholder", "x", name=name)
+        return names + [
+            graph.create_node("placeholder", "x", name=name).name
+            for name in (*names, "a_b_9", "abs", "a_b", "_")
+        ]
+
+    copied, plain = fx.Graph(), fx.Graph()
+    names = fill(copied, _torch.keeping_names)
+    assert names == fill(plain, contextlib.nullcontext)
+    assert [node.name for node in copied.nodes] == names
+
+
 def test_operator_of_unknown_size():
     with FakeTensorMode(), pytest.raises(_torch.data_dependence_errors()) as caught:
         torch.ones(3, dtype=torch.long).bincount()
@@ -1170,3 +1216,107 @@ def test_propagate_shapes():
 
 def test_shapes_of():
     assert _torch.shapes_of([torch.ones(2, 3), 4]) == [[2, 3], ()]
+
+
+# ----------------------------------------------------------------------------
+# Fake tensors that the mode of a capture makes itself, and remembers.
+
+
+def layout_of(value):
+    form = value.dtype, value.device, value.shape, value.stride()
+    return (
+        *form,
+        value.storage_offset(),
+        value.is_conj(),
+        value.untyped_storage().nbytes(),
+    )
+
+
+def answers(mode, make):
+    """What operators give on fake tensors, the second time they are asked."""
+    with mode:
+        for _ in range(2):
+            x = make(torch.randn(6, 4))
+            part, whole = make(torch.randn(8, 4)[2:]), make(torch.randn(6, 4).cfloat())
+            found = [
+                x.as_strided((2, 2), (4, 1), 1),
+                part.as_strided((2, 2), (4, 1), 1),
+                whole.conj(),
+                whole.conj() + 1,
+                *x.split(3),
+                x + 1.5,
+                x.long() + 1.5,
+                x.add_(1),
+                torch.ops.aten.native_layer_norm(x, [4], None, None, 1e-5)[1],
+            ]
+    return [layout_of(each) for each in found]
+
+
+def test_operators_give_on_fake_tensors_what_torch_says():
+    plain = FakeTensorMode()
+    mode = _torch.FakeWorld().mode
+    expected = answers(plain, plain.from_tensor)
+    assert answers(mode, mode.from_tensor) == expected
+    world = _torch.FakeWorld()
+    assert answers(world.mode, world.fake) == expected
+
+
+def test_fake_tensors_of_two_captures_are_told_apart():
+    one, other = _torch.FakeWorld(), _torch.FakeWorld()
+    x, y = one.fake(torch.ones(3)), other.fake(torch.ones(3))
+    with one.mode:
+        assert (x + x).shape == (3,)
+        with pytest.raises(AssertionError, match=r"[Mm]ixing fake modes"):
+            y + y
+
+
+def test_sizes_that_are_symbols_are_never_remembered():
+    world = _torch.FakeWorld()
+    x = world.fake_batch(torch.ones(4, 3), "x", (4, 3), {0})
+    with world.mode:
+        for _ in range(2):
+            assert isinstance((x + 1).shape[0], torch.SymInt)
+
+
+def test_fake_tensors_share_memory_as_real_ones_do():
+    world = _torch.FakeWorld()
+    base = torch.randn(4, 6)
+    whole, part, other = map(world.fake, (base, base[1:, ::2], base.clone()))
+    assert layout_of(part) == (
+        *(torch.float32, torch.device("cpu"), (3, 3), (6, 2), 6, False, 96),
+    )
+    memory = [each.untyped_storage()._cdata for each in (whole, part, other)]
+    assert memory[0] == memory[1] != memory[2]
+    assert not whole.requires_grad and whole.grad_fn is None
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(3).to_sparse(),
+        torch.ones(2, dtype=torch.cfloat).conj(),
+        nn.Parameter(torch.ones(2)),
+        torch.empty(0),
+    ],
+    ids=["sparse", "conjugate", "parameter", "empty"],
+)
+def test_fake_tensors_of_any_kind_are_like_torchs(tensor):
+    expected = FakeTensorMode().from_tensor(tensor.detach()).detach()
+    made = _torch.FakeWorld().fake(tensor)
+    assert type(made) is type(expected)
+    assert (made.shape, made.dtype) == (expected.shape, expected.dtype)
+    assert (made.layout, made.is_conj()) == (expected.layout, expected.is_conj())
+    assert vars(made).keys() == vars(expected).keys()
+
+
+def test_values_of_traced_nodes_are_snapshots():
+    def step(world, x):
+        y = x.t()
+        return y.add_(1) + 1
+
+    graph, _ = traced(step, torch.ones(2, 3))
+    for node in graph.graph.nodes:
+        value = node.meta.get("val")
+        if value is not None:
+            assert type(value) is FakeTensor and value.grad_fn is None
+            assert value.fake_mode is not None and value.shape in ((2, 3), (3, 2))

@@ -36,6 +36,7 @@ from torchspmd._torch.capture import copy_all as copy_all
 from torchspmd._torch.capture import current_graph as current_graph
 from torchspmd._torch.capture import data_dependence_errors as data_dependence_errors
 from torchspmd._torch.capture import decomposition as decomposition
+from torchspmd._torch.capture import form_check as form_check
 from torchspmd._torch.capture import functional as functional
 from torchspmd._torch.capture import (
     fused_updates_without_values as fused_updates_without_values,
@@ -166,6 +167,7 @@ from torchspmd._torch.operators import gives_one_tensor as gives_one_tensor
 from torchspmd._torch.operators import in_place_form as in_place_form
 from torchspmd._torch.operators import is_elementwise as is_elementwise
 from torchspmd._torch.operators import is_fused_optimizer as is_fused_optimizer
+from torchspmd._torch.operators import keeping_names as keeping_names
 from torchspmd._torch.operators import library_name as library_name
 from torchspmd._torch.operators import no_autocast as no_autocast
 from torchspmd._torch.operators import observe as observe

@@ -9,6 +9,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
+from unittest import mock
 
 import torch
 from torch import fx, nn
@@ -96,33 +97,9 @@ def _layers(modules: Iterable[nn.Module]) -> list[nn.RNNBase]:
 @functools.cache
 def shape_mode() -> Any:
     """The mode of tensors that have shapes only; one, so that all of them go together."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torchspmd._torch.operator_cache import CachingMode
 
-    from torchspmd._torch.operator_cache import OperatorCache
-
-    class ShapeMode(FakeTensorMode):
-        """Remembers results: layers repeat, and torch's own cache is slow."""
-
-        def __init__(self) -> None:
-            super().__init__(allow_non_fake_inputs=True)
-            # Numbers in an operator may give its result the default dtype.
-            self._caches: dict[torch.dtype, OperatorCache] = {}
-
-        def dispatch(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            kwargs = kwargs or {}
-
-            def run() -> Any:
-                return FakeTensorMode.dispatch(self, func, types, args, kwargs)
-
-            if not types:
-                return run()
-            dtype = torch.get_default_dtype()
-            known = self._caches.setdefault(dtype, OperatorCache(self))
-            return known.call(func, args, kwargs, run)
-
-    return ShapeMode()
+    return CachingMode(allow_non_fake_inputs=True)
 
 
 def _without_modes() -> contextlib.AbstractContextManager[Any]:
@@ -137,21 +114,28 @@ class FakeWorld:
     """Tensors without values and numbers without a value, for one capture."""
 
     def __init__(self) -> None:
-        from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        from torchspmd._torch.operator_cache import CachingMode
 
         self._environment: Any = ShapeEnv(
             allow_scalar_outputs=False,
             allow_dynamic_output_shape_ops=False,
             duck_shape=False,  # sizes that are equal now may differ in another call
         )
-        self.mode: Any = FakeTensorMode(
-            shape_env=self._environment, static_shapes=True, allow_non_fake_inputs=False
+        self.mode: Any = CachingMode(
+            keep_collectives=True,
+            shape_env=self._environment,
+            static_shapes=True,
+            allow_non_fake_inputs=False,
         )
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the same shape, strides, dtype and device, without values."""
         with _without_modes():  # one of them may make all tensors fake, its own way
+            made: torch.Tensor | None = self.mode.stand_in(tensor)
+            if made is not None:
+                return made
             fake: torch.Tensor = self.mode.from_tensor(
                 tensor.detach(), static_shapes=True
             )
@@ -473,8 +457,9 @@ class _WithoutSymbolSearch:
 def _quick_nodes() -> Iterator[None]:
     """Leave out what a tracer does for each node and nobody here needs.
 
-    Together a sixth of the time to trace a step: a walk through all arguments, a second
+    Together a fifth of the time to trace a step: a walk through all arguments, a second
     description of each tensor beside ``meta["val"]``, and a search of all base classes.
+    What ``meta["val"]`` gets is made as the mode of a ``FakeWorld`` makes its tensors.
     """
     from torch.fx.experimental import proxy_tensor
 
@@ -483,6 +468,7 @@ def _quick_nodes() -> Iterator[None]:
         (torch.fx.graph, "pytree", lambda _: _WithoutSymbolSearch()),
         (proxy_tensor, "_extract_tensor_metadata", lambda _: lambda value: None),
         (opaque, "_resolve_opaque_type_info", functools.cache),
+        (proxy_tensor, "snapshot_fake", _quick_snapshots),
     ]
     with contextlib.ExitStack() as stack:
         for owner, name, change in changes:
@@ -491,6 +477,17 @@ def _quick_nodes() -> Iterator[None]:
                 stack.callback(setattr, owner, name, before)
                 setattr(owner, name, change(before))
         yield
+
+
+def _quick_snapshots(slow: Callable[..., Any]) -> Callable[..., Any]:
+    from torchspmd._torch.operator_cache import CachingMode
+
+    def snapshot(value: Any, include_real: bool = False) -> Any:
+        mode = getattr(value, "fake_mode", None)
+        made = mode.snapshot(value) if isinstance(mode, CachingMode) else None
+        return slow(value, include_real) if made is None else made
+
+    return snapshot
 
 
 _UPDATES = [
@@ -703,7 +700,8 @@ def _compile_boxed(
             found.append(made)
         return made
 
-    with torch.no_grad(), config.patch(realize_opcount_threshold=_MOST_INLINED):
+    inlining = config.patch(realize_opcount_threshold=_MOST_INLINED)
+    with torch.no_grad(), inlining, _without_numbers(inputs):
         wrapped: Any = compile_fx.compile_fx(graph, inputs, inner_compile=compile_inner)
     if found:
         return found[-1]
@@ -715,6 +713,23 @@ def _compile_boxed(
         return result
 
     return run
+
+
+@contextlib.contextmanager
+def _without_numbers(inputs: list[Any]) -> Iterator[None]:
+    """Inside, the examples know nothing of the numbers of the step that they are from.
+
+    The compiler asks for constants in the place of all floats that are known where its
+    examples are from, also of those that the graph does not get.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    modes = {value.fake_mode for value in inputs if isinstance(value, FakeTensor)}
+    with contextlib.ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mock.patch.object(mode, "shape_env", ShapeEnv()))
+        yield
 
 
 def _gives_the_same(inner: fx.GraphModule, num_inputs: int, num_outputs: int) -> bool:
@@ -779,6 +794,25 @@ def layout_of(tensor: torch.Tensor) -> Any:
     return None if type(tensor) in _PLAIN else getattr(tensor, "_spec", None)
 
 
+def form_check(
+    tensors: Sequence[torch.Tensor],
+) -> Callable[[Sequence[torch.Tensor]], bool]:
+    """A quick check whether plain tensors have the types and forms that these have now.
+
+    Shapes, strides, dtypes, devices and whether they require gradients. It never says yes
+    where one of them differs; under another autocast or in inference mode it says no.
+    """
+    kind: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+    if kind is None:
+        return lambda now: False
+    guards = kind(
+        *tensors,
+        dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
+        dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
+    )
+    return lambda now: bool(guards.check(*now))
+
+
 def without_autocast() -> contextlib.AbstractContextManager[Any]:
     """Inside, operators compute in the dtypes that they are given."""
     guard: Any = torch._C._DisableAutocast()
@@ -798,8 +832,10 @@ def autocast_state() -> tuple[Any, ...]:
 
 def sum_over(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     """The sum of a tensor over the ranks of a group, as two traceable operators."""
-    started = torch.ops._c10d_functional.all_reduce(tensor, "sum", group.group_name)
-    total: torch.Tensor = torch.ops._c10d_functional.wait_tensor(started)
+    started = torch.ops._c10d_functional.all_reduce.default(
+        tensor, "sum", group.group_name
+    )
+    total: torch.Tensor = torch.ops._c10d_functional.wait_tensor.default(started)
     return total
 
 

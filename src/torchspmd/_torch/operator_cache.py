@@ -6,9 +6,9 @@ layouts of results that are new tensors, views of the one tensor argument, or an
 that was written into.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, cached_property
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch._ops import OpOverload
@@ -59,14 +59,69 @@ class _UncachedError(Exception):
     """This call, or its result, is of a kind that is not kept."""
 
 
-class OperatorCache:
-    """Answers repeated calls for one mode."""
+class _Maker:
+    """Makes the fake tensors of one mode, ten times as fast as torch."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
+
+    @cached_property
+    def _attributes(self) -> dict[str, Any]:
+        """What torch sets on each fake tensor that it makes, less its device."""
+        with torch._C._DisableTorchDispatch():
+            meta = torch.empty(0, device="meta")
+            return dict(FakeTensor(self._mode, meta, torch.device("cpu")).__dict__)
+
+    def new(self, layout: _Layout) -> torch.Tensor:
+        """A tensor with memory of its own."""
+        with torch._C._DisableTorchDispatch():  # no mode sees how it is made
+            meta = torch.empty_strided(
+                layout.shape, layout.stride, dtype=layout.dtype, device="meta"
+            )
+            return self._fake(meta, layout.device)
+
+    def view(self, layout: _Layout, memory: torch.UntypedStorage) -> torch.Tensor:
+        """A tensor in some memory."""
+        with torch._C._DisableTorchDispatch():
+            meta = torch.empty(0, dtype=layout.dtype, device="meta")
+            meta.set_(memory, layout.offset, layout.shape, layout.stride)
+            return self._fake(meta, layout.device)
+
+    def _fake(self, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
+        fake: Any = torch.Tensor._make_subclass(
+            FakeTensor,
+            meta,
+            False,
+            dispatch_device=True,
+            device_for_backend_keys=device,
+        )
+        torch._C._set_throw_on_mutable_data_ptr(fake)
+        fake.__dict__.update(self._attributes)
+        fake.fake_device = device
+        return fake  # type: ignore[no-any-return]
+
+
+class OperatorCache:
+    """Answers repeated calls for one mode.
+
+    Args:
+        mode: That of the tensors.
+        keep_collectives: Whether to remember collectives too: whoever records them below
+            the mode would not see them again.
+        maker: What makes its tensors.
+    """
+
+    def __init__(
+        self,
+        mode: FakeTensorMode,
+        *,
+        keep_collectives: bool = False,
+        maker: _Maker | None = None,
+    ) -> None:
+        self._mode = mode
+        self._keep_collectives = keep_collectives
+        self._maker = maker or _Maker(mode)
         self._entries: dict[Any, _Entry | None] = {}
-        # What torch sets on each fake tensor that it makes, less its device.
-        self._attributes: dict[str, Any] | None = None
 
     def call(
         self,
@@ -78,11 +133,13 @@ class OperatorCache:
         """What the operator gives: from a call of before, or from ``run``."""
         if not _is_regular(func):
             return run()
-        try:
-            key = (func, _key(args), _key(tuple(kwargs.items())) if kwargs else None)
-        except _UncachedError:
+        if func.namespace == _COLLECTIVES and not self._keep_collectives:
             return run()
-        entry = self._entries.get(key, _UNSEEN)
+        try:
+            key = (func, self._key(args), self._key(kwargs.items()) if kwargs else None)
+            entry = self._entries.get(key, _UNSEEN)
+        except (_UncachedError, TypeError):  # symbols have no hash
+            return run()
         if entry is _UNSEEN:
             result = run()
             if len(self._entries) >= _MAX_ENTRIES:
@@ -92,6 +149,32 @@ class OperatorCache:
         if entry is None:
             return run()
         return self._build(entry, args)
+
+    def _key(self, values: Iterable[Any]) -> tuple[Any, ...]:
+        return tuple([self._part(value) for value in values])
+
+    def _part(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is FakeTensor:
+            if value.fake_mode is not self._mode or value.constant is not None:
+                raise _UncachedError  # torch has an error for that, or computes with it
+            if value.layout is not torch.strided:
+                raise _UncachedError
+            return (
+                tuple(value.shape),
+                value.stride(),
+                value.storage_offset(),
+                value.dtype,
+                value.fake_device,
+                value.is_conj(),
+                value.is_neg(),
+                value.requires_grad,
+            )
+        if kind in _PLAIN_TYPES:
+            return (kind, value)
+        if kind is list or kind is tuple:
+            return self._key(value)
+        raise _UncachedError
 
     def _describe(
         self, func: OpOverload, args: Sequence[Any], result: Any
@@ -114,6 +197,8 @@ class OperatorCache:
                 continue
             if type(value) is not FakeTensor or value.layout is not torch.strided:
                 return None
+            if value.is_conj() or value.is_neg():
+                return None
             own = _memory(value)
             is_view = own == memory
             if not is_view and (own in seen or not _is_whole(value)):
@@ -134,8 +219,6 @@ class OperatorCache:
                     is_view,
                 )
             )
-            if self._attributes is None:
-                self._attributes = dict(value.__dict__)
         return _Entry(tuple(layouts), container)
 
     def _build(self, entry: _Entry, args: Sequence[Any]) -> Any:
@@ -148,32 +231,93 @@ class OperatorCache:
         return tensors[0] if entry.container is None else entry.container(tensors)
 
     def _tensor(self, layout: _Layout, args: Sequence[Any]) -> torch.Tensor:
-        if layout.is_view:
-            first = args[0]
-            meta = torch.empty(0, dtype=layout.dtype, device="meta")
-            with torch._C._DisableTorchDispatch():
-                meta.set_(
-                    first.untyped_storage(),
-                    first.storage_offset() + layout.offset,
-                    layout.shape,
-                    layout.stride,
-                )
-        else:
-            meta = torch.empty_strided(
-                layout.shape, layout.stride, dtype=layout.dtype, device="meta"
+        if not layout.is_view:
+            return self._maker.new(layout)
+        first = args[0]
+        offset = first.storage_offset() + layout.offset
+        return self._maker.view(layout._replace(offset=offset), first.untyped_storage())
+
+
+class CachingMode(FakeTensorMode):
+    """Fake tensors whose mode remembers results: torch's own cache is slow.
+
+    Args:
+        keep_collectives: As for ``OperatorCache``.
+        options: Those of torch's mode.
+    """
+
+    def __init__(self, *, keep_collectives: bool = False, **options: Any) -> None:
+        super().__init__(**options)
+        self._keep_collectives = keep_collectives
+        self._maker = _Maker(self)
+        # Numbers in an operator may give its result the default dtype.
+        self._caches: dict[torch.dtype, OperatorCache] = {}
+        # The memory of fake tensors that stand for others, with what keeps the key valid.
+        self._memory: dict[int, tuple[object, torch.UntypedStorage]] = {}
+
+    def dispatch(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """What an operator gives."""
+        kwargs = kwargs or {}
+
+        def run() -> Any:
+            return FakeTensorMode.dispatch(self, func, types, args, kwargs)
+
+        if not types:
+            return run()
+        dtype = torch.get_default_dtype()
+        known = self._caches.get(dtype)
+        if known is None:
+            known = self._caches[dtype] = OperatorCache(
+                self, keep_collectives=self._keep_collectives, maker=self._maker
             )
-        fake: Any = torch.Tensor._make_subclass(
-            FakeTensor,
-            meta,
-            False,
-            dispatch_device=True,
-            device_for_backend_keys=layout.device,
-        )
-        torch._C._set_throw_on_mutable_data_ptr(fake)
-        assert self._attributes is not None, "a kept layout is that of a fake tensor"
-        fake.__dict__.update(self._attributes)
-        fake.fake_device = layout.device
-        return fake  # type: ignore[no-any-return]
+        return known.call(func, args, kwargs, run)
+
+    def stand_in(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """A fake tensor for a real one; None where torch must look at it itself.
+
+        Tensors that share memory have stand-ins that do.
+        """
+        if (
+            type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+            or tensor.device.type not in ("cpu", "cuda")
+            or _is_special(tensor)
+            or tensor.is_quantized
+            or tensor.is_inference()
+            or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        ):
+            return None
+        real = tensor.untyped_storage()
+        if real._cdata not in self._memory:
+            memory = torch.UntypedStorage(real.nbytes(), device="meta")
+            self._memory[real._cdata] = real, memory
+        _, memory = self._memory[real._cdata]
+        return self._maker.view(_layout(tensor, tensor.device), memory)
+
+    def snapshot(self, fake: Any) -> torch.Tensor | None:
+        """The same fake tensor detached; None where torch must do it."""
+        with torch._C.DisableTorchFunction():  # no mode is to see what is asked here
+            if type(fake) is not FakeTensor or _is_special(fake) or _has_symbols(fake):
+                return None
+            layout = _layout(fake, fake.fake_device)
+            return self._maker.view(layout, fake.untyped_storage())
+
+
+def _layout(tensor: torch.Tensor, device: torch.device) -> _Layout:
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    offset = cast(int, tensor.storage_offset())
+    return _Layout(shape, stride, offset, tensor.dtype, device, True)
+
+
+def _is_special(tensor: torch.Tensor) -> bool:
+    """Whether more than its layout tells about a tensor."""
+    return tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg()
+
+
+def _has_symbols(tensor: torch.Tensor) -> bool:
+    numbers = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
+    return any(type(number) is not int for number in numbers)
 
 
 _UNSEEN: Any = object()
@@ -185,7 +329,7 @@ def _is_regular(func: Any) -> bool:
 
     Its result must be new, a view of its first argument, or the first argument.
     """
-    if not isinstance(func, OpOverload) or func.namespace not in ("aten", "prims"):
+    if not isinstance(func, OpOverload) or func.namespace not in _NAMESPACES:
         return False
     if torch.Tag.data_dependent_output in func.tags:
         return False
@@ -205,6 +349,8 @@ def _is_regular(func: Any) -> bool:
     return len(written) == 1 and written[0] is not None and _gives_first(func)
 
 
+_COLLECTIVES = "_c10d_functional"
+_NAMESPACES = ("aten", "prims", _COLLECTIVES)  # others may look at anything
 _CHANGES_LAYOUT = frozenset({"aten::resize_", "aten::resize_as_", "aten::set_"})
 
 
@@ -216,30 +362,6 @@ def _gives_first(func: OpOverload) -> bool:
         and first.alias_info is not None
         and first.alias_info.is_write
     )
-
-
-def _key(values: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple([_part(value) for value in values])
-
-
-def _part(value: Any) -> Any:
-    kind = type(value)
-    if kind is FakeTensor:
-        if value.layout is not torch.strided or value.constant is not None:
-            raise _UncachedError
-        return (
-            tuple(value.shape),
-            value.stride(),
-            value.dtype,
-            value.fake_device,
-            value.is_conj(),
-            value.is_neg(),
-        )
-    if kind in _PLAIN_TYPES:
-        return (kind, value)
-    if kind is list or kind is tuple:
-        return _key(value)
-    raise _UncachedError
 
 
 def _memory(value: Any) -> int | None:

@@ -279,6 +279,28 @@ def set_arguments(node: fx.Node, args: Any, kwargs: Any) -> None:
         node.args, node.kwargs = args, kwargs
 
 
+@contextlib.contextmanager
+def keeping_names(graph: fx.Graph) -> Iterator[None]:
+    """Give new nodes of an empty graph the names that are asked for: all of another one.
+
+    Without a search for a free one each, which takes a third of the time of a copy.
+    """
+    namespace: Any = graph._graph_namespace
+    namespace.create_name = lambda candidate, obj: candidate
+    try:
+        yield
+    finally:
+        del namespace.create_name
+        # As fx would have counted, so that later nodes get the same names.
+        for node in graph.nodes:
+            namespace._used_names.add(node.name)
+            base, _, number = node.name.rpartition("_")
+            if base and number.isdigit():
+                namespace._base_count[base] = int(number)
+            else:
+                namespace._base_count.setdefault(node.name, 0)
+
+
 @_kept
 def _written(operator: OpOverload) -> tuple[int, ...]:
     return tuple(

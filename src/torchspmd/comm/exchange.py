@@ -35,9 +35,11 @@ class Exchanged:
     def require_all(self, what: str, rule: str) -> Mapping[int, str]:
         """The texts; raise where a rank did not come.
 
-        >>> Exchanged({0: ""}, 60.0, (1, 3)).require_all("lock", "Call it on all ranks.")
-        Traceback (most recent call last):
-        torchspmd.errors.AgreementError: lock: ranks 1, 3 did not come within 60 s. Call...
+        >>> try:
+        ...     Exchanged({0: ""}, 60.0, (1, 3)).require_all("lock", "Call it on all.")
+        ... except AgreementError as error:
+        ...     print(error)
+        lock: ranks 1, 3 did not come within 60 s. Call it on all.
         """
         if not self.missing:
             return self.texts

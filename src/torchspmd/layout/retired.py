@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from torchspmd import _torch
 from torchspmd.errors import LayoutError, UsageError
@@ -21,7 +22,9 @@ from torchspmd.errors import LayoutError, UsageError
 # a second module that is tied to it gets the same DTensor and not another copy.
 _NAME = "_torchspmd_name"
 _SUCCESSOR = "_torchspmd_successor"
-_PREDECESSOR = "_torchspmd_predecessor"  # on a shard: the id of what it replaced
+# By shard, what it replaced. That has no values any more, but it must live: another tensor
+# could get its identity, and be taken for the shard.
+_predecessors: Any = WeakIdKeyDictionary()
 
 
 class _Untrainable:
@@ -148,13 +151,13 @@ def copy_attributes(parameter: torch.Tensor, placed: torch.Tensor) -> None:
 
 def note_predecessor(placed: torch.Tensor, parameter: torch.Tensor) -> None:
     """Note which parameter a shard stands for: code may know that one by its identity."""
-    setattr(placed, _PREDECESSOR, id(parameter))
+    _predecessors[placed] = parameter
 
 
 def predecessor_id(placed: torch.Tensor) -> int | None:
     """The identity of the parameter that a shard has replaced; None where there is none."""
-    found: int | None = vars(placed).get(_PREDECESSOR)
-    return found
+    found = _predecessors.get(placed)
+    return None if found is None else id(found)
 
 
 def describe_losses(parameters: Mapping[str, nn.Parameter]) -> list[str]:

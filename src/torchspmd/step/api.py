@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # importing it registers operators
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 Transformation = Callable[[fx.GraphModule], Any]
-Backend = Literal["graph", "inductor", "cudagraph"]
+Backend = Literal["graph", "inductor", "cudagraph", "auto"]
 Parallel = Literal["replicate", "fully_shard"]
 Cost = CostModel | Literal["measure"]
 
@@ -119,7 +119,8 @@ def compile(  # noqa: PLR0913 - one for each choice
             captured step, which takes some seconds; a ``CostModel`` states them, the same
             on all ranks. A coarse guess for the kind of device by default.
         backend: ``"graph"``, the default, runs generated Python, ``"inductor"`` compiled
-            code, ``"cudagraph"`` replays what was launched once.
+            code, ``"cudagraph"`` replays what was launched once. ``"auto"`` times the
+            first two in the first calls of each program and keeps the faster one.
         mp_policy: With ``parallel="fully_shard"``, torch's ``MixedPrecisionPolicy``: the
             dtypes in which parameters are gathered and gradients reduced, as for FSDP2's
             ``fully_shard(model, mp_policy=...)``.

@@ -30,7 +30,12 @@ from torchspmd.step.graph.collectives import build_ledger
 from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.graph.memory import predict_peak
 from torchspmd.step.graph.reports import PassReport
-from torchspmd.step.lower.backends import Lowered, choose_backend, lower_graph
+from torchspmd.step.lower.backends import (
+    Lowered,
+    Transformed,
+    choose_backend,
+    lower_graph,
+)
 from torchspmd.step.lower.in_place import mark_returned
 from torchspmd.step.modes.data_parallel import DataParallel
 from torchspmd.step.passes.pipeline import GraphModuleTransformation
@@ -39,6 +44,7 @@ from torchspmd.step.program import Program, find_loose, find_released
 from torchspmd.step.programs import Request
 from torchspmd.step.progress import Progress, phase
 from torchspmd.step.rank_agreement import Agreement, CommPlan, build_comm_plan
+from torchspmd.step.rival import Rivals, lower_rivals, why_untimed
 from torchspmd.step.runtime import Runtime, current_runtime
 from torchspmd.step.shadow.check import ShadowPlan
 from torchspmd.step.virtual.certificate import Certificate
@@ -110,7 +116,8 @@ def build_program(
     """
     title = f"{options.name}, program {request.number}"
     runtime = current_runtime()
-    if options.backend == "inductor" and any(s.tensor.is_cuda for s in inventory.slots):
+    is_compiled = options.backend in ("inductor", "auto")
+    if is_compiled and any(s.tensor.is_cuda for s in inventory.slots):
         runtime.start_compilers()
     with Progress(f"compile {options.name}") as progress, without_collection():
         with _symbols_or_error(request):
@@ -132,17 +139,34 @@ def build_program(
             with phase("agreement"):
                 agreed = _agree(ranks, chosen.graph, inventory, captured, request)
             with phase("lowering"):
-                compilers = runtime.compile_graph, runtime.replay_graph
-                lowered = lower_graph(chosen, *compilers)
-            certificate = _certify(title, graph, lowered, verifier, chosen.backend)
+                if options.backend == "auto":
+                    plan = agreed.plan
+                    why = why_untimed(inventory, captured, plan, mode, runtime)
+                    rivals = lower_rivals(
+                        chosen, captured, plan, why, ranks, request, runtime
+                    )
+                else:
+                    compilers = runtime.compile_graph, runtime.replay_graph
+                    rivals = Rivals(lower_graph(chosen, *compilers))
+            if verifier is not None:
+                _verify(verifier, rivals)
+            reports = _reports(graph, chosen) if verifier is None else verifier.reports
         if ranks.is_used:
             ranks.wait_until_ready(agreed.plan.ranks)
         if captured.relayout is not None:
             captured.relayout.commit()  # all ranks run this program now
     with phase("program", progress.what):
-        return _make_program(
-            request, inventory, captured, lowered, agreed, certificate, progress
-        )
+
+        def make(way: Lowered) -> Program:
+            certificate = _certify(title, way, reports, verifier)
+            return _make_program(
+                request, inventory, captured, way, agreed, certificate, progress
+            )
+
+        program = make(rivals.lowered)
+        program.choice = rivals.choice
+        program.rival = None if rivals.rival is None else make(rivals.rival)
+        return program
 
 
 @contextlib.contextmanager
@@ -274,26 +298,32 @@ def _agree(
     return _Agreed(plan.sent, request.agreed)
 
 
+def _verify(verifier: Verifier, rivals: Rivals) -> None:
+    """Compare what will be run with what the passes left."""
+    lowered, rival = rivals.lowered, rivals.rival
+    if lowered.running is None:
+        return
+    with phase("verification"):
+        verifier.compare(lowered.graph.graph, "an edit outside of the passes")
+        verifier.compare(lowered.running.graph, "the form that writes in place")
+        verifier.compare_pipelined(lowered.graph.graph, _overlapped(lowered))
+        if rival is not None and rival.running is not None:
+            verifier.compare(rival.running.graph, "the form that Inductor gets")
+
+
 def _certify(
     title: str,
-    captured: fx.GraphModule,
     lowered: Lowered,
+    reports: Sequence[PassReport],
     verifier: Verifier | None,
-    backend: str,
 ) -> Certificate:
-    """Compare what will be run with what the passes left, and say what is known."""
-    reports = _reports(captured, lowered) if verifier is None else verifier.reports
-    if verifier is not None and lowered.running is not None:
-        with phase("verification"):
-            verifier.compare(lowered.graph.graph, "an edit outside of the passes")
-            verifier.compare(lowered.running.graph, "the form that writes in place")
-            verifier.compare_pipelined(lowered.graph.graph, _overlapped(lowered))
+    """What is known about what will be run."""
     return certify(
         title,
         reports,
         verifier,
         is_graph=lowered.running is not None,
-        is_compiled=backend == "inductor",
+        is_compiled=lowered.backend == "inductor",
         is_pipelined=is_pipelined(lowered.graph.graph),
     )
 
@@ -307,11 +337,11 @@ def _overlapped(lowered: Lowered) -> dict[str, fx.Graph]:
     return {name: without_marks(graph, run.marks) for name, graph in graphs}
 
 
-def _reports(captured: fx.GraphModule, lowered: Lowered) -> tuple[PassReport, ...]:
+def _reports(captured: fx.GraphModule, chosen: Transformed) -> tuple[PassReport, ...]:
     """What the passes said, whatever module they ran on."""
-    modules: dict[int, object] = {id(each): each for each in (captured, lowered.graph)}
-    if isinstance(lowered.run, (fx.GraphModule, IterGraphModule)):
-        modules[id(lowered.run)] = lowered.run
+    modules: dict[int, object] = {id(each): each for each in (captured, chosen.graph)}
+    if isinstance(chosen.run, (fx.GraphModule, IterGraphModule)):
+        modules[id(chosen.run)] = chosen.run
     return tuple(report for each in modules.values() for report in pass_reports(each))
 
 
@@ -345,6 +375,7 @@ def _make_program(
         updated=captured.updated,
         graph=lowered.graph,
         run=lowered.run,
+        backend=lowered.backend,
         in_place=lowered.in_place,
         released=released,
         loose=find_loose(captured.outputs, lowered),

@@ -40,6 +40,7 @@ from torchspmd.step.progress import logger, phase
 from torchspmd.step.rank_agreement import Agreement, Switches
 from torchspmd.step.runtime import current_runtime
 from torchspmd.step.shadow.check import Shadow
+from torchspmd.step.trial import Trials
 
 _made: dict[str, int] = {}  # how many steps of each name this process has compiled
 
@@ -68,6 +69,7 @@ class CompiledStep:
         self._options, self._name = options, options.name
         self._mode: ParallelMode | None = None
         self._programs = Programs()
+        self._trials = Trials(self._name, self._programs)
         self._closed, self._closed_by = tuple[ClosedProgram, ...](), ""
         self._pending: Pending | None = None
         # A thread that saves a checkpoint while another one trains waits for the step.
@@ -81,7 +83,6 @@ class CompiledStep:
             str(self._serial),
             options.function,
             options.shadow,
-            options.backend,
             "modules have stand-ins (module_override)" if options.overrides else "",
         )
 
@@ -102,8 +103,11 @@ class CompiledStep:
                 program, inventory = self._find(own, named)
                 if program is None:
                     program, inventory = self._build(own, named, inventory)
+                    program = self._trials.serving(program)
                 else:
                     self._switches.to_known(program.agreed, program.plan)
+                if self._trials.is_debut(program):
+                    self._shadow.begin_again(program)
                 self._num_calls += 1
                 program.last_call = self._num_calls
             with runtime.running(program, inventory):
@@ -111,18 +115,25 @@ class CompiledStep:
 
     def _find(self, args: Any, kwargs: Any) -> tuple[Program | None, Inventory]:
         """What a call works on and its program, once updates that come first are made."""
-        program, inventory = self._look_up(args, kwargs)
+        program, inventory = self._look_up_serving(args, kwargs)
         if flush_others(inventory, self._pending):
-            program, inventory = self._look_up(args, kwargs)
+            program, inventory = self._look_up_serving(args, kwargs)
         if self._pending is None:
             return program, inventory
         if program and self._pending.belongs_to(program, inventory):
             program.num_early -= program.num_early > 0
             return program, inventory
-        # Another program, or other tensors: what is pending comes first.
+        # Another program or backend, or other tensors: what is pending comes first.
         self._pending.note_other_tensors(program, inventory)
         self.flush()
-        return self._look_up(args, kwargs)
+        return self._look_up_serving(args, kwargs)
+
+    def _look_up_serving(
+        self, args: Any, kwargs: Any
+    ) -> tuple[Program | None, Inventory]:
+        """What a call works on, and what makes it: the backend whose turn it is."""
+        program, inventory = self._look_up(args, kwargs)
+        return (program and self._trials.serving(program)), inventory
 
     def _run(self, program: Program, inventory: Inventory, last: bool) -> Any:
         logger.debug("%s: step with program %d", self._name, program.number)
@@ -137,7 +148,7 @@ class CompiledStep:
             self._pending, self._name, program, inventory, self.flush, last=is_alone
         )
         try:
-            with shadow.reporting_failure(eager):
+            with shadow.reporting_failure(eager), self._trials.timing(program):
                 result = program.call(inventory, last=is_alone)
         finally:
             if self._pending is not None:
@@ -188,7 +199,7 @@ class CompiledStep:
             key,
             runs=runs,
             cost=cost or _cost_of(self._options.transformation),
-            is_compiled=self._options.backend != "graph",
+            is_compiled=program is not None and program.backend != "graph",
         )
 
     @contextlib.contextmanager
@@ -245,6 +256,7 @@ class CompiledStep:
             self._closed = tuple(map(ClosedProgram.of, self._programs.kept))
             self._closed_by = by
         self._programs = Programs()
+        self._trials = Trials(self._name, self._programs)
         self._shadow.drop()
 
     def __enter__(self) -> Self:
@@ -281,7 +293,7 @@ class CompiledStep:
     def _take_inventory(self, args: Any, kwargs: Any) -> Inventory:
         with _torch.profiled("torchspmd::inventory"):
             # Compiled code takes tensors only: hyper-parameters become constants.
-            lift_numbers = self._options.backend == "graph"
+            lift_numbers = self._options.backend in ("graph", "auto")
             function = self._options.function
             return take_inventory(
                 args, kwargs, lift_numbers=lift_numbers, function=function
@@ -349,6 +361,8 @@ class CompiledStep:
         else:
             self._switches.to_known(program.agreed, program.plan)
         programs.add(program, request, mode)
+        on_stream = any(slot.tensor.is_cuda for slot in inventory.slots)
+        self._trials.add(program, ranks, on_stream)
         self._shadow.note_build(program, inventory, is_agreed=is_agreed)
         return program, inventory
 

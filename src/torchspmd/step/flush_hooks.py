@@ -8,7 +8,7 @@ caused it, and torch iterates over its tables of ``state_dict``, ``load_state_di
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
@@ -99,10 +99,11 @@ def flush_on_access(
     flush = torch.compiler.disable(flush)
     flush_before_load = torch.compiler.disable(flush_before_load)
     hooks = contextlib.ExitStack()
+    layers: list[WrappedMethod | WatchedTable] = []  # many: a callback each takes long
+    hooks.callback(_remove_all, layers)
 
     def wrap(owner: Owner, names: tuple[str, ...], before: Callable[[], None]) -> None:
-        for name in names:
-            hooks.callback(WrappedMethod(owner, name, before).remove)
+        layers.extend(WrappedMethod(owner, name, before) for name in names)
 
     def wrap_copies(owner: Owner) -> None:
         wrap(owner, tuple(name for name in _COPIES if hasattr(owner, name)), flush)
@@ -115,7 +116,7 @@ def flush_on_access(
         hooks.callback(hook.remove)
         for name in ("_parameters", "_buffers"):
             if vars(module)[name]:
-                hooks.callback(WatchedTable(module, name, flush_before_load).remove)
+                layers.append(WatchedTable(module, name, flush_before_load))
     for _, optimizer in inventory.optimizers:
         wrap(optimizer, _OF_OPTIMIZERS, flush)
         wrap(optimizer, _OF_GRADIENTS if leaves_gradients else (), flush)
@@ -126,6 +127,11 @@ def flush_on_access(
         wrap(scaler, _LOADS, flush_before_load)
         wrap_copies(scaler)
     return hooks
+
+
+def _remove_all(layers: Sequence["WrappedMethod | WatchedTable"]) -> None:
+    for layer in reversed(layers):
+        layer.remove()
 
 
 class WrappedMethod:

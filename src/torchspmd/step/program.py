@@ -31,7 +31,7 @@ from torchspmd.step.deferral.module import IterGraphModule
 from torchspmd.step.deferral.state import State
 from torchspmd.step.graph.memory import PeakMemory
 from torchspmd.step.graph.metadata import output_values
-from torchspmd.step.lower.backends import Lowered
+from torchspmd.step.lower.backends import BackendChoice, Lowered
 from torchspmd.step.lower.in_place import InPlaceReport
 from torchspmd.step.rank_agreement import CommPlan
 from torchspmd.step.virtual.certificate import Certificate
@@ -61,6 +61,9 @@ class Program:
         released: Inputs that are given up before the run: gradients that the step
             replaces without reading them.
         notes: What else was done to the graph, a line each.
+        backend: What runs the graph.
+        choice: How that was chosen, with ``backend="auto"``.
+        rival: The same program with the other backend, until one is chosen.
         loose: The outputs that are not in place already; None where that is not known.
         capture_seconds: Time to trace, transform and compile it.
         phase_seconds: The same by phase.
@@ -93,6 +96,9 @@ class Program:
     peak_memory: PeakMemory | None = None
     released: frozenset[int] = frozenset()
     notes: tuple[str, ...] = ()
+    backend: str = "graph"
+    choice: BackendChoice | None = None
+    rival: "Program | None" = None
     loose: tuple[int, ...] | None = None
     phase_seconds: dict[str, float] = field(default_factory=dict)
     first_run_seconds: float | None = None
@@ -243,6 +249,8 @@ class Program:
                 f"{self.run.num_carried} values go from one step to the next"
             )
         yield from self.notes
+        if self.choice is not None:
+            yield str(self.choice)
         yield self.certificate.summary()
 
     def _times(self) -> str:
@@ -267,6 +275,8 @@ class ClosedProgram:
         in_place: Which new values were computed in the memory of the old ones.
         peak_memory: What was alive at the worst moment.
         notes: What else was done to the graph, a line each.
+        backend: What ran the graph.
+        choice: How that was chosen, with ``backend="auto"``.
         capture_seconds: Time to trace, transform and compile it.
         first_run_seconds: Time of its first run, after capture.
         step_seconds: Times of the latest runs after the first.
@@ -281,6 +291,8 @@ class ClosedProgram:
     in_place: InPlaceReport
     peak_memory: PeakMemory | None
     notes: tuple[str, ...]
+    backend: str
+    choice: BackendChoice | None
     capture_seconds: float
     first_run_seconds: float | None
     step_seconds: tuple[float, ...]

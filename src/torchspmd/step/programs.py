@@ -38,6 +38,7 @@ class Request:
         sizes: The sizes of tensor arguments that are to be symbols, if that is possible.
         like: A program of the same step for other sizes. Where both send the same, other
             ranks need not be asked: they may be running that one.
+        known: The programs that are there.
         has_own_batches: Whether ranks may have batches of other shapes.
         agreed: How many programs the ranks have agreed on.
         notes: What is known about it already, a line each.
@@ -47,6 +48,7 @@ class Request:
     reason: str
     sizes: Sizes | None = None
     like: Program | None = None
+    known: tuple[Program, ...] = ()
     has_own_batches: bool = False
     agreed: int = 0
     notes: tuple[str, ...] = ()
@@ -132,6 +134,7 @@ class Programs:
             reason="\n".join(filter(None, (reason, fixed))),
             sizes=sizes,
             like=like if is_local else None,
+            known=tuple(self.kept),
             has_own_batches=has_own,
             agreed=self.num_agreed,
         )
@@ -140,8 +143,12 @@ class Programs:
         self, mode: ParallelMode, has_own_batches: bool, backend: str
     ) -> str:
         """Why sizes that change cannot be symbols; empty where they can."""
-        if backend != "graph":
+        if backend in ("inductor", "cudagraph"):
             why = f"backend={backend!r} compiles for each"
+        elif has_own_batches and any(map(_may_be_compiled, self.kept)):
+            why = (
+                "backend='auto' has Inductor compile for each, as for the sizes before"
+            )
         elif mode.mesh is not None and not has_own_batches:
             why = "what ranks send may depend on them"
         elif self._has_fixed_sizes:
@@ -176,6 +183,13 @@ class Programs:
         if len(self.kept) > MAX_PROGRAMS:
             self._drop_oldest(program, is_alone=not mode.has_own_batches)
 
+    def replace(self, old: Program, new: Program) -> None:
+        """Have another program serve the calls of one, if that is still there."""
+        alike = self._by_signature.get(old.signature, [])
+        for programs in (self.kept, alike):
+            programs[:] = [new if each is old else each for each in programs]
+        self._known.drop(old)
+
     def _drop_oldest(self, newest: Program, *, is_alone: bool) -> None:
         # A rank that has to agree again with others must not be alone in that.
         agreed = Counter(each.agreed for each in self.kept)
@@ -191,6 +205,11 @@ class Programs:
             self.kept.remove(oldest)
             self._by_signature[oldest.signature].remove(oldest)
             self._known.drop(oldest)
+
+
+def _may_be_compiled(program: Program) -> bool:
+    """Whether ranks may run Inductor's code of a program, now or later."""
+    return program.choice is not None and "inductor" in program.choice.needed
 
 
 def warn_of_many(name: str, number: int, reason: str) -> None:

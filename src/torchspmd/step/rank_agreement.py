@@ -332,12 +332,13 @@ class Agreement:
             ranks = sorted({*_ranks_of(self._mesh), *peers})
             self._gather("", ranks, self._what, "ready", READY_SECONDS)
 
-    def share(self, text: str, stage: str) -> list[str]:
+    def share(self, text: str, stage: str, seconds: float | None = None) -> list[str]:
         """This text of every rank of the mesh and of those that the mesh is a part of."""
         if self._mesh is None:
             return [text]
         ranks = _torch.root_ranks(self._mesh)
-        texts = self._gather(text, ranks, self._what, stage, PLAN_SECONDS)
+        seconds = PLAN_SECONDS if seconds is None else seconds
+        texts = self._gather(text, ranks, self._what, stage, seconds)
         return list(texts.values())
 
     @contextlib.contextmanager

@@ -12,6 +12,7 @@ from torchspmd.step.capture.inventory import Inventory
 from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.graph.inductor import CompiledPieces, lower
 from torchspmd.step.lower.cuda_graph import CudaGraphRun
+from torchspmd.step.measure.clock import Stopwatch
 from torchspmd.step.measure.operators import measure_graph
 from torchspmd.step.program import Program
 from torchspmd.step.rank_agreement import Agreement
@@ -55,6 +56,14 @@ class Runtime:
     def replay_graph(self, graph: fx.GraphModule) -> Callable[..., Any]:
         """A graph that is launched once and replayed from then on."""
         return CudaGraphRun(graph)
+
+    def why_untimed(self) -> str:
+        """Why calls cannot be timed here; empty where they can."""
+        return ""
+
+    def stopwatch(self, on_stream: bool) -> Stopwatch:
+        """What calls are timed with, where two backends take turns."""
+        return Stopwatch(on_stream)
 
     def calling(self) -> AbstractContextManager[None]:
         """Around each call of a compiled step."""

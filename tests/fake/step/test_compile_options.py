@@ -163,6 +163,15 @@ def test_as_a_decorator():
         assert num_reductions(train.programs[0]) == 1
 
 
+def test_backends_are_not_timed_on_fake_ranks():
+    program, _ = run(parallel="replicate", backend="auto")
+    assert (program.backend, program.rival) == ("graph", None)
+    assert str(program.choice) == (
+        "backend='auto': graph taken, not measured: the process group is fake, and sends "
+        "nothing"
+    )
+
+
 def test_inductor_is_chosen_in_one_place():
     inductor = GraphModuleTransformation(enable_inductor=True)
     for options in (
@@ -189,7 +198,7 @@ REFUSED = {
     "compile(cost='fast'): pass a CostModel, 'measure', or None for a guess.": {
         "cost": "fast"
     },
-    "compile(backend='triton'): choose among graph, inductor, cudagraph.": {
+    "compile(backend='triton'): choose among graph, inductor, cudagraph, auto.": {
         "backend": "triton"
     },
     "compile(overlap=1): pass True, False or 'auto'.\n"

@@ -1,7 +1,9 @@
 """The graph of a fully sharded step: where parameters are gathered, for how long."""
 
 import copy
+import gc
 import operator
+import weakref
 from functools import partial
 
 import pytest
@@ -75,6 +77,18 @@ def gathered(graph):
         readers = [user for user in node.users if of_one.get(user) is not root]
         phases[root] |= {owner_of(reader).phase for reader in readers}
     return list(phases.values())
+
+
+def test_what_a_shard_replaced_lives_as_long_as_the_shard():
+    """Else a batch could get its identity, and be taken for it in the next capture."""
+    model = Net()
+    replaced = [weakref.ref(parameter) for parameter in model.parameters()]
+    model = train(model=model)[0]
+    gc.collect()
+    assert all(each() is not None for each in replaced)
+    del model
+    gc.collect()
+    assert all(each() is None for each in replaced)
 
 
 def test_what_is_sent():

@@ -26,6 +26,7 @@ from torchspmd.step.graph.metadata import (
     set_roles,
     written_state,
 )
+from torchspmd.step.graph.nodes import drop_undone_transposes
 from torchspmd.step.graph.snapshot import copy_graph
 from torchspmd.step.legality.check import check_edit
 from torchspmd.step.lower.in_place import (
@@ -690,3 +691,36 @@ def test_operators_whose_arguments_have_no_shape_are_left_to_the_compiler():
     assert write_for_compiler(graph)[1].num_in_place == 1
     del more.meta["val"]
     assert write_for_compiler(graph)[1].num_in_place == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "one", "other", "is_dropped"),
+    [
+        ("t.default", (), (), True),
+        ("transpose.int", (0, 1), (0, 1), True),
+        ("transpose.int", (0, 1), (1, 0), True),
+        ("transpose.int", (0, 2), (0, 1), False),
+        ("transpose.int", {"dim0": 0, "dim1": 2}, {"dim0": 0, "dim1": 1}, False),
+    ],
+)
+@pytest.mark.parametrize("is_output", [False, True])
+def test_only_transposes_that_are_undone_are_dropped(
+    name, one, other, is_dropped, is_output
+):
+    shape = (2, 3) if name == "t.default" else (2, 3, 4)
+    target = functools.reduce(getattr, name.split("."), torch.ops.aten)
+    graph = fx.Graph()
+    x = value = graph.placeholder("x")
+    for dims in (one, other):
+        given = (dims, {}) if isinstance(dims, tuple) else ((), dims)
+        value = graph.call_function(target, (value, *given[0]), given[1])
+    doubled = graph.call_function(torch.ops.aten.mul.Tensor, (value, 2))
+    graph.output([doubled, value] if is_output else [doubled])
+    given = torch.randn(shape)
+    before = fx.GraphModule({}, graph)(given)
+    drop_undone_transposes(graph)
+    after = fx.GraphModule({}, graph)(given)
+    assert all(map(torch.equal, before, after))
+    assert [each.stride() for each in before] == [each.stride() for each in after]
+    assert (x in doubled.all_input_nodes) is (is_dropped and not is_output)
+    assert len(graph.nodes) == (3 if x in doubled.all_input_nodes else 5)

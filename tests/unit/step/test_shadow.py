@@ -503,7 +503,7 @@ def test_code_that_is_written_for_shards_is_said(alone):
 
 def test_what_ranks_say_about_skipped_calls_is_kept():
     """A note that speaks of memory is no shortage of it: only that one warns."""
-    shadow = check.Shadow("train", "0", train, check.ShadowPlan(3), "graph")
+    shadow = check.Shadow("train", "0", train, check.ShadowPlan(3))
     told = [check.Skip("rank 1 lost 2 GiB of memory"), check.Skip("full", warns=True)]
     sent = [json.dumps(check._Told(each, "", ("sum",))) for each in told]
     with pytest.warns(ShadowWarning) as warned:

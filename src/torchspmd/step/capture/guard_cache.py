@@ -7,11 +7,11 @@ form of every tensor. Whatever differs, even by an equal value in another object
 the signature; the fast path decides nothing but "all is as it was".
 """
 
-import itertools
 import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from operator import attrgetter, is_
+from itertools import chain
+from operator import attrgetter, is_, methodcaller
 from typing import Any, Generic, Protocol, TypeVar, final
 
 import torch
@@ -29,9 +29,10 @@ from torchspmd.step.capture.inventory import (
     own_table,
 )
 from torchspmd.step.capture.python_values import Fact, simple_fact
-from torchspmd.step.capture.snapshots import is_same_items, is_same_table
+from torchspmd.step.capture.snapshots import is_same_items
 
 _form = attrgetter("shape", "dtype", "device", "requires_grad")
+_VALUES = methodcaller("values")
 _gradient = attrgetter("grad")
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
@@ -98,8 +99,12 @@ class Unchanged:
         self._is_usable = True
         self._any_sizes = any_sizes or {}  # of inputs, by slot: the dims of any size
         self._ambient = tuple(ambient_facts())
-        # Attributes and tables of modules and parameters, with what was in each.
-        self._tables: list[tuple[Mapping[Any, Any], list[Any], list[Any]]] = []
+        # Attributes and tables of modules and parameters, with what was in each, one
+        # behind another.
+        self._tables: list[Mapping[Any, Any]] = []
+        self._lengths: list[int] = []
+        self._keys: list[Any] = []
+        self._values: list[Any] = []
         self._hooks: list[tuple[Mapping[int, Any], list[int]]] = []
         self._empty: list[Mapping[Any, Any]] = []
         self._keep_arguments(inventory)
@@ -145,6 +150,8 @@ class Unchanged:
         ]
         self._kept = [slot.tensor for slot in self._slots if slot is not None]
         self._forms = _forms(self._kept)
+        is_plain = _PLAIN.issuperset(self._forms[0])
+        self._is_same_form = _torch.form_check(self._kept) if is_plain else None
         self._ids = {id(tensor) for tensor in self._kept}
         self._owners = [
             slot.tensor
@@ -181,7 +188,10 @@ class Unchanged:
 
     def _keep_table(self, table: Mapping[Any, Any]) -> None:
         if table:
-            self._tables.append((table, list(table), list(table.values())))
+            self._tables.append(table)
+            self._lengths.append(len(table))
+            self._keys += table
+            self._values += table.values()
         else:
             self._empty.append(table)
 
@@ -198,6 +208,7 @@ class Unchanged:
         self._is_usable = False
         self._slots, self._kept, self._owners = [], [], []
         self._tables, self._hooks, self._empty = [], [], []
+        self._lengths, self._keys, self._values = [], [], []
         self._optimizers, self._data = [], []
         self._inventory = Inventory([], None, [])
 
@@ -249,14 +260,19 @@ class Unchanged:
         types = (type(module()) for module in self._modules)
         return (
             not any(self._empty)
-            and all(itertools.starmap(is_same_table, self._tables))
+            and list(map(len, self._tables)) == self._lengths
+            and all(map(is_, chain.from_iterable(self._tables), self._keys))
+            and all(
+                map(is_, chain.from_iterable(map(_VALUES, self._tables)), self._values)
+            )
             and all(list(hooks) == keys for hooks, keys in self._hooks)
             and all(map(is_, types, self._types))
         )
 
     def _same_tensors(self, leaves: list[Any]) -> list[Slot] | None:
         """The slots with this call's inputs and gradients, if all have their old forms."""
-        if _forms(self._kept) != self._forms:
+        is_same = self._is_same_form is not None and self._is_same_form(self._kept)
+        if not is_same and _forms(self._kept) != self._forms:
             return None
         if _torch.gradient_hook_keys(self._owners) != self._gradient_hooks:
             return None

@@ -24,7 +24,12 @@ import torch
 from torch import fx
 
 from torchspmd.step.deferral.iter_graph import IterGraph
-from torchspmd.step.deferral.regions import DeferredRegion, check_regions, written_by
+from torchspmd.step.deferral.regions import (
+    DeferredRegion,
+    Iteration,
+    check_regions,
+    written_by,
+)
 from torchspmd.step.graph.aliases import is_view, root_of
 from torchspmd.step.graph.memory import ROLE_KEY
 from torchspmd.step.graph.metadata import (
@@ -280,14 +285,15 @@ class _Plan:
 
     def __init__(self, graph: fx.Graph, regions: Sequence[DeferredRegion]) -> None:
         self.graph = graph
-        by_name = {node.name: node for node in graph.nodes}
+        iteration = Iteration.of(graph)
+        by_name = iteration.by_name
         position = {node.name: place for place, node in enumerate(graph.nodes)}
         self.regions = []
         for region in regions:
             # In the order of now: an edit may have changed it since the move.
             names = sorted(region.nodes, key=position.__getitem__)
             nodes = _without_pieces([by_name[name] for name in names])
-            self.regions.append(_Region(graph, nodes, by_name[region.before]))
+            self.regions.append(_Region(iteration, nodes, by_name[region.before]))
         self.deferred = {  # with the number of its region
             node: number
             for number, found in enumerate(self.regions)
@@ -325,9 +331,11 @@ def _without_pieces(nodes: list[fx.Node]) -> list[fx.Node]:
 class _Region:
     """One deferred region: its nodes, the states that it writes, what it carries."""
 
-    def __init__(self, graph: fx.Graph, nodes: list[fx.Node], before: fx.Node) -> None:
+    def __init__(
+        self, iteration: Iteration, nodes: list[fx.Node], before: fx.Node
+    ) -> None:
         self.nodes, self.before = nodes, before
-        self.written = written_by(graph, nodes)
+        self.written = written_by(iteration, nodes)
         self.carried = self._find_carried()
 
     def _find_carried(self) -> list[fx.Node]:

@@ -7,7 +7,12 @@ from typing import Any, Self
 from torch import fx
 
 from torchspmd.errors import DeferralError, PassWarning, UsageError
-from torchspmd.step.deferral.regions import DeferredRegion, check_region
+from torchspmd.step.deferral.regions import (
+    DeferredRegion,
+    Iteration,
+    Move,
+    check_moves,
+)
 from torchspmd.step.graph.argument_checks import check_node, check_nodes
 from torchspmd.step.graph.metadata import readable_name
 from torchspmd.step.graph.nodes import copy_nodes
@@ -58,20 +63,29 @@ class IterGraph(fx.Graph):
         """
         check_nodes("move_to_next_iter_before", subgraph=subgraph)
         check_node("move_to_next_iter_before", target_node=target_node)
+        (place,) = self.move_all([(subgraph, target_node)], strict=strict)
+        return place
+
+    def move_all(self, moves: Sequence[Move], *, strict: bool = False) -> list[fx.Node]:
+        """The same for many at once, which are checked together: all of them or none."""
         if self.is_frozen:
             raise DeferralError(
                 "The cross-iteration movement has been frozen for the given IterGraph. "
                 "Move nodes before finalize_setup()."
             )
-        region = check_region(self, subgraph, target_node, self.regions)
-        place: fx.Node = next(n for n in self.nodes if n.name == region.before)
-        if place is not target_node:
-            text = _stale(subgraph, target_node, place)
-            if strict:
-                raise DeferralError(text)
-            warnings.warn(f"{text} They are moved there.", PassWarning, stacklevel=2)
-        self.regions.append(region)
-        return place
+        iteration = Iteration.of(self)
+        regions = check_moves(iteration, moves, self.regions)
+        places = [iteration.by_name[region.before] for region in regions]
+        for (nodes, target), place in zip(moves, places, strict=True):
+            if place is not target:
+                text = _stale(nodes, target, place)
+                if strict:
+                    raise DeferralError(text)
+                warnings.warn(
+                    f"{text} They are moved there.", PassWarning, stacklevel=3
+                )
+        self.regions += regions
+        return places
 
     def freeze_cross_iter_movement(self) -> None:
         """End moving; edits inside the iteration stay possible."""

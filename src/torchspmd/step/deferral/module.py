@@ -10,7 +10,7 @@ from torchspmd import _torch
 from torchspmd.errors import LostStateError, UsageError
 from torchspmd.step.deferral.forms import Stage, creates_state, derive, derive_flush
 from torchspmd.step.deferral.iter_graph import IterGraph
-from torchspmd.step.deferral.regions import written_by
+from torchspmd.step.deferral.regions import Iteration, written_by
 from torchspmd.step.deferral.state import Event, PendingUpdates, State
 from torchspmd.step.graph.metadata import readable_name, written_state
 from torchspmd.step.graph.simulate import left_under_way
@@ -58,6 +58,7 @@ class IterGraphModule:
         self.main_gm = _torch.lazy_module(main_gm, IterGraph.copy_of(main_gm.graph))
         self.enable_inductor = enable_inductor
         self.latest_snapshot: Snapshot | None = None  # for whoever runs passes on it
+        self.latest_values: tuple[Any, Any] | None = None  # for whoever proves them
         self._forms: _Forms | None = None
         self._pending = PendingUpdates()
         self._make_ready: Callable[[str, fx.GraphModule], Runnable] = self._prepare
@@ -99,7 +100,7 @@ class IterGraphModule:
                 Inductor or the graph itself by default.
         """
         self.recompile()
-        self.latest_snapshot = None
+        self.latest_snapshot = self.latest_values = None
         self.freeze_cross_iter_movement()
         self._make_ready = prepare or self._make_ready
         self._forms = _Forms(self.main_gm, self._make_ready)
@@ -364,7 +365,7 @@ def _states_of(graph: IterGraph, regions: Collection[int]) -> tuple[int, ...]:
     """The inputs that regions write, by place."""
     names = {name for n in regions for name in graph.regions[n].nodes}
     moved = [node for node in graph.nodes if node.name in names]
-    return _places(graph, written_by(graph, moved))
+    return _places(graph, written_by(Iteration.of(graph), moved))
 
 
 def _places(graph: fx.Graph, inputs: Collection[fx.Node]) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
 """Which nodes of a step may run in the next iteration, and where in it."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self, TypeAlias
 
 import torch
 from torch import fx
@@ -42,34 +43,66 @@ class DeferredRegion:
         return _shorten(self.nodes, _NAMES)
 
 
+@dataclass(frozen=True, slots=True)
+class Iteration:
+    """A graph, and what questions about regions look up in it; until it is edited.
+
+    Attributes:
+        graph: The graph.
+        by_name: Its nodes.
+        next_values: For each node that is the next value of inputs: those inputs.
+    """
+
+    graph: fx.Graph
+    by_name: Mapping[str, fx.Node]
+    next_values: Mapping[fx.Node, Sequence[fx.Node]]
+
+    @classmethod
+    def of(cls, graph: fx.Graph) -> Self:
+        """Walk through a graph, once for all questions."""
+        by_name = {node.name: node for node in graph.nodes}
+        return cls(graph, by_name, _next_values(graph))
+
+
 # ----------------------------------------------------------------------------
 # Whether regions are valid in a graph. A move is checked when it is made, and again after
 # each later edit: to a pass that sees one plain iteration, a read in front of a region's
 # place looks as good as one behind it.
 
 
-def check_region(
-    graph: fx.Graph,
-    nodes: Sequence[fx.Node],
-    target: fx.Node,
-    others: Sequence[DeferredRegion],
-) -> DeferredRegion:
-    """The region of nodes that are moved before a node of the next iteration.
+# Nodes, and the node of the next iteration before which they are to run.
+Move: TypeAlias = tuple[Sequence[fx.Node], fx.Node]
 
-    It begins earlier where something in front of that node reads a state that they write.
-    Raises unless the nodes can wait for the next iteration.
+
+def check_moves(
+    iteration: Iteration, moves: Sequence[Move], others: Sequence[DeferredRegion]
+) -> list[DeferredRegion]:
+    """The regions of nodes that are moved before nodes of the next iteration.
+
+    One begins earlier where something in front of that node reads a state that its nodes
+    write. Raises unless all of them can wait for the next iteration.
     """
-    foreign = [node.name for node in (*nodes, target) if node.graph is not graph]
-    if not nodes or foreign:
+    graph = iteration.graph
+    foreign = [
+        node.name
+        for nodes, target in moves
+        for node in (*nodes, target)
+        if node.graph is not graph
+    ]
+    if foreign or not all(nodes for nodes, _ in moves):
         problems = [f"{name} is a node of another graph" for name in foreign]
         problems = problems or ["no nodes are given"]
     else:
-        names = {node.name for node in nodes}
-        ordered = tuple(node.name for node in graph.nodes if node.name in names)
-        region = DeferredRegion(ordered, latest_place(graph, nodes, target).name)
-        problems = list(_Validity(graph, [*others, region]).problems())
+        regions = [
+            DeferredRegion(
+                tuple(node.name for node in sorted(set(nodes))),
+                latest_place(iteration, nodes, target).name,
+            )
+            for nodes, target in moves
+        ]
+        problems = list(_Validity(iteration, [*others, *regions]).problems())
         if not problems:
-            return region
+            return regions
     raise DeferralError(
         "The target nodes for ``move_to_next_iter_before`` must satisfy one of the "
         "following conditions: every user of a node is a target node too, or it is the "
@@ -91,7 +124,7 @@ def check_regions(
     """
     if not regions:
         return
-    problems = list(_Validity(graph, regions).problems())
+    problems = list(_Validity(Iteration.of(graph), regions).problems())
     if not problems:
         return
     what = (
@@ -123,9 +156,9 @@ def _shorten(names: Sequence[str], most: int) -> str:
 class _Validity:
     """An iteration and its regions, looked up by node, and what is wrong with them."""
 
-    def __init__(self, graph: fx.Graph, regions: Sequence[DeferredRegion]) -> None:
+    def __init__(self, iteration: Iteration, regions: Sequence[DeferredRegion]) -> None:
         self._regions = regions
-        by_name = {node.name: node for node in graph.nodes}
+        graph, by_name = iteration.graph, iteration.by_name
         named = (name for each in regions for name in (*each.nodes, each.before))
         self._gone = [name for name in dict.fromkeys(named) if name not in by_name]
         if self._gone:
@@ -140,7 +173,7 @@ class _Validity:
         self._outputs = list(zip(output_values(graph), roles_of(graph), strict=True))
         self._writer_of = {  # of a state: the region that writes it
             state: self._region_of[value]
-            for value, states in _next_values(graph).items()
+            for value, states in iteration.next_values.items()
             if value in self._region_of
             for state in states
         }
@@ -259,27 +292,28 @@ def _owner_words(node: fx.Node) -> str:
 # What a region writes, where it may run, and what it takes along.
 
 
-def latest_place(graph: fx.Graph, nodes: Sequence[fx.Node], target: fx.Node) -> fx.Node:
+def latest_place(
+    iteration: Iteration, nodes: Sequence[fx.Node], target: fx.Node
+) -> fx.Node:
     """The target, or the first node before it that reads a state the nodes write."""
     inside = set(nodes)
-    written = written_by(graph, nodes)
+    written = written_by(iteration, nodes)
     readers = {user for state in written for user in state.users if user not in inside}
     return min((*readers, target))
 
 
-def first_reader(graph: fx.Graph, nodes: Sequence[fx.Node]) -> fx.Node:
+def first_reader(iteration: Iteration, nodes: Sequence[fx.Node]) -> fx.Node:
     """The first node that stays and reads a state that the nodes write; else the output."""
-    return latest_place(graph, nodes, output_node(graph))
+    return latest_place(iteration, nodes, output_node(iteration.graph))
 
 
-def written_by(graph: fx.Graph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
+def written_by(iteration: Iteration, nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """The inputs whose next values these nodes compute."""
-    values = _next_values(graph)
+    values = iteration.next_values
     return {state for node in nodes for state in values.get(node, ())}
 
 
 def _next_values(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For each node that is the next value of inputs: those inputs."""
     values = output_values(graph)
     found: dict[fx.Node, list[fx.Node]] = {}
     for index, state in written_state(graph).items():
@@ -289,13 +323,13 @@ def _next_values(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return found
 
 
-def complete_region(graph: fx.Graph, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+def complete_region(iteration: Iteration, nodes: Iterable[fx.Node]) -> list[fx.Node]:
     """The nodes and what only they need and can be made in the next iteration as well.
 
     Such as the step counters of an optimizer: with them in the region, nothing but the
     gradients and the hyper-parameters goes from one iteration to the next.
     """
-    asked, states = set(nodes), _next_values(graph)
+    asked, states = set(nodes), iteration.next_values
     region = set(asked)
     waiting = list(asked)
     while waiting:

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from torchspmd import _torch
+from torchspmd._torch import OpOverload
 from torchspmd.comm import Operator, find_operator
 
 
@@ -76,10 +77,8 @@ def find_aliases(
 
 def operator_of(node: fx.Node) -> _torch.OpOverload | None:
     """The operator that a node calls; None for anything else."""
-    is_call = node.op == "call_function"
-    return (
-        node.target if is_call and isinstance(node.target, _torch.OpOverload) else None
-    )
+    target = node.target  # of anything but a call, a string
+    return target if isinstance(target, OpOverload) else None
 
 
 def node_arguments(node: fx.Node) -> dict[str, Any]:

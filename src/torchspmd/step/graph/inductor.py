@@ -22,17 +22,31 @@ from torchspmd.step.progress import phase
 
 _ADD, _MUL = torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor
 
+_SYMBOLS = (torch.SymFloat, torch.SymInt, torch.SymBool)
+
 Boxed = Callable[[list[Any]], Sequence[Any]]  # takes its inputs out of the list
 
 
 def check_compilable(graph: fx.GraphModule) -> None:
-    """Refuse a graph that Inductor cannot compile."""
-    if _torch.has_symbols(graph):
+    """Refuse a graph that Inductor cannot compile.
+
+    Numbers that go into the graph are none of its business: what computes with them runs
+    as it is.
+    """
+    if any(_reads_number(node) for node in graph.graph.nodes):
         raise CaptureError(
             "the Inductor backend cannot compile a graph that reads numbers from tensors: "
             "the optimizer reads its step counter on the host. Use an optimizer with "
             "fused=True or capturable=True, or backend='graph'."
         )
+
+
+def _reads_number(node: fx.Node) -> bool:
+    """Whether a node makes a number of a tensor."""
+    if not isinstance(node.meta.get("val"), _SYMBOLS):
+        return False
+    values = (source.meta.get("val") for source in node.all_input_nodes)
+    return any(isinstance(value, torch.Tensor) for value in values)
 
 
 @final

@@ -75,8 +75,9 @@ def copy_node(
 def copy_nodes(graph: fx.Graph, into: fx.Graph) -> dict[fx.Node, fx.Node]:
     """Copy all nodes into an empty graph; the copy of each."""
     copies: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        copies[node] = copy_node(into, node, copies.__getitem__)
+    with _torch.keeping_names(into):
+        for node in graph.nodes:
+            copies[node] = copy_node(into, node, copies.__getitem__)
     return copies
 
 
@@ -118,6 +119,44 @@ def drop_dead_code(graph: fx.Graph) -> None:
         is_used = bool(node.users) or node.op in ("call_module", "output")
         if not is_used and not node.is_impure():
             graph.erase_node(node)
+
+
+_TRANSPOSING = (torch.ops.aten.t.default, torch.ops.aten.transpose.int)
+
+
+def drop_undone_transposes(graph: fx.Graph) -> None:
+    """Let whatever takes a transposed transpose take the value itself: it is the same view.
+
+    Backward transposes what forward has, and the gradient of each weight twice: calls that
+    small models feel. An output stays a tensor of its own.
+
+    >>> graph = fx.Graph()
+    >>> x = graph.placeholder("x")
+    >>> there = graph.call_function(torch.ops.aten.t.default, (x,))
+    >>> back = graph.call_function(torch.ops.aten.t.default, (there,))
+    >>> output = graph.output(graph.call_function(torch.ops.aten.relu.default, (back,)))
+    >>> drop_undone_transposes(graph)
+    >>> [node.name for node in graph.nodes]
+    ['x', 'relu_default', 'output']
+    """
+    same: dict[fx.Node, fx.Node] = {}
+    for target in _TRANSPOSING:
+        for node in graph.find_nodes(op="call_function", target=target):
+            source = node.all_input_nodes[0]
+            if any(user.op == "output" for user in node.users):
+                continue
+            if source.target is target and _dims(node) == _dims(source) is not None:
+                same[node] = source.all_input_nodes[0]
+    idle = {*same, *(source for node in same for source in node.all_input_nodes)}
+    replace_uses(same)
+    for node in sorted(idle, reverse=True):
+        if not node.users and node.target in _TRANSPOSING:
+            graph.erase_node(node)
+
+
+def _dims(node: fx.Node) -> frozenset[Any] | None:
+    """The dims that a node transposes; None where they are not given in order."""
+    return None if node.kwargs else frozenset(node.args[1:])
 
 
 class NodeMaker:

@@ -236,7 +236,7 @@ class Snapshot:
             copy, mapping, held = earlier.graph, earlier.mapping, earlier.held
         else:
             copy, mapping = copy_graph(gm.graph)
-            held = tuple(map(_held_by, gm.graph.nodes))
+            held = held_by(gm.graph)
         deferred = tuple(getattr(gm.graph, "regions", ()))
         is_frozen = getattr(gm.graph, "is_frozen", False)
         holder = getattr(gm, "main_gm", gm)
@@ -245,9 +245,8 @@ class Snapshot:
 
     def is_copy_of(self, graph: fx.Graph) -> bool:
         """Whether a graph has the nodes that were copied, with all that they had."""
-        return len(graph.nodes) == len(self.held) and all(
-            all(map(operator.is_, _held_by(node), held))
-            for node, held in zip(graph.nodes, self.held, strict=True)
+        return len(graph.nodes) == len(self.held) and is_held(
+            map(_held_by, graph.nodes), self.held
         )
 
     def restore(self, gm: Any) -> dict[fx.Node, fx.Node]:
@@ -305,6 +304,19 @@ class Snapshot:
             if len(alike) == len(gone.get(kind, ())):
                 known |= zip(alike, gone[kind], strict=True)
         return {node: known[node] for node in nodes if node in known}
+
+
+def held_by(graph: fx.Graph) -> tuple[tuple[Any, ...], ...]:
+    """The nodes of a graph, and what each holds: these very objects."""
+    return tuple(map(_held_by, graph.nodes))
+
+
+def is_held(one: Iterable[tuple[Any, ...]], other: Iterable[tuple[Any, ...]]) -> bool:
+    """Whether graphs of equally many nodes have the same nodes, with the same objects."""
+    return all(
+        len(a) == len(b) and all(map(operator.is_, a, b))
+        for a, b in zip(one, other, strict=True)
+    )
 
 
 def _held_by(node: fx.Node) -> tuple[Any, ...]:

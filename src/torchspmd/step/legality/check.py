@@ -8,7 +8,7 @@ passed over.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 
@@ -16,6 +16,7 @@ from torchspmd.errors import LegalityError
 from torchspmd.step.graph.metadata import output_values
 from torchspmd.step.legality.edit import Edit, FakeResults, Problem, shorten
 from torchspmd.step.legality.equivalence import Equivalence
+from torchspmd.step.legality.evaluate import Earlier, Evaluation
 from torchspmd.step.legality.graph_rules import (
     check_definitions,
     check_hazards,
@@ -42,11 +43,14 @@ class Proof:
         num_outputs: How many outputs the graph has.
         unproved: The names of outputs that may have changed.
         explained: Changes of the order of collectives, as declared.
+        values: The values of the edited graph's nodes, to prove the next edit by; None
+            where nothing was edited.
     """
 
     num_outputs: int
     unproved: tuple[str, ...]
     explained: tuple[str, ...] = ()
+    values: Evaluation | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         """A line for people.
@@ -90,6 +94,7 @@ def check_edit(
     name: str = "the edit",
     may_reorder: bool | Collection[str] = False,
     constants: Sequence[str] = (),
+    earlier: Earlier | None = None,
 ) -> Proof:
     """Raise ``LegalityError`` unless an edit is legal; return what was shown.
 
@@ -103,6 +108,8 @@ def check_edit(
         may_reorder: Whether collectives may change their order on a group, or on which
             groups. Then the proof names each change.
         constants: What the edit did to tensors that the graph reads by name.
+        earlier: ``Proof.values`` of the edit before this one, where ``before`` is a copy
+            of what that one left.
 
     Example:
         >>> from torchspmd.step.graph.snapshot import copy_graph
@@ -111,9 +118,12 @@ def check_edit(
         >>> print(check_edit(before, graph, mapping))
         proved equal
         >>> graph.output_node().args = (graph.output_node().args[0][:1],)
-        >>> check_edit(before, graph, mapping)
-        Traceback (most recent call last):
-        torchspmd.errors.LegalityError: the edit would change what the graph computes...
+        >>> try:
+        ...     check_edit(before, graph, mapping)
+        ... except LegalityError as error:
+        ...     print(error)
+        the edit would change what the graph computes, and was not taken; 1 problem:
+          output: the graph had 2 outputs and has 1; ...
     """
     problems = [Problem("constant", text, _CONSTANTS) for text in constants]
     undefined = check_definitions(after)
@@ -135,7 +145,7 @@ def check_edit(
         *check_unknown_calls(edit),
         *check_hazards(edit, fakes.values),
     ]
-    values = Equivalence(edit, fakes.values)
+    values = Equivalence(edit, fakes.values, earlier=earlier)
     moved, declared = check_order(
         edit, values.before.made, values.after.made, may_reorder
     )
@@ -151,7 +161,7 @@ def check_edit(
     if problems:
         raise LegalityError(_text(name, problems))
     fakes.write_down()
-    return Proof(num_outputs, tuple(unproved), tuple(declared))
+    return Proof(num_outputs, tuple(unproved), tuple(declared), values.after)
 
 
 def _text(name: str, problems: list[Problem]) -> str:

@@ -223,7 +223,7 @@ class FakeResults:
             written = node.meta.get("val")
             if value is None or value is written:
                 continue
-            if _metadata(value) != _metadata(written):
+            if metadata_of(value) != metadata_of(written):
                 node.meta["val"] = value
 
     def _takes_the_same(self, node: fx.Node, was: fx.Node) -> bool:
@@ -240,7 +240,9 @@ class FakeResults:
         node = self._edit.old[node] if node in self._kept else node
         if node not in self._forms:
             value = self.values.get(node, node.meta.get("val"))
-            self._forms[node] = f"of {id(node)}" if value is None else _metadata(value)
+            self._forms[node] = (
+                f"of {id(node)}" if value is None else metadata_of(value)
+            )
         return self._forms[node]
 
     def _compute(self, node: fx.Node, was: fx.Node | None) -> Any:
@@ -281,14 +283,14 @@ def _could_run(was: fx.Node) -> bool:
         return False
 
 
-def _metadata(value: Any) -> str:
+def metadata_of(value: Any) -> str:
     """All that must be the same for two fake values to be.
 
-    >>> _metadata([torch.empty(3, 1, device="meta"), 2])
+    >>> metadata_of([torch.empty(3, 1, device="meta"), 2])
     '[float32 meta strided (3, 1) (1, 1), int 2]'
     """
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_metadata, value))}]"
+        return f"[{', '.join(map(metadata_of, value))}]"
     if not isinstance(value, torch.Tensor):
         return f"{type(value).__name__} {value!r}"
     kind = f"{_short(value.dtype)} {value.device} {_short(value.layout)}"

@@ -13,7 +13,7 @@ from torch import fx
 
 from torchspmd.step.graph.metadata import output_values, readable_name, written_state
 from torchspmd.step.legality.edit import Edit, Problem, output_name, shorten
-from torchspmd.step.legality.evaluate import Evaluation
+from torchspmd.step.legality.evaluate import Earlier, Evaluation
 from torchspmd.step.legality.graph_rules import random_nodes
 from torchspmd.step.legality.operator_rules import VIEWS
 from torchspmd.step.legality.values import (
@@ -260,21 +260,38 @@ class Equivalence:
         edit: The edit.
         fakes: What the nodes of the edited graph give, without values.
         ignores_casts: Take a collective in another dtype for the same.
+        earlier: Values from before that the graph before the edit still has; they must
+            come from a table that does not ignore casts.
     """
 
-    def __init__(self, edit: Edit, fakes: Fakes, ignores_casts: bool = False) -> None:
+    def __init__(
+        self,
+        edit: Edit,
+        fakes: Fakes,
+        ignores_casts: bool = False,
+        earlier: Earlier | None = None,
+    ) -> None:
         self._edit = edit
-        self.table = ValueTable(ignores_casts)
-        old = {node: ("random", i) for i, node in enumerate(random_nodes(edit.before))}
+        self.table = (
+            ValueTable(ignores_casts) if earlier is None else earlier.values.table
+        )
+        old = {node: _random_mark(node, earlier) for node in random_nodes(edit.before)}
         new = {
-            node: old.get(edit.old.get(node), ("new random", i))  # type: ignore[arg-type]
-            for i, node in enumerate(random_nodes(edit.after))
+            node: old.get(edit.old.get(node), object())  # type: ignore[arg-type]
+            for node in random_nodes(edit.after)
         }
         written_down = {node: node.meta.get("val") for node in edit.before.nodes}
         self.before = Evaluation(
-            self.table, edit.before, old, written_down, edit.written_before
+            self.table, edit.before, old, written_down, edit.written_before, earlier
         )
-        self.after = Evaluation(self.table, edit.after, new, fakes, edit.written_after)
+        self.after = Evaluation(
+            self.table,
+            edit.after,
+            new,
+            fakes,
+            edit.written_after,
+            Earlier(self.before, edit.old, edit.same),
+        )
 
     def elements(self, node: fx.Node) -> Hashable:
         """Which elements of which values a node of the edited graph holds."""
@@ -380,6 +397,13 @@ class Equivalence:
             f"{readable_name(after)} is now"
         )
         return Problem("value", text, _SAME)
+
+
+def _random_mark(node: fx.Node, earlier: Earlier | None) -> Hashable:
+    """What tells a random op from all others, and stays when its graph is copied."""
+    was = None if earlier is None else earlier.old.get(node)
+    found = None if earlier is None else earlier.values.random.get(was)  # type: ignore[arg-type]
+    return object() if found is None else found
 
 
 def _makers(values: Evaluation) -> dict[int, fx.Node]:

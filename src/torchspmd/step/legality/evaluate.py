@@ -1,13 +1,14 @@
 """A graph run over values instead of tensors, writes into memory included."""
 
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Hashable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
 
 from torchspmd.step.graph.aliases import Written, find_writes
 from torchspmd.step.legality.collective_rules import COLLECTIVE_RULES
+from torchspmd.step.legality.edit import metadata_of
 from torchspmd.step.legality.operator_rules import (
     OPERATOR_RULES,
     commuted,
@@ -108,6 +109,21 @@ _MAY_COPY = frozenset(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """A graph whose values are known, for one that was made of it.
+
+    Attributes:
+        values: The values of its nodes.
+        old: Its node for each node of the other graph that was made of one.
+        same: The nodes of the other graph that do what they did with what they took.
+    """
+
+    values: "Evaluation"
+    old: Mapping[fx.Node, fx.Node]
+    same: Collection[fx.Node]
+
+
 class Evaluation:
     """The value of each node of a graph.
 
@@ -117,11 +133,15 @@ class Evaluation:
         random: What tells random ops apart, for each of them.
         fakes: What each node gives, without values.
         memory: The memory that the graph writes into.
+        earlier: A graph with values in the same table that this one was made of. Nodes of
+            which all is the same, up to the inputs, have the values that they had. Not
+            taken where either graph writes: then values depend on the order too.
 
     Attributes:
         made: The value that each node had when it ran.
         writers: The node that wrote each value that was written into memory.
         impossible: Nodes that cannot run on what they are given, and why.
+        random: What tells random ops apart, as given.
     """
 
     def __init__(
@@ -131,10 +151,11 @@ class Evaluation:
         random: Mapping[fx.Node, Hashable],
         fakes: Fakes,
         memory: Written,
+        earlier: Earlier | None = None,
     ) -> None:
         self.table = table
         self.fakes = fakes
-        self._random = random
+        self.random = random
         self.made: dict[fx.Node, int] = {}
         self._root, self._written = memory
         self._memory: dict[fx.Node, int] = {}  # what each written root holds now
@@ -145,8 +166,15 @@ class Evaluation:
         self.impossible: dict[fx.Node, str] = {}
         self._num_inputs = 0
         self._layouts: dict[fx.Node, Hashable] = {}
+        if earlier is None or self._written or earlier.values._written:
+            earlier = None
+        kept: set[fx.Node] = set()
         for node in graph.nodes:
-            if node.op != "output":
+            if node.op == "output":
+                continue
+            if earlier is not None and self._take_over(node, earlier, kept):
+                kept.add(node)
+            else:
                 self._run(node)
 
     def value(self, node: fx.Node) -> int:
@@ -182,6 +210,29 @@ class Evaluation:
         flat, atom = self.table[old], self.table.term("old or new", None, (old, now))
         return self.table.tensor(atom, flat.shape) if isinstance(flat, Flat) else atom
 
+    def _take_over(
+        self, node: fx.Node, earlier: Earlier, kept: Collection[fx.Node]
+    ) -> bool:
+        """Give a node the value that it had; whether it has what it had, in all."""
+        was, values = earlier.old.get(node), earlier.values
+        if was is None or node not in earlier.same:
+            return False
+        if not all(source in kept for source in node.all_input_nodes):
+            return False
+        if not _is_same_fake(self.fakes.get(node), values.fakes.get(was)):
+            return False
+        if self.random.get(node) != values.random.get(was):
+            return False
+        if node.op == "placeholder":  # known by its place, which may be another
+            self._run(node)
+            return self.made[node] == values.made[was]
+        self.made[node] = values.made[was]
+        if was in values.impossible:
+            self.impossible[node] = values.impossible[was]
+        if was in values._layouts:
+            self._layouts[node] = values._layouts[was]
+        return True
+
     def _run(self, node: fx.Node) -> None:
         root = self._root.get(node)
         if node.op == "placeholder":
@@ -216,8 +267,8 @@ class Evaluation:
         """The value of a call about which only its name and arguments are known."""
         attributes, children = split_arguments(self, call.arguments)
         operands = commuted(call, children)
-        if call.node in self._random:
-            attributes = (self._random[call.node], attributes)
+        if call.node in self.random:
+            attributes = (self.random[call.node], attributes)
         if reads_layout(call):
             operands = [*operands, layout_read(self, call)]
         atom = self.table.term(call.head, attributes, operands)
@@ -269,6 +320,13 @@ class Evaluation:
         shown = self.value(node)
         self._memory[root], self._is_probing = kept, False
         return shown
+
+
+def _is_same_fake(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    is_known = one is not None and other is not None
+    return is_known and metadata_of(one) == metadata_of(other)
 
 
 def _rule_of(call: OpCall) -> Rule:

@@ -1,7 +1,7 @@
 """How a program's graph is run: as generated Python, by Inductor, or as a CUDA graph."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
@@ -36,12 +36,47 @@ class Transformed:
 
 
 @dataclass(frozen=True, slots=True)
+class BackendChoice:
+    """What ``backend="auto"`` came to for programs that send the same.
+
+    Attributes:
+        taken: The backend that runs them; None as long as that is measured.
+        needed: The backends that such a program is to have when it is built.
+        seconds: The time of a call by backend, on the slowest rank; empty where nothing
+            was measured.
+        why: Why there is nothing to measure, or how that is done.
+    """
+
+    taken: str | None
+    needed: tuple[str, ...] = ("graph",)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    why: str = ""
+
+    def __str__(self) -> str:
+        """One line for ``explain()``.
+
+        >>> times = {"graph": 0.0613, "inductor": 0.066}
+        >>> print(BackendChoice("graph", ("graph",), times, "medians"))
+        backend='auto': graph taken; graph 61.30 ms, inductor 66.00 ms a call (medians)
+        >>> print(BackendChoice("graph", why="the process group is fake"))
+        backend='auto': graph taken, not measured: the process group is fake
+        """
+        if self.taken is None:
+            return f"backend='auto': {self.why}"
+        if not self.seconds:
+            return f"backend='auto': {self.taken} taken, not measured: {self.why}"
+        times = (f"{name} {each * 1e3:.2f} ms" for name, each in self.seconds.items())
+        return f"backend='auto': {self.taken} taken; {', '.join(times)} a call ({self.why})"
+
+
+@dataclass(frozen=True, slots=True)
 class Lowered:
     """What a program runs, and what can be said about it.
 
     Attributes:
         run: What is called with the graph's inputs.
         graph: The functional graph behind it, as far as it can be seen.
+        backend: What runs it.
         running: The graph whose nodes are run; None for a callable of the user's own.
         in_place: What became of the new values of the states.
         can_release: Whether an input that the graph does not read may be left out.
@@ -52,6 +87,7 @@ class Lowered:
 
     run: Callable[..., Any]
     graph: fx.GraphModule
+    backend: str
     running: fx.GraphModule | None = None
     in_place: InPlaceReport = field(default_factory=InPlaceReport)
     can_release: bool = False
@@ -67,10 +103,11 @@ def choose_backend(
     Args:
         made: A graph module, or any callable; then the captured graph is what is shown.
         captured: The step as it was captured.
-        backend: What the user asked for.
+        backend: What the user asked for; for ``"auto"`` the graph runs first.
         notes: What there is to say about the transformation, a line each.
     """
-    if backend != "graph" and not isinstance(made, (fx.GraphModule, IterGraphModule)):
+    is_graph = isinstance(made, (fx.GraphModule, IterGraphModule))
+    if backend in ("inductor", "cudagraph") and not is_graph:
         raise CaptureError(
             f"compile(backend={backend!r}) needs a gm_transformation that returns an "
             f"fx.GraphModule or an IterGraphModule, not {type(made).__name__}. Return the "
@@ -85,7 +122,21 @@ def choose_backend(
         backend = "graph"
     shown = made.main_gm if isinstance(made, IterGraphModule) else made
     graph = shown if isinstance(shown, fx.GraphModule) else captured
-    return Transformed(made, graph, backend, notes)
+    return Transformed(made, graph, "graph" if backend == "auto" else backend, notes)
+
+
+def for_inductor(chosen: Transformed) -> Transformed:
+    """The same graph a second time, to be run by Inductor; raises where it cannot be."""
+    run = chosen.run
+    if not isinstance(run, (fx.GraphModule, IterGraphModule)):
+        raise CaptureError(
+            "gm_transformation returned a callable of its own, not a graph"
+        )
+    check_compilable(chosen.graph)
+    if isinstance(run, IterGraphModule):
+        run = IterGraphModule(chosen.graph)
+        run.graph = chosen.graph.graph  # with what is moved to the next iteration
+    return replace(chosen, run=run, backend="inductor")
 
 
 def lower_graph(
@@ -102,8 +153,9 @@ def lower_graph(
     """
     run, graph, notes = chosen.run, chosen.graph, chosen.notes
     if not isinstance(run, (fx.GraphModule, IterGraphModule)):
-        return Lowered(run, graph, notes=notes)
-    is_compiled = chosen.backend == "inductor"
+        return Lowered(run, graph, chosen.backend, notes=notes)
+    backend = chosen.backend
+    is_compiled = backend == "inductor"
     write = write_for_compiler if is_compiled else write_in_place
     running, report = write(graph)
     overlapped: Mapping[str, fx.Graph] = {}
@@ -116,12 +168,12 @@ def lower_graph(
     elif is_compiled:
         run, note = compile_graph(running, CompiledPieces())
         notes += (note,)
-    elif chosen.backend == "cudagraph":
+    elif backend == "cudagraph":
         run = replay_graph(running)
     else:
         run = running
-    can_release = chosen.backend == "graph" and not overlapped
-    return Lowered(run, graph, running, report, can_release, overlapped, notes)
+    can_release = backend == "graph" and not overlapped
+    return Lowered(run, graph, backend, running, report, can_release, overlapped, notes)
 
 
 def _runs_once(graph: fx.GraphModule) -> bool:

@@ -26,7 +26,7 @@ from torchspmd.step.graph.metadata import (
     same_form,
     written_state,
 )
-from torchspmd.step.graph.nodes import replace_uses
+from torchspmd.step.graph.nodes import drop_undone_transposes, replace_uses
 from torchspmd.step.graph.optimizer_lists import is_fused_update, is_list_operator
 from torchspmd.step.graph.snapshot import copy_graph
 
@@ -142,6 +142,8 @@ def compute_in_place(
             where it computes.
         scratch: Inputs that nobody needs after the graph: anything may be left in them.
     """
+    if may_write is None:
+        drop_undone_transposes(graph)
     forwarded = _find_forwarded(written)
     aliases = find_aliases(graph, forwarded)
     calls: dict[fx.Node, tuple[_Write, ...]] = {}

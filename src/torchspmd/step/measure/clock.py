@@ -109,7 +109,7 @@ class Stopwatch:
 
     def read(self) -> list[dict[int, float]]:
         """The moments of each run, in seconds; waits for the GPU once."""
-        if not self._on_stream:
+        if not self._on_stream or not self._runs:
             return self._runs
         torch.cuda.synchronize()
         origin = next(iter(self._runs[0].values()))

@@ -19,7 +19,9 @@ from torchspmd.errors import DeferralError, UsageError
 from torchspmd.step.deferral.iter_graph import IterGraph
 from torchspmd.step.deferral.module import IterGraphModule
 from torchspmd.step.deferral.regions import (
-    check_region,
+    DeferredRegion,
+    Iteration,
+    check_moves,
     complete_region,
     first_reader,
     written_by,
@@ -83,8 +85,8 @@ def iter_move_grads_and_optimizers(
     moving = _find_by_name(gm.graph, target_comm_node)
     destination = _find_by_name(gm.graph, target_dest_node)
     region = isolate_update(gm.graph, moving)
-    line = _move(gm.graph, moving.name, region, destination)
-    return Outcome(1, 1, detail=(line,), keeps_bits=ORDERS)
+    lines = _move(gm.graph, [(moving.name, region, destination)])
+    return Outcome(1, 1, detail=tuple(lines), keeps_bits=ORDERS)
 
 
 @graph_optimization_pass(
@@ -163,9 +165,10 @@ def defer_updates(
             refused.append(f"left as it was: {_simulated(gain)}")
             raise LeaveUnchanged(Outcome(len(blocks), 0, tuple(refused), gain=gain))
     owner = {each: job for job in jobs for each in job.reductions}
-    for target, members in updates_at(order, places):
-        job = owner[members[0]]
-        detail.append(_move(graph, job.name, job.region, target))
+    moves = [
+        (owner[members[0]], target) for target, members in updates_at(order, places)
+    ]
+    detail += _move(graph, [(job.name, job.region, target) for job, target in moves])
     num_moved = sum(len(job.blocks) for job in jobs)
     return Outcome(len(blocks), num_moved, tuple(refused), tuple(detail), ORDERS, gain)
 
@@ -179,17 +182,22 @@ def _check_module(what: str, gm: object) -> None:
 
 
 def _move(
-    graph: IterGraph, name: str, region: Sequence[fx.Node], target: fx.Node
-) -> str:
-    """Move nodes to the next iteration; a line about it."""
-    place = graph.move_to_next_iter_before(region, target, strict=True)
-    return f"{name}: {len(region)} nodes run before {place.name} of the next iteration"
+    graph: IterGraph, moves: Sequence[tuple[str, Sequence[fx.Node], fx.Node]]
+) -> list[str]:
+    """Move named nodes to the next iteration, before others; a line about each."""
+    places = graph.move_all(
+        [(nodes, target) for _, nodes, target in moves], strict=True
+    )
+    return [
+        f"{name}: {len(nodes)} nodes run before {place.name} of the next iteration"
+        for (name, nodes, _), place in zip(moves, places, strict=True)
+    ]
 
 
 def isolate_update(graph: fx.Graph, moving: fx.Node) -> list[fx.Node]:
     """All that needs a node's result, with optimizers split so that it is no more."""
     _isolate_updates(graph, [[moving]])
-    return _update_region(graph, [moving])
+    return _update_region(Iteration.of(graph), [moving])
 
 
 def _isolate_updates(graph: fx.Graph, groups: Sequence[Sequence[fx.Node]]) -> None:
@@ -203,10 +211,10 @@ def _isolate_updates(graph: fx.Graph, groups: Sequence[Sequence[fx.Node]]) -> No
     split_by_group(graph, lambda chain: needed.get(chain, ()), chains)
 
 
-def _update_region(graph: fx.Graph, moving: Sequence[fx.Node]) -> list[fx.Node]:
+def _update_region(iteration: Iteration, moving: Sequence[fx.Node]) -> list[fx.Node]:
     """All that needs the result of nodes; raises where that updates no state."""
-    region = complete_region(graph, descendants(moving))
-    if not written_by(graph, region):
+    region = complete_region(iteration, descendants(moving))
+    if not written_by(iteration, region):
         raise UsageError(
             f"{moving[0].name} is not used by any fused optimizer, nor by another update "
             "of a state: there is nothing to move to the next iteration with it."
@@ -316,10 +324,11 @@ def _find_jobs(
             moving[block] = first
     groups = _grouped(moving, together)
     _isolate_updates(graph, [list(group.values()) for group in groups])
+    iteration = Iteration.of(graph)  # from here on the graph is only read
     found = []
     for group in groups:
         try:
-            found.append(_plan(graph, group, cost))
+            found.append(_plan(iteration, group, graph.regions, cost))
         except (DeferralError, UsageError) as error:
             refused += [f"{each.start.name}: {_first_problem(error)}" for each in group]
     jobs = []
@@ -330,7 +339,8 @@ def _find_jobs(
             jobs += connected
         elif 2 * num_reductions <= len(members):
             # A gradient that is the sum of something reduced and something gathered.
-            jobs.append(_plan(graph, {each: moving[each] for each in members}, cost))
+            together_now = {each: moving[each] for each in members}
+            jobs.append(_plan(iteration, together_now, graph.regions, cost))
         else:
             # What a norm over all gradients scales, every update needs: the next forward
             # would begin with all of them, so that nothing would overlap with it.
@@ -351,11 +361,14 @@ def _grouped(
 
 
 def _plan(
-    graph: IterGraph, moving: Mapping[CommBlock, fx.Node], cost: CostModel
+    iteration: Iteration,
+    moving: Mapping[CommBlock, fx.Node],
+    others: Sequence[DeferredRegion],
+    cost: CostModel,
 ) -> _Job:
-    region = _update_region(graph, list(moving.values()))
-    place = first_reader(graph, region)
-    check_region(graph, region, place, graph.regions)
+    region = _update_region(iteration, list(moving.values()))
+    place = first_reader(iteration, region)
+    check_moves(iteration, [(region, place)], others)
     return _Job(tuple(moving), region, _reductions(moving, region, place, cost))
 
 

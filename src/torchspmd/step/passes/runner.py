@@ -21,8 +21,15 @@ from torchspmd.step.graph.collectives import graph_size
 from torchspmd.step.graph.metadata import roles_of
 from torchspmd.step.graph.nodes import drop_dead_code
 from torchspmd.step.graph.reports import GraphSize, Outcome, PassReport
-from torchspmd.step.graph.snapshot import Snapshot, copy_graph, num_changes
+from torchspmd.step.graph.snapshot import (
+    Snapshot,
+    copy_graph,
+    held_by,
+    is_held,
+    num_changes,
+)
 from torchspmd.step.legality.check import Proof, check_edit
+from torchspmd.step.legality.evaluate import Earlier
 from torchspmd.step.progress import phase
 
 Pass = Callable[..., Any]
@@ -266,11 +273,28 @@ def _check(
             name=name,
             may_reorder=may_reorder,
             constants=snapshot.constants.changes(gm),
+            earlier=_earlier_values(gm, snapshot),
         )
         if isinstance(gm, IterGraphModule):
+            if proof.values is not None:
+                gm.latest_values = held_by(gm.graph), proof.values
             check_regions(gm.graph, gm.graph.regions, edit=name)
     gm.recompile()
     return proof
+
+
+def _earlier_values(gm: Any, snapshot: Snapshot) -> Earlier | None:
+    """What the last proof found of the graph that a snapshot was taken of.
+
+    Nothing where anybody touched the graph between that proof and the snapshot.
+    """
+    if not isinstance(gm, IterGraphModule) or gm.latest_values is None:
+        return None
+    held, values = gm.latest_values
+    if len(held) != len(snapshot.held) or not is_held(held, snapshot.held):
+        return None
+    copied = {copy: node for node, copy in snapshot.mapping.items()}
+    return Earlier(values, copied, copied.keys())
 
 
 def _record(

@@ -142,7 +142,6 @@ class Shadow:
         key: Which step of that name it is, the same on every rank.
         function: The step.
         plan: Which calls are made eagerly too.
-        backend: What runs the graph.
         refusal: Why no call can be made eagerly; empty where that can be.
     """
 
@@ -150,7 +149,6 @@ class Shadow:
     key: str
     function: Callable[..., Any]
     plan: ShadowPlan
-    backend: str
     refusal: str = ""
     _left: dict[bool, int] = field(default_factory=dict)  # by: does it communicate
     _calls: int = 0
@@ -187,6 +185,12 @@ class Shadow:
             self._left[communicates] = self.plan.calls
         self._captured[program.number] = _numbers(inventory)
 
+    def begin_again(self, program: Program) -> None:
+        """The other backend of a program takes its first turn: all ranks compare it."""
+        communicates = bool(len(program.ledger))
+        if communicates in self._left:
+            self._left[communicates] = self.plan.calls
+
     def count(self) -> None:
         """One more call; begin again where that was asked for."""
         self._calls += 1
@@ -217,7 +221,7 @@ class Shadow:
             return None
         start = time.perf_counter()
         why = self._why_not(program, inventory, mode)
-        differs = not has_same_kernels(inventory, mode, self.backend)
+        differs = not has_same_kernels(inventory, mode, program.backend)
         has_room = differs and _has_room_for_two(program, inventory, mode)
         why, measures = self._agree_to_begin(program, mode, communicates, why, has_room)
         if why is not None:
@@ -251,7 +255,7 @@ class Shadow:
             mode,
             eager,
             Generators(inventory),
-            tolerance_of(program, inventory, mode, self.backend),
+            tolerance_of(program, inventory, mode),
             self._calls,
             0 if before is None else before.chained + 1,
             is_first,
@@ -268,7 +272,7 @@ class Shadow:
             return Skip("the process group is fake, and gives no values")
         if any(slot.tensor.is_meta for slot in inventory.slots):
             return Skip("tensors are on the meta device")
-        if self.backend == "inductor" and draws(program.graph):
+        if program.backend == "inductor" and draws(program.graph):
             return Skip(
                 "Inductor draws other random numbers than eager code; compare a step "
                 "without them (dropout 0), or with backend='graph'"

@@ -187,7 +187,7 @@ def has_same_kernels(inventory: Inventory, mode: ParallelMode, backend: str) -> 
 
 
 def tolerance_of(
-    program: Program, inventory: Inventory, mode: ParallelMode, backend: str
+    program: Program, inventory: Inventory, mode: ParallelMode
 ) -> Tolerance:
     """What counts as rounding: little where the graph does eager's own operations."""
     dtypes = [slot.tensor.dtype for slot in inventory.slots]
@@ -198,12 +198,12 @@ def tolerance_of(
     floating = [each for each in dtypes if each.is_floating_point]
     coarsest = max(floating, key=lambda d: torch.finfo(d).eps, default=torch.float32)
     size = 1 if mode.mesh is None else mode.mesh.size()
-    if size == 1 and has_same_kernels(inventory, mode, backend):
+    if size == 1 and has_same_kernels(inventory, mode, program.backend):
         return choose_tolerance(coarsest, 1)
     wide = choose_tolerance(coarsest, sum(1 for _ in inventory.named_modules()))
     if torch.finfo(coarsest).eps > _LOW_PRECISION:
         return wide
-    is_sum_alike = backend != "inductor" and not isinstance(mode, GlobalBatch)
+    is_sum_alike = program.backend != "inductor" and not isinstance(mode, GlobalBatch)
     factor = _SAME_KERNELS if is_sum_alike and size == 1 else _INEXACT
     return Tolerance(min(factor * wide.relative, 0.3), wide.reason)
 
