@@ -12,11 +12,12 @@ import json
 import math
 import os
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -235,6 +236,22 @@ def parse(description: str | None) -> argparse.Namespace:
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--json", type=Path, help="also write the table here")
     return parser.parse_args()
+
+
+def told_errors(errors: Iterable[float]) -> str:
+    """Of errors in percent, whatever their sign: the figures that the docs tell."""
+    ordered = sorted(map(abs, errors))
+    mean, middle = statistics.fmean(ordered), statistics.median(ordered)
+    return (
+        f"{len(ordered)} rows: mean error {mean:.1f} %, median {middle:.1f} %, "
+        f"nine of ten within {nine_of_ten(ordered):.1f} %, worst {ordered[-1]:.1f} %, "
+        f"{sum(error <= 10 for error in ordered)} within 10 %"
+    )
+
+
+def nine_of_ten(ordered: Sequence[float]) -> float:
+    """What nine of ten errors stay within, of sorted ones."""
+    return ordered[math.ceil(0.9 * len(ordered)) - 1]
 
 
 def markdown(table: list[dict[str, Any]]) -> list[str]:

@@ -3,6 +3,8 @@
     python benchmarks/validate_jobs.py --measure jobs.json     # on a GPU
     python benchmarks/validate_jobs.py --measured jobs.json    # rehearsals, anywhere
     python benchmarks/validate_jobs.py --measured jobs.json --set second --markdown
+    python benchmarks/validate_jobs.py --predict told.json --set third  # and no more yet
+    python benchmarks/validate_jobs.py --measured jobs.json --predicted told.json
 
 The jobs are those of ``training/jobs.py``: other models than in ``validate_time.py`` and
 ``validate_memory.py``, each by the command of its user.
@@ -31,21 +33,32 @@ NAMES = {
         qwen gemma vit whisper nanogpt_compiled nanogpt_tf32 efficientnet mixer dit
         llama_lora
     """.split(),
+    "third": """
+        llama_fp16 neox_compiled roberta mae wav2vec gnn mamba vae clip ppo
+    """.split(),
 }
+_SECONDS = ("step_seconds", "host_issue_seconds", "compute_seconds")
+_BYTES = ("allocated_peak_bytes", "reserved_peak_bytes", "steady_bytes")
 
 
 def main() -> None:
     options = _parse()
-    names = NAMES[options.set] if options.set else [*NAMES["first"], *NAMES["second"]]
+    every = [name for names in NAMES.values() for name in names]
+    names = NAMES[options.set] if options.set else every
     names = [name for name in names if not options.only or name in options.only]
     if options.measure:
         measure(names, options.measure)
         return
+    if options.predict:
+        told = {name: predict(name, options.gpu) for name in names}
+        options.predict.write_text(json.dumps(told, indent=1) + "\n")
+        return
     measured = json.loads(options.measured.read_text())
+    told = json.loads(options.predicted.read_text()) if options.predicted else {}
     rows = [
-        compare(name, measured[name], predict(name, options.gpu))
+        compare(name, measured[name], told.get(name) or predict(name, options.gpu))
         for name in names
-        if name in measured
+        if name in measured and (name in told or not options.predicted)
     ]
     if options.markdown:
         print(*markdown(rows), sep="\n")
@@ -60,7 +73,9 @@ def _parse() -> Any:
     )
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--measure", type=Path, help="run them on this GPU; a JSON file")
-    where.add_argument("--measured", type=Path, help="such a file")
+    where.add_argument("--predict", type=Path, help="rehearse them; a JSON file")
+    where.add_argument("--measured", type=Path, help="what --measure wrote")
+    parser.add_argument("--predicted", type=Path, help="what --predict wrote before")
     parser.add_argument("--gpu", default="h200", help="a GPU's name or file")
     parser.add_argument("--set", choices=NAMES, help="one set of jobs")
     parser.add_argument("--only", nargs="+", help="some jobs")
@@ -90,8 +105,9 @@ def predict(name: str, gpu: str) -> dict[str, Any]:
         command += ["--world-size", "1", "--gpu", gpu, "--json", str(out)]
         command += ["--", name, "3"]
         subprocess.run(command, capture_output=True, check=True)
-        prediction: dict[str, Any] = json.loads(out.read_text())
-    return prediction
+        prediction = json.loads(out.read_text())
+    memory = {name: prediction["memory"][name] for name in _BYTES}
+    return {name: prediction[name] for name in _SECONDS} | {"memory": memory}
 
 
 def compare(

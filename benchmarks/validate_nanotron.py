@@ -18,10 +18,12 @@ a layout fits is asked of the first stage and of all behind the layers.
 
 import argparse
 import csv
+import math
 import random
 import runpy
 import statistics
 from argparse import Namespace
+from bisect import bisect_left
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -35,8 +37,9 @@ from _rows import markdown
 
 from torchspmd.predict.figures import Figures
 from torchspmd.predict.hardware import load_gpu, load_network
-from torchspmd.predict.memory import Fits, count_memory
+from torchspmd.predict.memory import Fits, MemoryAccount, count_memory
 from torchspmd.predict.operators import Pricer
+from torchspmd.rehearse.recording import Mark, MarkKind
 
 GPU, NETWORK = "h100", "efa-400"
 # Layers, width, heads, width of the MLP, tied embeddings.
@@ -47,12 +50,14 @@ _MODELS = {
     "80B": (80, 8192, 64, 28672, False),
 }
 VOCABULARY = 131072
+# Percent: runs below it waited, most of them for hosts or networks that were out of order.
+_STALLED = 2
 _VERDICTS = (Fits.NO, Fits.AT_RISK, Fits.YES)  # the worst first
 SCRIPT = EXAMPLES / "nanotron.py"
 
 
 class Row(NamedTuple):
-    """A configuration, and the GiB that it took; 0: it crashed."""
+    """A configuration, the GiB that it took (0: it crashed), and the part of the peak."""
 
     model: str
     nodes: int
@@ -63,6 +68,7 @@ class Row(NamedTuple):
     tp: int
     zero: int
     gib: float
+    mfu: float = 0.0
 
     def __str__(self) -> str:
         return (
@@ -76,7 +82,8 @@ def read() -> Iterator[Row]:
         for row in csv.DictReader(file):
             names = ("nodes", "mbs", "gradacc", "dp", "pp", "tp", "zero")
             numbers = (int(row[name]) for name in names)
-            yield Row(row["model"], *numbers, float(row["gpu_mem_gb"] or 0))
+            gib = float(row["gpu_mem_gb"] or 0)
+            yield Row(row["model"], *numbers, gib, float(row["mfu_pct"]) if gib else 0)
 
 
 def choose(rows: list[Row], count: int, seed: int = 0) -> list[Row]:
@@ -123,35 +130,68 @@ def rehearsals(row: Row) -> list[Rehearsal]:
     ]
 
 
-def is_idle(row: Row) -> bool:
-    """Whether a stage has no blocks: nanotron fails there, whatever the memory is."""
-    return not all(stages(row))
+def is_contradicted(row: Row, rows: list[Row]) -> bool:
+    """Whether a crash was not for memory: one ran that takes at least as much of it.
+
+    Of the same model, stages and tensor parallel ranks, that is one with micro-batches as
+    large and as many in flight, and optimizer states over as few ranks.
+    """
+    return not row.gib and any(
+        each.gib
+        and (each.model, each.pp, each.tp) == (row.model, row.pp, row.tp)
+        and each.micro_batch >= row.micro_batch
+        and each.accumulate >= min(row.accumulate, row.pp)
+        and _state_ranks(each) <= _state_ranks(row)
+        and (each.dp > 1 or row.dp == 1)  # gradients have buckets
+        for each in rows
+    )
+
+
+def _state_ranks(row: Row) -> int:
+    return row.dp if row.zero else 1
+
+
+def is_refused(row: Row) -> bool:
+    """Whether nanotron fails whatever the memory is.
+
+    A stage has no blocks, or micro-batches are fewer than the stages behind the first.
+    """
+    return not all(stages(row)) or row.accumulate < row.pp - 1
 
 
 def predict(row: Row) -> dict[str, Any]:
     """The memory of the first stage, and whether all stages fit.
 
     Memory that NCCL uses comes back late where the host is ahead of the device. When the
-    device is full, the allocator waits for it, and gives back what is not in use: so what
-    is reserved ends there, and does not decide whether the row fits.
+    device is full, the allocator waits for it, and gives back what is not in use.
     """
     gpu = load_gpu(GPU)
+    pricer = Pricer(Figures(gpu, load_network(NETWORK)))
     recordings = [each.read() for each in rehearsals(row)]
-    accounts = [count_memory(without_streams(each), gpu) for each in recordings]
-    at_once = accounts[0].reserved_peak
-    reserved = at_once
-    if accounts[0].failure is None:
-        pricer = Pricer(Figures(gpu, load_network(NETWORK)))
-        late = count_memory(with_late_frees(recordings[0], pricer), gpu)
-        room = gpu.nbytes("total") - sum(part.nbytes for part in late.fixed)
-        reserved = min(late.reserved_peak, max(room, at_once))
+    accounts = [count_memory(with_late_frees(each, pricer), gpu) for each in recordings]
+    at_once = count_memory(without_streams(recordings[0]), gpu)
     memory = {
-        "allocated": accounts[0].peak.allocated,
-        "reserved": reserved,
-        "at once": at_once,
+        "allocated": at_once.peak.allocated,
+        "reserved": logged(accounts[0]),
+        "at once": logged(at_once),
     }
     worst = min(accounts, key=lambda each: _VERDICTS.index(each.fits))
     return {"memory": memory, "fits": worst.fits.value}
+
+
+def logged(account: MemoryAccount) -> int:
+    """The reserved bytes that nanotron tells: the most since its last reset of peaks.
+
+    It resets them behind the last backward pass of a step.
+    """
+    resets = [
+        place
+        for place, event in enumerate(account.recording.events)
+        if isinstance(event, Mark) and event.kind is MarkKind.RESET_PEAK
+    ]
+    curve = account.curve
+    first = bisect_left(curve.events, resets[-1]) - 1
+    return max(curve.reserved[first:])
 
 
 def main() -> None:
@@ -165,10 +205,15 @@ def main() -> None:
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--json", type=Path, help="also write the table here")
     options = parser.parse_args()
-    rows = list(read())
+    every = rows = list(read())
     if not options.whole:
         rows = choose(rows, options.rows, options.seed)
-    wanted = {row: rehearsals(row) for row in rows if not is_idle(row)}
+    others = [row for row in rows if is_contradicted(row, every)]
+    wanted = {
+        row: rehearsals(row)
+        for row in rows
+        if not is_refused(row) and row not in others
+    }
     problems = record([r for some in wanted.values() for r in some], options.jobs)
     table = [
         compare(row, predict(row))
@@ -179,11 +224,14 @@ def main() -> None:
         print(*markdown(table), sep="\n")
     publish("Predicted and published memory, GiB", table, options.json)
     print(f"{len(table)} of {len(rows)} rows were predicted")
-    if idle := [row for row in rows if is_idle(row)]:
-        crashed = sum(not row.gib for row in idle)
+    if refused := [row for row in rows if is_refused(row)]:
+        crashed = sum(not row.gib for row in refused)
         print(
-            f"{len(idle)} others have a stage without blocks; {crashed} of them crashed"
+            f"{len(refused)} others have a stage without blocks or too few micro-batches; "
+            f"{crashed} of them crashed"
         )
+    for row in others:
+        print(f"left out, crashed although one that takes as much memory ran: {row}")
     print(*summary(table), sep="\n")
 
 
@@ -196,6 +244,8 @@ def compare(row: Row, answer: dict[str, Any]) -> dict[str, Any]:
         **gib,
         "fits": answer["fits"],
         "error %": 100 * (gib["reserved"] / row.gib - 1) if row.gib else "",
+        "at once, error %": 100 * (gib["at once"] / row.gib - 1) if row.gib else "",
+        "MFU %": row.mfu or "",
     }
 
 
@@ -203,13 +253,15 @@ def summary(table: list[dict[str, Any]]) -> Iterator[str]:
     """Errors of those that ran; crashes that were told, and false alarms."""
     ran = [row for row in table if row["published"] != "crashed"]
     crashed = [row for row in table if row["published"] == "crashed"]
+    for title, some in (
+        ("that ran", ran),
+        (f"of them at {_STALLED} % MFU and more", _at(ran, _STALLED, math.inf)),
+        (f"of them below {_STALLED} %", _at(ran, 0, _STALLED)),
+    ):
+        if some:
+            yield f"{len(some)} {title}: {_errors(some, 'error %')}"
+            yield f"    as if freed at once: {_errors(some, 'at once, error %')}"
     if ran:
-        errors = sorted(abs(row["error %"]) for row in ran)
-        within = sum(error <= 6 for error in errors)
-        yield (
-            f"{len(ran)} that ran: mean error {statistics.fmean(errors):.1f} %, median "
-            f"{statistics.median(errors):.1f} %, {within} within 6 %"
-        )
         alarms = sum(row["fits"] == "no" for row in ran)
         risky = sum(row["fits"] == "at risk" for row in ran)
         yield f"{alarms} of {len(ran)} that ran are said not to fit, {risky} at risk"
@@ -217,6 +269,22 @@ def summary(table: list[dict[str, Any]]) -> Iterator[str]:
         told = sum(row["fits"] == "no" for row in crashed)
         risky = sum(row["fits"] == "at risk" for row in crashed)
         yield f"{told} of {len(crashed)} that crashed are said not to fit, {risky} at risk"
+        for row in crashed:
+            if row["fits"] != "no":
+                yield f"    {row['row']}: {row['reserved']:.0f} GiB, {row['fits']}"
+
+
+def _at(table: list[dict[str, Any]], least: float, below: float) -> list[Any]:
+    return [row for row in table if least <= row["MFU %"] < below]
+
+
+def _errors(table: list[dict[str, Any]], key: str) -> str:
+    errors = sorted(abs(row[key]) for row in table)
+    within = sum(error <= 6 for error in errors)
+    return (
+        f"mean error {statistics.fmean(errors):.1f} %, median "
+        f"{statistics.median(errors):.1f} %, {within} within 6 %"
+    )
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from typing import Any
 from _harness import publish
 from _published import EXAMPLES, SOURCES, Row, sampled
 from _recordings import Rehearsal, record
-from _rows import markdown
+from _rows import markdown, nine_of_ten
 from _scatter import scatter
 
 from torchspmd.predict.allocator import AllocatorSettings
@@ -239,10 +239,9 @@ def _errors(table: list[dict[str, Any]]) -> str:
     told = []
     for title, key in (("", "error %"), (" with the factor", "with factor, error %")):
         errors = sorted(abs(row[key]) for row in table)
-        most = errors[min(len(errors) - 1, math.ceil(0.9 * len(errors)) - 1)]
         told.append(
             f"mean error{title} {statistics.fmean(errors):.1f} %, nine of ten within "
-            f"{most:.1f} %, worst {errors[-1]:.1f} %"
+            f"{nine_of_ten(errors):.1f} %, worst {errors[-1]:.1f} %"
         )
     if len(table) > 2:
         order = statistics.correlation(

@@ -13,7 +13,7 @@ share one GPU take turns on it, so rows of several ranks are not compared.
 import statistics
 from typing import Any
 
-from _rows import ALL_ROWS, Row, compare_all, parse
+from _rows import ALL_ROWS, Row, compare_all, parse, told_errors
 
 
 def main() -> None:
@@ -22,7 +22,7 @@ def main() -> None:
     rows.sort(key=lambda row: row.ranks)  # where time is short, those that are compared
     table = compare_all("Predicted and measured steps, ms", rows, options, compare)
     if table:
-        print(*summary(table), sep="\n")
+        print(told_errors(row["error %"] for row in table))
 
 
 def measured_seconds(phases: list[dict[str, Any]]) -> dict[str, float]:
@@ -49,16 +49,6 @@ def compare(
         "host": 1e3 * measured["host"],
         "host, predicted": 1e3 * prediction["host_issue_seconds"],
     }
-
-
-def summary(table: list[dict[str, Any]]) -> list[str]:
-    """Mean error, and how many rows are within bounds."""
-    errors = [abs(row["error %"]) for row in table]
-    lines = [f"mean error {statistics.fmean(errors):.1f} %, worst {max(errors):.1f} %"]
-    for bound in (5, 10, 20):
-        within = sum(error <= bound for error in errors)
-        lines.append(f"{within} of {len(errors)} rows within {bound} %")
-    return lines
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Models of ``jobs.py``, as their users would write them."""
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -318,3 +320,171 @@ class NanoGpt(nn.Module):
             x = block(x)
         logits = self.head(self.n(x))
         return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+
+
+class AudioEncoder(nn.Module):
+    """Of wav2vec's kind: convolutions over samples, then a transformer over frames."""
+
+    def __init__(self, width: int = 512) -> None:
+        super().__init__()
+        sizes = [(10, 5), *[(3, 2)] * 4, *[(2, 2)] * 2]
+        layers: list[nn.Module] = []
+        for place, (kernel, stride) in enumerate(sizes):
+            inputs = width if place else 1
+            layers.append(nn.Conv1d(inputs, width, kernel, stride, bias=False))
+            layers += [nn.GroupNorm(width, width)] if not place else []
+            layers.append(nn.GELU())
+        self.features = nn.Sequential(*layers)
+        self.norm, self.project = nn.LayerNorm(width), nn.Linear(width, 768)
+        self.hidden = nn.Parameter(torch.randn(768))
+        self.places = nn.Conv1d(768, 768, 128, padding=64, groups=16)
+        layer = nn.TransformerEncoderLayer(
+            768, 12, 3072, activation="gelu", batch_first=True
+        )
+        self.encoder = nn.TransformerEncoder(layer, 8, enable_nested_tensor=False)
+        self.head = nn.Linear(768, 320)
+
+    def forward(self, sound: torch.Tensor) -> torch.Tensor:
+        x = self.features(sound.unsqueeze(1)).transpose(1, 2)
+        x = self.project(self.norm(x))
+        hides = torch.rand(x.shape[:2], device=x.device) < 0.4
+        x = torch.where(hides.unsqueeze(-1), self.hidden.to(x.dtype), x)
+        places = self.places(x.transpose(1, 2))[..., : x.shape[1]]
+        x = x + F.gelu(places).transpose(1, 2)
+        return self.head(self.encoder(x))
+
+
+class GraphLayer(nn.Module):
+    """Messages along edges, added up at their ends."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.message = nn.Sequential(nn.Linear(2 * width, width), nn.ReLU())
+        self.update, self.norm = nn.Linear(2 * width, width), nn.BatchNorm1d(width)
+
+    def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        start, end = edges
+        messages = self.message(torch.cat((x[start], x[end]), dim=-1))
+        total = torch.zeros_like(x).index_add(0, end, messages)
+        ones = torch.ones_like(end, dtype=x.dtype)
+        degree = torch.zeros_like(x[:, 0]).scatter_add(0, end, ones).clamp(min=1)
+        mean = total / degree.unsqueeze(-1)
+        return x + F.relu(self.norm(self.update(torch.cat((x, mean), dim=-1))))
+
+
+class GraphNetwork(nn.Module):
+    def __init__(self, width: int = 128, depth: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(GraphLayer(width) for _ in range(depth))
+        self.head = nn.Linear(width, 40)
+
+    def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = F.dropout(layer(x, edges), 0.1, self.training)
+        return self.head(x)
+
+
+class MambaBlock(nn.Module):
+    """A selective state space, token after token."""
+
+    def __init__(self, width: int, states: int = 16) -> None:
+        super().__init__()
+        inner, self.rank, self.states = 2 * width, width // 16, states
+        self.norm = nn.RMSNorm(width)
+        self.inp = nn.Linear(width, 2 * inner, bias=False)
+        self.filters = nn.Conv1d(inner, inner, 4, padding=3, groups=inner)
+        self.x = nn.Linear(inner, self.rank + 2 * states, bias=False)
+        self.dt = nn.Linear(self.rank, inner)
+        decay = torch.arange(1, states + 1, dtype=torch.float32).repeat(inner, 1)
+        self.a = nn.Parameter(decay.log())
+        self.d = nn.Parameter(torch.ones(inner))
+        self.out = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        length = x.shape[1]
+        u, gate = self.inp(self.norm(x)).chunk(2, dim=-1)
+        u = self.filters(u.transpose(1, 2))[..., :length].transpose(1, 2)
+        return x + self.out(self.scan(F.silu(u)) * F.silu(gate))
+
+    def scan(self, u: torch.Tensor) -> torch.Tensor:
+        dt, b, c = self.x(u).split((self.rank, self.states, self.states), dim=-1)
+        dt = F.softplus(self.dt(dt))
+        decay = torch.exp(dt.unsqueeze(-1) * -self.a.exp())
+        pushed = (dt * u).unsqueeze(-1) * b.unsqueeze(2)
+        state, seen = torch.zeros_like(pushed[:, 0]), []
+        for place in range(u.shape[1]):
+            state = decay[:, place] * state + pushed[:, place]
+            seen.append((state * c[:, place].unsqueeze(1)).sum(-1))
+        return torch.stack(seen, dim=1) + u * self.d
+
+
+class Mamba(nn.Module):
+    def __init__(self, width: int = 512, depth: int = 6) -> None:
+        super().__init__()
+        self.e = nn.Embedding(8192, width)
+        self.b = nn.Sequential(*[MambaBlock(width) for _ in range(depth)])
+        self.n, self.h = nn.RMSNorm(width), nn.Linear(width, 8192, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.h(self.n(self.b(self.e(ids))))
+
+
+class ImageVae(nn.Module):
+    """Convolutions down to a mean and a variance, transposed ones up again."""
+
+    def __init__(self, latent: int = 256) -> None:
+        super().__init__()
+        widths = (3, 64, 128, 256, 512)
+        down: list[nn.Module] = []
+        for inputs, outputs in itertools.pairwise(widths):
+            down.append(nn.Conv2d(inputs, outputs, 4, stride=2, padding=1))
+            down += [nn.BatchNorm2d(outputs), nn.LeakyReLU(0.2)]
+        self.down = nn.Sequential(*down)
+        self.moments = nn.Linear(512 * 64, 2 * latent)
+        self.back = nn.Linear(latent, 512 * 64)
+        up: list[nn.Module] = []
+        for inputs, outputs in ((512, 256), (256, 128), (128, 64), (64, 32)):
+            up.append(nn.ConvTranspose2d(inputs, outputs, 4, stride=2, padding=1))
+            up += [nn.BatchNorm2d(outputs), nn.LeakyReLU(0.2)]
+        self.up = nn.Sequential(*up, nn.Conv2d(32, 3, 3, padding=1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The loss: what was lost, and how far from normal the code is."""
+        mean, spread = self.moments(self.down(x).flatten(1)).chunk(2, dim=-1)
+        code = mean + torch.randn_like(mean) * (0.5 * spread).exp()
+        made = self.up(self.back(code).unflatten(1, (512, 8, 8)))
+        far = -0.5 * (1 + spread - mean.pow(2) - spread.exp()).sum(-1).mean()
+        return F.mse_loss(made, x) + 1e-4 * far
+
+
+class ActorCritic(nn.Module):
+    """Of proximal policy optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.actor, self.critic = (
+            nn.Sequential(
+                nn.Linear(24, 64),
+                nn.Tanh(),
+                nn.Linear(64, 64),
+                nn.Tanh(),
+                nn.Linear(64, outputs),
+            )
+            for outputs in (6, 1)
+        )
+
+    def loss(
+        self,
+        seen: torch.Tensor,
+        done: torch.Tensor,
+        before: torch.Tensor,
+        gains: torch.Tensor,
+        returns: torch.Tensor,
+    ) -> torch.Tensor:
+        policy = torch.distributions.Categorical(logits=self.actor(seen))
+        ratio = (policy.log_prob(done) - before).exp()
+        gains = (gains - gains.mean()) / (gains.std() + 1e-8)
+        kept = torch.clamp(ratio, 0.8, 1.2)
+        gained = torch.min(ratio * gains, kept * gains).mean()
+        missed = 0.5 * (self.critic(seen).flatten() - returns).pow(2).mean()
+        return missed - gained - 0.01 * policy.entropy().mean()

@@ -17,13 +17,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from job_models import (
+    ActorCritic,
+    AudioEncoder,
     Classifier,
     ConvNext,
     DiT,
     Dlrm,
     EfficientNet,
+    GraphNetwork,
+    ImageVae,
     Lora,
     Lstm,
+    Mamba,
     Mixer,
     NanoGpt,
     UNet,
@@ -410,6 +415,159 @@ def llama_lora() -> Job:
     return Job(model, lambda: model(input_ids=ids, labels=ids).loss)
 
 
+# ----------------------------------------------------------------------------
+# The third set: predicted before it was measured, and nothing was made with it.
+
+
+def llama_fp16() -> Job:
+    with CUDA:
+        model = hugging_face(
+            "Llama",
+            "ForCausalLM",
+            hidden_size=2048,
+            intermediate_size=5632,
+            num_hidden_layers=16,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            vocab_size=32000,
+            use_cache=False,
+        )
+    ids = tokens(32000, 4, 1024)
+    return Job(
+        model,
+        lambda: model(input_ids=ids, labels=ids).loss,
+        adamw,
+        torch.float16,
+        scaled=True,
+    )
+
+
+def neox_compiled() -> Job:
+    with CUDA:
+        model = hugging_face(
+            "GPTNeoX",
+            "ForCausalLM",
+            hidden_size=768,
+            intermediate_size=3072,
+            num_hidden_layers=4,
+            num_attention_heads=12,
+            vocab_size=50304,
+            use_cache=False,
+        )
+    compiled, ids = torch.compile(model, mode="default"), tokens(50304, 8, 1024)
+    return Job(
+        model,
+        lambda: compiled(input_ids=ids, labels=ids).loss,
+        autocast=torch.bfloat16,
+    )
+
+
+def roberta() -> Job:
+    """Fine-tuning: sentences of several lengths, padded to the longest allowed."""
+    with CUDA:
+        model = hugging_face(
+            "Roberta", "ForSequenceClassification", num_labels=3, vocab_size=50265
+        )
+    words = [20 + 7 * sentence % 109 for sentence in range(32)]
+    mask = torch.tensor([[1] * n + [0] * (128 - n) for n in words]).to(CUDA)
+    ids, labels = tokens(50000, 32, 128).masked_fill(mask == 0, 1), tokens(3, 32)
+    return Job(
+        model,
+        lambda: model(input_ids=ids, attention_mask=mask, labels=labels).loss,
+        adamw,
+        torch.bfloat16,
+    )
+
+
+def mae() -> Job:
+    with CUDA:
+        model = hugging_face("ViTMAE", "ForPreTraining")
+    x = images(64, 3, 224, 224)
+    return Job(
+        model,
+        lambda: model(pixel_values=x).loss,
+        autocast=torch.bfloat16,
+        clips=False,
+    )
+
+
+def wav2vec() -> Job:
+    """Frames of sound that are hidden, told from the others."""
+    with CUDA:
+        model = AudioEncoder()
+    sound, frames = torch.randn(8, 64000, device=CUDA), tokens(320, 8, 199)
+    return Job(
+        model,
+        lambda: F.cross_entropy(model(sound).flatten(0, 1).float(), frames.flatten()),
+        adamw,
+        torch.float16,
+        scaled=True,
+    )
+
+
+def gnn() -> Job:
+    with CUDA:
+        model = GraphNetwork()
+    nodes, edges = torch.randn(40_000, 128, device=CUDA), tokens(40_000, 2, 400_000)
+    labels = tokens(40, 40_000)
+    return Job(
+        model,
+        lambda: F.cross_entropy(model(nodes, edges), labels),
+        lambda each: torch.optim.Adam(each, lr=1e-3),
+        clips=False,
+        clears_first=True,
+    )
+
+
+def mamba() -> Job:
+    with CUDA:
+        model = Mamba().to(torch.bfloat16)
+    x, y = tokens(8192, 8, 64), tokens(8192, 8, 64)
+    return Job(
+        model, lambda: F.cross_entropy(model(x).flatten(0, 1).float(), y.flatten())
+    )
+
+
+def vae() -> Job:
+    torch.backends.cudnn.benchmark = True
+    with CUDA:
+        model = ImageVae()
+    x = images(64, 3, 128, 128)
+    return Job(
+        model,
+        lambda: model(x),
+        lambda each: torch.optim.Adam(each, lr=1e-3, fused=True),
+        clips=False,
+        clears_first=True,
+        averaged=True,
+    )
+
+
+def clip() -> Job:
+    with CUDA:
+        model = hugging_face("CLIP", "Model")
+    x, ids = images(64, 3, 224, 224), tokens(49000, 64, 77)
+    return Job(
+        model,
+        lambda: model(input_ids=ids, pixel_values=x, return_loss=True).loss,
+        adamw,
+        torch.bfloat16,
+    )
+
+
+def ppo() -> Job:
+    with CUDA:
+        model = ActorCritic()
+    seen, done = torch.randn(256, 24, device=CUDA), tokens(6, 256)
+    before, gains, returns = (torch.randn(256, device=CUDA) for _ in range(3))
+    return Job(
+        model,
+        lambda: model.loss(seen, done, before, gains, returns),
+        lambda each: torch.optim.Adam(each, lr=3e-4, eps=1e-5),
+        clears_first=True,
+    )
+
+
 SETS: dict[str, list[Callable[[], Job]]] = {
     "first": [
         gpt2_medium,
@@ -437,6 +595,18 @@ SETS: dict[str, list[Callable[[], Job]]] = {
         mixer,
         dit,
         llama_lora,
+    ],
+    "third": [
+        llama_fp16,
+        neox_compiled,
+        roberta,
+        mae,
+        wav2vec,
+        gnn,
+        mamba,
+        vae,
+        clip,
+        ppo,
     ],
 }
 

@@ -52,10 +52,63 @@ class Size:
     vocabulary: int = 128256
     is_flash: bool = False  # FlashAttention 2, also where torch would choose cuDNN's
     is_composed: bool = False  # norms of many operators, as before torch had a kernel
+    is_float8: bool = False  # products of layers in 8 bits
+
+    def linear(self, inputs: int, outputs: int) -> nn.Module:
+        """One of its products."""
+        kind = Float8Linear if self.is_float8 else nn.Linear
+        return kind(inputs, outputs, bias=False)
 
     def norm(self) -> nn.Module:
         """One of its norms."""
         return (ComposedNorm if self.is_composed else nn.RMSNorm)(self.width)
+
+
+def to_float8(
+    x: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """With one scale for the tensor, which its largest element gives."""
+    scale = torch.finfo(dtype).max / torch.max(torch.abs(x)).float()
+    return (x.float() * scale).to(dtype), scale.reciprocal()
+
+
+def by_columns(x: torch.Tensor) -> torch.Tensor:
+    """The same matrix; products in 8 bits take their second one so."""
+    return x.t().contiguous().t()
+
+
+class Float8Product(torch.autograd.Function):
+    """A product whose three matrix products are in 8 bits."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Cast, and multiply."""
+        ctx.save_for_backward(x, weight)
+        (a, scale), (b, other) = to_float8(x), to_float8(weight)
+        return torch._scaled_mm(a, b.t(), scale, other, out_dtype=x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cast again: what is kept has 16 bits."""
+        x, weight = ctx.saved_tensors
+        g, scale = to_float8(grad.contiguous(), torch.float8_e5m2)
+        (a, of_x), (b, of_weight) = to_float8(x), to_float8(weight)
+        to_x = torch._scaled_mm(
+            g, by_columns(b), scale, of_weight, out_dtype=grad.dtype
+        )
+        to_weight = torch._scaled_mm(
+            g.t().contiguous(), by_columns(a), scale, of_x, out_dtype=grad.dtype
+        )
+        return to_x, to_weight
+
+
+class Float8Linear(nn.Linear):
+    """Products in 8 bits, with scales that follow the values (tensorwise, dynamic)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run it."""
+        y: torch.Tensor = Float8Product.apply(x.flatten(0, -2), self.weight)
+        return y.unflatten(0, x.shape[:-1])
 
 
 class ComposedNorm(nn.Module):
@@ -106,10 +159,10 @@ class Attention(nn.Module):
         self.is_flash = size.is_flash
         self.head_width = size.width // size.heads
         kv_width = size.kv_heads * self.head_width
-        self.wq = nn.Linear(size.width, size.width, bias=False)
-        self.wk = nn.Linear(size.width, kv_width, bias=False)
-        self.wv = nn.Linear(size.width, kv_width, bias=False)
-        self.wo = nn.Linear(size.width, size.width, bias=False)
+        self.wq = size.linear(size.width, size.width)
+        self.wk = size.linear(size.width, kv_width)
+        self.wv = size.linear(size.width, kv_width)
+        self.wo = size.linear(size.width, size.width)
 
     def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         """Run it."""
@@ -135,9 +188,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, size: Size) -> None:
         super().__init__()
-        self.w1 = nn.Linear(size.width, size.hidden, bias=False)
-        self.w2 = nn.Linear(size.hidden, size.width, bias=False)
-        self.w3 = nn.Linear(size.width, size.hidden, bias=False)
+        self.w1 = size.linear(size.width, size.hidden)
+        self.w2 = size.linear(size.hidden, size.width)
+        self.w3 = size.linear(size.width, size.hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Run it."""
@@ -168,7 +221,7 @@ class KeepSome:
 
     def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
         """What is done with the result of an operator."""
-        keep = "scaled_dot_product" in str(op)
+        keep = "scaled_dot_product" in str(op) or op is torch.ops.aten.max.default
         if op is torch.ops.aten.mm.default:
             self.products[context.is_recompute] += 1
             keep = self.products[context.is_recompute] % 2 == 1
@@ -296,6 +349,7 @@ def size_of(options: argparse.Namespace) -> Size:
         layers=options.layers or size.layers,
         is_flash=options.flash,
         is_composed=options.composed_norms,
+        is_float8=options.float8,
     )
 
 
@@ -315,12 +369,21 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--flash", action="store_true", help="FlashAttention 2")
     parser.add_argument("--composed-norms", action="store_true")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument(
+        "--float8",
+        action="store_true",
+        help="products of layers in 8 bits, without --tp",
+    )
     parser.add_argument("--steps", type=int, default=10)
     return parser.parse_args()
 
 
 def main() -> None:
     options = parse()
+    if options.float8 and options.tp > 1:
+        raise SystemExit(
+            "llama_fsdp2.py: products in 8 bits are not split: take --tp 1."
+        )
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl")

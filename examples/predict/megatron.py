@@ -305,23 +305,19 @@ class Stage(nn.Module):
             if options.tp > 1:
                 kind = Scatter if options.sequence_parallel else Sum
                 x = kind.apply(x, self.group)
-        else:
-            x = x.transpose(0, 1)
         for block in self.blocks:
             if options.recompute:
                 x = checkpoint(block, x, use_reentrant=False)
             else:
                 x = block(x)
         if self.head is None or self.norm is None:
-            return x.transpose(0, 1)
-        x = column_parallel(self.head, self.norm(x), options, self.group)
-        return x.transpose(0, 1)
+            return x
+        return column_parallel(self.head, self.norm(x), options, self.group)
 
 
 def loss_of(
     logits: torch.Tensor, target: torch.Tensor, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    logits = logits.transpose(0, 1)
     return VocabularyLoss.apply(logits, target.t(), group)
 
 
@@ -463,10 +459,10 @@ def pipeline(
     parts = options.tp if options.sequence_parallel else 1
     tokens = torch.empty(options.batch, options.sequence, dtype=torch.long)
     middle = torch.empty(
-        options.batch, options.sequence // parts, options.width, dtype=torch.bfloat16
+        options.sequence // parts, options.batch, options.width, dtype=torch.bfloat16
     )
     words = options.vocabulary // options.tp
-    logits = torch.empty(options.batch, options.sequence, words, dtype=torch.bfloat16)
+    logits = torch.empty(options.sequence, options.batch, words, dtype=torch.bfloat16)
     tokens, middle, logits = (x.to("meta") for x in (tokens, middle, logits))
     middle.requires_grad_()  # its gradient is sent back
     logits.requires_grad_()

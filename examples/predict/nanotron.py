@@ -721,7 +721,11 @@ def main() -> None:
     torch.cuda.empty_cache()  # nanotron: once, before the first step
     for _ in range(options.steps):
         stage.run(optimizer.backward)
+        # nanotron: it logs peaks here, and starts them anew, in the first steps.
+        torch.cuda.reset_peak_memory_stats()
         optimizer.step()
+        dist.barrier()  # nanotron: to time the step
+        torch.cuda.synchronize()
     dist.destroy_process_group()
 
 

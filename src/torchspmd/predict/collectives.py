@@ -19,12 +19,12 @@ __all__ = ["CommCost", "Link", "Placement", "place", "price_comm"]
 
 
 class _Protocol(NamedTuple):
-    """Seconds and rates of NCCL's protocols (tuning.cc), rings and trees.
+    """Seconds and rates of one of NCCL's protocols (tuning.cc), rings and trees.
 
     Attributes:
         ring, tree: Before the first hop.
         ring_hop, tree_hop: Of a hop over NVLink.
-        ring_network, tree_network: Of a hop over the network, of that of Simple.
+        ring_network, tree_network: Of a hop over the network.
         rate: Part of the link's rate that carries payload.
     """
 
@@ -37,25 +37,10 @@ class _Protocol(NamedTuple):
     rate: float
 
 
-_SIMPLE = _Protocol(8.4e-6, 8.4e-6, 3.4e-6, 4.0e-6, 1.0, 1.0, 1.0)
-_PROTOCOLS = (
-    _SIMPLE,
-    _Protocol(14e-6, 14e-6, 1.9e-6, 1.25e-6, 4 / 14, 8.5 / 14, 0.92),  # LL128
-    _Protocol(6.6e-6, 6.8e-6, 0.6e-6, 0.6e-6, 2.7 / 14, 5 / 14, 0.5),  # LL
-)
-_BASE = _SIMPLE.ring
-# Part of the network's best rate by the bytes of each rank (H100 clusters).
-_RAMP = (
-    (1e3, 0.115),
-    (8e3, 0.41),
-    (16e3, 0.78),
-    (8e6, 0.78),
-    (16e6, 0.91),
-    (32e6, 1.0),
-)
-# Seconds before an all-to-all over this many nodes moves anything.
-_ALL_TO_ALL = ((2, 37e-6), (4, 42e-6), (8, 60e-6), (16, 98e-6), (32, 290e-6))
-_WIRE = 0.96  # of a port's rate that NCCL counts with
+def _protocols(figures: Figures) -> list[_Protocol]:
+    """Simple comes first."""
+    _, rows = figures.table("collectives.protocols")
+    return [_Protocol(*row) for row in rows]
 
 
 class Link(StrEnum):
@@ -176,64 +161,72 @@ def _all_reduce_on_node(nbytes: int, ranks: int, figures: Figures) -> float:
 
 
 def _over_nodes(kind: str, nbytes: int, where: Placement, figures: Figures) -> float:
-    port = figures.network_number("port") * _WIRE
     if kind == "all_to_all":
-        return _all_to_all(nbytes, where, figures, port)
-    efficiency = figures.network_number("efficiency") / _WIRE * _ramp(nbytes, where)
+        return _all_to_all(nbytes, where, figures)
+    best = figures.network_number("port") * figures.network_number("efficiency")
     n = where.ranks
-    rate = port * efficiency * where.on_node * n / (n - 1)
-    once = nbytes / min(rate, figures.number("bandwidth.nvlink") * 0.8 * n / (n - 1))
-    hop = figures.network_number("latency")
+    rate = best * _ramp(nbytes, where, figures) * where.on_node
+    once = nbytes / (min(rate, _nvlink(figures)) * n / (n - 1))
     # NCCL takes the quickest of its algorithms and protocols, by size and nodes.
-    return min(
-        seconds
-        for protocol in _PROTOCOLS
-        for seconds in _algorithms(kind, protocol, once / protocol.rate, where, hop)
-    )
+    return min(_algorithms(kind, once, where, figures))
+
+
+def _nvlink(figures: Figures) -> float:
+    """Bytes a second that one GPU reaches to others of its node."""
+    part = figures.number("collectives.nvlink")
+    return part * figures.number("bandwidth.nvlink")
 
 
 def _algorithms(
-    kind: str, protocol: _Protocol, once: float, where: Placement, hop: float
+    kind: str, once: float, where: Placement, figures: Figures
 ) -> Iterator[float]:
     """A ring; for sums on all ranks, it goes around twice, or a tree goes up and down.
 
     Args:
         kind: Of the collective.
-        protocol: That carries it.
         once: Seconds for the payload to go around.
         where: The ranks are.
-        hop: Seconds between nodes, of Simple.
+        figures: Of NCCL and the network.
     """
+    protocols = _protocols(figures)
+    # The network's own latency is that of Simple.
+    slower = figures.network_number("latency") / protocols[0].ring_network
     between, inside = where.nodes - 1, where.ranks - where.nodes
-    ring = protocol.ring + hop * protocol.ring_network * between
-    ring += protocol.ring_hop * inside
-    if kind != "all_reduce":
-        yield ring + once
-        return
-    yield 2 * ring + 2 * once
     levels = math.ceil(math.log2(where.nodes))
-    tree = hop * protocol.tree_network * levels
-    tree += protocol.tree_hop * (where.on_node - 1)
-    # The root of a tree sends and receives everything.
-    yield protocol.tree + 2 * tree + 2 * once / 0.92
+    for protocol in protocols:
+        payload = once / protocol.rate
+        ring = protocol.ring + slower * protocol.ring_network * between
+        ring += protocol.ring_hop * inside
+        if kind != "all_reduce":
+            yield ring + payload
+            continue
+        yield 2 * ring + 2 * payload
+        tree = slower * protocol.tree_network * levels
+        tree += protocol.tree_hop * (where.on_node - 1)
+        # The root of a tree sends and receives everything.
+        yield protocol.tree + 2 * tree + 2 * payload / figures.network_number("tree")
 
 
-def _ramp(nbytes: int, where: Placement) -> float:
-    line = Line([(math.log2(size), part) for size, part in _RAMP])
+def _ramp(nbytes: int, where: Placement, figures: Figures) -> float:
+    rows = figures.network_rows("ramp")
+    line = Line([(math.log2(size), part) for size, part in rows])
     return line.at(math.log2(max(nbytes / where.ranks, 1)))
 
 
-def _all_to_all(nbytes: int, where: Placement, figures: Figures, port: float) -> float:
-    latency = Line([(math.log2(n), seconds) for n, seconds in _ALL_TO_ALL])
+def _all_to_all(nbytes: int, where: Placement, figures: Figures) -> float:
+    rows = figures.network_rows("all_to_all")
+    latency = Line([(math.log2(n), seconds) for n, seconds in rows])
     outside = nbytes * (where.ranks - where.on_node) / where.ranks
     inside = nbytes - outside
-    rate = port * (1 - 0.44 / where.nodes)
-    seconds = max(outside / rate, inside / (0.8 * figures.number("bandwidth.nvlink")))
+    port = figures.network_number("port") * figures.network_number("wire")
+    rate = port * (1 - figures.network_number("all_to_all_lost") / where.nodes)
+    seconds = max(outside / rate, inside / _nvlink(figures))
     return latency.at(math.log2(where.nodes)) + seconds
 
 
 def _between_two(nbytes: int, where: Placement, figures: Figures) -> float:
+    base = _protocols(figures)[0].ring
     if where.nodes == 1:
-        return _BASE + nbytes / (0.8 * figures.number("bandwidth.nvlink"))
+        return base + nbytes / _nvlink(figures)
     rate = figures.network_number("port") * figures.network_number("efficiency")
-    return _BASE + figures.network_number("latency") + nbytes / rate
+    return base + figures.network_number("latency") + nbytes / rate

@@ -11,17 +11,29 @@ from functools import lru_cache
 from typing import Any
 
 from torchspmd.errors import UsageError
-from torchspmd.predict.hardware import Figure, Hardware, Rows, load_gpu
+from torchspmd.predict.hardware import (
+    Figure,
+    Hardware,
+    Rows,
+    load_gpu,
+    load_network,
+)
 
 __all__ = ["Correction", "Figures"]
 
 REFERENCE = "h200"
+REFERENCE_NETWORK = "ib-ndr400"
 _NEAREST = 6
 
 
 @lru_cache(maxsize=1)
 def _reference() -> Hardware:
     return load_gpu(REFERENCE)
+
+
+@lru_cache(maxsize=1)
+def _reference_network() -> Hardware:
+    return load_network(REFERENCE_NETWORK)
 
 
 class Figures:
@@ -53,20 +65,34 @@ class Figures:
         raise UsageError(f"The hardware file of {self.gpu.name} has no {key}.")
 
     def network_number(self, key: str) -> float:
-        """A figure of the network.
+        """A figure of the network, or else of the reference.
+
+        Raises:
+            UsageError: No network was named, or no file has the figure.
+        """
+        return self._network(key).number(f"network.{key}")
+
+    def network_rows(self, key: str) -> Rows:
+        """Rows of the network, or else of the reference.
 
         Raises:
             UsageError: No network was named.
         """
+        return self._network(key).rows(f"network.{key}")
+
+    def _network(self, key: str) -> Hardware:
         if self.network is None:
             raise UsageError(
                 f"The ranks are on several nodes and no network was named ({key}): give "
                 "--network, as in --network ib-ndr400."
             )
-        value = self.network.number(f"network.{key}")
-        figure = self.network.figures[f"network.{key}"]
-        self.used[f"network.{key}"] = (self.network, figure)
-        return value
+        name = f"network.{key}"
+        hardware = self.network
+        if not hardware.has(name) and _reference_network().has(name):
+            hardware = _reference_network()
+        if hardware.has(name):
+            self.used[name] = (hardware, hardware.figures[name])
+        return hardware
 
     def optional(self, key: str, default: float) -> float:
         """The GPU's own figure, where its file has one; never that of the reference."""
@@ -98,8 +124,10 @@ class Figures:
                 value = f"{len(figure.value)} rows"
             source = figure.source
             if self._is_taken(hardware):
+                where = "network" if key.startswith("network.") else "GPU"
                 source = (
-                    f"taken from {hardware.title}, not measured on this GPU: {source}"
+                    f"taken from {hardware.title}, not measured on this {where}: "
+                    f"{source}"
                 )
             listed.append(
                 {"what": key, "value": value, "source": source, "error": None}
@@ -118,7 +146,11 @@ class Figures:
             notes.append(
                 f"Kernels that no table covers, by [kernels]: {', '.join(ratios)}."
             )
-        taken = [self._is_taken(hardware) for hardware, _ in self.used.values()]
+        taken = [
+            self._is_taken(hardware)
+            for key, (hardware, _) in self.used.items()
+            if not key.startswith("network.")
+        ]
         if any(taken):
             notes.append(
                 f"{sum(taken)} of {len(taken)} figures are taken from "

@@ -2,8 +2,12 @@
 
 An eager script issues each operator by itself, and pays for its Python calls beside them;
 backward runs in autograd's engine, an optimizer pays for each parameter. A compiled region
-pays once to enter and a little for each kernel.
+pays once to enter and a little for each kernel. Figures are of loops of one kind; a step
+has many kinds in turn, which is slower in forward. In backward it is not: what starting
+the engine adds to a short loop makes up for it.
 """
+
+import math
 
 from torchspmd.predict.figures import Figures
 from torchspmd.predict.operators import memory_key
@@ -26,10 +30,18 @@ from torchspmd.rehearse.recording import (
 __all__ = ["HostModel"]
 
 # While recomputing: one for each tensor that is kept for backward. In backward: one for
-# each gradient that a parameter is given, which is a part of host_optimizer.gradient.
+# each gradient that a parameter is given, which is a part of host_optimizer.accumulate.
 _SAVED = "detach"
+_MANY = 15  # kinds of operators in turn: more are no slower
+_OF_A_LAYER = 7  # other kernels between two of the same kind, in compiled code
 _SEVERAL = 5  # times the shortest kernel: it is more than one
-_FOREACH_OPS = 12  # of one AdamW step: what is measured is for all of them
+# A step is measured whole: the tensors that it hands to operators for each parameter, and
+# its operators.
+_FOREACH = {"adamw": (13, 8), "sgd": (5, 3)}
+_FUSED_STEP = "host_optimizer.adamw_fused_step"
+_OF_SGD = "aten._foreach_add_.List"
+# Clipping multiplies by the norm, and is measured with it.
+_WITH_ANOTHER = frozenset({"aten._foreach_mul_.Tensor"})
 # Operators whose figure has another name.
 _KEYS = {
     "_to_copy": "to_copy",
@@ -73,6 +85,7 @@ class HostModel:
         self._in_program = False  # whether a compiled step is run
         self._shards = False  # fully_shard has just filled a buffer to send
         self._cache: dict[tuple[str, Phase], float] = {}
+        self._kinds: dict[str, None] = {}  # of forward, by when they were issued last
 
     def seconds(self, event: Event, kernels: int = 1) -> float:
         """Before this event is issued; ``kernels`` that it launches."""
@@ -100,10 +113,17 @@ class HostModel:
             if site.phase is Phase.RECOMPUTE:
                 seconds += self.figures.number("launch.checkpoint")
             if self._phase is Phase.BACKWARD and site.phase is not Phase.RECOMPUTE:
-                each = self.figures.number("host_optimizer.gradient")
-                seconds += each * self._parameters
+                seconds += self._gradient() * self._parameters
         self._phase = site.phase
         return seconds
+
+    def _gradient(self) -> float:
+        """Handing a gradient to a parameter, and forgetting it.
+
+        Where a file has no figure, what a node of autograd without a kernel costs.
+        """
+        node = self.figures.number("host_backward.view") / 2
+        return self.figures.optional("host_optimizer.accumulate", node)
 
     def _python(self, op: Op) -> float:
         """Calls of modules, and other Python beside operators."""
@@ -119,7 +139,8 @@ class HostModel:
             return self._compiled(op, kernels)
         self._region = None
         if op.site.phase is Phase.OPTIMIZER:
-            seconds = self._optimizer(op)
+            # Its code ran last in the step before.
+            seconds = self._optimizer(op) * self._after(len(self._kinds))
         else:
             seconds = self._eager(op)
         if op.through == "dtensor":
@@ -133,24 +154,43 @@ class HostModel:
         if op.region != self._region and op.through != "compiled":
             seconds += self.figures.number(f"launch.compiled_{way}_region")
         self._region = op.region
-        return seconds
+        return seconds * self._after(_OF_A_LAYER)
 
     def _eager(self, op: Op) -> float:
         backward = op.site.phase is Phase.BACKWARD
         key = (op.name, op.site.phase)
         if key not in self._cache:
             self._cache[key] = self._look_up(op, backward=backward)
-        return self._cache[key]
+        return self._cache[key] * (1.0 if backward else self._mixed(op))
+
+    def _mixed(self, op: Op) -> float:
+        """How much longer than in a loop: others have driven its code out of the caches."""
+        if op.views and base_name(op.name) == _SAVED:
+            return 1.0  # hooks of a checkpoint
+        others = 0
+        for name in reversed(self._kinds):
+            if name == op.name:
+                break
+            others += 1
+        self._kinds.pop(op.name, None)
+        self._kinds[op.name] = None
+        return self._after(others)
+
+    def _after(self, others: int) -> float:
+        """The same by how many others: none of it without any, all of it after many."""
+        share = min(1.0, math.log2(1 + others) / math.log2(1 + _MANY))
+        return 1 + share * (self.figures.number("host_mixed.forward") - 1)
 
     def _look_up(self, op: Op, *, backward: bool) -> float:
+        if op.views and base_name(op.name) == _SAVED:
+            if backward:
+                return 0.0
+            if op.site.phase is Phase.RECOMPUTE:
+                return self.figures.number("launch.checkpoint_tensor")
         table = "host_backward" if backward else "host_forward"
         number = self.figures.number
         view = number(f"{table}.view") / 2
         if op.views:
-            if base_name(op.name) == _SAVED and backward:
-                return 0.0
-            if base_name(op.name) == _SAVED and op.site.phase is Phase.RECOMPUTE:
-                return number("launch.checkpoint_tensor")
             return view
         base = base_name(op.name).removesuffix("_backward").removesuffix("_")
         base = _KEYS.get(base, base)
@@ -181,15 +221,20 @@ class HostModel:
         if base.startswith("_fused_"):
             count = len(op.inputs) / 5
             each = number("host_optimizer.adamw_fused_parameter")
-            return count * each + number("host_optimizer.adamw_fused_step")
+            # A compiled step calls the operator, and no optimizer's step().
+            once = "host_forward.no_grad_add" if self._in_program else _FUSED_STEP
+            return count * each + number(once)
         if base == "_foreach_norm":  # of clip_grad_norm_, with what follows it
             each = number("host_optimizer.clip_parameter")
             return len(op.inputs) * each + number("host_optimizer.clip_step")
+        if op.name in _WITH_ANOTHER:
+            return 0.0
         if base.startswith("_foreach_"):
-            count = len(op.outputs) or len(op.inputs) / 2
-            each = number("host_optimizer.adamw_foreach_parameter")
-            step = number("host_optimizer.adamw_foreach_step")
-            return (count * each + step) / _FOREACH_OPS
+            name = "sgd" if op.name == _OF_SGD else "adamw"
+            tensors, ops = _FOREACH[name]
+            each = number(f"host_optimizer.{name}_foreach_parameter") / tensors
+            step = number(f"host_optimizer.{name}_foreach_step") / ops
+            return len(op.inputs) * each + step
         return number("host_forward.no_grad_add")
 
     def _comm(self, comm: Comm) -> float:

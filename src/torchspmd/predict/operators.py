@@ -159,7 +159,7 @@ class Pricer:
         self.figures = figures
         self._costs: dict[object, Cost] = {}
         self._corrections: dict[str, Correction] = {}
-        self._lines: dict[str, Line] = {}
+        self._lines: dict[str, tuple[Hardware, Line]] = {}
         self._rates: dict[tuple[str, str], _Rates] = {}
         self.floor = figures.number("launch.kernel")
 
@@ -224,10 +224,9 @@ class Pricer:
         layout = _layout(op)
         rates = self._rate(self.figures.gpu, dtype)
         seconds = _ideal_matmul(rates, shape) * self._matmul_ratio(dtype, layout, shape)
-        if dtype in _ON_TENSOR_CORES:
-            slower = rates._replace(
-                achieved=rates.achieved / self._misaligned(op, shape)
-            )
+        times = self._misaligned(op, shape) if dtype in _ON_TENSOR_CORES else 1.0
+        if times > 1:  # the measured rows are of aligned products
+            slower = rates._replace(achieved=rates.achieved / times)
             seconds = max(seconds, _ideal_matmul(slower, shape))
         return max(self.floor, seconds)
 
@@ -253,8 +252,12 @@ class Pricer:
 
     def _misaligned(self, op: Op, shape: tuple[int, int, int, int]) -> float:
         """How much slower a product is whose matrices' rows begin at odd addresses."""
-        item = {"float32": 4, "float64": 8}.get(factor_of(op).dtype, 2)
-        rows = [max(spec.stride[-2:]) for spec in op.inputs if len(spec.stride) >= 2]
+        item = tensor_bytes(factor_of(op)._replace(shape=(1,), stride=(1,)))
+        rows = [
+            max(spec.stride[-2:])
+            for spec in op.inputs
+            if len(spec.shape) > 1 and min(spec.shape[-2:]) > 1  # no vectors
+        ]
         step = math.gcd(16, *(item * each for each in (*rows, shape[2])))
         if step == 16:
             return 1.0
@@ -272,10 +275,11 @@ class Pricer:
         key = f"matmul.{dtype}"
         if key not in self._corrections:
             hardware, rows = self.figures.table(key)
-            if not rows and dtype == "float16":
-                key = "matmul.bfloat16"
+            measured = dtype
+            if not rows and dtype in ("float16", "float8"):  # kernels of the same form
+                measured, key = "bfloat16", "matmul.bfloat16"
                 hardware, rows = self.figures.table(key)
-            rates = self._rate(hardware, dtype)
+            rates = self._rate(hardware, measured)
             points, ratios = [], []
             for at, batch, m, n, k, seconds in rows:
                 sizes = (int(batch), int(m), int(n), int(k))
@@ -444,10 +448,15 @@ class Pricer:
         if base in _CONTIGUOUS_INSIDE:
             for spec in op.inputs[: 1 + ("backward" in base)]:
                 if not _is_contiguous(spec):
-                    seconds += self._copied(spec)
+                    seconds += self._made_contiguous(spec)
         if base == "native_layer_norm":
             row = self.figures.number("kernels.layer_norm_row")
             seconds = max(seconds, row * math.prod(op.outputs[1].shape))
+        if key == "concatenate_strided":
+            whole = [spec for spec in op.inputs if _is_contiguous(spec)]
+            part = 2 * sum(map(tensor_bytes, whole))  # read and written
+            seconds = self._by_bytes(key, nbytes - part)
+            seconds += self._by_bytes("concatenate", part) if part else 0.0
         if key in ("concatenate", "broadcast") or key.startswith("elementwise"):
             if any(not _is_dense(spec) for spec in op.inputs) or _is_strided(op):
                 seconds *= self.figures.number("kernels.strided")
@@ -461,6 +470,12 @@ class Pricer:
         """A copy of a tensor, in another order of its dimensions."""
         seconds = self._by_bytes("transpose", 2 * tensor_bytes(spec))
         return seconds * self._transposing(spec)
+
+    def _made_contiguous(self, spec: TensorSpec) -> float:
+        """A copy whose last dimension comes first in memory: rows may stay whole."""
+        if spec.stride[-1] != 1:
+            return self._copied(spec)
+        return self._by_bytes("strided", 2 * tensor_bytes(spec))
 
     def _transposing(self, spec: TensorSpec) -> float:
         """Times the seconds of two bytes an element, at the same bytes."""
@@ -488,20 +503,45 @@ class Pricer:
         table = f"operators.{key}"
         if table not in self._lines:
             hardware, rows = self.figures.table(table)
-            self._lines[table] = Line(
+            line = Line(
                 [
                     (math.log2(max(size, 1)), seconds / self._ideal(hardware, size))
                     for size, seconds in rows
                 ]
             )
-        ratio = self._lines[table].at(math.log2(max(nbytes, 1)))
-        seconds = max(self.floor, self._ideal(self.figures.gpu, nbytes) * ratio)
+            self._lines[table] = hardware, line
+        hardware, line = self._lines[table]
+        ratio = line.at(math.log2(max(nbytes, 1)))
+        seconds = self._ideal(self.figures.gpu, nbytes) * ratio
+        if hardware is not self.figures.gpu and ratio > 1:
+            seconds = self._carried_over(hardware, nbytes, ratio)
+        seconds = max(self.floor, seconds)
         is_cached = nbytes < self.figures.number("chip.l2_bytes") / 4
         if not is_cached and not key.startswith("nll_loss"):  # reads one of each row
             # What is measured over and over again comes from the cache; in a step, others
             # have used it meanwhile.
             seconds = max(seconds, nbytes / reached_bandwidth(self.figures))
         return seconds
+
+    def _carried_over(self, hardware: Hardware, nbytes: int, ratio: float) -> float:
+        """What takes longer elsewhere than its bytes: the rest is up to multiprocessors.
+
+        A norm reaches a third of the memory's rate on a chip with much of it; on one with
+        less memory for each multiprocessor it reaches more.
+        """
+        corner = _CORNER
+        ideal, here = (
+            self._ideal(each, nbytes) for each in (hardware, self.figures.gpu)
+        )
+        computing = ideal * (ratio**corner - 1) ** (1 / corner)
+        computing *= self._clocks(hardware) / self._clocks(self.figures.gpu)
+        return float((computing**corner + here**corner) ** (1 / corner))
+
+    def _clocks(self, hardware: Hardware) -> float:
+        """Clocks of all multiprocessors in a second."""
+        if hardware is self.figures.gpu:
+            return self.figures.number("chip.sms") * self.figures.number("chip.clock")
+        return hardware.number("chip.sms") * hardware.number("chip.clock")
 
     def _ideal(self, hardware: Hardware, nbytes: float) -> float:
         floor = hardware.figures.get("launch.kernel")
@@ -776,6 +816,8 @@ def _rate_name(op: Op, dtype: str) -> str:
 
 def factor_of(op: Op) -> TensorSpec:
     """A tensor whose elements are multiplied: the last that has no integers."""
+    if base_name(op.name) == "_scaled_mm":  # the others are scales
+        return op.inputs[1]
     return next(
         (spec for spec in reversed(op.inputs) if "int" not in spec.dtype), op.inputs[-1]
     )

@@ -22,7 +22,7 @@ from torchspmd.rehearse.recording import Event, Op, Phase, Recording
 __all__ = ["ErrorBar", "TimePrediction", "predict_time"]
 
 _MODEL = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.OTHER})
-_NEAR = 0.75  # of a step, that the host needs to issue it
+NEAR_HOST = 0.75  # of a step, that the host needs to issue it
 ROUNDS = 3
 
 
@@ -253,7 +253,7 @@ def predict_time(
             multi_rank=several[of].world_size > 1,
             near_host=account is not None
             and run is not None
-            and run.host[of] > _NEAR * account.seconds,
+            and run.host[of] > NEAR_HOST * account.seconds,
         ),
     )
 

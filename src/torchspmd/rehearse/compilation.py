@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 from torch import fx, nn
 
+from torchspmd import _torch
 from torchspmd.rehearse.recorder import Recorder
 from torchspmd.step.capture.inventory import Inventory
 from torchspmd.step.graph import inductor
@@ -48,6 +49,10 @@ _INDUCTOR = (
     "torchspmd.compile(backend='inductor'): pieces run operator by operator; what Inductor "
     "would fuse away in each is estimated, and left out of the memory"
 )
+_AUTO = (
+    "torchspmd.compile(backend='auto'): backends cannot be timed here; the graph is run, "
+    "where a GPU may take Inductor"
+)
 _CUDA_GRAPH = (
     "torchspmd.compile(backend='cudagraph'): every step counts as a replay, which costs "
     "the host nothing; the buffers for its inputs and results, and that its memory is kept "
@@ -66,9 +71,11 @@ def compilation_by_operator(
         cost: Gives what passes choose by that ask for measured rates.
     """
     runtime = _Rehearsed(recorder, cost)
+    zeros: list[torch.Tensor] = []  # of the region whose backward runs; see _Results
     with contextlib.ExitStack() as stack:
-        for owner, name, value in _torch_compile(recorder):
+        for owner, name, value in _torch_compile(recorder, zeros):
             stack.enter_context(mock.patch.object(owner, name, value))
+        stack.enter_context(_torch.after_each_backward(zeros.clear))
         # An IterGraphModule that a script runs by itself belongs to no compiled step.
         stack.enter_context(mock.patch.object(inductor, "lower", runtime.compile_graph))
         stack.enter_context(using_runtime(runtime))
@@ -77,7 +84,57 @@ def compilation_by_operator(
         yield
 
 
-def _torch_compile(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
+class _Results(torch.autograd.Function):
+    """The results of a compiled region come from one node of autograd.
+
+    So its backward begins when the gradients of all of them are there; one that the script
+    made no use of, such as logits beside a loss, gets zeros, which are in memory.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, zeros: list[torch.Tensor], *results: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.zeros = zeros
+        ctx.likes = [(each.shape, each.dtype, each.device) for each in results]
+        return tuple(each.detach() for each in results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        ctx.zeros.clear()
+        full = [
+            torch.zeros(shape, dtype=dtype, device=device) if given is None else given
+            for given, (shape, dtype, device) in zip(gradients, ctx.likes, strict=True)
+        ]
+        # Compiled code only reads them: without this, gradients are added into them.
+        ctx.zeros += [
+            gradient
+            for gradient, given in zip(full, gradients, strict=True)
+            if given is None
+        ]
+        return None, *full
+
+
+def _from_one_node(results: Any, zeros: list[torch.Tensor]) -> Any:
+    """Results of a region, as backward knows them; DTensors stay as they are."""
+    leaves, structure = _torch.flatten_tree(results)
+    places = [
+        place
+        for place, leaf in enumerate(leaves)
+        if _torch.is_fake_tensor(leaf) and leaf.grad_fn is not None
+    ]
+    if len(places) < 2:  # backward that gets here comes with its gradient
+        return results
+    joined = _Results.apply(zeros, *(leaves[place] for place in places))
+    for place, result in zip(places, joined, strict=True):
+        leaves[place] = result
+    return _torch.unflatten_tree(leaves, structure)
+
+
+def _torch_compile(
+    recorder: Recorder, zeros: list[torch.Tensor]
+) -> Iterator[tuple[Any, str, Any]]:
     def watched(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -86,9 +143,11 @@ def _torch_compile(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
                 return function(*args, **kwargs)
             recorder.begin_region()
             try:
-                return function(*args, **kwargs)
+                results = function(*args, **kwargs)
+                recorder.mark_returned(results)
             finally:
                 recorder.end_region()
+            return _from_one_node(results, zeros)
 
         return call
 
@@ -136,6 +195,10 @@ class _Rehearsed(Runtime):
         self._recorder.values.note(_INDUCTOR)
         inductor.check_compilable(graph)
         return _run_in_pieces(self._recorder, graph), "Inductor: not run in a rehearsal"
+
+    def why_untimed(self) -> str:
+        self._recorder.values.note(_AUTO)
+        return "this is a rehearsal"
 
     def replay_graph(self, graph: fx.GraphModule) -> Callable[..., Any]:
         self._recorder.values.note(_CUDA_GRAPH)

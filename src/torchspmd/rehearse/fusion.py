@@ -8,8 +8,9 @@ of their own read it; where a chain begins with something smaller than its end, 
 beginning is kept for backward, and not the end.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -140,6 +141,7 @@ class _Fusion:
             and life.end is not None
             and life.nbytes > _SMALL
             and info.category is Category.TEMPORARY
+            and not info.returned
             and all(reader.region == life.maker.region for _, reader in life.readers)
         )
 
@@ -201,6 +203,7 @@ class _Fusion:
             if life.end is not None and life.end < until:
                 self._ends[storage] = until
                 self._recording.storages[storage].saved = True
+        self._hold_inputs()
         self._reuse()
         for storage, place in self._ends.items():
             end = self._lives[storage].end
@@ -210,8 +213,43 @@ class _Fusion:
             self.removed.add(end)
             self.after[place].append(Free(storage))
 
+    def _hold_inputs(self) -> None:
+        """What a fused kernel reads is in memory when its result is allocated."""
+        for life in self._lives.values():
+            if life.begin in self.removed or not _is_fused(life.maker.name):
+                continue
+            for source in self._read_by(life.maker):
+                end = self._ends.get(source.storage, source.end)
+                if end is not None and source.begin < life.begin and end < life.begin:
+                    self._ends[source.storage] = life.begin
+
+    def _read_by(self, maker: Op) -> Iterator[_Life]:
+        """What the kernel that an operator became a part of reads."""
+        seen, makers = {maker.number}, [maker]
+        while makers:
+            operator = makers.pop()
+            for spec in operator.inputs:
+                life = self._lives.get(spec.storage)
+                if life is None or life.maker.number in seen:
+                    continue
+                if life.begin in self.removed or self._is_computed_again(life, maker):
+                    seen.add(life.maker.number)
+                    makers.append(life.maker)
+                else:
+                    yield life
+
+    def _is_computed_again(self, life: _Life, reader: Op) -> bool:
+        return (
+            life.storage in self._dropped
+            and life.maker.site.phase is not Phase.BACKWARD
+            and reader.site.phase is Phase.BACKWARD
+        )
+
     def _reuse(self) -> None:
-        """A fused kernel writes over an input of the same size that nobody reads later."""
+        """A fused kernel writes over an input of the same size that nobody reads later.
+
+        But not over what the region gave to its caller, who may still read it.
+        """
         hard = [
             place
             for place, event in enumerate(self._recording.events)
@@ -220,7 +258,8 @@ class _Fusion:
         ends: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         for life in self._lives.values():
             end = self._ends.get(life.storage, life.end)
-            if end is not None and life.begin not in self.removed:
+            is_returned = self._recording.storages[life.storage].returned
+            if end is not None and life.begin not in self.removed and not is_returned:
                 ends[life.nbytes].append((end, life.storage))
         for of_size in ends.values():
             of_size.sort()
@@ -231,7 +270,7 @@ class _Fusion:
             following = bisect_right(hard, life.begin)
             limit = hard[following] if following < len(hard) else life.begin
             candidates = ends[life.nbytes]
-            place = bisect_right(candidates, (life.begin, 1 << 62))
+            place = bisect_left(candidates, (life.begin, -1))
             while place < len(candidates) and candidates[place][0] < limit:
                 end, storage = candidates[place]
                 place += 1

@@ -93,7 +93,7 @@ def _attention(  # noqa: PLR0913  # torch's signature
         )
     if _flash_fits(query, key, value, attn_mask):
         return _flash(query, key, value, dropout_p, is_causal, scale)
-    if _cudnn_fits(query, key, value):
+    if _cudnn_fits(query, key, value, attn_mask):
         return _cudnn(query, key, value, attn_mask, dropout_p, is_causal, scale)
     if _efficient_fits(query, key, value, attn_mask):
         return _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale)
@@ -141,9 +141,15 @@ def _flash(
     return result[..., :width] if missing else result
 
 
-def _cudnn_fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+def _cudnn_fits(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+) -> bool:
     """Whether cuDNN's kernel runs, which takes masks too; Hopper's and later GPUs have it.
 
+    It has no gradient of a mask that is learned, such as T5's biases of positions.
     Without a mask it runs in place of ``_flash``: priced so, and as large in memory.
     """
     return (
@@ -153,6 +159,7 @@ def _cudnn_fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> 
         and query.dim() == 4
         and query.size(-1) == key.size(-1) == value.size(-1) <= 128
         and query.size(-1) % 8 == 0
+        and not (mask is not None and mask.requires_grad)
     )
 
 

@@ -608,6 +608,14 @@ class Recorder:
         self.region = None
         self._regions.append((_torch.sequence_number(), None))
 
+    def mark_returned(self, results: Any) -> None:
+        """What a compiled function gives to its caller."""
+        for leaf in _torch.flatten_tree(results)[0]:
+            local = local_tensor(leaf)
+            if local is not None and _torch.is_device_tensor(local):
+                number = self._number(local, -1, None)
+                self.recording.storages[number].returned = True
+
     def _region_here(self, phase: Phase) -> int | None:
         if self._num_programs:
             return self._piece

@@ -293,6 +293,7 @@ class StorageInfo:
             ``Llama.layers.0.wq.weight``; "" for others.
         module: The module that made it.
         saved: Whether autograd kept it for backward.
+        returned: Whether a compiled region gave it to its caller.
         site: Where it was allocated.
         parts: Of the named tensors in it: their module and bytes, by name. Several share
             one storage where a group's gradients are one buffer, as in FSDP2 and DDP.
@@ -303,6 +304,7 @@ class StorageInfo:
     name: str = ""
     module: str = ""
     saved: bool = False
+    returned: bool = False
     site: Site = NOWHERE
     parts: dict[str, tuple[str, int]] = field(default_factory=dict)
 

@@ -17,7 +17,13 @@ __all__ = ["READS_VALUE", "NoValueError", "Values"]
 
 READS_VALUE = frozenset({"aten._local_scalar_dense.default"})
 _CONSTANTS = {"zeros": 0, "zero_": 0, "ones": 1, "ones_like": 1, "zeros_like": 0}
-_TESTS = {"isnan": False, "isinf": False, "isfinite": True, "isneginf": False}
+_TESTS = {
+    "isnan": False,
+    "isinf": False,
+    "isfinite": True,
+    "isneginf": False,
+    "_is_all_true": True,  # torch's own checks, as of a distribution's arguments
+}
 # Operators that hand on what is known of a single value.
 _HAND_ON = frozenset(
     "_to_copy copy_ clone view reshape detach any all alias squeeze unsqueeze".split()

@@ -141,6 +141,13 @@ def test_inductor_runs_as_regions(rehearse):
     assert any("backend='inductor'" in note for note in recording.notes)
 
 
+def test_backends_are_not_timed(rehearse):
+    recording, _, _ = train(rehearse, parallel="replicate", backend="auto")
+    regions = {e.region for e in in_step(recording, 2) if isinstance(e, Op)}
+    assert regions == {None}
+    assert any("backend='auto'" in note for note in recording.notes)
+
+
 def test_what_is_not_done_is_noted(rehearse, monkeypatch):
     monkeypatch.delenv("TORCHSPMD_SHADOW")  # as users have it
     recording, _, _ = train(

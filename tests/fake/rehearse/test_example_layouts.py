@@ -8,6 +8,8 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from torchspmd.errors import UsageError
 from torchspmd.predict.account import Part
@@ -15,7 +17,7 @@ from torchspmd.predict.hardware import load_gpu, load_network
 from torchspmd.predict.memory import count_memory
 from torchspmd.predict.prediction import predict_time
 from torchspmd.predict.search import rehearse_call
-from torchspmd.rehearse.recording import Comm
+from torchspmd.rehearse.recording import Comm, Op
 from torchspmd.rehearse.world import World
 
 pytestmark = [
@@ -54,6 +56,31 @@ def test_a_pipeline_of_tensor_parallel_stages():
     parts = timed.account.parts
     assert parts[Part.BUBBLE] > 0
     assert parts[Part.EXPOSED] > 0  # of the tensor parallel ranks
+
+
+def test_products_of_layers_in_8_bits():
+    words = "--size debug --sequence 256 --recompute none --steps 2 --float8"
+    recording = rehearsed("llama_fsdp2.py", words, 8)
+    names = Counter(e.name for e in recording.events if isinstance(e, Op))
+    # Two steps of four layers with seven products, and two gradients of each.
+    assert names["aten._scaled_mm.default"] == 2 * 4 * 7 * 3
+    with pytest.raises(
+        (SystemExit, UsageError), match=r"8 bits are not split: take --tp 1"
+    ):
+        rehearsed("llama_fsdp2.py", f"{words} --tp 2", 8)
+
+
+def test_products_in_8_bits_are_near_those_in_16():
+    linear = runpy.run_path(str(EXAMPLES / "llama_fsdp2.py"))["Float8Linear"](64, 32)
+    linear = linear.bfloat16()
+    x = torch.randn(2, 16, 64, dtype=torch.bfloat16, requires_grad=True)
+    results = [linear(x), F.linear(x, linear.weight)]
+    grad = torch.randn_like(results[0])
+    found, right = (
+        (y, *torch.autograd.grad(y, [x, linear.weight], grad)) for y in results
+    )
+    for one, other in zip(found, right, strict=True):
+        assert (one - other).abs().max() < 0.15 * other.abs().max()
 
 
 def test_hsdp_shards_within_and_copies_between():

@@ -91,3 +91,95 @@ def test_fused_sums_take_no_buffers_of_kernels(rehearse):
 
     assert workspaces(compiled=False)
     assert not workspaces(compiled=True)
+
+
+class Scored(nn.Module):
+    """Gives its scores beside the loss, as language models do."""
+
+    def __init__(self, gives_scores):
+        super().__init__()
+        self.gives_scores = gives_scores
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        scores = self.up(x)
+        loss = scores.exp().sum()
+        return {"loss": loss, "scores": scores} if self.gives_scores else {"loss": loss}
+
+
+def most_live(recording):
+    """Of tensors as large as the scores, in backward."""
+    live, most = set(), 0
+    for event in recording.events:
+        if isinstance(event, Alloc):
+            if event.nbytes == LARGE:
+                live.add(event.storage)
+            if event.site.phase is Phase.BACKWARD:
+                most = max(most, len(live))
+        elif isinstance(event, Free):
+            live.discard(event.storage)
+    return most
+
+
+def score(
+    rehearse, *, compiled, gives_scores=True, use=lambda results: results["loss"]
+):
+    with rehearse() as recording:
+        x = torch.randn(ROWS, WIDTH, device="cuda")
+        module = Scored(gives_scores).cuda()
+        call = torch.compile(module) if compiled else module
+        use(call(x)).backward()
+    return recording
+
+
+def test_a_result_that_backward_does_not_reach_gets_zeros(rehearse):
+    assert "aten.zeros.default" not in allocated(
+        score(rehearse, compiled=False), Phase.BACKWARD
+    )
+    recording = score(rehearse, compiled=True)
+    assert allocated(recording, Phase.BACKWARD).count("aten.zeros.default") == 1
+    # x, the scores, which their caller may still read, the zeros, and the gradient.
+    assert most_live(recording) == 4
+
+
+def test_a_result_with_a_gradient_gets_no_zeros(rehearse):
+    recording = score(
+        rehearse, compiled=True, use=lambda each: each["loss"] + each["scores"].sum()
+    )
+    assert "aten.zeros.default" not in allocated(recording, Phase.BACKWARD)
+
+
+def test_what_only_the_region_knows_is_written_over(rehearse):
+    recording = score(rehearse, compiled=True, gives_scores=False)
+    assert "aten.zeros.default" not in allocated(recording, Phase.BACKWARD)
+    assert most_live(recording) == 2  # x, and the scores that become their gradient
+
+
+def test_zeros_go_with_the_backward_that_they_are_for(rehearse):
+    with rehearse() as recording:
+        module = torch.compile(Scored(gives_scores=True).cuda())
+        loss = module(torch.randn(ROWS, WIDTH, device="cuda"))["loss"]
+        loss.backward()
+        torch.ones(3, device="cuda")  # while the loss still has its graph
+    makers = {e.number: e.name for e in recording.events if isinstance(e, Op)}
+    names = [makers.get(getattr(event, "number", None)) for event in recording.events]
+    zeros = {
+        event.storage
+        for event in recording.events
+        if isinstance(event, Alloc) and makers.get(event.op) == "aten.zeros.default"
+    }
+    freed = {
+        e.storage
+        for e in recording.events[: names.index("aten.ones.default")]
+        if isinstance(e, Free)
+    }
+    assert zeros and zeros <= freed
+
+
+def test_results_of_a_region_may_be_written(rehearse):
+    with rehearse():
+        module = torch.compile(Scored(gives_scores=True).cuda())
+        results = module(torch.randn(ROWS, WIDTH, device="cuda"))
+        results["loss"].mul_(2)
+        (results["loss"] + results["scores"].mul(3).sum()).backward()
+    assert list(results) == ["loss", "scores"]

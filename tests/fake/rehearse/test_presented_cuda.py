@@ -338,6 +338,13 @@ def test_branch_on_a_value_is_refused(rehearse):
     assert "isnan, isinf and isfinite are answered" in str(error.value)
 
 
+def test_arguments_of_distributions_are_valid(rehearse):
+    with rehearse():
+        policy = torch.distributions.Categorical(logits=torch.randn(8, 6).cuda())
+        actions = torch.randint(6, (8,), device="cuda")
+        assert policy.log_prob(actions).shape == (8,)
+
+
 def test_host_tensors_keep_their_values(rehearse):
     with rehearse():
         assert torch.arange(4).sum().item() == 6
@@ -546,6 +553,18 @@ def test_attention_with_a_mask_takes_cudnns_kernel_on_hopper(rehearse):
     assert f"{name}.default" in names
     assert f"{name}_backward.default" in names
     assert "aten._scaled_dot_product_efficient_attention.default" in names
+
+
+def test_attention_with_a_learned_bias_does_not_take_cudnns_kernel(rehearse):
+    with rehearse() as recording:
+        q = torch.empty(2, 4, 16, 64, device="cuda", dtype=torch.bfloat16)
+        bias = torch.empty(4, 16, 16, device="cuda", dtype=torch.bfloat16)
+        bias.requires_grad_()
+        attend = torch.nn.functional.scaled_dot_product_attention
+        attend(q, q, q, attn_mask=bias).sum().backward()
+    assert bias.grad is not None
+    names = {op.name for op in operators_of(recording)}
+    assert "aten._scaled_dot_product_efficient_attention_backward.default" in names
 
 
 def test_gradients_that_are_cleared_first_stay_between_steps(rehearse):

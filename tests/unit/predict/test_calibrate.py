@@ -43,6 +43,8 @@ def test_every_section_has_figures(measured):
         "matmul",
         "operators",
     }
+    assert measured.figures["host_mixed.forward"].value >= 1
+    assert "host_optimizer.accumulate" in measured.figures
     assert all("measured on cpu" in f.source for f in measured.figures.values())
     # the one operator that CPUs have not
     assert all("_fused_rms_norm_backward" in note for note in measured.notes)

@@ -1,6 +1,7 @@
 """Prices of operators, collectives and the host, from hand-made recordings."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -12,11 +13,13 @@ from torchspmd.predict.host import HostModel
 from torchspmd.predict.operators import Pricer, is_known
 from torchspmd.predict.traffic import bytes_moved, op_flops
 from torchspmd.rehearse.recording import (
+    Category,
     Comm,
     Op,
     Phase,
     Recording,
     Site,
+    StorageInfo,
     TensorSpec,
 )
 
@@ -156,6 +159,27 @@ def test_measured_rows_correct_the_formula_and_carry_over_to_another_chip():
     assert near == pytest.approx(1e-3, rel=0.05)
 
 
+def test_what_multiprocessors_bound_does_not_follow_the_memory_of_another_chip():
+    x, rows = tensor(1 << 15, 8192), tensor(1 << 15, 1, dtype="float32")
+
+    def seconds(gpu, name, inputs, outputs):
+        op = operator(name, inputs, outputs)
+        return Pricer(Figures(load_gpu(gpu))).price(op).seconds
+
+    def ratio(gpu, name, inputs, outputs):
+        there = seconds("h200", name, inputs, outputs)
+        return seconds(gpu, name, inputs, outputs) / there
+
+    norm = "native_layer_norm.default", (x,), (x, rows, rows)
+    add = "add.Tensor", (x, x), (x,)
+    # The H100 has the H200's multiprocessors, and 0.7 of its memory's rate.
+    assert ratio("h100", *add) == pytest.approx(4.8 / 3.35, rel=0.02)
+    assert 1 < ratio("h100", *norm) < 1.15
+    # The A100 has fewer and slower ones, and less of both.
+    clocks = 132 * 1.98 / (108 * 1.41)
+    assert clocks < ratio("a100", *norm) < ratio("a100", *add)
+
+
 def test_corrections_between_cases():
     line = Line([(0.0, 1.0), (2.0, 4.0)])
     assert [line.at(x) for x in (-1, 0, 1, 5)] == pytest.approx([1, 1, 2, 4])
@@ -243,6 +267,31 @@ def communication(kind, ranks, nbytes, peer=-1):
     return Comm(0, kind, "c10d.x", *where)
 
 
+def test_figures_of_nccl_and_the_network_are_told_with_their_sources(tmp_path):
+    def told(network):
+        figures = Figures(load_gpu("h100"), load_network(network))
+        for kind in ("all_reduce", "all_to_all"):
+            collective_seconds(kind, 1 << 20, place(tuple(range(16)), 8), figures)
+        return {each["what"]: each for each in figures.assumptions()}, figures.notes()
+
+    keys = {f"network.{key}" for key in ("port", "wire", "tree", "ramp", "all_to_all")}
+    keys |= {"network.all_to_all_lost", "network.latency", "network.efficiency"}
+    keys |= {"collectives.protocols", "collectives.nvlink"}
+    own, _ = told("ib-ndr400")
+    assert keys <= set(own)
+    assert not own["network.ramp"]["source"].startswith("taken")
+    other, notes = told("efa-400")
+    assert other["network.ramp"]["source"].startswith("taken from InfiniBand NDR")
+    assert "not measured on this network" in other["network.tree"]["source"]
+    assert not other["network.port"]["source"].startswith("taken")
+    path = tmp_path / "own.toml"
+    path.write_text(
+        'like = "efa-400"\n[network]\nramp = { value = [[1, 1.0]], source = "mine" }\n'
+    )
+    assert told(str(path))[0]["network.ramp"]["source"] == "mine"
+    assert told(str(path))[1] == notes  # of the GPU alone
+
+
 def test_links_of_communications():
     figures = Figures(load_gpu("h100"), load_network("ib-ndr400"))
     inside = price_comm(communication("send", (0, 1), 1 << 20, 1), figures, 8, 0)
@@ -282,6 +331,75 @@ def test_the_host_pays_for_operators_python_and_wrappers():
     assert seconds(called) > seconds(add) + 5e-6
     graph = add._replace(through="graph")
     assert seconds(graph._replace(calls=10)) == seconds(graph)
+
+
+def host_seconds(gpu, ops, recording=None):
+    host = HostModel(Figures(gpu), recording or Recording())
+    return [host.seconds(op) for op in ops]
+
+
+def test_kinds_in_turn_take_longer_than_a_loop_of_one():
+    x = tensor(8)
+    names = "add mul gelu relu silu exp neg tanh cos sin sqrt abs floor ceil round erf"
+    kinds = [operator(f"{name}.default", (x,), (x,)) for name in names.split()]
+    gpu = load_gpu("h200")
+    loop = sum(sum(host_seconds(gpu, [op] * 9)[1:]) for op in kinds)
+    two = kinds[:2] * 9
+    turns = sum(host_seconds(gpu, kinds * 9)[len(kinds) :])
+    assert turns / loop == pytest.approx(gpu.number("host_mixed.forward"))
+    in_a_loop = sum(sum(host_seconds(gpu, [op] * 9)[1:]) for op in kinds[:2])
+    few = sum(host_seconds(gpu, two)[2:]) / in_a_loop
+    assert 1 < few < 0.5 + 0.5 * turns / loop
+    backward = [
+        op._replace(site=op.site._replace(phase=Phase.BACKWARD)) for op in kinds
+    ]
+    again = sum(sum(host_seconds(gpu, [op])) for op in backward)
+    assert sum(host_seconds(gpu, backward)) == pytest.approx(again)
+
+
+def test_a_foreach_optimizer_costs_what_was_measured():
+    gpu, count = load_gpu("h200"), 100
+    lists = {"lerp_": 2, "mul_": 1, "addcmul_": 3, "sqrt": 1, "div_": 1, "add_": 1}
+    ops = [
+        operator(f"_foreach_{name}.Scalar", (tensor(8),) * size * count, ())
+        for name, size in [*lists.items(), ("mul_", 1), ("addcdiv_", 3)]
+    ]
+    ops = [op._replace(site=op.site._replace(phase=Phase.OPTIMIZER)) for op in ops]
+    each = gpu.number("host_optimizer.adamw_foreach_parameter")
+    step = gpu.number("host_optimizer.adamw_foreach_step")
+    assert sum(host_seconds(gpu, ops)) == pytest.approx(count * each + step)
+
+
+def test_a_compiled_step_calls_no_optimizers_python():
+    gpu, x = load_gpu("h200"), tensor(8)
+    fused = operator("_fused_adamw_.default", (x,) * 50, (), Phase.OPTIMIZER)
+    (eager,), (program,) = (
+        host_seconds(gpu, [fused._replace(through=through)])
+        for through in ("eager", "program")
+    )
+    less = gpu.number("host_optimizer.adamw_fused_step")
+    less -= gpu.number("host_forward.no_grad_add")
+    assert eager - program == pytest.approx(less)
+
+
+def test_a_gradient_costs_a_node_where_it_was_not_measured():
+    recording = Recording()
+    parameter = StorageInfo(8, Category.PARAMETER)
+    recording.storages.update(dict.fromkeys(range(10), parameter))
+    x = tensor(8)
+    backward = operator("mul.Tensor", (x,), (x,), Phase.BACKWARD)
+    after = operator("add.Tensor", (x,), (x,), Phase.OPTIMIZER)
+    gpu = load_gpu("h200")
+    measured = replace(
+        gpu, figures={**gpu.figures, "host_optimizer.accumulate": Figure(1e-3, "here")}
+    )
+
+    def of_gradients(gpu):
+        with_them = host_seconds(gpu, [backward, after], recording)[1]
+        return with_them - host_seconds(gpu, [backward, after])[1]
+
+    assert of_gradients(gpu) == pytest.approx(5 * gpu.number("host_backward.view"))
+    assert of_gradients(measured) == pytest.approx(1e-2)
 
 
 def test_a_figure_that_no_file_has_is_asked_for_by_name():
@@ -366,6 +484,41 @@ def test_rows_that_begin_at_odd_addresses_take_older_kernels(pricer):
     assert 4 * aligned < odd < 8 * aligned
 
 
+def test_an_addend_that_is_no_matrix_does_not_misalign_a_product(pricer):
+    left, right = tensor(64, 512, 64), tensor(64, 64, 512)
+    result, scalar = (tensor(64, 512, 512),), tensor(1, 1, 1)
+    plain = pricer.price(operator("bmm.default", (left, right), result))
+    added = operator("baddbmm.default", (scalar, left, right), result)
+    assert pricer.price(added).seconds == plain.seconds
+
+
+def test_an_aligned_product_keeps_a_measured_ratio_below_one():
+    pricer = Pricer(Figures(load_gpu("h200")))
+    inputs = tensor(1024, 32768, stride=(1, 1024)), tensor(32768, 4096)
+    op = operator("mm.default", inputs, (tensor(1024, 4096),))
+    _, rows = pricer.figures.table("matmul.bfloat16")
+    assert [row[-1] for row in rows if row[:-1] == (2, 1, 1024, 4096, 32768)] == [
+        pytest.approx(pricer.price(op).seconds)
+    ]
+
+
+def test_only_those_parts_of_a_concatenation_are_slow_that_have_gaps(pricer):
+    whole = tensor(4096, 4096)
+    gaps = tensor(4096, 4096, stride=(1, 4096))
+    result = (tensor(4096, 3 * 4096),)
+
+    def seconds(*inputs):
+        return pricer.price(operator("cat.default", inputs, result)).seconds
+
+    dense, one, all_ = (
+        seconds(whole, whole, whole),
+        seconds(whole, gaps, whole),
+        seconds(gaps, gaps, gaps),
+    )
+    assert one == pytest.approx((2 * dense + all_) / 3, rel=0.05)
+    assert all_ > 3 * dense
+
+
 def test_one_filter_a_channel_runs_without_tensor_cores(pricer):
     x, filters = tensor(128, 96, 56, 56), tensor(96, 1, 7, 7)
     each = seconds(pricer, "convolution.default", (x, filters), (x,), groups=96)
@@ -414,6 +567,18 @@ def test_norms_copy_what_is_not_contiguous(pricer):
     assert copied > plain + 2 * 4 * math.prod(shape) / 4e12
 
 
+def test_a_copy_of_whole_rows_is_quicker_than_one_that_transposes(pricer):
+    def seconds(stride):
+        x = tensor(2048, 8, 4096, stride=stride)
+        y, row = tensor(2048, 8, 4096), tensor(2048, 8, 1, dtype="float32")
+        name = "native_layer_norm.default"
+        return pricer.price(operator(name, (x,), (y, row, row))).seconds
+
+    plain = seconds(None)
+    swapped, transposed = seconds((4096, 2048 * 4096, 1)), seconds((1, 2048, 16384))
+    assert transposed - plain > 2 * (swapped - plain) > 0
+
+
 def test_attention_with_dropout_takes_longer(pricer):
     q = tensor(8, 16, 1024, 64)
     name = "_scaled_dot_product_flash_attention.default"
@@ -422,6 +587,16 @@ def test_attention_with_dropout_takes_longer(pricer):
         for p in (0.0, 0.1)
     )
     assert dropped > 1.5 * plain
+
+
+def test_a_product_in_8_bits_is_priced_by_its_factors_not_by_its_scales(pricer):
+    a, b = tensor(8192, 8192, dtype="float8_e4m3fn"), tensor(8192, 8192)
+    b = b._replace(dtype="float8_e4m3fn", stride=(1, 8192))
+    scale, result = tensor(dtype="float32"), (tensor(8192, 8192),)
+    cost = pricer.price(operator("_scaled_mm.default", (a, b, scale, scale), result))
+    best = pricer.figures.gpu.number("flops.float8_achieved")
+    assert 0.7 * best < cost.flops / cost.seconds < 1.05 * best
+    assert cost.seconds < 0.7 * pricer.price(product(8192, 8192, 8192)).seconds
 
 
 def test_grouped_products_are_products(pricer):

@@ -11,11 +11,15 @@ from _host_lead import with_late_frees, without_streams
 from _published import SOURCES, Row
 from _scatter import scatter
 
+from torchspmd.predict.hardware import load_gpu
+from torchspmd.predict.memory import count_memory
 from torchspmd.predict.timeline import Item, Kind
 from torchspmd.rehearse.recording import (
     NOWHERE,
     Alloc,
     Free,
+    Mark,
+    MarkKind,
     Op,
     Recording,
     RecordStream,
@@ -118,10 +122,16 @@ def test_crashes_and_false_alarms_are_counted():
         validate_nanotron.compare(crashed, predicted(70, "yes")),
     ]
     assert table[0]["error %"] == pytest.approx(10)
+    ten = "mean error 10.0 %, median 10.0 %, 0 within 6 %"
+    table[0]["MFU %"] = 1.5
     assert list(validate_nanotron.summary(table)) == [
-        "1 that ran: mean error 10.0 %, median 10.0 %, 0 within 6 %",
+        f"1 that ran: {ten}",
+        f"    as if freed at once: {ten}",
+        f"1 of them below 2 %: {ten}",
+        f"    as if freed at once: {ten}",
         "1 of 1 that ran are said not to fit, 0 at risk",
         "1 of 2 that crashed are said not to fit, 0 at risk",
+        f"    {crashed}: 70 GiB, yes",
     ]
 
 
@@ -149,10 +159,13 @@ def test_the_head_counts_as_layers_of_the_last_stage():
         range(12),
         range(12, 21),
     ]
-    assert not validate_nanotron.is_idle(nanotron_row("1.34B", 8))
+    assert not validate_nanotron.is_refused(nanotron_row("1.34B", 8))
     *_, loss, nothing = validate_nanotron.stages(nanotron_row("1.34B", 16))
     assert (loss, nothing) == (range(20, 21), range(0))
-    assert validate_nanotron.is_idle(nanotron_row("1.34B", 16))
+    assert validate_nanotron.is_refused(nanotron_row("1.34B", 16))
+    few = nanotron_row("1.34B", 8)._replace(accumulate=6)
+    assert validate_nanotron.is_refused(few)
+    assert not validate_nanotron.is_refused(few._replace(accumulate=7))
 
 
 def test_memory_that_nccl_uses_comes_back_when_the_host_learns_it():
@@ -176,16 +189,49 @@ def test_memory_that_nccl_uses_comes_back_when_the_host_learns_it():
     ]
     with mock.patch("_host_lead.price_events", return_value=mock.Mock(items=items)):
         late = with_late_frees(recording, mock.Mock())
+    own = next(e.stream for e in late.events if isinstance(e, RecordStream))
+    assert own != used.stream
     assert late.events == [
         alloc,
         kernels[0],
+        RecordStream(7, own),
+        free,
         other,
         *kernels[1:3],
-        free,
+        Synchronize(own, None, "the host asks"),
         wait,
         kernels[3],
     ]
     assert without_streams(recording).events == [alloc, *events[2:]]
+
+
+def test_memory_counts_from_the_last_reset_of_peaks():
+    gib = 2**30
+
+    def alloc(storage, nbytes):
+        return Alloc(storage, nbytes, 0, -1, NOWHERE)
+
+    reset = Mark(MarkKind.RESET_PEAK, 0)
+    empty = Mark(MarkKind.EMPTY_CACHE, 0)
+    events = [alloc(1, 8 * gib), Free(1), empty, alloc(2, 2 * gib), reset]
+    account = count_memory(Recording(events=[*events, alloc(3, gib)]), load_gpu("h100"))
+    assert account.reserved_peak == 8 * gib
+    assert validate_nanotron.logged(account) == 3 * gib
+
+
+def test_a_crash_is_not_for_memory_where_what_takes_as_much_ran():
+    ran = validate_nanotron.Row("80B", 8, 4, 8, 2, 4, 8, 1, 60.0, 9.0)
+    crashed = ran._replace(micro_batch=2, accumulate=16, gib=0.0, mfu=0.0)
+    assert validate_nanotron.is_contradicted(crashed, [ran, crashed])
+    larger = crashed._replace(micro_batch=8)
+    assert not validate_nanotron.is_contradicted(larger, [ran, larger])
+    elsewhere = crashed._replace(tp=4)
+    assert not validate_nanotron.is_contradicted(elsewhere, [ran, elsewhere])
+    fewer = crashed._replace(dp=1)  # which share the states
+    assert not validate_nanotron.is_contradicted(fewer, [ran, fewer])
+    more = crashed._replace(dp=16, nodes=64)
+    assert validate_nanotron.is_contradicted(more, [ran, more])
+    assert not validate_nanotron.is_contradicted(ran, [ran])
 
 
 def test_the_sample_of_the_docs_is_there():

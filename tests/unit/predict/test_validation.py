@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tomllib
 from pathlib import Path
 from unittest import mock
 
@@ -11,6 +12,7 @@ import record_allocator
 import validate_jobs
 import validate_memory
 import validate_time
+import write_error_bars
 from _rows import ALL_ROWS, Row
 
 
@@ -50,9 +52,13 @@ def test_a_row_is_compared_by_a_step_in_a_row_with_others():
     row = validate_time.compare(Row("x", ""), phases, prediction)
     assert row["error %"] == pytest.approx(5)
     assert row["host"] == 2000
-    lines = validate_time.summary([row, {**row, "error %": -15.0}])
-    assert lines[0] == "mean error 10.0 %, worst 15.0 %"
-    assert "1 of 2 rows within 10 %" in lines
+
+
+def test_errors_are_told_whatever_their_sign():
+    assert _rows.told_errors([-15.0, 5.0, *8 * [4.0]]) == (
+        "10 rows: mean error 5.2 %, median 4.0 %, nine of ten within 5.0 %, "
+        "worst 15.0 %, 9 within 10 %"
+    )
 
 
 def test_a_row_that_fails_is_told_and_leaves_the_others(tmp_path, capsys):
@@ -140,8 +146,56 @@ def test_a_job_is_compared_with_what_it_printed(tmp_path, capsys):
     assert "mlp" in capsys.readouterr().out
 
 
+def test_jobs_are_compared_with_what_was_predicted_before(tmp_path, capsys):
+    memory = dict.fromkeys(validate_jobs._BYTES, 1 << 20)
+    told = {"step_seconds": 0.009, "memory": memory}
+    real = {"ms": 10.0, "allocated": 1 << 20, "reserved": 1 << 20, "steady": 1 << 20}
+    measured, predicted = tmp_path / "measured.json", tmp_path / "predicted.json"
+    measured.write_text(json.dumps({"mlp": real, "ppo": real}))
+    with (
+        mock.patch.object(validate_jobs, "predict", return_value=told),
+        mock.patch.object(
+            sys, "argv", ["", "--predict", str(predicted), "--only", "ppo"]
+        ),
+    ):
+        validate_jobs.main()
+    options = ["", "--measured", str(measured), "--predicted", str(predicted)]
+    with mock.patch.object(sys, "argv", options):  # rehearses nothing
+        validate_jobs.main()
+    out = capsys.readouterr().out
+    assert "ppo" in out
+    assert "mlp" not in out
+
+
 def test_the_jobs_are_those_of_their_script():
     text = validate_jobs.SCRIPT.read_text()
     for name, jobs in validate_jobs.NAMES.items():
         listed = text.partition(f'    "{name}": [')[2].partition("]")[0]
         assert [each.strip() for each in listed.split(",") if each.strip()] == jobs
+
+
+def test_error_bars_are_those_of_the_recorded_rows():
+    steps = write_error_bars.read()
+    shipped = write_error_bars.BARS.read_text(encoding="utf-8")
+    assert write_error_bars.text(steps) == shipped
+    measured = json.loads((write_error_bars.MEASURED / "h200.json").read_text())
+    rows = {step.row: step for step in steps if step.table == "h200"}
+    assert set(rows) == {r.name for r in ALL_ROWS if r.ranks == 1} & set(measured)
+    for name, step in rows.items():
+        seconds = validate_time.measured_seconds(measured[name])["step"]
+        assert step.measured == pytest.approx(1e3 * seconds, abs=0.01)
+
+
+def test_nine_of_ten_rows_are_within_an_error_bar():
+    steps = [
+        write_error_bars.Step(bar, "t", f"r{count}", 100.0, 100.0 + count)
+        for bar in write_error_bars.Bar
+        for count in range(1, 11)
+    ]
+    bars = tomllib.loads(write_error_bars.text(steps))
+    assert {bar["error"] for bar in bars.values()} == {0.09}
+    assert bars["near_host"]["source"].startswith("10 rows and jobs")
+    whole, *parts = write_error_bars.summary(steps)
+    assert whole.startswith("t, 40 rows: mean error 5.5 %")
+    assert parts[0].startswith("  one_rank_h200, 10 rows: mean error 5.5 %")
+    assert len(parts) == len(write_error_bars.Bar)

@@ -1,5 +1,6 @@
 """What the host needs: to issue an operator, for an optimizer, for hooks of wrappers."""
 
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -20,6 +21,9 @@ __all__ = ["compiled", "distributed", "host", "optimizers"]
 Function: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
+_FLAT = (16, 64)  # of most calls: their results can be arguments of others
+
+
 def _host_cases(meter: Meter) -> Iterator[tuple[str, Function, tuple[int, ...]]]:
     device, width = meter.device, 64
     made: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
@@ -31,7 +35,7 @@ def _host_cases(meter: Meter) -> Iterator[tuple[str, Function, tuple[int, ...]]]
     scale = torch.ones(8, device=device).requires_grad_()
     mean, variance = torch.zeros(8, device=device), torch.ones(8, device=device)
     heads = (1, 2, 16, width)
-    flat = (16, width)
+    flat = _FLAT
     image = (2, 8, 8, 8)
     yield "add", lambda x: x + x, flat
     yield "mul", lambda x: x * 1.0, flat
@@ -73,8 +77,11 @@ def _host_cases(meter: Meter) -> Iterator[tuple[str, Function, tuple[int, ...]]]
 
 def host(meter: Meter, limits: Limits) -> Iterator[Case]:
     """Issuing one operator of each kind, in forward and in backward."""
-    for key, function, shape in _host_cases(meter):
+    cases = list(_host_cases(meter))
+    for key, function, shape in cases:
         yield partial(_time_host, key, meter, limits.calls, function, shape)
+    kinds = [function for _, function, shape in cases if shape == _FLAT]
+    yield partial(_time_mixed, "kinds in turn", meter, limits.calls, kinds)
     x = meter.random(16)
     yield partial(_time_loss, "cross_entropy", meter, limits.calls)
     for key, call in (
@@ -107,7 +114,33 @@ def _time_host(
         torch.autograd.grad(result, start, gradient)
         times.append((time.perf_counter() - begin) / length)
         meter.synchronize()
-    yield f"host_backward.{key}", min(times)
+    # The middle, as in forward: a step does not meet the host at its quickest.
+    yield f"host_backward.{key}", statistics.median(times[2:])
+
+
+def _time_mixed(
+    label: str, meter: Meter, calls: int, functions: Sequence[Function]
+) -> Measured:
+    """Kinds in turn, over the same calls kind by kind; by turns, because hosts drift."""
+    del label
+    start = meter.random(*_FLAT).requires_grad_()
+    length, rounds = 40, 8
+
+    def seconds(order: Sequence[Function]) -> float:
+        meter.synchronize()
+        begin = time.perf_counter()
+        x = start * 1.0
+        for function in order:
+            x = function(x)
+        return time.perf_counter() - begin
+
+    by_kind = [each for each in functions for _ in range(length)]
+    in_turn = [*functions] * rounds
+    pairs = [
+        (seconds(in_turn), seconds(by_kind)) for _ in range(max(3, calls // length))
+    ]
+    turns, loops = (statistics.median(each) for each in zip(*pairs[1:], strict=True))
+    yield "host_mixed.forward", max(1.0, turns / rounds * length / loops)
 
 
 def _time_loss(key: str, meter: Meter, calls: int) -> Measured:
@@ -175,16 +208,41 @@ def _time_optimizer(name: str, meter: Meter, calls: int, make: Maker) -> Measure
 
 
 def _time_gradients(label: str, meter: Meter, calls: int) -> Measured:
-    """The host: handing a gradient to a parameter, and forgetting it."""
+    """The host: handing a gradient to a parameter, and forgetting it.
+
+    A chain of products by parameters, less the same by constants: what is more is one
+    product, and the gradient's way.
+    """
     del label
-    params = [nn.Parameter(meter.random(8)) for _ in range(100)]
+    count = 100
+    start = meter.random(8).requires_grad_()
+    gradient = torch.ones_like(start)
+    params = [nn.Parameter(meter.random(8)) for _ in range(count)]
+    optimizer = torch.optim.SGD(params)
 
-    def accumulate() -> None:
-        torch.stack(tuple(params)).sum().backward()
-        for param in params:
-            param.grad = None
+    def backward(factors: Sequence[torch.Tensor]) -> float:
+        x = start
+        for factor in factors:
+            x = x * factor
+        meter.synchronize()
+        begin = time.perf_counter()
+        x.backward(gradient)
+        seconds = time.perf_counter() - begin
+        start.grad = None
+        return seconds
 
-    yield "host_optimizer.gradient", meter.host_seconds(accumulate, calls) / 100
+    constants = [param.detach() for param in params]
+    pairs, clears = [], []
+    for _ in range(max(3, calls)):
+        pairs.append((backward(params), backward(constants)))
+        begin = time.perf_counter()
+        optimizer.zero_grad()
+        clears.append(time.perf_counter() - begin)
+    both, one = (statistics.median(each) for each in zip(*pairs, strict=True))
+    with torch.no_grad():
+        product = meter.host_seconds(lambda: gradient * gradient, 10 * calls)
+    each = (both - one + statistics.median(clears)) / count - product
+    yield "host_optimizer.accumulate", max(0.0, each)
 
 
 def _time_clipping(label: str, meter: Meter, calls: int) -> Measured:

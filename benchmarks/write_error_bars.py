@@ -1,0 +1,196 @@
+"""Where the error comes from that every predicted step is told with.
+
+    python benchmarks/write_error_bars.py             # rehearse every row; half an hour
+    python benchmarks/write_error_bars.py --recorded  # from the rows of the last time
+
+Rows that were measured on an H200 (``validate_time.py``, ``validate_jobs.py``) and
+published ones (``validate_published.py``) are predicted, and stand with their milliseconds
+in ``measured/predicted_steps.csv``. An error bar is what nine of ten of its rows stay
+within; they are written to ``src/torchspmd/predict/validation.toml``, which predictions
+read. What is printed are the errors of each table.
+"""
+
+import argparse
+import csv
+import json
+import math
+from collections.abc import Iterable, Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import NamedTuple
+
+import validate_jobs
+import validate_published
+import validate_time
+from _published import SOURCES, sampled
+from _rows import ALL_ROWS, nine_of_ten, rehearse, told_errors
+
+from torchspmd.predict.prediction import NEAR_HOST
+
+MEASURED = Path(__file__).parent / "measured"
+STEPS = MEASURED / "predicted_steps.csv"
+BARS = Path(__file__).parent.parent / "src/torchspmd/predict/validation.toml"
+GPU = "h200"
+LONGEST = 4  # stages of a published pipeline, as in the docs
+
+
+class Bar(StrEnum):
+    """A table of ``validation.toml``."""
+
+    DEVICE = "one_rank_h200"
+    HOST = "near_host"
+    ONE_RANK = "one_rank"
+    SEVERAL_RANKS = "several_ranks"
+
+
+# What a reader is told of the rows, beside their number.
+_SOURCES = {
+    Bar.DEVICE: "rows and jobs on machines with an H200 that the device bounds; the model "
+    "was made with most of them in sight",
+    Bar.HOST: "rows and jobs on machines with an H200 whose host needs three quarters of "
+    "the step or more: hosts differ; calibrate on yours",
+    Bar.ONE_RANK: "published rows on one H100",
+    Bar.SEVERAL_RANKS: "published rows of more than 8 GPUs; the model was made with them "
+    "in sight",
+}
+
+
+class Step(NamedTuple):
+    """A measured step and its prediction, in milliseconds."""
+
+    bar: Bar
+    table: str
+    row: str
+    measured: float
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        """As a part of the measured step."""
+        return abs(self.predicted / self.measured - 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--recorded", action="store_true", help="predict nothing: the rows of the CSV"
+    )
+    parser.add_argument("--jobs", type=int, default=2)
+    options = parser.parse_args()
+    if not options.recorded:
+        write([*own_rows(), *jobs(), *published(options.jobs)])
+    steps = read()
+    BARS.write_text(text(steps), encoding="utf-8")
+    print(*summary(steps), sep="\n")
+
+
+# ----------------------------------------------------------------------------
+# Predictions
+
+
+def own_rows() -> Iterator[Step]:
+    """Of every run of the same rows; each row is rehearsed once."""
+    rows = {row.name: row for row in ALL_ROWS if row.ranks == 1}
+    predictions = {}
+    for name in ("h200", "h200_second"):
+        measured = json.loads((MEASURED / f"{name}.json").read_text())
+        for row in (rows[each] for each in rows if each in measured):
+            if row.name not in predictions:
+                predictions[row.name] = rehearse(row, GPU)
+            prediction = predictions[row.name]
+            seconds = validate_time.measured_seconds(measured[row.name])["step"]
+            yield Step(_bar(prediction), name, row.name, *_pair(seconds, prediction))
+
+
+def jobs() -> Iterator[Step]:
+    """Models of other kinds."""
+    for table in ("h200_jobs", "h200_jobs_third"):
+        measured = json.loads((MEASURED / f"{table}.json").read_text())
+        for name, figures in measured.items():
+            prediction = validate_jobs.predict(name, GPU)
+            pair = _pair(figures["ms"] / 1e3, prediction)
+            yield Step(_bar(prediction), table, name, *pair)
+
+
+def _bar(prediction: dict[str, float]) -> Bar:
+    issuing, step = prediction["host_issue_seconds"], prediction["step_seconds"]
+    return Bar.HOST if issuing > NEAR_HOST * step else Bar.DEVICE
+
+
+def _pair(seconds: float, prediction: dict[str, float]) -> tuple[float, float]:
+    return 1e3 * seconds, 1e3 * prediction["step_seconds"]
+
+
+def published(processes: int) -> Iterator[Step]:
+    """Those of the docs, of one GPU or more than a node; without a source's factor."""
+    rows = [row for source in SOURCES.values() for row in source() if sampled(row)]
+    rows = [
+        row for row in rows if row.pp <= LONGEST and (row.gpus == 1 or row.gpus > 8)
+    ]
+    answers = validate_published.predict(rows, processes)
+    for row, answer in zip(rows, answers, strict=True):
+        if isinstance(answer, str):
+            raise SystemExit(f"write_error_bars.py: {row.name}: {answer}")
+        bar = Bar.ONE_RANK if row.gpus == 1 else Bar.SEVERAL_RANKS
+        seconds = validate_published.seconds_of(row, answer)
+        yield Step(bar, row.source, row.name, 1e3 * row.seconds, 1e3 * seconds)
+
+
+# ----------------------------------------------------------------------------
+# Files
+
+
+def write(steps: Iterable[Step]) -> None:
+    """One line for each, sorted: the same rows give the same file."""
+    with STEPS.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(Step._fields)
+        for step in sorted(steps):
+            figures = (f"{step.measured:.2f}", f"{step.predicted:.2f}")
+            writer.writerow((*step[:3], *figures))
+
+
+def read() -> list[Step]:
+    with STEPS.open(encoding="utf-8", newline="") as file:
+        return [
+            Step(
+                Bar(row["bar"]),
+                row["table"],
+                row["row"],
+                float(row["measured"]),
+                float(row["predicted"]),
+            )
+            for row in csv.DictReader(file)
+        ]
+
+
+def text(steps: list[Step]) -> str:
+    """The file of error bars."""
+    lines = [
+        "# The error of predicted steps that nine of ten rows of a validation table stay",
+        "# within. Made by benchmarks/write_error_bars.py.",
+    ]
+    for bar in Bar:
+        errors = sorted(step.error for step in steps if step.bar is bar)
+        most = nine_of_ten(errors)
+        source = f"{len(errors)} {_SOURCES[bar]} (docs/predict_time.md)"
+        lines += ["", f"[{bar}]", f"error = {math.ceil(round(100 * most, 3)) / 100}"]
+        lines.append(f'source = "{source}"')
+    return "\n".join(lines) + "\n"
+
+
+def summary(steps: list[Step]) -> Iterator[str]:
+    """What the docs tell of each table, and of its rows by their error bar."""
+    for table in dict.fromkeys(step.table for step in steps):
+        these = [step for step in steps if step.table == table]
+        bars = dict.fromkeys(step.bar for step in these)
+        yield f"{table}, {told_errors(100 * step.error for step in these)}"
+        for bar in bars if len(bars) > 1 else ():
+            errors = (100 * step.error for step in these if step.bar is bar)
+            yield f"  {bar}, {told_errors(errors)}"
+
+
+if __name__ == "__main__":
+    main()
