@@ -2,13 +2,13 @@
 
 Each source has its own file below ``published/``, or its rows here. Where a source does not
 say something (dropout, which attention), what its framework did at that time is taken, and
-said here. Rows with context parallelism, asynchronous tensor parallelism or float8 beside
-tensor parallelism are not here: the scripts cannot express them.
+said here. Rows with asynchronous tensor parallelism or Transformer Engine's float8 are not
+here: the scripts cannot express them.
 """
 
 import csv
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -129,24 +129,17 @@ def torchtitan() -> Iterator[Row]:
     1 and of TP 2 are of October 2025.
     """
     old = "--flash --composed-norms --recompute"
-    new = "--recompute selective"
+    new, low = "--recompute selective", "--compile --float8"
     for name, gpus, size, batch, tp, more, rate, gib in (
         ("FSDP", 8, "8b", 2, 1, f"{old} selective", 5762, 82.4),
         ("FSDP, compiled", 8, "8b", 2, 1, f"{old} selective --compile", 6667, 77.0),
-        (
-            "FSDP, compiled, float8",
-            8,
-            "8b",
-            2,
-            1,
-            f"{old} selective --compile --float8",
-            8532,
-            76.8,
-        ),
+        ("FSDP, compiled, float8", 8, "8b", 2, 1, f"{old} selective {low}", 8532, 76.8),
         ("FSDP 8, batch 1", 8, "8b", 1, 1, new, 7380, 47.82),
         ("FSDP 64, batch 1", 64, "8b", 1, 1, new, 5097, 31.41),
         ("FSDP 4, TP 2", 8, "8b", 1, 2, new, 5898, 35.33),
         ("FSDP 16, TP 8", 128, "405b", 2, 8, f"{old} full --compile", 109, 0),
+        ("FSDP 16, TP 8, float8", 128, "405b", 2, 8, f"{old} full {low}", 177, 0),
+        ("FSDP 32, TP 8, float8", 256, "70b", 16, 8, f"{old} full {low}", 829, 71.9),
     ):
         yield Row(
             f"{size} {gpus} H100, {name}",
@@ -155,6 +148,23 @@ def torchtitan() -> Iterator[Row]:
             _SIZES[size],
             f"--size {size} --batch {batch} --tp {tp} {more}",
             batch * 8192 // tp,
+            rate,
+            reserved_gib=gib,
+        )
+    for cp, rate, gib in (
+        (1, 3890, 83.9),
+        (2, 2540, 84.2),
+        (4, 1071, 84.0),
+        (8, 548, 84.5),
+    ):
+        sequence = 32768 * cp
+        yield Row(
+            f"8b 8 H100, FSDP {8 // cp}, CP {cp}, compiled, float8",
+            *_TITAN_H100,
+            8,
+            _SIZES["8b"],
+            f"--size 8b --cp {cp} --sequence {sequence} {old} full {low}",
+            32768,
             rate,
             reserved_gib=gib,
         )
@@ -225,33 +235,120 @@ def torchtitan_one_gpu() -> Iterator[Row]:
 # NVIDIA dgxc-benchmarking v25.02: NeMo, Megatron-Core
 
 
+class _Nemo(NamedTuple):
+    """A model with its layout: weak scaling, by the number of GPUs."""
+
+    name: str
+    layers: int
+    words: str
+    micro_batches: int
+    seconds: Mapping[int, float]
+    pp: int = 1
+    chunks: int = 1
+
+
+_LLAMA = "--vocabulary 128256 --mlp swiglu --sequence 8192 --batch 1 --cp 2"
+_405B = f"--width 16384 --heads 128 --kv-heads 8 --hidden 53248 {_LLAMA} --tp 8"
+_NEMO = (
+    _Nemo(
+        "nemotron 15B {} GPUs, TP 4",
+        32,
+        "--width 6144 --heads 48 --kv-heads 8 --vocabulary 256000 --mlp relu2 "
+        "--sequence 4096 --batch 4 --tp 4",
+        4,
+        {
+            16: 2.812,
+            32: 2.824,
+            64: 2.845,
+            128: 2.859,
+            256: 2.852,
+            512: 2.875,
+            1024: 2.895,
+            2048: 2.887,
+        },
+    ),
+    _Nemo(
+        "llama 8b {} GPUs, CP 2",
+        32,
+        f"--width 4096 --heads 32 --kv-heads 8 --hidden 14336 {_LLAMA}",
+        32,
+        {8: 12.78, 16: 12.99, 32: 13.00, 64: 13.00, 128: 13.16},
+    ),
+    _Nemo(
+        "llama 70b {} GPUs, TP 4, CP 2, PP 4 x 5",
+        80,
+        f"--width 8192 --heads 64 --kv-heads 8 --hidden 28672 {_LLAMA} --tp 4",
+        64,
+        {64: 14.61, 128: 14.70, 256: 14.72, 512: 14.80, 1024: 14.86, 2048: 14.84},
+        pp=4,
+        chunks=5,
+    ),
+    _Nemo("llama 405b, 7 layers, {} GPUs, TP 8, CP 2", 7, _405B, 63, {32: 9.00}),
+    _Nemo(
+        "llama 405b, 21 layers, {} GPUs, TP 8, CP 2, PP 3 x 7",
+        21,
+        _405B,
+        63,
+        {96: 8.87},
+        pp=3,
+        chunks=7,
+    ),
+    _Nemo(
+        "llama 405b, 42 layers, {} GPUs, TP 8, CP 2, PP 3 x 7",
+        42,
+        _405B,
+        63,
+        {192: 17.30},
+        pp=3,
+        chunks=7,
+    ),
+    _Nemo(
+        "nemotron 340B {} GPUs, TP 8, PP 8 x 12",
+        96,
+        "--width 18432 --heads 96 --kv-heads 8 --vocabulary 256000 --mlp relu2 "
+        "--sequence 4096 --batch 1 --tp 8",
+        16,
+        {128: 4.61, 256: 4.67, 512: 4.7, 1024: 4.73, 2048: 4.84},
+        pp=8,
+        chunks=12,
+    ),
+    _Nemo(
+        "gpt3 175B {} GPUs, TP 4, PP 8 x 12",
+        96,
+        "--width 12288 --heads 96 --bias --sequence 2048 --batch 1 --tp 4",
+        64,
+        {128: 8.309, 256: 8.408, 512: 8.42, 1024: 8.453, 2048: 8.49},
+        pp=8,
+        chunks=12,
+    ),
+)
+
+
 def dgxc() -> Iterator[Row]:
-    """Nemotron 15B, TP 4 with sequence parallelism, distributed optimizer, overlapped."""
-    words = "--width 6144 --heads 48 --kv-heads 8 --vocabulary 256000 --mlp relu2 "
-    words += "--sequence 4096 --batch 4 --tp 4 --sequence-parallel --zero --overlap"
-    for gpus, seconds in (
-        (16, 2.812),
-        (32, 2.824),
-        (64, 2.845),
-        (128, 2.859),
-        (256, 2.852),
-        (512, 2.875),
-        (1024, 2.895),
-        (2048, 2.887),
-    ):
-        yield Row(
-            f"nemotron 15B {gpus} GPUs, TP 4",
-            "NeMo, H100",
-            "megatron.py",
-            "h100",
-            "ib-ndr400",
-            gpus,
-            32,
-            words,
-            0,
-            1e3 * seconds,
-            4,
-        )
+    """bf16: sequence parallelism beside TP, distributed optimizer, overlapped.
+
+    Llama's attention goes round the ranks by torch's own context parallelism; Megatron's
+    sends keys and values from rank to rank.
+    """
+    for model in _NEMO:
+        words = f"{model.words} --zero --overlap --fuse-accumulation"
+        words += " --sequence-parallel" if "--tp" in words else ""
+        for gpus, seconds in model.seconds.items():
+            yield Row(
+                model.name.format(gpus),
+                "NeMo, H100",
+                "megatron.py",
+                "h100",
+                "ib-ndr400",
+                gpus,
+                model.layers,
+                words,
+                0,
+                1e3 * seconds,
+                model.micro_batches,
+                model.pp,
+                model.chunks,
+            )
 
 
 # ----------------------------------------------------------------------------
@@ -344,6 +441,14 @@ SAMPLE = (
     "nemotron 15B 16 ",
     "nemotron 15B 128 ",
     "nemotron 15B 2048 ",
+    "llama 8b 8 ",
+    "llama 8b 64 ",
+    "llama 8b 128 ",
+    "llama 70b 64 ",
+    "llama 70b 1024 ",
+    "llama 405b",
+    "nemotron 340B 128 ",
+    "gpt3 175B 128 ",
     "vTrain 2048 x 12, 2 GPUs, tp 1 dp 2 pp 1, 1 of 32",
     "vTrain 1024 x 12, 2 GPUs, tp 1 dp 1 pp 2, 2 of 8",
     "vTrain 1024 x 16, 2 GPUs, tp 2 dp 1 pp 1, 4 of 16",
@@ -362,5 +467,5 @@ SAMPLE = (
 
 def sampled(row: Row) -> bool:
     """Whether the docs show it."""
-    many = ("mpt", "nemotron", "vTrain")
+    many = ("mpt", "nemotron", "llama ", "gpt3", "vTrain")
     return not row.name.startswith(many) or row.name.startswith(SAMPLE)

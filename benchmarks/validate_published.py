@@ -13,7 +13,6 @@ run, with other prices, takes seconds.
 """
 
 import argparse
-import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -89,6 +88,8 @@ def points(row: Row) -> tuple[list[int], list[int]]:
     if row.layers <= layers[-1]:
         layers = [row.layers]
     batches = [1, 2] if row.pp == 1 else [row.pp, 2 * row.pp]
+    if row.chunks > 1:  # it takes longer until forward and backward alternate
+        batches = [3 * row.pp, 4 * row.pp]
     if row.accumulate <= batches[-1]:
         batches = [row.accumulate]
     return layers, batches
@@ -210,12 +211,12 @@ def seconds_of(row: Row, answer: Mapping[str, Any]) -> float:
 
 
 def fit(pairs: Iterable[tuple[Row, float]]) -> dict[str, float]:
-    """For each source, the mean ratio of its rows of up to 8 GPUs."""
+    """For each source, the median ratio of its rows of up to 8 GPUs."""
     ratios: defaultdict[str, list[float]] = defaultdict(list)
     for row, seconds in pairs:
         if row.gpus <= 8:
-            ratios[row.source].append(math.log(row.seconds / seconds))
-    return {source: math.exp(statistics.fmean(logs)) for source, logs in ratios.items()}
+            ratios[row.source].append(row.seconds / seconds)
+    return {source: statistics.median(found) for source, found in ratios.items()}
 
 
 def summary(table: list[dict[str, Any]], rows: list[Row]) -> Iterator[str]:

@@ -5,6 +5,8 @@ r"""Pretrain a Llama with FSDP2: meta-device init, mixed precision, checkpointin
         -- --size 70b --sequence 8192
     torchspmd predict examples/predict/llama_fsdp2.py --world-size 64 --gpu h100 \
         -- --size 8b --recompute selective --replicate 8 --tp 2 --compile
+    torchspmd predict examples/predict/llama_fsdp2.py --world-size 64 --gpu h100 \
+        -- --size 8b --sequence 131072 --cp 8 --compile
 
 An ordinary script for GPUs: it knows nothing of rehearsals.
 """
@@ -25,6 +27,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -315,15 +318,20 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
 def build(
     options: argparse.Namespace, device: torch.device
 ) -> tuple[Llama, DeviceMesh]:
-    copies, tp = options.replicate, options.tp
-    shards = dist.get_world_size() // copies // tp
+    copies, cp, tp = options.replicate, options.cp, options.tp
+    shards = dist.get_world_size() // copies // cp // tp
+    names: tuple[str, ...] = ("dp", "tp")
+    sizes: tuple[int, ...] = (shards, tp)
+    if cp > 1:  # ranks with parts of the same sequences
+        names, sizes = ("dp", "cp", "tp"), (shards, cp, tp)
     if copies > 1:  # HSDP: sharded within, copied between
-        names: tuple[str, ...] = ("replicate", "dp", "tp")
-        mesh = init_device_mesh("cuda", (copies, shards, tp), mesh_dim_names=names)
-        over = mesh["replicate", "dp"]
-    else:
-        mesh = init_device_mesh("cuda", (shards, tp), mesh_dim_names=("dp", "tp"))
-        over = mesh["dp"]
+        names, sizes = ("replicate", *names), (copies, *sizes)
+    mesh = init_device_mesh("cuda", sizes, mesh_dim_names=names)
+    over = mesh["dp"]
+    if cp > 1:
+        over = mesh["dp", "cp"]._flatten("dp_cp")
+    if copies > 1:
+        over = mesh["replicate", "dp_cp" if cp > 1 else "dp"]
     with torch.device("meta"):
         model = Llama(size_of(options), options.sequence, recompute=options.recompute)
     if options.tp > 1:
@@ -340,6 +348,21 @@ def build(
     model.to_empty(device=device)
     model.init_weights(device)
     return model, mesh
+
+
+def splitting(
+    options: argparse.Namespace, mesh: DeviceMesh, *parts: torch.Tensor
+) -> contextlib.AbstractContextManager[Any]:
+    """Inside, a rank has its part of each sequence, and attention goes round the ranks."""
+    if options.cp == 1:
+        return contextlib.nullcontext()
+    inputs, target, table = parts
+    return context_parallel(
+        mesh["cp"],
+        buffers=[inputs, target, table],
+        buffer_seq_dims=[1, 1, 0],
+        no_restore_buffers={inputs, target},
+    )
 
 
 def size_of(options: argparse.Namespace) -> Size:
@@ -361,6 +384,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=8192)
     parser.add_argument("--batch", type=int, default=1, help="sequences of a rank")
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel ranks")
+    parser.add_argument("--cp", type=int, default=1, help="context parallel ranks")
     parser.add_argument("--replicate", type=int, default=1, help="copies, for HSDP")
     parser.add_argument("--layers", type=int, help="instead of those of the size")
     parser.add_argument(
@@ -370,9 +394,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--composed-norms", action="store_true")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument(
-        "--float8",
-        action="store_true",
-        help="products of layers in 8 bits, without --tp",
+        "--float8", action="store_true", help="products of layers in 8 bits"
     )
     parser.add_argument("--steps", type=int, default=10)
     return parser.parse_args()
@@ -380,10 +402,6 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    if options.float8 and options.tp > 1:
-        raise SystemExit(
-            "llama_fsdp2.py: products in 8 bits are not split: take --tp 1."
-        )
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl")
@@ -399,11 +417,11 @@ def main() -> None:
         begin = time.perf_counter()
         tokens = torch.randint(vocabulary, (options.batch, options.sequence + 1))
         tokens = tokens.to(device, non_blocking=True)
-        logits = model(tokens[:, :-1])
-        loss = F.cross_entropy(
-            logits.flatten(0, 1).float(), tokens[:, 1:].flatten(0, 1)
-        )
-        loss.backward()
+        inputs, target = (x.contiguous() for x in (tokens[:, :-1], tokens[:, 1:]))
+        with splitting(options, mesh, inputs, target, model.table):
+            logits = model(inputs)
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
+            loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
         optimizer.step()
         schedule.step()

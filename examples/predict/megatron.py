@@ -1,13 +1,17 @@
-r"""Pretrain a decoder the way Megatron-LM does: tensor, sequence, pipeline, data parallel.
+r"""Pretrain a decoder the way Megatron-LM does: tensor, context, pipeline, data parallel.
 
     torchrun --nproc-per-node 8 examples/predict/megatron.py --tp 4 --pp 2
     torchspmd predict examples/predict/megatron.py --world-size 64 --gpu a100 \
         -- --layers 30 --width 3072 --heads 32 --tp 2 --recompute --attention unfused
+    torchspmd predict examples/predict/megatron.py --world-size 64 --gpu h100 \
+        -- --layers 80 --width 8192 --heads 64 --kv-heads 8 --hidden 28672 --mlp swiglu \
+        --sequence 8192 --tp 4 --cp 2 --pp 4 --accumulate 64 --sequence-parallel --zero
 
-Ranks that share tensors are next to each other, then come those of data parallelism, then
-the stages of the pipeline. Parameters are in 16 bits, gradients are summed up in 32 or 16,
-and the optimizer works on a copy in 32, whole or sharded (``--zero``) over data parallel
-ranks. An ordinary script for GPUs: it knows nothing of rehearsals.
+Ranks that share tensors are next to each other, then come those that share sequences
+(``--cp``), those of data parallelism, and the stages of the pipeline. Parameters are in 16
+bits, gradients are summed up in 32 or 16, and the optimizer works on a copy in 32, whole or
+sharded (``--zero``) over data parallel ranks. An ordinary script for GPUs: it knows nothing
+of rehearsals.
 """
 
 import argparse
@@ -27,6 +31,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
 )
+from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
@@ -99,11 +104,12 @@ def start_scatter(
     return part, work
 
 
-class GatherLinear(torch.autograd.Function):
-    """A product with the whole sequence, of which this rank keeps its part.
+class Product(torch.autograd.Function):
+    """A linear layer that knows what goes on beside its products.
 
-    Backward gathers it again, beside the product for the input's gradient; and sums that
-    up beside the product for the weight's.
+    With a group, of the whole sequence, of which this rank keeps its part: backward gathers
+    it again, beside the product for the input's gradient; and sums that up beside the
+    product for the weight's. That product adds to ``main_grad``, where the weight has one.
     """
 
     @staticmethod
@@ -112,37 +118,61 @@ class GatherLinear(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
     ) -> torch.Tensor:
         """Gather the sequence, and multiply."""
         ctx.save_for_backward(x, weight)
-        ctx.group, ctx.has_bias = group, bias is not None
-        return F.linear(gather(x, group), weight, bias)
+        ctx.group, ctx.weight, ctx.has_bias = group, weight, bias is not None
+        return F.linear(x if group is None else gather(x, group), weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Two products, each beside what the ranks say to each other."""
         x, weight = ctx.saved_tensors
-        whole, gathering = start_gather(x, ctx.group)
-        of_whole = grad.matmul(weight)
-        gathering.wait()
-        part, scattering = start_scatter(of_whole, ctx.group)
+        if ctx.group is None:
+            of_x = grad.matmul(weight)
+        else:
+            whole, gathering = start_gather(x, ctx.group)
+            of_whole = grad.matmul(weight)
+            gathering.wait()
+            x = whole
+            of_x, scattering = start_scatter(of_whole, ctx.group)
         rows = grad.flatten(0, 1)
-        of_weight = rows.t().matmul(whole.flatten(0, 1))
+        of_weight = multiply(ctx.weight, rows.t(), x.flatten(0, 1))
         of_bias = rows.sum(0) if ctx.has_bias else None
-        scattering.wait()
-        return part, of_weight, of_bias, None
+        if ctx.group is not None:
+            scattering.wait()
+        return of_x, of_weight, of_bias, None
+
+
+def multiply(
+    weight: nn.Parameter, left: torch.Tensor, right: torch.Tensor
+) -> torch.Tensor | None:
+    """The gradient of a weight; None where the product has added it to ``main_grad``."""
+    main = getattr(weight, "main_grad", None)
+    if main is None:
+        return left.matmul(right)
+    torch.addmm(main, left, right, out_dtype=main.dtype, out=main)
+    weight.when_added()
+    return None
+
+
+def linear(
+    layer: nn.Linear, x: torch.Tensor, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """A product whose gradients are ours."""
+    return Product.apply(x, layer.weight, layer.bias, group)
 
 
 def column_parallel(
-    linear: nn.Linear, x: torch.Tensor, options: Any, group: dist.ProcessGroup
+    layer: nn.Linear, x: torch.Tensor, options: Any, group: dist.ProcessGroup
 ) -> torch.Tensor:
     """A product that every rank has some columns of."""
     if options.tp == 1:
-        return linear(x)
+        return linear(layer, x)
     if options.sequence_parallel:
-        return GatherLinear.apply(x, linear.weight, linear.bias, group)
-    return linear(Copy.apply(x, group))
+        return linear(layer, x, group)
+    return linear(layer, Copy.apply(x, group))
 
 
 class Scatter(torch.autograd.Function):
@@ -196,6 +226,20 @@ class VocabularyLoss(torch.autograd.Function):
 # The model, as large as this rank's part of it
 
 
+@torch.compile
+def swiglu(y: torch.Tensor) -> torch.Tensor:
+    gate, up = y.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+@torch.compile
+def squared_relu(y: torch.Tensor) -> torch.Tensor:
+    return F.relu(y).square()
+
+
+ACTIVATIONS = {"gelu": F.gelu, "relu2": squared_relu, "swiglu": swiglu}
+
+
 class Block(nn.Module):
     """Attention and an MLP, with GELU, squared ReLU or SwiGLU."""
 
@@ -246,7 +290,7 @@ class Block(nn.Module):
                 y = F.scaled_dot_product_attention(
                     q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads
                 )
-        return self.o(y.permute(2, 0, 1, 3).reshape(length, batch, -1))
+        return linear(self.o, y.permute(2, 0, 1, 3).reshape(length, batch, -1))
 
     def unfused(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -263,12 +307,7 @@ class Block(nn.Module):
     def mlp(self, x: torch.Tensor) -> torch.Tensor:
         """Of (sequence, batch, width)."""
         y = column_parallel(self.up, x, self.options, self.group)
-        if self.options.mlp == "swiglu":
-            gate, up = y.chunk(2, -1)
-            return self.down(F.silu(gate) * up)
-        if self.options.mlp == "relu2":
-            return self.down(F.relu(y).square())
-        return self.down(F.gelu(y))
+        return linear(self.down, ACTIVATIONS[self.options.mlp](y))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Add to the residual stream."""
@@ -296,6 +335,7 @@ class Stage(nn.Module):
             self.head = nn.Linear(width, words, bias=False)
             if options.tied and self.embed is not None:
                 self.head.weight = self.embed.weight
+                self.head.weight.is_tied = True  # a part of its gradient comes later
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Tokens, or what the stage before has made, to logits, or what comes next."""
@@ -329,9 +369,9 @@ class Bucket:
     """Parameters of a block in one buffer, with gradients and a copy in 32 bits."""
 
     def __init__(
-        self, parameters: list[nn.Parameter], mesh: DeviceMesh, options: Any
+        self, parameters: list[nn.Parameter], group: dist.ProcessGroup, options: Any
     ) -> None:
-        self.group, self.options = mesh["dp"].get_group(), options
+        self.group, self.options = group, options
         ranks = self.group.size()
         self.parameters = parameters
         count = sum(p.numel() for p in self.parameters)
@@ -346,6 +386,9 @@ class Bucket:
             self.weights[at : at + p.numel()].copy_(p.detach().flatten())
             p.data = self.weights[at : at + p.numel()].view_as(p)
             self.places[p] = self.gradients[at : at + p.numel()].view_as(p)
+            is_fused = options.fuse_accumulation and not hasattr(p, "is_tied")
+            if is_fused and p.ndim == 2:
+                p.main_grad, p.when_added = self.places[p], self.count
             p.register_post_accumulate_grad_hook(self.take)
             at += p.numel()
         share = count // ranks if options.zero else count
@@ -354,14 +397,20 @@ class Bucket:
         self.missing = 0
         self.pending: Any = None
 
-    def begin(self, *, is_last: bool) -> None:
-        """Before a backward pass; the last one of a step sends."""
-        self.is_last, self.missing = is_last, len(self.parameters)
+    def begin(self, *, passes: int, is_last: bool) -> None:
+        """Before backward passes; the last one of a step sends."""
+        self.is_last, self.missing = is_last, passes * len(self.parameters)
 
     def take(self, p: nn.Parameter) -> None:
-        """Add a gradient, and send the bucket when the last of them is there."""
+        """Add a gradient."""
+        if p.grad is None:  # a product has added it
+            return
         self.places[p].add_(p.grad)
         p.grad = None
+        self.count()
+
+    def count(self) -> None:
+        """One more gradient was added: with the last of them, the bucket is sent."""
         self.missing -= 1
         if self.is_last and self.options.overlap and not self.missing:
             self.send()
@@ -421,6 +470,7 @@ def parse() -> argparse.Namespace:
         ("batch", 1),
         ("accumulate", 1),
         ("tp", 1),
+        ("cp", 1),
         ("pp", 1),
         ("interleave", 1),
         ("steps", 3),
@@ -431,12 +481,33 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--half-gradients", action="store_true", help="sum them up in 16 bits"
     )
+    parser.add_argument(
+        "--fuse-accumulation",
+        action="store_true",
+        help="products add to the gradients of weights, as in Megatron-Core",
+    )
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--mlp", choices=["gelu", "relu2", "swiglu"], default="gelu")
     parser.add_argument(
         "--attention", choices=["default", "flash", "unfused"], default="default"
     )
     return parser.parse_args()
+
+
+def lay_out(options: argparse.Namespace) -> tuple[DeviceMesh, dist.ProcessGroup]:
+    """The mesh, and the ranks whose gradients are summed up."""
+    data = dist.get_world_size() // options.pp // options.cp // options.tp
+    if options.cp == 1:
+        mesh = init_device_mesh(
+            "cuda", (options.pp, data, options.tp), mesh_dim_names=("pp", "dp", "tp")
+        )
+        return mesh, mesh["dp"].get_group()
+    mesh = init_device_mesh(
+        "cuda",
+        (options.pp, data, options.cp, options.tp),
+        mesh_dim_names=("pp", "dp", "cp", "tp"),
+    )
+    return mesh, mesh["dp", "cp"]._flatten("dp_cp").get_group()
 
 
 def build(
@@ -457,12 +528,13 @@ def pipeline(
     """The schedule over the stages."""
     mine, count = mesh["pp"].get_local_rank(), options.pp * options.interleave
     parts = options.tp if options.sequence_parallel else 1
-    tokens = torch.empty(options.batch, options.sequence, dtype=torch.long)
+    length = options.sequence // options.cp
+    tokens = torch.empty(options.batch, length, dtype=torch.long)
     middle = torch.empty(
-        options.sequence // parts, options.batch, options.width, dtype=torch.bfloat16
+        length // parts, options.batch, options.width, dtype=torch.bfloat16
     )
     words = options.vocabulary // options.tp
-    logits = torch.empty(options.sequence, options.batch, words, dtype=torch.bfloat16)
+    logits = torch.empty(length, options.batch, words, dtype=torch.bfloat16)
     tokens, middle, logits = (x.to("meta") for x in (tokens, middle, logits))
     middle.requires_grad_()  # its gradient is sent back
     logits.requires_grad_()
@@ -497,14 +569,10 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl")
-    data = dist.get_world_size() // options.pp // options.tp
-    names = ("pp", "dp", "tp")
-    mesh = init_device_mesh(
-        "cuda", (options.pp, data, options.tp), mesh_dim_names=names
-    )
+    mesh, group = lay_out(options)
     stages = build(options, mesh, device)
     buckets = [
-        Bucket(parameters, mesh, options)
+        Bucket(parameters, group, options)
         for stage in stages
         for parameters in groups(stage)
     ]
@@ -512,26 +580,47 @@ def main() -> None:
     schedule = pipeline(options, stages, mesh, device) if options.pp > 1 else None
     mine, last = mesh["pp"].get_local_rank(), options.pp - 1
     batch = options.batch * (options.accumulate if schedule else 1)
+    shape = (batch, options.sequence)
     for _ in range(options.steps):
         for number in range(1 if schedule else options.accumulate):
-            shape = (batch, options.sequence + 1)
-            tokens = torch.randint(options.vocabulary, shape, device=device)
+            tokens, target = (
+                torch.randint(options.vocabulary, shape, device=device)
+                for _ in ("tokens", "target")
+            )
+            passes = options.accumulate if schedule else 1
             is_last = schedule is not None or number == options.accumulate - 1
             for bucket in buckets:
-                bucket.begin(is_last=is_last)
-            if schedule is None:
-                logits = stages[0](tokens[:, :-1])
-                loss_of(logits, tokens[:, 1:], mesh["tp"].get_group()).backward()
-            else:
-                inputs = (tokens[:, :-1],) if mine == 0 else ()
-                target = tokens[:, 1:] if mine == last else None
-                schedule.step(*inputs, target=target, return_outputs=False)
+                bucket.begin(passes=passes, is_last=is_last)
+            with splitting(options, mesh, tokens, target):
+                if schedule is None:
+                    logits = stages[0](tokens)
+                    loss_of(logits, target, mesh["tp"].get_group()).backward()
+                else:
+                    schedule.step(
+                        *((tokens,) if mine == 0 else ()),
+                        target=target if mine == last else None,
+                        return_outputs=False,
+                    )
         for bucket in buckets:
             bucket.finish()
         optimizer.step()
         for bucket in buckets:
             bucket.publish()
     dist.destroy_process_group()
+
+
+def splitting(
+    options: argparse.Namespace, mesh: DeviceMesh, *batch: torch.Tensor
+) -> contextlib.AbstractContextManager[Any]:
+    """Inside, a rank has its part of each sequence, and attention goes round the ranks."""
+    if options.cp == 1:
+        return contextlib.nullcontext()
+    return context_parallel(
+        mesh["cp"],
+        buffers=list(batch),
+        buffer_seq_dims=[1] * len(batch),
+        no_restore_buffers=set(batch),
+    )
 
 
 def groups(stage: Stage) -> Iterator[list[nn.Parameter]]:

@@ -798,6 +798,11 @@ def test_hook_tables():
         assert len(getattr(module, name)) == 1
 
 
+def test_is_pointwise():
+    names = ("aten.exp_.default", "aten.add.Tensor", "aten.mm.default", "own::op")
+    assert list(map(_torch.is_pointwise, names)) == [True, True, False, False]
+
+
 def test_reduction_in_place():
     functional = torch.ops._c10d_functional
     form = _torch.reduction_in_place(functional.all_reduce.default)

@@ -167,6 +167,7 @@ from torchspmd._torch.operators import gives_one_tensor as gives_one_tensor
 from torchspmd._torch.operators import in_place_form as in_place_form
 from torchspmd._torch.operators import is_elementwise as is_elementwise
 from torchspmd._torch.operators import is_fused_optimizer as is_fused_optimizer
+from torchspmd._torch.operators import is_pointwise as is_pointwise
 from torchspmd._torch.operators import keeping_names as keeping_names
 from torchspmd._torch.operators import library_name as library_name
 from torchspmd._torch.operators import no_autocast as no_autocast

@@ -19,6 +19,8 @@ import torch.utils
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import _functional_collectives as functional_collectives
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 
 from torchspmd._torch.accumulation import Accumulation
@@ -30,6 +32,10 @@ _SHOWN = torch.device("cuda", 0)  # what shape functions are told
 _REAL_BYTES = 8 << 20  # tensors of the host up to this size are real
 
 _DEVICE = torch.ops.prim.device.default
+# Gives what a collective has started, to be waited for when it is used; from 2.12 on.
+_WRAP = getattr(
+    getattr(torch.ops._c10d_functional, "_wrap_tensor_autograd", None), "default", None
+)
 _LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 _QUERIES = frozenset(fake_tensor._DISPATCH_META_HANDLERS) | frozenset(
     fake_tensor._DISPATCH_HANDLE_DIRECTLY
@@ -161,6 +167,8 @@ class FakeDeviceMode(FakeTensorMode):
     ) -> Any:
         if func is _DEVICE:
             return _inner_device(args[0])
+        if func is _WRAP:
+            return functional_collectives.AsyncCollectiveTensor(args[0])
         if isinstance(func, HigherOrderOperator):
             return self._higher_order(func, args, kwargs or {})
         if types and _has_subclass(types):
@@ -506,7 +514,8 @@ def fake_device(
     """
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
-        for owner, name, value in (*_dispatch(), *_replacements(shown, on_resize)):
+        replaced = (*_dispatch(), *_makers(), *_replacements(shown, on_resize))
+        for owner, name, value in replaced:
             enter(mock.patch.object(owner, name, value))
         for kinds in _FOREACH_TYPES:
             kinds.append(FakeTensor)
@@ -558,9 +567,8 @@ def _dispatch() -> Iterator[tuple[Any, str, Any]]:
     yield FakeTensorMode, "__torch_dispatch__", dispatch_mode
 
 
-def _replacements(
-    shown: ShownAsCuda, on_resize: Callable[[Any, int], None]
-) -> Iterator[tuple[Any, str, Any]]:
+def _makers() -> Iterator[tuple[Any, str, Any]]:
+    """What makes tensors that wrap others: fake ones, DTensors, results of collectives."""
     plain_make = torch.Tensor._make_subclass
 
     def make(*args: Any, **kwargs: Any) -> Any:
@@ -569,6 +577,30 @@ def _replacements(
             kwargs["device_for_backend_keys"] = _INNER
         return plain_make(*args, **kwargs)
 
+    plain_wrap = torch.Tensor._make_wrapper_subclass
+
+    def make_wrapper(*args: Any, **kwargs: Any) -> Any:
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = _INNER
+        return plain_wrap(*args, **kwargs)
+
+    plain_tracing = functional_collectives._are_we_tracing
+
+    def is_tracing() -> bool:
+        # A rehearsal runs eagerly: what a collective gives is waited for when it is used.
+        mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+        if isinstance(mode, FakeDeviceMode) and get_proxy_mode() is None:
+            return False
+        return plain_tracing()
+
+    yield torch.Tensor, "_make_subclass", staticmethod(make)
+    yield torch.Tensor, "_make_wrapper_subclass", staticmethod(make_wrapper)
+    yield functional_collectives, "_are_we_tracing", is_tracing
+
+
+def _replacements(
+    shown: ShownAsCuda, on_resize: Callable[[Any, int], None]
+) -> Iterator[tuple[Any, str, Any]]:
     plain_device = torch.Tensor.device.__get__
 
     def outer_device(tensor: Any) -> torch.device:
@@ -599,7 +631,6 @@ def _replacements(
             return int(plain_address(storage))
         return int(storage._cdata) if storage.nbytes() else 0
 
-    yield torch.Tensor, "_make_subclass", staticmethod(make)
     yield torch.Tensor, "device", property(outer_device)
     yield torch.Tensor, "is_cuda", property(is_device_tensor)
     yield FakeTensor, "device", property(device)

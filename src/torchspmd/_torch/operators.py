@@ -239,6 +239,16 @@ def is_elementwise(operator: Any) -> bool:
     return is_pointwise or operator._opname.startswith("_foreach_")
 
 
+@cache
+def is_pointwise(name: str) -> bool:
+    """Whether torch says so of an operator, named as in ``aten.exp_.default``."""
+    space, _, rest = name.partition(".")
+    packet, _, overload = rest.partition(".")
+    known = getattr(getattr(torch.ops, space, None), packet, None)
+    operator = getattr(known, overload or "default", None)
+    return torch.Tag.pointwise in getattr(operator, "tags", ())
+
+
 def reduction_in_place(operator: Any) -> OpOverload | None:
     """The all-reduce that works in its argument's memory; None for other operators."""
     functional = torch.ops._c10d_functional

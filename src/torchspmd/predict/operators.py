@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from torchspmd import _torch
 from torchspmd.predict.figures import Correction, Figures, Line
 from torchspmd.predict.hardware import Hardware
 from torchspmd.predict.traffic import (
@@ -30,30 +31,25 @@ _CORNER = (
 )
 _CHANNELS = (64, 512, 2048)  # of the batch norms in hardware files
 
-_ELEMENTWISE = frozenset(
+# Beside what torch says is pointwise.
+_MOVES_BYTES = frozenset(
     """
-    abs add add_ addcdiv addcdiv_ addcmul addcmul_ arange bernoulli bernoulli_
-    bitwise_and bitwise_not bitwise_or ceil clamp clamp_ clamp_max clamp_min clone
-    constant_pad_nd contiguous copy_ cos div div_ elu elu_backward empty_like eq erf exp
-    exp2 expand_copy exponential_ eye fill fill_ floor floor_divide fmod full full_like ge
-    gelu gelu_backward glu glu_backward gt hardtanh hardtanh_backward hardsigmoid
-    hardswish hardswish_backward isfinite isinf isnan le leaky_relu leaky_relu_backward
-    lerp lerp_ lift_fresh log log1p log2 logical_and logical_not logical_or lt masked_fill
-    masked_fill_ maximum minimum mish mish_backward mul mul_ native_dropout
-    native_dropout_backward ne neg neg_ new_empty new_full new_ones new_zeros normal_
-    ones ones_like pow pow_ rand rand_like randint randn randn_like random_ reciprocal
-    relu relu_ remainder repeat roll round rsqrt rsub scalar_tensor select_backward
-    sigmoid sigmoid_ sigmoid_backward sign silu silu_ silu_backward sin slice_backward
-    softplus softplus_backward sqrt square stack sub sub_ tanh tanh_backward
-    threshold_backward tril triu trunc uniform_ unfold_backward where zero_ zeros
-    zeros_like upsample_nearest2d upsample_bilinear2d empty empty_strided cat split_copy
-    _to_copy _foreach_copy_ gather scatter scatter_ scatter_add scatter_add_
-    embedding embedding_dense_backward index index_select index_add index_add_ index_put
-    index_put_ _unsafe_index _index_put_impl_ index_copy index_copy_ take_along_dim
-    split_with_sizes_copy chunk_cat _chunk_cat linear_backward _reshape_copy flip
-    amp_update_scale_ _amp_update_scale_ _amp_foreach_non_finite_check_and_unscale_
-    _embedding_bag _embedding_bag_backward _embedding_bag_dense_backward
-    nan_to_num diagonal_copy rot90 logaddexp logit xlogy polar complex view_as_real_copy
+    __and__ __or__ __xor__ _amp_foreach_non_finite_check_and_unscale_
+    _amp_update_scale_ _chunk_cat _embedding_bag _embedding_bag_backward
+    _embedding_bag_dense_backward _foreach_copy_ _index_put_impl_ _reshape_copy
+    _to_copy _unsafe_index arange bernoulli bernoulli_ cat complex constant_pad_nd
+    contiguous copy_ diagonal_copy elu_backward embedding embedding_dense_backward
+    empty empty_like empty_strided expand_copy exponential_ eye fill fill_ flip
+    floor_divide full full_like gather glu glu_backward hardswish hardswish_backward
+    hardtanh_backward index index_add index_add_ index_copy index_copy_ index_put
+    index_put_ index_select leaky_relu_backward lift_fresh linear_backward log_sigmoid
+    log_sigmoid_backward log_sigmoid_forward masked_fill_ mish_backward native_dropout
+    new_empty new_full new_ones new_zeros normal_ ones ones_like polar rand rand_like
+    randint randn randn_like random_ repeat roll rot90 scalar_tensor scatter scatter_
+    scatter_add scatter_add_ select_backward slice_backward softplus_backward
+    split_copy split_with_sizes_copy stack take_along_dim tril triu unfold_backward
+    uniform_ upsample_bilinear2d upsample_nearest2d view_as_real_copy zero_ zeros
+    zeros_like
     """.split()
 )
 _REDUCING = frozenset(
@@ -681,7 +677,8 @@ def is_known(name: str) -> bool:
     """Whether an operator has a price of its own; others are priced by their bytes."""
     base = base_name(name)
     return (
-        base in _ELEMENTWISE
+        base in _MOVES_BYTES
+        or _torch.is_pointwise(name)
         or base in _FREE
         or base in _REDUCING
         or base in _KEYS
@@ -816,11 +813,13 @@ def _rate_name(op: Op, dtype: str) -> str:
 
 def factor_of(op: Op) -> TensorSpec:
     """A tensor whose elements are multiplied: the last that has no integers."""
-    if base_name(op.name) == "_scaled_mm":  # the others are scales
-        return op.inputs[1]
-    return next(
-        (spec for spec in reversed(op.inputs) if "int" not in spec.dtype), op.inputs[-1]
-    )
+    base = base_name(op.name)
+    if base == "_scaled_mm" or "attention" in base:  # scales and sums are behind it
+        return op.inputs[min(1, len(op.inputs) - 1)]
+    factors = [spec for spec in op.inputs if "int" not in spec.dtype] or op.inputs
+    written = {spec.storage for spec in op.outputs}  # of ``out=``, the last argument
+    read = (spec for spec in reversed(factors) if spec.storage not in written)
+    return next(read, factors[-1])
 
 
 def _layout(op: Op) -> int:

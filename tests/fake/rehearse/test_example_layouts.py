@@ -17,12 +17,15 @@ from torchspmd.predict.hardware import load_gpu, load_network
 from torchspmd.predict.memory import count_memory
 from torchspmd.predict.prediction import predict_time
 from torchspmd.predict.search import rehearse_call
+from torchspmd.predict.traffic import op_flops
 from torchspmd.rehearse.recording import Comm, Op
 from torchspmd.rehearse.world import World
 
 pytestmark = [
     # torch 2.13 has other names for two collectives; 2.11 has not
     pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning"),
+    # Logits of tensor parallel ranks are a view of what was gathered.
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module.*returned a view"),
 ]
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "predict"
@@ -60,14 +63,21 @@ def test_a_pipeline_of_tensor_parallel_stages():
 
 def test_products_of_layers_in_8_bits():
     words = "--size debug --sequence 256 --recompute none --steps 2 --float8"
-    recording = rehearsed("llama_fsdp2.py", words, 8)
-    names = Counter(e.name for e in recording.events if isinstance(e, Op))
+    whole, split = (
+        rehearsed("llama_fsdp2.py", f"{words} --tp {tp}", 8) for tp in (1, 2)
+    )
+    products = [
+        [
+            event
+            for event in recording.events
+            if isinstance(event, Op) and event.name == "aten._scaled_mm.default"
+        ]
+        for recording in (whole, split)
+    ]
     # Two steps of four layers with seven products, and two gradients of each.
-    assert names["aten._scaled_mm.default"] == 2 * 4 * 7 * 3
-    with pytest.raises(
-        (SystemExit, UsageError), match=r"8 bits are not split: take --tp 1"
-    ):
-        rehearsed("llama_fsdp2.py", f"{words} --tp 2", 8)
+    assert list(map(len, products)) == [2 * 4 * 7 * 3] * 2
+    flops, less = (sum(map(op_flops, each)) for each in products)
+    assert less == flops / 2
 
 
 def test_products_in_8_bits_are_near_those_in_16():
@@ -88,6 +98,46 @@ def test_hsdp_shards_within_and_copies_between():
     recording = rehearsed("llama_fsdp2.py", words + " --sequence 512", 16)
     groups = {(e.kind, len(e.ranks)) for e in recording.events if isinstance(e, Comm)}
     assert {("all_gather", 8), ("reduce_scatter", 8), ("all_reduce", 2)} <= groups
+
+
+def test_context_parallel_ranks_pass_keys_and_values_round():
+    words = "--size debug --cp 4 --recompute none --steps 2 --sequence 2048"
+    recording = rehearsed("llama_fsdp2.py", words, 8)
+    comms = [e for e in recording.events if isinstance(e, Comm)]
+    kinds = Counter((e.kind, e.axis) for e in comms)
+    # Two steps of four layers: keys and values are gathered once in each direction, their
+    # gradients go round by four exchanges.
+    assert kinds["all_gather", "cp"] == 2 * 4 * 2
+    assert kinds["all_to_all", "cp"] == 2 * 4 * 4
+    assert {len(e.ranks) for e in comms if e.axis == "dp_cp"} == {8}  # all have shards
+    rows = {e.inputs[0].shape[2] for e in recording.events if is_attention(e)}
+    assert rows == {512, 256}  # of a rank's two pieces, all or one
+
+
+def is_attention(event):
+    return isinstance(event, Op) and event.name.endswith("_flash_attention.default")
+
+
+def test_megatron_with_context_parallel_ranks_and_fused_accumulation():
+    words = "--width 512 --heads 8 --kv-heads 4 --hidden 1024 --mlp swiglu --layers 4 "
+    words += "--sequence 1024 --vocabulary 1024 --accumulate 4 --zero --overlap --tp 2 "
+    words += "--cp 2 --pp 2 --interleave 2 --sequence-parallel --steps 2"
+    plain, fused = (
+        rehearsed("megatron.py", words + more, 8)
+        for more in ("", " --fuse-accumulation")
+    )
+    comms = [e for e in fused.events if isinstance(e, Comm)]
+    kinds = Counter((e.kind, e.axis) for e in comms)
+    assert kinds["all_gather", "cp"] == 2 * 4 * 2 * 2  # steps, micro-batches, layers
+    # Two layers in two parts of the model, and the embedding.
+    assert kinds["reduce_scatter", "dp_cp"] == 2 * 3
+    names = [
+        Counter(e.name for e in r.events if isinstance(e, Op)) for r in (plain, fused)
+    ]
+    products = 2 * 4 * 2 * 4  # of weights: steps, micro-batches, layers, four in each
+    assert names[0]["aten.addmm.dtype_out"] == 0
+    assert names[1]["aten.addmm.dtype_out"] == products
+    assert names[0]["aten.add_.Tensor"] - names[1]["aten.add_.Tensor"] == products
 
 
 SMALL = (

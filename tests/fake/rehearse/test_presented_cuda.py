@@ -10,7 +10,9 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.modules._functions import SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -19,12 +21,14 @@ from torchspmd.errors import UsageError
 from torchspmd.predict.hardware import load_gpu
 from torchspmd.predict.memory import count_memory
 from torchspmd.rehearse.recording import (
+    Comm,
     EventRecord,
     EventWait,
     Op,
     RecordStream,
     StreamWait,
     Synchronize,
+    Wait,
 )
 from torchspmd.rehearse.values import NoValueError
 from torchspmd.trace import CommDebugMode
@@ -318,6 +322,26 @@ def test_streams_and_events_are_recorded(rehearse):
     kinds = {type(event) for event in recording.events}
     assert {EventRecord, EventWait, StreamWait, RecordStream, Synchronize} <= kinds
     assert recording.streams[1] == "side stream"
+
+
+def test_results_of_collectives_are_waited_for_when_they_are_used(rehearse):
+    with rehearse(4) as recording:
+        mesh = init_device_mesh("cuda", (4,))
+        x = torch.ones(8, 8, device="cuda", requires_grad=True)
+        part = DTensor.from_local(x, mesh, [Shard(0)])
+        whole = part.redistribute(placements=[Replicate()], async_op=True).to_local()
+        product = x @ x
+        (whole.exp().sum() + product.sum()).backward()
+        dist.destroy_process_group()
+    order = [
+        getattr(event, "kind", "wait") if isinstance(event, Comm | Wait) else event.name
+        for event in recording.events
+        if isinstance(event, Op | Comm | Wait)
+    ]
+    gathered, waited = order.index("all_gather"), order.index("wait")
+    assert gathered < order.index("aten.mm.default") < waited
+    assert order[waited + 1] == "aten.exp.default"
+    assert x.grad.shape == x.shape
 
 
 def test_item_gives_a_value_and_a_note(rehearse):

@@ -10,7 +10,7 @@ from torchspmd.predict.collectives import Link, collective_seconds, place, price
 from torchspmd.predict.figures import Correction, Figures, Line
 from torchspmd.predict.hardware import Figure, Hardware, load_gpu, load_network
 from torchspmd.predict.host import HostModel
-from torchspmd.predict.operators import Pricer, is_known
+from torchspmd.predict.operators import Pricer, factor_of, is_known
 from torchspmd.predict.traffic import bytes_moved, op_flops
 from torchspmd.rehearse.recording import (
     Category,
@@ -587,6 +587,23 @@ def test_attention_with_dropout_takes_longer(pricer):
         for p in (0.0, 0.1)
     )
     assert dropped > 1.5 * plain
+
+
+def test_the_gradient_of_attention_is_computed_in_the_type_of_its_queries(pricer):
+    q, sums = tensor(8, 16, 1024, 64), tensor(8, 16, 1024, dtype="float32")
+    name = "_scaled_dot_product_flash_attention_backward.default"
+    op = operator(name, (q, q, q, q, q, sums), (q, q, q), is_causal=True)
+    assert factor_of(op).dtype == "bfloat16"
+    assert pricer.price(op).busy > 0  # tensor cores draw power
+
+
+def test_a_product_that_adds_to_32_bits_multiplies_16(pricer):
+    total = tensor(4096, 4096, dtype="float32", storage=9)
+    left, right = tensor(4096, 8192, storage=1), tensor(8192, 4096, storage=2)
+    op = operator("addmm.dtype_out", (total, left, right, total), (total,))
+    plain = product(4096, 4096, 8192)
+    assert factor_of(op).dtype == "bfloat16"
+    assert pricer.price(op).seconds == pytest.approx(pricer.price(plain).seconds)
 
 
 def test_a_product_in_8_bits_is_priced_by_its_factors_not_by_its_scales(pricer):
