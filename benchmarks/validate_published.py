@@ -89,7 +89,7 @@ def points(row: Row) -> tuple[list[int], list[int]]:
         layers = [row.layers]
     batches = [1, 2] if row.pp == 1 else [row.pp, 2 * row.pp]
     if row.chunks > 1:  # it takes longer until forward and backward alternate
-        batches = [3 * row.pp, 4 * row.pp]
+        batches = [4 * row.pp, 8 * row.pp]
     if row.accumulate <= batches[-1]:
         batches = [row.accumulate]
     return layers, batches

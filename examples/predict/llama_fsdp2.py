@@ -26,13 +26,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -286,7 +287,9 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
             ),
             "norm": SequenceParallel(),
             "output": ColwiseParallel(
-                input_layouts=Shard(1), output_layouts=Replicate()
+                input_layouts=Shard(1),
+                output_layouts=Shard(-1),  # cross entropy takes parts of the words
+                use_local_output=False,
             ),
         },
     )
@@ -420,13 +423,15 @@ def main() -> None:
         inputs, target = (x.contiguous() for x in (tokens[:, :-1], tokens[:, 1:]))
         with splitting(options, mesh, inputs, target, model.table):
             logits = model(inputs)
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
-            loss.backward()
+            with loss_parallel() if options.tp > 1 else contextlib.nullcontext():
+                loss = F.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
+                loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad(set_to_none=True)
         mean = loss.detach()
+        mean = mean.to_local() if isinstance(mean, DTensor) else mean
         dist.all_reduce(mean, op=dist.ReduceOp.AVG, group=mesh["dp"].get_group())
         if dist.get_rank() == 0:
             memory = torch.cuda.max_memory_reserved() / 2**30

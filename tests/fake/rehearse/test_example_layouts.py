@@ -62,7 +62,7 @@ def test_a_pipeline_of_tensor_parallel_stages():
 
 
 def test_products_of_layers_in_8_bits():
-    words = "--size debug --sequence 256 --recompute none --steps 2 --float8"
+    words = "--size debug --layers 1 --sequence 256 --recompute none --steps 1 --float8"
     whole, split = (
         rehearsed("llama_fsdp2.py", f"{words} --tp {tp}", 8) for tp in (1, 2)
     )
@@ -74,8 +74,7 @@ def test_products_of_layers_in_8_bits():
         ]
         for recording in (whole, split)
     ]
-    # Two steps of four layers with seven products, and two gradients of each.
-    assert list(map(len, products)) == [2 * 4 * 7 * 3] * 2
+    assert list(map(len, products)) == [7 * 3] * 2  # and two gradients of each
     flops, less = (sum(map(op_flops, each)) for each in products)
     assert less == flops / 2
 
@@ -101,17 +100,21 @@ def test_hsdp_shards_within_and_copies_between():
 
 
 def test_context_parallel_ranks_pass_keys_and_values_round():
-    words = "--size debug --cp 4 --recompute none --steps 2 --sequence 2048"
+    words = "--size debug --layers 2 --cp 4 --recompute none --steps 1 --sequence 2048"
     recording = rehearsed("llama_fsdp2.py", words, 8)
     comms = [e for e in recording.events if isinstance(e, Comm)]
     kinds = Counter((e.kind, e.axis) for e in comms)
-    # Two steps of four layers: keys and values are gathered once in each direction, their
+    # Of two layers, keys and values are gathered once in each direction, and their
     # gradients go round by four exchanges.
-    assert kinds["all_gather", "cp"] == 2 * 4 * 2
-    assert kinds["all_to_all", "cp"] == 2 * 4 * 4
+    assert kinds["all_gather", "cp"] == 2 * 2
+    assert kinds["all_to_all", "cp"] == 2 * 4
     assert {len(e.ranks) for e in comms if e.axis == "dp_cp"} == {8}  # all have shards
     rows = {e.inputs[0].shape[2] for e in recording.events if is_attention(e)}
     assert rows == {512, 256}  # of a rank's two pieces, all or one
+
+
+def is_product(event):
+    return isinstance(event, Op) and event.name == "aten.addmm.dtype_out"
 
 
 def is_attention(event):
@@ -120,21 +123,25 @@ def is_attention(event):
 
 def test_megatron_with_context_parallel_ranks_and_fused_accumulation():
     words = "--width 512 --heads 8 --kv-heads 4 --hidden 1024 --mlp swiglu --layers 4 "
-    words += "--sequence 1024 --vocabulary 1024 --accumulate 4 --zero --overlap --tp 2 "
-    words += "--cp 2 --pp 2 --interleave 2 --sequence-parallel --steps 2"
+    words += "--sequence 1024 --vocabulary 1024 --accumulate 2 --zero --overlap --tp 2 "
+    words += "--cp 2 --pp 2 --interleave 2 --sequence-parallel --steps 1"
     plain, fused = (
         rehearsed("megatron.py", words + more, 8)
         for more in ("", " --fuse-accumulation")
     )
     comms = [e for e in fused.events if isinstance(e, Comm)]
     kinds = Counter((e.kind, e.axis) for e in comms)
-    assert kinds["all_gather", "cp"] == 2 * 4 * 2 * 2  # steps, micro-batches, layers
-    # Two layers in two parts of the model, and the embedding.
-    assert kinds["reduce_scatter", "dp_cp"] == 2 * 3
+    assert kinds["all_gather", "cp"] == 2 * 2 * 2  # micro-batches, layers, directions
+    # Two layers in two parts of the model, and the embedding; sent when all
+    # micro-batches are summed up.
+    assert kinds["reduce_scatter", "dp_cp"] == 3
+    last = max(place for place, e in enumerate(fused.events) if is_product(e))
+    sent = [e for e in fused.events[last:] if isinstance(e, Comm)]
+    assert any((e.kind, e.axis) == ("reduce_scatter", "dp_cp") for e in sent)
     names = [
         Counter(e.name for e in r.events if isinstance(e, Op)) for r in (plain, fused)
     ]
-    products = 2 * 4 * 2 * 4  # of weights: steps, micro-batches, layers, four in each
+    products = 2 * 2 * 4  # of weights: micro-batches, layers, four in each
     assert names[0]["aten.addmm.dtype_out"] == 0
     assert names[1]["aten.addmm.dtype_out"] == products
     assert names[0]["aten.add_.Tensor"] - names[1]["aten.add_.Tensor"] == products
