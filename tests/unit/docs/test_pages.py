@@ -96,6 +96,14 @@ def test_the_design_names_files_that_exist():
     assert [n for n in named if not any(k.endswith(f"/{n}") for k in known)] == []
 
 
+@pytest.mark.parametrize("package", ["rehearse", "predict"])
+def test_the_walk_of_a_prediction_names_every_file(package):
+    (walk,) = re.findall(r"^\*\*A prediction\*\*.*?(?=^\*\*)", DESIGN, re.DOTALL | re.MULTILINE)
+    files = {path.name for path in (STEP.parent / package).glob("*.py")}
+    named = {name.split("/")[-1] for name in re.findall(r"`([\w/]+\.py)`", walk)}
+    assert files - named == {"__init__.py"}
+
+
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) < 150
 
