@@ -38,9 +38,6 @@ from torchspmd._torch.capture import data_dependence_errors as data_dependence_e
 from torchspmd._torch.capture import decomposition as decomposition
 from torchspmd._torch.capture import form_check as form_check
 from torchspmd._torch.capture import functional as functional
-from torchspmd._torch.capture import (
-    fused_updates_without_values as fused_updates_without_values,
-)
 from torchspmd._torch.capture import has_symbols as has_symbols
 from torchspmd._torch.capture import holds as holds
 from torchspmd._torch.capture import initial_state as initial_state
@@ -163,6 +160,9 @@ from torchspmd._torch.operators import draws_random_numbers as draws_random_numb
 from torchspmd._torch.operators import fake_result as fake_result
 from torchspmd._torch.operators import find_overload as find_overload
 from torchspmd._torch.operators import functional_form as functional_form
+from torchspmd._torch.operators import (
+    fused_updates_without_values as fused_updates_without_values,
+)
 from torchspmd._torch.operators import gives_one_tensor as gives_one_tensor
 from torchspmd._torch.operators import in_place_form as in_place_form
 from torchspmd._torch.operators import is_elementwise as is_elementwise

@@ -17,6 +17,7 @@ from torch.amp.grad_scaler import GradScaler, _refresh_per_optimizer_state
 from torch.utils import _pytree as pytree
 
 from torchspmd._torch.compilation import capturing
+from torchspmd._torch.operators import fused_updates_without_values
 
 # ----------------------------------------------------------------------------
 # Recurrent layers: their CPU kernel in a graph, and what they hold of their weights.
@@ -488,32 +489,6 @@ def _quick_snapshots(slow: Callable[..., Any]) -> Callable[..., Any]:
         return slow(value, include_real) if made is None else made
 
     return snapshot
-
-
-_UPDATES = [
-    f"_fused_{kind}_{overload}"
-    for kind in ("adagrad", "adam", "adamw", "sgd")
-    for overload in ("", ".tensor_lr")
-]
-
-
-@contextlib.contextmanager
-def fused_updates_without_values() -> Iterator[None]:
-    """Give fused optimizers kernels for tensors without values, where torch has none.
-
-    Without one, torch runs the real kernel, on memory for all states.
-    """
-    with torch.library._scoped_library("aten", "IMPL", "Meta") as library:
-        for name in _UPDATES:
-            if _is_without_meta(f"aten::{name}"):
-                library.impl(name, lambda *args, **kwargs: None)
-        yield
-
-
-def _is_without_meta(name: str) -> bool:
-    return torch._C._dispatch_has_kernel(
-        name
-    ) and not torch._C._dispatch_has_kernel_for_dispatch_key(name, "Meta")
 
 
 @contextlib.contextmanager

@@ -601,6 +601,32 @@ _PLAIN = (
 )
 
 
+_UPDATES = [
+    f"_fused_{kind}_{overload}"
+    for kind in ("adagrad", "adam", "adamw", "sgd")
+    for overload in ("", ".tensor_lr")
+]
+
+
+@contextlib.contextmanager
+def fused_updates_without_values() -> Iterator[None]:
+    """Give fused optimizers kernels for tensors without values, where torch has none.
+
+    Without one, torch runs the real kernel, on memory for all states.
+    """
+    with torch.library._scoped_library("aten", "IMPL", "Meta") as library:
+        for name in _UPDATES:
+            if _is_without_meta(f"aten::{name}"):
+                library.impl(name, lambda *args, **kwargs: None)
+        yield
+
+
+def _is_without_meta(name: str) -> bool:
+    return torch._C._dispatch_has_kernel(
+        name
+    ) and not torch._C._dispatch_has_kernel_for_dispatch_key(name, "Meta")
+
+
 def _run_without_values(
     target: Callable[..., Any], args: Any, options: Mapping[str, Any], own: Any
 ) -> Any:
@@ -611,8 +637,14 @@ def _run_without_values(
             if isinstance(target, OpOverload) and signature_of(target).written:
                 # An operator that works in place may change the strides of its operand.
                 args, options = map_tree(_detached, (args, options))
-            made = target(*args, **options)
+            with _kernels_for(target):
+                made = target(*args, **options)
     return made if own else map_tree(_without_mode, made)
+
+
+def _kernels_for(target: Any) -> contextlib.AbstractContextManager[None]:
+    is_update = getattr(target, "_opname", "").startswith("_fused_")
+    return fused_updates_without_values() if is_update else contextlib.nullcontext()
 
 
 def _fake_mode_of(values: Iterable[Any]) -> Any:

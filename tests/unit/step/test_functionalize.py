@@ -3,7 +3,8 @@
 import pytest
 import torch
 from step_models import MODELS, build
-from torch import fx
+from torch import fx, nn
+from torch._subclasses import fake_tensor
 from training import train
 
 from torchspmd.step import compile
@@ -91,3 +92,19 @@ def test_a_write_by_name(monkeypatch):
         return view * 2
 
     assert rewrites(step, torch.randn(2, 3), monkeypatch=monkeypatch) == [False]
+
+
+@pytest.mark.parametrize("kind", ["Adagrad", "Adam", "AdamW", "SGD"])
+def test_fused_updates_run_on_no_real_memory_during_a_capture(kind, monkeypatch):
+    """Where a kernel for tensors without values is missing, torch makes all states."""
+
+    def refuse(mode, operator, *args):
+        raise AssertionError(f"{operator} runs on real tensors")
+
+    monkeypatch.setattr(fake_tensor, "run_fallback_kernel", refuse)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    more = {"momentum": 0.9} if kind == "SGD" else {}
+    optim = getattr(torch.optim, kind)(model.parameters(), lr=0.1, fused=True, **more)
+    step = compile(train)
+    for _ in range(2):
+        assert step(model, optim, torch.randn(3, 4)).isfinite()
