@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import settings
 from processes import IMPORTS, freeze_garbage
 from torch.distributed.device_mesh import DeviceMesh
@@ -77,6 +78,14 @@ def _may_fork(item: pytest.Item) -> bool:
 def seeded() -> None:
     """What a test draws does not depend on the tests before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of this process: updates are deferred behind reductions."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -32,7 +32,7 @@ _SHOWN = torch.device("cuda", 0)  # what shape functions are told
 _REAL_BYTES = 8 << 20  # tensors of the host up to this size are real
 
 _DEVICE = torch.ops.prim.device.default
-# Gives what a collective has started, to be waited for when it is used; from 2.12 on.
+# Gives what a collective has started, to be waited for when it is used; not in torch 2.11.
 _WRAP = getattr(
     getattr(torch.ops._c10d_functional, "_wrap_tensor_autograd", None), "default", None
 )

@@ -15,13 +15,6 @@ from torchspmd.step import compile
 STEP = str(ROOT / "src" / "torchspmd" / "step")
 
 
-@pytest.fixture
-def alone():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def entered(call):
     """The files of the step that a call enters."""
     files = set()

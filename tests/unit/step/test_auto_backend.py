@@ -5,7 +5,6 @@ import weakref
 
 import pytest
 import torch
-import torch.distributed as dist
 from timed_backends import Timed
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
@@ -18,14 +17,6 @@ from torchspmd.step.trial import LAP_CALLS, ROUNDS, TIMED_CALLS, TRIAL_CALLS
 
 TIMES = {"graph": (0.061, 0.066), "inductor": (0.116, 0.104)}  # by what is faster
 OVERLAPPED = {"parallel": "replicate", "overlap": True}
-
-
-@pytest.fixture
-def alone():
-    """A process group of this process: updates are deferred behind reductions."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def make(optimizer=torch.optim.SGD, **options):

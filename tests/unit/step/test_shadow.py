@@ -12,7 +12,6 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from training import train, train_keeping_gradients
 
@@ -34,14 +33,6 @@ def product_default(monkeypatch):
     """As users have it; the other tests run without shadow steps."""
     monkeypatch.delenv("TORCHSPMD_SHADOW", raising=False)
     monkeypatch.delenv("TORCHSPMD_CHECK", raising=False)
-
-
-@pytest.fixture
-def alone():
-    """A process group of this process: updates are deferred behind reductions."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def make(optimizer=torch.optim.SGD, **options):
