@@ -36,6 +36,10 @@ NAMES = {
     "third": """
         llama_fp16 neox_compiled roberta mae wav2vec gnn mamba vae clip ppo
     """.split(),
+    "fourth": """
+        plain_gpt vit_compiled resnet50 resnet50_checkpointed plain_llama gated_mlp
+        volume_unet translator plain_bert batch_normed char_lstm gpt2_small
+    """.split(),
 }
 _SECONDS = ("step_seconds", "host_issue_seconds", "compute_seconds")
 _BYTES = ("allocated_peak_bytes", "reserved_peak_bytes", "steady_bytes")

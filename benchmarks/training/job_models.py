@@ -5,6 +5,7 @@ import itertools
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 class ResidualConvolutions(nn.Module):
@@ -488,3 +489,311 @@ class ActorCritic(nn.Module):
         gained = torch.min(ratio * gains, kept * gains).mean()
         missed = 0.5 * (self.critic(seen).flatten() - returns).pow(2).mean()
         return missed - gained - 0.01 * policy.entropy().mean()
+
+
+# ----------------------------------------------------------------------------
+# Of the fourth set.
+
+
+class PlainBlock(nn.Module):
+    """With dropout in attention and behind each half."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.p = heads, dropout
+        self.n1, self.n2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width),
+            nn.GELU(),
+            nn.Linear(4 * width, width),
+            nn.Dropout(dropout),
+        )
+        self.drop = nn.Dropout(dropout)
+
+    def forward(
+        self, x: torch.Tensor, causal: bool, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        b, t, c = x.shape
+        h = self.n1(x)
+        q, k, v = (
+            each(h).view(b, t, self.heads, -1).transpose(1, 2)
+            for each in (self.q, self.k, self.v)
+        )
+        p = self.p if self.training else 0.0
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, dropout_p=p
+        )
+        x = x + self.drop(self.o(y.transpose(1, 2).reshape(b, t, c)))
+        return x + self.mlp(self.n2(x))
+
+
+class PlainGpt(nn.Module):
+    def __init__(self, width: int = 512, depth: int = 6, words: int = 16384) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(words, width), nn.Embedding(512, width)
+        self.drop = nn.Dropout(0.1)
+        self.blocks = nn.ModuleList(PlainBlock(width, 8, 0.1) for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids) + self.places(torch.arange(ids.size(1), device=ids.device))
+        x = self.drop(x)
+        for block in self.blocks:
+            x = block(x, causal=True)
+        return self.head(self.norm(x))
+
+
+class PlainBert(nn.Module):
+    """Words of which some are padding, and a guess at each."""
+
+    def __init__(self, width: int = 768, depth: int = 12, words: int = 30522) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(words, width), nn.Embedding(512, width)
+        self.norm, self.drop = nn.LayerNorm(width), nn.Dropout(0.1)
+        self.blocks = nn.ModuleList(PlainBlock(width, 12, 0.1) for _ in range(depth))
+        self.guess = nn.Sequential(
+            nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width)
+        )
+        self.head = nn.Linear(width, words)
+
+    def forward(self, ids: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(ids.size(1), device=ids.device)
+        x = self.drop(self.norm(self.words(ids) + self.places(places)))
+        mask = seen.bool()[:, None, None, :]
+        for block in self.blocks:
+            x = block(x, causal=False, mask=mask)
+        return self.head(self.guess(x))
+
+
+class PlainVit(nn.Module):
+    def __init__(self, width: int = 768, depth: int = 12) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 16, stride=16)
+        self.summary = nn.Parameter(torch.zeros(1, 1, width))
+        self.places = nn.Parameter(0.02 * torch.randn(1, 197, width))
+        self.blocks = nn.ModuleList(PlainBlock(width, 12, 0.0) for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 1000)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        x = torch.cat((self.summary.expand(x.size(0), -1, -1), x), 1) + self.places
+        for block in self.blocks:
+            x = block(x, causal=False)
+        return self.head(self.norm(x)[:, 0])
+
+
+class Bottleneck(nn.Module):
+    """Of ResNet-50."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        outputs = 4 * width
+        self.c1 = nn.Conv2d(inputs, width, 1, bias=False)
+        self.c2 = nn.Conv2d(width, width, 3, stride, padding=1, bias=False)
+        self.c3 = nn.Conv2d(width, outputs, 1, bias=False)
+        self.n1, self.n2 = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
+        self.n3, self.relu = nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)
+        self.skip: nn.Module = nn.Identity()
+        if inputs != outputs or stride != 1:
+            self.skip = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False),
+                nn.BatchNorm2d(outputs),
+            )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.relu(self.n1(self.c1(x)))
+        h = self.relu(self.n2(self.c2(h)))
+        return self.relu(self.n3(self.c3(h)) + self.skip(x))
+
+
+class ResNet50(nn.Module):
+    def __init__(self, recomputes: bool = False) -> None:
+        super().__init__()
+        self.recomputes = recomputes
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 64, 7, 2, padding=3, bias=False),
+            nn.BatchNorm2d(64),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(3, 2, padding=1),
+        )
+        stages, c = [], 64
+        for place, (width, depth) in enumerate(((64, 3), (128, 4), (256, 6), (512, 3))):
+            blocks = []
+            for block in range(depth):
+                blocks.append(Bottleneck(c, width, 1 if block or not place else 2))
+                c = 4 * width
+            stages.append(nn.Sequential(*blocks))
+        self.stages = nn.ModuleList(stages)
+        self.pool, self.head = nn.AdaptiveAvgPool2d(1), nn.Linear(c, 1000)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for stage in self.stages:
+            x = (
+                checkpoint(stage, x, use_reentrant=False)
+                if self.recomputes
+                else stage(x)
+            )
+        return self.head(self.pool(x).flatten(1))
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    a, b = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-b, a), dim=-1) * sin
+
+
+class LlamaBlock(nn.Module):
+    """Few heads of keys, rotary places and a gate, by hand."""
+
+    def __init__(self, width: int, heads: int, keys: int, hidden: int) -> None:
+        super().__init__()
+        self.heads, self.keys, self.size = heads, keys, width // heads
+        self.n1, self.n2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.q, self.o = (nn.Linear(width, width, bias=False) for _ in range(2))
+        self.k, self.v = (
+            nn.Linear(width, keys * self.size, bias=False) for _ in range(2)
+        )
+        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        b, t, c = x.shape
+        h = self.n1(x)
+        q = self.q(h).view(b, t, self.heads, self.size).transpose(1, 2)
+        k = self.k(h).view(b, t, self.keys, self.size).transpose(1, 2)
+        v = self.v(h).view(b, t, self.keys, self.size).transpose(1, 2)
+        q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+        k, v = (
+            each.repeat_interleave(self.heads // self.keys, dim=1) for each in (k, v)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(y.transpose(1, 2).reshape(b, t, c))
+        h = self.n2(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class PlainLlama(nn.Module):
+    def __init__(self, width: int = 1536, depth: int = 12, words: int = 32000) -> None:
+        super().__init__()
+        self.words = nn.Embedding(words, width)
+        self.blocks = nn.ModuleList(
+            LlamaBlock(width, 12, 4, 4096) for _ in range(depth)
+        )
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, words, bias=False)
+        rates = 10000.0 ** (-torch.arange(0, 128, 2) / 128)
+        turns = torch.outer(torch.arange(2048), rates).repeat(1, 2)
+        self.register_buffer("cos", turns.cos())
+        self.register_buffer("sin", turns.sin())
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x, t = self.words(ids), ids.size(1)
+        for block in self.blocks:
+            x = checkpoint(block, x, self.cos[:t], self.sin[:t], use_reentrant=False)
+        return self.head(self.norm(x))
+
+
+class GatedBlock(nn.Module):
+    """Of gMLP: a gate that mixes the places."""
+
+    def __init__(self, places: int, width: int) -> None:
+        super().__init__()
+        self.norm, self.inp = nn.LayerNorm(width), nn.Linear(width, 4 * width)
+        self.gate, self.mix = nn.LayerNorm(2 * width), nn.Conv1d(places, places, 1)
+        self.out = nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        u, v = F.gelu(self.inp(self.norm(x))).chunk(2, dim=-1)
+        return x + self.out(u * self.mix(self.gate(v)))
+
+
+class GatedMlp(nn.Module):
+    def __init__(self, width: int = 128, depth: int = 24) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 4, stride=4)
+        self.blocks = nn.Sequential(*[GatedBlock(64, width) for _ in range(depth)])
+        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 100))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks(self.patches(x).flatten(2).transpose(1, 2))
+        return self.head(x.mean(1))
+
+
+def _volume(inputs: int, outputs: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for before in (inputs, outputs):
+        layers.append(nn.Conv3d(before, outputs, 3, padding=1))
+        layers += [nn.InstanceNorm3d(outputs, affine=True), nn.LeakyReLU(0.01)]
+    return nn.Sequential(*layers)
+
+
+class VolumeUNet(nn.Module):
+    """Of medical images, in three dimensions."""
+
+    def __init__(self, widths: tuple[int, ...] = (32, 64, 128, 256)) -> None:
+        super().__init__()
+        pairs = list(itertools.pairwise(widths))
+        self.first = _volume(1, widths[0])
+        self.down = nn.ModuleList(_volume(a, b) for a, b in pairs)
+        self.up = nn.ModuleList(
+            nn.ConvTranspose3d(b, a, 2, stride=2) for a, b in reversed(pairs)
+        )
+        self.join = nn.ModuleList(_volume(2 * a, a) for a, _ in reversed(pairs))
+        self.head = nn.Conv3d(widths[0], 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen = [self.first(x)]
+        for block in self.down:
+            seen.append(block(F.max_pool3d(seen[-1], 2)))
+        x = seen.pop()
+        for up, join in zip(self.up, self.join, strict=True):
+            x = join(torch.cat((up(x), seen.pop()), dim=1))
+        return self.head(x)
+
+
+class Translator(nn.Module):
+    """torch's own transformer, from one language to another."""
+
+    def __init__(self, width: int = 512, words: int = 32000) -> None:
+        super().__init__()
+        self.here, self.there = nn.Embedding(words, width), nn.Embedding(words, width)
+        self.places = nn.Parameter(0.02 * torch.randn(256, width))
+        self.body = nn.Transformer(width, 8, batch_first=True)
+        self.head = nn.Linear(width, words)
+
+    def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        x = self.here(source) + self.places[: source.size(1)]
+        y = self.there(target) + self.places[: target.size(1)]
+        later = self.body.generate_square_subsequent_mask(
+            target.size(1), device=target.device
+        )
+        made = self.body(
+            x,
+            y,
+            tgt_mask=later,
+            src_key_padding_mask=source == 0,
+            memory_key_padding_mask=source == 0,
+            tgt_is_causal=True,
+        )
+        return self.head(made)
+
+
+class CharLstm(nn.Module):
+    def __init__(self, letters: int = 128, width: int = 512) -> None:
+        super().__init__()
+        self.e = nn.Embedding(letters, 128)
+        self.l = nn.LSTM(128, width, 3, batch_first=True, dropout=0.2)
+        self.h = nn.Linear(width, letters)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.h(self.l(self.e(x))[0])
+
+
+def wide_mlp() -> nn.Module:
+    layers: list[nn.Module] = [nn.Linear(1024, 4096)]
+    for _ in range(6):
+        layers += [nn.BatchNorm1d(4096), nn.ReLU(), nn.Dropout(0.2)]
+        layers.append(nn.Linear(4096, 4096))
+    return nn.Sequential(*layers, nn.ReLU(), nn.Linear(4096, 512))

@@ -19,11 +19,13 @@ import torch.nn.functional as F
 from job_models import (
     ActorCritic,
     AudioEncoder,
+    CharLstm,
     Classifier,
     ConvNext,
     DiT,
     Dlrm,
     EfficientNet,
+    GatedMlp,
     GraphNetwork,
     ImageVae,
     Lora,
@@ -31,7 +33,15 @@ from job_models import (
     Mamba,
     Mixer,
     NanoGpt,
+    PlainBert,
+    PlainGpt,
+    PlainLlama,
+    PlainVit,
+    ResNet50,
+    Translator,
     UNet,
+    VolumeUNet,
+    wide_mlp,
 )
 from torch import nn
 
@@ -416,7 +426,7 @@ def llama_lora() -> Job:
 
 
 # ----------------------------------------------------------------------------
-# The third set: predicted before it was measured, and nothing was made with it.
+# The third set: predicted before it was measured.
 
 
 def llama_fp16() -> Job:
@@ -568,6 +578,178 @@ def ppo() -> Job:
     )
 
 
+# ----------------------------------------------------------------------------
+# The fourth set: predicted before it was measured, and nothing was made with it.
+
+
+def plain_gpt() -> Job:
+    """In 32 bits, with dropout."""
+    with CUDA:
+        model = PlainGpt()
+    x, y = tokens(16384, 8, 512), tokens(16384, 8, 512)
+    return Job(
+        model,
+        lambda: F.cross_entropy(model(x).flatten(0, 1), y.flatten()),
+        lambda each: torch.optim.AdamW(each, lr=3e-4),
+        clears_first=True,
+    )
+
+
+def vit_compiled() -> Job:
+    with CUDA:
+        model = PlainVit()
+    compiled, x, y = torch.compile(model), images(64, 3, 224, 224), tokens(1000, 64)
+    return Job(
+        model,
+        lambda: F.cross_entropy(compiled(x), y, label_smoothing=0.1),
+        autocast=torch.bfloat16,
+    )
+
+
+def resnet50() -> Job:
+    with CUDA:
+        model = ResNet50().to(memory_format=torch.channels_last)
+    x, y = images(128, 3, 224, 224, last=True), tokens(1000, 128)
+    return Job(
+        model,
+        lambda: F.cross_entropy(model(x), y),
+        lambda each: torch.optim.SGD(each, lr=0.1, momentum=0.9, weight_decay=1e-4),
+        torch.bfloat16,
+        clips=False,
+        clears_first=True,
+    )
+
+
+def resnet50_checkpointed() -> Job:
+    with CUDA:
+        model = ResNet50(recomputes=True)
+    x, y = images(64, 3, 224, 224), tokens(1000, 64)
+    return Job(
+        model,
+        lambda: F.cross_entropy(model(x), y),
+        lambda each: torch.optim.SGD(each, lr=0.1, momentum=0.9),
+        clips=False,
+        clears_first=True,
+    )
+
+
+def plain_llama() -> Job:
+    """Checkpointed and compiled."""
+    with CUDA:
+        model = PlainLlama().to(torch.bfloat16)
+    compiled, x, y = (
+        torch.compile(model),
+        tokens(32000, 4, 2048),
+        tokens(32000, 4, 2048),
+    )
+    return Job(
+        model,
+        lambda: F.cross_entropy(compiled(x).flatten(0, 1).float(), y.flatten()),
+        clears_first=True,
+    )
+
+
+def gated_mlp() -> Job:
+    """Images of 32 x 32, few at a time."""
+    with CUDA:
+        model = GatedMlp()
+    x, y = images(32, 3, 32, 32), tokens(100, 32)
+    return Job(
+        model,
+        lambda: F.cross_entropy(model(x), y),
+        lambda each: torch.optim.AdamW(each, lr=1e-3),
+        clears_first=True,
+    )
+
+
+def volume_unet() -> Job:
+    with CUDA:
+        model = VolumeUNet()
+    x, y = images(2, 1, 96, 96, 96), tokens(4, 2, 96, 96, 96)
+    return Job(
+        model,
+        lambda: F.cross_entropy(model(x), y),
+        lambda each: torch.optim.SGD(each, lr=0.01, momentum=0.99, nesterov=True),
+        torch.float16,
+        scaled=True,
+        clears_first=True,
+    )
+
+
+def translator() -> Job:
+    with CUDA:
+        model = Translator()
+    words = [40 + 13 * sentence % 88 for sentence in range(64)]
+    seen = torch.tensor([[1] * n + [0] * (128 - n) for n in words]).to(CUDA)
+    x, y = (1 + tokens(31998, 64, 128)) * seen, 1 + tokens(31998, 64, 128)
+    return Job(
+        model,
+        lambda: F.cross_entropy(
+            model(x, y).flatten(0, 1), y.flatten(), ignore_index=0, label_smoothing=0.1
+        ),
+        lambda each: torch.optim.Adam(each, lr=1e-4, betas=(0.9, 0.98)),
+        torch.bfloat16,
+        clears_first=True,
+    )
+
+
+def plain_bert() -> Job:
+    with CUDA:
+        model = PlainBert()
+    words = [64 + 17 * sentence % 193 for sentence in range(16)]
+    seen = torch.tensor([[1] * n + [0] * (256 - n) for n in words]).to(CUDA)
+    ids = tokens(30522, 16, 256)
+    return Job(
+        model,
+        lambda: F.cross_entropy(model(ids, seen).flatten(0, 1), ids.flatten()),
+        adamw,
+        torch.float16,
+        scaled=True,
+        clears_first=True,
+        micro_batches=4,
+    )
+
+
+def batch_normed() -> Job:
+    """A wide network in TF32, one parameter after the other."""
+    torch.set_float32_matmul_precision("high")
+    with CUDA:
+        model = wide_mlp()
+    x, y = torch.randn(8192, 1024, device=CUDA), torch.randn(8192, 512, device=CUDA)
+    return Job(
+        model,
+        lambda: F.mse_loss(model(x), y),
+        lambda each: torch.optim.AdamW(each, lr=1e-3, foreach=False),
+        clips=False,
+        clears_first=True,
+    )
+
+
+def char_lstm() -> Job:
+    with CUDA:
+        model = CharLstm()
+    x, y = tokens(128, 64, 256), tokens(128, 64, 256)
+    return Job(
+        model,
+        lambda: F.cross_entropy(model(x).flatten(0, 1), y.flatten()),
+        lambda each: torch.optim.Adam(each, lr=2e-3),
+        clears_first=True,
+    )
+
+
+def gpt2_small() -> Job:
+    """Of Hugging Face, in bfloat16, few tokens at a time."""
+    with CUDA:
+        model = hugging_face("GPT2", "LMHeadModel", use_cache=False).to(torch.bfloat16)
+    ids = tokens(50257, 4, 512)
+    return Job(
+        model,
+        lambda: model(input_ids=ids, labels=ids).loss,
+        lambda each: torch.optim.AdamW(each, lr=5e-5),
+        clears_first=True,
+    )
+
+
 SETS: dict[str, list[Callable[[], Job]]] = {
     "first": [
         gpt2_medium,
@@ -608,11 +790,27 @@ SETS: dict[str, list[Callable[[], Job]]] = {
         clip,
         ppo,
     ],
+    "fourth": [
+        plain_gpt,
+        vit_compiled,
+        resnet50,
+        resnet50_checkpointed,
+        plain_llama,
+        gated_mlp,
+        volume_unet,
+        translator,
+        plain_bert,
+        batch_normed,
+        char_lstm,
+        gpt2_small,
+    ],
 }
 
+BUILDERS = {each.__name__: each for jobs in SETS.values() for each in jobs}
 
-def train(job: Job, steps: int) -> dict[str, float]:
-    """Milliseconds of a step, and bytes."""
+
+def stepper(job: Job) -> Callable[[], None]:
+    """One step of training, and its optimizer."""
     parameters = [each for each in job.model.parameters() if each.requires_grad]
     optimizer = job.optimizer(parameters)
     scaler = torch.amp.GradScaler("cuda") if job.scaled else None
@@ -647,6 +845,12 @@ def train(job: Job, steps: int) -> dict[str, float]:
                 for one, other in pairs:
                     one.lerp_(other, 0.01)
 
+    return step
+
+
+def train(job: Job, steps: int) -> dict[str, float]:
+    """Milliseconds of a step, and bytes."""
+    step = stepper(job)
     for _ in range(3):
         step()
     torch.cuda.synchronize()
@@ -666,8 +870,7 @@ def train(job: Job, steps: int) -> dict[str, float]:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    builders = {each.__name__: each for jobs in SETS.values() for each in jobs}
-    if len(sys.argv) < 2 or sys.argv[1] not in builders:
-        raise SystemExit(f"Name one of {', '.join(builders)}.")
+    if len(sys.argv) < 2 or sys.argv[1] not in BUILDERS:
+        raise SystemExit(f"Name one of {', '.join(BUILDERS)}.")
     count = int(sys.argv[2]) if len(sys.argv) > 2 else 15
-    print(json.dumps(train(builders[sys.argv[1]](), count)))
+    print(json.dumps(train(BUILDERS[sys.argv[1]](), count)))
