@@ -313,9 +313,8 @@ def _time_compiled(label: str, meter: Meter, limits: Limits) -> Measured:
         gradient = torch.ones_like(run(x))
         wanted = [x, *model.parameters()]
 
-        def both() -> (
-            None
-        ):  # no gradient is handed to a parameter: that counts by itself
+        def both() -> None:
+            # Handing gradients to parameters counts by itself.
             torch.autograd.grad(run(x), wanted, gradient)
 
         calls = max(1, limits.calls // 4)
