@@ -227,13 +227,13 @@ class Pricer:
         return max(self.floor, seconds)
 
     def _recurrent(self, op: Op) -> float:
-        """A layer of an LSTM: in each time step a small product and a pass over its gates.
+        """Layers of an LSTM: for each cell a small product and a pass over its gates.
 
         Layers come one after the other; cuDNN lets them overlap a little.
         """
         found = recurrent_products(op)
         assert found is not None
-        steps, (each, *once) = found
+        cells, (each, *once) = found
         spec = op.inputs[0]
         dtype = "tf32" if spec.dtype == "float32" else spec.dtype  # cuDNN's default
 
@@ -241,10 +241,10 @@ class Pricer:
             ideal = _ideal_matmul(self._rate(self.figures.gpu, dtype), shape)
             return max(self.floor, ideal * self._matmul_ratio(dtype, 0, shape))
 
-        _, batch, hidden = op.outputs[0].shape
-        gates = 3 * 4 * batch * hidden * (4 if spec.dtype == "float32" else 2)
-        step = product(each) + self._by_bytes("elementwise_3", gates)
-        return steps * step + sum(map(product, once))
+        _, batch, *sizes = each  # of hidden states and of gates
+        nbytes = 3 * batch * max(sizes) * (4 if spec.dtype == "float32" else 2)
+        cell = product(each) + self._by_bytes("elementwise_3", nbytes)
+        return cells * cell + sum(map(product, once))
 
     def _misaligned(self, op: Op, shape: tuple[int, int, int, int]) -> float:
         """How much slower a product is whose matrices' rows begin at odd addresses."""
@@ -694,8 +694,8 @@ def is_known(name: str) -> bool:
             "_scaled_mm",
             "_grouped_mm",
             "_addmm_activation",
-            "mkldnn_rnn_layer",
-            "mkldnn_rnn_layer_backward",
+            "_cudnn_rnn",
+            "_cudnn_rnn_backward",
         )
         or "attention" in base
     )

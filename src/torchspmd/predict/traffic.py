@@ -161,23 +161,38 @@ def _grouped_shape(op: Op) -> tuple[int, int, int, int] | None:
     return left[0], left[1], right[-1], left[2]
 
 
-def recurrent_products(op: Op) -> tuple[int, list[tuple[int, int, int, int]]] | None:
-    """Time steps of a layer of an LSTM, and its products; None for anything else.
+# By cuDNN's number of the kind: of a plain network, of an LSTM, of a GRU.
+_GATES = (1, 1, 4, 3)
 
-    The first of them is made once for each time step. The others, of the inputs and of
-    the gradients of weights, are made once for all.
+
+def recurrent_products(op: Op) -> tuple[int, list[tuple[int, int, int, int]]] | None:
+    """Cells of recurrent layers over all time steps, and products; None for anything else.
+
+    The first product is made once for each cell. The others, of the inputs and of the
+    gradients of weights, are made once for each layer.
     """
     base = base_name(op.name)
-    if not base.startswith("mkldnn_rnn_layer"):
+    if base not in ("_cudnn_rnn", "_cudnn_rnn_backward"):
         return None
-    (steps, batch, inputs), (gates, hidden) = op.inputs[0].shape, op.inputs[2].shape
-    rows = steps * batch
-    if base.endswith("_backward"):
-        once = [(rows, inputs, gates), (gates, inputs, rows), (gates, hidden, rows)]
-        each = (batch, hidden, gates)
-    else:
-        once, each = [(rows, gates, inputs)], (batch, gates, hidden)
-    return steps, [(1, *each), *((1, *shape) for shape in once)]
+    facts = _scalars(op)
+    mode, hidden, num_layers = (
+        int(str(facts[name])) for name in ("mode", "hidden_size", "num_layers")
+    )
+    directions = 2 if facts.get("bidirectional") else 1
+    steps, batch, inputs = op.inputs[0].shape
+    rows, gates = steps * batch, _GATES[mode] * hidden
+    backward = base.endswith("_backward")
+    once: list[tuple[int, int, int]] = []
+    for _ in range(num_layers):
+        of_layer = [(rows, gates, inputs)]
+        if backward:
+            of_weights = [(gates, inputs, rows), (gates, hidden, rows)]
+            of_layer = [(rows, inputs, gates), *of_weights]
+        once += directions * of_layer
+        inputs = directions * hidden
+    each = (batch, hidden, gates) if backward else (batch, gates, hidden)
+    cells = steps * num_layers * directions
+    return cells, [(1, *each), *((1, *shape) for shape in once)]
 
 
 def op_flops(op: Op) -> float:
@@ -190,8 +205,8 @@ def op_flops(op: Op) -> float:
         return 2.0 * math.prod(shape)
     recurrent = recurrent_products(op)
     if recurrent is not None:
-        steps, (each, *once) = recurrent
-        return 2.0 * (steps * math.prod(each) + sum(map(math.prod, once)))
+        cells, (each, *once) = recurrent
+        return 2.0 * (cells * math.prod(each) + sum(map(math.prod, once)))
     base = base_name(op.name)
     if "attention" in base or base.startswith("_flash_attn"):
         return _attention_flops(op, backward="backward" in base)

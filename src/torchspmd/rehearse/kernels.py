@@ -2,7 +2,8 @@
 
 Tensors of the rehearsed device are ``cpu`` to torch's C++ (see ``_torch.fake_device``), so
 functions that look at the device there would take the CPU's way: attention, dropout, group
-and RMS norm, and autocast's lists. While this is in force, they take CUDA's.
+and RMS norm, recurrent layers, and autocast's lists. While this is in force, they take
+CUDA's.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ from unittest import mock
 import torch
 
 from torchspmd import _torch
+from torchspmd.rehearse.recurrent import META_KERNELS, recurrent_kernels
 
 __all__ = ["cuda_autocast", "cuda_kernels"]
 
@@ -28,11 +30,17 @@ def cuda_kernels() -> Iterator[None]:
             "scaled_dot_product_attention": _attention,
             "dropout": _dropout,
             "group_norm": _group_norm,
+            **recurrent_kernels(),
         }
         if hasattr(_aten, "_fused_rms_norm"):
             kernels["rms_norm"] = _rms_norm
         _implement(stack, "AutogradCPU", kernels)
+        _implement(stack, "Meta", META_KERNELS)
         stack.enter_context(cuda_autocast())
+        # Weights of recurrent layers stay apart; as large as the buffer that CUDA has.
+        stack.enter_context(
+            mock.patch.object(torch.nn.RNNBase, "flatten_parameters", lambda self: None)
+        )
         yield
 
 

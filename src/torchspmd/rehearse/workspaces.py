@@ -181,6 +181,16 @@ def _is_product(op: Op, weight: TensorSpec) -> bool:
     return prod(weight.shape[2:]) == 1 and set(strides) <= {1}
 
 
+def _recurrent(op: Op, gpu: Processor) -> Sequence[Blocks]:
+    """The gates of one layer over all time steps, or their gradients.
+
+    An H200 took as much in backward beside what is kept for it (three layers of an LSTM).
+    """
+    input, weight, *_ = op.inputs
+    steps, batch, _ = input.shape
+    return [(steps * batch * weight.shape[0] * _SIZES.get(input.dtype, 4),)]
+
+
 def _channels_last_copies(
     op: Op, input: TensorSpec, weight: TensorSpec, output: TensorSpec
 ) -> list[Blocks]:
@@ -226,6 +236,8 @@ _RULES: dict[str, Callable[[Op, Processor], Sequence[Blocks]]] = {
     _FLASH: _cudnn_forward,
     "aten._scaled_dot_product_flash_attention_backward.default": _flash_backward,
     "aten._scaled_dot_product_efficient_attention_backward.default": _efficient_backward,
+    "aten._cudnn_rnn.default": _recurrent,
+    "aten._cudnn_rnn_backward.default": _recurrent,
     "aten.convolution.default": _convolution,
     "aten.convolution_backward.default": _convolution_backward,
     "aten.embedding_dense_backward.default": _embedding_backward,

@@ -134,6 +134,18 @@ def workspaces(recording):
     return [e.nbytes for e in recording.events if isinstance(e, Alloc) and e.workspace]
 
 
+def test_recurrent_layers_keep_what_cudnn_keeps(rehearse):
+    """Peaks of jobs on an H200: an LSTM of two layers, and of three with dropout."""
+    unit = 128 * 64 * 1024 * 4
+    for layers, dropout, kept in ((2, 0.0, 11), (3, 0.2, 19)):
+        with rehearse() as recording:
+            lstm = torch.nn.LSTM(16, 1024, layers, dropout=dropout).cuda()
+            lstm(torch.empty(128, 64, 16, device="cuda"))[0].sum().backward()
+        sizes = [e.nbytes for e in recording.events if isinstance(e, Alloc)]
+        assert sizes.count(kept * unit) == 1
+        assert workspaces(recording).count(4 * unit) == 2
+
+
 def test_flash_attention_rounds_rows_up(rehearse):
     with rehearse() as recording, sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         query = torch.randn(

@@ -562,6 +562,47 @@ def test_group_norm_gives_up_channels_last_as_on_cuda(rehearse):
         assert result.is_contiguous()
 
 
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("options", [{}, {"bidirectional": True, "batch_first": True}])
+def test_recurrent_layers_are_one_operator_as_on_cuda(rehearse, layer, options):
+    with rehearse() as recording:
+        model = layer(8, 16, 2, dropout=0.1, **options).cuda()
+        x = torch.empty(5, 3, 8, device="cuda", requires_grad=True)
+        output, last = model(x)
+        output.sum().backward()
+        shapes = [tuple(p.grad.shape) for p in model.parameters()]
+        assert x.grad.shape == x.shape
+    assert shapes == [tuple(p.shape) for p in model.parameters()]
+    with torch.device("cpu"):
+        plain = layer(8, 16, 2, **options)
+        expected, states = plain(torch.zeros(5, 3, 8))
+    assert output.shape == expected.shape
+    assert nn.LSTM is not layer or [s.shape for s in last] == [s.shape for s in states]
+    names = [op.name for op in operators_of(recording)]
+    assert names.count("aten._cudnn_rnn.default") == 1
+    assert names.count("aten._cudnn_rnn_backward.default") == 1
+    assert not [name for name in names if "mm" in name or "mkldnn" in name]
+
+
+def test_recurrent_layers_under_autocast_are_in_16_bits(rehearse):
+    with rehearse() as recording, torch.autocast("cuda", dtype=torch.bfloat16):
+        model = nn.LSTM(8, 16).cuda()
+        output, _ = model(torch.empty(5, 3, 8, device="cuda"))
+        output.float().sum().backward()
+    assert output.dtype == torch.bfloat16
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    [op] = [
+        op for op in operators_of(recording) if op.name == "aten._cudnn_rnn.default"
+    ]
+    assert {spec.dtype for spec in op.inputs} == {"bfloat16"}
+
+
+def test_recurrent_layers_on_the_cpu_stay_as_they_are(rehearse):
+    with rehearse() as recording:
+        nn.GRU(8, 16)(torch.zeros(5, 3, 8))
+    assert "aten._cudnn_rnn.default" not in {o.name for o in operators_of(recording)}
+
+
 def test_attention_with_a_mask_takes_cudnns_kernel_on_hopper(rehearse):
     with rehearse() as recording:
         q = torch.empty(2, 4, 16, 64, device="cuda", dtype=torch.bfloat16)

@@ -631,22 +631,34 @@ def test_grouped_products_are_products(pricer):
     assert is_known("aten._grouped_mm.default")
 
 
-def test_a_recurrent_layer_is_a_product_in_each_time_step():
+def recurrent(steps, name="_cudnn_rnn.default", **facts):
+    x, state = (tensor(*s, dtype="float32") for s in ((steps, 64, 1024), (2, 64, 1024)))
+    weight = tensor(4096, 1024, dtype="float32")
+    given = {"mode": 2, "hidden_size": 1024, "num_layers": 2, "bidirectional": False}
+    return operator(name, (x, weight, weight, state, state), (x,), **given | facts)
+
+
+def test_recurrent_layers_are_a_product_in_each_time_step():
     h200 = Pricer(Figures(load_gpu("h200")))
+    # cuDNN's two layers of 128 time steps took 4.27 ms on an H200.
+    seconds = h200.price(recurrent(128)).seconds
+    assert seconds == pytest.approx(4.27e-3, rel=0.05)
+    assert h200.price(recurrent(256)).seconds > 1.9 * seconds
+    assert op_flops(recurrent(1)) == 2 * 2 * 64 * 4096 * (1024 + 1024)
+    assert op_flops(recurrent(1, mode=3)) == 3 / 4 * op_flops(recurrent(1))
+    both = recurrent(1, bidirectional=True)  # the second layer has twice the inputs
+    assert op_flops(both) == 2 * op_flops(recurrent(1)) + 2 * 2 * 64 * 4096 * 1024
+    back = recurrent(1, "_cudnn_rnn_backward.default")
+    assert op_flops(back) == 2 * op_flops(recurrent(1))
+    assert is_known(back.name)
 
-    def layer(steps):
-        x, state = (
-            tensor(*s, dtype="float32") for s in ((steps, 64, 1024), (64, 1024))
-        )
-        weight = tensor(4096, 1024, dtype="float32")
-        inputs = (x, weight, weight, weight, weight, state, state)
-        return operator("mkldnn_rnn_layer.default", inputs, (x, state, state))
 
-    # cuDNN's two such layers of 128 time steps took 4.27 ms on an H200.
-    assert 2 * h200.price(layer(128)).seconds == pytest.approx(4.27e-3, rel=0.05)
-    assert h200.price(layer(256)).seconds > 1.9 * h200.price(layer(128)).seconds
-    assert op_flops(layer(1)) == 2 * 64 * 4096 * (1024 + 1024)
-    assert is_known("aten.mkldnn_rnn_layer_backward.default")
+def test_the_host_launches_kernels_for_each_time_step():
+    host = HostModel(Figures(load_gpu("h200")), Recording(1, 0))
+    short, long = host.seconds(recurrent(8)), host.seconds(recurrent(800))
+    assert long == pytest.approx(100 * short)
+    back = recurrent(800, "_cudnn_rnn_backward.default")
+    assert host.seconds(back) == pytest.approx(1.5 * long)
 
 
 def test_gradients_of_bags_of_embeddings_sort_their_indices(pricer):
