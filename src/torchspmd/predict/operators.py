@@ -368,6 +368,10 @@ class Pricer:
             for spec in (x, result) if backward else (x,):
                 if not _lies_as(spec, last=_is_last(x, w)):
                     seconds += self._copied(spec)
+        elif len(x.shape) == 5 and math.prod(w.shape[2:]) > 1:
+            asked = dict(op.scalars).get("output_mask", (True,))
+            times = sum(map(bool, asked[:2])) if isinstance(asked, tuple | list) else 1
+            seconds += times * self._into_channels_last(x, result)
         if backward:
             asked = dict(op.scalars).get("output_mask")
             if isinstance(asked, list | tuple) and asked[2]:
@@ -378,6 +382,15 @@ class Pricer:
         elif len(op.inputs) > 2:
             seconds += self._by_bytes("broadcast", 2 * tensor_bytes(result))
         return seconds
+
+    def _into_channels_last(self, *images: TensorSpec) -> float:
+        """Copies by cuDNN, whose kernels want channels last.
+
+        Of three dimensions; of two, they are in what was measured.
+        """
+        nbytes = sum(2 * tensor_bytes(each) for each in images if _is_contiguous(each))
+        times = self.figures.number("kernels.channels_last_copy")
+        return times * nbytes / self.figures.number("bandwidth.memory")
 
     def _filters(self, op: Op, nbytes: int) -> float:
         backward = "backward" in op.name

@@ -631,6 +631,31 @@ def test_grouped_products_are_products(pricer):
     assert is_known("aten._grouped_mm.default")
 
 
+def test_volumes_are_copied_into_channels_last(pricer):
+    x = tensor(2, 32, 48, 48, 48)
+    last = x._replace(stride=(32 * 48**3, 1, 32 * 48**2, 32 * 48, 32))
+    w, pixel = tensor(32, 32, 3, 3, 3), tensor(32, 32, 1, 1, 1)
+
+    def copies(name, specs, filters, **facts):
+        one, other = (
+            seconds(pricer, name, specs(each, filters), (each,), groups=1, **facts)
+            for each in (x, last)
+        )
+        return one - other
+
+    forward = copies("convolution.default", lambda x, w: (x, w), w)
+    nbytes = 2 * 2 * 2 * 32 * 48**3 * 2  # of images and results: read, and written
+    assert forward == pytest.approx(2.6 * nbytes / 3.35e12, rel=1e-3)
+    assert copies("convolution.default", lambda x, w: (x, w), pixel) == 0
+    backward = copies(
+        "convolution_backward.default",
+        lambda x, w: (x, x, w),
+        w,
+        output_mask=(True, True, False),
+    )
+    assert backward == pytest.approx(2 * forward)
+
+
 def recurrent(steps, name="_cudnn_rnn.default", **facts):
     x, state = (tensor(*s, dtype="float32") for s in ((steps, 64, 1024), (2, 64, 1024)))
     weight = tensor(4096, 1024, dtype="float32")
