@@ -22,6 +22,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.amp import GradScaler
 from torch.autograd.graph import register_multi_grad_hook
+from torch.nn.attention.flex_attention import flex_attention
 from torch.optim import _adafactor, asgd
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
@@ -1325,3 +1326,17 @@ def test_values_of_traced_nodes_are_snapshots():
         if value is not None:
             assert type(value) is FakeTensor and value.grad_fn is None
             assert value.fake_mode is not None and value.shape in ((2, 3), (3, 2))
+
+
+def test_flex_attention_calls_another_kernel():
+    calls = []
+
+    def kernel(query, *others):
+        calls.append(len(others))
+        sums = query.new_zeros(query.shape[:-1])
+        return query, sums, sums
+
+    x = torch.zeros(1, 2, 128, 16)
+    with _torch.flex_attention_by(kernel):
+        assert flex_attention(x, x, x) is x
+    assert calls == [6]  # keys, values, scores, blocks, scale, options

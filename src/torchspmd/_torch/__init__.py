@@ -159,6 +159,7 @@ from torchspmd._torch.operators import call_below as call_below
 from torchspmd._torch.operators import draws_random_numbers as draws_random_numbers
 from torchspmd._torch.operators import fake_result as fake_result
 from torchspmd._torch.operators import find_overload as find_overload
+from torchspmd._torch.operators import flex_attention_by as flex_attention_by
 from torchspmd._torch.operators import functional_form as functional_form
 from torchspmd._torch.operators import (
     fused_updates_without_values as fused_updates_without_values,

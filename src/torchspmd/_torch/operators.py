@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
+from unittest import mock
 
 import torch
 from torch import fx
@@ -743,6 +744,19 @@ def no_autocast() -> contextlib.AbstractContextManager[None]:
 def below_autograd() -> contextlib.AbstractContextManager[None]:
     """Operators that are called inside are those that autograd would have called."""
     return torch._C._AutoDispatchBelowAutograd()
+
+
+def flex_attention_by(
+    kernel: Callable[..., Any],
+) -> contextlib.AbstractContextManager[Any]:
+    """Inside, ``flex_attention`` calls a function, and compiles nothing by itself."""
+    from torch.nn.attention import flex_attention  # slow to import
+
+    return mock.patch.multiple(
+        flex_attention,
+        flex_attention_hop=kernel,
+        _FLEX_ATTENTION_DISABLE_COMPILE_DEBUG=True,
+    )
 
 
 _AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)

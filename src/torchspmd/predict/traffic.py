@@ -179,8 +179,11 @@ def recurrent_products(op: Op) -> tuple[int, list[tuple[int, int, int, int]]] | 
         int(str(facts[name])) for name in ("mode", "hidden_size", "num_layers")
     )
     directions = 2 if facts.get("bidirectional") else 1
-    steps, batch, inputs = op.inputs[0].shape
-    rows, gates = steps * batch, _GATES[mode] * hidden
+    *_, inputs = shape = op.inputs[0].shape
+    rows, gates = math.prod(shape[:-1]), _GATES[mode] * hidden
+    packed = facts.get("batch_sizes")  # of packed sequences, by time step
+    steps = len(packed) if isinstance(packed, tuple) else shape[0]
+    batch = -(-rows // max(steps, 1))
     backward = base.endswith("_backward")
     once: list[tuple[int, int, int]] = []
     for _ in range(num_layers):

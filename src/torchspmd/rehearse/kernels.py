@@ -8,11 +8,12 @@ CUDA's.
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchspmd import _torch
 from torchspmd.rehearse.recurrent import META_KERNELS, recurrent_kernels
@@ -21,15 +22,24 @@ __all__ = ["cuda_autocast", "cuda_kernels"]
 
 _aten = torch.ops.aten
 
+# Of masks of flex_attention: scores in each dimension that are looked at, and the part of
+# them above which a kernel is priced as if all were computed.
+_SAMPLED, _MOSTLY = 24, 0.75
+
 
 @contextlib.contextmanager
-def cuda_kernels() -> Iterator[None]:
-    """Choose among kernels as CUDA does."""
+def cuda_kernels(note: Callable[[str], None]) -> Iterator[None]:
+    """Choose among kernels as CUDA does.
+
+    Args:
+        note: Told what is taken for something else.
+    """
     with contextlib.ExitStack() as stack:
         kernels = {
             "scaled_dot_product_attention": _attention,
             "dropout": _dropout,
             "group_norm": _group_norm,
+            "ctc_loss.Tensor": _ctc_loss,
             **recurrent_kernels(),
         }
         if hasattr(_aten, "_fused_rms_norm"):
@@ -37,6 +47,7 @@ def cuda_kernels() -> Iterator[None]:
         _implement(stack, "AutogradCPU", kernels)
         _implement(stack, "Meta", META_KERNELS)
         stack.enter_context(cuda_autocast())
+        stack.enter_context(_torch.flex_attention_by(_flex_attention(note)))
         # Weights of recurrent layers stay apart; as large as the buffer that CUDA has.
         stack.enter_context(
             mock.patch.object(torch.nn.RNNBase, "flatten_parameters", lambda self: None)
@@ -242,6 +253,49 @@ def _efficient(
     return result
 
 
+def _flex_attention(note: Callable[[str], None]) -> Callable[..., Any]:
+    """The kernel that torch generates, taken for FlashAttention 2: about as fast."""
+
+    def kernel(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        score_mod: object,
+        block_mask: Sequence[Any],
+        scale: float | None,
+        *others: Any,
+        **named: Any,
+    ) -> tuple[torch.Tensor, ...]:
+        is_half = _leaves_out(block_mask, query.size(2), key.size(2))
+        what = "half of its scores" if is_half else "all of its scores"
+        note(f"flex_attention is priced as a compiled FlashAttention 2, with {what}.")
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            result = _flash(query, key, value, 0.0, is_half, scale)
+        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        return result, sums, sums
+
+    return kernel
+
+
+def _leaves_out(block_mask: Sequence[Any], rows: int, columns: int) -> bool:
+    """Whether a mask leaves out about half of the scores or more, by some of them.
+
+    The kernel is then priced as a causal one.
+    """
+    *_, mask_mod = block_mask
+    one = torch.tensor(0)
+    places = [
+        (torch.tensor(row), torch.tensor(column))
+        for row in range(0, rows, max(1, rows // _SAMPLED))
+        for column in range(0, columns, max(1, columns // _SAMPLED))
+    ]
+    try:
+        seen = sum(bool(mask_mod(one, one, *place)) for place in places)
+    except Exception:  # of tensors on the device, such as numbers of documents
+        return True
+    return seen <= _MOSTLY * len(places)
+
+
 def _dropout(input: torch.Tensor, p: float, train: bool) -> Any:
     if p == 0 or not train or not input.numel():
         return input  # torch's decomposition in Python makes a copy
@@ -263,6 +317,24 @@ def _group_norm(
     return _aten.group_norm.default.decompose(
         input, num_groups, weight, bias, eps, cudnn_enabled
     )
+
+
+def _ctc_loss(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: torch.Tensor,
+    target_lengths: torch.Tensor,
+    blank: int = 0,
+    reduction: int = 1,
+    zero_infinity: bool = False,
+) -> Any:
+    given = (log_probs, targets, input_lengths, target_lengths, blank)
+    if not _torch.is_device_tensor(log_probs):
+        return _aten.ctc_loss.Tensor.decompose(*given, reduction, zero_infinity)
+    losses: torch.Tensor = _aten._ctc_loss.Tensor(*given, zero_infinity)[0]
+    if reduction == 1:
+        return (losses / target_lengths.to(losses.device).clamp_min(1)).mean()
+    return losses.sum() if reduction == 2 else losses
 
 
 def _rms_norm(

@@ -3,6 +3,7 @@
 On a CPU torch writes them out, layer by layer or operator by operator for each time step.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +22,10 @@ _MODES = {"rnn_relu": (0, 1), "rnn_tanh": (1, 1), "lstm": (2, 5), "gru": (3, 4)}
 
 def recurrent_kernels() -> dict[str, Callable[..., Any]]:
     """What replaces torch's operators of recurrent layers, by name."""
-    return {f"{name}.input": _kernel(name) for name in _MODES}
+    return {
+        **{f"{name}.input": _kernel(name) for name in _MODES},
+        **{f"{name}.data": _packed_kernel(name) for name in _MODES},
+    }
 
 
 def _kernel(name: str) -> Callable[..., Any]:
@@ -31,30 +35,63 @@ def _kernel(name: str) -> Callable[..., Any]:
         if not _torch.is_device_tensor(input):
             operator = getattr(_aten, name).input
             return operator.decompose(input, hx, params, *rest)
-        _, num_layers, dropout, train, bidirectional, batch_first = rest
-        states = list(hx) if name == "lstm" else [hx]
-        tensors = [input, *states, *params]
-        if torch.is_autocast_enabled("cuda"):
-            dtype = torch.get_autocast_dtype("cuda")
-            tensors = [each.to(dtype) for each in tensors]
-        layers = _Layers(
-            mode=_MODES[name][0],
-            kept=_MODES[name][1],
-            hidden=states[-1].size(2),
-            projected=states[0].size(2) if len({s.size(2) for s in states}) > 1 else 0,
-            num_layers=num_layers,
-            dropout=dropout,
-            train=train,
-            bidirectional=bidirectional,
-            num_states=len(states),
-            weights_of_a_layer=len(params) // (num_layers * (1 + bidirectional)),
-        )
-        if batch_first:
-            tensors[0] = tensors[0].transpose(0, 1)
-        output, *last = _Recurrent.apply(layers, *tensors)
+        *options, batch_first = rest
+        x = input.transpose(0, 1) if batch_first else input
+        output, *last = _run(name, x, (), hx, params, *options)
         return (output.transpose(0, 1) if batch_first else output, *last)
 
     return kernel
+
+
+def _packed_kernel(name: str) -> Callable[..., Any]:
+    def kernel(
+        data: torch.Tensor,
+        batch_sizes: torch.Tensor,
+        hx: Any,
+        params: Sequence[torch.Tensor],
+        *rest: Any,
+    ) -> Any:
+        if not _torch.is_device_tensor(data):
+            operator = getattr(_aten, name).data
+            return operator.decompose(data, batch_sizes, hx, params, *rest)
+        return _run(name, data, tuple(batch_sizes.tolist()), hx, params, *rest)
+
+    return kernel
+
+
+def _run(  # noqa: PLR0913, PLR0917  # torch's arguments
+    name: str,
+    input: torch.Tensor,
+    batch_sizes: tuple[int, ...],
+    hx: Any,
+    params: Sequence[torch.Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+) -> tuple[torch.Tensor, ...]:
+    """The outputs, time steps first, and the last states."""
+    states = list(hx) if name == "lstm" else [hx]
+    tensors = [input, *states, *params]
+    if torch.is_autocast_enabled("cuda"):
+        dtype = torch.get_autocast_dtype("cuda")
+        tensors = [each.to(dtype) for each in tensors]
+    mode, kept = _MODES[name]
+    layers = _Layers(
+        mode=mode,
+        kept=kept,
+        hidden=states[-1].size(2),
+        projected=states[0].size(2) if len({s.size(2) for s in states}) > 1 else 0,
+        num_layers=num_layers,
+        dropout=dropout,
+        train=train,
+        bidirectional=bidirectional,
+        batch_sizes=batch_sizes,
+        num_states=len(states),
+        weights_of_a_layer=len(params) // (num_layers * (1 + bidirectional)),
+    )
+    return _Recurrent.apply(layers, *tensors)  # type: ignore[no-any-return]
 
 
 class _Layers(NamedTuple):
@@ -62,6 +99,7 @@ class _Layers(NamedTuple):
 
     Attributes:
         kept: What each cell keeps for backward, in hidden states.
+        batch_sizes: By time step, of packed sequences.
         num_states: Two for an LSTM, else one.
     """
 
@@ -73,6 +111,7 @@ class _Layers(NamedTuple):
     dropout: float
     train: bool
     bidirectional: bool
+    batch_sizes: tuple[int, ...]
     num_states: int
     weights_of_a_layer: int
 
@@ -84,8 +123,8 @@ class _Layers(NamedTuple):
         """
         between = (self.num_layers - 1) * (2 if self.dropout else 1)
         states = self.num_layers * self.kept + between
-        steps, batch, _ = input.shape
-        cells = steps * batch * self.hidden * (1 + self.bidirectional)
+        rows = math.prod(input.shape[:-1])
+        cells = rows * self.hidden * (1 + self.bidirectional)
         return states * cells * input.element_size()
 
     def arguments(self) -> tuple[Any, ...]:
@@ -99,7 +138,7 @@ class _Layers(NamedTuple):
             self.dropout,
             self.train,
             self.bidirectional,
-            [],
+            list(self.batch_sizes),
             None,
         )
 

@@ -62,7 +62,7 @@ def rehearsal(
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
         enter(fake_cuda(recorder, shown, gpu, memory))
-        enter(cuda_kernels())
+        enter(cuda_kernels(values.note))
         enter(checkpoints_skipped(values))
         enter(compilation_by_operator(recorder, gpu.cost))
         enter(fake_ranks(world, recorder, mail or NoMail()))

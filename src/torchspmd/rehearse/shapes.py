@@ -1,12 +1,15 @@
 """Results of operators whose shape torch cannot tell.
 
 Some exist on CUDA only. Others choose elements by their values: all are taken to be chosen.
+Lengths of sequences are mostly known: the host has them.
 """
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
+from torchspmd import _torch
 
 __all__ = ["CHOOSES", "SHAPES"]
 
@@ -64,6 +67,27 @@ def _efficient_attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
     if not dropout:
         random = [each.new_empty(0) for each in random]
     return output, sums, *random
+
+
+def _pack_padded_sequence(
+    input: torch.Tensor, lengths: torch.Tensor, batch_first: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All time steps, and how many sequences have each of them; the host reads these."""
+    batch, steps = input.shape[:2] if batch_first else input.shape[1::-1]
+    known = _torch.known_tensor(lengths)
+    ends = torch.full((batch,), steps) if known is None else known.cpu()
+    sizes = (ends[None] > torch.arange(int(ends.max()))[:, None]).sum(1)
+    return input.new_empty((int(ends.sum()), *input.shape[2:])), sizes
+
+
+def _ctc_loss(
+    log_probs: torch.Tensor, targets: torch.Tensor, *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A loss for each sequence, and the probabilities of its targets and blanks."""
+    steps, batch, _ = log_probs.shape
+    longest = targets.shape[-1] if targets.dim() > 1 else -(-targets.numel() // batch)
+    alpha = log_probs.new_empty((batch, steps, 2 * longest + 1))
+    return log_probs.new_empty(batch), alpha
 
 
 # ----------------------------------------------------------------------------
@@ -129,6 +153,11 @@ CHOOSES: dict[str, Callable[..., Any]] = {
 }
 
 SHAPES: dict[str, Callable[..., Any]] = {
+    "aten._ctc_loss.default": _ctc_loss,
+    "aten._ctc_loss.Tensor": _ctc_loss,
+    "aten._ctc_loss_backward.default": _normalized_backward,
+    "aten._ctc_loss_backward.Tensor": _normalized_backward,
+    "aten._pack_padded_sequence.default": _pack_padded_sequence,
     "aten._scaled_dot_product_efficient_attention.default": _efficient_attention,
     "aten.batch_norm_stats.default": _batch_norm_stats,
     "aten.batch_norm_gather_stats_with_counts.default": _batch_norm_gather_stats,

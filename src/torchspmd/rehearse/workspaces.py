@@ -187,8 +187,8 @@ def _recurrent(op: Op, gpu: Processor) -> Sequence[Blocks]:
     An H200 took as much in backward beside what is kept for it (three layers of an LSTM).
     """
     input, weight, *_ = op.inputs
-    steps, batch, _ = input.shape
-    return [(steps * batch * weight.shape[0] * _SIZES.get(input.dtype, 4),)]
+    rows = prod(input.shape[:-1])
+    return [(rows * weight.shape[0] * _SIZES.get(input.dtype, 4),)]
 
 
 def _channels_last_copies(

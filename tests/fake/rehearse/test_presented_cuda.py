@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.modules._functions import SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader
 from torchspmd.errors import UsageError
 from torchspmd.predict.hardware import load_gpu
 from torchspmd.predict.memory import count_memory
+from torchspmd.predict.traffic import recurrent_products
 from torchspmd.rehearse.recording import (
     Comm,
     EventRecord,
@@ -595,6 +597,65 @@ def test_recurrent_layers_under_autocast_are_in_16_bits(rehearse):
         op for op in operators_of(recording) if op.name == "aten._cudnn_rnn.default"
     ]
     assert {spec.dtype for spec in op.inputs} == {"bfloat16"}
+
+
+def test_packed_sequences_are_as_long_as_they_are(rehearse):
+    with rehearse() as recording:
+        model = nn.LSTM(8, 16, batch_first=True).cuda()
+        x = torch.empty(3, 9, 8, device="cuda")
+        lengths = torch.tensor([9, 4, 2])
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+        assert packed.batch_sizes.tolist() == [3, 3, 2, 2, 1, 1, 1, 1, 1]
+        output, _ = model(packed)
+        assert output.data.shape == (15, 16)
+        padded, _ = nn.utils.rnn.pad_packed_sequence(output, batch_first=True)
+        assert padded.shape == (3, 9, 16)
+        padded.sum().backward()
+        assert all(p.grad is not None for p in model.parameters())
+    [op] = [
+        op for op in operators_of(recording) if op.name == "aten._cudnn_rnn.default"
+    ]
+    cells, (each, *_) = recurrent_products(op)
+    assert (cells, each) == (9, (1, 2, 64, 16))  # two sequences in the mean
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_connectionist_temporal_classification(rehearse, reduction):
+    with rehearse():
+        scores = torch.empty(40, 4, 16, device="cuda", requires_grad=True)
+        targets = torch.ones(4, 10, device="cuda", dtype=torch.int64)
+        lengths = torch.full((4,), 40), torch.full((4,), 10)
+        loss = F.ctc_loss(
+            scores.log_softmax(-1), targets, *lengths, reduction=reduction
+        )
+        assert loss.shape == ((4,) if reduction == "none" else ())
+        loss.sum().backward()
+        assert scores.grad.shape == scores.shape
+
+
+@pytest.mark.parametrize(
+    ("mask", "is_half"),
+    [
+        (lambda b, h, q, k: q >= k, True),
+        (lambda b, h, q, k: q >= 0, False),
+        (lambda b, h, q, k: (q - k).abs() < 200, True),
+    ],
+)
+def test_flex_attention_is_taken_for_flash_attention(rehearse, mask, is_half):
+    with rehearse() as recording:
+        q = torch.empty(2, 4, 1024, 64, device="cuda", dtype=torch.bfloat16)
+        q.requires_grad_()
+        blocks = create_block_mask(mask, None, None, 1024, 1024, device="cuda")
+        result = torch.compile(flex_attention)(q, q, q, block_mask=blocks)
+        result.sum().backward()
+        assert q.grad.shape == q.shape
+    told = "half" if is_half else "all"
+    text = "flex_attention is priced as a compiled FlashAttention 2, with"
+    assert f"{text} {told} of its scores." in recording.notes
+    name = "aten._scaled_dot_product_flash_attention.default"
+    [op] = [op for op in operators_of(recording) if op.name == name]
+    facts = dict(op.scalars)
+    assert (facts.get("is_causal", False), facts["cudnn"]) == (is_half, False)
 
 
 def test_recurrent_layers_on_the_cpu_stay_as_they_are(rehearse):
