@@ -99,7 +99,7 @@ class Task:
     rate: float = 0.0
     since: float = 0.0
     version: int = 0
-    watched: bool = False
+    watchers: list["tuple[int, int] | _Host"] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -157,7 +157,11 @@ class _Host:
 
 class _Simulation:
     def __init__(
-        self, programs: Sequence[Sequence[Item]], rounds: int, slowdown: float
+        self,
+        programs: Sequence[Sequence[Item]],
+        rounds: int,
+        slowdown: float,
+        ranks: Sequence[int],
     ) -> None:
         self.slowdown = slowdown
         self.hosts = [_Host(r, items, rounds) for r, items in enumerate(programs)]
@@ -166,7 +170,9 @@ class _Simulation:
         self.tasks: list[list[Task]] = [[] for _ in programs]
         self.meetings: dict[object, _Meeting] = {}
         self.numbers: dict[object, itertools.count[int]] = {}
-        self.ranks: dict[int, int] = {}  # global ranks to those that are simulated
+        # Global ranks to those that are simulated, and back.
+        self.ranks = {rank: place for place, rank in enumerate(ranks)}
+        self.global_ranks = dict(enumerate(ranks))
         self.heap: list[tuple[float, int, int, object]] = []
         self.order = itertools.count()
 
@@ -243,7 +249,7 @@ class _Simulation:
             ]
         host.waits_for = [task for task in tails if task is not None and task.end < 0]
         for task in host.waits_for:
-            task.watched = True
+            task.watchers.append(host)
         return not host.waits_for
 
     def _communicate(self, host: _Host, comm: Comm, item: Item) -> None:
@@ -258,7 +264,7 @@ class _Simulation:
 
     def _meet(self, host: _Host, comm: Comm) -> _Meeting | None:
         """The same call on other ranks, where they are simulated too."""
-        me = self._global_rank(host)
+        me = self.global_ranks.get(host.rank, host.rank)
         if comm.peer >= 0 and comm.kind in ("send", "recv"):
             pair = (me, comm.peer) if comm.kind == "send" else (comm.peer, me)
             others = [rank for rank in pair if rank in self.ranks]
@@ -270,9 +276,6 @@ class _Simulation:
             return None
         count = next(self.numbers.setdefault((key, host.rank), itertools.count()))
         return self.meetings.setdefault((key, count), _Meeting(len(others)))
-
-    def _global_rank(self, host: _Host) -> int:
-        return next((g for g, r in self.ranks.items() if r == host.rank), host.rank)
 
     # --- streams ----------------------------------------------------------------------
 
@@ -320,7 +323,8 @@ class _Simulation:
             open_needs = [need for need in task.needs if need.end < 0]
             if open_needs:
                 for need in open_needs:
-                    need.watched = True
+                    if (rank, number) not in need.watchers:
+                        need.watchers.append((rank, number))
                 return
             late = max(task.needs, key=lambda need: need.end, default=None)
             if late is not None and late.end > task.ready - _TINY:
@@ -370,16 +374,15 @@ class _Simulation:
 
     def _done(self, task: Task, now: float) -> None:
         """Let go on who waited for it."""
-        if not task.watched:
-            return
-        for (rank, number), stream in list(self.streams.items()):
+        for watcher in task.watchers:
+            if isinstance(watcher, _Host):
+                watcher.waits_for.remove(task)
+                if not watcher.waits_for:
+                    self._push(now, 0, watcher)
+                continue
+            stream = self.streams[watcher]
             if stream.queue and stream.free and task in stream.queue[0].needs:
-                self._advance(rank, number, now)
-        for host in self.hosts:
-            if task in host.waits_for:
-                host.waits_for.remove(task)
-                if not host.waits_for:
-                    self._push(now, 0, host)
+                self._advance(*watcher, now)
 
     def _set_rates(self, rank: int, now: float) -> None:
         running = self.running[rank]
@@ -415,8 +418,7 @@ def simulate(
         slowdown: Of computation while a collective runs.
         ranks: Global ranks of the programs, for those who meet; () for a single one.
     """
-    simulation = _Simulation(programs, rounds, slowdown)
-    simulation.ranks = {rank: place for place, rank in enumerate(ranks)}
+    simulation = _Simulation(programs, rounds, slowdown, ranks)
     simulation.run()
     ends = []
     for host, tasks in zip(simulation.hosts, simulation.tasks, strict=True):
