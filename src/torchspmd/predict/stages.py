@@ -60,11 +60,18 @@ def fill_in(
         return [known[rank] for rank in ranks]
     alphabet = _Alphabet(ranks)
     start, check = 1, len(ranks) - 2
-    here, after, far = (
+    three = [
         alphabet.read(known[ranks[stage]], stage) for stage in (start, start + 1, check)
+    ]
+    runs = next(
+        (
+            runs
+            for runs in (_changing(_form(word), three) for word in three)
+            if _word(runs, check - start) == three[-1]
+        ),
+        None,
     )
-    runs = _changing(_runs(here), _runs(after))
-    if _word(runs, check - start) != far:
+    if runs is None:
         raise StagesDifferError(
             "The stages in the middle of the pipeline do not follow from each other."
         )
@@ -267,39 +274,63 @@ class _Issued:
 
 
 class _Run(NamedTuple):
-    """Letters that repeat, and how often they do, from one stage to the next."""
+    """Letters that repeat.
+
+    Attributes:
+        letters: Together.
+        times: How often, on one stage.
+        more: How much more often, or less, on the next.
+    """
 
     letters: tuple[int, ...]
     times: int
-    more: int = 0
+    more: int
 
 
-def _runs(word: Sequence[int]) -> list[_Run]:
-    """The word as letters that repeat: from each place on, those that reach furthest."""
-    runs: list[_Run] = []
+def _form(word: Sequence[int]) -> list[tuple[int, ...]]:
+    """What repeats in a word: from each place on, the letters that reach furthest."""
+    form: list[tuple[int, ...]] = []
     start = 0
     while start < len(word):
-        best = _Run((word[start],), 1)
-        for length in range(1, min(_LONGEST, (len(word) - start) // 2) + 1):
+        best: tuple[int, ...] = (word[start],)
+        furthest = start + 1
+        for length in range(1, _LONGEST + 1):
             letters = tuple(word[start : start + length])
-            times, at = 1, start + length
-            while tuple(word[at : at + length]) == letters:
-                times, at = times + 1, at + length
-            if times > 1 and length * times > len(best.letters) * best.times:
-                best = _Run(letters, times)
-        runs.append(best)
-        start += len(best.letters) * best.times
-    return runs
+            end = _repeated(word, start, letters)
+            if end > max(furthest, start + length):
+                best, furthest = letters, end
+        form.append(best)
+        start = furthest
+    return form
 
 
-def _changing(first: Sequence[_Run], second: Sequence[_Run]) -> list[_Run]:
-    """The runs of a stage, with how much they change to the next; [] where they differ."""
-    if [run.letters for run in first] != [run.letters for run in second]:
-        return []
+def _repeated(word: Sequence[int], start: int, letters: tuple[int, ...]) -> int:
+    """Where the letters no longer follow each other."""
+    while tuple(word[start : start + len(letters)]) == letters:
+        start += len(letters)
+    return start
+
+
+def _changing(
+    form: Sequence[tuple[int, ...]], words: Sequence[Sequence[int]]
+) -> list[_Run]:
+    """The runs of the first word, with how they change to the second; [] where not so."""
+    first, second = (_times(form, word) for word in words[:2])
     return [
-        run._replace(more=other.times - run.times)
-        for run, other in zip(first, second, strict=True)
+        _Run(letters, times, then - times)
+        for letters, times, then in zip(form, first, second, strict=False)
     ]
+
+
+def _times(form: Sequence[tuple[int, ...]], word: Sequence[int]) -> list[int]:
+    """How often each of the form's blocks is in the word; [] for a word of another form."""
+    times: list[int] = []
+    start = 0
+    for letters in form:
+        end = _repeated(word, start, letters)
+        times.append((end - start) // len(letters))
+        start = end
+    return times if start == len(word) else []
 
 
 def _word(runs: Sequence[_Run], stages: int) -> list[int]:
