@@ -374,7 +374,7 @@ def _vtrain(row: dict[str, str], network: str, where: str) -> Row:
     )
     words = f"--width {width} --heads {heads} --sequence {sequence} --bias --recompute "
     words += f"--batch {micro} --tp {tp} --attention unfused --dropout 0.1 "
-    words += "--half-gradients"
+    words += "--half-gradients --tied"
     layout = f"tp {tp} dp {dp} pp {pp}, {micro} of {batch}"
     return Row(
         f"vTrain {width} x {layers}, {gpus} GPUs, {layout}",
