@@ -201,7 +201,11 @@ def _objects(mail: Mail) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _works(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
-    """A work that Python waits for is a wait of the current stream."""
+    """A work that Python waits for is a wait of the current stream.
+
+    Whoever has the work in Python waits for it when it likes. Nobody does so at the end of
+    backward, unless its future is handed on, as communication hooks do.
+    """
     numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def waiting(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -219,12 +223,23 @@ def _works(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
             work = plain(group, *args, **kwargs)
             if recorder.last_comm != before and work is not None:
                 numbers[work] = recorder.last_comm
+                recorder.pending.discard(recorder.last_comm)
             return work
 
         return call
 
+    def handing_on(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def get_future(work: Any) -> Any:
+            if work in numbers:
+                recorder.pending.add(numbers[work])
+            return plain(work)
+
+        return get_future
+
     for kind in _torch.work_types():
         yield kind, "wait", waiting(vars(kind)["wait"])
+        if "get_future" in vars(kind):
+            yield kind, "get_future", handing_on(vars(kind)["get_future"])
     for name in _COLLECTIVES:
         if hasattr(torch.distributed.ProcessGroup, name):
             yield (
