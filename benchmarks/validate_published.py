@@ -88,7 +88,8 @@ def points(row: Row) -> tuple[list[int], list[int]]:
     layers = [2 * unit, 4 * unit] if row.pp == 1 else [unit, 2 * unit]
     if row.layers <= layers[-1]:
         layers = [row.layers]
-    batches = [1, 2] if row.pp == 1 else [row.pp, 2 * row.pp]
+    # With one for each stage, a pipeline is full: each one more adds as much.
+    batches = [row.pp, row.pp + 1]
     if row.chunks > 1:  # it takes longer until forward and backward alternate
         batches = [4 * row.pp, 8 * row.pp]
     if row.accumulate <= batches[-1]:

@@ -61,6 +61,7 @@ class OtherRanks:
         self._folder = Path(self._question.folder if self._question else folder)
         self._sent: defaultdict[int, list[list[Any]]] = defaultdict(list)
         self._received: Counter[int] = Counter()
+        self._rehearsed: set[int] = set()  # to their end
         self._environment = dict(os.environ)  # not that of a rank, as it is later
 
     @property
@@ -151,10 +152,12 @@ class OtherRanks:
 
     def _recordings(self, ranks: Collection[int]) -> list[Recording]:
         """Of each rank, in order: rehearsed now where it was not before."""
-        missing = [rank for rank in ranks if not self._recording_of(rank).is_file()]
+        # A rank that was asked for objects has left a recording that ends there.
+        missing = sorted(set(ranks) - self._rehearsed)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             for _ in pool.map(self._ask, missing):
                 pass
+        self._rehearsed.update(missing)
         return [self._read_recording(rank) for rank in sorted(ranks)]
 
     def _read_recording(self, rank: int) -> Recording:

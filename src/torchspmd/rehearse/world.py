@@ -3,7 +3,7 @@
 import contextlib
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 from unittest import mock
@@ -217,17 +217,6 @@ def _works(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
 
         return wait
 
-    def watched(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def call(group: Any, *args: Any, **kwargs: Any) -> Any:
-            before = recorder.last_comm
-            work = plain(group, *args, **kwargs)
-            if recorder.last_comm != before and work is not None:
-                numbers[work] = recorder.last_comm
-                recorder.pending.discard(recorder.last_comm)
-            return work
-
-        return call
-
     def handing_on(plain: Callable[..., Any]) -> Callable[..., Any]:
         def get_future(work: Any) -> Any:
             if work in numbers:
@@ -240,6 +229,25 @@ def _works(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
         yield kind, "wait", waiting(vars(kind)["wait"])
         if "get_future" in vars(kind):
             yield kind, "get_future", handing_on(vars(kind)["get_future"])
+    yield from _issued(recorder, numbers)
+
+
+def _issued(
+    recorder: Recorder, numbers: MutableMapping[Any, int]
+) -> Iterator[tuple[Any, str, Any]]:
+    """Collectives that Python issues: the number of each, by its work."""
+
+    def watched(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+            before = recorder.last_comm
+            work = plain(group, *args, **kwargs)
+            if recorder.last_comm != before and work is not None:
+                numbers[work] = recorder.last_comm
+                recorder.pending.discard(recorder.last_comm)
+            return work
+
+        return call
+
     for name in _COLLECTIVES:
         if hasattr(torch.distributed.ProcessGroup, name):
             yield (
