@@ -30,7 +30,6 @@ from torch.distributed.pipelining.schedules import (
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
-    _PipelineScheduleRuntime,
 )
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -621,22 +620,10 @@ def pipeline(
         return loss_of(logits, target, group)
 
     if options.interleave > 1:
-        return interleaved(parts_of_pipeline, options.accumulate, loss)
+        return ScheduleInterleaved1F1B(parts_of_pipeline, options.accumulate, loss)
     if options.accumulate < options.pp:  # 1F1B wants one for each stage
         return ScheduleGPipe(parts_of_pipeline[0], options.accumulate, loss)
     return Schedule1F1B(parts_of_pipeline[0], options.accumulate, loss)
-
-
-def interleaved(stages: list[PipelineStage], count: int, loss: Any) -> Any:
-    """Interleaved 1F1B whose sends and receives go on beside computation.
-
-    Torch's own waits for both neighbours after every part; Megatron-Core's does not
-    (``overlap_p2p_comm``).
-    """
-    order = ScheduleInterleaved1F1B(stages, count, loss).pipeline_order
-    schedule = _PipelineScheduleRuntime(stages, count, loss)
-    schedule._prepare_schedule_with_comms(order)
-    return schedule
 
 
 def main() -> None:
