@@ -44,9 +44,6 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="beginnings of names")
     parser.add_argument("--all", action="store_true", help="not only a sample of them")
     parser.add_argument(
-        "--stages", type=int, default=4, help="the longest pipeline (4); all: 32"
-    )
-    parser.add_argument(
         "--whole",
         action="store_true",
         help="rehearse every layer: what is reserved is not affine in them",
@@ -64,7 +61,6 @@ def main() -> None:
         if options.all
         or (row.name.startswith(tuple(options.only)) if options.only else sampled(row))
     ]
-    rows = [row for row in rows if row.pp <= options.stages]
     if options.whole:
         rows = [row._replace(is_whole=True) for row in rows]
     table = compare(rows, predict(rows, options.jobs), parts=options.parts)

@@ -246,7 +246,7 @@ def predict_time(
     run = account = None
     power = Power()
     if all(each.items for each in programs):
-        run, powers = simulate_programs(programs, figures)
+        run, powers = simulate_programs(programs, figures, of=place)
         account, power = account_for(run, place), powers[place]
     return TimePrediction(
         recording=several[of],
@@ -268,10 +268,15 @@ def predict_time(
 
 
 def simulate_programs(
-    programs: Sequence[Program], figures: Figures, *, rounds: int = ROUNDS
+    programs: Sequence[Program],
+    figures: Figures,
+    *,
+    rounds: int = ROUNDS,
+    of: int | None = None,
 ) -> tuple[Run, list[Power]]:
     """Run them on one clock; and again, where that takes more power than the chip has."""
-    run = _simulate([program.items for program in programs], programs, figures, rounds)
+    items = [program.items for program in programs]
+    run = _simulate(items, programs, figures, rounds, of)
     powers = []
     for program, ends in zip(programs, run.ends, strict=True):
         seconds = ends[-1] - (ends[-2] if rounds > 1 else 0.0)
@@ -284,7 +289,7 @@ def simulate_programs(
         [at_clock(item, program.costs.get(item.place), clock) for item in program.items]
         for program, clock in zip(programs, clocks, strict=True)
     ]
-    return _simulate(slowed, programs, figures, rounds), powers
+    return _simulate(slowed, programs, figures, rounds, of), powers
 
 
 def _simulate(
@@ -292,10 +297,12 @@ def _simulate(
     programs: Sequence[Program],
     figures: Figures,
     rounds: int,
+    of: int | None,
 ) -> Run:
     return simulate(
         items,
         rounds=rounds,
+        of=of,
         slowdown=figures.number("overlap.slowdown"),
         ranks=[program.recording.rank for program in programs],
     )

@@ -9,7 +9,7 @@ chip. Ranks that are simulated together meet in their sends, receives and collec
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
@@ -125,7 +125,7 @@ class Run:
     """What came of a simulation.
 
     Attributes:
-        tasks: Of each rank, in the order in which they were issued.
+        tasks: Of each rank that was asked about, in the order in which they were issued.
         marks: Of each rank: seconds at which the host ended each repetition.
         ends: Of each rank: seconds at which host and device had ended each repetition.
         host: Of each rank: seconds of the host's own work in one repetition.
@@ -162,12 +162,15 @@ class _Simulation:
         rounds: int,
         slowdown: float,
         ranks: Sequence[int],
+        keep: Container[int],
     ) -> None:
         self.slowdown = slowdown
         self.hosts = [_Host(r, items, rounds) for r, items in enumerate(programs)]
         self.streams: dict[tuple[int, int], _Stream] = {}
         self.running: list[list[Task]] = [[] for _ in programs]
         self.tasks: list[list[Task]] = [[] for _ in programs]
+        self.keep = keep
+        self.latest = [[0.0] * rounds for _ in programs]  # ends of each repetition
         self.meetings: dict[object, _Meeting] = {}
         self.numbers: dict[object, itertools.count[int]] = {}
         # Global ranks to those that are simulated, and back.
@@ -303,7 +306,8 @@ class _Simulation:
             issued=host.time,
             needs=needs or [],
         )
-        self.tasks[host.rank].append(task)
+        if host.rank in self.keep:
+            self.tasks[host.rank].append(task)
         stream.queue.append(task)
         stream.tail = task
         if item.kind is not Kind.COMM:  # one that may have to meet others comes later
@@ -341,7 +345,8 @@ class _Simulation:
         meeting.there.append(task)
         if len(meeting.there) < meeting.size:
             return False
-        for other in meeting.there[:-1]:
+        others, meeting.there = meeting.there[:-1], []
+        for other in others:
             other.starter = task
             self._start(other, now)
             self._advance(other.rank, other.stream, now)
@@ -374,6 +379,11 @@ class _Simulation:
 
     def _done(self, task: Task, now: float) -> None:
         """Let go on who waited for it."""
+        self.latest[task.rank][task.round] = max(
+            self.latest[task.rank][task.round], now
+        )
+        if task.rank not in self.keep:  # what came before it is not asked for
+            task.needs, task.starter = [], None
         for watcher in task.watchers:
             if isinstance(watcher, _Host):
                 watcher.waits_for.remove(task)
@@ -409,6 +419,7 @@ def simulate(
     rounds: int = 3,
     slowdown: float = 1.0,
     ranks: Sequence[int] = (),
+    of: int | None = None,
 ) -> Run:
     """Run the programs of some ranks, repeated, on one clock.
 
@@ -417,18 +428,19 @@ def simulate(
         rounds: How often each program is repeated, so that the last one is in full swing.
         slowdown: Of computation while a collective runs.
         ranks: Global ranks of the programs, for those who meet; () for a single one.
+        of: The program whose tasks are asked for, as those of many are large; None: all.
     """
-    simulation = _Simulation(programs, rounds, slowdown, ranks)
+    keep = range(len(programs)) if of is None else (of,)
+    simulation = _Simulation(programs, rounds, slowdown, ranks, keep)
     simulation.run()
-    ends = []
-    for host, tasks in zip(simulation.hosts, simulation.tasks, strict=True):
-        stuck = next((task for task in tasks if task.end < 0), None)
-        if stuck is not None or len(host.marks) < rounds:
-            raise UsageError(_stuck(stuck))
-        latest = list(host.marks)
-        for task in tasks:
-            latest[task.round] = max(latest[task.round], task.end)
-        ends.append(list(itertools.accumulate(latest, max)))
+    heads = (stream.queue[0] for stream in simulation.streams.values() if stream.queue)
+    stuck = min(heads, key=lambda task: task.meeting is None, default=None)
+    if stuck is not None or any(len(host.marks) < rounds for host in simulation.hosts):
+        raise UsageError(_stuck(stuck))
+    ends = [
+        list(itertools.accumulate(map(max, host.marks, latest), max))
+        for host, latest in zip(simulation.hosts, simulation.latest, strict=True)
+    ]
     return Run(
         tasks=simulation.tasks,
         marks=[host.marks for host in simulation.hosts],
