@@ -218,7 +218,7 @@ def test_the_same_answer_every_time():
 
 def test_only_what_is_asked_for_is_kept():
     """Of many ranks; what a step takes and is made of does not change."""
-    sender = [op(1), comm(1, 0.5, group="pp", kind="send", peer=1), wait(1), op(1)]
+    sender = [op(3), comm(1, 0.5, group="pp", kind="send", peer=1), wait(1), op(1)]
     receiver = [comm(1, 0.5, group="pp", kind="recv", peer=0), wait(1), op(2)]
     whole = simulate([sender, receiver], ranks=(0, 1))
     run = simulate([sender, receiver], ranks=(0, 1), of=1)
