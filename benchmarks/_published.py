@@ -352,8 +352,8 @@ def dgxc() -> Iterator[Row]:
 
 
 # ----------------------------------------------------------------------------
-# vTrain: Megatron-DeepSpeed on A100, fp16, full recomputation, no fused attention; a node
-# has 800 Gb/s
+# vTrain: Megatron-DeepSpeed on A100, fp16, full recomputation, no fused attention, tied
+# embeddings (its numbers of parameters count them once); a node has 800 Gb/s
 
 
 def _vtrain(row: dict[str, str], network: str, where: str) -> Row:
@@ -374,7 +374,7 @@ def _vtrain(row: dict[str, str], network: str, where: str) -> Row:
     )
     words = f"--width {width} --heads {heads} --sequence {sequence} --bias --recompute "
     words += f"--batch {micro} --tp {tp} --attention unfused --dropout 0.1 "
-    words += "--half-gradients"
+    words += "--half-gradients --tied"
     layout = f"tp {tp} dp {dp} pp {pp}, {micro} of {batch}"
     return Row(
         f"vTrain {width} x {layers}, {gpus} GPUs, {layout}",
@@ -394,7 +394,7 @@ def _vtrain(row: dict[str, str], network: str, where: str) -> Row:
 
 
 def vtrain(single: int = 24, seed: int = 0) -> Iterator[Row]:
-    """Its runs on 64 to 512 GPUs with up to 8 stages, and some of those on one node."""
+    """Its runs on 64 to 512 GPUs with up to 32 stages, and some of those on one node."""
     rows = _read("vtrain_single_node.csv")
     kinds: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for row in rows:
@@ -448,7 +448,6 @@ SAMPLE = (
     "llama 70b 1024 ",
     "llama 405b",
     "nemotron 340B 128 ",
-    "gpt3 175B 128 ",
     "vTrain 2048 x 12, 2 GPUs, tp 1 dp 2 pp 1, 1 of 32",
     "vTrain 1024 x 12, 2 GPUs, tp 1 dp 1 pp 2, 2 of 8",
     "vTrain 1024 x 16, 2 GPUs, tp 2 dp 1 pp 1, 4 of 16",
@@ -462,6 +461,16 @@ SAMPLE = (
     "vTrain 3072 x 30, 64 GPUs, tp 1 dp 32 pp 2, 2",
     "vTrain 6144 x 40, 256 GPUs, tp 8 dp 32 pp 1, 8",
     "vTrain 8192 x 48, 512 GPUs, tp 8 dp 32 pp 2, 8",
+    # The first of each model with each number of stages.
+    "vTrain 6144 x 40, 256 GPUs, tp 4 dp 32 pp 2, 8",
+    "vTrain 6144 x 40, 256 GPUs, tp 8 dp 8 pp 4",
+    "vTrain 6144 x 40, 256 GPUs, tp 1 dp 32 pp 8",
+    "vTrain 8192 x 48, 512 GPUs, tp 4 dp 32 pp 4, 2",
+    "vTrain 8192 x 48, 512 GPUs, tp 4 dp 16 pp 8, 2",
+    "vTrain 8192 x 48, 512 GPUs, tp 2 dp 16 pp 16, 3",
+    "vTrain 12288 x 96, 512 GPUs, tp 8 dp 8 pp 8",
+    "vTrain 12288 x 96, 512 GPUs, tp 4 dp 8 pp 16, 2",
+    "vTrain 12288 x 96, 512 GPUs, tp 4 dp 4 pp 32, 2",
 )
 
 

@@ -30,6 +30,7 @@ from torchspmd.predict.hardware import load_gpu, load_network
 from torchspmd.predict.memory import count_memory
 from torchspmd.predict.prediction import predict_time
 from torchspmd.predict.repeated import extend
+from torchspmd.predict.stages import to_rehearse
 
 _PARTS = ("compute", "exposed", "host", "bubble")
 Point = tuple[int, int]  # layers, micro-batches
@@ -42,9 +43,6 @@ def main() -> None:
     parser.add_argument("--source", nargs="+", choices=SOURCES, default=list(SOURCES))
     parser.add_argument("--only", nargs="+", metavar="NAME", help="beginnings of names")
     parser.add_argument("--all", action="store_true", help="not only a sample of them")
-    parser.add_argument(
-        "--stages", type=int, default=4, help="the longest pipeline (4); all: 32"
-    )
     parser.add_argument(
         "--whole",
         action="store_true",
@@ -63,7 +61,6 @@ def main() -> None:
         if options.all
         or (row.name.startswith(tuple(options.only)) if options.only else sampled(row))
     ]
-    rows = [row for row in rows if row.pp <= options.stages]
     if options.whole:
         rows = [row._replace(is_whole=True) for row in rows]
     table = compare(rows, predict(rows, options.jobs), parts=options.parts)
@@ -87,7 +84,8 @@ def points(row: Row) -> tuple[list[int], list[int]]:
     layers = [2 * unit, 4 * unit] if row.pp == 1 else [unit, 2 * unit]
     if row.layers <= layers[-1]:
         layers = [row.layers]
-    batches = [1, 2] if row.pp == 1 else [row.pp, 2 * row.pp]
+    # With one for each stage, a pipeline is full: each one more adds as much.
+    batches = [row.pp, row.pp + 1]
     if row.chunks > 1:  # it takes longer until forward and backward alternate
         batches = [4 * row.pp, 8 * row.pp]
     if row.accumulate <= batches[-1]:
@@ -96,19 +94,25 @@ def points(row: Row) -> tuple[list[int], list[int]]:
 
 
 def rehearsals(row: Row, point: Point) -> list[Rehearsal]:
-    """One rank of each stage of the pipeline."""
+    """One rank of each stage of the pipeline; those in between follow from few of them."""
     layers, batches = point
     words = [*row.words.split(), "--layers", str(layers), "--steps", "2"]
     if row.script != "llama_fsdp2.py":
         words += ["--accumulate", str(batches)]
     if row.pp > 1:
         words += ["--pp", str(row.pp), "--interleave", str(row.chunks)]
-    path, stride = EXAMPLES / row.script, row.gpus // row.pp
+    path, ranks = EXAMPLES / row.script, stage_ranks(row)
     gpu = row.rehearsed_on or row.gpu
+    stages = range(row.pp) if row.chunks > 1 else to_rehearse(row.pp)
     return [
-        Rehearsal(path, tuple(words), gpu, row.gpus, rank=stage * stride)
-        for stage in range(row.pp)
+        Rehearsal(path, tuple(words), gpu, row.gpus, rank=ranks[stage])
+        for stage in stages
     ]
+
+
+def stage_ranks(row: Row) -> list[int]:
+    """The first rank of each stage."""
+    return list(range(0, row.gpus, row.gpus // row.pp))
 
 
 def every_point(row: Row) -> list[Point]:
@@ -152,7 +156,8 @@ def _extended(found: Mapping[int, dict[str, Any]], to: int) -> dict[str, Any]:
 def _at(row: Row, point: Point) -> dict[str, Any]:
     gpu = load_gpu(row.gpu)
     recordings = [each.read() for each in rehearsals(row, point)]
-    timed = predict_time(recordings, gpu, load_network(row.network))
+    network, ranks = load_network(row.network), stage_ranks(row)
+    timed = predict_time(recordings, gpu, network, ranks=ranks)
     answer = timed.as_json(timeline=False)
     memory = count_memory(recordings[0], gpu, AllocatorSettings())
     kept = ("step_seconds", "optimizer_seconds", "model_flops", "mfu", "power")

@@ -190,6 +190,37 @@ class Scatter(torch.autograd.Function):
         return gather(grad, ctx.group), None
 
 
+class Split(torch.autograd.Function):
+    """This rank's part of what all have; gradients are gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """Keep this part."""
+        ctx.group = group
+        return x.chunk(group.size())[group.rank()].clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Gather the gradients."""
+        return gather(grad, ctx.group), None
+
+
+class Join(torch.autograd.Function):
+    """The whole of what every rank has a part of; all have the same gradient of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """Gather."""
+        ctx.group = group
+        return gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Keep this part of the gradient."""
+        group = ctx.group
+        return grad.chunk(group.size())[group.rank()].clone(), None
+
+
 class VocabularyLoss(torch.autograd.Function):
     """Cross entropy where every rank has the logits of a part of the words."""
 
@@ -326,6 +357,7 @@ class Stage(nn.Module):
         count = options.pp * options.interleave
         layers = options.layers // count
         words, width = options.vocabulary // options.tp, options.width
+        self.is_split = splits(options)
         self.embed = self.head = self.norm = None
         if place == 0:
             self.embed = nn.Embedding(words, width)
@@ -335,7 +367,10 @@ class Stage(nn.Module):
             self.head = nn.Linear(width, words, bias=False)
             if options.tied and self.embed is not None:
                 self.head.weight = self.embed.weight
-                self.head.weight.is_tied = True  # a part of its gradient comes later
+        if options.tied:
+            for module in (self.embed, self.head):
+                if module is not None:
+                    module.weight.is_tied = True  # a part of its gradient comes later
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Tokens, or what the stage before has made, to logits, or what comes next."""
@@ -345,14 +380,24 @@ class Stage(nn.Module):
             if options.tp > 1:
                 kind = Scatter if options.sequence_parallel else Sum
                 x = kind.apply(x, self.group)
+        elif self.is_split:
+            x = Join.apply(x, self.group)
         for block in self.blocks:
             if options.recompute:
                 x = checkpoint(block, x, use_reentrant=False)
             else:
                 x = block(x)
         if self.head is None or self.norm is None:
-            return x
+            return Split.apply(x, self.group) if self.is_split else x
         return column_parallel(self.head, self.norm(x), options, self.group)
+
+
+def splits(options: argparse.Namespace) -> bool:
+    """Whether ranks that hold the same send a part each, and gather what they receive.
+
+    Between nodes each rank has a port of its own; inside of a node, gathering is quick.
+    """
+    return options.pp > 1 and options.tp > 1 and not options.sequence_parallel
 
 
 def loss_of(
@@ -369,9 +414,15 @@ class Bucket:
     """Parameters of a block in one buffer, with gradients and a copy in 32 bits."""
 
     def __init__(
-        self, parameters: list[nn.Parameter], group: dist.ProcessGroup, options: Any
+        self,
+        parameters: list[nn.Parameter],
+        group: dist.ProcessGroup,
+        options: Any,
+        ends: dist.ProcessGroup | None = None,
     ) -> None:
         self.group, self.options = group, options
+        # The first and the last stage, who have the same embedding.
+        self.ends = ends if hasattr(parameters[0], "is_tied") else None
         ranks = self.group.size()
         self.parameters = parameters
         count = sum(p.numel() for p in self.parameters)
@@ -437,7 +488,10 @@ class Bucket:
         if self.pending is not None:
             self.pending.wait()
         is_part = self.options.zero and self.group.size() > 1
-        self.master.grad = (self.part if is_part else self.gradients).float()
+        gradients = self.part if is_part else self.gradients
+        if self.ends is not None:
+            dist.all_reduce(gradients, group=self.ends)
+        self.master.grad = gradients.float()
 
     def publish(self) -> None:
         """Write the new weights back, and start with no gradients."""
@@ -510,6 +564,14 @@ def lay_out(options: argparse.Namespace) -> tuple[DeviceMesh, dist.ProcessGroup]
     return mesh, mesh["dp", "cp"]._flatten("dp_cp").get_group()
 
 
+def ends_of(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """This rank's stage and the other end of the pipeline; None in the middle."""
+    stages = mesh.mesh.flatten(1)
+    pairs = torch.stack([stages[0], stages[-1]], dim=1)
+    group, _ = dist.new_subgroups_by_enumeration(pairs.tolist())
+    return group
+
+
 def build(
     options: argparse.Namespace, mesh: DeviceMesh, device: torch.device
 ) -> list[Stage]:
@@ -527,7 +589,7 @@ def pipeline(
 ) -> Any:
     """The schedule over the stages."""
     mine, count = mesh["pp"].get_local_rank(), options.pp * options.interleave
-    parts = options.tp if options.sequence_parallel else 1
+    parts = options.tp if options.sequence_parallel or splits(options) else 1
     length = options.sequence // options.cp
     tokens = torch.empty(options.batch, length, dtype=torch.long)
     middle = torch.empty(
@@ -571,8 +633,9 @@ def main() -> None:
     dist.init_process_group("nccl")
     mesh, group = lay_out(options)
     stages = build(options, mesh, device)
+    ends = ends_of(mesh) if options.tied and options.pp > 1 else None
     buckets = [
-        Bucket(parameters, group, options)
+        Bucket(parameters, group, options, ends)
         for stage in stages
         for parameters in groups(stage)
     ]

@@ -13,18 +13,21 @@ import pickle
 import subprocess
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from torchspmd._cli.script import EndOfWindow
 from torchspmd.errors import UsageError
+from torchspmd.predict.stages import to_rehearse
 from torchspmd.rehearse.recording import Comm, Recording
 
 __all__ = ["OtherRanks"]
 
 _VARIABLE = "TORCHSPMD_ASKED_RANK"
-_MOST = 16  # ranks of a pipeline that are rehearsed
+_MOST = 64  # ranks of a pipeline that are rehearsed
 _SECONDS = 1800  # for one of them
 
 
@@ -58,6 +61,7 @@ class OtherRanks:
         self._folder = Path(self._question.folder if self._question else folder)
         self._sent: defaultdict[int, list[list[Any]]] = defaultdict(list)
         self._received: Counter[int] = Counter()
+        self._rehearsed: set[int] = set()  # to their end
         self._environment = dict(os.environ)  # not that of a rank, as it is later
 
     @property
@@ -113,6 +117,19 @@ class OtherRanks:
         """Leave the recording for the one who asks."""
         _write(self._recording_of(recording.rank), recording)
 
+    def few_stages(self, recording: Recording) -> tuple[list[Recording], list[int]]:
+        """Recordings of some ranks of a pipeline, this one first; and all its ranks.
+
+        Those in between follow from them, as far as stages are alike. No ranks where this
+        one is not on a pipeline that is long enough, or not known to be: then there is
+        its recording alone.
+        """
+        ranks = _pipeline(recording)
+        some = [ranks[stage] for stage in to_rehearse(len(ranks))]
+        if len({*some, recording.rank}) >= len(ranks):
+            return [recording], []
+        return [recording, *self._recordings(set(some) - {recording.rank})], ranks
+
     def stages(self, recording: Recording) -> list[Recording]:
         """Recordings of all ranks that this one meets in sends and receives, itself first.
 
@@ -120,24 +137,34 @@ class OtherRanks:
         with a note.
         """
         found = {recording.rank: recording}
-        waiting = sorted(_peers(recording))
+        waiting = _peers(recording)
         while waiting:
-            rank = waiting.pop(0)
-            if rank in found:
-                continue
-            if len(found) == _MOST:
+            if len(found) + len(waiting) > _MOST:
                 recording.notes.append(
                     f"This rank meets more than {_MOST} others in sends and receives: "
                     "they are taken to be ready whenever it is."
                 )
                 return [recording]
-            self._ask(rank)
-            other = _read(self._recording_of(rank))
-            if other is None:
-                raise UsageError(f"Rank {rank} was rehearsed and left no recording.")
-            found[rank] = other
-            waiting += sorted(_peers(other))
+            new = self._recordings(waiting)
+            found |= {each.rank: each for each in new}
+            waiting = {rank for each in new for rank in _peers(each)} - found.keys()
         return list(found.values())
+
+    def _recordings(self, ranks: Collection[int]) -> list[Recording]:
+        """Of each rank, in order: rehearsed now where it was not before."""
+        # A rank that was asked for objects has left a recording that ends there.
+        missing = sorted(set(ranks) - self._rehearsed)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for _ in pool.map(self._ask, missing):
+                pass
+        self._rehearsed.update(missing)
+        return [self._read_recording(rank) for rank in sorted(ranks)]
+
+    def _read_recording(self, rank: int) -> Recording:
+        recording: Recording | None = _read(self._recording_of(rank))
+        if recording is None:
+            raise UsageError(f"Rank {rank} was rehearsed and left no recording.")
+        return recording
 
     def _recording_of(self, rank: int) -> Path:
         return self._folder / f"recording-{rank}.pickle"
@@ -184,6 +211,21 @@ def _peers(recording: Recording) -> set[int]:
         for event in recording.events
         if isinstance(event, Comm) and event.peer >= 0
     } - {recording.rank}
+
+
+def _pipeline(recording: Recording) -> list[int]:
+    """Ranks of the pipeline that this one is on; [] where its peers are not beside it."""
+    groups = {
+        event.ranks
+        for event in recording.events
+        if isinstance(event, Comm) and event.peer >= 0
+    }
+    if len(groups) != 1:
+        return []
+    (ranks,) = groups
+    place = ranks.index(recording.rank)
+    beside = {ranks[i] for i in (place - 1, place + 1) if 0 <= i < len(ranks)}
+    return list(ranks) if _peers(recording) == beside else []
 
 
 def _read_question() -> _Question | None:

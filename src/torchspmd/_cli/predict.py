@@ -30,11 +30,17 @@ from torchspmd.predict.allocator import AllocatorSettings
 from torchspmd.predict.bounds import Bounds
 from torchspmd.predict.clock import LiveClock
 from torchspmd.predict.curve_json import curve_json
-from torchspmd.predict.hardware import DEFAULT_NETWORK, load_gpu, load_network
+from torchspmd.predict.hardware import (
+    DEFAULT_NETWORK,
+    Hardware,
+    load_gpu,
+    load_network,
+)
 from torchspmd.predict.live import LiveMemory
 from torchspmd.predict.memory import Fits, MemoryAccount, count_memory
 from torchspmd.predict.prediction import TimePrediction, predict_time
 from torchspmd.predict.rehearsed import rehearsed_gpu
+from torchspmd.predict.stages import StagesDifferError
 from torchspmd.predict.structure import ledger_json, mesh_json, modules_json
 from torchspmd.predict.suggestions import Suggestion, suggest
 from torchspmd.predict.text import describe_memory, size_text
@@ -163,8 +169,11 @@ def _predict(options: argparse.Namespace, others: OtherRanks) -> int:
         others.answer(recording)
         return 0
     account = count_memory(recording, gpu, settings)
-    stages = [recording] if slower else others.stages(recording)
-    timed = predict_time(stages, gpu, network)
+    timed = (
+        predict_time(recording, gpu, network)
+        if slower
+        else _time(recording, others, gpu, network)
+    )
     if not options.network and timed.crosses_nodes:
         recording.notes.append(
             f"No --network was given: {network.title} is taken to be between the nodes."
@@ -177,6 +186,17 @@ def _predict(options: argparse.Namespace, others: OtherRanks) -> int:
         data["ledger"] = ledger_to_dict(mode.ledger)
         _write(options, data)
     return 1 if account.fits is Fits.NO else 0
+
+
+def _time(
+    recording: Recording, others: OtherRanks, gpu: Hardware, network: Hardware
+) -> TimePrediction:
+    """With the ranks that it waits for: few of a long pipeline, where that is enough."""
+    some, ranks = others.few_stages(recording)
+    if ranks:
+        with contextlib.suppress(StagesDifferError):
+            return predict_time(some, gpu, network, ranks=ranks)
+    return predict_time(others.stages(recording), gpu, network)
 
 
 @contextlib.contextmanager

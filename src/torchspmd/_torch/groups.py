@@ -200,7 +200,8 @@ def is_first_ddp_step(module: torch.nn.Module) -> bool:
 
 # DDP insists on its own class as the bucket's annotation, or on none.
 def _reduce_bucket(group, bucket):  # type: ignore[no-untyped-def]
-    dist.all_reduce(bucket.buffer(), group=group, async_op=True)  # as DDP itself does
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)  # as DDP does
+    work.get_future()  # whose reducer waits for it at the end of backward
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done

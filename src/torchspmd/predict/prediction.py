@@ -16,6 +16,7 @@ from torchspmd.predict.operators import Pricer, factor_of, is_known
 from torchspmd.predict.power import Power, at_clock, power_of
 from torchspmd.predict.program import Program, price_step
 from torchspmd.predict.slices import timeline_json
+from torchspmd.predict.stages import fill_in
 from torchspmd.predict.timeline import Item, Run, simulate
 from torchspmd.rehearse.recording import Event, Op, Phase, Recording
 
@@ -215,6 +216,7 @@ def predict_time(
     network: Hardware | None = None,
     *,
     of: int = 0,
+    ranks: Sequence[int] = (),
 ) -> TimePrediction:
     """Predict a steady step of a recorded rank.
 
@@ -224,8 +226,11 @@ def predict_time(
         gpu: The device, with its figures.
         network: Between nodes; needed where a group is on several.
         of: Which of the recordings the answer is about.
+        ranks: Of all stages of the pipeline, in order, where only some are recorded; the
+            others follow from them (``stages.py``).
 
     Raises:
+        StagesDifferError: Stages without a recording do not follow from the others.
         UsageError: A group is on several nodes and no network was named, the hardware
             file lacks a figure, or the recordings wait for each other for ever.
     """
@@ -234,11 +239,15 @@ def predict_time(
     pricer = Pricer(figures)
     programs = [price_step(recording, pricer) for recording in several]
     program = programs[of]
+    if ranks:
+        known = {each.recording.rank: each for each in programs}
+        programs = fill_in(known, ranks, figures)
+    place = next(i for i, each in enumerate(programs) if each is program)
     run = account = None
     power = Power()
     if all(each.items for each in programs):
-        run, powers = simulate_programs(programs, figures)
-        account, power = account_for(run, of), powers[of]
+        run, powers = simulate_programs(programs, figures, of=place)
+        account, power = account_for(run, place), powers[place]
     return TimePrediction(
         recording=several[of],
         figures=figures,
@@ -246,23 +255,28 @@ def predict_time(
         program=program,
         run=run,
         account=account,
-        rank=of,
+        rank=place,
         power=power,
         error=error_bar(
             gpu,
             multi_rank=several[of].world_size > 1,
             near_host=account is not None
             and run is not None
-            and run.host[of] > NEAR_HOST * account.seconds,
+            and run.host[place] > NEAR_HOST * account.seconds,
         ),
     )
 
 
 def simulate_programs(
-    programs: Sequence[Program], figures: Figures, *, rounds: int = ROUNDS
+    programs: Sequence[Program],
+    figures: Figures,
+    *,
+    rounds: int = ROUNDS,
+    of: int | None = None,
 ) -> tuple[Run, list[Power]]:
     """Run them on one clock; and again, where that takes more power than the chip has."""
-    run = _simulate([program.items for program in programs], programs, figures, rounds)
+    items = [program.items for program in programs]
+    run = _simulate(items, programs, figures, rounds, of)
     powers = []
     for program, ends in zip(programs, run.ends, strict=True):
         seconds = ends[-1] - (ends[-2] if rounds > 1 else 0.0)
@@ -275,7 +289,7 @@ def simulate_programs(
         [at_clock(item, program.costs.get(item.place), clock) for item in program.items]
         for program, clock in zip(programs, clocks, strict=True)
     ]
-    return _simulate(slowed, programs, figures, rounds), powers
+    return _simulate(slowed, programs, figures, rounds, of), powers
 
 
 def _simulate(
@@ -283,10 +297,12 @@ def _simulate(
     programs: Sequence[Program],
     figures: Figures,
     rounds: int,
+    of: int | None,
 ) -> Run:
     return simulate(
         items,
         rounds=rounds,
+        of=of,
         slowdown=figures.number("overlap.slowdown"),
         ranks=[program.recording.rank for program in programs],
     )

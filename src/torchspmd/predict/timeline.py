@@ -9,7 +9,7 @@ chip. Ranks that are simulated together meet in their sends, receives and collec
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
@@ -99,7 +99,7 @@ class Task:
     rate: float = 0.0
     since: float = 0.0
     version: int = 0
-    watched: bool = False
+    watchers: list["tuple[int, int] | _Host"] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -125,7 +125,7 @@ class Run:
     """What came of a simulation.
 
     Attributes:
-        tasks: Of each rank, in the order in which they were issued.
+        tasks: Of each rank that was asked about, in the order in which they were issued.
         marks: Of each rank: seconds at which the host ended each repetition.
         ends: Of each rank: seconds at which host and device had ended each repetition.
         host: Of each rank: seconds of the host's own work in one repetition.
@@ -157,16 +157,25 @@ class _Host:
 
 class _Simulation:
     def __init__(
-        self, programs: Sequence[Sequence[Item]], rounds: int, slowdown: float
+        self,
+        programs: Sequence[Sequence[Item]],
+        rounds: int,
+        slowdown: float,
+        ranks: Sequence[int],
+        keep: Container[int],
     ) -> None:
         self.slowdown = slowdown
         self.hosts = [_Host(r, items, rounds) for r, items in enumerate(programs)]
         self.streams: dict[tuple[int, int], _Stream] = {}
         self.running: list[list[Task]] = [[] for _ in programs]
         self.tasks: list[list[Task]] = [[] for _ in programs]
+        self.keep = keep
+        self.latest = [[0.0] * rounds for _ in programs]  # ends of each repetition
         self.meetings: dict[object, _Meeting] = {}
         self.numbers: dict[object, itertools.count[int]] = {}
-        self.ranks: dict[int, int] = {}  # global ranks to those that are simulated
+        # Global ranks to those that are simulated, and back.
+        self.ranks = {rank: place for place, rank in enumerate(ranks)}
+        self.global_ranks = dict(enumerate(ranks))
         self.heap: list[tuple[float, int, int, object]] = []
         self.order = itertools.count()
 
@@ -243,7 +252,7 @@ class _Simulation:
             ]
         host.waits_for = [task for task in tails if task is not None and task.end < 0]
         for task in host.waits_for:
-            task.watched = True
+            task.watchers.append(host)
         return not host.waits_for
 
     def _communicate(self, host: _Host, comm: Comm, item: Item) -> None:
@@ -258,7 +267,7 @@ class _Simulation:
 
     def _meet(self, host: _Host, comm: Comm) -> _Meeting | None:
         """The same call on other ranks, where they are simulated too."""
-        me = self._global_rank(host)
+        me = self.global_ranks.get(host.rank, host.rank)
         if comm.peer >= 0 and comm.kind in ("send", "recv"):
             pair = (me, comm.peer) if comm.kind == "send" else (comm.peer, me)
             others = [rank for rank in pair if rank in self.ranks]
@@ -270,9 +279,6 @@ class _Simulation:
             return None
         count = next(self.numbers.setdefault((key, host.rank), itertools.count()))
         return self.meetings.setdefault((key, count), _Meeting(len(others)))
-
-    def _global_rank(self, host: _Host) -> int:
-        return next((g for g, r in self.ranks.items() if r == host.rank), host.rank)
 
     # --- streams ----------------------------------------------------------------------
 
@@ -300,7 +306,8 @@ class _Simulation:
             issued=host.time,
             needs=needs or [],
         )
-        self.tasks[host.rank].append(task)
+        if host.rank in self.keep:
+            self.tasks[host.rank].append(task)
         stream.queue.append(task)
         stream.tail = task
         if item.kind is not Kind.COMM:  # one that may have to meet others comes later
@@ -320,7 +327,8 @@ class _Simulation:
             open_needs = [need for need in task.needs if need.end < 0]
             if open_needs:
                 for need in open_needs:
-                    need.watched = True
+                    if (rank, number) not in need.watchers:
+                        need.watchers.append((rank, number))
                 return
             late = max(task.needs, key=lambda need: need.end, default=None)
             if late is not None and late.end > task.ready - _TINY:
@@ -337,7 +345,8 @@ class _Simulation:
         meeting.there.append(task)
         if len(meeting.there) < meeting.size:
             return False
-        for other in meeting.there[:-1]:
+        others, meeting.there = meeting.there[:-1], []
+        for other in others:
             other.starter = task
             self._start(other, now)
             self._advance(other.rank, other.stream, now)
@@ -370,16 +379,20 @@ class _Simulation:
 
     def _done(self, task: Task, now: float) -> None:
         """Let go on who waited for it."""
-        if not task.watched:
-            return
-        for (rank, number), stream in list(self.streams.items()):
+        self.latest[task.rank][task.round] = max(
+            self.latest[task.rank][task.round], now
+        )
+        if task.rank not in self.keep:  # what came before it is not asked for
+            task.needs, task.starter = [], None
+        for watcher in task.watchers:
+            if isinstance(watcher, _Host):
+                watcher.waits_for.remove(task)
+                if not watcher.waits_for:
+                    self._push(now, 0, watcher)
+                continue
+            stream = self.streams[watcher]
             if stream.queue and stream.free and task in stream.queue[0].needs:
-                self._advance(rank, number, now)
-        for host in self.hosts:
-            if task in host.waits_for:
-                host.waits_for.remove(task)
-                if not host.waits_for:
-                    self._push(now, 0, host)
+                self._advance(*watcher, now)
 
     def _set_rates(self, rank: int, now: float) -> None:
         running = self.running[rank]
@@ -406,6 +419,7 @@ def simulate(
     rounds: int = 3,
     slowdown: float = 1.0,
     ranks: Sequence[int] = (),
+    of: int | None = None,
 ) -> Run:
     """Run the programs of some ranks, repeated, on one clock.
 
@@ -414,19 +428,19 @@ def simulate(
         rounds: How often each program is repeated, so that the last one is in full swing.
         slowdown: Of computation while a collective runs.
         ranks: Global ranks of the programs, for those who meet; () for a single one.
+        of: The program whose tasks are asked for, as those of many are large; None: all.
     """
-    simulation = _Simulation(programs, rounds, slowdown)
-    simulation.ranks = {rank: place for place, rank in enumerate(ranks)}
+    keep = range(len(programs)) if of is None else (of,)
+    simulation = _Simulation(programs, rounds, slowdown, ranks, keep)
     simulation.run()
-    ends = []
-    for host, tasks in zip(simulation.hosts, simulation.tasks, strict=True):
-        stuck = next((task for task in tasks if task.end < 0), None)
-        if stuck is not None or len(host.marks) < rounds:
-            raise UsageError(_stuck(stuck))
-        latest = list(host.marks)
-        for task in tasks:
-            latest[task.round] = max(latest[task.round], task.end)
-        ends.append(list(itertools.accumulate(latest, max)))
+    heads = (stream.queue[0] for stream in simulation.streams.values() if stream.queue)
+    stuck = min(heads, key=lambda task: task.meeting is None, default=None)
+    if stuck is not None or any(len(host.marks) < rounds for host in simulation.hosts):
+        raise UsageError(_stuck(stuck))
+    ends = [
+        list(itertools.accumulate(map(max, host.marks, latest), max))
+        for host, latest in zip(simulation.hosts, simulation.latest, strict=True)
+    ]
     return Run(
         tasks=simulation.tasks,
         marks=[host.marks for host in simulation.hosts],

@@ -109,7 +109,8 @@ class Recorder:
         self.stream = 0  # the current one
         self.region: int | None = None  # of torch.compile, while one runs
         self.last_comm = -1  # number of the last communication
-        self.pending: dict[int, int] = {}  # those of backward that nobody waited for
+        # Communications of backward that C++ has issued and that nobody waited for.
+        self.pending: set[int] = set()
         self._events = recording.events
         self._facts: dict[Any, _Facts] = {}
         self._sites: dict[tuple[str, Phase, int, str], Site] = {}
@@ -519,7 +520,7 @@ class Recorder:
             site,
         )
         if site.phase is Phase.BACKWARD and not self._num_programs:
-            self.pending[number] = self.stream
+            self.pending.add(number)
         self.last_comm = number
         for spec in outputs:
             if spec.storage >= 0:
@@ -560,12 +561,12 @@ class Recorder:
 
     def wait(self, comm: int, site: Site | None = None) -> None:
         """The current stream waits for a communication."""
-        self.pending.pop(comm, None)
+        self.pending.discard(comm)
         self._events.append(Wait(comm, self.stream, site or self._here()[0]))
 
     def wait_for_all(self) -> None:
         """As DistributedDataParallel does at the end of backward, in C++."""
-        for number in list(self.pending):
+        for number in sorted(self.pending):
             self.wait(number)
 
     # --- streams ----------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 from unittest import mock
@@ -201,7 +201,11 @@ def _objects(mail: Mail) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _works(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
-    """A work that Python waits for is a wait of the current stream."""
+    """A work that Python waits for is a wait of the current stream.
+
+    Whoever has the work in Python waits for it when it likes. Nobody does so at the end of
+    backward, unless its future is handed on, as communication hooks do.
+    """
     numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def waiting(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -213,18 +217,37 @@ def _works(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
 
         return wait
 
+    def handing_on(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def get_future(work: Any) -> Any:
+            if work in numbers:
+                recorder.pending.add(numbers[work])
+            return plain(work)
+
+        return get_future
+
+    for kind in _torch.work_types():
+        yield kind, "wait", waiting(vars(kind)["wait"])
+        if "get_future" in vars(kind):
+            yield kind, "get_future", handing_on(vars(kind)["get_future"])
+    yield from _issued(recorder, numbers)
+
+
+def _issued(
+    recorder: Recorder, numbers: MutableMapping[Any, int]
+) -> Iterator[tuple[Any, str, Any]]:
+    """Collectives that Python issues: the number of each, by its work."""
+
     def watched(plain: Callable[..., Any]) -> Callable[..., Any]:
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
             before = recorder.last_comm
             work = plain(group, *args, **kwargs)
             if recorder.last_comm != before and work is not None:
                 numbers[work] = recorder.last_comm
+                recorder.pending.discard(recorder.last_comm)
             return work
 
         return call
 
-    for kind in _torch.work_types():
-        yield kind, "wait", waiting(vars(kind)["wait"])
     for name in _COLLECTIVES:
         if hasattr(torch.distributed.ProcessGroup, name):
             yield (

@@ -11,6 +11,7 @@ from torchspmd._cli import main
 from torchspmd._cli.other_ranks import OtherRanks
 from torchspmd._cli.script import EndOfWindow
 from torchspmd.errors import UsageError
+from torchspmd.rehearse.recording import Comm, Phase, Recording, Site
 
 SCRIPT = """
 import os, torch, torch.distributed as dist
@@ -95,3 +96,73 @@ def test_a_rank_that_does_not_end(tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "run", never)
     with pytest.raises(UsageError, match="Rank 0, which rank 1 waits for, was not"):
         OtherRanks(asking, str(tmp_path)).receive(0)
+
+
+def sends(rank, ranks, *peers):
+    """A recording of a rank of a group that sends to these."""
+    recording = Recording(32, rank)
+    recording.events += [
+        Comm(
+            number=number,
+            kind="send",
+            op="c10d.send",
+            group="pp",
+            ranks=ranks,
+            axis="pp",
+            payload_bytes=8,
+            dtype="float32",
+            inputs=(),
+            outputs=(),
+            stream=0,
+            comm_stream=1,
+            is_async=True,
+            peer=peer,
+            site=Site("", Phase.FORWARD, 0, ""),
+        )
+        for number, peer in enumerate(peers)
+    ]
+    return recording
+
+
+def pipeline(folder, monkeypatch, rank, ranks):
+    """A rank of a pipeline, and whom it asks."""
+    asked = []
+
+    def ask(others, other, objects=0):
+        asked.append(other)
+        place = ranks.index(other)
+        beside = [ranks[p] for p in (place - 1, place + 1) if 0 <= p < len(ranks)]
+        path = folder / f"recording-{other}.pickle"
+        path.write_bytes(pickle.dumps(sends(other, ranks, *beside)))
+
+    monkeypatch.setattr(OtherRanks, "_ask", ask)
+    return OtherRanks(options(rank), str(folder)), asked
+
+
+def test_few_stages_of_a_long_pipeline_are_rehearsed(tmp_path, monkeypatch):
+    ranks = tuple(range(1, 32, 4))
+    others, asked = pipeline(tmp_path, monkeypatch, 13, ranks)
+    some, told = others.few_stages(sends(13, ranks, 9, 17))
+    assert [recording.rank for recording in some] == [13, 1, 5, 9, 25, 29]
+    assert (sorted(asked), told) == ([1, 5, 9, 25, 29], list(ranks))
+    # Where that is not enough, the others are.
+    everyone = others.stages(some[0])
+    assert sorted(recording.rank for recording in everyone) == list(ranks)
+    assert sorted(asked) == [1, 5, 9, 17, 21, 25, 29]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "peers"),
+    [
+        ((0, 4, 8, 12), (8,)),  # short
+        (tuple(range(8)), (2, 6)),  # not beside it: the group is no pipeline
+        (tuple(range(0, 32, 4)), (0, 4, 28)),  # a ring: parts go round
+    ],
+)
+def test_where_stages_do_not_follow_nobody_is_asked(
+    tmp_path, monkeypatch, ranks, peers
+):
+    others, asked = pipeline(tmp_path, monkeypatch, 4, ranks)
+    recording = sends(4, ranks, *peers)
+    assert others.few_stages(recording) == ([recording], [])
+    assert asked == []

@@ -406,3 +406,31 @@ def test_ranks_that_no_mesh_has_are_noted(rehearse, ranks, notes):
         rows = mesh["tp"]
     assert sum("4 of the 6 ranks" in note for note in recording.notes) == notes
     assert rows.size() == 4
+
+
+def works_of_backward(rehearse, take):
+    """Of a hook that communicates in backward: what happens at the end of backward."""
+    with rehearse(2) as recording:
+        dist.init_process_group("nccl")
+        model = nn.Linear(32, 64, bias=False).cuda()
+        works = []
+
+        def hook(parameter):
+            works.append(take(dist.all_reduce(parameter.grad, async_op=True)))
+
+        model.weight.register_post_accumulate_grad_hook(hook)
+        model(torch.randn(16, 32, device="cuda")).sum().backward()
+        end = len(recording.events)
+        works[0].wait()
+    (comm,) = (event for event in recording.events if isinstance(event, Comm))
+    places = [p for p, e in enumerate(recording.events) if isinstance(e, Wait)]
+    assert all(recording.events[place].comm == comm.number for place in places)
+    return [place < end for place in places]
+
+
+def test_a_work_that_a_hook_keeps_is_waited_for_by_whoever_has_it(rehearse):
+    assert works_of_backward(rehearse, lambda work: work) == [False]
+
+
+def test_a_future_that_a_hook_hands_on_is_waited_for_at_the_end_of_backward(rehearse):
+    assert works_of_backward(rehearse, lambda work: work.get_future())[0]

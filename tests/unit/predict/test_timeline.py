@@ -214,3 +214,14 @@ def test_a_rank_that_nobody_joins_is_told():
 def test_the_same_answer_every_time():
     items = [op(0.1, host=0.01 * n) for n in range(50)] + [comm(1, 1.0), wait(1)]
     assert account(*items).seconds == account(*items).seconds
+
+
+def test_only_what_is_asked_for_is_kept():
+    """Of many ranks; what a step takes and is made of does not change."""
+    sender = [op(3), comm(1, 0.5, group="pp", kind="send", peer=1), wait(1), op(1)]
+    receiver = [comm(1, 0.5, group="pp", kind="recv", peer=0), wait(1), op(2)]
+    whole = simulate([sender, receiver], ranks=(0, 1))
+    run = simulate([sender, receiver], ranks=(0, 1), of=1)
+    assert (run.ends, run.tasks[0]) == (whole.ends, [])
+    assert account_for(run, 1).parts == account_for(whole, 1).parts
+    assert account_for(run, 1).parts[Part.BUBBLE] > 0

@@ -1,0 +1,133 @@
+"""Stages that were not rehearsed are what they would have been, had they been."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining.schedules import ScheduleGPipe
+
+from torchspmd.predict.figures import Figures
+from torchspmd.predict.hardware import load_gpu, load_network
+from torchspmd.predict.operators import Pricer
+from torchspmd.predict.prediction import predict_time, simulate_programs
+from torchspmd.predict.program import price_step
+from torchspmd.predict.stages import StagesDifferError, fill_in, to_rehearse
+from torchspmd.rehearse.recording import Comm
+
+STAGES = 8
+RANKS = [2 * stage for stage in range(STAGES)]  # two replicas; four stages on a node
+GPU, NETWORK = load_gpu("h100"), load_network("ib-ndr400")
+
+
+def train(stage, *, layers=2, micro_batches=9, schedule=Schedule1F1B):
+    dist.init_process_group("nccl")
+    mesh = torch.distributed.init_device_mesh(
+        "cuda", (STAGES, 2), mesh_dim_names=("pp", "dp")
+    )
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(layers))).cuda()
+    example = torch.empty(4096, 1024, device="meta", requires_grad=True)
+    part = PipelineStage(
+        model,
+        stage,
+        STAGES,
+        torch.device("cuda"),
+        input_args=(example,),
+        output_args=(example,),
+        group=mesh["pp"].get_group(),
+    )
+    steps = schedule(part, micro_batches, nn.functional.mse_loss)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        batch = torch.randn(micro_batches * 4096, 1024, device="cuda")
+        steps.step(*((batch,) if stage == 0 else ()), target=batch)
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad, group=mesh["dp"].get_group())
+        norm = torch.ones((), device="cuda")
+        dist.all_reduce(norm, group=mesh["pp"].get_group())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.fixture
+def rehearse_stages(rehearse):
+    def run(stages, **options):
+        recordings = {}
+        for stage in stages:
+            with rehearse(2 * STAGES, 2 * stage) as recording:
+                train(stage, **options)
+            recordings[stage] = recording
+        return recordings
+
+    return run
+
+
+def price(recordings):
+    figures = Figures(GPU, NETWORK)
+    pricer = Pricer(figures)
+    programs = {r.rank: price_step(r, pricer) for r in recordings.values()}
+    return programs, figures
+
+
+@pytest.mark.parametrize(
+    ("schedule", "micro_batches"),
+    [(Schedule1F1B, 8), (Schedule1F1B, 11), (ScheduleGPipe, 4)],
+)
+def test_they_are_what_a_rehearsal_of_each_gives(
+    rehearse_stages, schedule, micro_batches
+):
+    recordings = rehearse_stages(
+        range(STAGES), schedule=schedule, micro_batches=micro_batches
+    )
+    whole, figures = price(recordings)
+    known = {RANKS[stage]: whole[RANKS[stage]] for stage in to_rehearse(STAGES)}
+    filled = fill_in(known, RANKS, figures)
+    assert to_rehearse(STAGES) == [0, 1, 2, 6, 7]
+    for told, rehearsed in zip(filled, whole.values(), strict=True):
+        # Work and links too: two of these stages send to another node, two do not.
+        assert [(i.host, i.work, i.kind, i.link) for i in told.items] == [
+            (i.host, i.work, i.kind, i.link) for i in rehearsed.items
+        ]
+        assert costs(told) == costs(rehearsed)
+        assert [partners(i) for i in told.items] == [
+            partners(i) for i in rehearsed.items
+        ]
+    one, _ = simulate_programs(filled, figures)
+    other, _ = simulate_programs(list(whole.values()), figures)
+    assert one.ends == other.ends
+
+
+def costs(program):
+    return [cost for cost in program.costs.values() if cost.kind != "view"]
+
+
+def partners(item):
+    comm = item.event
+    if not isinstance(comm, Comm):
+        return None
+    return comm.peer if comm.peer >= 0 else comm.ranks
+
+
+def test_a_prediction_of_a_pipeline_of_which_few_stages_are_recorded(rehearse_stages):
+    recordings = list(rehearse_stages(range(STAGES)).values())
+    whole = predict_time(recordings, GPU, NETWORK, of=1)
+    few = [recordings[stage] for stage in (1, 0, 2, 6, 7)]
+    told = predict_time(few, GPU, NETWORK, ranks=RANKS)
+    assert told.recording is few[0]
+    assert (told.rank, told.step_seconds) == (1, whole.step_seconds)
+    assert told.account.parts == whole.account.parts
+
+
+def test_stages_of_different_sizes_are_not_told_from_each_other(rehearse_stages):
+    recordings = rehearse_stages([0, 1, 2, 7])
+    recordings |= rehearse_stages([6], layers=3)
+    known, figures = price(recordings)
+    with pytest.raises(StagesDifferError, match="do not follow from each other"):
+        fill_in(known, RANKS, figures)
+
+
+def test_short_pipelines_are_rehearsed_whole(rehearse_stages):
+    assert to_rehearse(5) == [0, 1, 2, 3, 4]
+    assert to_rehearse(2) == [0, 1]
+    known, figures = price(rehearse_stages([0, 1]))
+    assert fill_in(known, RANKS[:2], figures) == list(known.values())
