@@ -794,6 +794,11 @@ class Recorder:
             return
         self._in_optimizer += 1
         for group in optimizer.param_groups:
+            if not all(map(_torch.is_device_tensor, group["params"])):
+                self.values.note(
+                    "The optimizer updates tensors in the host's memory, as with offloaded "
+                    "states: the seconds of its processor are not in the prediction."
+                )
             for parameter in group["params"]:
                 name, module = self._name_of(parameter)
                 self._name(parameter.grad, Category.GRADIENT, name, module)

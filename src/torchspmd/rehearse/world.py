@@ -5,7 +5,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from unittest import mock
 
 import torch
@@ -200,28 +200,42 @@ def _objects(mail: Mail) -> Iterator[tuple[Any, str, Any]]:
         yield module, "scatter_object_list", scatter
 
 
+class _Issued(NamedTuple):
+    """A communication that Python issued: its number, and what it writes."""
+
+    number: int
+    results: list[torch.Tensor]
+
+
+_ByWork = MutableMapping[Any, _Issued]
+
+
 def _works(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
     """A work that Python waits for is a wait of the current stream.
 
     Whoever has the work in Python waits for it when it likes. Nobody does so at the end of
     backward, unless its future is handed on, as communication hooks do.
     """
-    numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+    by_work: _ByWork = weakref.WeakKeyDictionary()
 
     def waiting(plain: Callable[..., Any]) -> Callable[..., Any]:
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-            number = numbers.pop(work, None)
-            if number is not None:
-                recorder.wait(number)
+            issued = by_work.pop(work, None)
+            if issued is not None:
+                recorder.wait(issued.number)
             return plain(work, *args, **kwargs)
 
         return wait
 
     def handing_on(plain: Callable[..., Any]) -> Callable[..., Any]:
         def get_future(work: Any) -> Any:
-            if work in numbers:
-                recorder.pending.add(numbers[work])
-            return plain(work)
+            issued = by_work.get(work)
+            if issued is None:
+                return plain(work)
+            recorder.pending.add(issued.number)
+            done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+            done.set_result(issued.results)
+            return done
 
         return get_future
 
@@ -229,20 +243,19 @@ def _works(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
         yield kind, "wait", waiting(vars(kind)["wait"])
         if "get_future" in vars(kind):
             yield kind, "get_future", handing_on(vars(kind)["get_future"])
-    yield from _issued(recorder, numbers)
+    yield from _issued(recorder, by_work)
 
 
-def _issued(
-    recorder: Recorder, numbers: MutableMapping[Any, int]
-) -> Iterator[tuple[Any, str, Any]]:
-    """Collectives that Python issues: the number of each, by its work."""
+def _issued(recorder: Recorder, by_work: _ByWork) -> Iterator[tuple[Any, str, Any]]:
+    """Collectives that Python issues, by their work."""
 
     def watched(plain: Callable[..., Any]) -> Callable[..., Any]:
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
             before = recorder.last_comm
             work = plain(group, *args, **kwargs)
             if recorder.last_comm != before and work is not None:
-                numbers[work] = recorder.last_comm
+                results = list(_torch.leaves_of(torch.Tensor, args[:1]))
+                by_work[work] = _Issued(recorder.last_comm, results)
                 recorder.pending.discard(recorder.last_comm)
             return work
 

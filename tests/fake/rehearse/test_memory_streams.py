@@ -7,8 +7,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -434,3 +440,42 @@ def test_a_work_that_a_hook_keeps_is_waited_for_by_whoever_has_it(rehearse):
 
 def test_a_future_that_a_hook_hands_on_is_waited_for_at_the_end_of_backward(rehearse):
     assert works_of_backward(rehearse, lambda work: work.get_future())[0]
+
+
+@pytest.mark.parametrize(
+    "hook", [default_hooks.allreduce_hook, default_hooks.bf16_compress_hook]
+)
+def test_communication_hooks_of_ddp(rehearse, hook):
+    with rehearse(4) as recording:
+        dist.init_process_group("nccl")
+        model = DistributedDataParallel(nn.Linear(32, 64).cuda(), device_ids=[0])
+        model.register_comm_hook(None, hook)
+        model(torch.randn(16, 32, device="cuda")).sum().backward()
+        assert model.module.weight.grad.dtype == torch.float32
+    comms = [event for event in recording.events if isinstance(event, Comm)]
+    waits = {event.comm for event in recording.events if isinstance(event, Wait)}
+    short = hook is default_hooks.bf16_compress_hook
+    dtype = "bfloat16" if short else "float32"
+    assert [spec.dtype for spec in comms[-1].inputs] == [dtype]
+    assert comms[-1].number in waits
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+def test_updates_on_the_host_are_noted(rehearse, offloads):
+    with rehearse(2) as recording:
+        dist.init_process_group("nccl")
+        model = nn.Linear(64, 64).cuda()
+        policy = CPUOffloadPolicy() if offloads else OffloadPolicy()
+        fully_shard(model, offload_policy=policy)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.randn(16, 64, device="cuda")).sum().backward()
+        optimizer.step()
+    told = [note for note in recording.notes if "host's memory" in note]
+    assert told == (
+        [
+            "The optimizer updates tensors in the host's memory, as with offloaded "
+            "states: the seconds of its processor are not in the prediction."
+        ]
+        if offloads
+        else []
+    )
