@@ -77,7 +77,7 @@ def _is_cuda(value: Any) -> bool:
 # ----------------------------------------------------------------------------
 # Integers whose values are followed: positions, lengths, masks.
 
-_MOST_FOLLOWED = 1 << 17  # elements
+_MOST_FOLLOWED = 1 << 19  # elements: a mask of 128 sequences of 4096
 
 
 def may_follow(tensor: torch.Tensor) -> bool:

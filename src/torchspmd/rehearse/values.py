@@ -1,7 +1,8 @@
 """What a script is told that reads a value which does not exist.
 
 Logging needs a number, any number. A branch needs the right one: where it cannot be told,
-the script is refused, with its line.
+the script is refused, with its line. Whether all or any of some values are true is answered
+as for data without padding and healthy training, with a note.
 """
 
 import math
@@ -17,6 +18,7 @@ __all__ = ["READS_VALUE", "NoValueError", "Values"]
 
 READS_VALUE = frozenset({"aten._local_scalar_dense.default"})
 _CONSTANTS = {"zeros": 0, "zero_": 0, "ones": 1, "ones_like": 1, "zeros_like": 0}
+_FILLS = frozenset({*_CONSTANTS, "full", "full_like", "fill_"})
 _TESTS = {
     "isnan": False,
     "isinf": False,
@@ -24,6 +26,8 @@ _TESTS = {
     "isneginf": False,
     "_is_all_true": True,  # torch's own checks, as of a distribution's arguments
 }
+# Of masks of padding, which all tokens pass, and of tests that training stops by.
+_PLAUSIBLE_TRUTHS = {"all": True, "any": False}
 # Operators that hand on what is known of a single value.
 _HAND_ON = frozenset(
     "_to_copy copy_ clone view reshape detach any all alias squeeze unsqueeze".split()
@@ -77,8 +81,15 @@ class Values:
         known = _known(base, args)
         if known is not None:
             result.known_value = known  # type: ignore[attr-defined]
-        elif hasattr(result, "known_value"):
+            if base in _FILLS and _torch.may_follow(result):
+                # A mask of ones like a tensor of which nothing else is known.
+                assert isinstance(known, int | float), known
+                real = torch.full(tuple(result.shape), known, dtype=result.dtype)
+                _torch.set_known(result, real)
+            return
+        if hasattr(result, "known_value"):
             del result.known_value
+        _guess(base, args, result)
 
     def number(self, tensor: torch.Tensor, line: str) -> object:
         """What ``.item()`` gives."""
@@ -118,12 +129,34 @@ class Values:
             known = bool(real)
         if known is not None or by_torch:
             return bool(known)
+        plausible = getattr(tensor, "plausible_truth", None)
+        if plausible is not None:
+            what = "all" if plausible else "any"
+            self.note(
+                f"{line or 'the script'} asks whether {what} of some values are true: "
+                f"{plausible} was given."
+            )
+            return bool(plausible)
         raise NoValueError(
             f"{line or 'the script'} branches on a value that a rehearsal does not have. "
             "Take the branch that training takes most of the time without looking at the "
             "tensor, or put it behind an option that a rehearsal leaves out; "
             "isnan, isinf and isfinite are answered as for healthy training."
         )
+
+
+def _guess(base: str, args: Sequence[Any], result: Any) -> None:
+    """Remember what is plausible where nothing is known: that no token is padding."""
+    if base in _PLAUSIBLE_TRUTHS:
+        result.plausible_truth = _PLAUSIBLE_TRUTHS[base]
+    elif base == "sum" and args[0].dtype == torch.bool and result.dim() == 0:
+        result.plausible_count = args[0].numel()
+    elif base == "eq" and isinstance(args[1], int) and args[1] == _count(args[0]):
+        result.plausible_truth = True  # as many as there are: another way to say all
+
+
+def _count(value: object) -> int | None:
+    return getattr(value, "plausible_count", None)
 
 
 def _known(base: str, args: Sequence[Any]) -> object:

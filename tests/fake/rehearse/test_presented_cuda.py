@@ -522,12 +522,14 @@ def test_values_of_what_chooses_by_values_are_not_known(rehearse):
 
 
 def test_what_is_written_is_not_known_any_more(rehearse):
-    with rehearse(), pytest.raises(NoValueError):
+    with rehearse() as recording:
         mask = torch.ones(8, dtype=torch.bool, device="cuda")
+        assert mask.all()
+        assert recording.notes == []
         view = mask[2:]
         view.logical_and_(torch.rand(6, device="cuda") > 0.5)
-        if mask.all():
-            pass
+        assert mask.all()
+    assert "asks whether all of some values are true" in recording.notes[0]
 
 
 def test_a_model_is_not_told_that_it_is_traced(rehearse):
@@ -554,6 +556,35 @@ def test_products_say_whether_tf32_is_allowed(rehearse):
         torch.backends.cuda.matmul.allow_tf32 = before
     products = [op for op in operators_of(recording) if op.name == "aten.mm.default"]
     assert [dict(op.scalars)["allow_tf32"] for op in products] == [False, True]
+
+
+def test_a_mask_like_unknown_tokens_is_known(rehearse):
+    """As Hugging Face's models ask, of a mask that the script makes on the device."""
+    with rehearse() as recording:
+        ids = torch.randint(0, 100, (4, 16), device="cuda")
+        mask = torch.ones_like(ids)
+        assert mask.bool().sum() == mask.numel()
+        assert torch.all(mask == 1)
+        mask = torch.full_like(ids, 0)
+        assert not torch.any(mask)
+    assert not [note for note in recording.notes if "asks whether" in note]
+
+
+def test_whether_all_of_unknown_values_are_true_is_noted(rehearse):
+    with rehearse() as recording:
+        ids = torch.randint(0, 100, (4, 16), device="cuda")
+        mask = ids != 1
+        assert mask.all()
+        assert mask.sum() == mask.numel()
+        assert not (ids < 0).any()
+        with pytest.raises(NoValueError, match="branches on a value"):
+            bool(mask.sum() == 3)
+    told = [note for note in recording.notes if "asks whether" in note]
+    assert [note.split("asks whether ")[1] for note in told] == [
+        "all of some values are true: True was given.",
+        "all of some values are true: True was given.",
+        "any of some values are true: False was given.",
+    ]
 
 
 def test_group_norm_gives_up_channels_last_as_on_cuda(rehearse):
