@@ -367,10 +367,6 @@ class Stage(nn.Module):
             self.head = nn.Linear(width, words, bias=False)
             if options.tied and self.embed is not None:
                 self.head.weight = self.embed.weight
-        if options.tied:
-            for module in (self.embed, self.head):
-                if module is not None:
-                    module.weight.is_tied = True  # a part of its gradient comes later
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Tokens, or what the stage before has made, to logits, or what comes next."""
@@ -418,11 +414,13 @@ class Bucket:
         parameters: list[nn.Parameter],
         group: dist.ProcessGroup,
         options: Any,
-        ends: dist.ProcessGroup | None = None,
+        *,
+        is_tied: bool,
+        ends: dist.ProcessGroup | None,
     ) -> None:
         self.group, self.options = group, options
         # The first and the last stage, who have the same embedding.
-        self.ends = ends if hasattr(parameters[0], "is_tied") else None
+        self.ends = ends if is_tied else None
         ranks = self.group.size()
         self.parameters = parameters
         count = sum(p.numel() for p in self.parameters)
@@ -437,8 +435,8 @@ class Bucket:
             self.weights[at : at + p.numel()].copy_(p.detach().flatten())
             p.data = self.weights[at : at + p.numel()].view_as(p)
             self.places[p] = self.gradients[at : at + p.numel()].view_as(p)
-            is_fused = options.fuse_accumulation and not hasattr(p, "is_tied")
-            if is_fused and p.ndim == 2:
+            # Of a tied one, a part of the gradient comes later, and not from a product.
+            if options.fuse_accumulation and not is_tied and p.ndim == 2:
                 p.main_grad, p.when_added = self.places[p], self.count
             p.register_post_accumulate_grad_hook(self.take)
             at += p.numel()
@@ -635,9 +633,9 @@ def main() -> None:
     stages = build(options, mesh, device)
     ends = ends_of(mesh) if options.tied and options.pp > 1 else None
     buckets = [
-        Bucket(parameters, group, options, ends)
+        Bucket(parameters, group, options, is_tied=is_tied, ends=ends)
         for stage in stages
-        for parameters in groups(stage)
+        for parameters, is_tied in groups(stage)
     ]
     optimizer = torch.optim.AdamW([b.master for b in buckets], lr=1e-4, fused=True)
     schedule = pipeline(options, stages, mesh, device) if options.pp > 1 else None
@@ -686,14 +684,17 @@ def splitting(
     )
 
 
-def groups(stage: Stage) -> Iterator[list[nn.Parameter]]:
-    """Parameters of each block, of the embedding and of the head; tied ones once."""
+def groups(stage: Stage) -> Iterator[tuple[list[nn.Parameter], bool]]:
+    """Parameters of each block, of the embedding and of the head; whether they are tied.
+
+    Where the embedding and the head are on one stage, the tied one comes once.
+    """
     taken: set[nn.Parameter] = set()
     for module in (*stage.blocks, stage.embed, stage.norm, stage.head):
         new = [p for p in module.parameters() if p not in taken] if module else []
         taken.update(new)
         if new:
-            yield new
+            yield new, stage.options.tied and module in (stage.embed, stage.head)
 
 
 if __name__ == "__main__":

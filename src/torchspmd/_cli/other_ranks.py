@@ -8,6 +8,7 @@ folder that all of them share.
 
 import argparse
 import json
+import multiprocessing
 import os
 import pickle
 import subprocess
@@ -154,7 +155,9 @@ class OtherRanks:
         """Of each rank, in order: rehearsed now where it was not before."""
         # A rank that was asked for objects has left a recording that ends there.
         missing = sorted(set(ranks) - self._rehearsed)
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
+        # A candidate of a search is one of several processes already.
+        at_once = 1 if multiprocessing.parent_process() else os.cpu_count()
+        with ThreadPoolExecutor(at_once) as pool:
             for _ in pool.map(self._ask, missing):
                 pass
         self._rehearsed.update(missing)

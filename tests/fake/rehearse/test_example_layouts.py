@@ -61,6 +61,36 @@ def test_a_pipeline_of_tensor_parallel_stages():
     assert parts[Part.EXPOSED] > 0  # of the tensor parallel ranks
 
 
+def test_tensor_parallel_ranks_send_a_part_each_to_the_next_stage():
+    words = (
+        "--width 512 --heads 8 --sequence 256 --batch 2 --vocabulary 1024 --layers 3 "
+    )
+    words += "--accumulate 3 --tp 2 --pp 3 --tied --half-gradients --steps 1"
+    first, middle, last = (
+        rehearsed("megatron.py", words, 12, rank) for rank in (0, 4, 8)
+    )
+    sent = {
+        (e.kind, e.payload_bytes)
+        for e in middle.events
+        if isinstance(e, Comm) and e.axis == "pp" and e.payload_bytes > 4  # greetings
+    }
+    half = 2 * 256 * 2 * 512 // 2  # bytes of a sequence's half
+    assert sent == {("send", half), ("recv", half)}
+    kinds = Counter((e.kind, e.axis) for e in middle.events if isinstance(e, Comm))
+    assert kinds["all_gather", "tp"] == 3 * 2  # what comes in, and its gradient
+    # Both ends have the same embedding, and sum its gradients up.
+    pairs = [
+        [
+            (e.ranks, e.payload_bytes)
+            for e in recording.events
+            if isinstance(e, Comm) and e.ranks == (0, 8)
+        ]
+        for recording in (first, middle, last)
+    ]
+    embedding = 2 * 1024 * 512 // 2
+    assert pairs == [[((0, 8), embedding)], [], [((0, 8), embedding)]]
+
+
 def test_products_of_layers_in_8_bits():
     words = "--size debug --layers 1 --sequence 256 --recompute none --steps 1 --float8"
     whole, split = (
