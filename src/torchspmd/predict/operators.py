@@ -22,7 +22,7 @@ from torchspmd.predict.traffic import (
 )
 from torchspmd.rehearse.recording import Op, TensorSpec
 
-__all__ = ["Cost", "Pricer", "factor_of", "is_known"]
+__all__ = ["LAUNCHES_NOTHING", "Cost", "Pricer", "factor_of", "is_known"]
 
 # Rows and columns of an output tile, and the part of the best rate that it reaches.
 _TILES = ((128, 256, 1.0), (128, 128, 0.9), (64, 128, 0.7), (64, 64, 0.5))
@@ -70,7 +70,7 @@ _REDUCING = frozenset(
     """.split()
 )
 # Launch nothing, and are no views of their arguments to torch.
-_FREE = frozenset(
+LAUNCHES_NOTHING = frozenset(
     """
     _reshape_alias _unsafe_view alias detach detach_ empty empty_like empty_strided
     lift_fresh new_empty new_empty_strided resize_ set_
@@ -185,7 +185,7 @@ class Pricer:
         if _copies_to_host(op):
             seconds = self.floor + nbytes / 2 / self.figures.number("bandwidth.host")
             return Cost(seconds, nbytes, 0.0, "copy")
-        if base in _FREE:
+        if base in LAUNCHES_NOTHING:
             return Cost(0.0, 0, 0.0, "view")
         flops = op_flops(op)
         busy = self._busy(op, flops) if flops else 0.0
@@ -348,13 +348,19 @@ class Pricer:
     def _convolution(self, op: Op, nbytes: int) -> float:
         backward = "backward" in op.name
         x, w = op.inputs[backward], op.inputs[1 + backward]
-        if x.shape[1] == dict(op.scalars).get("groups") != 1 and not _is_last(x, w):
-            return self._depthwise(op, "backward" if backward else "forward")
+        groups = dict(op.scalars).get("groups")
+        if groups not in (None, 1) and not _is_last(x, w):
+            kind = "depthwise" if x.shape[1] == groups else "grouped"
+            return self._in_groups(op, kind, "backward" if backward else "forward")
         return self._filters(op, nbytes) + self._beside_filters(op)
 
-    def _depthwise(self, op: Op, direction: str) -> float:
-        """One filter a channel: torch's own kernels, without tensor cores; bias inside."""
-        part = self.figures.number(f"kernels.depthwise_{direction}")
+    def _in_groups(self, op: Op, kind: str, direction: str) -> float:
+        """Without tensor cores.
+
+        One filter a channel: torch's own kernels, with the bias inside. Others: cuDNN's, of
+        each group by itself.
+        """
+        part = self.figures.number(f"kernels.{kind}_{direction}")
         rate = part * self.figures.number("flops.float32")
         return max(self.floor, op_flops(op) / rate)
 
@@ -368,6 +374,8 @@ class Pricer:
             for spec in (x, result) if backward else (x,):
                 if not _lies_as(spec, last=_is_last(x, w)):
                     seconds += self._copied(spec)
+        if len(x.shape) == 3:
+            seconds += self._reordered(op, x, result)
         if backward:
             asked = dict(op.scalars).get("output_mask")
             if isinstance(asked, list | tuple) and asked[2]:
@@ -378,6 +386,17 @@ class Pricer:
         elif len(op.inputs) > 2:
             seconds += self._by_bytes("broadcast", 2 * tensor_bytes(result))
         return seconds
+
+    def _reordered(self, op: Op, x: TensorSpec, result: TensorSpec) -> float:
+        """Over one dimension: cuDNN's kernels have channels last, and it copies."""
+        scalars = dict(op.scalars)
+        if x.dtype == "float32" and not scalars.get("allow_tf32", True):
+            return 0.0
+        asked = scalars.get("output_mask")
+        has_more = asked[0] if isinstance(asked, list | tuple) else False
+        copied = 2 * sum(map(tensor_bytes, (x, result, *[x] * bool(has_more))))
+        part = self.figures.number("kernels.channels_last")
+        return copied / (part * self.figures.number("bandwidth.memory"))
 
     def _filters(self, op: Op, nbytes: int) -> float:
         backward = "backward" in op.name
@@ -391,7 +410,7 @@ class Pricer:
         is_thin = isinstance(groups, int) and groups > 1
         if (
             is_thin
-            or len(x.shape) != 4
+            or len(x.shape) == 5
             or scalars.get("transposed")
             or dtype == "float32"
         ):
@@ -404,17 +423,13 @@ class Pricer:
             asked = scalars.get("output_mask")
             wanted = sum(map(bool, asked[:2])) if isinstance(asked, list | tuple) else 2
         direction = "backward" if backward else "forward"
-        last = float(_is_last(x, w))
-        stride = round(x.shape[2] / max(1, result.shape[2]))
-        case = (
-            x.shape[0],
-            x.shape[1],
-            x.shape[2],
-            w.shape[0],
-            w.shape[2],
-            stride,
-            last,
+        last = float(_is_last(x, w) or len(x.shape) == 3)
+        # Measured cases are squares: others are as one of as many pixels.
+        side, kernel, after = (
+            math.prod(spec.shape[2:]) ** 0.5 for spec in (x, w, result)
         )
+        stride = side / max(1.0, after)
+        case = (x.shape[0], x.shape[1], side, w.shape[0], kernel, stride, last)
         table = f"convolution.{direction}_{dtype}"
         if table not in self._corrections:
             hardware, rows = self.figures.table(table)
@@ -480,7 +495,13 @@ class Pricer:
         return self.figures.number("kernels.transpose_4_bytes")
 
     def _batch_norm(self, key: str, op: Op, nbytes: int) -> float:
-        """One block of threads for each channel; cuDNN's for other types than bfloat16."""
+        """One block of threads for each channel, or where those come last, for several.
+
+        cuDNN's kernels are taken for other types than bfloat16.
+        """
+        x = op.inputs["backward" in key]
+        if x.dtype == "bfloat16" and len(x.shape) == 4 and not _is_contiguous(x):
+            return self._by_bytes(f"{key}_last", nbytes)
         channels = op.inputs[0].shape[1]
         measured = min(_CHANNELS, key=lambda count: abs(math.log(count / channels)))
         suffix = "" if measured == _CHANNELS[0] else f"_{measured}"
@@ -679,7 +700,7 @@ def is_known(name: str) -> bool:
     return (
         base in _MOVES_BYTES
         or _torch.is_pointwise(name)
-        or base in _FREE
+        or base in LAUNCHES_NOTHING
         or base in _REDUCING
         or base in _KEYS
         or base.startswith(("_foreach_", "_fused_", "convolution", "cudnn_convolution"))
@@ -762,8 +783,8 @@ def _ideal_matmul(rates: _Rates, shape: tuple[int, int, int, int]) -> float:
 def _ideal_convolution(rates: _Rates, case: Sequence[float], direction: str) -> float:
     """As a product of the unfolded image and the weight; backward makes two of them."""
     batch, inputs, side, outputs, kernel, stride, _ = case
-    pixels = int(batch * math.ceil(side / stride) ** 2)
-    depth = int(inputs * kernel**2)
+    pixels = round(batch * (side / stride) ** 2)
+    depth = round(inputs * kernel**2)
     shape = (1, pixels, int(outputs), depth)
     # The image is read once, not unfolded: bytes of the tensors, not of the product.
     unfolded = _Rates(rates.achieved, math.inf, rates.sms, rates.item)
