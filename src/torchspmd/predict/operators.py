@@ -29,6 +29,7 @@ _TILES = ((128, 256, 1.0), (128, 128, 0.9), (64, 128, 0.7), (64, 64, 0.5))
 _CORNER = (
     1.5  # how sharp the corner of the roofline is; infinite would be the ideal one
 )
+_ITEM = 2  # bytes of an element in most tables of hardware files
 _CHANNELS = (64, 512, 2048)  # of the batch norms in hardware files
 
 # Beside what torch says is pointwise.
@@ -248,7 +249,7 @@ class Pricer:
 
     def _misaligned(self, op: Op, shape: tuple[int, int, int, int]) -> float:
         """How much slower a product is whose matrices' rows begin at odd addresses."""
-        item = tensor_bytes(factor_of(op)._replace(shape=(1,), stride=(1,)))
+        item = tensor_bytes(_element(factor_of(op)))
         rows = [
             max(spec.stride[-2:])
             for spec in op.inputs
@@ -453,6 +454,8 @@ class Pricer:
         if key.startswith("batch_norm") and len(op.inputs[0].shape) > 1:
             return self._batch_norm(key, op, nbytes)
         seconds = self._by_bytes(key, nbytes)
+        if key == "broadcast":
+            seconds = self._broadcast(op, nbytes)
         if key == "transpose":
             seconds *= self._transposing(op.inputs[-1])
         base = base_name(op.name)
@@ -469,13 +472,19 @@ class Pricer:
             seconds = self._by_bytes(key, nbytes - part)
             seconds += self._by_bytes("concatenate", part) if part else 0.0
         if key in ("concatenate", "broadcast") or key.startswith("elementwise"):
-            if any(not _is_dense(spec) for spec in op.inputs) or _is_strided(op):
+            if any(not _is_dense(spec) for spec in _large(op)) or _is_strided(op):
                 seconds *= self.figures.number("kernels.strided")
         if base in ("_embedding_bag_backward", "_embedding_bag_dense_backward"):
             seconds = max(
                 seconds, self.figures.number("kernels.embedding_bag_backward")
             )
         return seconds
+
+    def _broadcast(self, op: Op, nbytes: int) -> float:
+        """Every element's place is computed: measured with two bytes each."""
+        item = max(_ITEM, *(tensor_bytes(_element(spec)) for spec in _large(op)))
+        computed = self._by_bytes("broadcast", nbytes * _ITEM // item)
+        return max(computed, self._by_bytes("elementwise_1", nbytes))
 
     def _copied(self, spec: TensorSpec) -> float:
         """A copy of a tensor, in another order of its dimensions."""
@@ -609,6 +618,16 @@ def _is_strided(op: Op) -> bool:
         for spec in op.inputs
         if spec.shape == result.shape and math.prod(spec.shape) > 1
     )
+
+
+def _large(op: Op) -> list[TensorSpec]:
+    """Arguments that are not much smaller than the largest; caches hold the others."""
+    size = max((math.prod(spec.shape) for spec in op.inputs), default=0)
+    return [spec for spec in op.inputs if 8 * math.prod(spec.shape) >= size]
+
+
+def _element(spec: TensorSpec) -> TensorSpec:
+    return spec._replace(shape=(1,), stride=(1,))
 
 
 def _is_dense(spec: TensorSpec) -> bool:

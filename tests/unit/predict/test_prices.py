@@ -544,6 +544,30 @@ def test_only_those_parts_of_a_concatenation_are_slow_that_have_gaps(pricer):
     assert all_ > 3 * dense
 
 
+def test_broadcasting_takes_its_time_by_elements():
+    pricer = Pricer(Figures(load_gpu("h200")))
+
+    def product(*shape, dtype, row=None):
+        x = tensor(*shape, dtype=dtype)
+        row = row or tensor(shape[0], 1, 1, dtype=dtype)
+        return seconds(pricer, "mul.Tensor", (x, row), (x,))
+
+    narrow, wide = (
+        product(4, 1024, 896, dtype=dtype) for dtype in ("bfloat16", "float32")
+    )
+    assert wide == pytest.approx(11.2e-6, rel=0.15)  # on an H200
+    assert wide == pytest.approx(narrow, rel=0.05)
+    # Where there is little to compute, bytes count.
+    wide = product(32, 1024, 8192, dtype="float32")
+    assert wide >= 2 * 4 * 32 * 1024 * 8192 / 4.8e12
+    # A small argument lies in the cache, gaps or not.
+    parts = [tensor(32, 1, 1024, stride=(step, step, 1)) for step in (1024, 6144)]
+    whole, gaps = (
+        product(32, 1024, 1024, dtype="bfloat16", row=part) for part in parts
+    )
+    assert whole == gaps
+
+
 def test_one_filter_a_channel_runs_without_tensor_cores(pricer):
     x, filters = tensor(128, 96, 56, 56), tensor(96, 1, 7, 7)
     each = seconds(pricer, "convolution.default", (x, filters), (x,), groups=96)
