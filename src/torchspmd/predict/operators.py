@@ -29,6 +29,7 @@ _TILES = ((128, 256, 1.0), (128, 128, 0.9), (64, 128, 0.7), (64, 64, 0.5))
 _CORNER = (
     1.5  # how sharp the corner of the roofline is; infinite would be the ideal one
 )
+_WIDTH = 64  # channels of a head: attention is no quicker with less
 _ITEM = 2  # bytes of an element in most tables of hardware files
 _CHANNELS = (64, 512, 2048)  # of the batch norms in hardware files
 
@@ -303,11 +304,12 @@ class Pricer:
         table = self._attention_name(kernel, f"{direction}_{dtype}", bool(may_choose))
         rate = self._attention_rate(self.figures.gpu, direction, dtype)
         ideal = flops / rate * self._short(self.figures.gpu, dtype, columns)
+        ideal *= _padded(width)
         if table not in self._corrections:
             self._corrections[table] = self._attention_table(table, direction, dtype)
         point = _attention_point(batch, heads, key.shape[1], rows, width, causal)
         seconds = ideal * self._corrections[table].at(point)
-        if dict(op.scalars).get("dropout_p") and dtype != "float32":
+        if dict(op.scalars).get("dropout_p"):
             seconds *= self.figures.number(f"kernels.attention_dropout_{direction}")
         if kernel == "flash" and not may_choose:
             seconds *= self.figures.optional("attention.flash_times", 1.0)
@@ -340,6 +342,7 @@ class Pricer:
             flops = 4 * batch * heads * length * keys * width / (2 if causal else 1)
             flops *= 2.5 if direction == "backward" else 1
             ideal = flops / rate * self._short(hardware, dtype, keys)
+            ideal *= _padded(width)
             points.append(
                 _attention_point(batch, heads, kv_heads, length, width, bool(causal))
             )
@@ -812,6 +815,11 @@ def _ideal_convolution(rates: _Rates, case: Sequence[float], direction: str) -> 
     once = max(ideal, nbytes / rates.memory)
     images = inputs <= 3  # no gradient for them
     return float(once * (1 if direction == "forward" or images else 2))
+
+
+def _padded(width: float) -> float:
+    """How much more attention takes than its operations, with few channels in a head."""
+    return max(1.0, _WIDTH / width)
 
 
 def _matmul_point(layout: int, shape: tuple[int, int, int, int]) -> tuple[float, ...]:
