@@ -105,7 +105,7 @@ def own_rows() -> Iterator[Step]:
 
 def jobs() -> Iterator[Step]:
     """Models of other kinds."""
-    for table in ("h200_jobs", "h200_jobs_third"):
+    for table in ("h200_jobs", "h200_jobs_third", "h200_jobs_fourth"):
         measured = json.loads((MEASURED / f"{table}.json").read_text())
         for name, figures in measured.items():
             prediction = validate_jobs.predict(name, GPU)

@@ -8,7 +8,9 @@ torchspmd; ``../validate_jobs.py`` predicts the same commands.
 
 import contextlib
 import copy
+import itertools
 import json
+import statistics
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -854,14 +856,16 @@ def train(job: Job, steps: int) -> dict[str, float]:
     for _ in range(3):
         step()
     torch.cuda.synchronize()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(steps):
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
         step()
-    end.record()
+        mark.record()
     torch.cuda.synchronize()
+    each = [one.elapsed_time(other) for one, other in itertools.pairwise(marks)]
     return {
-        "ms": start.elapsed_time(end) / steps,
+        "ms": sum(each) / steps,
+        "median_ms": statistics.median(each),
         "allocated": torch.cuda.max_memory_allocated(),
         "reserved": torch.cuda.max_memory_reserved(),
         "steady": torch.cuda.memory_allocated(),

@@ -10,18 +10,17 @@ the engine adds to a short loop makes up for it.
 import math
 
 from torchspmd.predict.figures import Figures
-from torchspmd.predict.operators import memory_key
+from torchspmd.predict.operators import LAUNCHES_NOTHING, memory_key
 from torchspmd.predict.traffic import base_name, recurrent_products
 from torchspmd.rehearse.recording import (
     OF_PROGRAM,
-    Category,
     Comm,
     Event,
     EventRecord,
     EventWait,
+    Node,
     Op,
     Phase,
-    Recording,
     Site,
     StreamWait,
     Wait,
@@ -29,8 +28,7 @@ from torchspmd.rehearse.recording import (
 
 __all__ = ["HostModel"]
 
-# While recomputing: one for each tensor that is kept for backward. In backward: one for
-# each gradient that a parameter is given, which is a part of host_optimizer.accumulate.
+# While recomputing: one for each tensor that is kept for backward.
 _SAVED = "detach"
 _MANY = 15  # kinds of operators in turn: more are no slower
 _OF_A_LAYER = 7  # other kernels between two of the same kind, in compiled code
@@ -69,6 +67,8 @@ _KEYS = {
     "index_select": "index_add",
     "embedding_dense": "embedding",
 }
+# Fill a tensor with zeros, and copy a gradient into a part of it.
+_FILL_AND_COPY = frozenset({"select_backward", "slice_backward", "diagonal_backward"})
 # A call that was measured makes more operators than the one it is named after.
 _CALLS = {"to_copy": 2, "cat": 3}
 
@@ -80,11 +80,8 @@ class HostModel:
         figures: Of the machine's host, as measured with the GPU.
     """
 
-    def __init__(self, figures: Figures, recording: Recording) -> None:
+    def __init__(self, figures: Figures) -> None:
         self.figures = figures
-        self._parameters = sum(
-            info.category is Category.PARAMETER for info in recording.storages.values()
-        )
         self._phase = Phase.INIT
         self._region: int | None = None
         self._in_program = False  # whether a compiled step is run
@@ -117,18 +114,17 @@ class HostModel:
         if site.phase is not self._phase:
             if site.phase is Phase.RECOMPUTE:
                 seconds += self.figures.number("launch.checkpoint")
-            if self._phase is Phase.BACKWARD and site.phase is not Phase.RECOMPUTE:
-                seconds += self._gradient() * self._parameters
         self._phase = site.phase
         return seconds
 
-    def _gradient(self) -> float:
+    def _gradient(self, op: Op) -> float:
         """Handing a gradient to a parameter, and forgetting it.
 
-        Where a file has no figure, what a node of autograd without a kernel costs.
+        Where a file has no figure, what a node of autograd costs. One that is added to
+        those before is an operator more.
         """
-        node = self.figures.number("host_backward.view") / 2
-        return self.figures.optional("host_optimizer.accumulate", node)
+        seconds = self.figures.optional("host_optimizer.accumulate", self._node())
+        return seconds + (0.0 if op.views else self._own(op, backward=True))
 
     def _python(self, op: Op) -> float:
         """Calls of modules, and other Python beside operators."""
@@ -142,6 +138,8 @@ class HostModel:
             return self.figures.number("launch.graph") * kernels
         if op.region is not None:
             return self._compiled(op, kernels)
+        if op.node is Node.GRADIENT:
+            return self._gradient(op)
         self._region = None
         if op.site.phase is Phase.OPTIMIZER:
             # Its code ran last in the step before.
@@ -168,8 +166,15 @@ class HostModel:
         backward = op.site.phase is Phase.BACKWARD
         key = (op.name, op.site.phase)
         if key not in self._cache:
-            self._cache[key] = self._look_up(op, backward=backward)
-        return self._cache[key] * (1.0 if backward else self._mixed(op))
+            self._cache[key] = self._own(op, backward=backward)
+        own = self._cache[key] * (1.0 if backward else self._mixed(op))
+        return own + (self._node() if op.node else 0.0)
+
+    def _node(self) -> float:
+        """A node of autograd, without its operators."""
+        number = self.figures.number
+        views = number("host_backward.view") - number("host_forward.view")
+        return max(0.0, views / 2)
 
     def _mixed(self, op: Op) -> float:
         """How much longer than in a loop: others have driven its code out of the caches."""
@@ -189,30 +194,29 @@ class HostModel:
         share = min(1.0, math.log2(1 + others) / math.log2(1 + _MANY))
         return 1 + share * (self.figures.number("host_mixed.forward") - 1)
 
-    def _look_up(self, op: Op, *, backward: bool) -> float:
-        if op.views and base_name(op.name) == _SAVED:
-            if backward:
-                return 0.0
-            if op.site.phase is Phase.RECOMPUTE:
-                return self.figures.number("launch.checkpoint_tensor")
-        table = "host_backward" if backward else "host_forward"
-        number = self.figures.number
-        view = number(f"{table}.view") / 2
-        if op.views:
+    def _own(self, op: Op, *, backward: bool) -> float:
+        """An operator, without the node of autograd that it is in."""
+        number, name = self.figures.number, base_name(op.name)
+        view = number("host_forward.view") / 2
+        if op.views and name == _SAVED and op.site.phase is Phase.RECOMPUTE:
+            return number("launch.checkpoint_tensor")
+        if op.views and name == _SAVED and backward:
+            return 0.0
+        if op.views or name in LAUNCHES_NOTHING:
             return view
-        base = base_name(op.name).removesuffix("_backward").removesuffix("_")
+        base = name.removesuffix("_backward").removesuffix("_")
         base = _KEYS.get(base, base)
-        if base in ("mm", "addmm"):
-            # A linear layer: forward has one transposed view, backward two products.
-            return (
-                (number(f"{table}.mm") - 3 * view) / 2
-                if backward
-                else (number(f"{table}.{base}") - view)
-            )
-        if self.figures.has_number(f"{table}.{base}"):
-            return number(f"{table}.{base}") / _CALLS.get(base, 1)
-        default = number(f"{table}.{'mul' if backward else 'add'}")
-        return default + self._more_kernels(op) * number("host_forward.no_grad_add")
+        table = "host_backward" if backward else "host_forward"
+        node = self._node() if backward else 0.0
+        if base in ("mm", "addmm"):  # measured with a view
+            measured = number(f"{table}.{'mm' if backward else base}") - view
+        elif self.figures.has_number(f"{table}.{base}"):
+            measured = number(f"{table}.{base}") / _CALLS.get(base, 1)
+        else:
+            more = name in _FILL_AND_COPY or self._more_kernels(op)
+            measured = number(f"{table}.{'mul' if backward else 'add'}")
+            measured += more * number("host_forward.no_grad_add")
+        return max(0.0, measured - node)
 
     def _more_kernels(self, op: Op) -> int:
         """Those that an operator launches beside the first, by its shortest time."""

@@ -22,13 +22,15 @@ from torchspmd.predict.traffic import (
 )
 from torchspmd.rehearse.recording import Op, TensorSpec
 
-__all__ = ["Cost", "Pricer", "factor_of", "is_known"]
+__all__ = ["LAUNCHES_NOTHING", "Cost", "Pricer", "factor_of", "is_known"]
 
 # Rows and columns of an output tile, and the part of the best rate that it reaches.
 _TILES = ((128, 256, 1.0), (128, 128, 0.9), (64, 128, 0.7), (64, 64, 0.5))
 _CORNER = (
     1.5  # how sharp the corner of the roofline is; infinite would be the ideal one
 )
+_WIDTH = 64  # channels of a head: attention is no quicker with less
+_ITEM = 2  # bytes of an element in most tables of hardware files
 _CHANNELS = (64, 512, 2048)  # of the batch norms in hardware files
 
 # Beside what torch says is pointwise.
@@ -70,7 +72,7 @@ _REDUCING = frozenset(
     """.split()
 )
 # Launch nothing, and are no views of their arguments to torch.
-_FREE = frozenset(
+LAUNCHES_NOTHING = frozenset(
     """
     _reshape_alias _unsafe_view alias detach detach_ empty empty_like empty_strided
     lift_fresh new_empty new_empty_strided resize_ set_
@@ -185,7 +187,7 @@ class Pricer:
         if _copies_to_host(op):
             seconds = self.floor + nbytes / 2 / self.figures.number("bandwidth.host")
             return Cost(seconds, nbytes, 0.0, "copy")
-        if base in _FREE:
+        if base in LAUNCHES_NOTHING:
             return Cost(0.0, 0, 0.0, "view")
         flops = op_flops(op)
         busy = self._busy(op, flops) if flops else 0.0
@@ -248,7 +250,7 @@ class Pricer:
 
     def _misaligned(self, op: Op, shape: tuple[int, int, int, int]) -> float:
         """How much slower a product is whose matrices' rows begin at odd addresses."""
-        item = tensor_bytes(factor_of(op)._replace(shape=(1,), stride=(1,)))
+        item = tensor_bytes(_element(factor_of(op)))
         rows = [
             max(spec.stride[-2:])
             for spec in op.inputs
@@ -302,11 +304,12 @@ class Pricer:
         table = self._attention_name(kernel, f"{direction}_{dtype}", bool(may_choose))
         rate = self._attention_rate(self.figures.gpu, direction, dtype)
         ideal = flops / rate * self._short(self.figures.gpu, dtype, columns)
+        ideal *= _padded(width)
         if table not in self._corrections:
             self._corrections[table] = self._attention_table(table, direction, dtype)
         point = _attention_point(batch, heads, key.shape[1], rows, width, causal)
         seconds = ideal * self._corrections[table].at(point)
-        if dict(op.scalars).get("dropout_p") and dtype != "float32":
+        if dict(op.scalars).get("dropout_p"):
             seconds *= self.figures.number(f"kernels.attention_dropout_{direction}")
         if kernel == "flash" and not may_choose:
             seconds *= self.figures.optional("attention.flash_times", 1.0)
@@ -339,6 +342,7 @@ class Pricer:
             flops = 4 * batch * heads * length * keys * width / (2 if causal else 1)
             flops *= 2.5 if direction == "backward" else 1
             ideal = flops / rate * self._short(hardware, dtype, keys)
+            ideal *= _padded(width)
             points.append(
                 _attention_point(batch, heads, kv_heads, length, width, bool(causal))
             )
@@ -348,13 +352,19 @@ class Pricer:
     def _convolution(self, op: Op, nbytes: int) -> float:
         backward = "backward" in op.name
         x, w = op.inputs[backward], op.inputs[1 + backward]
-        if x.shape[1] == dict(op.scalars).get("groups") != 1 and not _is_last(x, w):
-            return self._depthwise(op, "backward" if backward else "forward")
+        groups = dict(op.scalars).get("groups")
+        if groups not in (None, 1) and not _is_last(x, w):
+            kind = "depthwise" if x.shape[1] == groups else "grouped"
+            return self._in_groups(op, kind, "backward" if backward else "forward")
         return self._filters(op, nbytes) + self._beside_filters(op)
 
-    def _depthwise(self, op: Op, direction: str) -> float:
-        """One filter a channel: torch's own kernels, without tensor cores; bias inside."""
-        part = self.figures.number(f"kernels.depthwise_{direction}")
+    def _in_groups(self, op: Op, kind: str, direction: str) -> float:
+        """Without tensor cores.
+
+        One filter a channel: torch's own kernels, with the bias inside. Others: cuDNN's, of
+        each group by itself.
+        """
+        part = self.figures.number(f"kernels.{kind}_{direction}")
         rate = part * self.figures.number("flops.float32")
         return max(self.floor, op_flops(op) / rate)
 
@@ -368,10 +378,8 @@ class Pricer:
             for spec in (x, result) if backward else (x,):
                 if not _lies_as(spec, last=_is_last(x, w)):
                     seconds += self._copied(spec)
-        elif len(x.shape) == 5 and math.prod(w.shape[2:]) > 1:
-            asked = dict(op.scalars).get("output_mask", (True,))
-            times = sum(map(bool, asked[:2])) if isinstance(asked, tuple | list) else 1
-            seconds += times * self._into_channels_last(x, result)
+        elif not _is_last(x, w):
+            seconds += self._reordered(op, x, result)
         if backward:
             asked = dict(op.scalars).get("output_mask")
             if isinstance(asked, list | tuple) and asked[2]:
@@ -383,14 +391,19 @@ class Pricer:
             seconds += self._by_bytes("broadcast", 2 * tensor_bytes(result))
         return seconds
 
-    def _into_channels_last(self, *images: TensorSpec) -> float:
-        """Copies by cuDNN, whose kernels want channels last.
+    def _reordered(self, op: Op, x: TensorSpec, result: TensorSpec) -> float:
+        """Over one or three dimensions: cuDNN's kernels have channels last, and it copies.
 
-        Of three dimensions; of two, they are in what was measured.
+        Over two, that is in what was measured.
         """
-        nbytes = sum(2 * tensor_bytes(each) for each in images if _is_contiguous(each))
-        times = self.figures.number("kernels.channels_last_copy")
-        return times * nbytes / self.figures.number("bandwidth.memory")
+        scalars = dict(op.scalars)
+        if x.dtype == "float32" and not scalars.get("allow_tf32", True):
+            return 0.0
+        asked = scalars.get("output_mask")
+        has_more = asked[0] if isinstance(asked, list | tuple) else False
+        copied = 2 * sum(map(tensor_bytes, (x, result, *[x] * bool(has_more))))
+        part = self.figures.number("kernels.channels_last")
+        return copied / (part * self.figures.number("bandwidth.memory"))
 
     def _filters(self, op: Op, nbytes: int) -> float:
         backward = "backward" in op.name
@@ -404,7 +417,7 @@ class Pricer:
         is_thin = isinstance(groups, int) and groups > 1
         if (
             is_thin
-            or len(x.shape) != 4
+            or len(x.shape) == 5
             or scalars.get("transposed")
             or dtype == "float32"
         ):
@@ -417,17 +430,13 @@ class Pricer:
             asked = scalars.get("output_mask")
             wanted = sum(map(bool, asked[:2])) if isinstance(asked, list | tuple) else 2
         direction = "backward" if backward else "forward"
-        last = float(_is_last(x, w))
-        stride = round(x.shape[2] / max(1, result.shape[2]))
-        case = (
-            x.shape[0],
-            x.shape[1],
-            x.shape[2],
-            w.shape[0],
-            w.shape[2],
-            stride,
-            last,
+        last = float(_is_last(x, w) or len(x.shape) == 3)
+        # Measured cases are squares: others are as one of as many pixels.
+        side, kernel, after = (
+            math.prod(spec.shape[2:]) ** 0.5 for spec in (x, w, result)
         )
+        stride = side / max(1.0, after)
+        case = (x.shape[0], x.shape[1], side, w.shape[0], kernel, stride, last)
         table = f"convolution.{direction}_{dtype}"
         if table not in self._corrections:
             hardware, rows = self.figures.table(table)
@@ -451,6 +460,8 @@ class Pricer:
         if key.startswith("batch_norm") and len(op.inputs[0].shape) > 1:
             return self._batch_norm(key, op, nbytes)
         seconds = self._by_bytes(key, nbytes)
+        if key == "broadcast":
+            seconds = self._broadcast(op, nbytes)
         if key == "transpose":
             seconds *= self._transposing(op.inputs[-1])
         base = base_name(op.name)
@@ -467,13 +478,19 @@ class Pricer:
             seconds = self._by_bytes(key, nbytes - part)
             seconds += self._by_bytes("concatenate", part) if part else 0.0
         if key in ("concatenate", "broadcast") or key.startswith("elementwise"):
-            if any(not _is_dense(spec) for spec in op.inputs) or _is_strided(op):
+            if any(not _is_dense(spec) for spec in _large(op)) or _is_strided(op):
                 seconds *= self.figures.number("kernels.strided")
         if base in ("_embedding_bag_backward", "_embedding_bag_dense_backward"):
             seconds = max(
                 seconds, self.figures.number("kernels.embedding_bag_backward")
             )
         return seconds
+
+    def _broadcast(self, op: Op, nbytes: int) -> float:
+        """Every element's place is computed: measured with two bytes each."""
+        item = max(_ITEM, *(tensor_bytes(_element(spec)) for spec in _large(op)))
+        computed = self._by_bytes("broadcast", nbytes * _ITEM // item)
+        return max(computed, self._by_bytes("elementwise_1", nbytes))
 
     def _copied(self, spec: TensorSpec) -> float:
         """A copy of a tensor, in another order of its dimensions."""
@@ -493,7 +510,13 @@ class Pricer:
         return self.figures.number("kernels.transpose_4_bytes")
 
     def _batch_norm(self, key: str, op: Op, nbytes: int) -> float:
-        """One block of threads for each channel; cuDNN's for other types than bfloat16."""
+        """One block of threads for each channel, or where those come last, for several.
+
+        cuDNN's kernels are taken for other types than bfloat16.
+        """
+        x = op.inputs["backward" in key]
+        if x.dtype == "bfloat16" and len(x.shape) == 4 and not _is_contiguous(x):
+            return self._by_bytes(f"{key}_last", nbytes)
         channels = op.inputs[0].shape[1]
         measured = min(_CHANNELS, key=lambda count: abs(math.log(count / channels)))
         suffix = "" if measured == _CHANNELS[0] else f"_{measured}"
@@ -603,6 +626,16 @@ def _is_strided(op: Op) -> bool:
     )
 
 
+def _large(op: Op) -> list[TensorSpec]:
+    """Arguments that are not much smaller than the largest; caches hold the others."""
+    size = max((math.prod(spec.shape) for spec in op.inputs), default=0)
+    return [spec for spec in op.inputs if 8 * math.prod(spec.shape) >= size]
+
+
+def _element(spec: TensorSpec) -> TensorSpec:
+    return spec._replace(shape=(1,), stride=(1,))
+
+
 def _is_dense(spec: TensorSpec) -> bool:
     """Whether the elements fill their memory, in any order of the dimensions."""
     expected = 1
@@ -636,7 +669,7 @@ def _fills_alike(one: TensorSpec, other: TensorSpec) -> bool:
 def _is_last(x: TensorSpec, w: TensorSpec) -> bool:
     """Whether a convolution runs with channels last: one of its arguments does."""
     return any(
-        len(spec.stride) == 4
+        len(spec.stride) >= 4
         and spec.stride[1] == 1
         and spec.shape[1] > 1
         # A filter of one pixel lies both ways.
@@ -692,7 +725,7 @@ def is_known(name: str) -> bool:
     return (
         base in _MOVES_BYTES
         or _torch.is_pointwise(name)
-        or base in _FREE
+        or base in LAUNCHES_NOTHING
         or base in _REDUCING
         or base in _KEYS
         or base.startswith(("_foreach_", "_fused_", "convolution", "cudnn_convolution"))
@@ -775,8 +808,8 @@ def _ideal_matmul(rates: _Rates, shape: tuple[int, int, int, int]) -> float:
 def _ideal_convolution(rates: _Rates, case: Sequence[float], direction: str) -> float:
     """As a product of the unfolded image and the weight; backward makes two of them."""
     batch, inputs, side, outputs, kernel, stride, _ = case
-    pixels = int(batch * math.ceil(side / stride) ** 2)
-    depth = int(inputs * kernel**2)
+    pixels = round(batch * (side / stride) ** 2)
+    depth = round(inputs * kernel**2)
     shape = (1, pixels, int(outputs), depth)
     # The image is read once, not unfolded: bytes of the tensors, not of the product.
     unfolded = _Rates(rates.achieved, math.inf, rates.sms, rates.item)
@@ -785,6 +818,11 @@ def _ideal_convolution(rates: _Rates, case: Sequence[float], direction: str) -> 
     once = max(ideal, nbytes / rates.memory)
     images = inputs <= 3  # no gradient for them
     return float(once * (1 if direction == "forward" or images else 2))
+
+
+def _padded(width: float) -> float:
+    """How much more attention takes than its operations, with few channels in a head."""
+    return max(1.0, _WIDTH / width)
 
 
 def _matmul_point(layout: int, shape: tuple[int, int, int, int]) -> tuple[float, ...]:

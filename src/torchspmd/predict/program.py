@@ -17,6 +17,7 @@ from torchspmd.rehearse.recording import (
     Comm,
     Event,
     MarkKind,
+    Node,
     Op,
     Phase,
     Recording,
@@ -111,7 +112,7 @@ def _price(
 ) -> None:
     recording = program.recording
     events = _with_compiled_backward(events, places)
-    host = HostModel(pricer.figures, recording)
+    host = HostModel(pricer.figures)
     fused = _fused(events, places, recording, pricer)
     for place in places:
         event = events[place]
@@ -177,6 +178,8 @@ def _with_compiled_backward(events: list[Event], places: range) -> list[Event]:
         event = events[place]
         if not isinstance(event, Op) or event.region is not None:
             continue
+        if _hands_gradient(event):  # behind the region
+            continue
         region = regions.get(event.site.module)
         if region is not None and event.site.phase in _BACKWARD:
             result[place] = event._replace(region=-1 - region)
@@ -227,7 +230,7 @@ def _kernels(
     region: int | None = None
     for place in places:
         event = events[place]
-        if not isinstance(event, Op | Comm):
+        if not isinstance(event, Op | Comm) or _hands_gradient(event):
             continue
         now = event.region if isinstance(event, Op) else None
         if run and (now is None or now != region):
@@ -246,6 +249,10 @@ def _kernels(
             yield [place]
     if run:
         yield run
+
+
+def _hands_gradient(event: Op | Comm) -> bool:
+    return isinstance(event, Op) and event.node is Node.GRADIENT
 
 
 def _outside_bytes(

@@ -28,7 +28,8 @@ _WATCHING = tuple(
 )
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 _SITE_PACKAGES = sysconfig.get_paths()["purelib"]
-_MODULES = str(Path("nn", "modules"))
+# Of torch, what is written in Python over operators.
+_OVER_OPERATORS = (str(Path("nn", "modules")), str(Path("torch", "distributions")))
 # Hands functions of torch to the mode that shows a GPU, which a real run has not.
 _OVERRIDES = str(Path("torch", "overrides.py"))
 
@@ -145,7 +146,7 @@ def _kind(code: CodeType) -> _Kind:
         return _Kind.PASSED
     if name.startswith(_WATCHING) or name.endswith(_OVERRIDES):
         return _Kind.CLOSED
-    if _torch.is_torch_code(code) and _MODULES not in name:
+    if _torch.is_torch_code(code) and not any(each in name for each in _OVER_OPERATORS):
         return _Kind.PASSED
     if name.startswith(_STANDARD_LIBRARY) and not name.startswith(_SITE_PACKAGES):
         return _Kind.PASSED

@@ -44,6 +44,7 @@ from torchspmd.rehearse.recording import (
     Mark,
     MarkKind,
     ModuleFacts,
+    Node,
     Op,
     Phase,
     Recording,
@@ -140,6 +141,7 @@ class Recorder:
         self._num_programs = 0  # compiled steps that are being called
         self._owner = Owner()  # of the last node of a program
         self._piece: int | None = None  # region of the node that runs
+        self._node: int | None = None  # of autograd, by its number
         self._exits: list[Callable[[], None]] = []
         self._older_meshes: list[Any] = []
 
@@ -217,6 +219,7 @@ class Recorder:
             self._way(),
             facts.views,
             self.calls.take(),
+            self._new_node() if site.phase is Phase.BACKWARD else Node.NONE,
         )
         self.from_dtensor = False
         self._events[place] = op
@@ -227,6 +230,14 @@ class Recorder:
         if not facts.views:
             self._use(workspaces(op, self.processor), number, site)
         return result
+
+    def _new_node(self) -> Node:
+        """Which node of autograd begins here."""
+        node, before = _torch.current_node(), self._node
+        self._node = None if node is None else _torch.node_sequence(node)
+        if self._node == _torch.ACCUMULATE_SEQUENCE:  # of all, with one operator each
+            return Node.GRADIENT
+        return Node.NONE if self._node in (None, before) else Node.OPERATOR
 
     def _way(self) -> str:
         """How the host got to an operator."""

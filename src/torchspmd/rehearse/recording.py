@@ -124,6 +124,14 @@ class TensorSpec(NamedTuple):
     storage: int
 
 
+class Node(StrEnum):
+    """What a node of autograd is for."""
+
+    NONE = ""
+    OPERATOR = "operator"
+    GRADIENT = "gradient"
+
+
 class Op(NamedTuple):
     """One operator that ran on the device (or copied from or to it).
 
@@ -142,6 +150,8 @@ class Op(NamedTuple):
             (a CUDA graph).
         views: Whether it launches nothing: its results are views of its arguments.
         calls: Python calls of the script and its modules since the operator before.
+        node: Which node of autograd begins with it, in backward: none, one of an
+            operator, or one that hands a gradient to a parameter.
     """
 
     number: int
@@ -155,6 +165,7 @@ class Op(NamedTuple):
     through: str = "eager"
     views: bool = False
     calls: int = 0
+    node: Node = Node.NONE
 
 
 # Ways of compiled steps: without modules, autograd and its thread.

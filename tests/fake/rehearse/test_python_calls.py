@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from torchspmd.rehearse.recording import Op, Phase, Synchronize
+from torchspmd.rehearse.recording import Node, Op, Phase, Synchronize
 
 
 class Talkative(nn.Module):
@@ -47,6 +47,36 @@ def test_calls_beside_operators_are_counted(rehearse):
     assert sum(more) == 100
     # A module's call is three, and reading its two parameters two.
     assert 5 <= max(op.calls for op in few[len(few) // 2 :]) <= 20
+
+
+def test_distributions_are_python_over_operators(rehearse):
+    with rehearse() as recording:
+        model = nn.Linear(4, 4).cuda()
+        logits = model(torch.ones(2, 4, device="cuda"))
+        torch.distributions.Categorical(logits=logits, validate_args=False).entropy()
+    ops = [event for event in recording.events if isinstance(event, Op)]
+    assert sum(op.calls for op in ops if op.site.phase is Phase.OTHER) > 3
+
+
+def test_operators_of_backward_tell_where_nodes_of_autograd_begin(rehearse):
+    with rehearse() as recording:
+        model = nn.Linear(4, 4).cuda()
+        x = torch.ones(2, 4, device="cuda", requires_grad=True)
+        for _ in range(2):  # the second time, gradients are added to the first
+            model(x).sum().backward()
+    ops = [event for event in recording.events if isinstance(event, Op)]
+    nodes = [
+        (op.name.split(".")[1], op.node)
+        for op in ops
+        if op.site.phase is Phase.BACKWARD
+    ]
+    assert [op.node for op in ops if op.site.phase is Phase.FORWARD] == [""] * 4
+    products = [node for name, node in nodes if name in ("t", "mm")]
+    # Of the product: three views and two products; of the transposed weight: one view.
+    of_a_layer = [Node.OPERATOR, *[Node.NONE] * 4, Node.OPERATOR]
+    assert products == 2 * of_a_layer
+    handed = [name for name, node in nodes if node is Node.GRADIENT]
+    assert handed == ["detach"] * 3 + ["add_"] * 3
 
 
 def test_calls_of_recomputation_are_counted(rehearse):

@@ -85,6 +85,7 @@ def test_a_grid_stops_when_its_time_is_up(monkeypatch):
         for size in range(20):
             yield lambda size=size: iter([("matmul.float32", (size, 1.0))])
 
+    monkeypatch.setattr(run, "_HOST", [])
     monkeypatch.setattr(run, "_SECTIONS", [])
     monkeypatch.setattr(run, "_GRIDS", [("products", 1.0, cases)])
     result = calibrate(torch.device("cpu"), seconds=9)
@@ -92,6 +93,20 @@ def test_a_grid_stops_when_its_time_is_up(monkeypatch):
     assert result.notes == [
         f"products: {20 - result.cases} cases left out, their time was up"
     ]
+
+
+def test_figures_of_the_host_are_the_middle_of_several_rounds(monkeypatch):
+    drifting = iter((1e-6, 9e-6, 2e-6))
+
+    def host(meter, limits):
+        yield lambda: iter([("host_forward.add", next(drifting))])
+
+    monkeypatch.setattr(run, "_HOST", [("host", host)])
+    monkeypatch.setattr(run, "_SECTIONS", [("host", host)])
+    grid = ("nothing", 1.0, lambda meter, limits: iter(()))
+    monkeypatch.setattr(run, "_GRIDS", [grid, grid])
+    figures = calibrate(torch.device("cpu"), seconds=1).figures
+    assert figures["host_forward.add"].value == 2e-6
 
 
 def test_cases_that_were_left_out_are_those_of_the_same_gpu():

@@ -16,11 +16,11 @@ from torchspmd.predict.time_suggestions import suggest_faster
 from torchspmd.predict.time_text import describe_time
 from torchspmd.rehearse.recording import (
     Alloc,
-    Category,
     Comm,
     EventRecord,
     Mark,
     MarkKind,
+    Node,
     Op,
     Phase,
     Recording,
@@ -312,15 +312,30 @@ def test_the_error_and_the_assumptions_say_where_they_come_from():
     )
 
 
-def test_parameters_cost_the_host_at_the_end_of_backward():
-    def issue(parameters):
-        recording = two_steps(training, world_size=2)
-        for number in range(parameters):
-            info = StorageInfo(4, category=Category.PARAMETER)
-            recording.storages[number] = info
-        return predict_time(recording, H100, NETWORK).host_issue_seconds
+def test_gradients_are_handed_over_behind_a_compiled_backward():
+    """They cost the host, and part no kernel in two."""
 
-    assert issue(100) > issue(0) + 1e-4
+    def predicted(gradients):
+        script = Script()
+        for _ in range(2):
+            script.begin()
+            script.product(8, region=0)
+            x, phase = tensor(8), Phase.BACKWARD
+            for _ in range(4):
+                script.op("aten.mul.Tensor", (x,), (x,), phase)
+                if gradients:
+                    of = {"views": True, "node": Node.GRADIENT}
+                    script.op("aten.detach.default", (x,), (x,), phase, **of)
+            script.end()
+        return predict_time(script.recording, H100)
+
+    with_them, without = predicted(True), predicted(False)
+    kernels = [len(each.program.costs) for each in (with_them, without)]
+    assert kernels[0] - kernels[1] == 4  # the views themselves
+    more = with_them.host_issue_seconds - without.host_issue_seconds
+    figures = Figures(H100)
+    views = figures.number("host_backward.view") - figures.number("host_forward.view")
+    assert more == pytest.approx(4 * views / 2)
 
 
 def test_the_clock_of_a_script_tells_predicted_time():
@@ -351,7 +366,7 @@ def test_only_fully_shard_pays_for_its_hooks():
         script.op(name, (x,), (x,), Phase.BACKWARD)
         script.comm("all_gather", 64)
     figures = Figures(H100)
-    host = HostModel(figures, script.recording)
+    host = HostModel(figures)
     _, sharded, _, plain = map(host.seconds, script.events)
     hooks = figures.number("launch.fully_shard_forward")
     assert sharded - plain == pytest.approx(hooks)

@@ -210,39 +210,32 @@ def _time_optimizer(name: str, meter: Meter, calls: int, make: Maker) -> Measure
 def _time_gradients(label: str, meter: Meter, calls: int) -> Measured:
     """The host: handing a gradient to a parameter, and forgetting it.
 
-    A chain of products by parameters, less the same by constants: what is more is one
-    product, and the gradient's way.
+    Backward of a chain of products by parameters, less the same gradients without it.
     """
     del label
     count = 100
-    start = meter.random(8).requires_grad_()
-    gradient = torch.ones_like(start)
     params = [nn.Parameter(meter.random(8)) for _ in range(count)]
+    gradient = torch.ones_like(params[0])
     optimizer = torch.optim.SGD(params)
 
-    def backward(factors: Sequence[torch.Tensor]) -> float:
-        x = start
-        for factor in factors:
+    def seconds(backward: Callable[[torch.Tensor], object]) -> float:
+        x: torch.Tensor = params[0]
+        for factor in params[1:]:
             x = x * factor
         meter.synchronize()
         begin = time.perf_counter()
-        x.backward(gradient)
-        seconds = time.perf_counter() - begin
-        start.grad = None
-        return seconds
+        backward(x)
+        return time.perf_counter() - begin
 
-    constants = [param.detach() for param in params]
-    pairs, clears = [], []
+    pairs = []
     for _ in range(max(3, calls)):
-        pairs.append((backward(params), backward(constants)))
+        without = seconds(lambda x: torch.autograd.grad(x, params, gradient))
+        handed = seconds(lambda x: x.backward(gradient))
         begin = time.perf_counter()
         optimizer.zero_grad()
-        clears.append(time.perf_counter() - begin)
+        pairs.append((handed + time.perf_counter() - begin, without))
     both, one = (statistics.median(each) for each in zip(*pairs, strict=True))
-    with torch.no_grad():
-        product = meter.host_seconds(lambda: gradient * gradient, 10 * calls)
-    each = (both - one + statistics.median(clears)) / count - product
-    yield "host_optimizer.accumulate", max(0.0, each)
+    yield "host_optimizer.accumulate", max(0.0, (both - one) / count)
 
 
 def _time_clipping(label: str, meter: Meter, calls: int) -> Measured:

@@ -104,11 +104,16 @@ def _operators() -> list[_Operator]:  # noqa: C901
         return grad, indices(meter, rows, 32000), 32000, -1, False
 
     def images(
-        meter: Meter, n: int, channels: int = 64, dtype: torch.dtype = torch.bfloat16
+        meter: Meter,
+        n: int,
+        channels: int = 64,
+        dtype: torch.dtype = torch.bfloat16,
+        order: torch.memory_format = torch.contiguous_format,
     ) -> torch.Tensor:
         side = 56 if channels == 64 else 14
         batch = max(1, n // (channels * side * side))
-        return meter.random(batch, channels, side, side, dtype=dtype)
+        made = meter.random(batch, channels, side, side, dtype=dtype)
+        return made.to(memory_format=order)
 
     def batch_norm(meter: Meter, n: int, *kind: Any) -> tuple[Any, ...]:
         a = images(meter, n, *kind)
@@ -265,6 +270,18 @@ def _operators() -> list[_Operator]:  # noqa: C901
             embedding_backward,
         ),
         ("batch_norm", aten._batch_norm_impl_index.default, batch_norm),
+        (
+            "batch_norm_last",
+            aten._batch_norm_impl_index.default,
+            lambda m, n: batch_norm(m, n, 512, torch.bfloat16, torch.channels_last),
+        ),
+        (
+            "batch_norm_backward_last",
+            aten._batch_norm_impl_index_backward.default,
+            lambda m, n: batch_norm_backward(
+                m, n, 512, torch.bfloat16, torch.channels_last
+            ),
+        ),
         (
             "batch_norm_512",
             aten._batch_norm_impl_index.default,

@@ -6,6 +6,7 @@ order, so that fewer of them still cover the whole range.
 """
 
 import math
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -20,11 +21,16 @@ from torchspmd.predict.hardware import Figure, Rows
 
 __all__ = ["Calibration", "calibrate", "with_other_cases"]
 
+# The host is slower for seconds at a time, with nothing else running: its figures are the
+# middle of several rounds, between the others.
+_HOST: Sequence[tuple[str, Section]] = (
+    ("host", host.host),
+    ("optimizers", host.optimizers),
+)
 # Those that are measured whole, then those that share the time that is left.
 _SECTIONS: Sequence[tuple[str, Section]] = (
     ("launches and copies", memory_bound.launches),
-    ("host", host.host),
-    ("optimizers", host.optimizers),
+    *_HOST,
     ("distributed calls", host.distributed),
     ("compiled regions", host.compiled),
     ("sustained rate", products.sustained),
@@ -71,7 +77,9 @@ def calibrate(
     limits = limits or Limits()
     result = Calibration()
     rows: defaultdict[str, list[tuple[float, ...]]] = defaultdict(list)
-    numbers = _memory_constants(device) if device.type == "cuda" else {}
+    numbers: defaultdict[str, list[float]] = defaultdict(list)
+    if device.type == "cuda":
+        numbers |= {key: [value] for key, value in _memory_constants(device).items()}
     end = time.perf_counter() + seconds
     meter = Meter(device)
     for name, section in _SECTIONS:
@@ -85,12 +93,14 @@ def calibrate(
         _measure(name, section(meter, limits), rows, numbers, result, until)
         if meter.is_cuda:
             torch.cuda.empty_cache()
+        for of_host, again in _HOST:
+            _measure(of_host, again(meter, limits), rows, numbers, result)
     source = _source(device)
     for key, table in rows.items():
         value: Rows = tuple(sorted(table))
         result.figures[key] = Figure(value, source)
-    for key, number in numbers.items():
-        result.figures[key] = Figure(number, source)
+    for key, several in numbers.items():
+        result.figures[key] = Figure(statistics.median(several), source)
     return result
 
 
@@ -112,7 +122,7 @@ def _measure(
     name: str,
     cases: Iterator[Case],
     rows: dict[str, list[tuple[float, ...]]],
-    numbers: dict[str, float],
+    numbers: dict[str, list[float]],
     result: Calibration,
     until: float = math.inf,
 ) -> None:
@@ -128,7 +138,7 @@ def _measure(
                 if isinstance(row, tuple):
                     rows[key].append(row)
                 else:
-                    numbers[key] = row
+                    numbers[key].append(row)
         except Exception as error:
             text = (str(error).strip().splitlines() or [""])[0][:200]
             label = str(getattr(case, "args", [""])[0])
