@@ -461,16 +461,13 @@ SAMPLE = (
     "vTrain 3072 x 30, 64 GPUs, tp 1 dp 32 pp 2, 2",
     "vTrain 6144 x 40, 256 GPUs, tp 8 dp 32 pp 1, 8",
     "vTrain 8192 x 48, 512 GPUs, tp 8 dp 32 pp 2, 8",
-    # The first of each model with each number of stages.
+    # The first of two models with each number of stages.
     "vTrain 6144 x 40, 256 GPUs, tp 4 dp 32 pp 2, 8",
     "vTrain 6144 x 40, 256 GPUs, tp 8 dp 8 pp 4",
     "vTrain 6144 x 40, 256 GPUs, tp 1 dp 32 pp 8",
     "vTrain 8192 x 48, 512 GPUs, tp 4 dp 32 pp 4, 2",
     "vTrain 8192 x 48, 512 GPUs, tp 4 dp 16 pp 8, 2",
     "vTrain 8192 x 48, 512 GPUs, tp 2 dp 16 pp 16, 3",
-    "vTrain 12288 x 96, 512 GPUs, tp 8 dp 8 pp 8",
-    "vTrain 12288 x 96, 512 GPUs, tp 4 dp 8 pp 16, 2",
-    "vTrain 12288 x 96, 512 GPUs, tp 4 dp 4 pp 32, 2",
 )
 
 
