@@ -208,29 +208,33 @@ class Scatter(torch.autograd.Function):
 
 
 class Rotate(torch.autograd.Function):
-    """In the place of FlashAttention's rotary kernel: one result, no temporaries."""
+    """In the place of FlashAttention's rotary kernel: in place, and so its gradient.
+
+    A query stays a part of the tensor that queries, keys and values were copied to, which
+    is therefore kept for backward, with keys and values that are not used again.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-        """A new tensor."""
+        """The same tensor."""
         ctx.save_for_backward(angles)
-        return x * angles
+        x.mul_(angles)
+        return x
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """A new gradient."""
+        """The same gradient."""
         (angles,) = ctx.saved_tensors
-        return grad * angles, None
+        return grad.mul_(angles), None
 
 
 class RotateKeys(torch.autograd.Function):
-    """The same for keys, which lie beside values: in place."""
+    """The same for keys, which lie beside values."""
 
     @staticmethod
     def forward(ctx: Any, kv: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
         """Change the keys."""
         ctx.save_for_backward(angles)
-        ctx.mark_dirty(kv)
         kv[:, :, 0].mul_(angles)
         return kv
 
@@ -299,7 +303,7 @@ class Layer(nn.Module):
         qkv = self.qkv(x)
         length, batch, _ = qkv.shape
         # nanotron: one copy that brings the batch to the front; keys and values are
-        # joined again, copied once more, and rotated in place, queries are not.
+        # joined again, copied once more, and rotated in place, as are queries.
         shape = (length, batch, 3, self.heads, self.head_width)
         q, k, v = qkv.view(shape).permute(2, 1, 0, 3, 4).contiguous()
         kv = torch.cat([k.unsqueeze(0), v.unsqueeze(0)])
