@@ -393,7 +393,7 @@ def split(options: argparse.Namespace) -> list[range]:
     """Blocks of each stage, by number: nanotron splits by products.
 
     The embedding is block 0, then come the layers; behind them are the norm, the head, the
-    cast and the loss. Of these only layers and the head count. A block that goes beyond a
+    cast and the loss. Of these only layers and the head count. A block that reaches a
     stage's part still belongs to it; each block moves on by one stage at most, so that the
     cast and the loss can be on stages of their own, and stages behind the loss can have
     nothing at all.
@@ -404,7 +404,8 @@ def split(options: argparse.Namespace) -> list[range]:
     stages, begin, seen, total = [], 0, 0, sum(costs)
     for number, cost in enumerate(costs):
         seen += cost
-        if seen > total * ((len(stages) + 1) / options.pp):
+        is_last = len(stages) == options.pp - 1
+        if not is_last and seen >= total * ((len(stages) + 1) / options.pp):
             stages.append(range(begin, number + 1))
             begin = number + 1
     stages.append(range(begin, len(costs)))
@@ -442,15 +443,11 @@ def build(
 
 
 def send(x: torch.Tensor, peer: int, group: dist.ProcessGroup) -> None:
-    """nanotron: the host waits for the device, to send shape and type first."""
-    torch.cuda.current_stream().synchronize()
     dist.send(x, group=group, group_dst=peer)
     used_by_nccl(x)
 
 
 def receive(x: torch.Tensor, peer: int, group: dist.ProcessGroup) -> None:
-    """nanotron: the host waits for shape and type."""
-    torch.cuda.current_stream().synchronize()
     dist.recv(x, group=group, group_src=peer)
     used_by_nccl(x)
 
