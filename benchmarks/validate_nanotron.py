@@ -167,7 +167,9 @@ def predict(row: Row) -> dict[str, Any]:
     """The memory of the first stage, and whether all stages fit.
 
     Memory that NCCL uses comes back late where the host is ahead of the device. When the
-    device is full, the allocator waits for it, and gives back what is not in use.
+    device is full, the allocator waits for it, and gives back what is not in use. Hosts of
+    a pipeline wait for each other, and most are not ahead: whether they fit is asked as if
+    they were, and what they log is told as if not.
     """
     gpu = load_gpu(GPU)
     pricer = Pricer(Figures(gpu, load_network(NETWORK)))
@@ -180,7 +182,7 @@ def predict(row: Row) -> dict[str, Any]:
     at_once = count_memory(without_streams(recordings[0]), gpu)
     memory = {
         "allocated": at_once.peak.allocated,
-        "reserved": logged(accounts[0]),
+        "reserved": logged(at_once if row.pp > 1 else accounts[0]),
         "at once": logged(at_once),
     }
     worst = min(accounts, key=lambda each: _VERDICTS.index(each.fits))
