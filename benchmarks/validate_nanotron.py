@@ -117,8 +117,7 @@ def rehearsals(row: Row) -> list[Rehearsal]:
     layers, width, heads, hidden, tied = _MODELS[row.model]
     words = f"--layers {layers} --width {width} --heads {heads} --hidden {hidden} "
     words += f"--vocabulary {VOCABULARY} --sequence 4096 --batch {row.micro_batch} "
-    # More micro-batches than stages are never in flight; as many again leave their gaps.
-    words += f"--accumulate {min(row.accumulate, 2 * row.pp)} "
+    words += f"--accumulate {rehearsed(row)} "
     words += f"--tp {row.tp} --pp {row.pp} --steps 2"
     words += " --zero" if row.zero else ""
     words += " --tied" if tied else ""
@@ -128,6 +127,11 @@ def rehearsals(row: Row) -> list[Rehearsal]:
         for place, blocks in enumerate(stages(row))
         if place == 0 or blocks.stop > layers + 1
     ]
+
+
+def rehearsed(row: Row) -> int:
+    """Micro-batches: as many as are ever in flight, and as many again in their gaps."""
+    return min(row.accumulate, 2 * row.pp)
 
 
 def is_contradicted(row: Row, rows: list[Row]) -> bool:
@@ -163,16 +167,22 @@ def predict(row: Row) -> dict[str, Any]:
     """The memory of the first stage, and whether all stages fit.
 
     Memory that NCCL uses comes back late where the host is ahead of the device. When the
-    device is full, the allocator waits for it, and gives back what is not in use.
+    device is full, the allocator waits for it, and gives back what is not in use. Hosts of
+    a pipeline wait for each other, and most are not ahead: whether they fit is asked as if
+    they were, and what they log is told as if not.
     """
     gpu = load_gpu(GPU)
     pricer = Pricer(Figures(gpu, load_network(NETWORK)))
     recordings = [each.read() for each in rehearsals(row)]
-    accounts = [count_memory(with_late_frees(each, pricer), gpu) for each in recordings]
+    repeats = row.accumulate / rehearsed(row)
+    accounts = [
+        count_memory(with_late_frees(each, pricer, repeats=repeats), gpu)
+        for each in recordings
+    ]
     at_once = count_memory(without_streams(recordings[0]), gpu)
     memory = {
         "allocated": at_once.peak.allocated,
-        "reserved": logged(accounts[0]),
+        "reserved": logged(at_once if row.pp > 1 else accounts[0]),
         "at once": logged(at_once),
     }
     worst = min(accounts, key=lambda each: _VERDICTS.index(each.fits))

@@ -208,29 +208,33 @@ class Scatter(torch.autograd.Function):
 
 
 class Rotate(torch.autograd.Function):
-    """In the place of FlashAttention's rotary kernel: one result, no temporaries."""
+    """In the place of FlashAttention's rotary kernel: in place, and so its gradient.
+
+    A query stays a part of the tensor that queries, keys and values were copied to, which
+    is therefore kept for backward, with keys and values that are not used again.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-        """A new tensor."""
+        """The same tensor."""
         ctx.save_for_backward(angles)
-        return x * angles
+        x.mul_(angles)
+        return x
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """A new gradient."""
+        """The same gradient."""
         (angles,) = ctx.saved_tensors
-        return grad * angles, None
+        return grad.mul_(angles), None
 
 
 class RotateKeys(torch.autograd.Function):
-    """The same for keys, which lie beside values: in place."""
+    """The same for keys, which lie beside values."""
 
     @staticmethod
     def forward(ctx: Any, kv: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
         """Change the keys."""
         ctx.save_for_backward(angles)
-        ctx.mark_dirty(kv)
         kv[:, :, 0].mul_(angles)
         return kv
 
@@ -299,7 +303,7 @@ class Layer(nn.Module):
         qkv = self.qkv(x)
         length, batch, _ = qkv.shape
         # nanotron: one copy that brings the batch to the front; keys and values are
-        # joined again, copied once more, and rotated in place, queries are not.
+        # joined again, copied once more, and rotated in place, as are queries.
         shape = (length, batch, 3, self.heads, self.head_width)
         q, k, v = qkv.view(shape).permute(2, 1, 0, 3, 4).contiguous()
         kv = torch.cat([k.unsqueeze(0), v.unsqueeze(0)])
@@ -389,7 +393,7 @@ def split(options: argparse.Namespace) -> list[range]:
     """Blocks of each stage, by number: nanotron splits by products.
 
     The embedding is block 0, then come the layers; behind them are the norm, the head, the
-    cast and the loss. Of these only layers and the head count. A block that goes beyond a
+    cast and the loss. Of these only layers and the head count. A block that reaches a
     stage's part still belongs to it; each block moves on by one stage at most, so that the
     cast and the loss can be on stages of their own, and stages behind the loss can have
     nothing at all.
@@ -400,7 +404,8 @@ def split(options: argparse.Namespace) -> list[range]:
     stages, begin, seen, total = [], 0, 0, sum(costs)
     for number, cost in enumerate(costs):
         seen += cost
-        if seen > total * ((len(stages) + 1) / options.pp):
+        is_last = len(stages) == options.pp - 1
+        if not is_last and seen >= total * ((len(stages) + 1) / options.pp):
             stages.append(range(begin, number + 1))
             begin = number + 1
     stages.append(range(begin, len(costs)))
@@ -438,15 +443,11 @@ def build(
 
 
 def send(x: torch.Tensor, peer: int, group: dist.ProcessGroup) -> None:
-    """nanotron: the host waits for the device, to send shape and type first."""
-    torch.cuda.current_stream().synchronize()
     dist.send(x, group=group, group_dst=peer)
     used_by_nccl(x)
 
 
 def receive(x: torch.Tensor, peer: int, group: dist.ProcessGroup) -> None:
-    """nanotron: the host waits for shape and type."""
-    torch.cuda.current_stream().synchronize()
     dist.recv(x, group=group, group_src=peer)
     used_by_nccl(x)
 

@@ -18,7 +18,7 @@ from torchspmd.predict.memory import count_memory
 from torchspmd.predict.prediction import predict_time
 from torchspmd.predict.search import rehearse_call
 from torchspmd.predict.traffic import op_flops
-from torchspmd.rehearse.recording import Comm, Op
+from torchspmd.rehearse.recording import Alloc, Comm, Free, Op, Phase
 from torchspmd.rehearse.world import World
 
 pytestmark = [
@@ -197,6 +197,29 @@ def test_nanotron_keeps_as_many_micro_batches_as_stages_are_behind():
     assert max(itertools.accumulate(in_flight)) == 2
     timed = predict_time([first, last], load_gpu("h100"), load_network("ib-ndr400"))
     assert timed.step_seconds > 0  # sends and receives meet
+
+
+def test_nanotron_keeps_queries_keys_and_values_beside_those_that_are_rotated():
+    events = rehearsed("nanotron.py", f"{SMALL} --steps 1", 1).events
+    backward = next(
+        place
+        for place, event in enumerate(events)
+        if isinstance(event, Op) and event.site.phase is Phase.BACKWARD
+    )
+    freed = {event.storage for event in events[:backward] if isinstance(event, Free)}
+    kept = sum(
+        event.nbytes
+        for event in events[:backward]
+        if isinstance(event, Alloc)
+        and event.site.phase is Phase.FORWARD
+        and event.site.module.startswith("Layer#2")
+        and event.storage not in freed
+    )
+    width, hidden = 2 * 512 * 256, 2 * 1024 * 256  # bytes of a sequence
+    # Both sums, both norms, attention's result; queries, keys and values before keys and
+    # values are copied again, and after; four tensors of the MLP.
+    whole = (2 + 2 + 1 + 3 + 2) * width + 4 * hidden
+    assert kept == pytest.approx(whole, rel=0.03)
 
 
 def test_nanotron_without_zero_keeps_the_buckets_of_ddp():

@@ -18,6 +18,7 @@ from torchspmd.predict.timeline import Item, Kind
 from torchspmd.rehearse.recording import (
     NOWHERE,
     Alloc,
+    Comm,
     Free,
     Mark,
     MarkKind,
@@ -161,8 +162,8 @@ def test_the_first_stage_is_rehearsed_and_those_behind_the_layers():
 def test_the_head_counts_as_layers_of_the_last_stage():
     # Of 1.34B, the head multiplies as much as four layers do; the embedding is block 0.
     assert validate_nanotron.stages(nanotron_row("1.34B", 2)) == [
-        range(12),
-        range(12, 21),
+        range(11),
+        range(11, 21),
     ]
     assert not validate_nanotron.is_refused(nanotron_row("1.34B", 8))
     *_, loss, nothing = validate_nanotron.stages(nanotron_row("1.34B", 16))
@@ -173,41 +174,113 @@ def test_the_head_counts_as_layers_of_the_last_stage():
     assert not validate_nanotron.is_refused(few._replace(accumulate=7))
 
 
-def test_memory_that_nccl_uses_comes_back_when_the_host_learns_it():
-    # Four kernels of 1 s each; the host needs 0.1 s for each, and waits before the last.
-    site = NOWHERE
-    spec = TensorSpec((1,), (1,), "bfloat16", "cuda", 0)
-    kernels = [
-        Op(number, "aten.mm.default", (spec,), (spec,), (), 0, site)
-        for number in range(4)
-    ]
-    used, free = RecordStream(7, 3), Free(7)
-    alloc, other = Alloc(7, 512, 0, -1, site), Free(8)
-    wait = Synchronize(0, None, "stream")
-    events = [alloc, used, kernels[0], free, other, *kernels[1:3], wait, kernels[3]]
-    recording = Recording(events=events)
+SPEC = TensorSpec((1,), (1,), "bfloat16", "cuda", 0)
 
+
+def kernel(number):
+    return Op(number, "aten.mm.default", (SPEC,), (SPEC,), (), 0, NOWHERE)
+
+
+def gather(number, is_async=False):
+    return Comm(
+        number,
+        "all_gather",
+        "c10d.all_gather",
+        "tp",
+        (0, 1),
+        None,
+        2,
+        "bfloat16",
+        (SPEC,),
+        (SPEC,),
+        0,
+        5,
+        is_async,
+        -1,
+        NOWHERE,
+    )
+
+
+def late_frees(events, **kwargs):
+    """Events as they are told to the allocator; kernels and collectives take 1 s each.
+
+    The host needs an eighth of a second for each of them.
+    """
     items = [
-        Item(0.1, event, 1.0, Kind.COMPUTE, place=place)
+        Item(0.125, event, 1.0, Kind.COMPUTE, place=place)
         for place, event in enumerate(events)
-        if isinstance(event, Op)
+        if isinstance(event, Op | Comm)
     ]
     with mock.patch("_host_lead.price_events", return_value=mock.Mock(items=items)):
-        late = with_late_frees(recording, mock.Mock())
-    own = next(e.stream for e in late.events if isinstance(e, RecordStream))
+        recording = with_late_frees(Recording(events=events), mock.Mock(), **kwargs)
+    return recording.events
+
+
+def place_of_return(events):
+    """How many kernels and collectives were launched when the block came back."""
+    place = next(
+        place
+        for place, event in enumerate(events)
+        if isinstance(event, Synchronize) and event.reason == "the host asks"
+    )
+    return sum(isinstance(event, Op | Comm) for event in events[:place])
+
+
+def test_memory_that_nccl_uses_comes_back_when_the_host_learns_it():
+    used, free = RecordStream(7, 3), Free(7)
+    alloc, other = Alloc(7, 512, 0, -1, NOWHERE), Free(8)
+    wait = Synchronize(0, None, "stream")
+    first, *kernels = gather(0), *map(kernel, range(1, 4))
+    events = [alloc, used, first, free, other, *kernels[:2], wait, kernels[2]]
+    told = late_frees(events)
+    own = next(e.stream for e in told if isinstance(e, RecordStream))
     assert own != used.stream
-    assert late.events == [
+    assert told == [
         alloc,
-        kernels[0],
+        first,
         RecordStream(7, own),
         free,
         other,
-        *kernels[1:3],
+        *kernels[:2],
         Synchronize(own, None, "the host asks"),
         wait,
-        kernels[3],
+        kernels[2],
     ]
-    assert without_streams(recording).events == [alloc, *events[2:]]
+    assert without_streams(Recording(events=events)).events == [alloc, *events[2:]]
+
+
+def test_memory_waits_for_collectives_before_it_was_freed_and_not_for_kernels():
+    alloc, used, free = Alloc(7, 512, 0, -1, NOWHERE), RecordStream(7, 3), Free(7)
+    many = list(map(kernel, range(2, 40)))
+    # The collective ends at 1.13 s, when the host launches the tenth; a kernel that is
+    # launched before the block is freed changes nothing.
+    assert place_of_return(late_frees([alloc, used, gather(0), free, *many])) == 9
+    beside = [alloc, used, gather(0, is_async=True), kernel(1), free, *many]
+    assert place_of_return(late_frees(beside)) == 9
+    before = [alloc, used, kernel(1), gather(0), free, *many]
+    assert place_of_return(late_frees(before)) == 16
+
+
+def test_a_collective_waits_for_the_slowest_host():
+    alloc, used, free = Alloc(7, 512, 0, -1, NOWHERE), RecordStream(7, 3), Free(7)
+    many = list(map(kernel, range(2, 80)))
+    wait = Synchronize(None, None, "torch.cuda.synchronize")
+    events = [alloc, used, gather(0), free, *many]
+    once, often = (late_frees(events, repeats=repeats) for repeats in (1, 400))
+    # The slowest is behind by 20 times as long as this one took: 2.5 s.
+    assert (place_of_return(once), place_of_return(often)) == (9, 28)
+    together = [alloc, used, kernel(90), wait, gather(0), free, *many]
+    assert place_of_return(late_frees(together, repeats=400)) == 29
+
+
+def test_the_host_waits_when_its_queue_is_full():
+    alloc, used, free = Alloc(7, 512, 0, -1, NOWHERE), RecordStream(7, 3), Free(7)
+    many = list(map(kernel, range(1, 2000)))
+    events = [alloc, used, *many[:9], gather(0), free, *many[9:]]
+    assert place_of_return(late_frees(events)) == 80  # the collective ends at 10.125 s
+    with mock.patch("_host_lead._QUEUE", 20):
+        # Of 20 entries the collective has five: the host waits for it behind 15 others.
+        assert place_of_return(late_frees(events)) == 25
 
 
 def test_memory_counts_from_the_last_reset_of_peaks():
