@@ -153,6 +153,8 @@ class HostModel:
     def _compiled(self, op: Op, kernels: int) -> float:
         way = "backward" if op.site.phase is Phase.BACKWARD else "forward"
         seconds = kernels * self.figures.number(f"launch.compiled_{way}_kernel")
+        if op.through == "replay":
+            seconds = kernels * self.figures.number("launch.graph")
         # Pieces of a compiled step are called without guards and autograd.
         if op.region != self._region and op.through != "compiled":
             seconds += self.figures.number(f"launch.compiled_{way}_region")

@@ -166,11 +166,11 @@ def _in_region(event: Event) -> Event:
 
 def _with_compiled_backward(events: list[Event], places: range) -> list[Event]:
     """Backward of a compiled region is one, too: give its operators a region."""
-    regions: dict[str, int] = {}
+    regions: dict[str, Op] = {}
     for place in places:
         event = events[place]
         if isinstance(event, Op) and event.region is not None:
-            regions[event.site.module] = event.region
+            regions[event.site.module] = event
     if not regions:
         return events
     result = list(events)
@@ -180,9 +180,10 @@ def _with_compiled_backward(events: list[Event], places: range) -> list[Event]:
             continue
         if _hands_gradient(event):  # behind the region
             continue
-        region = regions.get(event.site.module)
-        if region is not None and event.site.phase in _BACKWARD:
-            result[place] = event._replace(region=-1 - region)
+        of = regions.get(event.site.module)
+        if of is not None and event.site.phase in _BACKWARD:
+            assert of.region is not None
+            result[place] = event._replace(region=-1 - of.region, through=of.through)
     return result
 
 

@@ -36,6 +36,12 @@ _NOTE = (
     "torch.compile: compiled regions run operator by operator; what a compiler would fuse "
     "away or compute again in backward is estimated, and left out of the memory"
 )
+_REPLAYED = (
+    "torch.compile(mode='reduce-overhead' or 'max-autotune'): each region counts as one "
+    "replay of a CUDA graph; copies of its inputs, and that its memory is kept, are not "
+    "counted"
+)
+_GRAPHS = frozenset({"reduce-overhead", "max-autotune"})  # modes
 _SHADOW = (
     "torchspmd.compile: no call is made eagerly too (shadow=0): the first steps of a run "
     "that does are slower and need more memory"
@@ -135,13 +141,13 @@ def _from_one_node(results: Any, zeros: list[torch.Tensor]) -> Any:
 def _torch_compile(
     recorder: Recorder, zeros: list[torch.Tensor]
 ) -> Iterator[tuple[Any, str, Any]]:
-    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(function: Callable[..., Any], replays: bool) -> Callable[..., Any]:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             outer = recorder.region
             if outer is not None:  # a compiled function that a compiled one calls
                 return function(*args, **kwargs)
-            recorder.begin_region()
+            recorder.begin_region(replays=replays)
             try:
                 results = function(*args, **kwargs)
                 recorder.mark_returned(results)
@@ -155,13 +161,16 @@ def _torch_compile(
         recorder.values.note(_NOTE)
         if model is None:
             return lambda function: compile(function, **options)
+        replays = options.get("mode") in _GRAPHS
+        if replays:
+            recorder.values.note(_REPLAYED)
         if isinstance(model, nn.Module):
-            model.forward = watched(model.forward)
+            model.forward = watched(model.forward, replays)
             return model
-        return watched(model)
+        return watched(model, replays)
 
     def compile_in_place(module: nn.Module, *args: Any, **options: Any) -> None:
-        compile(module)
+        compile(module, **options)
 
     yield torch, "compile", compile
     yield nn.Module, "compile", compile_in_place

@@ -138,6 +138,7 @@ class Recorder:
         # Of the program that a compiled step runs: in which region a node is.
         self.pieces: Mapping[fx.Node, int] = {}
         self.replays = False  # whether a program is replayed as a CUDA graph
+        self._replayed: set[int] = set()  # regions that are
         self._num_programs = 0  # compiled steps that are being called
         self._owner = Owner()  # of the last node of a program
         self._piece: int | None = None  # region of the node that runs
@@ -205,6 +206,7 @@ class Recorder:
             del self._events[place:]
             self._wait_for(inputs, site, self._started)
             return result
+        region = self._region_here(site.phase)
         op = Op(
             number,
             facts.name,
@@ -215,8 +217,8 @@ class Recorder:
             + _precision(facts.name, inputs),
             self.stream,
             site,
-            self._region_here(site.phase),
-            self._way(),
+            region,
+            self._way(region),
             facts.views,
             self.calls.take(),
             self._new_node() if site.phase is Phase.BACKWARD else Node.NONE,
@@ -239,8 +241,10 @@ class Recorder:
             return Node.GRADIENT
         return Node.NONE if self._node in (None, before) else Node.OPERATOR
 
-    def _way(self) -> str:
+    def _way(self, region: int | None) -> str:
         """How the host got to an operator."""
+        if region in self._replayed:
+            return "replay"
         if self._num_programs:
             compiled = "program" if self._piece is None else "compiled"
             return "graph" if self.replays else compiled
@@ -610,9 +614,11 @@ class Recorder:
         self._num_regions += count
         return range(self._num_regions - count, self._num_regions)
 
-    def begin_region(self) -> None:
-        """A compiled function is called."""
+    def begin_region(self, *, replays: bool = False) -> None:
+        """A compiled function is called; whether it replays a CUDA graph."""
         (self.region,) = self.new_regions(1)
+        if replays:
+            self._replayed.add(self.region)
         self._regions.append((_torch.sequence_number(), self.region))
 
     def end_region(self) -> None:

@@ -147,7 +147,7 @@ class Op(NamedTuple):
         region: Number of the ``torch.compile`` region that it is fused into; None: eager.
         through: How the host got to it: ``eager``, ``dtensor``, or of a compiled step
             ``program`` (generated Python), ``compiled`` (code of Inductor) or ``graph``
-            (a CUDA graph).
+            (a CUDA graph); ``replay`` of a region that is a CUDA graph.
         views: Whether it launches nothing: its results are views of its arguments.
         calls: Python calls of the script and its modules since the operator before.
         node: Which node of autograd begins with it, in backward: none, one of an

@@ -27,6 +27,7 @@ from torchspmd.rehearse.recording import (
     EventRecord,
     EventWait,
     Op,
+    Phase,
     RecordStream,
     StreamWait,
     Synchronize,
@@ -386,6 +387,22 @@ def test_compiled_regions_are_numbered(rehearse):
     regions = {e.region for e in recording.events if isinstance(e, Op)}
     assert regions == {None, 0, 1}
     assert any("torch.compile" in note for note in recording.notes)
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
+def test_modes_with_cuda_graphs_replay_their_regions(rehearse, mode):
+    with rehearse() as recording:
+        layer = torch.compile(nn.Linear(4, 4).cuda(), mode=mode)
+        layer(torch.ones(2, 4, device="cuda")).sum().backward()
+    ways = {
+        (event.site.phase, event.through)
+        for event in recording.events
+        if isinstance(event, Op) and event.region is not None
+    }
+    way = "eager" if mode == "default" else "replay"
+    assert ways == {(Phase.FORWARD, way), (Phase.BACKWARD, way)}
+    noted = any("one replay of a CUDA graph" in note for note in recording.notes)
+    assert noted is (mode != "default")
 
 
 def test_checkpoints_are_skipped_and_noted(rehearse, tmp_path):

@@ -325,6 +325,9 @@ def test_the_host_pays_for_operators_python_and_wrappers():
     compiled = add._replace(region=1)
     entry = seconds(compiled) - (seconds(compiled, compiled) - seconds(compiled))
     assert entry > 2e-5  # once for a region, not for each kernel
+    replayed = compiled._replace(through="replay")
+    assert seconds(replayed) == seconds(replayed, replayed)
+    assert seconds(replayed) == pytest.approx(entry)
     called = add._replace(calls=10)
     assert seconds(called) > seconds(add) + 5e-6
     graph = add._replace(through="graph")
