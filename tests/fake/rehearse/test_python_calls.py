@@ -1,5 +1,6 @@
 """What Python and reads of values a rehearsal writes down for the host."""
 
+import gc
 import sys
 
 import pytest
@@ -8,6 +9,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from torchspmd.rehearse.recording import Node, Op, Phase, Synchronize
+
+
+@pytest.fixture(autouse=True)
+def _no_collection():
+    """Hypothesis has Python that the garbage collector calls, whenever it likes."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 class Talkative(nn.Module):

@@ -4,9 +4,11 @@ import json
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import _rows
+import profile_row
 import pytest
 import record_allocator
 import validate_jobs
@@ -14,6 +16,7 @@ import validate_memory
 import validate_time
 import write_error_bars
 from _rows import ALL_ROWS, Row
+from torch.autograd import DeviceType
 
 
 def phase(name: str, allocated: int, reserved: int, now: int) -> str:
@@ -199,3 +202,32 @@ def test_nine_of_ten_rows_are_within_an_error_bar():
     assert whole.startswith("t, 40 rows: mean error 5.5 %")
     assert parts[0].startswith("  one_rank_h200, 10 rows: mean error 5.5 %")
     assert len(parts) == len(write_error_bars.Bar)
+
+
+def test_a_profile_tells_the_host_from_what_it_waits_for():
+    def event(name, start, end, device=DeviceType.CPU, user=False):
+        span = SimpleNamespace(start=start, end=end)
+        return SimpleNamespace(
+            name=name, time_range=span, device_type=device, is_user_annotation=user
+        )
+
+    on_gpu = DeviceType.CUDA
+    told = profile_row._host(
+        [
+            event(profile_row._WINDOW, 0, 9000, user=True),
+            event("Optimizer.step", 0, 3000, user=True),
+            event("Optimizer.step", 0, 9000, on_gpu, user=True),
+            event("aten::mm", 0, 3000),
+            event("cudaLaunchKernel", 1000, 2000),
+            event("cudaStreamSynchronize", 4000, 7000),
+            event("gemm", 2000, 5000, on_gpu),
+            event("gemm", 4000, 8000, on_gpu),
+        ]
+    )
+    steps = profile_row.STEPS
+    assert told == {
+        "profiled_ms": 9 / steps,
+        "busy_ms": 6 / steps,
+        "python_ms": 3 / steps,
+        "waits_ms": 3 / steps,
+    }
