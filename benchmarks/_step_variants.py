@@ -2,6 +2,7 @@
 
 import functools
 import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -393,6 +394,9 @@ def measure(name: str, workload: Workload, steps: int, cache: str) -> Measured:
     seconds = (time.perf_counter() - start) / steps
     if hasattr(step, "flush"):
         step.flush()
+        told = [line for line in step.explain().splitlines() if "simulated" in line]
+        if dist.get_rank() == 0 and told:
+            print(name, *map(str.strip, told[-2:]), sep="\n  ", file=sys.stderr)
     wait_for_all(workload.device)
     is_on_gpu = workload.device == "cuda"
     return Measured(

@@ -16,6 +16,7 @@ times as long as communicating.
 """
 
 import argparse
+import math
 import os
 import subprocess
 import sys
@@ -75,7 +76,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--models", nargs="+", default=["linear 5x1024"])
     parser.add_argument("--ratios", nargs="+", type=float, default=[1.0, 0.25])
-    parser.add_argument("--batch", type=int, help="instead of looking for the ratio")
+    parser.add_argument("--batch", type=int, help="instead of looking for ratios")
     parser.add_argument("--variants", nargs="+", help="all that the device can run")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=2)
@@ -87,6 +88,8 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     able = [n for n in VARIANTS if can_run(n, options.device, options.ranks)]
     options.variants = options.variants or able
+    if options.batch is not None:
+        options.ratios = [math.nan]  # the batch is what it is: once
     wrong = [name for name in options.variants if name not in able]
     if wrong:
         parser.error(

@@ -119,6 +119,10 @@ def test_auto_defers_where_the_simulation_gains():
     program, _ = run(width=256, layers=4, parallel="replicate", cost=cost)
     assert program.is_deferring
     assert not [each for each in program.notes if each.startswith("overlap='auto'")]
+    (line,) = [each for each in program.notes if "wait for the next step" in each]
+    assert re.match(
+        r"updates wait for the next step: simulated to be [12]\.\d\d ", line
+    )
 
 
 def test_auto_leaves_updates_where_nothing_is_gained():
