@@ -1430,6 +1430,7 @@ class AlibiGpt(nn.Module):
         self.blocks = nn.ModuleList(BiasedBlock(width, heads) for _ in range(depth))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 40000, bias=False)
         self.head.weight = self.words.weight
+        nn.init.normal_(self.words.weight, std=0.02)
         slopes = 2.0 ** (-8.0 / heads * torch.arange(1, heads + 1))
         axis = torch.arange(length)
         apart = (axis[None, :] - axis[:, None]).float()
@@ -1610,6 +1611,7 @@ class WordyGpt(nn.Module):
         super().__init__()
         self.pieces = pieces
         self.words = nn.Embedding(words, width)
+        nn.init.normal_(self.words.weight, std=0.02)
         self.attentions = nn.ModuleList(
             CausalAttention(width, 12) for _ in range(depth)
         )

@@ -851,7 +851,7 @@ def resnext() -> Job:
     return Job(
         model,
         lambda: F.cross_entropy(model(x), y),
-        lambda each: torch.optim.SGD(each, lr=0.1, momentum=0.9, weight_decay=1e-4),
+        lambda each: torch.optim.SGD(each, lr=0.01, momentum=0.9, weight_decay=1e-4),
         torch.float16,
         scaled=True,
         clips=False,
