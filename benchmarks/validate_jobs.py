@@ -40,6 +40,11 @@ NAMES = {
         plain_gpt vit_compiled resnet50 resnet50_checkpointed plain_llama gated_mlp
         volume_unet translator plain_bert batch_normed char_lstm gpt2_small
     """.split(),
+    "fifth": """
+        blocks_compiled half_checkpointed cifar resnet34_compiled resnext ddpm swin
+        dense_moe gpt_graphed alibi summarizer long_context wavenet distilled many_words
+        forecaster
+    """.split(),
 }
 _SECONDS = ("step_seconds", "host_issue_seconds", "compute_seconds")
 _BYTES = ("allocated_peak_bytes", "reserved_peak_bytes", "steady_bytes")

@@ -1,11 +1,18 @@
 """Models of ``jobs.py``, as their users would write them."""
 
 import itertools
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 
 class ResidualConvolutions(nn.Module):
@@ -797,3 +804,856 @@ def wide_mlp() -> nn.Module:
         layers += [nn.BatchNorm1d(4096), nn.ReLU(), nn.Dropout(0.2)]
         layers.append(nn.Linear(4096, 4096))
     return nn.Sequential(*layers, nn.ReLU(), nn.Linear(4096, 512))
+
+
+# ----------------------------------------------------------------------------
+# Of the fifth set.
+
+
+class RmsNorm(nn.Module):
+    """In 32 bits, by hand."""
+
+    def __init__(self, width: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps, self.weight = eps, nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x.float()
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
+        return h.type_as(x) * self.weight
+
+
+def turn_rates(size: int, length: int) -> torch.Tensor:
+    """Angles of rotary places: one row a place."""
+    rates = 1.0 / 10000.0 ** (torch.arange(0, size, 2).float() / size)
+    return torch.outer(torch.arange(length).float(), rates)
+
+
+def turned_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    pairs = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1)
+    return pairs.flatten(-2).type_as(x)
+
+
+class SwiGlu(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.both = nn.Linear(width, 2 * hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.both(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class GroupedBlock(nn.Module):
+    """Queries, keys and values in one product; keys shared by ``enable_gqa``."""
+
+    def __init__(self, width: int, heads: int, groups: int, hidden: int) -> None:
+        super().__init__()
+        self.size = width // heads
+        self.sizes = [width, groups * self.size, groups * self.size]
+        self.n1, self.n2 = RmsNorm(width), RmsNorm(width)
+        self.qkv = nn.Linear(width, sum(self.sizes), bias=False)
+        self.o = nn.Linear(width, width, bias=False)
+        self.mlp = SwiGlu(width, hidden)
+
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        q, k, v = (
+            each.unflatten(-1, (-1, self.size))
+            for each in self.qkv(self.n1(x)).split(self.sizes, dim=-1)
+        )
+        q, k = turned_pairs(q, cos, sin), turned_pairs(k, cos, sin)
+        y = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            is_causal=True,
+            enable_gqa=True,
+        )
+        x = x + self.o(y.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.n2(x))
+
+
+class GroupedGpt(nn.Module):
+    def __init__(
+        self, width: int, depth: int, heads: int, groups: int, hidden: int, length: int
+    ) -> None:
+        super().__init__()
+        self.words = nn.Embedding(32000, width)
+        self.blocks = nn.ModuleList(
+            GroupedBlock(width, heads, groups, hidden) for _ in range(depth)
+        )
+        self.norm, self.head = RmsNorm(width), nn.Linear(width, 32000, bias=False)
+        turns = turn_rates(width // heads, length)[:, None]
+        self.register_buffer("cos", turns.cos())
+        self.register_buffer("sin", turns.sin())
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids)
+        for block in self.blocks:
+            x = block(x, self.cos, self.sin)
+        return self.head(self.norm(x))
+
+
+def turned(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * turns).flatten(3).type_as(x)
+
+
+class ComplexBlock(nn.Module):
+    """Rotary places as complex numbers; keys and values repeated for their queries."""
+
+    def __init__(self, width: int, heads: int, groups: int, hidden: int) -> None:
+        super().__init__()
+        self.heads, self.groups, self.size = heads, groups, width // heads
+        kept = groups * self.size
+        self.n1, self.n2 = RmsNorm(width), RmsNorm(width)
+        self.wq, self.wo = (nn.Linear(width, width, bias=False) for _ in range(2))
+        self.wk, self.wv = (nn.Linear(width, kept, bias=False) for _ in range(2))
+        self.w1, self.w3 = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.w2 = nn.Linear(hidden, width, bias=False)
+
+    def repeated(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, groups, size = x.shape
+        times = self.heads // groups
+        x = x[:, :, :, None, :].expand(b, t, groups, times, size)
+        return x.reshape(b, t, self.heads, size)
+
+    def forward(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        b, t, _ = x.shape
+        h = self.n1(x)
+        q = turned(self.wq(h).view(b, t, self.heads, self.size), turns)
+        k = turned(self.wk(h).view(b, t, self.groups, self.size), turns)
+        v = self.wv(h).view(b, t, self.groups, self.size)
+        k, v = self.repeated(k), self.repeated(v)
+        y = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
+        )
+        x = x + self.wo(y.transpose(1, 2).contiguous().view(b, t, -1))
+        h = self.n2(x)
+        return x + self.w2(F.silu(self.w1(h)) * self.w3(h))
+
+
+class HalfCheckpointedGpt(nn.Module):
+    """Every second block is computed again in the backward pass."""
+
+    def __init__(self, width: int = 1280, depth: int = 14, length: int = 1024) -> None:
+        super().__init__()
+        self.words = nn.Embedding(32000, width)
+        self.blocks = nn.ModuleList(
+            ComplexBlock(width, 20, 5, 3456) for _ in range(depth)
+        )
+        self.norm, self.head = RmsNorm(width), nn.Linear(width, 32000, bias=False)
+        angles = turn_rates(width // 20, length)[:, None]
+        self.register_buffer("turns", torch.polar(torch.ones_like(angles), angles))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids)
+        for place, block in enumerate(self.blocks):
+            if place % 2:
+                x = checkpoint(block, x, self.turns, use_reentrant=False)
+            else:
+                x = block(x, self.turns)
+        return self.head(self.norm(x))
+
+
+class BasicBlock(nn.Module):
+    """Of ResNet-18 and ResNet-34."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.c1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.c2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.n1, self.n2 = nn.BatchNorm2d(outputs), nn.BatchNorm2d(outputs)
+        self.skip = nn.Sequential()
+        if stride != 1 or inputs != outputs:
+            self.skip = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False),
+                nn.BatchNorm2d(outputs),
+            )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = F.relu(self.n1(self.c1(x)))
+        return F.relu(self.n2(self.c2(h)) + self.skip(x))
+
+
+class GroupedBottleneck(nn.Module):
+    """Of ResNeXt: the middle convolution in groups."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        h = outputs // 2
+        self.body = nn.Sequential(
+            nn.Conv2d(inputs, h, 1, bias=False),
+            nn.BatchNorm2d(h),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(h, h, 3, stride, padding=1, groups=32, bias=False),
+            nn.BatchNorm2d(h),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(h, outputs, 1, bias=False),
+            nn.BatchNorm2d(outputs),
+        )
+        self.skip = nn.Sequential()
+        if stride != 1 or inputs != outputs:
+            self.skip = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False),
+                nn.BatchNorm2d(outputs),
+            )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.body(x) + self.skip(x), inplace=True)
+
+
+def _stages(
+    block: type[nn.Module], c: int, widths: tuple[int, ...], depths: tuple[int, ...]
+) -> nn.Sequential:
+    layers = []
+    for stage, (width, depth) in enumerate(zip(widths, depths, strict=True)):
+        for place in range(depth):
+            layers.append(block(c, width, 2 if stage and not place else 1))
+            c = width
+    return nn.Sequential(*layers)
+
+
+def cifar_resnet18() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 64, 3, padding=1, bias=False),
+        nn.BatchNorm2d(64),
+        nn.ReLU(),
+        _stages(BasicBlock, 64, (64, 128, 256, 512), (2, 2, 2, 2)),
+        nn.AvgPool2d(4),
+        nn.Flatten(),
+        nn.Linear(512, 10),
+    )
+
+
+def image_net(block: type[nn.Module], widths: tuple[int, ...]) -> nn.Module:
+    """ResNet-34 or ResNeXt-50."""
+    return nn.Sequential(
+        nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False),
+        nn.BatchNorm2d(64),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(3, stride=2, padding=1),
+        _stages(block, 64, widths, (3, 4, 6, 3)),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(widths[-1], 1000),
+    )
+
+
+class TimedResBlock(nn.Module):
+    """Of DDPM: the time is added between two convolutions."""
+
+    def __init__(self, inputs: int, outputs: int, times: int) -> None:
+        super().__init__()
+        self.n1, self.c1 = nn.GroupNorm(32, inputs), _conv3(inputs, outputs)
+        self.time = nn.Linear(times, outputs)
+        self.n2, self.c2 = nn.GroupNorm(32, outputs), _conv3(outputs, outputs)
+        self.drop = nn.Dropout(0.1)
+        same = inputs == outputs
+        self.skip = nn.Identity() if same else nn.Conv2d(inputs, outputs, 1)
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        h = self.c1(F.silu(self.n1(x)))
+        h = h + self.time(F.silu(t))[:, :, None, None]
+        h = self.c2(self.drop(F.silu(self.n2(h))))
+        return self.skip(x) + h
+
+
+class ImageAttention(nn.Module):
+    """Of DDPM: one head, written as two products."""
+
+    def __init__(self, c: int) -> None:
+        super().__init__()
+        self.norm, self.q = nn.GroupNorm(32, c), nn.Conv2d(c, c, 1)
+        self.k, self.v, self.o = (nn.Conv2d(c, c, 1) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, c, h, w = x.shape
+        n = self.norm(x)
+        q, k, v = (each(n).view(b, c, h * w) for each in (self.q, self.k, self.v))
+        weights = torch.einsum("bcq,bck->bqk", q, k) * c**-0.5
+        y = torch.einsum("bqk,bck->bcq", weights.softmax(-1), v)
+        return x + self.o(y.reshape(b, c, h, w))
+
+
+class DdpmUNet(nn.Module):
+    """Skips from every block; attention at the third resolution."""
+
+    def __init__(self, c: int = 128, multiples: tuple[int, ...] = (1, 2, 2, 4)) -> None:
+        super().__init__()
+        self.c, times, last = c, 4 * c, len(multiples) - 1
+        self.times = nn.Sequential(
+            nn.Linear(c, times), nn.SiLU(), nn.Linear(times, times)
+        )
+        self.inp = _conv3(3, c)
+        self.down, self.up = nn.ModuleList(), nn.ModuleList()
+        seen, now = [c], c
+        for level, multiple in enumerate(multiples):
+            for _ in range(2):
+                self.down.append(TimedResBlock(now, multiple * c, times))
+                now = multiple * c
+                if level == 2:
+                    self.down.append(ImageAttention(now))
+                seen.append(now)
+            if level != last:
+                self.down.append(nn.Conv2d(now, now, 3, stride=2, padding=1))
+                seen.append(now)
+        self.mid = nn.ModuleList(
+            [
+                TimedResBlock(now, now, times),
+                ImageAttention(now),
+                TimedResBlock(now, now, times),
+            ]
+        )
+        for level, multiple in reversed(list(enumerate(multiples))):
+            for _ in range(3):
+                self.up.append(TimedResBlock(now + seen.pop(), multiple * c, times))
+                now = multiple * c
+                if level == 2:
+                    self.up.append(ImageAttention(now))
+            if level:
+                self.up.append(
+                    nn.Sequential(nn.Upsample(scale_factor=2), _conv3(now, now))
+                )
+        self.out = nn.Sequential(nn.GroupNorm(32, c), nn.SiLU(), _conv3(c, 3))
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        half = self.c // 2
+        rates = torch.exp(torch.arange(half, device=x.device) * (-9.21 / (half - 1)))
+        angles = t[:, None].float() * rates[None]
+        times = self.times(torch.cat((angles.sin(), angles.cos()), dim=-1))
+        x = self.inp(x)
+        seen = [x]
+        for layer in self.down:
+            if isinstance(layer, ImageAttention):
+                x = layer(x)
+                seen[-1] = x
+                continue
+            x = layer(x, times) if isinstance(layer, TimedResBlock) else layer(x)
+            seen.append(x)
+        for layer in self.mid:
+            x = layer(x, times) if isinstance(layer, TimedResBlock) else layer(x)
+        for layer in self.up:
+            if isinstance(layer, TimedResBlock):
+                x = layer(torch.cat((x, seen.pop()), dim=1), times)
+            else:
+                x = layer(x)
+        return self.out(x)
+
+
+class Ddpm(nn.Module):
+    """How well a network tells the noise that was added."""
+
+    def __init__(self, steps: int = 1000) -> None:
+        super().__init__()
+        self.steps, self.net = steps, DdpmUNet()
+        kept = torch.cumprod(1 - torch.linspace(1e-4, 0.02, steps), dim=0)
+        self.register_buffer("kept", kept)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        t = torch.randint(0, self.steps, (x.shape[0],), device=x.device)
+        noise = torch.randn_like(x)
+        kept = self.kept[t][:, None, None, None]
+        noisy = kept.sqrt() * x + (1 - kept).sqrt() * noise
+        return F.mse_loss(self.net(noisy, t).float(), noise)
+
+
+def windows(x: torch.Tensor, size: int) -> torch.Tensor:
+    b, h, w, c = x.shape
+    x = x.view(b, h // size, size, w // size, size, c)
+    return x.permute(0, 1, 3, 2, 4, 5).contiguous().view(-1, size * size, c)
+
+
+def joined(x: torch.Tensor, size: int, h: int, w: int) -> torch.Tensor:
+    b = x.shape[0] * size * size // (h * w)
+    x = x.view(b, h // size, w // size, size, size, -1)
+    return x.permute(0, 1, 3, 2, 4, 5).contiguous().view(b, h, w, -1)
+
+
+class WindowAttention(nn.Module):
+    """With a learned bias for each distance."""
+
+    def __init__(self, width: int, heads: int, size: int) -> None:
+        super().__init__()
+        self.heads, self.n = heads, size * size
+        self.qkv, self.o = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.bias = nn.Parameter(torch.zeros((2 * size - 1) ** 2, heads))
+        axis = torch.arange(size)
+        places = torch.stack(torch.meshgrid(axis, axis, indexing="ij")).flatten(1)
+        apart = places[:, :, None] - places[:, None, :] + size - 1
+        self.register_buffer("index", (apart[0] * (2 * size - 1) + apart[1]).flatten())
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        b, n, c = x.shape
+        qkv = self.qkv(x).reshape(b, n, 3, self.heads, c // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        scores = (q * (c // self.heads) ** -0.5) @ k.transpose(-2, -1)
+        bias = self.bias[self.index].view(n, n, self.heads).permute(2, 0, 1)
+        scores = scores + bias.contiguous().unsqueeze(0)
+        if mask is not None:
+            count = mask.shape[0]
+            scores = scores.view(b // count, count, self.heads, n, n)
+            scores = (scores + mask[None, :, None]).view(-1, self.heads, n, n)
+        y = scores.softmax(-1) @ v
+        return self.o(y.transpose(1, 2).reshape(b, n, c))
+
+
+class SwinBlock(nn.Module):
+    def __init__(
+        self, width: int, heads: int, side: int, shifts: bool, drops: float
+    ) -> None:
+        super().__init__()
+        self.size, self.side, self.drops = 7, side, drops
+        self.shift = self.size // 2 if shifts and side > self.size else 0
+        self.n1, self.n2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = WindowAttention(width, heads, self.size)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+        self.register_buffer("mask", self._mask() if self.shift else None)
+
+    def _mask(self) -> torch.Tensor:
+        parts = torch.zeros(1, self.side, self.side, 1)
+        spans = (
+            slice(0, -self.size),
+            slice(-self.size, -self.shift),
+            slice(-self.shift, None),
+        )
+        for number, (rows, columns) in enumerate(itertools.product(spans, spans)):
+            parts[:, rows, columns, :] = number
+        flat = windows(parts, self.size).squeeze(-1)
+        apart = flat[:, None, :] - flat[:, :, None]
+        return torch.zeros_like(apart).masked_fill(apart != 0, -100.0)
+
+    def dropped(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training or self.drops == 0.0:
+            return x
+        kept = x.new_empty(x.shape[0], 1, 1, 1).bernoulli_(1 - self.drops)
+        return x * kept.div_(1 - self.drops)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.n1(x)
+        if self.shift:
+            h = torch.roll(h, (-self.shift, -self.shift), dims=(1, 2))
+        h = self.attention(windows(h, self.size), self.mask)
+        h = joined(h, self.size, self.side, self.side)
+        if self.shift:
+            h = torch.roll(h, (self.shift, self.shift), dims=(1, 2))
+        x = x + self.dropped(h)
+        return x + self.dropped(self.mlp(self.n2(x)))
+
+
+class Merge(nn.Module):
+    """Four neighbours become one."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4 * width)
+        self.out = nn.Linear(4 * width, 2 * width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        corners = [x[:, i::2, j::2] for j in (0, 1) for i in (0, 1)]
+        return self.out(self.norm(torch.cat(corners, dim=-1)))
+
+
+class Swin(nn.Module):
+    def __init__(self, width: int = 96) -> None:
+        super().__init__()
+        self.patches, self.first = nn.Conv2d(3, width, 4, stride=4), nn.LayerNorm(width)
+        depths, layers, before = (2, 2, 6, 2), [], 0
+        for stage, depth in enumerate(depths):
+            c, side = width * 2**stage, 56 // 2**stage
+            for place in range(depth):
+                drops = 0.2 * before / (sum(depths) - 1)
+                layers.append(SwinBlock(c, c // 32, side, place % 2 == 1, drops))
+                before += 1
+            if stage < 3:
+                layers.append(Merge(c))
+        self.body = nn.Sequential(*layers)
+        self.norm, self.head = nn.LayerNorm(8 * width), nn.Linear(8 * width, 1000)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(self.patches(x).permute(0, 2, 3, 1))
+        return self.head(self.norm(self.body(x)).mean((1, 2)))
+
+
+class CausalAttention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.o = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, c = x.shape
+        qkv = self.qkv(x).view(b, t, 3, self.heads, c // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(y.transpose(1, 2).reshape(b, t, c))
+
+
+class DenseExperts(nn.Module):
+    """Two experts a token, by products with one-hot tensors; what overflows is dropped."""
+
+    def __init__(self, width: int, hidden: int, experts: int, room: int) -> None:
+        super().__init__()
+        self.experts, self.room = experts, room
+        self.gate = nn.Linear(width, experts, bias=False)
+        self.up = nn.Parameter(0.02 * torch.randn(experts, width, hidden))
+        self.down = nn.Parameter(0.02 * torch.randn(experts, hidden, width))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        b, t, _ = x.shape
+        chances = self.gate(x).float().softmax(-1)
+        weights, chosen = chances.topk(2, dim=-1)
+        weights = weights / weights.sum(-1, keepdim=True)
+        takes = F.one_hot(chosen, self.experts).float()  # batch, token, choice, expert
+        flat = takes.transpose(1, 2).reshape(b, 2 * t, self.experts)
+        places = ((flat.cumsum(1) - 1) * flat).sum(-1).long()
+        fits = places < self.room
+        slots = F.one_hot(places.clamp(max=self.room - 1), self.room) * fits[..., None]
+        slots = slots.view(b, 2, t, self.room).transpose(1, 2).float()
+        combine = torch.einsum("btke,btks->btes", weights[..., None] * takes, slots)
+        dispatch = (combine > 0).to(x.dtype)
+        sent = torch.einsum("btes,btc->ebsc", dispatch, x)
+        h = F.gelu(torch.einsum("ebsc,ech->ebsh", sent, self.up))
+        made = torch.einsum("ebsh,ehc->ebsc", h, self.down)
+        y = torch.einsum("btes,ebsc->btc", combine.to(x.dtype), made)
+        busy = takes[:, :, 0].mean((0, 1)) * chances.mean((0, 1))
+        return y, self.experts * busy.sum()
+
+
+class ExpertGpt(nn.Module):
+    """Every second block has experts."""
+
+    def __init__(self, width: int = 1024, depth: int = 8, words: int = 32000) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(words, width), nn.Embedding(1024, width)
+        self.attentions = nn.ModuleList(
+            CausalAttention(width, 16) for _ in range(depth)
+        )
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2 * depth + 1))
+        self.mlps = nn.ModuleList(
+            DenseExperts(width, 4 * width, 8, 320) if place % 2 else SwiGlu(width, 2816)
+            for place in range(depth)
+        )
+        self.head = nn.Linear(width, words, bias=False)
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids) + self.places(torch.arange(ids.size(1), device=ids.device))
+        uneven = torch.zeros((), device=ids.device)
+        for place, (attend, mlp) in enumerate(
+            zip(self.attentions, self.mlps, strict=True)
+        ):
+            x = x + attend(self.norms[2 * place](x))
+            h = mlp(self.norms[2 * place + 1](x))
+            if isinstance(h, tuple):
+                h, one = h
+                uneven = uneven + one
+            x = x + h
+        logits = self.head(self.norms[-1](x)).flatten(0, 1).float()
+        return F.cross_entropy(logits, targets.flatten()) + 0.01 * uneven
+
+
+class SquaredGpt(nn.Module):
+    """Norms without weights, queries and keys normed, squares behind the ReLU."""
+
+    def __init__(self, width: int = 640, depth: int = 10, words: int = 50304) -> None:
+        super().__init__()
+        self.size = 64
+        self.words = nn.Embedding(words, width)
+        self.qkv, self.o, self.up, self.down = (
+            nn.ModuleList(nn.Linear(a, b, bias=False) for _ in range(depth))
+            for a, b in (
+                (width, 3 * width),
+                (width, width),
+                (width, 4 * width),
+                (4 * width, width),
+            )
+        )
+        self.head = nn.Linear(width, words, bias=False)
+        turns = turn_rates(self.size, 512).repeat(1, 2)
+        self.register_buffer("cos", turns.cos())
+        self.register_buffer("sin", turns.sin())
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids)
+        width = (x.size(-1),)
+        x = F.rms_norm(x, width)
+        for qkv, o, up, down in zip(self.qkv, self.o, self.up, self.down, strict=True):
+            h = qkv(F.rms_norm(x, width)).unflatten(-1, (3, -1, self.size))
+            q, k, v = h.transpose(1, 3).unbind(2)
+            q, k = (
+                rotated(F.rms_norm(each, (self.size,)), self.cos, self.sin).type_as(v)
+                for each in (q, k)
+            )
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + o(y.transpose(1, 2).flatten(2))
+            x = x + down(F.relu(up(F.rms_norm(x, width))).square())
+        logits = self.head(F.rms_norm(x, width)).float()
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class BiasedBlock(nn.Module):
+    """Attention with a bias that is added to the scores."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.n1, self.n2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.o = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        b, t, c = x.shape
+        q, k, v = (
+            each.reshape(b, t, self.heads, -1).transpose(1, 2)
+            for each in self.qkv(self.n1(x)).chunk(3, dim=-1)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        x = x + self.o(y.transpose(1, 2).reshape(b, t, c))
+        return x + self.down(F.gelu(self.up(self.n2(x)), approximate="tanh"))
+
+
+class AlibiGpt(nn.Module):
+    """Of BLOOM's kind: far words count less, and there are no places."""
+
+    def __init__(
+        self, width: int = 1024, depth: int = 12, heads: int = 16, length: int = 1024
+    ) -> None:
+        super().__init__()
+        self.words, self.first = nn.Embedding(40000, width), nn.LayerNorm(width)
+        self.blocks = nn.ModuleList(BiasedBlock(width, heads) for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 40000, bias=False)
+        self.head.weight = self.words.weight
+        nn.init.normal_(self.words.weight, std=0.02)
+        slopes = 2.0 ** (-8.0 / heads * torch.arange(1, heads + 1))
+        axis = torch.arange(length)
+        apart = (axis[None, :] - axis[:, None]).float()
+        bias = slopes[:, None, None] * apart
+        later = torch.ones(length, length).triu(1).bool()
+        bias = bias.masked_fill(later, float("-inf"))
+        self.register_buffer("bias", bias[None], persistent=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.first(self.words(ids))
+        for block in self.blocks:
+            x = block(x, self.bias)
+        return self.head(self.norm(x))
+
+
+class Summarizer(nn.Module):
+    """torch's own transformer as it comes: the sequence first, norms last."""
+
+    def __init__(self, width: int = 768, words: int = 24000) -> None:
+        super().__init__()
+        self.words = nn.Embedding(words, width, padding_idx=0)
+        self.body = nn.Transformer(width, 12, 4, 4, 3072)
+        self.head = nn.Linear(width, words)
+        places = torch.zeros(512, 1, width)
+        angles = turn_rates(width, 512)
+        places[:, 0, 0::2], places[:, 0, 1::2] = angles.sin(), angles.cos()
+        self.register_buffer("places", places)
+        self.register_buffer(
+            "later", nn.Transformer.generate_square_subsequent_mask(128)
+        )
+
+    def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        x = self.words(source) * 27.7 + self.places[: source.size(0)]
+        y = self.words(target) * 27.7 + self.places[: target.size(0)]
+        return self.head(self.body(x, y, tgt_mask=self.later))
+
+
+_KEPT = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+}
+
+
+def _products_are_kept(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = op in _KEPT
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class LongGpt(nn.Module):
+    """Products and attentions are kept, all else is computed again."""
+
+    def __init__(self, width: int = 1536, depth: int = 10, length: int = 16384) -> None:
+        super().__init__()
+        self.words = nn.Embedding(32000, width)
+        self.blocks = nn.ModuleList(
+            GroupedBlock(width, 12, 12, 4096) for _ in range(depth)
+        )
+        self.norm, self.head = RmsNorm(width), nn.Linear(width, 32000, bias=False)
+        turns = turn_rates(width // 12, length)[:, None]
+        self.register_buffer("cos", turns.cos())
+        self.register_buffer("sin", turns.sin())
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        kept = partial(create_selective_checkpoint_contexts, _products_are_kept)
+        x = self.words(ids)
+        for block in self.blocks:
+            x = checkpoint(
+                block, x, self.cos, self.sin, use_reentrant=False, context_fn=kept
+            )
+        return self.head(self.norm(x))
+
+
+class WaveLayer(nn.Module):
+    """A gate of dilated convolutions that see the past alone."""
+
+    def __init__(self, width: int, skips: int, dilation: int) -> None:
+        super().__init__()
+        self.past = dilation
+        self.gates = weight_norm(nn.Conv1d(width, 2 * width, 2, dilation=dilation))
+        self.out = weight_norm(nn.Conv1d(width, width, 1))
+        self.skip = weight_norm(nn.Conv1d(width, skips, 1))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        a, b = self.gates(F.pad(x, (self.past, 0))).chunk(2, dim=1)
+        h = torch.tanh(a) * torch.sigmoid(b)
+        return x + self.out(h), self.skip(h)
+
+
+class WaveNet(nn.Module):
+    """Samples of sound in 256 steps, each told from those before."""
+
+    def __init__(self, width: int = 64, skips: int = 256, stacks: int = 3) -> None:
+        super().__init__()
+        self.first = nn.Embedding(256, width)
+        self.layers = nn.ModuleList(
+            WaveLayer(width, skips, 2**place)
+            for _ in range(stacks)
+            for place in range(10)
+        )
+        self.head = nn.Sequential(
+            nn.ReLU(), nn.Conv1d(skips, skips, 1), nn.ReLU(), nn.Conv1d(skips, 256, 1)
+        )
+
+    def forward(self, samples: torch.Tensor) -> torch.Tensor:
+        x = self.first(samples).transpose(1, 2)
+        total: torch.Tensor | float = 0.0
+        for layer in self.layers:
+            x, skip = layer(x)
+            total = total + skip
+        return self.head(total)
+
+
+class AttendingBlock(nn.Module):
+    """torch's own attention, and norms before it."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.n1, self.n2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attend = nn.MultiheadAttention(width, heads, batch_first=True)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: torch.Tensor, later: torch.Tensor) -> torch.Tensor:
+        h = self.n1(x)
+        h, _ = self.attend(h, h, h, attn_mask=later, is_causal=True, need_weights=False)
+        x = x + h
+        return x + self.mlp(self.n2(x))
+
+
+class AttendingGpt(nn.Module):
+    def __init__(self, width: int, depth: int, heads: int, words: int = 32000) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(words, width), nn.Embedding(512, width)
+        self.blocks = nn.ModuleList(AttendingBlock(width, heads) for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        t = ids.size(1)
+        later = torch.ones(t, t, dtype=torch.bool, device=ids.device).triu(1)
+        x = self.words(ids) + self.places.weight[:t]
+        for block in self.blocks:
+            x = block(x, later)
+        return self.head(self.norm(x))
+
+
+class Distilled(nn.Module):
+    """A small model that learns from the words and from a large one."""
+
+    def __init__(self, heat: float = 2.0) -> None:
+        super().__init__()
+        self.heat = heat
+        self.teacher = AttendingGpt(1024, 20, 16).requires_grad_(False).eval()
+        self.student = AttendingGpt(640, 8, 10)
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            wanted = self.teacher(ids).flatten(0, 1)
+        logits = self.student(ids).flatten(0, 1)
+        soft = F.kl_div(
+            F.log_softmax(logits / self.heat, dim=-1),
+            F.log_softmax(wanted / self.heat, dim=-1),
+            reduction="batchmean",
+            log_target=True,
+        )
+        hard = F.cross_entropy(logits, targets.flatten())
+        return 0.5 * hard + 0.5 * self.heat**2 * soft
+
+
+class WordyGpt(nn.Module):
+    """Many words: their loss is taken piece by piece, and logits are not kept."""
+
+    def __init__(
+        self, width: int = 1536, depth: int = 8, words: int = 131072, pieces: int = 8
+    ) -> None:
+        super().__init__()
+        self.pieces = pieces
+        self.words = nn.Embedding(words, width)
+        nn.init.normal_(self.words.weight, std=0.02)
+        self.attentions = nn.ModuleList(
+            CausalAttention(width, 12) for _ in range(depth)
+        )
+        self.mlps = nn.ModuleList(SwiGlu(width, 4096) for _ in range(depth))
+        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2 * depth + 1))
+
+    def piece(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = F.linear(x, self.words.weight).float()
+        return F.cross_entropy(logits, targets, reduction="sum")
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids)
+        for place, (attend, mlp) in enumerate(
+            zip(self.attentions, self.mlps, strict=True)
+        ):
+            x = x + attend(self.norms[2 * place](x))
+            x = x + mlp(self.norms[2 * place + 1](x))
+        x = self.norms[-1](x).flatten(0, 1)
+        loss = torch.zeros((), device=x.device)
+        for part, wanted in zip(
+            x.chunk(self.pieces), targets.flatten().chunk(self.pieces), strict=True
+        ):
+            loss = loss + checkpoint(self.piece, part, wanted, use_reentrant=False)
+        return loss / targets.numel()
+
+
+class Forecaster(nn.Module):
+    """Of PatchTST's kind: pieces of many series, each on its own."""
+
+    def __init__(self, width: int = 128, depth: int = 6, after: int = 96) -> None:
+        super().__init__()
+        self.piece = nn.Linear(16, width)
+        self.places = nn.Parameter(0.02 * torch.randn(42, width))
+        layer = nn.TransformerEncoderLayer(width, 8, 256, 0.2, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, depth)
+        self.head = nn.Linear(42 * width, after)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean, spread = x.mean(1, keepdim=True), x.std(1, keepdim=True) + 1e-5
+        h = ((x - mean) / spread).transpose(1, 2)  # batch, series, time
+        h = F.pad(h, (0, 8), mode="replicate").unfold(-1, 16, 8)
+        b, series = h.shape[:2]
+        h = self.encoder(self.piece(h).flatten(0, 1) + self.places)
+        y = self.head(h.flatten(1)).view(b, series, -1).transpose(1, 2)
+        return y * spread + mean

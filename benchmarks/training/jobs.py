@@ -14,22 +14,33 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from job_models import (
     ActorCritic,
+    AlibiGpt,
     AudioEncoder,
+    BasicBlock,
     CharLstm,
     Classifier,
     ConvNext,
+    Ddpm,
+    Distilled,
     DiT,
     Dlrm,
     EfficientNet,
+    ExpertGpt,
+    Forecaster,
     GatedMlp,
     GraphNetwork,
+    GroupedBottleneck,
+    GroupedGpt,
+    HalfCheckpointedGpt,
     ImageVae,
+    LongGpt,
     Lora,
     Lstm,
     Mamba,
@@ -40,12 +51,21 @@ from job_models import (
     PlainLlama,
     PlainVit,
     ResNet50,
+    SquaredGpt,
+    Summarizer,
+    Swin,
     Translator,
     UNet,
     VolumeUNet,
+    WaveNet,
+    WordyGpt,
+    cifar_resnet18,
+    image_net,
     wide_mlp,
 )
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 CUDA = torch.device("cuda")
 
@@ -71,6 +91,9 @@ class Job:
     clears_first: bool = False
     micro_batches: int = 1
     averaged: bool = False
+    ema: float | None = None
+    schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None
+    logs: bool = False
 
 
 def tokens(vocabulary: int, *shape: int) -> torch.Tensor:
@@ -752,6 +775,228 @@ def gpt2_small() -> Job:
     )
 
 
+# ----------------------------------------------------------------------------
+# The fifth set: predicted before it was measured, and nothing was made with it.
+
+
+def blocks_compiled() -> Job:
+    """Each block is compiled on its own; the rate warms up."""
+    with CUDA:
+        model = GroupedGpt(2048, 14, 16, 4, 5632, 2048).to(torch.bfloat16)
+    for block in model.blocks:
+        block.compile()
+    x, y = tokens(32000, 4, 2048), tokens(32000, 4, 2048)
+    return Job(
+        model,
+        lambda: F.cross_entropy(model(x).flatten(0, 1).float(), y.flatten()),
+        schedule=lambda each: torch.optim.lr_scheduler.LambdaLR(
+            each, lambda step: min(1.0, (step + 1) / 100)
+        ),
+    )
+
+
+def half_checkpointed() -> Job:
+    with CUDA:
+        model = HalfCheckpointedGpt()
+    x, y = tokens(32000, 8, 1024), tokens(32000, 8, 1024)
+    return Job(
+        model,
+        lambda: F.cross_entropy(model(x).flatten(0, 1), y.flatten()),
+        adamw,
+        torch.bfloat16,
+        clears_first=True,
+        micro_batches=2,
+    )
+
+
+def cifar() -> Job:
+    """ResNet-18 on small images that come from the host; its loss is printed."""
+    with CUDA:
+        model = cifar_resnet18()
+    x = torch.randn(128, 3, 32, 32).pin_memory()
+    y = torch.randint(0, 10, (128,)).pin_memory()
+    return Job(
+        model,
+        lambda: F.cross_entropy(
+            model(x.to(CUDA, non_blocking=True)), y.to(CUDA, non_blocking=True)
+        ),
+        lambda each: torch.optim.SGD(each, lr=0.1, momentum=0.9, weight_decay=5e-4),
+        clips=False,
+        clears_first=True,
+        schedule=lambda each: torch.optim.lr_scheduler.CosineAnnealingLR(each, 200),
+        logs=True,
+    )
+
+
+def resnet34_compiled() -> Job:
+    with CUDA:
+        model = image_net(BasicBlock, (64, 128, 256, 512))
+    model = model.to(memory_format=torch.channels_last)
+    compiled = torch.compile(model)
+    x, y = images(192, 3, 224, 224, last=True), tokens(1000, 192)
+    return Job(
+        model,
+        lambda: F.cross_entropy(compiled(x), y, label_smoothing=0.1),
+        lambda each: torch.optim.SGD(each, lr=0.5, momentum=0.9, nesterov=True),
+        torch.bfloat16,
+        clips=False,
+        clears_first=True,
+    )
+
+
+def resnext() -> Job:
+    with CUDA:
+        model = image_net(GroupedBottleneck, (256, 512, 1024, 2048))
+    x, y = images(64, 3, 224, 224), tokens(1000, 64)
+    return Job(
+        model,
+        lambda: F.cross_entropy(model(x), y),
+        lambda each: torch.optim.SGD(each, lr=0.01, momentum=0.9, weight_decay=1e-4),
+        torch.float16,
+        scaled=True,
+        clips=False,
+        clears_first=True,
+    )
+
+
+def ddpm() -> Job:
+    with CUDA:
+        model = Ddpm()
+    x = images(48, 3, 64, 64)
+    return Job(
+        model,
+        lambda: model(x),
+        lambda each: torch.optim.Adam(each, lr=2e-4),
+        torch.bfloat16,
+        clears_first=True,
+        ema=0.9999,
+    )
+
+
+def swin() -> Job:
+    with CUDA:
+        model = Swin()
+    x, y = images(96, 3, 224, 224), tokens(1000, 96)
+    return Job(
+        model,
+        lambda: F.cross_entropy(model(x), y, label_smoothing=0.1),
+        autocast=torch.bfloat16,
+    )
+
+
+def dense_moe() -> Job:
+    with CUDA:
+        model = ExpertGpt().to(torch.bfloat16)
+    x, y = tokens(32000, 8, 1024), tokens(32000, 8, 1024)
+    return Job(model, lambda: model(x, y), adamw, clears_first=True)
+
+
+def gpt_graphed() -> Job:
+    """Compiled with CUDA graphs."""
+    with CUDA:
+        model = SquaredGpt()
+    compiled = torch.compile(model, mode="reduce-overhead")
+    x, y = tokens(50304, 8, 512), tokens(50304, 8, 512)
+    return Job(
+        model,
+        lambda: compiled(x, y),
+        autocast=torch.bfloat16,
+        clears_first=True,
+    )
+
+
+def alibi() -> Job:
+    with CUDA:
+        model = AlibiGpt()
+    x, y = tokens(40000, 6, 1024), tokens(40000, 6, 1024)
+    return Job(
+        model,
+        lambda: F.cross_entropy(model(x).flatten(0, 1), y.flatten()),
+        lambda each: torch.optim.Adam(each, lr=1e-4, foreach=True),
+        torch.float16,
+        scaled=True,
+        clears_first=True,
+    )
+
+
+def summarizer() -> Job:
+    torch.backends.cuda.matmul.allow_tf32 = True
+    with CUDA:
+        model = Summarizer()
+    x, y = tokens(24000, 512, 24), tokens(24000, 129, 24)
+    return Job(
+        model,
+        lambda: F.cross_entropy(
+            model(x, y[:-1]).flatten(0, 1), y[1:].flatten(), ignore_index=0
+        ),
+        lambda each: torch.optim.Adam(each, lr=1e-4, capturable=True),
+        clears_first=True,
+    )
+
+
+def long_context() -> Job:
+    """One sequence of 16384 words; products and attentions are kept."""
+    with CUDA:
+        model = LongGpt().to(torch.bfloat16)
+    x, y = tokens(32000, 1, 16384), tokens(32000, 1, 16384)
+    return Job(
+        model, lambda: F.cross_entropy(model(x).flatten(0, 1).float(), y.flatten())
+    )
+
+
+def wavenet() -> Job:
+    with CUDA:
+        model = WaveNet()
+    sound = tokens(256, 8, 8193)
+    return Job(
+        model,
+        lambda: F.cross_entropy(model(sound[:, :-1]), sound[:, 1:]),
+        lambda each: torch.optim.Adam(each, lr=1e-3),
+        clips=False,
+        clears_first=True,
+        logs=True,
+    )
+
+
+def distilled() -> Job:
+    with CUDA:
+        model = Distilled()
+    x, y = tokens(32000, 16, 512), tokens(32000, 16, 512)
+    return Job(
+        model,
+        lambda: model(x, y),
+        lambda each: torch.optim.AdamW(each, lr=3e-4),
+        torch.bfloat16,
+        clears_first=True,
+    )
+
+
+def many_words() -> Job:
+    with CUDA:
+        model = WordyGpt().to(torch.bfloat16)
+    x, y = tokens(131072, 4, 2048), tokens(131072, 4, 2048)
+    return Job(
+        model,
+        lambda: model(x, y),
+        lambda each: torch.optim.Adafactor(each, lr=1e-2),
+    )
+
+
+def forecaster() -> Job:
+    """Small, in 32 bits; its loss is printed."""
+    with CUDA:
+        model = Forecaster()
+    x, y = torch.randn(32, 336, 7, device=CUDA), torch.randn(32, 96, 7, device=CUDA)
+    return Job(
+        model,
+        lambda: F.mse_loss(model(x), y),
+        lambda each: torch.optim.RMSprop(each, lr=1e-4, momentum=0.9),
+        clears_first=True,
+        schedule=lambda each: torch.optim.lr_scheduler.ExponentialLR(each, 0.99),
+        logs=True,
+    )
+
+
 SETS: dict[str, list[Callable[[], Job]]] = {
     "first": [
         gpt2_medium,
@@ -806,9 +1051,50 @@ SETS: dict[str, list[Callable[[], Job]]] = {
         char_lstm,
         gpt2_small,
     ],
+    "fifth": [
+        blocks_compiled,
+        half_checkpointed,
+        cifar,
+        resnet34_compiled,
+        resnext,
+        ddpm,
+        swin,
+        dense_moe,
+        gpt_graphed,
+        alibi,
+        summarizer,
+        long_context,
+        wavenet,
+        distilled,
+        many_words,
+        forecaster,
+    ],
 }
 
 BUILDERS = {each.__name__: each for jobs in SETS.values() for each in jobs}
+
+
+def after_step(
+    job: Job, optimizer: torch.optim.Optimizer
+) -> list[Callable[[], object]]:
+    """What follows the optimizer: averages of the model, and the next rate."""
+    followers: list[Callable[[], object]] = []
+    if job.averaged:
+        average = copy.deepcopy(job.model).requires_grad_(False)
+
+        @torch.no_grad()
+        def follow() -> None:
+            pairs = zip(average.parameters(), job.model.parameters(), strict=True)
+            for one, other in pairs:
+                one.lerp_(other, 0.01)
+
+        followers.append(follow)
+    if job.schedule:
+        followers.append(job.schedule(optimizer).step)
+    if job.ema:
+        ema = AveragedModel(job.model, multi_avg_fn=get_ema_multi_avg_fn(job.ema))
+        followers.append(partial(ema.update_parameters, job.model))
+    return followers
 
 
 def stepper(job: Job) -> Callable[[], None]:
@@ -816,7 +1102,7 @@ def stepper(job: Job) -> Callable[[], None]:
     parameters = [each for each in job.model.parameters() if each.requires_grad]
     optimizer = job.optimizer(parameters)
     scaler = torch.amp.GradScaler("cuda") if job.scaled else None
-    average = copy.deepcopy(job.model).requires_grad_(False) if job.averaged else None
+    followers = after_step(job, optimizer)
 
     def step() -> None:
         if job.clears_first:
@@ -841,11 +1127,10 @@ def stepper(job: Job) -> Callable[[], None]:
             scaler.update()
         if not job.clears_first:
             optimizer.zero_grad()
-        if average is not None:
-            with torch.no_grad():
-                pairs = zip(average.parameters(), job.model.parameters(), strict=True)
-                for one, other in pairs:
-                    one.lerp_(other, 0.01)
+        for follow in followers:
+            follow()
+        if job.logs:
+            print(f"loss {loss.item():.3f}", file=sys.stderr)
 
     return step
 
