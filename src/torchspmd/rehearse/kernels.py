@@ -266,9 +266,14 @@ def _flex_attention(note: Callable[[str], None]) -> Callable[..., Any]:
         *others: Any,
         **named: Any,
     ) -> tuple[torch.Tensor, ...]:
-        is_half = _leaves_out(block_mask, query.size(2), key.size(2))
+        kept = _part_kept(block_mask, query.size(2), key.size(2))
+        is_half = kept is None or kept <= _MOSTLY
         what = "half of its scores" if is_half else "all of its scores"
-        note(f"flex_attention is priced as a compiled FlashAttention 2, with {what}.")
+        seen = "could not be looked at" if kept is None else f"keeps {kept:.0%} of them"
+        note(
+            f"flex_attention is priced as a compiled FlashAttention 2, with {what}: its "
+            f"mask {seen}."
+        )
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             result = _flash(query, key, value, 0.0, is_half, scale)
         sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
@@ -277,10 +282,10 @@ def _flex_attention(note: Callable[[str], None]) -> Callable[..., Any]:
     return kernel
 
 
-def _leaves_out(block_mask: Sequence[Any], rows: int, columns: int) -> bool:
-    """Whether a mask leaves out about half of the scores or more, by some of them.
+def _part_kept(block_mask: Sequence[Any], rows: int, columns: int) -> float | None:
+    """The part of the scores that a mask keeps, by some of them; None: it cannot be told.
 
-    The kernel is then priced as a causal one.
+    A kernel is priced as a causal one where that is about half or less.
     """
     *_, mask_mod = block_mask
     one = torch.tensor(0)
@@ -290,10 +295,9 @@ def _leaves_out(block_mask: Sequence[Any], rows: int, columns: int) -> bool:
         for column in range(0, columns, max(1, columns // _SAMPLED))
     ]
     try:
-        seen = sum(bool(mask_mod(one, one, *place)) for place in places)
+        return sum(bool(mask_mod(one, one, *place)) for place in places) / len(places)
     except Exception:  # of tensors on the device, such as numbers of documents
-        return True
-    return seen <= _MOSTLY * len(places)
+        return None
 
 
 def _dropout(input: torch.Tensor, p: float, train: bool) -> Any:

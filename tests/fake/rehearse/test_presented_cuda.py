@@ -681,15 +681,23 @@ def test_connectionist_temporal_classification(rehearse, reduction):
         assert scores.grad.shape == scores.shape
 
 
+def _same_document(
+    b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor
+) -> torch.Tensor:
+    document = torch.zeros(1024, dtype=torch.int, device="cuda")
+    return document[q] == document[k]
+
+
 @pytest.mark.parametrize(
-    ("mask", "is_half"),
+    ("mask", "is_half", "seen"),
     [
-        (lambda b, h, q, k: q >= k, True),
-        (lambda b, h, q, k: q >= 0, False),
-        (lambda b, h, q, k: (q - k).abs() < 200, True),
+        (lambda b, h, q, k: q >= k, True, "keeps 52% of them"),
+        (lambda b, h, q, k: q >= 0, False, "keeps 100% of them"),
+        (lambda b, h, q, k: (q - k).abs() < 200, True, "keeps 33% of them"),
+        (_same_document, True, "could not be looked at"),
     ],
 )
-def test_flex_attention_is_taken_for_flash_attention(rehearse, mask, is_half):
+def test_flex_attention_is_taken_for_flash_attention(rehearse, mask, is_half, seen):
     with rehearse() as recording:
         q = torch.empty(2, 4, 1024, 64, device="cuda", dtype=torch.bfloat16)
         q.requires_grad_()
@@ -699,7 +707,7 @@ def test_flex_attention_is_taken_for_flash_attention(rehearse, mask, is_half):
         assert q.grad.shape == q.shape
     told = "half" if is_half else "all"
     text = "flex_attention is priced as a compiled FlashAttention 2, with"
-    assert f"{text} {told} of its scores." in recording.notes
+    assert f"{text} {told} of its scores: its mask {seen}." in recording.notes
     name = "aten._scaled_dot_product_flash_attention.default"
     [op] = [op for op in operators_of(recording) if op.name == name]
     facts = dict(op.scalars)

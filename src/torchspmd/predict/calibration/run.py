@@ -21,8 +21,8 @@ from torchspmd.predict.hardware import Figure, Rows
 
 __all__ = ["Calibration", "calibrate", "with_other_cases"]
 
-# The host is slower for seconds at a time, with nothing else running: its figures are the
-# middle of several rounds, between the others.
+# One job took 38 and 60 ms in two processes minutes apart, with nothing else running: the
+# host's figures are the middle of several rounds, between the others.
 _HOST: Sequence[tuple[str, Section]] = (
     ("host", host.host),
     ("optimizers", host.optimizers),
