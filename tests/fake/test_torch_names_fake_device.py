@@ -182,7 +182,17 @@ def fake():
 
 def test_may_follow():
     assert _torch.may_follow(torch.arange(4))
-    assert not _torch.may_follow(torch.ones(4))
+    assert not _torch.may_follow(torch.ones(4, dtype=torch.complex64))
+    assert not _torch.may_follow(torch.ones(()).expand(1 << 20))
+
+
+def test_is_worth_following():
+    assert _torch.is_worth_following(torch.arange(4))
+    assert not _torch.is_worth_following(torch.arange(4, device="meta"))
+    assert not _torch.is_worth_following(torch.ones(4))
+    assert _torch.is_worth_following(
+        torch.ones(4).masked_fill(torch.eye(4)[0] > 0, -torch.inf)
+    )
 
 
 def test_known_tensor(fake):
@@ -203,6 +213,7 @@ def test_compute_known(fake):
     _torch.set_known(fake, torch.arange(4))
     assert compute(add, (fake, 1), {})[0].tolist() == [1, 2, 3, 4]
     assert compute(torch.ops.aten.add_.Tensor, (fake, 1), {}) is None
+    assert compute(torch.ops.aten.randint.default, (4, [2]), {}) is None
 
 
 @pytest.mark.parametrize("what", ["matmul", "convolution"])

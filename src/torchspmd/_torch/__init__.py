@@ -105,6 +105,7 @@ from torchspmd._torch.fake_device import fake_device as fake_device
 from torchspmd._torch.fake_device import is_device_tensor as is_device_tensor
 from torchspmd._torch.fake_device import is_fake_tensor as is_fake_tensor
 from torchspmd._torch.fake_device import is_rehearsed as is_rehearsed
+from torchspmd._torch.fake_device import is_worth_following as is_worth_following
 from torchspmd._torch.fake_device import known_tensor as known_tensor
 from torchspmd._torch.fake_device import may_follow as may_follow
 from torchspmd._torch.fake_device import own_chunks_only as own_chunks_only

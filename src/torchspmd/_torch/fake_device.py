@@ -75,20 +75,25 @@ def _is_cuda(value: Any) -> bool:
 
 
 # ----------------------------------------------------------------------------
-# Integers whose values are followed: positions, lengths, masks.
+# Values that are followed: of positions, lengths, masks.
 
 _MOST_FOLLOWED = 1 << 19  # elements: a mask of 128 sequences of 4096
 
 
 def may_follow(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is small, and of integers or truth values."""
-    dtype = tensor.dtype
+    """Whether a tensor is small enough, and of real numbers."""
     return (
         tensor.numel() <= _MOST_FOLLOWED
         and tensor.layout is torch.strided
-        and not dtype.is_floating_point
-        and not dtype.is_complex
+        and not tensor.dtype.is_complex
     )
+
+
+def is_worth_following(real: torch.Tensor) -> bool:
+    """Whether values may decide which way a model goes: integers, and masks by infinity."""
+    if real.is_meta:
+        return False
+    return not real.dtype.is_floating_point or bool(torch.isinf(real).any())
 
 
 def set_known(tensor: Any, real: torch.Tensor) -> None:
@@ -107,6 +112,8 @@ def compute_known(
 ) -> Sequence[torch.Tensor] | None:
     """What an operator gives for known values; None where one of them is not known."""
     if not isinstance(func, OpOverload) or func._schema.is_mutable:
+        return None
+    if torch.Tag.nondeterministic_seeded in func.tags:
         return None
 
     def real(value: Any) -> Any:
@@ -265,7 +272,7 @@ class FakeDeviceMode(FakeTensorMode):
             value.size(), value.stride(), dtype=value.dtype, device="meta"
         )
         fake = FakeTensor(self, meta, torch.device("cpu"))
-        if may_follow(value):
+        if may_follow(value) and is_worth_following(value):
             set_known(fake, value.clone())
         return fake
 

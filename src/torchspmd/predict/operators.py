@@ -22,7 +22,7 @@ from torchspmd.predict.traffic import (
 )
 from torchspmd.rehearse.recording import Op, TensorSpec
 
-__all__ = ["LAUNCHES_NOTHING", "Cost", "Pricer", "factor_of", "is_known"]
+__all__ = ["LAUNCHES_NOTHING", "Cost", "Pricer", "factor_of", "is_known", "rate_name"]
 
 # Rows and columns of an output tile, and the part of the best rate that it reaches.
 _TILES = ((128, 256, 1.0), (128, 128, 0.9), (64, 128, 0.7), (64, 64, 0.5))
@@ -208,7 +208,7 @@ class Pricer:
         return Cost(self._memory_bound(op, nbytes), nbytes, 0.0, "memory")
 
     def _busy(self, op: Op, flops: float) -> float:
-        dtype = _rate_name(op, factor_of(op).dtype if op.inputs else "")
+        dtype = rate_name(op)
         if dtype not in _ON_TENSOR_CORES:
             return 0.0
         return flops / self._rate(self.figures.gpu, dtype).achieved
@@ -218,7 +218,7 @@ class Pricer:
     def _matmul(self, op: Op, shape: tuple[int, int, int, int]) -> float:
         if not all(shape):
             return self.floor
-        dtype = _rate_name(op, factor_of(op).dtype)
+        dtype = rate_name(op)
         layout = _layout(op)
         rates = self._rate(self.figures.gpu, dtype)
         seconds = _ideal_matmul(rates, shape) * self._matmul_ratio(dtype, layout, shape)
@@ -856,8 +856,13 @@ def _convolution_point(case: Sequence[float]) -> tuple[float, ...]:
     )
 
 
-def _rate_name(op: Op, dtype: str) -> str:
-    if dtype == "float32" and dict(op.scalars).get("allow_tf32"):
+def rate_name(op: Op) -> str:
+    """Which rate of a GPU's file an operator's products run at."""
+    dtype = factor_of(op).dtype if op.inputs else ""
+    by_cudnn = (
+        "convolution" in op.name or "_rnn" in op.name
+    )  # which allows it by default
+    if dtype == "float32" and dict(op.scalars).get("allow_tf32", by_cudnn):
         return "tf32"
     return "float8" if dtype.startswith("float8") else dtype
 

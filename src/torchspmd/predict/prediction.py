@@ -12,7 +12,7 @@ from torchspmd.predict.account import Part, StepAccount, account_for
 from torchspmd.predict.collectives import Link
 from torchspmd.predict.figures import Figures
 from torchspmd.predict.hardware import Hardware
-from torchspmd.predict.operators import Pricer, factor_of, is_known
+from torchspmd.predict.operators import Pricer, is_known, rate_name
 from torchspmd.predict.power import Power, at_clock, power_of
 from torchspmd.predict.program import Program, price_step
 from torchspmd.predict.slices import timeline_json
@@ -81,14 +81,13 @@ class TimePrediction:
     @property
     def peak_rate(self) -> tuple[str, float]:
         """The element type that does most operations, and the GPU's peak for it."""
-        by_dtype: dict[str, float] = {}
+        by_rate: dict[str, float] = {}
         for place, cost in self.program.costs.items():
             event = self.recording.events[place]
             if isinstance(event, Op) and cost.flops and event.inputs:
-                dtype = factor_of(event).dtype
-                by_dtype[dtype] = by_dtype.get(dtype, 0.0) + cost.flops
-        dtype = max(by_dtype, key=lambda name: by_dtype[name], default="bfloat16")
-        name = "float8" if dtype.startswith("float8") else dtype
+                name = rate_name(event)
+                by_rate[name] = by_rate.get(name, 0.0) + cost.flops
+        name = max(by_rate, key=lambda name: by_rate[name], default="bfloat16")
         return name, self.figures.number(f"flops.{name}", "flops.bfloat16")
 
     @property

@@ -191,6 +191,8 @@ def _reshard(account: MemoryAccount) -> Iterator[_Change]:
 
 def _fuse_optimizer(account: MemoryAccount) -> Iterator[_Change]:
     """Temporaries of foreach optimizers."""
+    if not account.recording.can_fuse:
+        return
     parts = {
         storage: 1.0
         for storage, category, _, site in _storages(account)

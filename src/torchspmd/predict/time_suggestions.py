@@ -8,11 +8,19 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from torchspmd.predict.account import Part, account_for
+from torchspmd.predict.operators import rate_name
 from torchspmd.predict.prediction import TimePrediction, simulate_programs
 from torchspmd.predict.program import Program, price_step
 from torchspmd.predict.timeline import Item
 from torchspmd.predict.traffic import base_name
-from torchspmd.rehearse.recording import Comm, Event, Op, Phase, TensorSpec
+from torchspmd.rehearse.recording import (
+    Comm,
+    Event,
+    Op,
+    Phase,
+    Synchronize,
+    TensorSpec,
+)
 
 __all__ = ["Gain", "suggest_faster"]
 
@@ -47,6 +55,7 @@ Change = tuple[str, Program, str]
 def _changes(prediction: TimePrediction) -> Iterator[Change]:
     yield from _compile(prediction)
     yield from _faster_host(prediction)
+    yield from _read_less(prediction)
     yield from _hide_communication(prediction)
     yield from _keep_activations(prediction)
     yield from _lower_precision(prediction)
@@ -78,6 +87,23 @@ def _faster_host(prediction: TimePrediction) -> Iterator[Change]:
         program,
         "simulated with a host that takes no time",
     )
+
+
+def _read_less(prediction: TimePrediction) -> Iterator[Change]:
+    items = prediction.program.items
+    kept = [
+        item
+        for item in items
+        if not (isinstance(item.event, Synchronize) and item.event.reads_value)
+    ]
+    if count := len(items) - len(kept):
+        each = "a value" if count == 1 else f"{count} values"
+        yield (
+            f"read {each} of the device less often than in every step (.item(), .tolist(), "
+            ".cpu()): meanwhile the host issues nothing",
+            _with_items(prediction.program, kept),
+            "simulated with a host that does not wait for values",
+        )
 
 
 def _with_items(program: Program, items: list[Item]) -> Program:
@@ -126,11 +152,16 @@ def _keep_activations(prediction: TimePrediction) -> Iterator[Change]:
 def _lower_precision(prediction: TimePrediction) -> Iterator[Change]:
     program = prediction.program
     items = [_in_bfloat16(prediction, item) for item in program.items]
-    changed = items != program.items
-    if changed:
+    pairs = zip(program.items, items, strict=True)
+    rates = {
+        rate_name(old.event)
+        for old, new in pairs
+        if old != new and isinstance(old.event, Op)
+    }
+    if rates:
+        or_tf32 = ", or torch.set_float32_matmul_precision('high') for TF32"
         yield (
-            "torch.autocast(dtype=torch.bfloat16), or "
-            "torch.set_float32_matmul_precision('high') for TF32",
+            "torch.autocast(dtype=torch.bfloat16)" + or_tf32 * ("float32" in rates),
             _with_items(program, items),
             "simulated with products, attention and convolutions in bfloat16",
         )
@@ -158,7 +189,8 @@ def _fuse_optimizer(prediction: TimePrediction) -> Iterator[Change]:
         for item in program.items
         if isinstance(item.event, Op) and item.event.site.phase is Phase.OPTIMIZER
     }
-    if not names or any(name.startswith("_fused_") for name in names):
+    is_fused = any(name.startswith("_fused_") for name in names)
+    if not names or is_fused or not prediction.recording.can_fuse:
         return
     places = [
         at

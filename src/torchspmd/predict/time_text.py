@@ -65,10 +65,17 @@ def _verdict(prediction: TimePrediction) -> Iterator[str]:
             f"{flops / 1e12:.2f} TFLOP of the model on this rank: {mfu:.1%} of the peak "
             f"of {dtype} ({peak / 1e12:.0f} TFLOP/s)."
         )
-    if prediction.is_host_bound:
+    issue = prediction.host_issue_seconds
+    if prediction.is_host_bound and issue < account.parts[Part.COMPUTE]:
+        yield (
+            "HOST-BOUND: the host waits for the device within a step, as to read a value "
+            "(.item()), and then the device for the host. Read less often; larger batches "
+            "help too, a faster GPU does not."
+        )
+    elif prediction.is_host_bound:
         yield (
             f"HOST-BOUND: issuing a step takes the host "
-            f"{seconds_text(prediction.host_issue_seconds)}, and the device waits for it. "
+            f"{seconds_text(issue)}, and the device waits for it. "
             "Larger batches, torch.compile or CUDA graphs help; a faster GPU does not."
         )
 

@@ -295,9 +295,15 @@ def _part_kept(block_mask: Sequence[Any], rows: int, columns: int) -> float | No
         for column in range(0, columns, max(1, columns // _SAMPLED))
     ]
     try:
-        return sum(bool(mask_mod(one, one, *place)) for place in places) / len(places)
-    except Exception:  # of tensors on the device, such as numbers of documents
+        kept = [mask_mod(one, one, *place) for place in places]
+    except (
+        Exception
+    ):  # whatever a function of the user's raises for tensors of the host
         return None
+    known = [_torch.known_tensor(x) if _torch.is_device_tensor(x) else x for x in kept]
+    if any(each is None for each in known):  # such as of numbers of documents
+        return None
+    return sum(map(bool, known)) / len(places)
 
 
 def _dropout(input: torch.Tensor, p: float, train: bool) -> Any:

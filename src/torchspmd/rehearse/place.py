@@ -41,6 +41,8 @@ class Place(NamedTuple):
 _USERS = "user's"
 _MODULE = "a module's call"
 _OWN_FOLDER = str(Path(__file__).parent.parent)
+# Where a dispatcher's operators come from: it is kept out of torch.compile by these.
+_WRAPPERS = ("torch/_compile.py", "torch/_dynamo/eval_frame.py")
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 _SITE_PACKAGES = sysconfig.get_paths()["purelib"]
 _MAKERS = (
@@ -82,9 +84,13 @@ def read_place() -> Place:
 def is_called_by_torch() -> bool:
     """Whether the function that led here was called by torch, and not by the user."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_OWN_FOLDER):
+    while frame is not None and _leads_on(frame.f_code.co_filename):
         frame = frame.f_back
     return frame is not None and _torch.is_torch_code(frame.f_code)
+
+
+def _leads_on(path: str) -> bool:
+    return path.startswith(_OWN_FOLDER) or path.replace("\\", "/").endswith(_WRAPPERS)
 
 
 def is_called_by_user() -> bool:

@@ -33,9 +33,10 @@ from torchspmd.comm import (
 from torchspmd.comm import Phase as CommPhase
 from torchspmd.layout.names import plain_name
 from torchspmd.rehearse.fusion import fuse_regions
-from torchspmd.rehearse.place import Maker, read_place
+from torchspmd.rehearse.place import Maker, is_called_by_torch, read_place
 from torchspmd.rehearse.python_calls import Closed, PythonCalls
 from torchspmd.rehearse.recording import (
+    BY_TORCH,
     Alloc,
     Category,
     Comm,
@@ -279,7 +280,8 @@ class Recorder:
     def _read_value(self, name: str, tensor: torch.Tensor) -> object:
         """The host waits for a value; the tensor has none."""
         if _torch.is_device_tensor(tensor):
-            self.synchronize(name, self.stream)
+            by = BY_TORCH if is_called_by_torch() else ""  # as a GradScaler does
+            self.synchronize(name + by, self.stream)
         return self.values.number(tensor, read_place().line)
 
     def _learn(self, func: Any) -> _Facts:
@@ -810,6 +812,7 @@ class Recorder:
         if _torch.is_tracing_for_compile():  # a step is captured: nothing runs
             return
         self._in_optimizer += 1
+        self.recording.can_fuse &= "fused" in optimizer.defaults
         for group in optimizer.param_groups:
             if not all(map(_torch.is_device_tensor, group["params"])):
                 self.values.note(

@@ -243,18 +243,28 @@ class StreamWait(NamedTuple):
     other: int
 
 
+BY_TORCH = ", by torch"
+
+
 class Synchronize(NamedTuple):
     """The host waits: for a stream, for an event, or for all (both None).
 
     Attributes:
         stream: The stream.
         event: The event.
-        reason: The call, as in ``torch.cuda.synchronize`` or ``aten._local_scalar_dense``.
+        reason: The call, as in ``torch.cuda.synchronize`` or ``aten._local_scalar_dense``;
+            ends with ``BY_TORCH`` where the script did not ask for it.
     """
 
     stream: int | None
     event: int | None
     reason: str
+
+    @property
+    def reads_value(self) -> bool:
+        """Whether the script asks for a value; other waits are there for their own sake."""
+        is_asked_for = not self.reason.endswith(BY_TORCH)
+        return is_asked_for and not self.reason.startswith("torch.cuda")
 
 
 class MarkKind(StrEnum):
@@ -362,6 +372,7 @@ class Recording:
         axes: Sizes of the axes of the script's meshes, by name.
         clears_first: Whether the script clears gradients before it computes them, and so
             keeps them between two steps.
+        can_fuse: Whether all optimizers that made a step take ``fused=True``.
     """
 
     world_size: int = 1
@@ -377,3 +388,4 @@ class Recording:
     modules: dict[str, ModuleFacts] = field(default_factory=dict)
     axes: dict[str, int] = field(default_factory=dict)
     clears_first: bool = False
+    can_fuse: bool = True

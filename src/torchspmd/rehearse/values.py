@@ -47,8 +47,8 @@ class NoValueError(UsageError):
 class Values:
     """Plausible values, and notes that they were given.
 
-    Small integers are followed: positions, lengths and padding masks decide which way a
-    model goes, and are made by the script itself or come from its data.
+    Small integers are followed, and masks by infinity: positions, lengths and masks decide
+    which way a model goes, and are made by the script itself or come from its data.
 
     Args:
         notes: Where notes go.
@@ -84,8 +84,8 @@ class Values:
             if base in _FILLS and _torch.may_follow(result):
                 # A mask of ones like a tensor of which nothing else is known.
                 assert isinstance(known, int | float), known
-                real = torch.full(tuple(result.shape), known, dtype=result.dtype)
-                _torch.set_known(result, real)
+                real = torch.tensor(known, dtype=result.dtype).expand(result.shape)
+                _torch.set_known(result, real)  # takes no memory
             return
         if hasattr(result, "known_value"):
             del result.known_value
@@ -98,7 +98,9 @@ class Values:
             return float(known) if tensor.dtype.is_floating_point else known
         if (real := _torch.known_tensor(tensor)) is not None:
             return real.item()
-        plausible = _plausible(tensor.dtype)
+        plausible = getattr(tensor, "plausible_truth", None)
+        if plausible is None:
+            plausible = _plausible(tensor.dtype)
         self.note(f"{line or 'the script'} reads a value: {plausible} was given.")
         return plausible
 
@@ -127,7 +129,7 @@ class Values:
         known = getattr(tensor, "known_value", None)
         if known is None and (real := _torch.known_tensor(tensor)) is not None:
             known = bool(real)
-        if known is not None or by_torch:
+        if known is not None:
             return bool(known)
         plausible = getattr(tensor, "plausible_truth", None)
         if plausible is not None:
@@ -137,6 +139,8 @@ class Values:
                 f"{plausible} was given."
             )
             return bool(plausible)
+        if by_torch:
+            return False
         raise NoValueError(
             f"{line or 'the script'} branches on a value that a rehearsal does not have. "
             "Take the branch that training takes most of the time without looking at the "
@@ -192,13 +196,15 @@ def _compared(base: str, one: object, other: object) -> bool | None:
 def _follow(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> bool:
-    """Compute an operator on small integers, where all of its arguments are known."""
+    """Compute an operator on small tensors, where all of its arguments are known."""
     results = result if isinstance(result, list | tuple) else (result,)
     if not all(isinstance(x, torch.Tensor) and _torch.may_follow(x) for x in results):
         return False
     reals = _torch.compute_known(func, args, kwargs)
     # An operator whose result's size depends on values was given all of them.
     if reals is None or [x.shape for x in reals] != [x.shape for x in results]:
+        return False
+    if not all(map(_torch.is_worth_following, reals)):
         return False
     for fake, real in zip(results, reals, strict=True):
         _torch.set_known(fake, real)

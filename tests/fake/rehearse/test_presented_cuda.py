@@ -587,6 +587,37 @@ def test_a_mask_like_unknown_tokens_is_known(rehearse):
     assert not [note for note in recording.notes if "asks whether" in note]
 
 
+@pytest.mark.parametrize(
+    ("make", "is_causal"),
+    [
+        (lambda: torch.full((8, 8), -torch.inf, device="cuda").triu(1), True),
+        (lambda: torch.full((8, 8), -torch.inf).triu(1).cuda(), True),
+        (
+            lambda: torch.zeros(8, 8, device="cuda").masked_fill(
+                torch.ones(8, 8, device="cuda", dtype=torch.bool).triu(1), -torch.inf
+            ),
+            True,
+        ),
+        (lambda: torch.full((8, 8), -torch.inf, device="cuda").triu(2), False),
+        (lambda: torch.zeros(8, 8, device="cuda"), False),
+    ],
+)
+def test_masks_by_infinity_are_known(rehearse, make, is_causal):
+    """As torch.nn.Transformer asks whether a mask is the causal one."""
+    with rehearse() as recording:
+        causal = nn.Transformer.generate_square_subsequent_mask(8, device="cuda")
+        assert bool((make() == causal).all()) == is_causal
+    assert recording.notes == []
+
+
+def test_a_truth_that_is_read_is_the_one_that_is_branched_on(rehearse):
+    with rehearse() as recording:
+        equal = (torch.rand(3, device="cuda") == torch.rand(3, device="cuda")).all()
+        assert equal.item() is True
+        assert equal
+    assert ["reads a value: True" in note for note in recording.notes] == [True, False]
+
+
 def test_whether_all_of_unknown_values_are_true_is_noted(rehearse):
     with rehearse() as recording:
         ids = torch.randint(0, 100, (4, 16), device="cuda")
@@ -681,11 +712,13 @@ def test_connectionist_temporal_classification(rehearse, reduction):
         assert scores.grad.shape == scores.shape
 
 
+DOCUMENTS: list[torch.Tensor] = []
+
+
 def _same_document(
     b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor
 ) -> torch.Tensor:
-    document = torch.zeros(1024, dtype=torch.int, device="cuda")
-    return document[q] == document[k]
+    return DOCUMENTS[0][q] == DOCUMENTS[0][k]
 
 
 @pytest.mark.parametrize(
@@ -701,6 +734,7 @@ def test_flex_attention_is_taken_for_flash_attention(rehearse, mask, is_half, se
     with rehearse() as recording:
         q = torch.empty(2, 4, 1024, 64, device="cuda", dtype=torch.bfloat16)
         q.requires_grad_()
+        DOCUMENTS[:] = [torch.randint(4, (1024,), device="cuda")]
         blocks = create_block_mask(mask, None, None, 1024, 1024, device="cuda")
         result = torch.compile(flex_attention)(q, q, q, block_mask=blocks)
         result.sum().backward()
@@ -765,3 +799,16 @@ def test_gradients_that_are_cleared_first_stay_between_steps(rehearse):
         assert recording.clears_first == first
         held[first] = count_memory(recording, load_gpu("h100")).steady
     assert held[True] - held[False] == 64 * 64 * 4 + 512
+
+
+def test_waits_of_the_script_and_of_torch(rehearse):
+    with rehearse() as recording:
+        weight = torch.rand(3, device="cuda", requires_grad=True)
+        optimizer, scaler = torch.optim.SGD([weight]), torch.amp.GradScaler()
+        loss = weight.sum()
+        loss.item()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        float(loss.detach())
+    waits = [each for each in recording.events if isinstance(each, Synchronize)]
+    assert [each.reads_value for each in waits] == [True, False, True]

@@ -183,11 +183,40 @@ def test_a_host_bound_script_is_told_so_with_the_remedy():
     assert "CUDA graphs" in text
 
 
+def test_a_script_that_reads_values_is_told_to_do_so_less_often():
+    def body(script):
+        for _ in range(2):
+            script.product(2048)
+        script.recording.events.append(Synchronize(0, None, "aten._local_scalar_dense"))
+
+    recording = two_steps(body)
+    result = predict_time(recording, H100)
+    assert result.is_host_bound
+    assert "HOST-BOUND: the host waits for the device" in describe_time(result, [])
+    (gain,) = [each for each in suggest_faster(result) if "read a value" in each.text]
+    waits = [e for e in recording.events if isinstance(e, Synchronize)]
+    for wait in waits:
+        recording.events.remove(wait)
+    without = predict_time(recording, H100).step_seconds
+    assert gain.seconds == pytest.approx(result.step_seconds - without, rel=0.05)
+
+
 def test_fp32_products_get_the_remedy():
     result = predict_time(two_steps(lambda s: s.product(8192, dtype="float32")), H100)
     gain = suggest_faster(result)[0]
     assert "autocast" in gain.text
+    assert "TF32" in gain.text
     assert gain.seconds > 0.5 * result.step_seconds
+
+
+def test_products_in_tf32_have_its_peak_and_are_not_told_to_use_it():
+    def body(script):
+        script.product(8192, dtype="float32", scalars=(("allow_tf32", True),))
+
+    result = predict_time(two_steps(body), H100)
+    assert result.peak_rate[0] == "tf32"
+    assert 0.3 < result.mfu < 1.0
+    assert not [gain for gain in suggest_faster(result) if "TF32" in gain.text]
 
 
 def test_a_file_without_a_power_limit_is_told():
