@@ -3,9 +3,11 @@
 The host of an eager step also runs the Python of models and libraries: modules, properties,
 checks of arguments. Calls are counted and not timed, so that every machine counts the same.
 What happens inside of an operator's call belongs to the operator; what a rehearsal does by
-itself does not exist in a real run.
+itself does not exist in a real run. Nor does what the garbage collector calls count: when
+it comes depends on all that has run before.
 """
 
+import gc
 import sys
 import sysconfig
 import threading
@@ -59,6 +61,7 @@ class PythonCalls:
         self._count = 0
         self._paused = 0
         self._thread = 0
+        self._count_before_collection = 0
         self._closed: FrameType | None = None  # while this one runs, nothing counts
         # By identity: a code object's own hash reads all its bytecode. Held, so that no
         # other function can take their place.
@@ -70,6 +73,8 @@ class PythonCalls:
             return False
         self._thread = threading.get_ident()
         self.is_counting = True
+        gc.callbacks.insert(0, self._before_collection)
+        gc.callbacks.append(self._after_collection)  # behind callbacks of others
         sys.setprofile(self._notice)
         return True
 
@@ -78,6 +83,8 @@ class PythonCalls:
         if self.is_counting:
             self.is_counting = False
             sys.setprofile(None)
+            gc.callbacks.remove(self._before_collection)
+            gc.callbacks.remove(self._after_collection)
 
     def pause(self) -> None:
         """Until ``resume``, events cost nothing; may be nested."""
@@ -117,6 +124,14 @@ class PythonCalls:
         """The calls since the last time that it was asked."""
         count, self._count = self._count, 0
         return count
+
+    def _before_collection(self, phase: str, info: object) -> None:
+        if phase == "start" and threading.get_ident() == self._thread:
+            self._count_before_collection = self._count
+
+    def _after_collection(self, phase: str, info: object) -> None:
+        if phase == "stop" and threading.get_ident() == self._thread:
+            self._count = self._count_before_collection
 
     def _notice(self, frame: FrameType, event: str, arg: object) -> None:
         if self._closed is not None:

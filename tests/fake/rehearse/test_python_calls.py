@@ -11,14 +11,6 @@ from torch.utils.checkpoint import checkpoint
 from torchspmd.rehearse.recording import Node, Op, Phase, Synchronize
 
 
-@pytest.fixture(autouse=True)
-def _no_collection():
-    """Hypothesis has Python that the garbage collector calls, whenever it likes."""
-    gc.disable()
-    yield
-    gc.enable()
-
-
 class Talkative(nn.Module):
     """Calls Python functions between two operators."""
 
@@ -46,6 +38,26 @@ def counted(rehearse, calls, *, recompute=False):
             y = checkpoint(model, x, use_reentrant=False) if recompute else model(x)
             y.sum().backward()
     return [event for event in recording.events if isinstance(event, Op)]
+
+
+def test_what_the_garbage_collector_calls_does_not_count(rehearse, monkeypatch):
+    monkeypatch.setitem(globals(), "_nothing", gc.collect)
+
+    def calls():
+        return [op.calls for op in counted(rehearse, 1)]
+
+    before, others = calls(), list(gc.callbacks)
+    callback = [lambda phase, info: [_generated() for _ in range(50)]]
+    try:
+        gc.callbacks[:] = [*callback, *others, *callback]
+        assert calls() == before
+        assert gc.callbacks == [*callback, *others, *callback]
+    finally:
+        gc.callbacks[:] = others
+
+
+def _generated():
+    return 0
 
 
 def test_calls_beside_operators_are_counted(rehearse):
