@@ -45,6 +45,10 @@ NAMES = {
         dense_moe gpt_graphed alibi summarizer long_context wavenet distilled many_words
         forecaster
     """.split(),
+    "sixth": """
+        densenet mobilenet deeplab bert_compiled gpt2_dropout llama_1b char_gpt
+        conformer dcgan nerf
+    """.split(),
 }
 _SECONDS = ("step_seconds", "host_issue_seconds", "compute_seconds")
 _BYTES = ("allocated_peak_bytes", "reserved_peak_bytes", "steady_bytes")

@@ -1657,3 +1657,762 @@ class Forecaster(nn.Module):
         h = self.encoder(self.piece(h).flatten(0, 1) + self.places)
         y = self.head(h.flatten(1)).view(b, series, -1).transpose(1, 2)
         return y * spread + mean
+
+
+# ----------------------------------------------------------------------------
+# Of the sixth set.
+
+
+class DenseLayer(nn.Module):
+    def __init__(self, inputs: int, growth: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.BatchNorm2d(inputs), nn.BatchNorm2d(4 * growth)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv1 = nn.Conv2d(inputs, 4 * growth, 1, bias=False)
+        self.conv2 = nn.Conv2d(4 * growth, growth, 3, padding=1, bias=False)
+
+    def forward(self, features: list[torch.Tensor]) -> torch.Tensor:
+        x = self.conv1(self.relu(self.norm1(torch.cat(features, 1))))
+        return self.conv2(self.relu(self.norm2(x)))
+
+
+class DenseBlock(nn.Module):
+    """Every layer reads what all before it gave."""
+
+    def __init__(self, depth: int, inputs: int, growth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            DenseLayer(inputs + place * growth, growth) for place in range(depth)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        features = [x]
+        for layer in self.layers:
+            features.append(layer(features))
+        return torch.cat(features, 1)
+
+
+class DenseNet(nn.Module):
+    """DenseNet-121."""
+
+    def __init__(
+        self, depths: tuple[int, ...] = (6, 12, 24, 16), growth: int = 32
+    ) -> None:
+        super().__init__()
+        width = 2 * growth
+        layers: list[nn.Module] = [
+            nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(3, stride=2, padding=1),
+        ]
+        for place, depth in enumerate(depths):
+            layers.append(DenseBlock(depth, width, growth))
+            width += depth * growth
+            layers += [nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
+            if place < len(depths) - 1:
+                half = width // 2
+                layers += [nn.Conv2d(width, half, 1, bias=False), nn.AvgPool2d(2, 2)]
+                width = half
+        self.features = nn.Sequential(*layers)
+        self.classifier = nn.Linear(width, 1000)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.adaptive_avg_pool2d(self.features(x), (1, 1))
+        return self.classifier(torch.flatten(x, 1))
+
+
+def _eights(channels: float) -> int:
+    """The multiple of 8 next to it, not a tenth below it."""
+    rounded = max(8, int(channels + 4) // 8 * 8)
+    return rounded + 8 if rounded < 0.9 * channels else rounded
+
+
+def _conv_norm(
+    inputs: int,
+    outputs: int,
+    kernel: int = 1,
+    stride: int = 1,
+    groups: int = 1,
+    activation: type[nn.Module] | None = None,
+) -> nn.Sequential:
+    layers: list[nn.Module] = [
+        nn.Conv2d(
+            inputs,
+            outputs,
+            kernel,
+            stride=stride,
+            padding=kernel // 2,
+            groups=groups,
+            bias=False,
+        ),
+        nn.BatchNorm2d(outputs, eps=1e-3, momentum=0.01),
+    ]
+    if activation is not None:
+        layers.append(activation(inplace=True))
+    return nn.Sequential(*layers)
+
+
+class HardSqueeze(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.fc1 = nn.Conv2d(channels, _eights(channels / 4), 1)
+        self.fc2 = nn.Conv2d(_eights(channels / 4), channels, 1)
+        self.relu, self.gate = nn.ReLU(inplace=True), nn.Hardsigmoid()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.gate(self.fc2(self.relu(self.fc1(self.pool(x)))))
+
+
+class InvertedResidual(nn.Module):
+    def __init__(
+        self,
+        inputs: int,
+        kernel: int,
+        hidden: int,
+        outputs: int,
+        squeezes: bool,
+        activation: type[nn.Module],
+        stride: int,
+    ) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        if hidden != inputs:
+            layers.append(_conv_norm(inputs, hidden, activation=activation))
+        layers.append(_conv_norm(hidden, hidden, kernel, stride, hidden, activation))
+        if squeezes:
+            layers.append(HardSqueeze(hidden))
+        layers.append(_conv_norm(hidden, outputs))
+        self.block = nn.Sequential(*layers)
+        self.skips = stride == 1 and inputs == outputs
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = self.block(x)
+        if self.skips:
+            result += x
+        return result
+
+
+class MobileNetV3(nn.Module):
+    """The large one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        re, hs = nn.ReLU, nn.Hardswish
+        rows: list[tuple[int, int, int, bool, type[nn.Module], int]] = [
+            (3, 16, 16, False, re, 1),
+            (3, 64, 24, False, re, 2),
+            (3, 72, 24, False, re, 1),
+            (5, 72, 40, True, re, 2),
+            (5, 120, 40, True, re, 1),
+            (5, 120, 40, True, re, 1),
+            (3, 240, 80, False, hs, 2),
+            (3, 200, 80, False, hs, 1),
+            (3, 184, 80, False, hs, 1),
+            (3, 184, 80, False, hs, 1),
+            (3, 480, 112, True, hs, 1),
+            (3, 672, 112, True, hs, 1),
+            (5, 672, 160, True, hs, 2),
+            (5, 960, 160, True, hs, 1),
+            (5, 960, 160, True, hs, 1),
+        ]
+        layers: list[nn.Module] = [_conv_norm(3, 16, 3, 2, activation=hs)]
+        channels = 16
+        for kernel, hidden, outputs, squeezes, activation, stride in rows:
+            layers.append(
+                InvertedResidual(
+                    channels, kernel, hidden, outputs, squeezes, activation, stride
+                )
+            )
+            channels = outputs
+        layers.append(_conv_norm(channels, 960, activation=hs))
+        self.features, self.pool = nn.Sequential(*layers), nn.AdaptiveAvgPool2d(1)
+        self.classifier = nn.Sequential(
+            nn.Linear(960, 1280),
+            nn.Hardswish(inplace=True),
+            nn.Dropout(0.2, inplace=True),
+            nn.Linear(1280, 1000),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.classifier(torch.flatten(self.pool(self.features(x)), 1))
+
+
+class DilatedBottleneck(nn.Module):
+    def __init__(
+        self, inputs: int, width: int, stride: int = 1, dilation: int = 1
+    ) -> None:
+        super().__init__()
+        outputs = 4 * width
+        self.conv1 = nn.Conv2d(inputs, width, 1, bias=False)
+        self.conv2 = nn.Conv2d(
+            width, width, 3, stride, dilation, dilation=dilation, bias=False
+        )
+        self.conv3 = nn.Conv2d(width, outputs, 1, bias=False)
+        self.bn1, self.bn2 = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
+        self.bn3, self.relu = nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)
+        self.down = None
+        if stride != 1 or inputs != outputs:
+            self.down = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False),
+                nn.BatchNorm2d(outputs),
+            )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        same = x if self.down is None else self.down(x)
+        h = self.relu(self.bn1(self.conv1(x)))
+        h = self.relu(self.bn2(self.conv2(h)))
+        h = self.bn3(self.conv3(h))
+        h += same
+        return self.relu(h)
+
+
+def _dilated_stage(
+    inputs: int, width: int, depth: int, stride: int = 1, dilation: int = 1
+) -> nn.Sequential:
+    return nn.Sequential(
+        DilatedBottleneck(inputs, width, stride, dilation),
+        *(DilatedBottleneck(4 * width, width, 1, dilation) for _ in range(depth - 1)),
+    )
+
+
+def _pyramid_conv(inputs: int, outputs: int, dilation: int = 0) -> nn.Sequential:
+    """Of 3 x 3, or of 1 x 1 where it is not dilated."""
+    conv = (
+        nn.Conv2d(inputs, outputs, 3, padding=dilation, dilation=dilation, bias=False)
+        if dilation
+        else nn.Conv2d(inputs, outputs, 1, bias=False)
+    )
+    return nn.Sequential(conv, nn.BatchNorm2d(outputs), nn.ReLU())
+
+
+class AtrousPyramid(nn.Module):
+    """Dilated convolutions beside one another, and the mean of the image."""
+
+    def __init__(self, inputs: int, outputs: int = 256) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(
+            _pyramid_conv(inputs, outputs, dilation) for dilation in (0, 6, 12, 18)
+        )
+        self.pooled = nn.Sequential(
+            nn.AdaptiveAvgPool2d(1), _pyramid_conv(inputs, outputs)
+        )
+        self.project = nn.Sequential(_pyramid_conv(5 * outputs, outputs), nn.Dropout())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = [branch(x) for branch in self.branches]
+        mean = F.interpolate(
+            self.pooled(x), size=x.shape[-2:], mode="bilinear", align_corners=False
+        )
+        return self.project(torch.cat([*found, mean], dim=1))
+
+
+class DeepLab(nn.Module):
+    """DeepLabV3+ on a ResNet-50 of stride 16."""
+
+    def __init__(self, classes: int = 21) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 64, 7, 2, 3, bias=False),
+            nn.BatchNorm2d(64),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(3, 2, 1),
+        )
+        self.layer1 = _dilated_stage(64, 64, 3)
+        self.layer2 = _dilated_stage(256, 128, 4, stride=2)
+        self.layer3 = _dilated_stage(512, 256, 6, stride=2)
+        self.layer4 = _dilated_stage(1024, 512, 3, dilation=2)
+        self.pyramid = AtrousPyramid(2048)
+        self.low = _pyramid_conv(256, 48)
+        self.decoder = nn.Sequential(
+            _pyramid_conv(304, 256, 1),
+            _pyramid_conv(256, 256, 1),
+            nn.Conv2d(256, classes, 1),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        low = self.layer1(self.stem(x))
+        high = self.pyramid(self.layer4(self.layer3(self.layer2(low))))
+        high = F.interpolate(
+            high, size=low.shape[-2:], mode="bilinear", align_corners=False
+        )
+        out = self.decoder(torch.cat((high, self.low(low)), dim=1))
+        return F.interpolate(
+            out, size=x.shape[-2:], mode="bilinear", align_corners=False
+        )
+
+
+def gpt2_start(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.normal_(module.weight, mean=0.0, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+    elif isinstance(module, nn.Embedding):
+        nn.init.normal_(module.weight, mean=0.0, std=0.02)
+
+
+class BertLayer(nn.Module):
+    """Norms behind each half, as in the first BERT."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.out, self.norm1 = nn.Linear(width, width), nn.LayerNorm(width, eps=1e-12)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm2, self.drop = nn.LayerNorm(width, eps=1e-12), nn.Dropout(0.1)
+
+    def split(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, c = x.shape
+        return x.view(b, t, self.heads, c // self.heads).transpose(1, 2)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        y = F.scaled_dot_product_attention(
+            self.split(self.query(x)),
+            self.split(self.key(x)),
+            self.split(self.value(x)),
+            attn_mask=mask,
+            dropout_p=0.1 if self.training else 0.0,
+        )
+        y = self.out(y.transpose(1, 2).reshape(x.shape))
+        x = self.norm1(x + self.drop(y))
+        return self.norm2(x + self.drop(self.down(F.gelu(self.up(x)))))
+
+
+class Bert(nn.Module):
+    """Guesses of hidden words; the head's weight is the embedding's."""
+
+    def __init__(self, width: int = 768, depth: int = 12, words: int = 30522) -> None:
+        super().__init__()
+        self.word = nn.Embedding(words, width, padding_idx=0)
+        self.place, self.kind = nn.Embedding(512, width), nn.Embedding(2, width)
+        self.norm, self.drop = nn.LayerNorm(width, eps=1e-12), nn.Dropout(0.1)
+        self.layers = nn.ModuleList(BertLayer(width, width // 64) for _ in range(depth))
+        self.transform = nn.Sequential(
+            nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width, eps=1e-12)
+        )
+        self.decoder = nn.Linear(width, words)
+        self.decoder.weight = self.word.weight
+        self.register_buffer("places", torch.arange(512))
+        self.apply(gpt2_start)
+
+    def forward(
+        self, ids: torch.Tensor, kinds: torch.Tensor, seen: torch.Tensor
+    ) -> torch.Tensor:
+        x = self.word(ids) + self.place(self.places[: ids.size(1)]) + self.kind(kinds)
+        x = self.drop(self.norm(x))
+        mask = (1.0 - seen[:, None, None, :].to(x.dtype)) * torch.finfo(x.dtype).min
+        for layer in self.layers:
+            x = layer(x, mask)
+        return self.decoder(self.transform(x))
+
+
+class Gpt2Block(nn.Module):
+    """As in nanoGPT, with dropout."""
+
+    def __init__(self, width: int, heads: int, dropout: float, bias: bool) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.ln_1 = nn.LayerNorm(width, bias=bias)
+        self.ln_2 = nn.LayerNorm(width, bias=bias)
+        self.c_attn = nn.Linear(width, 3 * width, bias=bias)
+        self.c_proj = nn.Linear(width, width, bias=bias)
+        self.c_fc = nn.Linear(width, 4 * width, bias=bias)
+        self.c_out = nn.Linear(4 * width, width, bias=bias)
+        self.resid_dropout = nn.Dropout(dropout)
+        self.mlp_dropout = nn.Dropout(dropout)
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, c = x.size()
+        q, k, v = self.c_attn(x).split(c, dim=2)
+        k = k.view(b, t, self.heads, c // self.heads).transpose(1, 2)
+        q = q.view(b, t, self.heads, c // self.heads).transpose(1, 2)
+        v = v.view(b, t, self.heads, c // self.heads).transpose(1, 2)
+        y = F.scaled_dot_product_attention(
+            q, k, v, dropout_p=self.dropout if self.training else 0, is_causal=True
+        )
+        y = y.transpose(1, 2).contiguous().view(b, t, c)
+        return self.resid_dropout(self.c_proj(y))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attend(self.ln_1(x))
+        h = F.gelu(self.c_fc(self.ln_2(x)), approximate="tanh")
+        return x + self.mlp_dropout(self.c_out(h))
+
+
+class DropoutGpt(nn.Module):
+    """With tied embeddings."""
+
+    def __init__(
+        self,
+        width: int,
+        depth: int,
+        heads: int,
+        words: int,
+        length: int,
+        dropout: float,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(words, width), nn.Embedding(length, width)
+        self.drop = nn.Dropout(dropout)
+        self.h = nn.ModuleList(
+            Gpt2Block(width, heads, dropout, bias) for _ in range(depth)
+        )
+        self.ln_f = nn.LayerNorm(width, bias=bias)
+        self.lm_head = nn.Linear(width, words, bias=False)
+        self.wte.weight = self.lm_head.weight
+        self.apply(gpt2_start)
+
+    def forward(
+        self, ids: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        places = torch.arange(0, ids.size(1), dtype=torch.long, device=ids.device)
+        x = self.drop(self.wte(ids) + self.wpe(places))
+        for block in self.h:
+            x = block(x)
+        logits = self.lm_head(self.ln_f(x))
+        loss = F.cross_entropy(
+            logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1
+        )
+        return logits, loss
+
+
+def turned_halves(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> torch.Tensor:
+    a, b = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-b, a), dim=-1) * sin
+
+
+class HalvesBlock(nn.Module):
+    """Of a Llama, with the norms of PyTorch."""
+
+    def __init__(self, width: int, heads: int, hidden: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.RMSNorm(width, eps=1e-5)
+        self.mlp_norm = nn.RMSNorm(width, eps=1e-5)
+        self.q, self.k, self.v, self.o = (
+            nn.Linear(width, width, bias=False) for _ in range(4)
+        )
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        b, t, c = x.shape
+        h = self.attention_norm(x)
+        q = self.q(h).view(b, t, self.heads, -1).transpose(1, 2)
+        k = self.k(h).view(b, t, self.heads, -1).transpose(1, 2)
+        v = self.v(h).view(b, t, self.heads, -1).transpose(1, 2)
+        q, k = turned_halves(q, cos, sin), turned_halves(k, cos, sin)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(y.transpose(1, 2).reshape(b, t, c))
+        h = self.mlp_norm(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class HalvesLlama(nn.Module):
+    """Every block is computed again in the backward pass."""
+
+    def __init__(
+        self,
+        width: int = 2048,
+        depth: int = 24,
+        heads: int = 16,
+        hidden: int = 5504,
+        words: int = 32000,
+        length: int = 4096,
+    ) -> None:
+        super().__init__()
+        self.words = nn.Embedding(words, width)
+        self.blocks = nn.ModuleList(
+            HalvesBlock(width, heads, hidden) for _ in range(depth)
+        )
+        self.norm = nn.RMSNorm(width, eps=1e-5)
+        self.head = nn.Linear(width, words, bias=False)
+        size = width // heads
+        rates = 1.0 / (10000.0 ** (torch.arange(0, size, 2).float() / size))
+        angles = torch.outer(torch.arange(length).float(), rates)
+        angles = torch.cat((angles, angles), dim=-1)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x, t = self.words(ids), ids.size(1)
+        cos, sin = self.cos[:t], self.sin[:t]
+        for block in self.blocks:
+            x = checkpoint(block, x, cos, sin, use_reentrant=False)
+        return self.head(self.norm(x))
+
+
+class ConformerFeedForward(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.SiLU(),
+            nn.Dropout(0.1),
+            nn.Linear(4 * width, width),
+            nn.Dropout(0.1),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+class ConformerConvolution(nn.Module):
+    def __init__(self, width: int, kernel: int = 31) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.inner = nn.Conv1d(width, 2 * width, 1)
+        self.depth = nn.Conv1d(width, width, kernel, padding=kernel // 2, groups=width)
+        self.batch, self.outer = nn.BatchNorm1d(width), nn.Conv1d(width, width, 1)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x).transpose(1, 2)
+        h = F.glu(self.inner(h), dim=1)
+        h = self.outer(F.silu(self.batch(self.depth(h))))
+        return self.drop(h.transpose(1, 2))
+
+
+class RelativeAttention(nn.Module):
+    """Of Transformer-XL: how far a frame is adds to how it is."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.size = heads, width // heads
+        self.norm = nn.LayerNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        self.place = nn.Linear(width, width, bias=False)
+        self.u = nn.Parameter(torch.zeros(heads, self.size))
+        self.w = nn.Parameter(torch.zeros(heads, self.size))
+        self.drop = nn.Dropout(0.1)
+
+    @staticmethod
+    def shifted(scores: torch.Tensor) -> torch.Tensor:
+        """From distances to frames: (b, h, t, 2t - 1) becomes (b, h, t, t)."""
+        b, h, t, distances = scores.shape
+        padded = F.pad(scores, (1, 0)).view(b, h, distances + 1, t)
+        return padded[:, :, 1:].reshape(b, h, t, distances)[..., :t]
+
+    def forward(
+        self, x: torch.Tensor, places: torch.Tensor, hidden: torch.Tensor
+    ) -> torch.Tensor:
+        b, t, c = x.shape
+        x = self.norm(x)
+        q = self.q(x).view(b, t, self.heads, self.size)
+        k = self.k(x).view(b, t, self.heads, self.size).permute(0, 2, 3, 1)
+        v = self.v(x).view(b, t, self.heads, self.size).transpose(1, 2)
+        p = self.place(places).view(-1, self.heads, self.size).permute(1, 2, 0)
+        content = torch.matmul((q + self.u).transpose(1, 2), k)
+        distance = self.shifted(torch.matmul((q + self.w).transpose(1, 2), p))
+        scores = (content + distance) / self.size**0.5
+        scores = scores.masked_fill(hidden[:, None, None, :], float("-inf"))
+        y = torch.matmul(self.drop(torch.softmax(scores, dim=-1)), v)
+        return self.drop(self.o(y.transpose(1, 2).reshape(b, t, c)))
+
+
+class ConformerLayer(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.first, self.last = ConformerFeedForward(width), ConformerFeedForward(width)
+        self.attention = RelativeAttention(width, heads)
+        self.convolution = ConformerConvolution(width)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(
+        self, x: torch.Tensor, places: torch.Tensor, hidden: torch.Tensor
+    ) -> torch.Tensor:
+        x = x + 0.5 * self.first(x)
+        x = x + self.attention(x, places, hidden)
+        x = x + self.convolution(x)
+        return self.norm(x + 0.5 * self.last(x))
+
+
+class Conformer(nn.Module):
+    """Frames of sound to letters: a quarter as many frames."""
+
+    def __init__(
+        self, width: int = 256, depth: int = 16, heads: int = 4, letters: int = 128
+    ) -> None:
+        super().__init__()
+        self.width = width
+        self.subsample = nn.Sequential(
+            nn.Conv2d(1, width, 3, stride=2, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, stride=2, padding=1),
+            nn.ReLU(),
+        )
+        self.project, self.drop = nn.Linear(20 * width, width), nn.Dropout(0.1)
+        self.layers = nn.ModuleList(ConformerLayer(width, heads) for _ in range(depth))
+        self.head = nn.Linear(width, letters)
+
+    def places(self, t: int, device: torch.device) -> torch.Tensor:
+        """Sines of the distances t - 1 ... 1 - t."""
+        distances = torch.arange(t - 1, -t, -1, device=device, dtype=torch.float32)
+        rates = torch.arange(0, self.width, 2, device=device, dtype=torch.float32)
+        angles = torch.outer(distances, 10000.0 ** (-rates / self.width))
+        return torch.cat((angles.sin(), angles.cos()), dim=-1)
+
+    def forward(self, sound: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        x = self.subsample(sound.unsqueeze(1))
+        b, c, t, f = x.shape
+        x = self.drop(self.project(x.transpose(1, 2).reshape(b, t, c * f)))
+        places = self.places(t, x.device)
+        hidden = torch.arange(t, device=x.device)[None, :] >= lengths[:, None]
+        for layer in self.layers:
+            x = layer(x, places, hidden)
+        return self.head(x).log_softmax(dim=-1)
+
+
+def dcgan_start(module: nn.Module) -> None:
+    name = type(module).__name__
+    if "Conv" in name:
+        nn.init.normal_(module.weight, 0.0, 0.02)
+    elif "BatchNorm" in name:
+        nn.init.normal_(module.weight, 1.0, 0.02)
+        nn.init.constant_(module.bias, 0)
+
+
+def generator(noise: int = 100, width: int = 128) -> nn.Sequential:
+    """Of the DCGAN tutorial: noise to images of 64 x 64."""
+    layers: list[nn.Module] = [
+        nn.ConvTranspose2d(noise, 8 * width, 4, 1, 0, bias=False),
+        nn.BatchNorm2d(8 * width),
+        nn.ReLU(True),
+    ]
+    for times in (8, 4, 2):
+        layers += [
+            nn.ConvTranspose2d(times * width, times * width // 2, 4, 2, 1, bias=False),
+            nn.BatchNorm2d(times * width // 2),
+            nn.ReLU(True),
+        ]
+    layers += [nn.ConvTranspose2d(width, 3, 4, 2, 1, bias=False), nn.Tanh()]
+    return nn.Sequential(*layers)
+
+
+def discriminator(width: int = 128) -> nn.Sequential:
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, width, 4, 2, 1, bias=False),
+        nn.LeakyReLU(0.2, inplace=True),
+    ]
+    for times in (1, 2, 4):
+        layers += [
+            nn.Conv2d(times * width, 2 * times * width, 4, 2, 1, bias=False),
+            nn.BatchNorm2d(2 * times * width),
+            nn.LeakyReLU(0.2, inplace=True),
+        ]
+    layers += [nn.Conv2d(8 * width, 1, 4, 1, 0, bias=False), nn.Sigmoid()]
+    return nn.Sequential(*layers)
+
+
+def waves(x: torch.Tensor, count: int) -> torch.Tensor:
+    """Of NeRF: each coordinate, and its sines and cosines at ``count`` octaves."""
+    found = [x]
+    for octave in range(count):
+        found += [torch.sin(2.0**octave * x), torch.cos(2.0**octave * x)]
+    return torch.cat(found, dim=-1)
+
+
+class NerfMlp(nn.Module):
+    """Eight layers; what came in comes in again at the fifth."""
+
+    def __init__(self, width: int = 256) -> None:
+        super().__init__()
+        self.points = nn.ModuleList(
+            nn.Linear(63 if not i else width + 63 if i == 5 else width, width)
+            for i in range(8)
+        )
+        self.density, self.feature = nn.Linear(width, 1), nn.Linear(width, width)
+        self.view = nn.Linear(width + 27, width // 2)
+        self.color = nn.Linear(width // 2, 3)
+
+    def forward(
+        self, points: torch.Tensor, directions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        seen, turned = waves(points, 10), waves(directions, 4)
+        h = seen
+        for i, layer in enumerate(self.points):
+            if i == 5:
+                h = torch.cat([seen, h], -1)
+            h = F.relu(layer(h))
+        density = self.density(h)
+        h = F.relu(self.view(torch.cat([self.feature(h), turned], -1)))
+        return torch.sigmoid(self.color(h)), density[..., 0]
+
+
+def composed(
+    colors: torch.Tensor, density: torch.Tensor, depths: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The color of each ray, and the weight of each of its samples."""
+    steps = depths[..., 1:] - depths[..., :-1]
+    steps = torch.cat([steps, torch.full_like(steps[..., :1], 1e10)], -1)
+    alpha = 1.0 - torch.exp(-F.relu(density) * steps)
+    clear = torch.cumprod(
+        torch.cat([torch.ones_like(alpha[:, :1]), 1.0 - alpha + 1e-10], -1), -1
+    )
+    weights = alpha * clear[:, :-1]
+    return torch.sum(weights[..., None] * colors, -2), weights
+
+
+def drawn_depths(
+    middles: torch.Tensor, weights: torch.Tensor, count: int
+) -> torch.Tensor:
+    """More samples where the weights are."""
+    weights = weights + 1e-5
+    sums = torch.cumsum(weights / weights.sum(-1, keepdim=True), -1)
+    sums = torch.cat([torch.zeros_like(sums[..., :1]), sums], -1)
+    u = torch.rand(sums.size(0), count, device=sums.device)
+    above = torch.searchsorted(sums, u, right=True)
+    below = torch.clamp(above - 1, min=0)
+    above = torch.clamp(above, max=sums.size(-1) - 1)
+    low, high = torch.gather(sums, 1, below), torch.gather(sums, 1, above)
+    start, end = torch.gather(middles, 1, below), torch.gather(middles, 1, above)
+    width = high - low
+    width = torch.where(width < 1e-5, torch.ones_like(width), width)
+    return start + (u - low) / width * (end - start)
+
+
+class Nerf(nn.Module):
+    """A coarse network, and a fine one where the coarse one saw something."""
+
+    def __init__(self, width: int = 256, coarse: int = 64, fine: int = 128) -> None:
+        super().__init__()
+        self.samples, self.more = coarse, fine
+        self.coarse, self.fine = NerfMlp(width), NerfMlp(width)
+
+    def colored(
+        self,
+        network: nn.Module,
+        starts: torch.Tensor,
+        directions: torch.Tensor,
+        depths: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        points = starts[:, None] + directions[:, None] * depths[..., None]
+        views = F.normalize(directions, dim=-1)[:, None].expand(points.shape)
+        colors, density = network(points.reshape(-1, 3), views.reshape(-1, 3))
+        shape = points.shape[:2]
+        return composed(colors.view(*shape, 3), density.view(shape), depths)
+
+    def forward(
+        self, starts: torch.Tensor, directions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        even = torch.linspace(2.0, 6.0, self.samples, device=starts.device)
+        depths = even.expand(starts.size(0), self.samples)
+        middles = 0.5 * (depths[..., 1:] + depths[..., :-1])
+        upper = torch.cat([middles, depths[..., -1:]], -1)
+        lower = torch.cat([depths[..., :1], middles], -1)
+        depths = lower + (upper - lower) * torch.rand_like(lower)
+        rough, weights = self.colored(self.coarse, starts, directions, depths)
+        middles = 0.5 * (depths[..., 1:] + depths[..., :-1])
+        more = drawn_depths(middles, weights[..., 1:-1].detach(), self.more)
+        depths, _ = torch.sort(torch.cat([depths, more], -1), -1)
+        sharp, _ = self.colored(self.fine, starts, directions, depths)
+        return rough, sharp

@@ -24,13 +24,18 @@ from job_models import (
     AlibiGpt,
     AudioEncoder,
     BasicBlock,
+    Bert,
     CharLstm,
     Classifier,
+    Conformer,
     ConvNext,
     Ddpm,
+    DeepLab,
+    DenseNet,
     Distilled,
     DiT,
     Dlrm,
+    DropoutGpt,
     EfficientNet,
     ExpertGpt,
     Forecaster,
@@ -39,13 +44,16 @@ from job_models import (
     GroupedBottleneck,
     GroupedGpt,
     HalfCheckpointedGpt,
+    HalvesLlama,
     ImageVae,
     LongGpt,
     Lora,
     Lstm,
     Mamba,
     Mixer,
+    MobileNetV3,
     NanoGpt,
+    Nerf,
     PlainBert,
     PlainGpt,
     PlainLlama,
@@ -60,6 +68,9 @@ from job_models import (
     WaveNet,
     WordyGpt,
     cifar_resnet18,
+    dcgan_start,
+    discriminator,
+    generator,
     image_net,
     wide_mlp,
 )
@@ -68,6 +79,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 CUDA = torch.device("cuda")
+Step = Callable[[], None]
 
 
 def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -997,7 +1009,212 @@ def forecaster() -> Job:
     )
 
 
-SETS: dict[str, list[Callable[[], Job]]] = {
+# ----------------------------------------------------------------------------
+# The sixth set: predicted before it was measured, and nothing was made with it.
+
+
+def by_decay(
+    parameters: Iterable[nn.Parameter], lr: float, decay: float = 0.1
+) -> torch.optim.Optimizer:
+    """Matrices decay; biases and norms do not."""
+    parameters = list(parameters)
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
+
+
+def densenet() -> Job:
+    with CUDA:
+        model = DenseNet()
+    x, y = images(64, 3, 224, 224), tokens(1000, 64)
+    return Job(
+        model,
+        lambda: F.cross_entropy(model(x), y),
+        lambda each: torch.optim.SGD(
+            each, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-4
+        ),
+        torch.bfloat16,
+        clips=False,
+        clears_first=True,
+    )
+
+
+def mobilenet() -> Job:
+    with CUDA:
+        model = MobileNetV3().to(memory_format=torch.channels_last)
+    x, y = images(256, 3, 224, 224, last=True), tokens(1000, 256)
+    return Job(
+        model,
+        lambda: F.cross_entropy(model(x), y, label_smoothing=0.1),
+        lambda each: torch.optim.RMSprop(
+            each, lr=0.064, alpha=0.9, eps=0.0316, weight_decay=1e-5, momentum=0.9
+        ),
+        torch.bfloat16,
+        clips=False,
+        clears_first=True,
+        schedule=lambda each: torch.optim.lr_scheduler.StepLR(each, 2, 0.973),
+    )
+
+
+def deeplab() -> Job:
+    """Segments images of 512 x 512; a part of the pixels has no class."""
+    with CUDA:
+        model = DeepLab()
+    x, y = images(16, 3, 512, 512), tokens(21, 16, 512, 512)
+    y[torch.rand(y.shape, device=CUDA) < 0.05] = 255
+    return Job(
+        model,
+        lambda: F.cross_entropy(model(x), y, ignore_index=255),
+        lambda each: torch.optim.SGD(each, lr=0.01, momentum=0.9, weight_decay=1e-4),
+        torch.bfloat16,
+        clips=False,
+        clears_first=True,
+        schedule=lambda each: torch.optim.lr_scheduler.PolynomialLR(each, 1000, 0.9),
+    )
+
+
+def bert_compiled() -> Job:
+    """In bfloat16; sentences of several lengths, and one word in seven to guess."""
+    with CUDA:
+        model = Bert().to(torch.bfloat16)
+    compiled = torch.compile(model)
+    lengths = torch.randint(128, 513, (32,), device=CUDA)
+    seen = (torch.arange(512, device=CUDA) < lengths[:, None]).long()
+    ids, kinds = tokens(30522, 32, 512) * seen, torch.zeros_like(seen)
+    guessed = (torch.rand(32, 512, device=CUDA) < 0.15) & seen.bool()
+    labels = torch.where(guessed, ids, torch.full_like(ids, -100))
+    ids = ids.masked_fill(guessed, 103)
+    return Job(
+        model,
+        lambda: F.cross_entropy(
+            compiled(ids, kinds, seen).view(-1, 30522), labels.view(-1)
+        ),
+        adamw,
+        clears_first=True,
+        schedule=lambda each: torch.optim.lr_scheduler.LinearLR(each, 0.01, 1.0, 100),
+    )
+
+
+def gpt2_dropout() -> Job:
+    """GPT-2 medium by hand, in float16."""
+    with CUDA:
+        model = DropoutGpt(1024, 24, 16, 50257, 1024, 0.1)
+    x, y = tokens(50257, 8, 1024), tokens(50257, 8, 1024)
+    return Job(
+        model,
+        lambda: model(x, y)[1],
+        lambda each: by_decay(each, 3e-4),
+        torch.float16,
+        scaled=True,
+        clears_first=True,
+    )
+
+
+def llama_1b() -> Job:
+    with CUDA:
+        model = HalvesLlama().to(torch.bfloat16)
+    ids = tokens(32000, 2, 4097)
+    x, y = ids[:, :-1], ids[:, 1:]
+    return Job(
+        model,
+        lambda: F.cross_entropy(model(x).float().view(-1, 32000), y.reshape(-1)),
+    )
+
+
+def char_gpt() -> Job:
+    """Letters of Shakespeare, drawn on the host; all in 32 bits."""
+    with CUDA:
+        model = DropoutGpt(384, 6, 6, 65, 256, 0.2, bias=False)
+    text = torch.randint(0, 65, (1_000_000,))
+
+    def batch() -> tuple[torch.Tensor, torch.Tensor]:
+        starts = torch.randint(len(text) - 256, (64,))
+        x = torch.stack([text[i : i + 256] for i in starts])
+        y = torch.stack([text[i + 1 : i + 257] for i in starts])
+        x = x.pin_memory().to(CUDA, non_blocking=True)
+        return x, y.pin_memory().to(CUDA, non_blocking=True)
+
+    return Job(
+        model,
+        lambda: model(*batch())[1],
+        lambda each: torch.optim.AdamW(each, lr=1e-3, betas=(0.9, 0.99), fused=True),
+    )
+
+
+def conformer() -> Job:
+    """Sixteen seconds of sound to letters, by CTC."""
+    with CUDA:
+        model = Conformer()
+    sound = torch.randn(32, 1600, 80, device=CUDA)
+    frames, letters = torch.randint(240, 401, (32,)), torch.randint(30, 91, (32,))
+    there, targets = frames.to(CUDA), torch.randint(1, 128, (32, 90), device=CUDA)
+    ctc = nn.CTCLoss(blank=0, zero_infinity=True)
+    return Job(
+        model,
+        lambda: ctc(model(sound, there).transpose(0, 1), targets, frames, letters),
+        lambda each: torch.optim.Adam(each, lr=5e-4, betas=(0.9, 0.98), eps=1e-9),
+        torch.bfloat16,
+        clears_first=True,
+    )
+
+
+def dcgan() -> Step:
+    """Two networks against one another, as in the tutorial of PyTorch."""
+    with CUDA:
+        g, d = generator(), discriminator()
+    g.apply(dcgan_start)
+    d.apply(dcgan_start)
+    criterion = nn.BCELoss()
+    for_d = torch.optim.Adam(d.parameters(), lr=0.0002, betas=(0.5, 0.999))
+    for_g = torch.optim.Adam(g.parameters(), lr=0.0002, betas=(0.5, 0.999))
+    real = images(256, 3, 64, 64)
+
+    def step() -> None:
+        d.zero_grad()
+        label = torch.full((256,), 1.0, dtype=torch.float, device=CUDA)
+        of_real = criterion(d(real).view(-1), label)
+        of_real.backward()
+        fake = g(torch.randn(256, 100, 1, 1, device=CUDA))
+        label.fill_(0.0)
+        of_fake = criterion(d(fake.detach()).view(-1), label)
+        of_fake.backward()
+        for_d.step()
+        g.zero_grad()
+        label.fill_(1.0)
+        of_g = criterion(d(fake).view(-1), label)
+        of_g.backward()
+        for_g.step()
+        both = of_real + of_fake
+        print(f"{both.item():.3f} {of_g.item():.3f}", file=sys.stderr)
+
+    return step
+
+
+def nerf() -> Job:
+    """4096 rays of 64 and 192 samples, with products in TF32."""
+    torch.set_float32_matmul_precision("high")
+    with CUDA:
+        model = Nerf()
+    starts, directions = (torch.randn(4096, 3, device=CUDA) for _ in range(2))
+    colors = torch.rand(4096, 3, device=CUDA)
+
+    def loss() -> torch.Tensor:
+        rough, sharp = model(starts, directions)
+        return F.mse_loss(rough, colors) + F.mse_loss(sharp, colors)
+
+    return Job(
+        model,
+        loss,
+        lambda each: torch.optim.Adam(each, lr=5e-4),
+        clips=False,
+        clears_first=True,
+        schedule=lambda each: torch.optim.lr_scheduler.ExponentialLR(each, 0.9999),
+    )
+
+
+SETS: dict[str, list[Callable[[], Job | Step]]] = {
     "first": [
         gpt2_medium,
         gpt2_accumulated,
@@ -1069,6 +1286,18 @@ SETS: dict[str, list[Callable[[], Job]]] = {
         many_words,
         forecaster,
     ],
+    "sixth": [
+        densenet,
+        mobilenet,
+        deeplab,
+        bert_compiled,
+        gpt2_dropout,
+        llama_1b,
+        char_gpt,
+        conformer,
+        dcgan,
+        nerf,
+    ],
 }
 
 BUILDERS = {each.__name__: each for jobs in SETS.values() for each in jobs}
@@ -1097,8 +1326,10 @@ def after_step(
     return followers
 
 
-def stepper(job: Job) -> Callable[[], None]:
+def stepper(job: Job | Step) -> Step:
     """One step of training, and its optimizer."""
+    if not isinstance(job, Job):
+        return job
     parameters = [each for each in job.model.parameters() if each.requires_grad]
     optimizer = job.optimizer(parameters)
     scaler = torch.amp.GradScaler("cuda") if job.scaled else None
@@ -1135,7 +1366,7 @@ def stepper(job: Job) -> Callable[[], None]:
     return step
 
 
-def train(job: Job, steps: int) -> dict[str, float]:
+def train(job: Job | Step, steps: int) -> dict[str, float]:
     """Milliseconds of a step, and bytes."""
     step = stepper(job)
     for _ in range(3):
