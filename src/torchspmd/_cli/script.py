@@ -23,6 +23,7 @@ from torchspmd.step.compiled import CompiledStep
 from torchspmd.step.progress import StatusLine
 from torchspmd.trace import CommDebugMode
 from torchspmd.trace.modules import follow, unfollow
+from torchspmd.trace.rounds import Rounds, Turn
 
 
 def run_script(
@@ -87,8 +88,9 @@ class EndOfWindow(BaseException):
 class StepWindow:
     """Keeps in the mode's ledger the steps that were asked for, and ends after them.
 
-    A step ends when the first module is called after ``optimizer.step()``, of one optimizer
-    or of several; a call of a compiled step that updates parameters is one step, whatever
+    A step ends when the first module is called after ``optimizer.step()``. With several
+    optimizers it ends with the one that came last: in the first step, each that comes anew
+    moves its end. A call of a compiled step that updates parameters is one step, whatever
     it does inside. What happens before the first of these calls is set-up, in a ledger
     of its own.
     """
@@ -104,9 +106,13 @@ class StepWindow:
         self._line = line
         self.after_first_step: Callable[[], None] | None = None  # may end the run
         self._at_boundary = True
-        self._in_compiled_step = self._captured_update = False
-        # Compiled steps that update parameters: seen while one is captured, not later.
-        self._updating: weakref.WeakSet[CompiledStep] = weakref.WeakSet()
+        self._rounds = Rounds()
+        self._in_compiled_step = False
+        # What compiled steps update by: seen while one is captured, not later.
+        self._captured: list[Optimizer] = []
+        self._updating: weakref.WeakKeyDictionary[CompiledStep, list[Optimizer]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._exits = contextlib.ExitStack()
 
     @property
@@ -178,14 +184,15 @@ class StepWindow:
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if not self._in_compiled_step:
-            self._end_step()
+            self._end_step(self._rounds.after(optimizer))
         elif _torch.is_tracing_for_compile():
-            self._captured_update = True
+            self._captured.append(optimizer)
 
-    def _end_step(self) -> None:
-        if self._at_boundary and self.setup is not None:
+    def _end_step(self, turn: Turn) -> None:
+        if turn is Turn.WITHIN or (self._at_boundary and self.setup is not None):
             return  # another optimizer of the same step, or one inside of another
-        self.num_optimizer_steps += 1
+        is_same = turn is Turn.NEW and self.num_optimizer_steps == 1
+        self.num_optimizer_steps += not is_same
         self._at_boundary = True
 
     def _call_compiled(
@@ -197,15 +204,15 @@ class StepWindow:
     ) -> Any:
         if self._at_boundary:
             self._begin_step()
-        self._in_compiled_step, self._captured_update = True, False
+        self._in_compiled_step, self._captured = True, []
         try:
             result = call(step, *args, **kwargs)
         finally:
             self._in_compiled_step = False
-        if self._captured_update:
-            self._updating.add(step)
+        if self._captured:
+            self._updating[step] = self._captured
         if step in self._updating:
-            self._end_step()
+            self._end_step(self._rounds.after(*self._updating[step]))
         return result
 
 

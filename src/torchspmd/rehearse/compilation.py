@@ -231,7 +231,7 @@ class _Rehearsed(Runtime):
             self._recorder.name_program(models, optimizers)
         yield
         if program.updated:
-            self._recorder.end_step()
+            self._recorder.end_step(*(each for _, each in inventory.optimizers))
 
 
 def _run_in_pieces(recorder: Recorder, graph: fx.GraphModule) -> Callable[..., Any]:

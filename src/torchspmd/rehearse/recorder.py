@@ -60,6 +60,7 @@ from torchspmd.rehearse.shapes import CHOOSES, SHAPES
 from torchspmd.rehearse.values import READS_VALUE, Values
 from torchspmd.rehearse.workspaces import Processor, allocation_order, workspaces
 from torchspmd.trace.modules import ModuleTracker, follow, unfollow
+from torchspmd.trace.rounds import Rounds, Turn
 
 __all__ = ["Recorder"]
 
@@ -130,6 +131,10 @@ class Recorder:
         self._is_init, self._at_boundary = True, True
         self._had_backward = False
         self._last_end: int | None = None
+        self._rounds = Rounds()
+        self._optimizers: weakref.WeakSet[Optimizer] = (
+            weakref.WeakSet()
+        )  # of the script
         self.from_dtensor = False  # whether a DTensor's operator is under way
         self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._names: dict[int, str] = {}  # of parameters, by storage number
@@ -722,6 +727,7 @@ class Recorder:
         clearing = ExitStack()
         for owner in (Optimizer, nn.Module):
             clearing.enter_context(self._notice_clearing(owner))
+        clearing.enter_context(self._notice_optimizers())
         self._exits = [
             clearing.close,
             before.remove,
@@ -741,6 +747,15 @@ class Recorder:
 
         return mock.patch.object(owner, "zero_grad", noticed)
 
+    def _notice_optimizers(self) -> AbstractContextManager[Any]:
+        initialize = Optimizer.__init__
+
+        def noticed(of: Optimizer, *args: Any, **kwargs: Any) -> None:
+            initialize(of, *args, **kwargs)
+            self._optimizers.add(of)
+
+        return mock.patch.object(Optimizer, "__init__", noticed)
+
     def stop(self) -> None:
         """Stop; nothing is left behind."""
         self.calls.stop()
@@ -755,7 +770,15 @@ class Recorder:
         self._held.clear()  # what the script leaves behind is freed after the last event
 
     def _describe(self) -> None:
-        """What there is of meshes, at the end."""
+        """What there is of meshes and optimizers, at the end."""
+        idle = [each for each in self._optimizers if not self._rounds.has_seen(each)]
+        if idle and self.recording.steps:
+            kinds = ", ".join(sorted({type(each).__name__ for each in idle}))
+            self.values.note(
+                f"{len(idle)} of {len(self._optimizers)} optimizers ({kinds}) made no step "
+                "in what was rehearsed. If the script steps them in turn, rehearse more "
+                "steps (--skip, --steps)."
+            )
         meshes = [
             mesh
             for mesh in _torch.live_meshes()
@@ -828,7 +851,7 @@ class Recorder:
             return
         self._in_optimizer -= 1
         self._name_states(optimizer)
-        self.end_step()
+        self.end_step(optimizer)
 
     def _name_states(self, optimizer: Optimizer) -> None:
         for parameter, state in optimizer.state.items():
@@ -838,8 +861,10 @@ class Recorder:
                     title = f"{name} {key}" if name else str(key)
                     self._name(value, Category.OPTIMIZER_STATE, title, module)
 
-    def end_step(self) -> None:
-        """A step ends with its last optimizer: one that follows moves the mark."""
+    def end_step(self, *optimizers: Optimizer) -> None:
+        """Optimizers have made a step: one that follows at once moves the mark."""
+        if self._rounds.after(*optimizers) is Turn.WITHIN:
+            return
         if self._last_end is not None:
             self.recording.steps -= 1
             self._events[self._last_end] = EventRecord(-1, 0)  # means nothing

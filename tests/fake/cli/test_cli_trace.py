@@ -119,6 +119,37 @@ def test_two_optimizers_make_one_step(tmp_path, capsys):
     assert "3 optimizer steps" in capsys.readouterr().out
 
 
+IN_TURN = """\
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+critic, actor = DDP(nn.Linear(4, 4)), DDP(nn.Linear(4, 8))
+first = torch.optim.SGD(critic.parameters(), lr=0.1)
+second = torch.optim.AdamW(actor.parameters())
+for _ in range(5):
+    for model, optimizer in ((critic, first), (actor, second)):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(("skip", "steps"), [(1, 1), (2, 2), (1, 0)])
+def test_optimizers_in_turn_make_one_step(tmp_path, capsys, skip, steps):
+    script, out = tmp_path / "train.py", tmp_path / "report.json"
+    script.write_text(IN_TURN)
+    words = ["--skip", str(skip), "--steps", str(steps), "--out", str(out)]
+    assert main(["trace", str(script), "--world-size", "8", *words]) == 0
+    recorded = steps or 5 - skip
+    assert f"{recorded} optimizer step" in capsys.readouterr().out
+    assert load_ledger(out).total(kind="all_reduce", phase="backward").count == (
+        2 * recorded  # a bucket of each model
+    )
+
+
 @pytest.mark.parametrize(("skip", "steps"), [(0, 1), (1, 1), (3, 2), (1, 0)])
 def test_each_call_of_a_compiled_step_is_one_step(tmp_path, capsys, skip, steps):
     script, out = tmp_path / "train.py", tmp_path / "report.json"

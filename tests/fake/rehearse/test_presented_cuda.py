@@ -812,3 +812,47 @@ def test_waits_of_the_script_and_of_torch(rehearse):
         float(loss.detach())
     waits = [each for each in recording.events if isinstance(each, Synchronize)]
     assert [each.reads_value for each in waits] == [True, False, True]
+
+
+@pytest.mark.parametrize("critic_steps", [1, 3])
+def test_a_step_is_a_round_of_all_optimizers(rehearse, critic_steps):
+    """As of a GAN: what is told is not a part of an iteration."""
+    with rehearse() as recording:
+        critic, actor = nn.Linear(4, 4).cuda(), nn.Linear(4, 4).cuda()
+        first = torch.optim.SGD(critic.parameters(), lr=0.1)
+        second = torch.optim.AdamW(actor.parameters())
+        x = torch.ones(2, 4, device="cuda")
+        for _ in range(3):
+            for _ in range(critic_steps):
+                critic(x).sum().backward()
+                first.step()
+            actor(x).sum().backward()
+            second.step()
+    parts = critic_steps + 1  # of the first round
+    assert recording.steps == parts + 2
+    for step in (parts, parts + 1):
+        products = [
+            event
+            for event in recording.events
+            if isinstance(event, Op)
+            and event.site.step == step
+            and event.site.phase is Phase.FORWARD
+            and event.name == "aten.addmm.default"
+        ]
+        assert len(products) == critic_steps + 1
+    assert recording.notes == []
+
+
+def test_optimizers_that_made_no_step_are_named(rehearse):
+    with rehearse() as recording:
+        model = nn.Linear(4, 4).cuda()
+        used = torch.optim.SGD(model.parameters(), lr=0.1)
+        torch.optim.AdamW(model.parameters())
+        other = torch.optim.RMSprop(model.parameters())
+        model(torch.ones(2, 4, device="cuda")).sum().backward()
+        used.step()
+    assert other.param_groups
+    assert recording.notes == [
+        "1 of 2 optimizers (RMSprop) made no step in what was rehearsed. If the script "
+        "steps them in turn, rehearse more steps (--skip, --steps)."
+    ]

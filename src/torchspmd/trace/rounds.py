@@ -1,0 +1,50 @@
+"""Where a training iteration ends that steps several optimizers, as of a GAN."""
+
+import weakref
+from enum import Enum
+
+from torch.optim.optimizer import Optimizer
+
+__all__ = ["Rounds", "Turn"]
+
+
+class Turn(Enum):
+    """What an optimizer's step is to the iteration."""
+
+    WITHIN = "within"  # others follow
+    NEW = "new"  # its first one: the iterations before were parts of one
+    LAST = "last"
+
+
+class Rounds:
+    """Tells iterations apart by the optimizer that made its first step last.
+
+    >>> import torch
+    >>> parameters = [torch.nn.Parameter(torch.zeros(()))]
+    >>> critic, actor = (torch.optim.SGD(parameters, lr=0.1) for _ in range(2))
+    >>> rounds = Rounds()
+    >>> [rounds.after(each).value for each in (critic, critic, actor, critic, actor)]
+    ['new', 'last', 'new', 'within', 'last']
+    """
+
+    def __init__(self) -> None:
+        self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._last: weakref.ref[Optimizer] | None = None
+
+    def after(self, *optimizers: Optimizer) -> Turn:
+        """What the step is that one optimizer has made, or several at once."""
+        turns = {self._after(each) for each in optimizers} or {Turn.LAST}
+        return max(turns, key=list(Turn).index)
+
+    def _after(self, optimizer: Optimizer) -> Turn:
+        last = None if self._last is None else self._last()
+        if optimizer in self._seen:
+            return Turn.LAST if optimizer is last else Turn.WITHIN
+        self._seen.add(optimizer)
+        is_heir = self._last is not None and last is None  # of one that was thrown away
+        self._last = weakref.ref(optimizer)
+        return Turn.LAST if is_heir else Turn.NEW
+
+    def has_seen(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer has made a step."""
+        return optimizer in self._seen
