@@ -74,7 +74,7 @@ _REDUCING = frozenset(
 # Launch nothing, and are no views of their arguments to torch.
 LAUNCHES_NOTHING = frozenset(
     """
-    _reshape_alias _unsafe_view alias detach detach_ empty empty_like empty_strided
+    _reshape_alias _unsafe_view alias as_strided_ detach detach_ empty empty_like empty_strided
     lift_fresh new_empty new_empty_strided resize_ set_
     """.split()
 )
