@@ -74,8 +74,8 @@ _REDUCING = frozenset(
 # Launch nothing, and are no views of their arguments to torch.
 LAUNCHES_NOTHING = frozenset(
     """
-    _reshape_alias _unsafe_view alias as_strided_ detach detach_ empty empty_like empty_strided
-    lift_fresh new_empty new_empty_strided resize_ set_
+    _reshape_alias _unsafe_view alias as_strided_ detach detach_ empty empty_like
+    empty_strided lift_fresh new_empty new_empty_strided resize_ set_
     """.split()
 )
 # Figures under other names than the operator's.
