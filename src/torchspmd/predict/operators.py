@@ -10,6 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torchspmd import _torch
+from torchspmd.predict.convolutions import (
+    Filters,
+    filters_of,
+    is_packed,
+    measured_filters,
+)
 from torchspmd.predict.figures import Correction, Figures, Line
 from torchspmd.predict.hardware import Hardware
 from torchspmd.predict.traffic import (
@@ -352,11 +358,15 @@ class Pricer:
     def _convolution(self, op: Op, nbytes: int) -> float:
         backward = "backward" in op.name
         x, w = op.inputs[backward], op.inputs[1 + backward]
-        groups = dict(op.scalars).get("groups")
-        if groups not in (None, 1) and not _is_last(x, w):
-            kind = "depthwise" if x.shape[1] == groups else "grouped"
-            return self._in_groups(op, kind, "backward" if backward else "forward")
-        return self._filters(op, nbytes) + self._beside_filters(op)
+        filters = filters_of(op, last=_is_last(x, w))
+        direction = "backward" if backward else "forward"
+        if filters.groups > 1 and not filters.last:
+            if filters.inputs == filters.groups:
+                return self._in_groups(op, "depthwise", direction)
+            if not is_packed(filters):
+                return self._in_groups(op, "grouped", direction)
+        seconds = self._filters(op, nbytes, filters, direction)
+        return seconds + self._beside_filters(op)
 
     def _in_groups(self, op: Op, kind: str, direction: str) -> float:
         """Without tensor cores.
@@ -369,7 +379,7 @@ class Pricer:
         return max(self.floor, op_flops(op) / rate)
 
     def _beside_filters(self, op: Op) -> float:
-        """Copies into the order that cuDNN's kernel takes, and what a bias adds."""
+        """Copies of torch into the order of the others, and what a bias adds."""
         backward = "backward" in op.name
         x, w = op.inputs[backward], op.inputs[1 + backward]
         result = op.inputs[0] if backward else op.outputs[0]
@@ -378,80 +388,60 @@ class Pricer:
             for spec in (x, result) if backward else (x,):
                 if not _lies_as(spec, last=_is_last(x, w)):
                     seconds += self._copied(spec)
-        elif not _is_last(x, w):
-            seconds += self._reordered(op, x, result)
         if backward:
             asked = dict(op.scalars).get("output_mask")
             if isinstance(asked, list | tuple) and asked[2]:
-                key = (
-                    "reduce_rows" if _lies_as(result, last=False) else "reduce_columns"
-                )
-                seconds += self._by_bytes(key, tensor_bytes(result))
+                # Over images and places: threads read far apart.
+                elements = _ITEM * math.prod(result.shape)
+                seconds += self._by_bytes("reduce_columns", elements)
         elif len(op.inputs) > 2:
-            seconds += self._by_bytes("broadcast", 2 * tensor_bytes(result))
+            seconds += self._broadcast([result], 2 * tensor_bytes(result))
         return seconds
 
-    def _reordered(self, op: Op, x: TensorSpec, result: TensorSpec) -> float:
-        """Over one or three dimensions: cuDNN's kernels have channels last, and it copies.
-
-        Over two, that is in what was measured.
-        """
-        scalars = dict(op.scalars)
-        if x.dtype == "float32" and not scalars.get("allow_tf32", True):
-            return 0.0
-        asked = scalars.get("output_mask")
-        has_more = asked[0] if isinstance(asked, list | tuple) else False
-        copied = 2 * sum(map(tensor_bytes, (x, result, *[x] * bool(has_more))))
-        part = self.figures.number("kernels.channels_last")
-        return copied / (part * self.figures.number("bandwidth.memory"))
-
-    def _filters(self, op: Op, nbytes: int) -> float:
-        backward = "backward" in op.name
-        scalars = dict(op.scalars)
-        x, w = op.inputs[backward], op.inputs[1 + backward]
-        result = op.inputs[0] if backward else op.outputs[0]
-        groups = scalars.get("groups")
-        dtype = x.dtype
-        if dtype == "float32" and scalars.get("allow_tf32", True):
+    def _filters(self, op: Op, nbytes: int, filters: Filters, direction: str) -> float:
+        dtype = op.inputs[0].dtype
+        if dtype == "float32" and dict(op.scalars).get("allow_tf32", True):
             dtype = "tf32"
-        is_thin = isinstance(groups, int) and groups > 1
-        if (
-            is_thin
-            or len(x.shape) == 5
-            or scalars.get("transposed")
-            or dtype == "float32"
-        ):
+        if dtype == "float32" or not is_packed(filters):
             ideal = op_flops(op) / self._rate(self.figures.gpu, dtype).achieved
             other = self.figures.number("kernels.other_convolution")
             moving = self._by_bytes("elementwise_2", nbytes)
             return max(self.floor, other * ideal, moving)
-        wanted = 1
-        if backward:
-            asked = scalars.get("output_mask")
-            wanted = sum(map(bool, asked[:2])) if isinstance(asked, list | tuple) else 2
-        direction = "backward" if backward else "forward"
-        last = float(_is_last(x, w) or len(x.shape) == 3)
-        # Measured cases are squares: others are as one of as many pixels.
-        side, kernel, after = (
-            math.prod(spec.shape[2:]) ** 0.5 for spec in (x, w, result)
-        )
-        stride = side / max(1.0, after)
-        case = (x.shape[0], x.shape[1], side, w.shape[0], kernel, stride, last)
-        table = f"convolution.{direction}_{dtype}"
+        ideal = self._ideal_filters(self.figures.gpu, dtype, filters)
+        return max(self.floor, ideal * self._filters_ratio(dtype, direction, filters))
+
+    def _filters_ratio(self, dtype: str, direction: str, filters: Filters) -> float:
+        measured = (
+            "bfloat16" if dtype == "float16" else dtype
+        )  # kernels of the same form
+        table = f"convolution.{direction}_{measured}"
         if table not in self._corrections:
             hardware, rows = self.figures.table(table)
-            rates = self._rate(hardware, dtype)
-            points = [_convolution_point(row[:-1]) for row in rows]
-            ratios = [
-                row[-1] / _ideal_convolution(rates, row[:-1], direction) for row in rows
-            ]
-            self._corrections[table] = Correction(points, ratios)
-        rates = self._rate(self.figures.gpu, dtype)
-        ideal = _ideal_convolution(rates, case, direction) * wanted
-        if backward:
-            ideal /= 1 if x.shape[1] <= 3 else 2  # measured with both gradients
-        ratio = self._corrections[table].at(_convolution_point(case))
-        return max(self.floor, ideal * ratio)
+            cases = [measured_filters(row[:-1], direction) for row in rows]
+            ideal = [self._ideal_filters(hardware, measured, case) for case in cases]
+            self._corrections[table] = Correction(
+                [case.point for case in cases],
+                [row[-1] / each for row, each in zip(rows, ideal, strict=True)],
+            )
+        return self._corrections[table].at(filters.point)
+
+    def _ideal_filters(self, hardware: Hardware, dtype: str, filters: Filters) -> float:
+        """Each pass is a product, and copies of what it reads and writes."""
+        rates = self._rate(hardware, dtype)
+        # The image is read once, not unfolded: bytes of the tensors, not of the product.
+        unfolded = rates._replace(memory=math.inf)
+        image, result, weight = filters.elements
+        once = max(
+            _ideal_matmul(unfolded, filters.product),
+            rates.item * (image + result) / rates.memory,
+        )
+        if filters.is_copied(rates.item):
+            rate = self.figures.number("kernels.channels_last") * rates.memory
+            if rates.item > _ITEM:
+                rate /= self.figures.number("kernels.transpose_4_bytes")
+            copied = 2 * rates.item * (image + result + weight)
+            once += 3 * self._shortest(hardware) + copied / rate
+        return once * filters.passes
 
     # --- memory -----------------------------------------------------------------------
 
@@ -461,7 +451,7 @@ class Pricer:
             return self._batch_norm(key, op, nbytes)
         seconds = self._by_bytes(key, nbytes)
         if key == "broadcast":
-            seconds = self._broadcast(op, nbytes)
+            seconds = self._broadcast(_large(op), nbytes)
         if key == "transpose":
             seconds *= self._transposing(op.inputs[-1])
         base = base_name(op.name)
@@ -486,9 +476,9 @@ class Pricer:
             )
         return seconds
 
-    def _broadcast(self, op: Op, nbytes: int) -> float:
+    def _broadcast(self, large: Sequence[TensorSpec], nbytes: int) -> float:
         """Every element's place is computed: measured with two bytes each."""
-        item = max(_ITEM, *(tensor_bytes(_element(spec)) for spec in _large(op)))
+        item = max(_ITEM, *(tensor_bytes(_element(spec)) for spec in large))
         computed = self._by_bytes("broadcast", nbytes * _ITEM // item)
         return max(computed, self._by_bytes("elementwise_1", nbytes))
 
@@ -576,10 +566,14 @@ class Pricer:
         return hardware.number("chip.sms") * hardware.number("chip.clock")
 
     def _ideal(self, hardware: Hardware, nbytes: float) -> float:
+        return self._shortest(hardware) + nbytes / hardware.number("bandwidth.memory")
+
+    def _shortest(self, hardware: Hardware) -> float:
+        """Seconds of a kernel that does nothing."""
         floor = hardware.figures.get("launch.kernel")
         least = self.floor if floor is None else floor.value
         assert not isinstance(least, tuple)
-        return least + nbytes / hardware.number("bandwidth.memory")
+        return least
 
 
 def reached_bandwidth(figures: Figures) -> float:
@@ -805,21 +799,6 @@ def _ideal_matmul(rates: _Rates, shape: tuple[int, int, int, int]) -> float:
     return float((computing**_CORNER + moving**_CORNER) ** (1 / _CORNER))
 
 
-def _ideal_convolution(rates: _Rates, case: Sequence[float], direction: str) -> float:
-    """As a product of the unfolded image and the weight; backward makes two of them."""
-    batch, inputs, side, outputs, kernel, stride, _ = case
-    pixels = round(batch * (side / stride) ** 2)
-    depth = round(inputs * kernel**2)
-    shape = (1, pixels, int(outputs), depth)
-    # The image is read once, not unfolded: bytes of the tensors, not of the product.
-    unfolded = _Rates(rates.achieved, math.inf, rates.sms, rates.item)
-    ideal = _ideal_matmul(unfolded, shape)
-    nbytes = rates.item * (batch * inputs * side**2 + pixels * outputs)
-    once = max(ideal, nbytes / rates.memory)
-    images = inputs <= 3  # no gradient for them
-    return float(once * (1 if direction == "forward" or images else 2))
-
-
 def _padded(width: float) -> float:
     """How much more attention takes than its operations, with few channels in a head."""
     return max(1.0, _WIDTH / width)
@@ -839,20 +818,6 @@ def _attention_point(
         3.0 * math.log2(max(width, 1)),
         0.5 * math.log2(max(heads / max(kv_heads, 1), 1)),
         3.0 * causal,
-    )
-
-
-def _convolution_point(case: Sequence[float]) -> tuple[float, ...]:
-    batch, inputs, side, outputs, kernel, stride, last = case
-    log = math.log2
-    return (
-        0.5 * log(max(batch, 1)),
-        log(max(inputs, 1)),
-        log(max(side, 1)),
-        log(max(outputs, 1)),
-        2.0 * kernel,
-        2.0 * log(max(stride, 1)),
-        4.0 * last,
     )
 
 
