@@ -12,13 +12,15 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from torchspmd.rehearse.recording import Op
+from torchspmd.predict.traffic import is_contiguous, tensor_bytes
+from torchspmd.rehearse.recording import Op, TensorSpec
 
-__all__ = ["Filters", "filters_of", "is_packed", "measured_filters"]
+__all__ = ["Filters", "filters_of", "is_packed", "launches_beside", "measured_filters"]
 
 _BLOCK = 64  # channels of a tile that holds several groups
 _ALIGNED = 16  # bytes
 _COLORS = 3  # channels of an image, for which no gradient is measured
+_THIN = 8  # fewer channels than a tensor core reads at once have kernels of their own
 
 
 class Filters(NamedTuple):
@@ -35,6 +37,7 @@ class Filters(NamedTuple):
         groups: Of filters.
         passes: 1 in forward; in backward, the gradients that are asked for.
         last: Whether channels are last.
+        bias: Whether one is added; in backward, whether its gradient is asked for.
     """
 
     batch: int
@@ -47,6 +50,7 @@ class Filters(NamedTuple):
     groups: int
     passes: int
     last: bool
+    bias: bool
 
     @property
     def elements(self) -> tuple[int, int, int]:
@@ -83,6 +87,7 @@ class Filters(NamedTuple):
             2.0 * log(max(self.taps, 1)),
             2.0 * log(max(stride, 1)),
             4.0 * self.last,
+            6.0 * (self.inputs < _THIN),
         )
 
 
@@ -101,21 +106,24 @@ def measured_filters(row: Sequence[float], direction: str) -> Filters:
         groups=1,
         passes=1 if direction == "forward" or is_image else 2,
         last=bool(last),
+        bias=False,
     )
 
 
-def filters_of(op: Op, *, last: bool) -> Filters:
+def filters_of(op: Op) -> Filters:
     """Of an operator. A transposed one is the gradient of another for its image."""
     scalars = dict(op.scalars)
     backward = "backward" in op.name
     x, w = op.inputs[backward], op.inputs[1 + backward]
     result = op.inputs[0] if backward else op.outputs[0]
+    last = _is_last(x) or _is_last(w)
     if scalars.get("transposed"):
         x, result = result, x
-    passes = 1
+    passes, bias = 1, len(op.inputs) > 2
     if backward:
         asked = scalars.get("output_mask")
-        passes = sum(map(bool, asked[:2])) if isinstance(asked, list | tuple) else 2
+        wanted = asked if isinstance(asked, list | tuple) else (True, True, False)
+        passes, bias = sum(map(bool, wanted[:2])), bool(wanted[2])
     groups = scalars.get("groups")
     return Filters(
         batch=x.shape[0],
@@ -128,6 +136,7 @@ def filters_of(op: Op, *, last: bool) -> Filters:
         groups=groups if isinstance(groups, int) else 1,
         passes=passes,
         last=last,
+        bias=bias,
     )
 
 
@@ -135,3 +144,24 @@ def is_packed(filters: Filters) -> bool:
     """Whether tiles hold whole groups: then cuDNN has kernels for tensor cores."""
     inputs = filters.inputs // filters.groups
     return filters.groups == 1 or inputs % _BLOCK == 0 or _BLOCK % inputs == 0
+
+
+def launches_beside(op: Op) -> int:
+    """Kernels that the host launches beside the first of a pass."""
+    filters = filters_of(op)
+    of_bias = 2 * filters.bias  # an operator of torch
+    item = tensor_bytes(op.inputs[0]._replace(shape=(1,), stride=(1,)))
+    if filters.is_copied(item) and is_packed(filters):
+        return of_bias + 3 * filters.passes
+    return of_bias
+
+
+def _is_last(spec: TensorSpec) -> bool:
+    """Whether a convolution runs with channels last because of this argument."""
+    return (
+        len(spec.stride) >= 4
+        and spec.stride[1] == 1
+        and spec.shape[1] > 1
+        # A filter of one pixel lies both ways.
+        and not is_contiguous(spec)
+    )

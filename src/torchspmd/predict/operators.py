@@ -21,6 +21,7 @@ from torchspmd.predict.hardware import Hardware
 from torchspmd.predict.traffic import (
     base_name,
     bytes_moved,
+    is_contiguous,
     matmul_shape,
     op_flops,
     recurrent_products,
@@ -35,7 +36,7 @@ _TILES = ((128, 256, 1.0), (128, 128, 0.9), (64, 128, 0.7), (64, 64, 0.5))
 # cuDNN has more for few channels.
 _TILES_OF_FILTERS = (*_TILES, (128, 64, 0.65), (256, 32, 0.4))
 # Kernels beside the product: set memory to zero, add up what was split.
-_BESIDE_FILTERS = 2
+_BESIDE_FILTERS = 3
 _CORNER = (
     1.5  # how sharp the corner of the roofline is; infinite would be the ideal one
 )
@@ -365,8 +366,7 @@ class Pricer:
 
     def _convolution(self, op: Op, nbytes: int) -> float:
         backward = "backward" in op.name
-        x, w = op.inputs[backward], op.inputs[1 + backward]
-        filters = filters_of(op, last=_is_last(x, w))
+        filters = filters_of(op)
         direction = "backward" if backward else "forward"
         if filters.groups > 1 and not filters.last:
             if filters.inputs == filters.groups:
@@ -374,7 +374,7 @@ class Pricer:
             if not is_packed(filters):
                 return self._in_groups(op, "grouped", direction)
         seconds = self._filters(op, nbytes, filters, direction)
-        return seconds + self._beside_filters(op)
+        return seconds + self._beside_filters(op, filters)
 
     def _in_groups(self, op: Op, kind: str, direction: str) -> float:
         """Without tensor cores.
@@ -386,23 +386,21 @@ class Pricer:
         rate = part * self.figures.number("flops.float32")
         return max(self.floor, op_flops(op) / rate)
 
-    def _beside_filters(self, op: Op) -> float:
+    def _beside_filters(self, op: Op, filters: Filters) -> float:
         """Copies of torch into the order of the others, and what a bias adds."""
         backward = "backward" in op.name
-        x, w = op.inputs[backward], op.inputs[1 + backward]
+        x = op.inputs[backward]
         result = op.inputs[0] if backward else op.outputs[0]
         seconds = 0.0
         if len(x.shape) == 4:
             for spec in (x, result) if backward else (x,):
-                if not _lies_as(spec, last=_is_last(x, w)):
+                if not _lies_as(spec, last=filters.last):
                     seconds += self._copied(spec)
-        if backward:
-            asked = dict(op.scalars).get("output_mask")
-            if isinstance(asked, list | tuple) and asked[2]:
-                # Over images and places: threads read far apart.
-                elements = _ITEM * math.prod(result.shape)
-                seconds += self._by_bytes("reduce_columns", elements)
-        elif len(op.inputs) > 2:
+        if filters.bias and backward:
+            # Over images and places: threads read far apart.
+            elements = _ITEM * math.prod(result.shape)
+            seconds += self._by_bytes("reduce_columns", elements)
+        elif filters.bias:
             seconds += self._broadcast([result], 2 * tensor_bytes(result))
         return seconds
 
@@ -436,21 +434,17 @@ class Pricer:
     def _ideal_filters(self, hardware: Hardware, dtype: str, filters: Filters) -> float:
         """Each pass is a product, and copies of what it reads and writes."""
         rates = self._rate(hardware, dtype)
-        # The image is read once, not unfolded: bytes of the tensors, not of the product.
-        unfolded = rates._replace(memory=math.inf)
         image, result, weight = filters.elements
-        once = max(
-            _ideal_matmul(unfolded, filters.product, _TILES_OF_FILTERS),
-            rates.item * (image + result) / rates.memory,
-        )
-        once += _BESIDE_FILTERS * self._shortest(hardware)
+        nbytes = rates.item * (image + result + weight)  # read once, not unfolded
+        once = _ideal_matmul(rates, filters.product, _TILES_OF_FILTERS, nbytes)
+        kernels = _BESIDE_FILTERS
         if filters.is_copied(rates.item):
             rate = self.figures.number("kernels.channels_last") * rates.memory
             if rates.item > _ITEM:
                 rate /= self.figures.number("kernels.transpose_4_bytes")
-            copied = 2 * rates.item * (image + result + weight)
-            once += 3 * self._shortest(hardware) + copied / rate
-        return once * filters.passes
+            once += 2 * nbytes / rate
+            kernels += 3
+        return filters.passes * (once + kernels * self._shortest(hardware))
 
     # --- memory -----------------------------------------------------------------------
 
@@ -468,24 +462,35 @@ class Pricer:
         base = base_name(op.name)
         if base in _CONTIGUOUS_INSIDE:
             for spec in op.inputs[: 1 + ("backward" in base)]:
-                if not _is_contiguous(spec):
+                if not is_contiguous(spec):
                     seconds += self._made_contiguous(spec)
-        if base == "native_layer_norm":
-            row = self.figures.number("kernels.layer_norm_row")
-            seconds = max(seconds, row * math.prod(op.outputs[1].shape))
         if key == "concatenate_strided":
-            whole = [spec for spec in op.inputs if _is_contiguous(spec)]
+            whole = [spec for spec in op.inputs if is_contiguous(spec)]
             part = 2 * sum(map(tensor_bytes, whole))  # read and written
             seconds = self._by_bytes(key, nbytes - part)
             seconds += self._by_bytes("concatenate", part) if part else 0.0
         if key in ("concatenate", "broadcast") or key.startswith("elementwise"):
             if any(not _is_dense(spec) for spec in _large(op)) or _is_strided(op):
                 seconds *= self.figures.number("kernels.strided")
+        if base == "constant_pad_nd":
+            seconds = self._padded(op)
+        return max(seconds, self._least(op))
+
+    def _least(self, op: Op) -> float:
+        """What rows and indices take, however few bytes they have."""
+        base = base_name(op.name)
+        if base == "native_layer_norm":
+            row = self.figures.number("kernels.layer_norm_row")
+            return row * math.prod(op.outputs[1].shape)
         if base in ("_embedding_bag_backward", "_embedding_bag_dense_backward"):
-            seconds = max(
-                seconds, self.figures.number("kernels.embedding_bag_backward")
-            )
-        return seconds
+            return self.figures.number("kernels.embedding_bag_backward")
+        return 0.0
+
+    def _padded(self, op: Op) -> float:
+        """The result is filled, and the argument copied into it; or a part is copied."""
+        before, after = (tensor_bytes(each[0]) for each in (op.inputs, op.outputs))
+        filled = self._by_bytes("fill", after) if after > before else 0.0
+        return filled + self._by_bytes("strided", 2 * min(before, after))
 
     def _broadcast(self, large: Sequence[TensorSpec], nbytes: int) -> float:
         """Every element's place is computed: measured with two bytes each."""
@@ -519,7 +524,7 @@ class Pricer:
         if x.dtype == "bfloat16":
             return self._native_batch_norm(key, x, nbytes)
         of_all = f"{key}_512_float32"
-        if not _is_contiguous(x):
+        if not is_contiguous(x):
             return self._by_bytes(of_all, nbytes)
         channels = x.shape[1]
         of_channel = tensor_bytes(x) // channels * (2 if "backward" in key else 1)
@@ -529,7 +534,7 @@ class Pricer:
         return max(self._by_bytes(of_all, nbytes), of_few)
 
     def _native_batch_norm(self, key: str, x: TensorSpec, nbytes: int) -> float:
-        if len(x.shape) == 4 and not _is_contiguous(x):
+        if len(x.shape) == 4 and not is_contiguous(x):
             return self._by_bytes(f"{key}_last", nbytes)
         channels = x.shape[1]
         near = min(_CHANNELS, key=lambda count: abs(math.log(count / channels)))
@@ -608,7 +613,7 @@ def memory_key(op: Op, has: Callable[[str], bool]) -> str:
     base = base_name(op.name)
     name = _KEYS.get(base, base)
     if name == "concatenate" and has("concatenate_strided"):
-        if any(not _is_contiguous(spec) for spec in op.inputs):
+        if any(not is_contiguous(spec) for spec in op.inputs):
             return "concatenate_strided"
     if has(name):
         return name
@@ -663,16 +668,6 @@ def _is_dense(spec: TensorSpec) -> bool:
     return True
 
 
-def _is_contiguous(spec: TensorSpec) -> bool:
-    """Whether the last dimension comes first in memory, and so on."""
-    expected = 1
-    for size, stride in zip(reversed(spec.shape), reversed(spec.stride), strict=False):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
 def _fills_alike(one: TensorSpec, other: TensorSpec) -> bool:
     """Whether two tensors of a shape lie in the same order, gaps aside."""
     order = [
@@ -682,24 +677,12 @@ def _fills_alike(one: TensorSpec, other: TensorSpec) -> bool:
     return order[0] == order[1]
 
 
-def _is_last(x: TensorSpec, w: TensorSpec) -> bool:
-    """Whether a convolution runs with channels last: one of its arguments does."""
-    return any(
-        len(spec.stride) >= 4
-        and spec.stride[1] == 1
-        and spec.shape[1] > 1
-        # A filter of one pixel lies both ways.
-        and not _is_contiguous(spec)
-        for spec in (x, w)
-    )
-
-
 def _lies_as(spec: TensorSpec, *, last: bool) -> bool:
     """Whether images lie with channels last, or first."""
     if not last:
-        return _is_contiguous(spec)
+        return is_contiguous(spec)
     moved = (0, 2, 3, 1)
-    return _is_contiguous(
+    return is_contiguous(
         spec._replace(
             shape=tuple(spec.shape[at] for at in moved),
             stride=tuple(spec.stride[at] for at in moved),
@@ -812,11 +795,13 @@ def _ideal_matmul(
     rates: _Rates,
     shape: tuple[int, int, int, int],
     tiles: Sequence[tuple[int, int, float]] = _TILES,
+    nbytes: float | None = None,
 ) -> float:
-    """A roofline: operations in whole waves of tiles, and bytes."""
+    """A roofline: operations in whole waves of tiles, and bytes; else those of matrices."""
     batch, m, n, k = shape
     flops = 2.0 * batch * m * n * k
-    nbytes = rates.item * batch * (m * k + k * n + m * n)
+    if nbytes is None:
+        nbytes = rates.item * batch * (m * k + k * n + m * n)
     filled = 0.0
     for rows, columns, part in tiles:
         count = batch * math.ceil(m / rows) * math.ceil(n / columns)
