@@ -78,10 +78,11 @@ class Filters(NamedTuple):
     def point(self) -> tuple[float, ...]:
         """Coordinates among measured cases."""
         log = math.log2
+        *_, depth = self.product
         stride = (self.places / max(1, self.after)) ** (1 / self.dims)
         return (
             0.5 * log(max(self.batch, 1)),
-            log(max(self.inputs, 1)),
+            log(max(depth / self.taps, 1)),
             log(max(self.places, 1)) / 2,
             log(max(self.outputs, 1)),
             2.0 * log(max(self.taps, 1)),
