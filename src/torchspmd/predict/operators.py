@@ -122,6 +122,7 @@ _KEYS = {
     "_batch_norm_with_update": "batch_norm",
     "_batch_norm_impl_index": "batch_norm",
     "native_batch_norm_backward": "batch_norm_backward",
+    "max_pool3d_with_indices": "max_pool2d_with_indices",
     "argsort": "sort",
     "_safe_softmax": "_softmax",
 }

@@ -253,6 +253,12 @@ def test_group_norms_take_their_time_by_elements(pricer):
     assert group_norms(pricer, "bfloat16") == pytest.approx(whole, rel=0.05)
 
 
+def test_pooling_over_volumes(pricer):
+    x, y = (tensor(2, 32, n, n, n, dtype="float16") for n in (96, 48))
+    op = operator("max_pool3d_with_indices", (x,), (y, y._replace(dtype="int64")))
+    assert pricer.price(op).seconds == pytest.approx(162e-6, rel=0.15)
+
+
 def test_padding_fills_and_copies(pricer):
     small, large = (tensor(8, 64, n, dtype="float32") for n in (8192, 8704))
     padded = pricer.price(operator("constant_pad_nd", (small,), (large,))).seconds
