@@ -9,6 +9,7 @@ the engine adds to a short loop makes up for it.
 
 import math
 
+from torchspmd.predict.convolutions import launches_beside
 from torchspmd.predict.figures import Figures
 from torchspmd.predict.operators import LAUNCHES_NOTHING, memory_key
 from torchspmd.predict.traffic import base_name, recurrent_products
@@ -67,8 +68,16 @@ _KEYS = {
     "index_select": "index_add",
     "embedding_dense": "embedding",
 }
-# Fill a tensor with zeros, and copy a gradient into a part of it.
-_FILL_AND_COPY = frozenset({"select_backward", "slice_backward", "diagonal_backward"})
+# Kernels beside the first.
+_BESIDE = {
+    # Fill a tensor with zeros, and copy a gradient into a part of it.
+    "select_backward": 1,
+    "slice_backward": 1,
+    "diagonal_backward": 1,
+    # Moments, what follows from them for each channel, and the result.
+    "native_group_norm": 2,
+    "native_group_norm_backward": 4,
+}
 # A call that was measured makes more operators than the one it is named after.
 _CALLS = {"to_copy": 2, "cat": 3}
 
@@ -164,13 +173,19 @@ class HostModel:
     def _eager(self, op: Op) -> float:
         if (recurrent := recurrent_products(op)) is not None:
             kernels = recurrent[0] * _CELL_KERNELS[base_name(op.name)]
-            return kernels * _LAUNCH * self.figures.number("host_forward.no_grad_add")
+            return kernels * self._launch()
         backward = op.site.phase is Phase.BACKWARD
         key = (op.name, op.site.phase)
         if key not in self._cache:
             self._cache[key] = self._own(op, backward=backward)
         own = self._cache[key] * (1.0 if backward else self._mixed(op))
+        if "convolution" in op.name:  # measured with filters of one pixel
+            own += launches_beside(op) * self._launch()
         return own + (self._node() if op.node else 0.0)
+
+    def _launch(self) -> float:
+        """One more kernel of an operator."""
+        return _LAUNCH * self.figures.number("host_forward.no_grad_add")
 
     def _node(self) -> float:
         """A node of autograd, without its operators."""
@@ -215,7 +230,7 @@ class HostModel:
         elif self.figures.has_number(f"{table}.{base}"):
             measured = number(f"{table}.{base}") / _CALLS.get(base, 1)
         else:
-            more = name in _FILL_AND_COPY or self._more_kernels(op)
+            more = _BESIDE.get(name) or self._more_kernels(op)
             measured = number(f"{table}.{'mul' if backward else 'add'}")
             measured += more * number("host_forward.no_grad_add")
         return max(0.0, measured - node)

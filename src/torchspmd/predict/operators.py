@@ -10,11 +10,18 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torchspmd import _torch
+from torchspmd.predict.convolutions import (
+    Filters,
+    filters_of,
+    is_packed,
+    measured_filters,
+)
 from torchspmd.predict.figures import Correction, Figures, Line
 from torchspmd.predict.hardware import Hardware
 from torchspmd.predict.traffic import (
     base_name,
     bytes_moved,
+    is_contiguous,
     matmul_shape,
     op_flops,
     recurrent_products,
@@ -26,12 +33,20 @@ __all__ = ["LAUNCHES_NOTHING", "Cost", "Pricer", "factor_of", "is_known", "rate_
 
 # Rows and columns of an output tile, and the part of the best rate that it reaches.
 _TILES = ((128, 256, 1.0), (128, 128, 0.9), (64, 128, 0.7), (64, 64, 0.5))
+# cuDNN has more for few channels.
+_TILES_OF_FILTERS = (*_TILES, (128, 64, 0.65), (256, 32, 0.4))
+# Kernels beside the product: set memory to zero, add up what was split.
+_BESIDE_FILTERS = 3
 _CORNER = (
     1.5  # how sharp the corner of the roofline is; infinite would be the ideal one
 )
 _WIDTH = 64  # channels of a head: attention is no quicker with less
 _ITEM = 2  # bytes of an element in most tables of hardware files
-_CHANNELS = (64, 512, 2048)  # of the batch norms in hardware files
+_FEW_CHANNELS, _CHANNELS = 64, (512, 2048)  # of the batch norms in hardware files
+_READ_ONCE = 2**17  # bytes of a channel that cuDNN's batch norm keeps while it runs
+# How batch norms of few channels, which leave multiprocessors idle, quicken with more. In
+# profiles of ResNeXt, ResNet-18 and a U-Net, 128 channels took 0.6 to 0.7 of the time.
+_FILLING = 2 / 3
 
 # Beside what torch says is pointwise.
 _MOVES_BYTES = frozenset(
@@ -107,6 +122,7 @@ _KEYS = {
     "_batch_norm_with_update": "batch_norm",
     "_batch_norm_impl_index": "batch_norm",
     "native_batch_norm_backward": "batch_norm_backward",
+    "max_pool3d_with_indices": "max_pool2d_with_indices",
     "argsort": "sort",
     "_safe_softmax": "_softmax",
 }
@@ -351,12 +367,15 @@ class Pricer:
 
     def _convolution(self, op: Op, nbytes: int) -> float:
         backward = "backward" in op.name
-        x, w = op.inputs[backward], op.inputs[1 + backward]
-        groups = dict(op.scalars).get("groups")
-        if groups not in (None, 1) and not _is_last(x, w):
-            kind = "depthwise" if x.shape[1] == groups else "grouped"
-            return self._in_groups(op, kind, "backward" if backward else "forward")
-        return self._filters(op, nbytes) + self._beside_filters(op)
+        filters = filters_of(op)
+        direction = "backward" if backward else "forward"
+        if filters.groups > 1 and not filters.last:
+            if filters.inputs == filters.groups:
+                return self._in_groups(op, "depthwise", direction)
+            if not is_packed(filters):
+                return self._in_groups(op, "grouped", direction)
+        seconds = self._filters(op, nbytes, filters, direction)
+        return seconds + self._beside_filters(op, filters)
 
     def _in_groups(self, op: Op, kind: str, direction: str) -> float:
         """Without tensor cores.
@@ -368,90 +387,65 @@ class Pricer:
         rate = part * self.figures.number("flops.float32")
         return max(self.floor, op_flops(op) / rate)
 
-    def _beside_filters(self, op: Op) -> float:
-        """Copies into the order that cuDNN's kernel takes, and what a bias adds."""
+    def _beside_filters(self, op: Op, filters: Filters) -> float:
+        """Copies of torch into the order of the others, and what a bias adds."""
         backward = "backward" in op.name
-        x, w = op.inputs[backward], op.inputs[1 + backward]
+        x = op.inputs[backward]
         result = op.inputs[0] if backward else op.outputs[0]
         seconds = 0.0
         if len(x.shape) == 4:
             for spec in (x, result) if backward else (x,):
-                if not _lies_as(spec, last=_is_last(x, w)):
+                if not _lies_as(spec, last=filters.last):
                     seconds += self._copied(spec)
-        elif not _is_last(x, w):
-            seconds += self._reordered(op, x, result)
-        if backward:
-            asked = dict(op.scalars).get("output_mask")
-            if isinstance(asked, list | tuple) and asked[2]:
-                key = (
-                    "reduce_rows" if _lies_as(result, last=False) else "reduce_columns"
-                )
-                seconds += self._by_bytes(key, tensor_bytes(result))
-        elif len(op.inputs) > 2:
-            seconds += self._by_bytes("broadcast", 2 * tensor_bytes(result))
+        if filters.bias and backward:
+            # Over images and places: threads read far apart.
+            elements = _ITEM * math.prod(result.shape)
+            seconds += self._by_bytes("reduce_columns", elements)
+        elif filters.bias:
+            seconds += self._broadcast([result], 2 * tensor_bytes(result))
         return seconds
 
-    def _reordered(self, op: Op, x: TensorSpec, result: TensorSpec) -> float:
-        """Over one or three dimensions: cuDNN's kernels have channels last, and it copies.
-
-        Over two, that is in what was measured.
-        """
-        scalars = dict(op.scalars)
-        if x.dtype == "float32" and not scalars.get("allow_tf32", True):
-            return 0.0
-        asked = scalars.get("output_mask")
-        has_more = asked[0] if isinstance(asked, list | tuple) else False
-        copied = 2 * sum(map(tensor_bytes, (x, result, *[x] * bool(has_more))))
-        part = self.figures.number("kernels.channels_last")
-        return copied / (part * self.figures.number("bandwidth.memory"))
-
-    def _filters(self, op: Op, nbytes: int) -> float:
-        backward = "backward" in op.name
-        scalars = dict(op.scalars)
-        x, w = op.inputs[backward], op.inputs[1 + backward]
-        result = op.inputs[0] if backward else op.outputs[0]
-        groups = scalars.get("groups")
-        dtype = x.dtype
-        if dtype == "float32" and scalars.get("allow_tf32", True):
+    def _filters(self, op: Op, nbytes: int, filters: Filters, direction: str) -> float:
+        dtype = op.inputs[0].dtype
+        if dtype == "float32" and dict(op.scalars).get("allow_tf32", True):
             dtype = "tf32"
-        is_thin = isinstance(groups, int) and groups > 1
-        if (
-            is_thin
-            or len(x.shape) == 5
-            or scalars.get("transposed")
-            or dtype == "float32"
-        ):
+        if dtype == "float32" or not is_packed(filters):
             ideal = op_flops(op) / self._rate(self.figures.gpu, dtype).achieved
             other = self.figures.number("kernels.other_convolution")
             moving = self._by_bytes("elementwise_2", nbytes)
             return max(self.floor, other * ideal, moving)
-        wanted = 1
-        if backward:
-            asked = scalars.get("output_mask")
-            wanted = sum(map(bool, asked[:2])) if isinstance(asked, list | tuple) else 2
-        direction = "backward" if backward else "forward"
-        last = float(_is_last(x, w) or len(x.shape) == 3)
-        # Measured cases are squares: others are as one of as many pixels.
-        side, kernel, after = (
-            math.prod(spec.shape[2:]) ** 0.5 for spec in (x, w, result)
-        )
-        stride = side / max(1.0, after)
-        case = (x.shape[0], x.shape[1], side, w.shape[0], kernel, stride, last)
-        table = f"convolution.{direction}_{dtype}"
+        ideal = self._ideal_filters(self.figures.gpu, dtype, filters)
+        return max(self.floor, ideal * self._filters_ratio(dtype, direction, filters))
+
+    def _filters_ratio(self, dtype: str, direction: str, filters: Filters) -> float:
+        measured = (
+            "bfloat16" if dtype == "float16" else dtype
+        )  # kernels of the same form
+        table = f"convolution.{direction}_{measured}"
         if table not in self._corrections:
             hardware, rows = self.figures.table(table)
-            rates = self._rate(hardware, dtype)
-            points = [_convolution_point(row[:-1]) for row in rows]
-            ratios = [
-                row[-1] / _ideal_convolution(rates, row[:-1], direction) for row in rows
-            ]
-            self._corrections[table] = Correction(points, ratios)
-        rates = self._rate(self.figures.gpu, dtype)
-        ideal = _ideal_convolution(rates, case, direction) * wanted
-        if backward:
-            ideal /= 1 if x.shape[1] <= 3 else 2  # measured with both gradients
-        ratio = self._corrections[table].at(_convolution_point(case))
-        return max(self.floor, ideal * ratio)
+            cases = [measured_filters(row[:-1], direction) for row in rows]
+            ideal = [self._ideal_filters(hardware, measured, case) for case in cases]
+            self._corrections[table] = Correction(
+                [case.point for case in cases],
+                [row[-1] / each for row, each in zip(rows, ideal, strict=True)],
+            )
+        return self._corrections[table].at(filters.point)
+
+    def _ideal_filters(self, hardware: Hardware, dtype: str, filters: Filters) -> float:
+        """Each pass is a product, and copies of what it reads and writes."""
+        rates = self._rate(hardware, dtype)
+        image, result, weight = filters.elements
+        nbytes = rates.item * (image + result + weight)  # read once, not unfolded
+        once = _ideal_matmul(rates, filters.product, _TILES_OF_FILTERS, nbytes)
+        kernels = _BESIDE_FILTERS
+        if filters.is_copied(rates.item):
+            rate = self.figures.number("kernels.channels_last") * rates.memory
+            if rates.item > _ITEM:
+                rate /= self.figures.number("kernels.transpose_4_bytes")
+            once += 2 * nbytes / rate
+            kernels += 3
+        return filters.passes * (once + kernels * self._shortest(hardware))
 
     # --- memory -----------------------------------------------------------------------
 
@@ -459,36 +453,49 @@ class Pricer:
         key = memory_key(op, self._has)
         if key.startswith("batch_norm") and len(op.inputs[0].shape) > 1:
             return self._batch_norm(key, op, nbytes)
+        if key.startswith("native_group_norm"):  # by elements: measured with four bytes
+            nbytes = nbytes * 4 // tensor_bytes(_element(op.inputs[0]))
         seconds = self._by_bytes(key, nbytes)
         if key == "broadcast":
-            seconds = self._broadcast(op, nbytes)
+            seconds = self._broadcast(_large(op), nbytes)
         if key == "transpose":
             seconds *= self._transposing(op.inputs[-1])
         base = base_name(op.name)
         if base in _CONTIGUOUS_INSIDE:
             for spec in op.inputs[: 1 + ("backward" in base)]:
-                if not _is_contiguous(spec):
+                if not is_contiguous(spec):
                     seconds += self._made_contiguous(spec)
-        if base == "native_layer_norm":
-            row = self.figures.number("kernels.layer_norm_row")
-            seconds = max(seconds, row * math.prod(op.outputs[1].shape))
         if key == "concatenate_strided":
-            whole = [spec for spec in op.inputs if _is_contiguous(spec)]
+            whole = [spec for spec in op.inputs if is_contiguous(spec)]
             part = 2 * sum(map(tensor_bytes, whole))  # read and written
             seconds = self._by_bytes(key, nbytes - part)
             seconds += self._by_bytes("concatenate", part) if part else 0.0
         if key in ("concatenate", "broadcast") or key.startswith("elementwise"):
             if any(not _is_dense(spec) for spec in _large(op)) or _is_strided(op):
                 seconds *= self.figures.number("kernels.strided")
-        if base in ("_embedding_bag_backward", "_embedding_bag_dense_backward"):
-            seconds = max(
-                seconds, self.figures.number("kernels.embedding_bag_backward")
-            )
-        return seconds
+        if base == "constant_pad_nd":
+            seconds = self._padded(op)
+        return max(seconds, self._least(op))
 
-    def _broadcast(self, op: Op, nbytes: int) -> float:
+    def _least(self, op: Op) -> float:
+        """What rows and indices take, however few bytes they have."""
+        base = base_name(op.name)
+        if base == "native_layer_norm":
+            row = self.figures.number("kernels.layer_norm_row")
+            return row * math.prod(op.outputs[1].shape)
+        if base in ("_embedding_bag_backward", "_embedding_bag_dense_backward"):
+            return self.figures.number("kernels.embedding_bag_backward")
+        return 0.0
+
+    def _padded(self, op: Op) -> float:
+        """The result is filled, and the argument copied into it; or a part is copied."""
+        before, after = (tensor_bytes(each[0]) for each in (op.inputs, op.outputs))
+        filled = self._by_bytes("fill", after) if after > before else 0.0
+        return filled + self._by_bytes("strided", 2 * min(before, after))
+
+    def _broadcast(self, large: Sequence[TensorSpec], nbytes: int) -> float:
         """Every element's place is computed: measured with two bytes each."""
-        item = max(_ITEM, *(tensor_bytes(_element(spec)) for spec in _large(op)))
+        item = max(_ITEM, *(tensor_bytes(_element(spec)) for spec in large))
         computed = self._by_bytes("broadcast", nbytes * _ITEM // item)
         return max(computed, self._by_bytes("elementwise_1", nbytes))
 
@@ -515,14 +522,25 @@ class Pricer:
         cuDNN's kernels are taken for other types than bfloat16.
         """
         x = op.inputs["backward" in key]
-        if x.dtype == "bfloat16" and len(x.shape) == 4 and not _is_contiguous(x):
+        if x.dtype == "bfloat16":
+            return self._native_batch_norm(key, x, nbytes)
+        of_all = f"{key}_512_float32"
+        if not is_contiguous(x):
+            return self._by_bytes(of_all, nbytes)
+        channels = x.shape[1]
+        of_channel = tensor_bytes(x) // channels * (2 if "backward" in key else 1)
+        if of_channel > _READ_ONCE:  # by elements: measured with four bytes each
+            nbytes = nbytes * 4 // tensor_bytes(_element(x))
+        of_few = self._by_bytes(f"{key}_float32", _as_few(nbytes, channels))
+        return max(self._by_bytes(of_all, nbytes), of_few)
+
+    def _native_batch_norm(self, key: str, x: TensorSpec, nbytes: int) -> float:
+        if len(x.shape) == 4 and not is_contiguous(x):
             return self._by_bytes(f"{key}_last", nbytes)
-        channels = op.inputs[0].shape[1]
-        measured = min(_CHANNELS, key=lambda count: abs(math.log(count / channels)))
-        suffix = "" if measured == _CHANNELS[0] else f"_{measured}"
-        if op.inputs[0].dtype != "bfloat16":
-            suffix = ("" if measured == _CHANNELS[0] else "_512") + "_float32"
-        return self._by_bytes(key + suffix, nbytes)
+        channels = x.shape[1]
+        near = min(_CHANNELS, key=lambda count: abs(math.log(count / channels)))
+        of_few = self._by_bytes(key, _as_few(nbytes, channels))
+        return max(self._by_bytes(f"{key}_{near}", nbytes), of_few)
 
     def fused(self, nbytes: int) -> float:
         """A kernel of ``torch.compile`` that moves these bytes."""
@@ -576,10 +594,14 @@ class Pricer:
         return hardware.number("chip.sms") * hardware.number("chip.clock")
 
     def _ideal(self, hardware: Hardware, nbytes: float) -> float:
+        return self._shortest(hardware) + nbytes / hardware.number("bandwidth.memory")
+
+    def _shortest(self, hardware: Hardware) -> float:
+        """Seconds of a kernel that does nothing."""
         floor = hardware.figures.get("launch.kernel")
         least = self.floor if floor is None else floor.value
         assert not isinstance(least, tuple)
-        return least + nbytes / hardware.number("bandwidth.memory")
+        return least
 
 
 def reached_bandwidth(figures: Figures) -> float:
@@ -592,7 +614,7 @@ def memory_key(op: Op, has: Callable[[str], bool]) -> str:
     base = base_name(op.name)
     name = _KEYS.get(base, base)
     if name == "concatenate" and has("concatenate_strided"):
-        if any(not _is_contiguous(spec) for spec in op.inputs):
+        if any(not is_contiguous(spec) for spec in op.inputs):
             return "concatenate_strided"
     if has(name):
         return name
@@ -647,16 +669,6 @@ def _is_dense(spec: TensorSpec) -> bool:
     return True
 
 
-def _is_contiguous(spec: TensorSpec) -> bool:
-    """Whether the last dimension comes first in memory, and so on."""
-    expected = 1
-    for size, stride in zip(reversed(spec.shape), reversed(spec.stride), strict=False):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
 def _fills_alike(one: TensorSpec, other: TensorSpec) -> bool:
     """Whether two tensors of a shape lie in the same order, gaps aside."""
     order = [
@@ -666,29 +678,22 @@ def _fills_alike(one: TensorSpec, other: TensorSpec) -> bool:
     return order[0] == order[1]
 
 
-def _is_last(x: TensorSpec, w: TensorSpec) -> bool:
-    """Whether a convolution runs with channels last: one of its arguments does."""
-    return any(
-        len(spec.stride) >= 4
-        and spec.stride[1] == 1
-        and spec.shape[1] > 1
-        # A filter of one pixel lies both ways.
-        and not _is_contiguous(spec)
-        for spec in (x, w)
-    )
-
-
 def _lies_as(spec: TensorSpec, *, last: bool) -> bool:
     """Whether images lie with channels last, or first."""
     if not last:
-        return _is_contiguous(spec)
+        return is_contiguous(spec)
     moved = (0, 2, 3, 1)
-    return _is_contiguous(
+    return is_contiguous(
         spec._replace(
             shape=tuple(spec.shape[at] for at in moved),
             stride=tuple(spec.stride[at] for at in moved),
         )
     )
+
+
+def _as_few(nbytes: int, channels: int) -> int:
+    """Bytes of a batch norm of few channels that takes as long as one of more."""
+    return int(nbytes * (_FEW_CHANNELS / channels) ** _FILLING)
 
 
 def _fills(spec: TensorSpec, outputs: Sequence[TensorSpec]) -> bool:
@@ -787,15 +792,21 @@ def _rates(figures: Figures, hardware: Hardware, dtype: str) -> _Rates:
     )
 
 
-def _ideal_matmul(rates: _Rates, shape: tuple[int, int, int, int]) -> float:
-    """A roofline: operations in whole waves of tiles, and bytes."""
+def _ideal_matmul(
+    rates: _Rates,
+    shape: tuple[int, int, int, int],
+    tiles: Sequence[tuple[int, int, float]] = _TILES,
+    nbytes: float | None = None,
+) -> float:
+    """A roofline: operations in whole waves of tiles, and bytes; else those of matrices."""
     batch, m, n, k = shape
     flops = 2.0 * batch * m * n * k
-    nbytes = rates.item * batch * (m * k + k * n + m * n)
+    if nbytes is None:
+        nbytes = rates.item * batch * (m * k + k * n + m * n)
     filled = 0.0
-    for rows, columns, part in _TILES:
-        tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)
-        waves = math.ceil(tiles / rates.sms)
+    for rows, columns, part in tiles:
+        count = batch * math.ceil(m / rows) * math.ceil(n / columns)
+        waves = math.ceil(count / rates.sms)
         used = batch * m * n / (rows * columns) / (waves * rates.sms)
         if waves == 1:  # the depth is split where tiles are few
             used = max(used, min(1.0, used * max(1, k // 1024)))
@@ -803,21 +814,6 @@ def _ideal_matmul(rates: _Rates, shape: tuple[int, int, int, int]) -> float:
     computing: float = flops / (rates.achieved * max(filled, 1e-3))
     moving: float = nbytes / rates.memory
     return float((computing**_CORNER + moving**_CORNER) ** (1 / _CORNER))
-
-
-def _ideal_convolution(rates: _Rates, case: Sequence[float], direction: str) -> float:
-    """As a product of the unfolded image and the weight; backward makes two of them."""
-    batch, inputs, side, outputs, kernel, stride, _ = case
-    pixels = round(batch * (side / stride) ** 2)
-    depth = round(inputs * kernel**2)
-    shape = (1, pixels, int(outputs), depth)
-    # The image is read once, not unfolded: bytes of the tensors, not of the product.
-    unfolded = _Rates(rates.achieved, math.inf, rates.sms, rates.item)
-    ideal = _ideal_matmul(unfolded, shape)
-    nbytes = rates.item * (batch * inputs * side**2 + pixels * outputs)
-    once = max(ideal, nbytes / rates.memory)
-    images = inputs <= 3  # no gradient for them
-    return float(once * (1 if direction == "forward" or images else 2))
 
 
 def _padded(width: float) -> float:
@@ -842,26 +838,12 @@ def _attention_point(
     )
 
 
-def _convolution_point(case: Sequence[float]) -> tuple[float, ...]:
-    batch, inputs, side, outputs, kernel, stride, last = case
-    log = math.log2
-    return (
-        0.5 * log(max(batch, 1)),
-        log(max(inputs, 1)),
-        log(max(side, 1)),
-        log(max(outputs, 1)),
-        2.0 * kernel,
-        2.0 * log(max(stride, 1)),
-        4.0 * last,
-    )
-
-
 def rate_name(op: Op) -> str:
     """Which rate of a GPU's file an operator's products run at."""
     dtype = factor_of(op).dtype if op.inputs else ""
     by_cudnn = (
         "convolution" in op.name or "_rnn" in op.name
-    )  # which allows it by default
+    )  # it allows TF32 by default
     if dtype == "float32" and dict(op.scalars).get("allow_tf32", by_cudnn):
         return "tf32"
     return "float8" if dtype.startswith("float8") else dtype

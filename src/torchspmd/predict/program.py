@@ -203,24 +203,33 @@ def _fused(
         cost = pricer.price(ops[0])
         if cost.kind == "memory":
             nbytes = _outside_bytes(ops, run[-1], last_use, recording)
-            kernels = _kernel_count(ops)
-            again = (
-                (kernels - 1) * max(tensor_bytes(ops[0].inputs[0]), 0)
-                if (ops[0].inputs)
-                else 0
-            )
-            seconds = pricer.fused(nbytes + again)
-            seconds += (kernels - 1) * pricer.floor
-            cost = Cost(seconds, nbytes + again, 0.0, "memory", kernels)
+            more = _read_again(ops)
+            nbytes += sum(more)
+            seconds = pricer.fused(nbytes) + len(more) * pricer.floor
+            cost = Cost(seconds, nbytes, 0.0, "memory", 1 + len(more))
         costs[run[0]] = cost
     return costs
 
 
-def _kernel_count(ops: Sequence[Op]) -> int:
-    """Sums over rows need kernels of their own: of biases, and of weights of norms."""
+def _read_again(ops: Sequence[Op]) -> list[int]:
+    """Bytes that kernels beside the first read: of each one.
+
+    Sums over rows need kernels of their own: of biases, and of weights of norms. Batch
+    norms need the sums of a whole channel before their result, and its gradient.
+    """
+    if not ops[0].inputs:
+        return []
+    first = tensor_bytes(ops[0].inputs[0])
     names = [base_name(op.name) for op in ops]
-    sums = sum(name == "sum" for name in names)
-    return 1 + min(sums, len(ops) - 1) + sum("norm_backward" in name for name in names)
+    sums = min(sum(name == "sum" for name in names), len(ops) - 1)
+    more = [first] * sums
+    for op, name in zip(ops, names, strict=True):
+        if "batch_norm" in name:
+            before = op.inputs[: 1 + ("backward" in name)]
+            more.append(sum(map(tensor_bytes, before)))
+        elif "norm_backward" in name:
+            more.append(first)
+    return more
 
 
 def _kernels(

@@ -9,7 +9,14 @@ from collections.abc import Mapping, Sequence
 
 from torchspmd.rehearse.recording import Op, TensorSpec
 
-__all__ = ["base_name", "bytes_moved", "matmul_shape", "op_flops", "tensor_bytes"]
+__all__ = [
+    "base_name",
+    "bytes_moved",
+    "is_contiguous",
+    "matmul_shape",
+    "op_flops",
+    "tensor_bytes",
+]
 
 _ITEM_BYTES = {
     "bool": 1,
@@ -102,6 +109,16 @@ def tensor_bytes(spec: TensorSpec) -> int:
         pairs = zip(spec.shape, spec.stride, strict=True)
         count = math.prod(size for size, stride in pairs if stride or not size)
     return count * _ITEM_BYTES.get(spec.dtype, 4)
+
+
+def is_contiguous(spec: TensorSpec) -> bool:
+    """Whether the last dimension comes first in memory, and so on."""
+    expected = 1
+    for size, stride in zip(reversed(spec.shape), reversed(spec.stride), strict=False):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def bytes_moved(

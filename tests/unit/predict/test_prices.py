@@ -726,28 +726,6 @@ def test_grouped_products_are_products(pricer):
     assert is_known("aten._grouped_mm.default")
 
 
-def test_volumes_are_copied_into_channels_last(pricer):
-    x, w = tensor(2, 32, 48, 48, 48), tensor(32, 32, 3, 3, 3)
-    last = x._replace(stride=(32 * 48**3, 1, 32 * 48**2, 32 * 48, 32))
-
-    def copies(name, specs, **facts):
-        one, other = (
-            seconds(pricer, name, specs(each), (each,), groups=1, **facts)
-            for each in (x, last)
-        )
-        return one - other
-
-    forward = copies("convolution.default", lambda x: (x, w))
-    nbytes = 2 * 2 * 2 * 32 * 48**3 * 2  # of images and results: read, and written
-    assert forward == pytest.approx(nbytes / (0.34 * 3.35e12), rel=1e-3)
-    backward = copies(
-        "convolution_backward.default",
-        lambda x: (x, x, w),
-        output_mask=(True, True, False),
-    )
-    assert backward == pytest.approx(1.5 * forward)
-
-
 def recurrent(steps, name="_cudnn_rnn.default", **facts):
     x, state = (tensor(*s, dtype="float32") for s in ((steps, 64, 1024), (2, 64, 1024)))
     weight = tensor(4096, 1024, dtype="float32")

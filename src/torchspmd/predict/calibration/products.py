@@ -259,6 +259,8 @@ def _convolution_cases() -> Iterator[tuple[str, int, int, int, int, int, int, in
         (512, 7, 2048, 1, 1),
         (2048, 7, 512, 1, 1),
         (3, 224, 768, 16, 16),
+        (128, 64, 128, 3, 1),  # of a U-Net: larger ones reach more of the rate
+        (256, 32, 256, 3, 1),
     )
     for dtype, (inputs, side, outputs, kernel, stride) in itertools.product(
         ("bfloat16", "tf32"), shapes
