@@ -11,6 +11,17 @@ from typing import NamedTuple
 
 from torchspmd import _torch
 from torchspmd.predict.figures import Correction, Figures, Line
+from torchspmd.predict.forms import (
+    COPIES,
+    converts,
+    element_seconds,
+    iterated,
+    loops,
+    norm_seconds,
+    reduction_seconds,
+    sectors,
+    touched_bytes,
+)
 from torchspmd.predict.hardware import Hardware
 from torchspmd.predict.traffic import (
     base_name,
@@ -26,11 +37,15 @@ __all__ = ["LAUNCHES_NOTHING", "Cost", "Pricer", "factor_of", "is_known"]
 
 # Rows and columns of an output tile, and the part of the best rate that it reaches.
 _TILES = ((128, 256, 1.0), (128, 128, 0.9), (64, 128, 0.7), (64, 64, 0.5))
+_DEPTH = 32  # of a tile's steps
 _CORNER = (
     1.5  # how sharp the corner of the roofline is; infinite would be the ideal one
 )
 _WIDTH = 64  # channels of a head: attention is no quicker with less
 _ITEM = 2  # bytes of an element in most tables of hardware files
+_ROW = 1024  # elements of a row in those of norms and of sums of columns
+_EDGE = 3  # as _CORNER, of computing places and moving bytes
+_CAT_DIMS = 4  # more than these are concatenated by a copy of each part
 _CHANNELS = (64, 512, 2048)  # of the batch norms in hardware files
 
 # Beside what torch says is pointwise.
@@ -121,6 +136,12 @@ _CONTIGUOUS_INSIDE = frozenset(
     """.split()
 )
 
+_NORMS = frozenset(
+    """
+    native_layer_norm native_layer_norm_backward _fused_rms_norm_backward
+    """.split()
+)
+_SUMS = frozenset("sum mean amax amin linalg_vector_norm".split())
 _ON_TENSOR_CORES = frozenset({"bfloat16", "float16", "float8", "tf32"})
 
 
@@ -221,11 +242,14 @@ class Pricer:
         dtype = _rate_name(op, factor_of(op).dtype)
         layout = _layout(op)
         rates = self._rate(self.figures.gpu, dtype)
-        seconds = _ideal_matmul(rates, shape) * self._matmul_ratio(dtype, layout, shape)
+        ideal = _ideal_matmul(rates, shape, _repeated(op))
+        seconds = ideal * self._matmul_ratio(dtype, layout, shape)
         times = self._misaligned(op, shape) if dtype in _ON_TENSOR_CORES else 1.0
         if times > 1:  # the measured rows are of aligned products
             slower = rates._replace(achieved=rates.achieved / times)
-            seconds = max(seconds, _ideal_matmul(slower, shape))
+            batch, m, n, k = shape
+            shape = (batch, m, n, _DEPTH * math.ceil(k / _DEPTH))
+            seconds = max(seconds, _ideal_matmul(slower, shape, _repeated(op)))
         return max(self.floor, seconds)
 
     def _recurrent(self, op: Op) -> float:
@@ -459,49 +483,149 @@ class Pricer:
         key = memory_key(op, self._has)
         if key.startswith("batch_norm") and len(op.inputs[0].shape) > 1:
             return self._batch_norm(key, op, nbytes)
+        if key.startswith("concatenate"):
+            return self._concatenated(op)
+        tensors = iterated(op)
+        if tensors is not None:
+            return self._elements(op, key, nbytes, tensors)
         seconds = self._by_bytes(key, nbytes)
-        if key == "broadcast":
-            seconds = self._broadcast(op, nbytes)
-        if key == "transpose":
-            seconds *= self._transposing(op.inputs[-1])
         base = base_name(op.name)
+        if base in _NORMS:
+            seconds *= self._norm_ratio(op, nbytes)
+        if key == "reduce_columns" and base in _SUMS:
+            seconds *= self._columns_ratio(op)
         if base in _CONTIGUOUS_INSIDE:
             for spec in op.inputs[: 1 + ("backward" in base)]:
                 if not _is_contiguous(spec):
-                    seconds += self._made_contiguous(spec)
-        if base == "native_layer_norm":
-            row = self.figures.number("kernels.layer_norm_row")
-            seconds = max(seconds, row * math.prod(op.outputs[1].shape))
-        if key == "concatenate_strided":
-            whole = [spec for spec in op.inputs if _is_contiguous(spec)]
-            part = 2 * sum(map(tensor_bytes, whole))  # read and written
-            seconds = self._by_bytes(key, nbytes - part)
-            seconds += self._by_bytes("concatenate", part) if part else 0.0
-        if key in ("concatenate", "broadcast") or key.startswith("elementwise"):
-            if any(not _is_dense(spec) for spec in _large(op)) or _is_strided(op):
-                seconds *= self.figures.number("kernels.strided")
+                    seconds += self._copy(spec, _contiguous(spec))
+        if base == "roll":  # a kernel for each dimension
+            of_element = self.figures.number("kernels.roll_element")
+            dims = dict(op.scalars).get("dims")
+            times = len(dims) if isinstance(dims, tuple) else 1
+            count = math.prod(op.inputs[0].shape)
+            seconds = times * max(seconds, self.floor + count * of_element)
         if base in ("_embedding_bag_backward", "_embedding_bag_dense_backward"):
             seconds = max(
                 seconds, self.figures.number("kernels.embedding_bag_backward")
             )
         return seconds
 
-    def _broadcast(self, op: Op, nbytes: int) -> float:
-        """Every element's place is computed: measured with two bytes each."""
-        item = max(_ITEM, *(tensor_bytes(_element(spec)) for spec in _large(op)))
-        computed = self._by_bytes("broadcast", nbytes * _ITEM // item)
-        return max(computed, self._by_bytes("elementwise_1", nbytes))
+    def _norm_ratio(self, op: Op, nbytes: int) -> float:
+        """Times the seconds of as many bytes in rows of 1024 elements of 2 bytes."""
+        backward = "backward" in op.name
+        spec = op.inputs[backward]
+        asked = dict(op.scalars).get("output_mask")
+        weights = not isinstance(asked, tuple) or any(asked[1:])
+        shape = dict(op.scalars).get("normalized_shape")
+        width = math.prod(shape) if isinstance(shape, tuple) else spec.shape[-1]
+        rows = math.prod(spec.shape) / max(width, 1)
+        item = tensor_bytes(_element(spec))
+        measured = nbytes / ((2 + backward) * _ROW * _ITEM)
+        here = norm_seconds(
+            self.figures, rows, width, item, backward=backward, weights=weights
+        )
+        there = norm_seconds(
+            self.figures, measured, _ROW, _ITEM, backward=backward, weights=True
+        )
+        return (self.floor + here) / (self.floor + there)
+
+    def _columns_ratio(self, op: Op) -> float:
+        """Times the seconds of as many bytes in rows of 1024 elements of 2 bytes."""
+        spec = op.inputs[0]
+        if len(spec.stride) != len(spec.shape):
+            return 1.0
+        dims = dict(op.scalars).get("dim", ())
+        dims = dims if isinstance(dims, tuple) else (dims,)
+        rank = len(spec.shape)
+        reduced = {int(str(dim)) % rank for dim in dims} or set(range(rank))
+        rows = max(1, tensor_bytes(spec) // (_ROW * _ITEM))
+        measured = TensorSpec((rows, _ROW), (_ROW, 1), "bfloat16", spec.device, -1)
+        here, there = (
+            reduction_seconds(self.figures, each, over)
+            for each, over in ((spec, reduced), (measured, {0}))
+        )
+        return here / there
+
+    def _concatenated(self, op: Op) -> float:
+        """One kernel; of many dimensions, a copy of each part into its place."""
+        result, parts = op.outputs[0], op.inputs
+        dim = dict(op.scalars).get("dim", 0)
+        dim = int(str(dim)) % max(len(result.shape), 1)
+        stacked = base_name(op.name) == "stack"
+        # A stack before the last dimension is a concatenation, seen otherwise.
+        dims = len(result.shape) - (stacked and dim < len(result.shape) - 1)
+        if dims > _CAT_DIMS:
+            kept = result.stride
+            kept = kept[:dim] + kept[dim + 1 :] if stacked else kept
+            return sum(
+                self._copy(spec, result._replace(shape=spec.shape, stride=kept))
+                for spec in parts
+            )
+        moved = [2 * tensor_bytes(spec) for spec in parts]  # read and written
+        gaps = [not _is_contiguous(spec) for spec in parts]
+        if not any(gaps):
+            return self._by_bytes("concatenate", sum(moved))
+        # Places in the result are computed for all, in the argument for those with gaps.
+        times = [
+            nbytes if gap else nbytes // 2
+            for nbytes, gap in zip(moved, gaps, strict=True)
+        ]
+        return self._by_bytes("concatenate_strided", sum(times))
+
+    def _elements(
+        self, op: Op, key: str, nbytes: int, tensors: Sequence[TensorSpec]
+    ) -> float:
+        """A pointwise operator or a copy."""
+        is_copy = base_name(op.name) in COPIES
+        converted = converts(op, tensors)
+        if is_copy and converted and not loops(tensors):
+            return self._by_bytes("cast", nbytes)
+        if key in ("strided", "transpose", "broadcast"):
+            key = (
+                "elementwise_1"
+                if is_copy
+                else f"elementwise_{min(len(tensors), 4) - 1}"
+            )
+        plain = self._by_bytes(key, nbytes)
+        return max(plain, self._at_places(tensors, converted))
+
+    def _copy(self, source: TensorSpec, target: TensorSpec) -> float:
+        plain = self._by_bytes("elementwise_1", 2 * tensor_bytes(source))
+        return max(plain, self._at_places((target, source), converted=False))
+
+    def _at_places(self, tensors: Sequence[TensorSpec], converted: bool) -> float:
+        """Where elements do not lie in one row, their places are computed; else 0.
+
+        What is measured: two arguments of 2 bytes, one of which has positions and heads
+        swapped; and a row that is added to all others.
+        """
+        found = loops(tensors)
+        if not found and not converted:
+            return 0.0
+        result = tensors[0]
+        count = math.prod(result.shape)
+        table, size, dims = "strided", 3, 3
+        if any(0 in loop.strides for loop in found):
+            table, size, dims = "broadcast", 2, 2
+        of_element = element_seconds(self.figures, len(found), len(tensors), converted)
+        ratio = of_element / element_seconds(self.figures, dims, 3, converted=False)
+        measured = self._by_bytes(table, size * _ITEM * count)
+        computing = self.floor + (measured - self.floor) * ratio
+        for place, spec in enumerate(tensors[1:], 1):
+            step = found[0].strides[place] if found else 0
+            others = (loop.strides[place] for loop in found[1:])
+            if step > 1 and any(0 < other < step for other in others):
+                across = self._copied(spec) - measured
+                computing += max(0.0, across) / sectors(found[0], spec)
+        touched = touched_bytes(result, written=True)
+        touched += sum(touched_bytes(spec, written=False) for spec in tensors[1:])
+        moving = touched / reached_bandwidth(self.figures)
+        return float((computing**_EDGE + moving**_EDGE) ** (1 / _EDGE))
 
     def _copied(self, spec: TensorSpec) -> float:
         """A copy of a tensor, in another order of its dimensions."""
         seconds = self._by_bytes("transpose", 2 * tensor_bytes(spec))
         return seconds * self._transposing(spec)
-
-    def _made_contiguous(self, spec: TensorSpec) -> float:
-        """A copy whose last dimension comes first in memory: rows may stay whole."""
-        if spec.stride[-1] != 1:
-            return self._copied(spec)
-        return self._by_bytes("strided", 2 * tensor_bytes(spec))
 
     def _transposing(self, spec: TensorSpec) -> float:
         """Times the seconds of two bytes an element, at the same bytes."""
@@ -594,6 +718,9 @@ def memory_key(op: Op, has: Callable[[str], bool]) -> str:
     if name == "concatenate" and has("concatenate_strided"):
         if any(not _is_contiguous(spec) for spec in op.inputs):
             return "concatenate_strided"
+    of_type = f"{name}_{op.inputs[0].dtype}" if op.inputs else name
+    if name.startswith("_fused_") and has(of_type):
+        return of_type
     if has(name):
         return name
     if base.startswith("_foreach_"):
@@ -655,6 +782,13 @@ def _is_contiguous(spec: TensorSpec) -> bool:
             return False
         expected *= size
     return True
+
+
+def _contiguous(spec: TensorSpec) -> TensorSpec:
+    sizes = spec.shape
+    return spec._replace(
+        stride=tuple(math.prod(sizes[place + 1 :]) for place in range(len(sizes)))
+    )
 
 
 def _fills_alike(one: TensorSpec, other: TensorSpec) -> bool:
@@ -787,11 +921,22 @@ def _rates(figures: Figures, hardware: Hardware, dtype: str) -> _Rates:
     )
 
 
-def _ideal_matmul(rates: _Rates, shape: tuple[int, int, int, int]) -> float:
+def _repeated(op: Op) -> int:
+    """Elements of matrices that all products of a batch share, but for the first."""
+    return sum(
+        (spec.shape[0] - 1) * math.prod(spec.shape[1:])
+        for spec in op.inputs
+        if len(spec.shape) == 3 and spec.stride[0] == 0 and spec.shape[0] > 1
+    )
+
+
+def _ideal_matmul(
+    rates: _Rates, shape: tuple[int, int, int, int], repeated: int = 0
+) -> float:
     """A roofline: operations in whole waves of tiles, and bytes."""
     batch, m, n, k = shape
     flops = 2.0 * batch * m * n * k
-    nbytes = rates.item * batch * (m * k + k * n + m * n)
+    nbytes = rates.item * (batch * (m * k + k * n + m * n) - repeated)
     filled = 0.0
     for rows, columns, part in _TILES:
         tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)
