@@ -18,6 +18,7 @@ from torchspmd.rehearse.reductions import plan_reduction
 __all__ = [
     "COPIES",
     "Loop",
+    "converts",
     "element_seconds",
     "iterated",
     "loops",
@@ -122,7 +123,7 @@ def element_seconds(
 
 
 def touched_bytes(spec: TensorSpec, *, written: bool) -> float:
-    """Bytes of the sectors that a tensor lies in; those with gaps are read to be written."""
+    """Bytes of the sectors that a tensor lies in; to write parts of one, it is read."""
     steps = [
         stride
         for size, stride in zip(spec.shape, spec.stride, strict=True)
@@ -157,14 +158,14 @@ def reduction_seconds(figures: Figures, spec: TensorSpec, reduced: set[int]) -> 
     processors = int(figures.number("chip.sms"))
     plan = plan_reduction(spec.shape, spec.stride, reduced, processors)
     if plan is None:
-        return figures.number("launch.kernel")
+        return 0.0
     of_part = figures.number("kernels.reduction_part")
     adding = max(
         _moving(figures, tensor_bytes(spec)),
         plan.values * figures.number("kernels.reduction_value"),
     )
     meeting = math.ceil(plan.blocks / plan.height) if plan.blocks > 1 else 0
-    return figures.number("launch.kernel") + adding + meeting * of_part
+    return adding + meeting * of_part
 
 
 def norm_seconds(

@@ -6,8 +6,8 @@ hardware file. What is not known is priced by its bytes, and listed.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 from torchspmd import _torch
 from torchspmd.predict.figures import Correction, Figures, Line
@@ -44,6 +44,7 @@ _CORNER = (
 _WIDTH = 64  # channels of a head: attention is no quicker with less
 _ITEM = 2  # bytes of an element in most tables of hardware files
 _ROW = 1024  # elements of a row in those of norms and of sums of columns
+_EMBEDDINGS = 32000 * _ROW * _ITEM  # bytes of the table whose gradients are measured
 _EDGE = 3  # as _CORNER, of computing places and moving bytes
 _CAT_DIMS = 4  # more than these are concatenated by a copy of each part
 _CHANNELS = (64, 512, 2048)  # of the batch norms in hardware files
@@ -145,6 +146,10 @@ _SUMS = frozenset("sum mean amax amin linalg_vector_norm".split())
 _ON_TENSOR_CORES = frozenset({"bfloat16", "float16", "float8", "tf32"})
 
 
+# Seconds of a kernel by the bytes that it moves, by a GPU's figures.
+Form: TypeAlias = Callable[[Figures, float], float]
+
+
 class Cost(NamedTuple):
     """What an operator takes.
 
@@ -180,6 +185,7 @@ class Pricer:
         self._corrections: dict[str, Correction] = {}
         self._lines: dict[str, tuple[Hardware, Line]] = {}
         self._rates: dict[tuple[str, str], _Rates] = {}
+        self._reshapes: dict[str, tuple[float, Line]] = {}
         self.floor = figures.number("launch.kernel")
 
     def price(self, op: Op) -> Cost:
@@ -488,66 +494,136 @@ class Pricer:
         tensors = iterated(op)
         if tensors is not None:
             return self._elements(op, key, nbytes, tensors)
-        seconds = self._by_bytes(key, nbytes)
         base = base_name(op.name)
         if base in _NORMS:
-            seconds *= self._norm_ratio(op, nbytes)
-        if key == "reduce_columns" and base in _SUMS:
-            seconds *= self._columns_ratio(op)
+            seconds = self._norm(key, op, nbytes)
+        elif key == "reduce_columns" and base in _SUMS and op.inputs[0].stride:
+            seconds = self._columns(op, nbytes)
+        elif base in _BY_NAME:
+            seconds = _BY_NAME[base](self, op, nbytes)
+        else:
+            seconds = self._by_bytes(key, nbytes)
         if base in _CONTIGUOUS_INSIDE:
             for spec in op.inputs[: 1 + ("backward" in base)]:
                 if not _is_contiguous(spec):
                     seconds += self._copy(spec, _contiguous(spec))
-        if base == "roll":  # a kernel for each dimension
-            of_element = self.figures.number("kernels.roll_element")
-            dims = dict(op.scalars).get("dims")
-            times = len(dims) if isinstance(dims, tuple) else 1
-            count = math.prod(op.inputs[0].shape)
-            seconds = times * max(seconds, self.floor + count * of_element)
-        if base in ("_embedding_bag_backward", "_embedding_bag_dense_backward"):
-            seconds = max(
-                seconds, self.figures.number("kernels.embedding_bag_backward")
-            )
         return seconds
 
-    def _norm_ratio(self, op: Op, nbytes: int) -> float:
-        """Times the seconds of as many bytes in rows of 1024 elements of 2 bytes."""
+    def _reshaped(self, key: str, nbytes: int, here: float, form: Form) -> float:
+        """A closed form of a shape, corrected by what was measured of another one.
+
+        Args:
+            key: Of the table.
+            nbytes: That are moved.
+            here: Seconds by the form, beside those of the shortest kernel.
+            form: The same of the measured shape with some bytes.
+        """
+        if key not in self._reshapes:
+            hardware, rows = self.figures.table(f"operators.{key}")
+            figures = Figures(hardware)
+            shortest = min(seconds for _, seconds in rows)
+            line = Line(
+                [
+                    (math.log2(size), seconds / (shortest + form(figures, size)))
+                    for size, seconds in rows
+                ]
+            )
+            self._reshapes[key] = shortest, line
+        shortest, line = self._reshapes[key]
+        return (shortest + here) * line.at(math.log2(max(nbytes, 1)))
+
+    def _norm(self, key: str, op: Op, nbytes: int) -> float:
         backward = "backward" in op.name
         spec = op.inputs[backward]
-        asked = dict(op.scalars).get("output_mask")
-        weights = not isinstance(asked, tuple) or any(asked[1:])
-        shape = dict(op.scalars).get("normalized_shape")
+        scalars = dict(op.scalars)
+        asked, shape = (
+            scalars.get(name) for name in ("output_mask", "normalized_shape")
+        )
         width = math.prod(shape) if isinstance(shape, tuple) else spec.shape[-1]
-        rows = math.prod(spec.shape) / max(width, 1)
-        item = tensor_bytes(_element(spec))
-        measured = nbytes / ((2 + backward) * _ROW * _ITEM)
         here = norm_seconds(
-            self.figures, rows, width, item, backward=backward, weights=weights
+            self.figures,
+            math.prod(spec.shape) / max(width, 1),
+            width,
+            tensor_bytes(_element(spec)),
+            backward=backward,
+            weights=not isinstance(asked, tuple) or any(asked[1:]),
         )
-        there = norm_seconds(
-            self.figures, measured, _ROW, _ITEM, backward=backward, weights=True
-        )
-        return (self.floor + here) / (self.floor + there)
 
-    def _columns_ratio(self, op: Op) -> float:
-        """Times the seconds of as many bytes in rows of 1024 elements of 2 bytes."""
+        def measured(figures: Figures, size: float) -> float:
+            rows = size / ((2 + backward) * _ROW * _ITEM)
+            return norm_seconds(
+                figures, rows, _ROW, _ITEM, backward=backward, weights=True
+            )
+
+        return self._reshaped(key, nbytes, here, measured)
+
+    def _columns(self, op: Op, nbytes: int) -> float:
+        """Sums of columns."""
         spec = op.inputs[0]
-        if len(spec.stride) != len(spec.shape):
-            return 1.0
         dims = dict(op.scalars).get("dim", ())
         dims = dims if isinstance(dims, tuple) else (dims,)
         rank = len(spec.shape)
         reduced = {int(str(dim)) % rank for dim in dims} or set(range(rank))
-        rows = max(1, tensor_bytes(spec) // (_ROW * _ITEM))
-        measured = TensorSpec((rows, _ROW), (_ROW, 1), "bfloat16", spec.device, -1)
-        here, there = (
-            reduction_seconds(self.figures, each, over)
-            for each, over in ((spec, reduced), (measured, {0}))
-        )
-        return here / there
+
+        def measured(figures: Figures, size: float) -> float:
+            rows = max(1, round(size / (_ROW * _ITEM)) - 1)  # without the result
+            matrix = spec._replace(
+                shape=(rows, _ROW), stride=(_ROW, 1), dtype="bfloat16"
+            )
+            return reduction_seconds(figures, matrix, {0})
+
+        here = reduction_seconds(self.figures, spec, reduced)
+        return self._reshaped("reduce_columns", nbytes, here, measured)
+
+    def _softmax_backward(self, op: Op, nbytes: int) -> float:
+        """A product of the gradient and the result, and a kernel over rows of both.
+
+        The latter takes as long by element in 32 bits as in 16, unless memory bounds it.
+        """
+        product = self._by_bytes("elementwise_2", nbytes)
+        narrow = 3 * _ITEM * math.prod(op.inputs[0].shape)
+        both = self._by_bytes("_softmax_backward_data", narrow)
+        rows = both - self._by_bytes("elementwise_2", narrow)
+        return product + max(product, rows)
+
+    def _embedding_backward(self, op: Op, nbytes: int) -> float:
+        """A table of zeros, to which rows are added: what that takes goes by elements."""
+        count = math.prod(op.inputs[0].shape)
+        measured = _EMBEDDINGS + _ITEM * count + 8 * count // _ROW
+        zeros = self._by_bytes("fill", _EMBEDDINGS)
+        adding = self._by_bytes("embedding_dense_backward", measured) - zeros
+        return max(self.floor, adding) + self._zeros(op.outputs[0])
+
+    def _bag_backward(self, op: Op, nbytes: int) -> float:
+        least = self.figures.number("kernels.embedding_bag_backward")
+        return max(least, self._by_bytes("elementwise_3", nbytes))
+
+    def _part_backward(self, op: Op, nbytes: int) -> float:
+        """Zeros, and a copy into the part of them that was taken in forward."""
+        (gradient, *_), result = op.inputs, op.outputs[0]
+        scalars = dict(op.scalars)
+        dim, step = (int(str(scalars.get(name, 1))) for name in ("dim", "step"))
+        steps = list(result.stride)
+        if "select" in op.name:
+            del steps[dim]
+        else:
+            steps[dim] *= step
+        part = result._replace(shape=gradient.shape, stride=tuple(steps))
+        return self._zeros(result) + self._copy(gradient, part)
+
+    def _zeros(self, spec: TensorSpec) -> float:
+        return self._by_bytes("fill", tensor_bytes(spec))
+
+    def _roll(self, op: Op, nbytes: int) -> float:
+        """A kernel for each dimension."""
+        dims = dict(op.scalars).get("dims")
+        count = math.prod(op.inputs[0].shape)
+        once = self.floor + count * self.figures.number("kernels.roll_element")
+        once = max(once, self._by_bytes("elementwise_1", nbytes))
+        return once * (len(dims) if isinstance(dims, tuple) else 1)
 
     def _concatenated(self, op: Op) -> float:
-        """One kernel; of many dimensions, a copy of each part into its place."""
+        """One kernel for all parts; of many dimensions, a copy of each into its place."""
         result, parts = op.outputs[0], op.inputs
         dim = dict(op.scalars).get("dim", 0)
         dim = int(str(dim)) % max(len(result.shape), 1)
@@ -561,16 +637,10 @@ class Pricer:
                 self._copy(spec, result._replace(shape=spec.shape, stride=kept))
                 for spec in parts
             )
-        moved = [2 * tensor_bytes(spec) for spec in parts]  # read and written
-        gaps = [not _is_contiguous(spec) for spec in parts]
-        if not any(gaps):
-            return self._by_bytes("concatenate", sum(moved))
-        # Places in the result are computed for all, in the argument for those with gaps.
-        times = [
-            nbytes if gap else nbytes // 2
-            for nbytes, gap in zip(moved, gaps, strict=True)
-        ]
-        return self._by_bytes("concatenate_strided", sum(times))
+        moved = 2 * sum(map(tensor_bytes, parts))  # read and written
+        if all(map(_is_contiguous, parts)):
+            return self._by_bytes("concatenate", moved)
+        return self._by_bytes("concatenate_strided", moved)
 
     def _elements(
         self, op: Op, key: str, nbytes: int, tensors: Sequence[TensorSpec]
@@ -706,6 +776,17 @@ class Pricer:
         return least + nbytes / hardware.number("bandwidth.memory")
 
 
+_BY_NAME: Mapping[str, Callable[[Pricer, Op, int], float]] = {
+    "_softmax_backward_data": Pricer._softmax_backward,
+    "embedding_dense_backward": Pricer._embedding_backward,
+    "_embedding_bag_backward": Pricer._bag_backward,
+    "_embedding_bag_dense_backward": Pricer._bag_backward,
+    "select_backward": Pricer._part_backward,
+    "slice_backward": Pricer._part_backward,
+    "roll": Pricer._roll,
+}
+
+
 def reached_bandwidth(figures: Figures) -> float:
     """Bytes a second that long simple kernels move."""
     return figures.number("kernels.memory") * figures.number("bandwidth.memory")
@@ -718,9 +799,8 @@ def memory_key(op: Op, has: Callable[[str], bool]) -> str:
     if name == "concatenate" and has("concatenate_strided"):
         if any(not _is_contiguous(spec) for spec in op.inputs):
             return "concatenate_strided"
-    of_type = f"{name}_{op.inputs[0].dtype}" if op.inputs else name
-    if name.startswith("_fused_") and has(of_type):
-        return of_type
+    if name.startswith("_fused_") and has(f"{name.rstrip('_')}_{op.inputs[0].dtype}"):
+        return f"{name.rstrip('_')}_{op.inputs[0].dtype}"
     if has(name):
         return name
     if base.startswith("_foreach_"):
