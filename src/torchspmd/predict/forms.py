@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from torchspmd import _torch
 from torchspmd.predict.figures import Figures
+from torchspmd.predict.hardware import Hardware
 from torchspmd.predict.traffic import base_name, tensor_bytes
 from torchspmd.rehearse.recording import Op, TensorSpec
 from torchspmd.rehearse.reductions import plan_reduction
@@ -18,6 +19,8 @@ from torchspmd.rehearse.reductions import plan_reduction
 __all__ = [
     "COPIES",
     "Loop",
+    "by_clock",
+    "clocks",
     "converts",
     "element_seconds",
     "iterated",
@@ -184,9 +187,9 @@ def norm_seconds(
     """
     nbytes = rows * width * item
     if not backward:
-        of_row = figures.number("kernels.layer_norm_row")
+        of_row = by_clock(figures, "kernels.layer_norm_row")
         return rows * of_row + _moving(figures, 2 * nbytes)
-    seconds = rows * figures.number("kernels.layer_norm_backward_row")
+    seconds = rows * by_clock(figures, "kernels.layer_norm_backward_row")
     seconds += _moving(figures, 3 * nbytes)
     if not weights:
         return seconds
@@ -194,8 +197,21 @@ def norm_seconds(
     if rows > _MANY_ROWS and width / _WARP < figures.number("chip.sms") / 2:
         return seconds + moving
     return seconds + max(
-        moving, rows * figures.number("kernels.layer_norm_weights_row")
+        moving, rows * by_clock(figures, "kernels.layer_norm_weights_row")
     )
+
+
+def by_clock(figures: Figures, key: str) -> float:
+    """Seconds that multiprocessors take: the more, the fewer and slower they are."""
+    seconds = figures.number(key)
+    measured, _ = figures.used[key]
+    return seconds * clocks(figures, measured) / clocks(figures, figures.gpu)
+
+
+def clocks(figures: Figures, hardware: Hardware) -> float:
+    """Clocks of all multiprocessors in a second."""
+    number = figures.number if hardware is figures.gpu else hardware.number
+    return number("chip.sms") * number("chip.clock")
 
 
 def _moving(figures: Figures, nbytes: float) -> float:

@@ -13,6 +13,8 @@ from torchspmd import _torch
 from torchspmd.predict.figures import Correction, Figures, Line
 from torchspmd.predict.forms import (
     COPIES,
+    by_clock,
+    clocks,
     converts,
     element_seconds,
     iterated,
@@ -618,13 +620,16 @@ class Pricer:
         """A kernel for each dimension."""
         dims = dict(op.scalars).get("dims")
         count = math.prod(op.inputs[0].shape)
-        once = self.floor + count * self.figures.number("kernels.roll_element")
+        once = self.floor + count * by_clock(self.figures, "kernels.roll_element")
         once = max(once, self._by_bytes("elementwise_1", nbytes))
         return once * (len(dims) if isinstance(dims, tuple) else 1)
 
     def _concatenated(self, op: Op) -> float:
         """One kernel for all parts; of many dimensions, a copy of each into its place."""
-        result, parts = op.outputs[0], op.inputs
+        result = op.outputs[0]
+        parts = [spec for spec in op.inputs if math.prod(spec.shape)]
+        if op.name.endswith(".out"):
+            del parts[-1]
         dim = dict(op.scalars).get("dim", 0)
         dim = int(str(dim)) % max(len(result.shape), 1)
         stacked = base_name(op.name) == "stack"
@@ -685,8 +690,8 @@ class Pricer:
             step = found[0].strides[place] if found else 0
             others = (loop.strides[place] for loop in found[1:])
             if step > 1 and any(0 < other < step for other in others):
-                across = self._copied(spec) - measured
-                computing += max(0.0, across) / sectors(found[0], spec)
+                across = max(0.0, self._copied(spec) - computing)
+                computing += across / sectors(found[0], spec)
         touched = touched_bytes(result, written=True)
         touched += sum(touched_bytes(spec, written=False) for spec in tensors[1:])
         moving = touched / reached_bandwidth(self.figures)
@@ -760,14 +765,9 @@ class Pricer:
             self._ideal(each, nbytes) for each in (hardware, self.figures.gpu)
         )
         computing = ideal * (ratio**corner - 1) ** (1 / corner)
-        computing *= self._clocks(hardware) / self._clocks(self.figures.gpu)
+        computing *= clocks(self.figures, hardware)
+        computing /= clocks(self.figures, self.figures.gpu)
         return float((computing**corner + here**corner) ** (1 / corner))
-
-    def _clocks(self, hardware: Hardware) -> float:
-        """Clocks of all multiprocessors in a second."""
-        if hardware is self.figures.gpu:
-            return self.figures.number("chip.sms") * self.figures.number("chip.clock")
-        return hardware.number("chip.sms") * hardware.number("chip.clock")
 
     def _ideal(self, hardware: Hardware, nbytes: float) -> float:
         floor = hardware.figures.get("launch.kernel")
@@ -831,12 +831,6 @@ def _is_strided(op: Op) -> bool:
         for spec in op.inputs
         if spec.shape == result.shape and math.prod(spec.shape) > 1
     )
-
-
-def _large(op: Op) -> list[TensorSpec]:
-    """Arguments that are not much smaller than the largest; caches hold the others."""
-    size = max((math.prod(spec.shape) for spec in op.inputs), default=0)
-    return [spec for spec in op.inputs if 8 * math.prod(spec.shape) >= size]
 
 
 def _element(spec: TensorSpec) -> TensorSpec:
