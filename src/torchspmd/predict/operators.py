@@ -6,8 +6,8 @@ hardware file. What is not known is priced by its bytes, and listed.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 from torchspmd import _torch
 from torchspmd.predict.convolutions import (
@@ -17,6 +17,19 @@ from torchspmd.predict.convolutions import (
     measured_filters,
 )
 from torchspmd.predict.figures import Correction, Figures, Line
+from torchspmd.predict.forms import (
+    COPIES,
+    by_clock,
+    clocks,
+    converts,
+    element_seconds,
+    iterated,
+    loops,
+    norm_seconds,
+    reduction_seconds,
+    sectors,
+    touched_bytes,
+)
 from torchspmd.predict.hardware import Hardware
 from torchspmd.predict.traffic import (
     base_name,
@@ -32,9 +45,16 @@ from torchspmd.rehearse.recording import Op, TensorSpec
 __all__ = ["LAUNCHES_NOTHING", "Cost", "Pricer", "factor_of", "is_known", "rate_name"]
 
 # Rows and columns of an output tile, and the part of the best rate that it reaches.
-_TILES = ((128, 256, 1.0), (128, 128, 0.9), (64, 128, 0.7), (64, 64, 0.5))
-# cuDNN has more for few channels.
-_TILES_OF_FILTERS = (*_TILES, (128, 64, 0.65), (256, 32, 0.4))
+_TILES = (
+    (128, 256, 1.0),
+    (128, 128, 0.9),
+    (64, 128, 0.7),
+    (64, 64, 0.5),
+    (16, 512, 0.21),  # an H200's 512 products of 16 x 3072 x 1024: 314 us
+)
+_DEPTH = 32  # of a tile's steps
+# cuDNN has others for few channels.
+_TILES_OF_FILTERS = (*_TILES[:-1], (128, 64, 0.65), (256, 32, 0.4))
 # Kernels beside the product: set memory to zero, add up what was split.
 _BESIDE_FILTERS = 3
 _CORNER = (
@@ -42,6 +62,10 @@ _CORNER = (
 )
 _WIDTH = 64  # channels of a head: attention is no quicker with less
 _ITEM = 2  # bytes of an element in most tables of hardware files
+_ROW = 1024  # elements of a row in those of norms and of sums of columns
+_EMBEDDINGS = 32000 * _ROW * _ITEM  # bytes of the table whose gradients are measured
+_EDGE = 3  # as _CORNER, of computing places and moving bytes
+_CAT_DIMS = 4  # more than these are concatenated by a copy of each part
 _FEW_CHANNELS, _CHANNELS = 64, (512, 2048)  # of the batch norms in hardware files
 _READ_ONCE = 2**17  # bytes of a channel that cuDNN's batch norm keeps while it runs
 # How batch norms of few channels, which leave multiprocessors idle, quicken with more. In
@@ -137,7 +161,17 @@ _CONTIGUOUS_INSIDE = frozenset(
     """.split()
 )
 
+_NORMS = frozenset(
+    """
+    native_layer_norm native_layer_norm_backward _fused_rms_norm_backward
+    """.split()
+)
+_SUMS = frozenset("sum mean amax amin linalg_vector_norm".split())
 _ON_TENSOR_CORES = frozenset({"bfloat16", "float16", "float8", "tf32"})
+
+
+# Seconds of a kernel by the bytes that it moves, by a GPU's figures.
+Form: TypeAlias = Callable[[Figures, float], float]
 
 
 class Cost(NamedTuple):
@@ -175,6 +209,7 @@ class Pricer:
         self._corrections: dict[str, Correction] = {}
         self._lines: dict[str, tuple[Hardware, Line]] = {}
         self._rates: dict[tuple[str, str], _Rates] = {}
+        self._reshapes: dict[str, tuple[float, Line]] = {}
         self.floor = figures.number("launch.kernel")
 
     def price(self, op: Op) -> Cost:
@@ -237,11 +272,16 @@ class Pricer:
         dtype = rate_name(op)
         layout = _layout(op)
         rates = self._rate(self.figures.gpu, dtype)
-        seconds = _ideal_matmul(rates, shape) * self._matmul_ratio(dtype, layout, shape)
+        elements = _factors(shape) - _repeated(op)
+        ideal = _ideal_matmul(rates, shape, elements=elements)
+        seconds = ideal * self._matmul_ratio(dtype, layout, shape)
         times = self._misaligned(op, shape) if dtype in _ON_TENSOR_CORES else 1.0
         if times > 1:  # the measured rows are of aligned products
             slower = rates._replace(achieved=rates.achieved / times)
-            seconds = max(seconds, _ideal_matmul(slower, shape))
+            batch, m, n, k = shape
+            shape = (batch, m, n, _DEPTH * math.ceil(k / _DEPTH))
+            more = _ideal_matmul(slower, shape, elements=elements)
+            seconds = max(seconds, more)
         return max(self.floor, seconds)
 
     def _recurrent(self, op: Op) -> float:
@@ -402,7 +442,10 @@ class Pricer:
             elements = _ITEM * math.prod(result.shape)
             seconds += self._by_bytes("reduce_columns", elements)
         elif filters.bias:
-            seconds += self._broadcast([result], 2 * tensor_bytes(result))
+            steps = tuple(int(place == 1) for place in range(len(result.shape)))
+            added = result, result, result._replace(stride=steps)
+            plain = self._by_bytes("elementwise_1", 2 * tensor_bytes(result))
+            seconds += max(plain, self._at_places(added, converted=False))
         return seconds
 
     def _filters(self, op: Op, nbytes: int, filters: Filters, direction: str) -> float:
@@ -436,14 +479,14 @@ class Pricer:
         """Each pass is a product, and copies of what it reads and writes."""
         rates = self._rate(hardware, dtype)
         image, result, weight = filters.elements
-        nbytes = rates.item * (image + result + weight)  # read once, not unfolded
-        once = _ideal_matmul(rates, filters.product, _TILES_OF_FILTERS, nbytes)
+        elements = image + result + weight  # read once, not unfolded
+        once = _ideal_matmul(rates, filters.product, _TILES_OF_FILTERS, elements)
         kernels = _BESIDE_FILTERS
         if filters.is_copied(rates.item):
             rate = self.figures.number("kernels.channels_last") * rates.memory
             if rates.item > _ITEM:
                 rate /= self.figures.number("kernels.transpose_4_bytes")
-            once += 2 * nbytes / rate
+            once += 2 * rates.item * elements / rate
             kernels += 3
         return filters.passes * (once + kernels * self._shortest(hardware))
 
@@ -455,60 +498,222 @@ class Pricer:
             return self._batch_norm(key, op, nbytes)
         if key.startswith("native_group_norm"):  # by elements: measured with four bytes
             nbytes = nbytes * 4 // tensor_bytes(_element(op.inputs[0]))
-        seconds = self._by_bytes(key, nbytes)
-        if key == "broadcast":
-            seconds = self._broadcast(_large(op), nbytes)
-        if key == "transpose":
-            seconds *= self._transposing(op.inputs[-1])
+        if key.startswith("concatenate"):
+            return self._concatenated(op)
+        tensors = iterated(op)
+        if tensors is not None:
+            return self._elements(op, key, nbytes, tensors)
         base = base_name(op.name)
+        if base in _NORMS:
+            seconds = self._norm(key, op, nbytes)
+        elif key == "reduce_columns" and base in _SUMS and op.inputs[0].stride:
+            seconds = self._columns(op, nbytes)
+        elif base in _BY_NAME:
+            seconds = _BY_NAME[base](self, op, nbytes)
+        else:
+            seconds = self._by_bytes(key, nbytes)
         if base in _CONTIGUOUS_INSIDE:
             for spec in op.inputs[: 1 + ("backward" in base)]:
                 if not is_contiguous(spec):
-                    seconds += self._made_contiguous(spec)
-        if key == "concatenate_strided":
-            whole = [spec for spec in op.inputs if is_contiguous(spec)]
-            part = 2 * sum(map(tensor_bytes, whole))  # read and written
-            seconds = self._by_bytes(key, nbytes - part)
-            seconds += self._by_bytes("concatenate", part) if part else 0.0
-        if key in ("concatenate", "broadcast") or key.startswith("elementwise"):
-            if any(not _is_dense(spec) for spec in _large(op)) or _is_strided(op):
-                seconds *= self.figures.number("kernels.strided")
-        if base == "constant_pad_nd":
-            seconds = self._padded(op)
-        return max(seconds, self._least(op))
+                    seconds += self._copy(spec, _contiguous(spec))
+        return seconds
 
-    def _least(self, op: Op) -> float:
-        """What rows and indices take, however few bytes they have."""
-        base = base_name(op.name)
-        if base == "native_layer_norm":
-            row = self.figures.number("kernels.layer_norm_row")
-            return row * math.prod(op.outputs[1].shape)
-        if base in ("_embedding_bag_backward", "_embedding_bag_dense_backward"):
-            return self.figures.number("kernels.embedding_bag_backward")
-        return 0.0
-
-    def _padded(self, op: Op) -> float:
+    def _padded(self, op: Op, nbytes: int) -> float:
         """The result is filled, and the argument copied into it; or a part is copied."""
         before, after = (tensor_bytes(each[0]) for each in (op.inputs, op.outputs))
         filled = self._by_bytes("fill", after) if after > before else 0.0
         return filled + self._by_bytes("strided", 2 * min(before, after))
 
-    def _broadcast(self, large: Sequence[TensorSpec], nbytes: int) -> float:
-        """Every element's place is computed: measured with two bytes each."""
-        item = max(_ITEM, *(tensor_bytes(_element(spec)) for spec in large))
-        computed = self._by_bytes("broadcast", nbytes * _ITEM // item)
-        return max(computed, self._by_bytes("elementwise_1", nbytes))
+    def _reshaped(self, key: str, nbytes: int, here: float, form: Form) -> float:
+        """A closed form of a shape, corrected by what was measured of another one.
+
+        Args:
+            key: Of the table.
+            nbytes: That are moved.
+            here: Seconds by the form, beside those of the shortest kernel.
+            form: The same of the measured shape with some bytes.
+        """
+        if key not in self._reshapes:
+            hardware, rows = self.figures.table(f"operators.{key}")
+            figures = Figures(hardware)
+            shortest = min(seconds for _, seconds in rows)
+            line = Line(
+                [
+                    (math.log2(size), seconds / (shortest + form(figures, size)))
+                    for size, seconds in rows
+                ]
+            )
+            self._reshapes[key] = shortest, line
+        shortest, line = self._reshapes[key]
+        return (shortest + here) * line.at(math.log2(max(nbytes, 1)))
+
+    def _norm(self, key: str, op: Op, nbytes: int) -> float:
+        backward = "backward" in op.name
+        spec = op.inputs[backward]
+        scalars = dict(op.scalars)
+        asked, shape = (
+            scalars.get(name) for name in ("output_mask", "normalized_shape")
+        )
+        width = math.prod(shape) if isinstance(shape, tuple) else spec.shape[-1]
+        here = norm_seconds(
+            self.figures,
+            math.prod(spec.shape) / max(width, 1),
+            width,
+            tensor_bytes(_element(spec)),
+            backward=backward,
+            weights=not isinstance(asked, tuple) or any(asked[1:]),
+        )
+
+        def measured(figures: Figures, size: float) -> float:
+            rows = size / ((2 + backward) * _ROW * _ITEM)
+            return norm_seconds(
+                figures, rows, _ROW, _ITEM, backward=backward, weights=True
+            )
+
+        return self._reshaped(key, nbytes, here, measured)
+
+    def _columns(self, op: Op, nbytes: int) -> float:
+        """Sums of columns."""
+        spec = op.inputs[0]
+        dims = dict(op.scalars).get("dim", ())
+        dims = dims if isinstance(dims, tuple) else (dims,)
+        rank = len(spec.shape)
+        reduced = {int(str(dim)) % rank for dim in dims} or set(range(rank))
+
+        def measured(figures: Figures, size: float) -> float:
+            rows = max(1, round(size / (_ROW * _ITEM)) - 1)  # without the result
+            matrix = spec._replace(
+                shape=(rows, _ROW), stride=(_ROW, 1), dtype="bfloat16"
+            )
+            return reduction_seconds(figures, matrix, {0})
+
+        here = reduction_seconds(self.figures, spec, reduced)
+        return self._reshaped("reduce_columns", nbytes, here, measured)
+
+    def _softmax_backward(self, op: Op, nbytes: int) -> float:
+        """A product of the gradient and the result, and a kernel over rows of both.
+
+        The latter takes as long by element in 32 bits as in 16, unless memory bounds it.
+        """
+        product = self._by_bytes("elementwise_2", nbytes)
+        narrow = 3 * _ITEM * math.prod(op.inputs[0].shape)
+        both = self._by_bytes("_softmax_backward_data", narrow)
+        rows = both - self._by_bytes("elementwise_2", narrow)
+        return product + max(product, rows)
+
+    def _embedding_backward(self, op: Op, nbytes: int) -> float:
+        """A table of zeros, to which rows are added: what that takes goes by elements."""
+        count = math.prod(op.inputs[0].shape)
+        measured = _EMBEDDINGS + _ITEM * count + 8 * count // _ROW
+        zeros = self._by_bytes("fill", _EMBEDDINGS)
+        adding = self._by_bytes("embedding_dense_backward", measured) - zeros
+        return max(self.floor, adding) + self._zeros(op.outputs[0])
+
+    def _bag_backward(self, op: Op, nbytes: int) -> float:
+        least = self.figures.number("kernels.embedding_bag_backward")
+        return max(least, self._by_bytes("elementwise_3", nbytes))
+
+    def _part_backward(self, op: Op, nbytes: int) -> float:
+        """Zeros, and a copy into the part of them that was taken in forward."""
+        (gradient, *_), result = op.inputs, op.outputs[0]
+        scalars = dict(op.scalars)
+        dim, step = (int(str(scalars.get(name, 1))) for name in ("dim", "step"))
+        steps = list(result.stride)
+        if "select" in op.name:
+            del steps[dim]
+        else:
+            steps[dim] *= step
+        part = result._replace(shape=gradient.shape, stride=tuple(steps))
+        return self._zeros(result) + self._copy(gradient, part)
+
+    def _zeros(self, spec: TensorSpec) -> float:
+        return self._by_bytes("fill", tensor_bytes(spec))
+
+    def _roll(self, op: Op, nbytes: int) -> float:
+        """A kernel for each dimension."""
+        dims = dict(op.scalars).get("dims")
+        count = math.prod(op.inputs[0].shape)
+        once = self.floor + count * by_clock(self.figures, "kernels.roll_element")
+        once = max(once, self._by_bytes("elementwise_1", nbytes))
+        return once * (len(dims) if isinstance(dims, tuple) else 1)
+
+    def _concatenated(self, op: Op) -> float:
+        """One kernel for all parts; of many dimensions, a copy of each into its place."""
+        result = op.outputs[0]
+        parts = [spec for spec in op.inputs if math.prod(spec.shape)]
+        if op.name.endswith(".out"):
+            del parts[-1]
+        dim = dict(op.scalars).get("dim", 0)
+        dim = int(str(dim)) % max(len(result.shape), 1)
+        stacked = base_name(op.name) == "stack"
+        # A stack before the last dimension is a concatenation, seen otherwise.
+        dims = len(result.shape) - (stacked and dim < len(result.shape) - 1)
+        if dims > _CAT_DIMS:
+            kept = result.stride
+            kept = kept[:dim] + kept[dim + 1 :] if stacked else kept
+            return sum(
+                self._copy(spec, result._replace(shape=spec.shape, stride=kept))
+                for spec in parts
+            )
+        moved = 2 * sum(map(tensor_bytes, parts))  # read and written
+        if all(map(is_contiguous, parts)):
+            return self._by_bytes("concatenate", moved)
+        return self._by_bytes("concatenate_strided", moved)
+
+    def _elements(
+        self, op: Op, key: str, nbytes: int, tensors: Sequence[TensorSpec]
+    ) -> float:
+        """A pointwise operator or a copy."""
+        is_copy = base_name(op.name) in COPIES
+        converted = converts(op, tensors)
+        if is_copy and converted and not loops(tensors):
+            return self._by_bytes("cast", nbytes)
+        if key in ("strided", "transpose", "broadcast"):
+            key = (
+                "elementwise_1"
+                if is_copy
+                else f"elementwise_{min(len(tensors), 4) - 1}"
+            )
+        plain = self._by_bytes(key, nbytes)
+        return max(plain, self._at_places(tensors, converted))
+
+    def _copy(self, source: TensorSpec, target: TensorSpec) -> float:
+        plain = self._by_bytes("elementwise_1", 2 * tensor_bytes(source))
+        return max(plain, self._at_places((target, source), converted=False))
+
+    def _at_places(self, tensors: Sequence[TensorSpec], converted: bool) -> float:
+        """Where elements do not lie in one row, their places are computed; else 0.
+
+        What is measured: two arguments of 2 bytes, one of which has positions and heads
+        swapped; and a row that is added to all others.
+        """
+        found = loops(tensors)
+        if not found and not converted:
+            return 0.0
+        result = tensors[0]
+        count = math.prod(result.shape)
+        table, size, dims = "strided", 3, 3
+        if any(0 in loop.strides for loop in found):
+            table, size, dims = "broadcast", 2, 2
+        of_element = element_seconds(self.figures, len(found), len(tensors), converted)
+        ratio = of_element / element_seconds(self.figures, dims, 3, converted=False)
+        measured = self._by_bytes(table, size * _ITEM * count)
+        computing = self.floor + (measured - self.floor) * ratio
+        for place, spec in enumerate(tensors[1:], 1):
+            step = found[0].strides[place] if found else 0
+            others = (loop.strides[place] for loop in found[1:])
+            if step > 1 and any(0 < other < step for other in others):
+                across = max(0.0, self._copied(spec) - computing)
+                computing += across / sectors(found[0], spec)
+        touched = touched_bytes(result, written=True)
+        touched += sum(touched_bytes(spec, written=False) for spec in tensors[1:])
+        moving = touched / reached_bandwidth(self.figures)
+        return float((computing**_EDGE + moving**_EDGE) ** (1 / _EDGE))
 
     def _copied(self, spec: TensorSpec) -> float:
         """A copy of a tensor, in another order of its dimensions."""
         seconds = self._by_bytes("transpose", 2 * tensor_bytes(spec))
         return seconds * self._transposing(spec)
-
-    def _made_contiguous(self, spec: TensorSpec) -> float:
-        """A copy whose last dimension comes first in memory: rows may stay whole."""
-        if spec.stride[-1] != 1:
-            return self._copied(spec)
-        return self._by_bytes("strided", 2 * tensor_bytes(spec))
 
     def _transposing(self, spec: TensorSpec) -> float:
         """Times the seconds of two bytes an element, at the same bytes."""
@@ -584,14 +789,9 @@ class Pricer:
             self._ideal(each, nbytes) for each in (hardware, self.figures.gpu)
         )
         computing = ideal * (ratio**corner - 1) ** (1 / corner)
-        computing *= self._clocks(hardware) / self._clocks(self.figures.gpu)
+        computing *= clocks(self.figures, hardware)
+        computing /= clocks(self.figures, self.figures.gpu)
         return float((computing**corner + here**corner) ** (1 / corner))
-
-    def _clocks(self, hardware: Hardware) -> float:
-        """Clocks of all multiprocessors in a second."""
-        if hardware is self.figures.gpu:
-            return self.figures.number("chip.sms") * self.figures.number("chip.clock")
-        return hardware.number("chip.sms") * hardware.number("chip.clock")
 
     def _ideal(self, hardware: Hardware, nbytes: float) -> float:
         return self._shortest(hardware) + nbytes / hardware.number("bandwidth.memory")
@@ -602,6 +802,18 @@ class Pricer:
         least = self.floor if floor is None else floor.value
         assert not isinstance(least, tuple)
         return least
+
+
+_BY_NAME: Mapping[str, Callable[[Pricer, Op, int], float]] = {
+    "_softmax_backward_data": Pricer._softmax_backward,
+    "embedding_dense_backward": Pricer._embedding_backward,
+    "_embedding_bag_backward": Pricer._bag_backward,
+    "_embedding_bag_dense_backward": Pricer._bag_backward,
+    "select_backward": Pricer._part_backward,
+    "slice_backward": Pricer._part_backward,
+    "roll": Pricer._roll,
+    "constant_pad_nd": Pricer._padded,
+}
 
 
 def reached_bandwidth(figures: Figures) -> float:
@@ -616,6 +828,8 @@ def memory_key(op: Op, has: Callable[[str], bool]) -> str:
     if name == "concatenate" and has("concatenate_strided"):
         if any(not is_contiguous(spec) for spec in op.inputs):
             return "concatenate_strided"
+    if name.startswith("_fused_") and has(f"{name.rstrip('_')}_{op.inputs[0].dtype}"):
+        return f"{name.rstrip('_')}_{op.inputs[0].dtype}"
     if has(name):
         return name
     if base.startswith("_foreach_"):
@@ -648,12 +862,6 @@ def _is_strided(op: Op) -> bool:
     )
 
 
-def _large(op: Op) -> list[TensorSpec]:
-    """Arguments that are not much smaller than the largest; caches hold the others."""
-    size = max((math.prod(spec.shape) for spec in op.inputs), default=0)
-    return [spec for spec in op.inputs if 8 * math.prod(spec.shape) >= size]
-
-
 def _element(spec: TensorSpec) -> TensorSpec:
     return spec._replace(shape=(1,), stride=(1,))
 
@@ -667,6 +875,13 @@ def _is_dense(spec: TensorSpec) -> bool:
             return False
         expected *= size
     return True
+
+
+def _contiguous(spec: TensorSpec) -> TensorSpec:
+    sizes = spec.shape
+    return spec._replace(
+        stride=tuple(math.prod(sizes[place + 1 :]) for place in range(len(sizes)))
+    )
 
 
 def _fills_alike(one: TensorSpec, other: TensorSpec) -> bool:
@@ -792,17 +1007,38 @@ def _rates(figures: Figures, hardware: Hardware, dtype: str) -> _Rates:
     )
 
 
+def _factors(shape: tuple[int, int, int, int]) -> int:
+    """Elements of two matrices and their product."""
+    batch, m, n, k = shape
+    return batch * (m * k + k * n + m * n)
+
+
+def _repeated(op: Op) -> int:
+    """Elements of matrices that all products of a batch share, but for the first."""
+    return sum(
+        (spec.shape[0] - 1) * math.prod(spec.shape[1:])
+        for spec in op.inputs
+        if len(spec.shape) == 3 and spec.stride[0] == 0 and spec.shape[0] > 1
+    )
+
+
 def _ideal_matmul(
     rates: _Rates,
     shape: tuple[int, int, int, int],
     tiles: Sequence[tuple[int, int, float]] = _TILES,
-    nbytes: float | None = None,
+    elements: float | None = None,
 ) -> float:
-    """A roofline: operations in whole waves of tiles, and bytes; else those of matrices."""
+    """A roofline: operations in whole waves of tiles, and bytes.
+
+    Args:
+        rates: Of the chip.
+        shape: Batch, rows, columns and depth.
+        tiles: That a kernel may have.
+        elements: That are moved; None: those of all matrices.
+    """
     batch, m, n, k = shape
     flops = 2.0 * batch * m * n * k
-    if nbytes is None:
-        nbytes = rates.item * batch * (m * k + k * n + m * n)
+    nbytes = rates.item * (_factors(shape) if elements is None else elements)
     filled = 0.0
     for rows, columns, part in tiles:
         count = batch * math.ceil(m / rows) * math.ceil(n / columns)

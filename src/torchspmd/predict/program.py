@@ -28,6 +28,7 @@ from torchspmd.rehearse.recording import (
 __all__ = ["Program", "price_step"]
 
 _BACKWARD = frozenset({Phase.BACKWARD, Phase.RECOMPUTE})
+_OF_GRAPHS = frozenset({"graph", "replay"})  # CUDA graphs: kernels follow at once
 _LASTING = frozenset(
     {
         Category.PARAMETER,
@@ -144,8 +145,10 @@ def _op_item(host: HostModel, op: Op, cost: Cost, place: int) -> Item:
     issue = host.seconds(op, cost.kernels)
     if cost.seconds <= 0:
         return Item(issue, None, place=place)
-    kind = Kind.COPY if cost.kind == "copy" else Kind.COMPUTE
-    return Item(issue, op, cost.seconds, kind, place=place)
+    if cost.kind == "copy":
+        return Item(issue, op, cost.seconds, Kind.COPY, place=place)
+    gap = 0.0 if op.through in _OF_GRAPHS else host.figures.number("kernels.gap")
+    return Item(issue, op, cost.seconds + gap, Kind.COMPUTE, place=place)
 
 
 def _order_item(host: HostModel, event: Event, place: int) -> Item:

@@ -1,4 +1,4 @@
-"""Memory of CUDA's reductions: sums, means and norms that many blocks of threads work on.
+"""CUDA's reductions: sums, means and norms that many blocks of threads work on.
 
 Where few results come of many elements, several blocks work on each result, and meet in
 global memory: partial results, and a counter for each group of results. How many do depends
@@ -7,8 +7,9 @@ on the layout and on the multiprocessors of the GPU, as in ``ATen/native/cuda/Re
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from math import prod
 
-__all__ = ["reduction_buffers"]
+__all__ = ["Reduction", "plan_reduction", "reduction_buffers"]
 
 _THREADS = 512  # of a block
 _THREADS_OF_A_PROCESSOR = 2048
@@ -21,6 +22,74 @@ class _Dim:
     size: int
     stride: int
     is_reduced: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """How the threads of a GPU share a reduction.
+
+    Attributes:
+        along: Whether neighbours in a block add up one result.
+        width: Threads of a block along the fastest dimension.
+        height: Threads of a block across it.
+        vector: Results that a thread works on.
+        grid: Blocks, for as many groups of results.
+        blocks: That work on each group, and meet in global memory.
+        values: That each thread adds up.
+    """
+
+    along: bool
+    width: int
+    height: int
+    vector: int
+    grid: int
+    blocks: int
+    values: int
+
+
+def plan_reduction(
+    shape: Sequence[int],
+    strides: Sequence[int],
+    reduced: Collection[int],
+    processors: int,
+) -> Reduction | None:
+    """As torch launches it; None without elements.
+
+    Args:
+        shape: Of what is reduced.
+        strides: Its layout, in elements.
+        reduced: The dimensions that go away.
+        processors: Multiprocessors of the GPU.
+    """
+    dims = _joined(shape, strides, reduced)
+    inner = [dim for dim in dims if dim.is_reduced]
+    outer = [dim for dim in dims if not dim.is_reduced]
+    num_inputs, num_outputs = _numel(inner), _numel(outer)
+    if num_inputs * num_outputs == 0:
+        return None
+    along = not outer or (bool(inner) and inner[0].stride < outer[0].stride)
+    fastest = (inner if along else outer)[0].stride if dims else 1
+    width, height = (num_inputs, num_outputs) if along else (num_outputs, num_inputs)
+    vector = 1
+    if fastest == 1 and along and width >= 128 and len(inner) == 1:
+        width //= 4
+    elif fastest == 1 and not along:
+        vector = _vector(outer, inner)
+        width //= vector
+    width, height = _block(width, height, _THREADS // vector)
+    step_in, step_out = (width, 1) if along else (1, width)
+    splits = _up(num_inputs, step_in) >= min(16 * height, _MOST)
+    if splits:
+        step_in *= height
+    else:  # each warp has results of its own
+        step_out *= height
+    grid = _up(num_outputs // vector, step_out)
+    values = _up(num_inputs, step_in)
+    target = processors * (_THREADS_OF_A_PROCESSOR // (width * height))
+    blocks = 1
+    if splits and values >= _MOST and grid <= target:
+        blocks = max(min(_up(target, grid), _up(values, _FEWEST)), _up(values, _MOST))
+    return Reduction(along, width, height, vector, grid, blocks, _up(values, blocks))
 
 
 def reduction_buffers(
@@ -39,37 +108,13 @@ def reduction_buffers(
         processors: Multiprocessors of the GPU.
         itemsize: Bytes of a partial result.
     """
-    dims = _joined(shape, strides, reduced)
-    inner = [dim for dim in dims if dim.is_reduced]
-    outer = [dim for dim in dims if not dim.is_reduced]
-    num_inputs, num_outputs = _numel(inner), _numel(outer)
-    if num_inputs * num_outputs == 0:
+    plan = plan_reduction(shape, strides, reduced, processors)
+    if plan is None or plan.blocks == 1:
         return ()
-    along = not outer or (bool(inner) and inner[0].stride < outer[0].stride)
-    fastest = (inner if along else outer)[0].stride if dims else 1
-    width, height = (num_inputs, num_outputs) if along else (num_outputs, num_inputs)
-    vector = 1  # results that a thread works on
-    if fastest == 1 and along and width >= 128 and len(inner) == 1:
-        width //= 4
-    elif fastest == 1 and not along:
-        vector = _vector(outer, inner)
-        width //= vector
-    width, height = _block(width, height, _THREADS // vector)
-    threads = width * height
-    step_in, step_out = (width, 1) if along else (1, width)
-    if _up(num_inputs, step_in) < min(16 * height, _MOST):
-        return ()  # each warp has results of its own
-    step_in *= height
-    grid = _up(num_outputs // vector, step_out)
-    target = processors * (_THREADS_OF_A_PROCESSOR // threads)
-    values = _up(num_inputs, step_in)
-    if values < _MOST or grid > target:
-        return ()
-    blocks = max(min(_up(target, grid), _up(values, _FEWEST)), _up(values, _MOST))
-    if blocks == 1:
-        return ()
-    partial = itemsize * num_outputs * blocks
-    return (partial if along else partial * width * vector), 4 * grid
+    kept = (size for place, size in enumerate(shape) if place not in reduced)
+    partial = itemsize * prod(kept) * plan.blocks
+    whole = partial if plan.along else partial * plan.width * plan.vector
+    return whole, 4 * plan.grid
 
 
 def _joined(

@@ -183,7 +183,7 @@ def test_a_bias_is_added_by_elements(pricer):
         return pricer.price(added).seconds - pricer.price(plain).seconds
 
     assert bias("float32") == pytest.approx(54e-6, rel=0.3)
-    assert bias("bfloat16") == pytest.approx(bias("float32"), rel=0.05)
+    assert bias("bfloat16") == pytest.approx(bias("float32"), rel=0.15)
 
 
 def test_the_gradient_of_a_bias_is_a_sum_over_images_and_places(pricer):

@@ -138,6 +138,21 @@ def test_only_the_last_step_counts():
     assert result.flops() == 2 * 4096**3
 
 
+def test_kernels_of_different_kinds_do_not_follow_at_once():
+    def body(script, **more):
+        for _ in range(3):
+            script.product(8192, **more)
+
+    plain = predict_time(two_steps(body), H100)
+    graph = predict_time(two_steps(lambda script: body(script, through="graph")), H100)
+    gap = Figures(H100).number("kernels.gap")
+    times = [
+        sum(item.work for item in each.program.items if item.event)
+        for each in (plain, graph)
+    ]
+    assert times[0] - times[1] == pytest.approx(3 * gap)
+
+
 def test_one_step_stands_for_a_steady_one_and_that_is_noted():
     script = Script()
     script.begin()
