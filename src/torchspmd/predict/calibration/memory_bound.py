@@ -6,8 +6,10 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+import torch.nn.functional as F
 
 from torchspmd.predict.calibration.meter import (
+    Call,
     Case,
     Limits,
     Measured,
@@ -416,6 +418,7 @@ def _time_operator(key: str, meter: Meter, operator: _Operator, size: int) -> Me
 def launches(meter: Meter, limits: Limits) -> Iterator[Case]:
     """The shortest kernel, and copies between host and device."""
     yield partial(_time_launch, "an empty kernel", meter)
+    yield partial(_time_gap, "kernels of several kinds", meter)
     for power in range(12, 31, 3):
         if 1 << power <= limits.nbytes:
             yield partial(_time_copies, "copies", meter, 1 << power)
@@ -427,6 +430,28 @@ def _time_launch(label: str, meter: Meter) -> Measured:
     small = meter.random(16)
     out = torch.empty_like(small)
     yield "launch.kernel", meter.device_seconds(lambda: torch.neg(small, out=out))
+
+
+def _time_gap(label: str, meter: Meter) -> Measured:
+    """How much later kernels of different kinds follow each other than those of one."""
+    del label
+    x, weight = meter.random(2048, 1024), meter.random(1024, 1024)
+    calls: list[Call] = [
+        lambda: x + x,
+        lambda: F.softmax(x, -1),
+        lambda: F.layer_norm(x, (1024,)),
+        lambda: x @ weight,
+        lambda: F.gelu(x),
+        lambda: x.sum(0),
+    ]
+
+    def together() -> None:
+        for call in calls:
+            call()
+
+    alone = sum(map(meter.device_seconds, calls))
+    gap = (meter.device_seconds(together) - alone) / len(calls)
+    yield "kernels.gap", max(gap, 0.0)
 
 
 def _time_copies(label: str, meter: Meter, nbytes: int) -> Measured:
