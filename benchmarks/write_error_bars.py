@@ -31,6 +31,7 @@ MEASURED = Path(__file__).parent / "measured"
 STEPS = MEASURED / "predicted_steps.csv"
 BARS = Path(__file__).parent.parent / "src/torchspmd/predict/validation.toml"
 GPU = "h200"
+_LATER_SETS = ("third", "fourth", "fifth", "sixth")
 
 
 class Bar(StrEnum):
@@ -105,7 +106,7 @@ def own_rows() -> Iterator[Step]:
 
 def jobs() -> Iterator[Step]:
     """Models of other kinds."""
-    for table in ("h200_jobs", "h200_jobs_third", "h200_jobs_fourth"):
+    for table in ("h200_jobs", *(f"h200_jobs_{each}" for each in _LATER_SETS)):
         measured = json.loads((MEASURED / f"{table}.json").read_text())
         for name, figures in measured.items():
             prediction = validate_jobs.predict(name, GPU)
