@@ -1075,8 +1075,8 @@ class ImageAttention(nn.Module):
         b, c, h, w = x.shape
         n = self.norm(x)
         q, k, v = (each(n).view(b, c, h * w) for each in (self.q, self.k, self.v))
-        weights = torch.einsum("bcq,bck->bqk", q, k) * c**-0.5
-        y = torch.einsum("bqk,bck->bcq", weights.softmax(-1), v)
+        weights = torch.einsum("bcq,bcs->bqs", q, k) * c**-0.5
+        y = torch.einsum("bqs,bcs->bcq", weights.softmax(-1), v)
         return x + self.o(y.reshape(b, c, h, w))
 
 
