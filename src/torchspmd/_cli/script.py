@@ -153,12 +153,15 @@ class StepWindow:
         hook = register_optimizer_step_post_hook(self._after_step)
         self._exits.callback(hook.remove)
         self._exits.enter_context(mock.patch.object(CompiledStep, "__call__", call))
+        self._exits.enter_context(self._rounds.noticing())
         follow(self)
         self._exits.callback(unfollow, self)
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._exits.close()
+        if idle := self._rounds.idle_text():
+            self._mode.ledger.note(idle)
 
     def enter(self, module: nn.Module) -> None:
         """A module is called: the first one since a step begins the next."""

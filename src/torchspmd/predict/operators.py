@@ -518,7 +518,7 @@ class Pricer:
                     seconds += self._copy(spec, _contiguous(spec))
         return seconds
 
-    def _padded(self, op: Op, nbytes: int) -> float:
+    def _constant_pad(self, op: Op, nbytes: int) -> float:
         """The result is filled, and the argument copied into it; or a part is copied."""
         before, after = (tensor_bytes(each[0]) for each in (op.inputs, op.outputs))
         filled = self._by_bytes("fill", after) if after > before else 0.0
@@ -812,7 +812,7 @@ _BY_NAME: Mapping[str, Callable[[Pricer, Op, int], float]] = {
     "select_backward": Pricer._part_backward,
     "slice_backward": Pricer._part_backward,
     "roll": Pricer._roll,
-    "constant_pad_nd": Pricer._padded,
+    "constant_pad_nd": Pricer._constant_pad,
 }
 
 

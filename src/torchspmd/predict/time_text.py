@@ -6,6 +6,7 @@ from torchspmd.predict.account import Part
 from torchspmd.predict.prediction import TimePrediction
 from torchspmd.predict.text import size_text
 from torchspmd.predict.time_suggestions import Gain
+from torchspmd.rehearse.recording import Synchronize
 
 __all__ = ["describe_time", "seconds_text"]
 
@@ -66,7 +67,8 @@ def _verdict(prediction: TimePrediction) -> Iterator[str]:
             f"of {dtype} ({peak / 1e12:.0f} TFLOP/s)."
         )
     issue = prediction.host_issue_seconds
-    if prediction.is_host_bound and issue < account.parts[Part.COMPUTE]:
+    waits = any(isinstance(e.event, Synchronize) for e in prediction.program.items)
+    if prediction.is_host_bound and waits and issue < account.parts[Part.COMPUTE]:
         yield (
             "HOST-BOUND: the host waits for the device within a step, as to read a value "
             "(.item()), and then the device for the host. Read less often; larger batches "

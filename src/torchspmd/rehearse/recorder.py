@@ -132,9 +132,6 @@ class Recorder:
         self._had_backward = False
         self._last_end: int | None = None
         self._rounds = Rounds()
-        self._optimizers: weakref.WeakSet[Optimizer] = (
-            weakref.WeakSet()
-        )  # of the script
         self.from_dtensor = False  # whether a DTensor's operator is under way
         self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._names: dict[int, str] = {}  # of parameters, by storage number
@@ -727,7 +724,7 @@ class Recorder:
         clearing = ExitStack()
         for owner in (Optimizer, nn.Module):
             clearing.enter_context(self._notice_clearing(owner))
-        clearing.enter_context(self._notice_optimizers())
+        clearing.enter_context(self._rounds.noticing())
         self._exits = [
             clearing.close,
             before.remove,
@@ -747,15 +744,6 @@ class Recorder:
 
         return mock.patch.object(owner, "zero_grad", noticed)
 
-    def _notice_optimizers(self) -> AbstractContextManager[Any]:
-        initialize = Optimizer.__init__
-
-        def noticed(of: Optimizer, *args: Any, **kwargs: Any) -> None:
-            initialize(of, *args, **kwargs)
-            self._optimizers.add(of)
-
-        return mock.patch.object(Optimizer, "__init__", noticed)
-
     def stop(self) -> None:
         """Stop; nothing is left behind."""
         self.calls.stop()
@@ -771,14 +759,8 @@ class Recorder:
 
     def _describe(self) -> None:
         """What there is of meshes and optimizers, at the end."""
-        idle = [each for each in self._optimizers if not self._rounds.has_seen(each)]
-        if idle and self.recording.steps:
-            kinds = ", ".join(sorted({type(each).__name__ for each in idle}))
-            self.values.note(
-                f"{len(idle)} of {len(self._optimizers)} optimizers ({kinds}) made no step "
-                "in what was rehearsed. If the script steps them in turn, rehearse more "
-                "steps (--skip, --steps)."
-            )
+        if idle := self._rounds.idle_text():
+            self.values.note(idle)
         meshes = [
             mesh
             for mesh in _torch.live_meshes()

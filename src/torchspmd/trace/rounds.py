@@ -1,7 +1,10 @@
 """Where a training iteration ends that steps several optimizers, as of a GAN."""
 
 import weakref
+from contextlib import AbstractContextManager
 from enum import Enum
+from typing import Any
+from unittest import mock
 
 from torch.optim.optimizer import Optimizer
 
@@ -28,6 +31,7 @@ class Rounds:
     """
 
     def __init__(self) -> None:
+        self._made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._last: weakref.ref[Optimizer] | None = None
 
@@ -45,6 +49,23 @@ class Rounds:
         self._last = weakref.ref(optimizer)
         return Turn.LAST if is_heir else Turn.NEW
 
-    def has_seen(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer has made a step."""
-        return optimizer in self._seen
+    def noticing(self) -> AbstractContextManager[Any]:
+        """Optimizers that are made inside, and take no step, are named afterwards."""
+        initialize = Optimizer.__init__
+
+        def noticed(of: Optimizer, *args: Any, **kwargs: Any) -> None:
+            initialize(of, *args, **kwargs)
+            self._made.add(of)
+
+        return mock.patch.object(Optimizer, "__init__", noticed)
+
+    def idle_text(self) -> str:
+        """Which optimizers made no step although others did; empty where all did."""
+        idle = [each for each in self._made if each not in self._seen]
+        if not idle or self._last is None:
+            return ""
+        kinds = ", ".join(sorted({type(each).__name__ for each in idle}))
+        return (
+            f"{len(idle)} of {len(self._made)} optimizers ({kinds}) made no step in those "
+            "that were run. If the script steps them in turn, run more (--skip, --steps)."
+        )

@@ -150,6 +150,15 @@ def test_optimizers_in_turn_make_one_step(tmp_path, capsys, skip, steps):
     )
 
 
+def test_optimizers_that_made_no_step_are_named(tmp_path, capsys):
+    """One step, of which nobody knows yet that another optimizer follows."""
+    script, out = tmp_path / "train.py", tmp_path / "report.json"
+    script.write_text(IN_TURN)
+    assert main(["trace", str(script), "--world-size", "8", "--out", str(out)]) == 0
+    assert "1 of 2 optimizers (AdamW) made no step in" in capsys.readouterr().out
+    assert any("(AdamW) made no step" in each for each in load_ledger(out).notes)
+
+
 @pytest.mark.parametrize(("skip", "steps"), [(0, 1), (1, 1), (3, 2), (1, 0)])
 def test_each_call_of_a_compiled_step_is_one_step(tmp_path, capsys, skip, steps):
     script, out = tmp_path / "train.py", tmp_path / "report.json"

@@ -853,6 +853,6 @@ def test_optimizers_that_made_no_step_are_named(rehearse):
         used.step()
     assert other.param_groups
     assert recording.notes == [
-        "1 of 2 optimizers (RMSprop) made no step in what was rehearsed. If the script "
-        "steps them in turn, rehearse more steps (--skip, --steps)."
+        "1 of 2 optimizers (RMSprop) made no step in those that were run. If the script "
+        "steps them in turn, run more (--skip, --steps)."
     ]
