@@ -49,6 +49,10 @@ NAMES = {
         densenet mobilenet deeplab bert_compiled gpt2_dropout llama_1b char_gpt
         conformer dcgan nerf
     """.split(),
+    "seventh": """
+        deit video muon retention super_resolution point_cloud dpo sorted_experts
+        fourier seq2seq soft_actor wgan_gp
+    """.split(),
 }
 _SECONDS = ("step_seconds", "host_issue_seconds", "compute_seconds")
 _BYTES = ("allocated_peak_bytes", "reserved_peak_bytes", "steady_bytes")

@@ -2416,3 +2416,545 @@ class Nerf(nn.Module):
         depths, _ = torch.sort(torch.cat([depths, more], -1), -1)
         sharp, _ = self.colored(self.fine, starts, directions, depths)
         return rough, sharp
+
+
+class DropPath(nn.Module):
+    """Leaves the branch out of some images."""
+
+    def __init__(self, chance: float) -> None:
+        super().__init__()
+        self.chance = chance
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training or self.chance == 0.0:
+            return x
+        kept = 1.0 - self.chance
+        mask = x.new_empty(x.shape[0], *([1] * (x.dim() - 1))).bernoulli_(kept)
+        return x * mask.div_(kept)
+
+
+class DeitBlock(nn.Module):
+    def __init__(self, width: int, heads: int, drop: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = (nn.LayerNorm(width, eps=1e-6) for _ in range(2))
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.gamma1, self.gamma2 = (
+            nn.Parameter(torch.full((width,), 1e-4)) for _ in range(2)
+        )
+        self.drop_path = DropPath(drop)
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        b, n, c = x.shape
+        qkv = self.qkv(x).reshape(b, n, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0)
+        y = F.scaled_dot_product_attention(q, k, v)
+        return self.proj(y.transpose(1, 2).reshape(b, n, c))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.drop_path(self.gamma1 * self.attend(self.norm1(x)))
+        h = self.fc2(F.gelu(self.fc1(self.norm2(x))))
+        return x + self.drop_path(self.gamma2 * h)
+
+
+class Deit(nn.Module):
+    """A ViT-B with layer scale and stochastic depth."""
+
+    def __init__(
+        self, width: int = 768, depth: int = 12, heads: int = 12, image: int = 224
+    ) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 16, 16)
+        self.token = nn.Parameter(torch.zeros(1, 1, width))
+        self.places = nn.Parameter(0.02 * torch.randn(1, (image // 16) ** 2, width))
+        rates = torch.linspace(0, 0.1, depth).tolist()
+        self.blocks = nn.ModuleList(DeitBlock(width, heads, rate) for rate in rates)
+        self.norm = nn.LayerNorm(width, eps=1e-6)
+        self.head = nn.Linear(width, 1000)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.patches(x).flatten(2).transpose(1, 2) + self.places
+        x = torch.cat((self.token.expand(x.shape[0], -1, -1), x), dim=1)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)[:, 0])
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, n, c = x.shape
+        q, k, v = (
+            each.view(b, n, self.heads, -1).transpose(1, 2)
+            for each in self.qkv(x).chunk(3, dim=-1)
+        )
+        y = F.scaled_dot_product_attention(q, k, v)
+        return self.out(y.transpose(1, 2).reshape(b, n, c))
+
+
+class SpaceTimeBlock(nn.Module):
+    """Of TimeSformer: a patch attends to its past and future, then to its frame."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.time, self.space = (SelfAttention(width, heads) for _ in range(2))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
+        self.mix = nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, n, c = x.shape
+        h = self.norms[0](x).transpose(1, 2).reshape(b * n, t, c)
+        x = x + self.mix(self.time(h)).view(b, n, t, c).transpose(1, 2)
+        h = self.norms[1](x).reshape(b * t, n, c)
+        x = x + self.space(h).view(b, t, n, c)
+        return x + self.mlp(self.norms[2](x))
+
+
+class VideoTransformer(nn.Module):
+    def __init__(
+        self,
+        width: int = 768,
+        depth: int = 12,
+        heads: int = 12,
+        frames: int = 16,
+        image: int = 224,
+    ) -> None:
+        super().__init__()
+        self.patches = nn.Conv3d(3, width, (2, 16, 16), stride=(2, 16, 16))
+        self.times = nn.Parameter(torch.zeros(1, frames // 2, 1, width))
+        self.places = nn.Parameter(torch.zeros(1, 1, (image // 16) ** 2, width))
+        self.blocks = nn.ModuleList(SpaceTimeBlock(width, heads) for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 400)
+
+    def forward(self, video: torch.Tensor) -> torch.Tensor:
+        x = self.patches(video).flatten(3).permute(0, 2, 3, 1)
+        x = x + self.times + self.places
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x).mean(dim=(1, 2)))
+
+
+class CappedBlock(nn.Module):
+    """Queries and keys are normed; the MLP squares what its ReLU leaves."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+        self.mixed = nn.Parameter(torch.tensor([1.0, 0.0]))
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        first: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+    ) -> torch.Tensor:
+        x = self.mixed[0] * x + self.mixed[1] * first
+        b, t, c = x.shape
+        qkv = self.qkv(F.rms_norm(x, (c,))).view(b, t, 3 * self.heads, -1)
+        q, k, v = qkv.chunk(3, dim=2)
+        q, k = (F.rms_norm(each, (each.size(-1),)) for each in (q, k))
+        q, k = (turned_halves(each.transpose(1, 2), cos, sin) for each in (q, k))
+        y = F.scaled_dot_product_attention(q, k, v.transpose(1, 2), is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(b, t, c))
+        return x + self.down(F.relu(self.up(F.rms_norm(x, (c,)))).square())
+
+
+class CappedGpt(nn.Module):
+    """As in speed runs of nanoGPT: its logits do not exceed 15."""
+
+    def __init__(
+        self,
+        width: int = 768,
+        depth: int = 12,
+        heads: int = 6,
+        words: int = 50304,
+        length: int = 1024,
+    ) -> None:
+        super().__init__()
+        self.words = nn.Embedding(words, width)
+        self.blocks = nn.ModuleList(CappedBlock(width, heads) for _ in range(depth))
+        self.head = nn.Linear(width, words, bias=False)
+        size = width // heads
+        rates = (1 / 1024) ** torch.linspace(0, 1, size // 2)
+        angles = torch.outer(torch.arange(length).float(), rates).repeat(1, 2)
+        self.register_buffer("cos", angles.cos().bfloat16(), persistent=False)
+        self.register_buffer("sin", angles.sin().bfloat16(), persistent=False)
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = first = F.rms_norm(self.words(ids), (self.words.embedding_dim,))
+        for block in self.blocks:
+            x = block(x, first, self.cos, self.sin)
+        logits = self.head(F.rms_norm(x, (x.size(-1),))).float()
+        logits = 15 * torch.tanh(logits / 15)
+        return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+
+
+class Retention(nn.Module):
+    """Chunks of a sentence; what came before one is a matrix that decays."""
+
+    def __init__(self, width: int, heads: int, chunk: int) -> None:
+        super().__init__()
+        self.heads, self.chunk = heads, chunk
+        self.q, self.k, self.v, self.gate, self.out = (
+            nn.Linear(width, width, bias=False) for _ in range(5)
+        )
+        self.norm = nn.GroupNorm(heads, width)
+        decay = torch.log(1 - 2.0 ** (-5 - torch.arange(heads).float()))[:, None]
+        place = torch.arange(chunk).float()
+        apart = place[:, None] - place[None, :]
+        within = torch.exp(decay[..., None] * apart).tril()
+        self.register_buffer("within", within)
+        self.register_buffer("since", torch.exp(decay * (place + 1))[..., None])
+        self.register_buffer("until", torch.exp(decay * (chunk - 1 - place))[..., None])
+        self.register_buffer("over", torch.exp(decay * chunk)[..., None])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, c = x.shape
+        shape = (b, t // self.chunk, self.chunk, self.heads, -1)
+        q, k, v = (
+            each(x).view(shape).permute(1, 0, 3, 2, 4)
+            for each in (self.q, self.k, self.v)
+        )
+        k = k * k.size(-1) ** -0.5
+        inner = ((q @ k.transpose(-1, -2)) * self.within) @ v
+        state, outer = q.new_zeros(b, self.heads, q.size(-1), v.size(-1)), []
+        for n in range(shape[1]):
+            outer.append((q[n] @ state) * self.since)
+            state = state * self.over + (k[n] * self.until).transpose(-1, -2) @ v[n]
+        y = (inner + torch.stack(outer)).permute(1, 0, 3, 2, 4).reshape(b * t, c)
+        y = self.norm(y).view(b, t, c)
+        return self.out(F.silu(self.gate(x)) * y)
+
+
+class RetNet(nn.Module):
+    def __init__(
+        self,
+        width: int = 1024,
+        depth: int = 12,
+        heads: int = 8,
+        words: int = 32000,
+        chunk: int = 256,
+    ) -> None:
+        super().__init__()
+        self.words = nn.Embedding(words, width)
+        self.retentions = nn.ModuleList(
+            Retention(width, heads, chunk) for _ in range(depth)
+        )
+        self.mlps = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+            )
+            for _ in range(depth)
+        )
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2 * depth + 1))
+        self.head = nn.Linear(width, words, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids)
+        for i, (retain, mlp) in enumerate(zip(self.retentions, self.mlps, strict=True)):
+            x = x + retain(self.norms[2 * i](x))
+            x = x + mlp(self.norms[2 * i + 1](x))
+        return self.head(self.norms[-1](x))
+
+
+class ChannelAttention(nn.Module):
+    """Of RCAN: two convolutions, and a weight for each channel."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            _conv3(channels, channels), nn.ReLU(True), _conv3(channels, channels)
+        )
+        self.weigh = nn.Sequential(
+            nn.AdaptiveAvgPool2d(1),
+            nn.Conv2d(channels, channels // 16, 1),
+            nn.ReLU(True),
+            nn.Conv2d(channels // 16, channels, 1),
+            nn.Sigmoid(),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.body(x)
+        return x + h * self.weigh(h)
+
+
+class SuperResolution(nn.Module):
+    """Images four times as wide and as high."""
+
+    def __init__(self, channels: int = 192, depth: int = 24) -> None:
+        super().__init__()
+        self.start = _conv3(3, channels)
+        self.body = nn.Sequential(
+            *(ChannelAttention(channels) for _ in range(depth)),
+            _conv3(channels, channels),
+        )
+        self.grow = nn.Sequential(
+            _conv3(channels, 4 * channels),
+            nn.PixelShuffle(2),
+            _conv3(channels, 4 * channels),
+            nn.PixelShuffle(2),
+            _conv3(channels, 3),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.start(x)
+        return self.grow(x + self.body(x))
+
+
+def neighbours(x: torch.Tensor, k: int) -> torch.Tensor:
+    """Of each point, its features less those of the ``k`` nearest, and its own."""
+    b, c, n = x.shape
+    with torch.no_grad():
+        squares = (x**2).sum(dim=1, keepdim=True)
+        nearness = 2 * torch.matmul(x.transpose(2, 1), x) - squares
+        nearness = nearness - squares.transpose(2, 1)
+        near = nearness.topk(k=k, dim=-1)[1]
+        near = (near + torch.arange(b, device=x.device).view(-1, 1, 1) * n).view(-1)
+    rows = x.transpose(2, 1).contiguous()
+    found = rows.view(b * n, c)[near].view(b, n, k, c)
+    own = rows.view(b, n, 1, c).expand(b, n, k, c)
+    return torch.cat((found - own, own), dim=3).permute(0, 3, 1, 2).contiguous()
+
+
+def _edge_conv(inputs: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(inputs, outputs, 1, bias=False),
+        nn.BatchNorm2d(outputs),
+        nn.LeakyReLU(0.2),
+    )
+
+
+class PointCloudNet(nn.Module):
+    """DGCNN: who is near is found again before each layer."""
+
+    def __init__(self, k: int = 20, classes: int = 40) -> None:
+        super().__init__()
+        self.k = k
+        pairs = ((6, 64), (128, 64), (128, 128), (256, 256))
+        self.layers = nn.ModuleList(_edge_conv(*pair) for pair in pairs)
+        self.joined = nn.Sequential(
+            nn.Conv1d(512, 1024, 1, bias=False), nn.BatchNorm1d(1024), nn.LeakyReLU(0.2)
+        )
+        self.head = nn.Sequential(
+            nn.Linear(2048, 512, bias=False),
+            nn.BatchNorm1d(512),
+            nn.LeakyReLU(0.2),
+            nn.Dropout(0.5),
+            nn.Linear(512, 256),
+            nn.BatchNorm1d(256),
+            nn.LeakyReLU(0.2),
+            nn.Dropout(0.5),
+            nn.Linear(256, classes),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = []
+        for layer in self.layers:
+            x = layer(neighbours(x, self.k)).max(dim=-1)[0]
+            found.append(x)
+        x = self.joined(torch.cat(found, dim=1))
+        largest = F.adaptive_max_pool1d(x, 1).squeeze(-1)
+        mean = F.adaptive_avg_pool1d(x, 1).squeeze(-1)
+        return self.head(torch.cat((largest, mean), dim=1))
+
+
+class SortedExperts(nn.Module):
+    """Two experts a token: tokens in the order of their experts, each of which runs."""
+
+    def __init__(self, width: int, hidden: int, experts: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, experts, bias=False)
+        self.experts = nn.ModuleList(SwiGlu(width, hidden) for _ in range(experts))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.view(-1, x.size(-1))
+        chances = F.softmax(self.gate(flat), dim=-1, dtype=torch.float32)
+        weights, chosen = chances.topk(2, dim=-1)
+        weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
+        order = chosen.view(-1).argsort()
+        counts = torch.bincount(chosen.view(-1), minlength=len(self.experts)).tolist()
+        rows = order // 2
+        parts = flat[rows].split(counts)
+        made = [expert(part) for expert, part in zip(self.experts, parts, strict=True)]
+        scaled = torch.cat(made) * weights.view(-1)[order, None]
+        return torch.zeros_like(flat).index_add_(0, rows, scaled).view_as(x)
+
+
+class SortedExpertsGpt(nn.Module):
+    def __init__(
+        self,
+        width: int = 1024,
+        depth: int = 8,
+        heads: int = 16,
+        hidden: int = 2816,
+        experts: int = 8,
+        words: int = 32000,
+    ) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(words, width), nn.Embedding(1024, width)
+        self.attentions = nn.ModuleList(
+            CausalAttention(width, heads) for _ in range(depth)
+        )
+        self.experts = nn.ModuleList(
+            SortedExperts(width, hidden, experts) for _ in range(depth)
+        )
+        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2 * depth + 1))
+        self.head = nn.Linear(width, words, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids) + self.places(torch.arange(ids.size(1), device=ids.device))
+        for i, (attend, mlp) in enumerate(
+            zip(self.attentions, self.experts, strict=True)
+        ):
+            x = x + attend(self.norms[2 * i](x))
+            x = x + mlp(self.norms[2 * i + 1](x))
+        return self.head(self.norms[-1](x))
+
+
+class SpectralConv(nn.Module):
+    """A product with each of the lowest frequencies."""
+
+    def __init__(self, channels: int, modes: int) -> None:
+        super().__init__()
+        self.modes = modes
+        shape = (channels, channels, modes, modes)
+        self.low, self.high = (
+            nn.Parameter(torch.rand(shape, dtype=torch.cfloat) / channels**2)
+            for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, c, h, w = x.shape
+        m = self.modes
+        seen = torch.fft.rfft2(x)
+        out = torch.zeros(b, c, h, w // 2 + 1, dtype=torch.cfloat, device=x.device)
+        out[:, :, :m, :m] = torch.einsum(
+            "bixy,ioxy->boxy", seen[:, :, :m, :m], self.low
+        )
+        out[:, :, -m:, :m] = torch.einsum(
+            "bixy,ioxy->boxy", seen[:, :, -m:, :m], self.high
+        )
+        return torch.fft.irfft2(out, s=(h, w))
+
+
+class FourierOperator(nn.Module):
+    """From one field to the next, as in FNO."""
+
+    def __init__(self, channels: int = 64, modes: int = 24, depth: int = 4) -> None:
+        super().__init__()
+        self.lift, self.fall = nn.Linear(3, channels), nn.Linear(channels, 128)
+        self.spectral = nn.ModuleList(
+            SpectralConv(channels, modes) for _ in range(depth)
+        )
+        self.pointwise = nn.ModuleList(
+            nn.Conv2d(channels, channels, 1) for _ in range(depth)
+        )
+        self.last = nn.Linear(128, 1)
+
+    def forward(self, field: torch.Tensor) -> torch.Tensor:
+        b, h, w, _ = field.shape
+        rows = torch.linspace(0, 1, h, device=field.device).view(1, h, 1, 1)
+        columns = torch.linspace(0, 1, w, device=field.device).view(1, 1, w, 1)
+        grid = (rows.expand(b, h, w, 1), columns.expand(b, h, w, 1))
+        x = self.lift(torch.cat((field, *grid), dim=-1)).permute(0, 3, 1, 2)
+        for i, (far, near) in enumerate(
+            zip(self.spectral, self.pointwise, strict=True)
+        ):
+            x = far(x) + near(x)
+            if i + 1 < len(self.spectral):
+                x = F.gelu(x)
+        x = F.gelu(self.fall(x.permute(0, 2, 3, 1)))
+        return self.last(x)
+
+
+class AttendingGru(nn.Module):
+    """A word at a time; before each, a look at the sentence to translate."""
+
+    def __init__(self, words: int = 10000, size: int = 256, hidden: int = 512) -> None:
+        super().__init__()
+        self.hidden = hidden
+        self.source, self.target = (nn.Embedding(words, size) for _ in range(2))
+        self.encoder = nn.GRU(size, hidden, bidirectional=True, batch_first=True)
+        self.start = nn.Linear(2 * hidden, hidden)
+        self.keys = nn.Linear(2 * hidden, hidden, bias=False)
+        self.query, self.energy = nn.Linear(hidden, hidden), nn.Linear(hidden, 1)
+        self.cell = nn.GRUCell(size + 2 * hidden, hidden)
+        self.drop = nn.Dropout(0.3)
+        self.out = nn.Linear(3 * hidden + size, words)
+
+    def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        seen, last = self.encoder(self.drop(self.source(source)))
+        keys = self.keys(seen)
+        state = torch.tanh(self.start(torch.cat((last[0], last[1]), dim=-1)))
+        hidden = source.eq(0)
+        found = []
+        for word in self.drop(self.target(target)).unbind(1):
+            energy = self.energy(torch.tanh(keys + self.query(state)[:, None]))
+            energy = energy.squeeze(-1).masked_fill(hidden, -1e9)
+            look = torch.bmm(energy.softmax(-1)[:, None], seen).squeeze(1)
+            state = self.cell(torch.cat((word, look), dim=-1), state)
+            found.append(self.out(torch.cat((state, look, word), dim=-1)))
+        return torch.stack(found, dim=1)
+
+
+def _two_hidden(inputs: int, outputs: int, width: int = 256) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(inputs, width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
+        nn.Linear(width, outputs),
+    )
+
+
+class SoftActor(nn.Module):
+    """An action and its logarithmic chance, by the reparametrized normal law."""
+
+    def __init__(self, seen: int, actions: int) -> None:
+        super().__init__()
+        self.body = _two_hidden(seen, 2 * actions)
+
+    def forward(self, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mean, spread = self.body(seen).chunk(2, dim=-1)
+        law = torch.distributions.Normal(mean, spread.clamp(-20, 2).exp())
+        drawn = law.rsample()
+        action = torch.tanh(drawn)
+        chance = law.log_prob(drawn) - torch.log(1 - action.pow(2) + 1e-6)
+        return action, chance.sum(-1, keepdim=True)
+
+
+class TwinCritic(nn.Module):
+    def __init__(self, seen: int, actions: int) -> None:
+        super().__init__()
+        self.one, self.two = (_two_hidden(seen + actions, 1) for _ in range(2))
+
+    def forward(
+        self, seen: torch.Tensor, action: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        both = torch.cat((seen, action), dim=-1)
+        return self.one(both), self.two(both)
+
+
+def plain_critic(width: int = 64) -> nn.Sequential:
+    """Of WGAN-GP: no batch norms, for each image has a penalty of its own."""
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 5, 2, 2), nn.LeakyReLU(0.2)]
+    for times in (1, 2, 4):
+        layers += [
+            nn.Conv2d(times * width, 2 * times * width, 5, 2, 2),
+            nn.GroupNorm(1, 2 * times * width),
+            nn.LeakyReLU(0.2),
+        ]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(16 * 8 * width, 1))

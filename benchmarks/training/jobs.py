@@ -10,6 +10,7 @@ import contextlib
 import copy
 import itertools
 import json
+import random
 import statistics
 import sys
 from collections.abc import Callable, Iterable
@@ -22,15 +23,18 @@ import torch.nn.functional as F
 from job_models import (
     ActorCritic,
     AlibiGpt,
+    AttendingGru,
     AudioEncoder,
     BasicBlock,
     Bert,
+    CappedGpt,
     CharLstm,
     Classifier,
     Conformer,
     ConvNext,
     Ddpm,
     DeepLab,
+    Deit,
     DenseNet,
     Distilled,
     DiT,
@@ -39,6 +43,7 @@ from job_models import (
     EfficientNet,
     ExpertGpt,
     Forecaster,
+    FourierOperator,
     GatedMlp,
     GraphNetwork,
     GroupedBottleneck,
@@ -58,12 +63,19 @@ from job_models import (
     PlainGpt,
     PlainLlama,
     PlainVit,
+    PointCloudNet,
     ResNet50,
+    RetNet,
+    SoftActor,
+    SortedExpertsGpt,
     SquaredGpt,
     Summarizer,
+    SuperResolution,
     Swin,
     Translator,
+    TwinCritic,
     UNet,
+    VideoTransformer,
     VolumeUNet,
     WaveNet,
     WordyGpt,
@@ -72,6 +84,7 @@ from job_models import (
     discriminator,
     generator,
     image_net,
+    plain_critic,
     wide_mlp,
 )
 from torch import nn
@@ -1214,6 +1227,306 @@ def nerf() -> Job:
     )
 
 
+# ----------------------------------------------------------------------------
+# The seventh set: predicted before it was measured, and nothing was made with it.
+
+
+class Lion(torch.optim.Optimizer):
+    """Steps by the sign of the momentum."""
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], lr: float, decay: float
+    ) -> None:
+        super().__init__(parameters, {"lr": lr, "decay": decay})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        """As in the paper, by lists."""
+        for group in self.param_groups:
+            parameters = [each for each in group["params"] if each.grad is not None]
+            for each in parameters:
+                if "momentum" not in self.state[each]:
+                    self.state[each]["momentum"] = torch.zeros_like(each)
+            grads = [each.grad for each in parameters]
+            momenta = [self.state[each]["momentum"] for each in parameters]
+            updates = torch._foreach_mul(momenta, 0.9)
+            torch._foreach_add_(updates, grads, alpha=0.1)
+            updates = torch._foreach_sign(updates)
+            torch._foreach_mul_(parameters, 1 - group["lr"] * group["decay"])
+            torch._foreach_add_(parameters, updates, alpha=-group["lr"])
+            torch._foreach_lerp_(momenta, grads, 0.01)
+
+
+def deit() -> Job:
+    """Two images in one, and its two classes; a large batch."""
+    with CUDA:
+        model = Deit()
+    x, y = images(384, 3, 224, 224), tokens(1000, 384)
+
+    def loss() -> torch.Tensor:
+        part = random.betavariate(0.8, 0.8)
+        mixed = part * x + (1 - part) * x.flip(0)
+        hot = torch.full((384, 1000), 0.1 / 1000, device=CUDA)
+        hot.scatter_(1, y[:, None], 0.9 + 0.1 / 1000)
+        target = part * hot + (1 - part) * hot.flip(0)
+        return -(target * model(mixed).log_softmax(-1)).sum(-1).mean()
+
+    return Job(
+        model,
+        loss,
+        lambda each: by_decay(each, 4e-3, 0.05),
+        torch.bfloat16,
+        clears_first=True,
+        ema=0.9999,
+    )
+
+
+def video() -> Job:
+    """Sixteen frames; each block is compiled."""
+    with CUDA:
+        model = VideoTransformer()
+    for block in model.blocks:
+        block.compile()
+    x, y = images(12, 3, 16, 224, 224), tokens(400, 12)
+    return Job(
+        model,
+        lambda: F.cross_entropy(model(x), y, label_smoothing=0.1),
+        lambda each: torch.optim.SGD(
+            each, lr=0.005, momentum=0.9, nesterov=True, weight_decay=1e-4
+        ),
+        torch.bfloat16,
+        clips=False,
+        clears_first=True,
+    )
+
+
+def muon() -> Step:
+    """Matrices by Muon, the rest by Adam; the model is compiled."""
+    with CUDA:
+        model = CappedGpt()
+    compiled = torch.compile(model)
+    x, y = tokens(50304, 16, 1024), tokens(50304, 16, 1024)
+    matrices = [each for each in model.blocks.parameters() if each.dim() == 2]
+    scales = [each for each in model.blocks.parameters() if each.dim() < 2]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=0.02, weight_decay=0.0),
+        torch.optim.Adam(
+            [
+                {"params": [model.words.weight], "lr": 0.3},
+                {"params": [model.head.weight], "lr": 0.002},
+                {"params": scales, "lr": 0.02},
+            ],
+            betas=(0.8, 0.95),
+            fused=True,
+        ),
+    ]
+
+    def step() -> None:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = compiled(x, y)
+        loss.backward()
+        for each in optimizers:
+            each.step()
+        model.zero_grad(set_to_none=True)
+
+    return step
+
+
+def retention() -> Job:
+    """In bfloat16, four batches a step."""
+    with CUDA:
+        model = RetNet().to(torch.bfloat16)
+    x, y = tokens(32000, 4, 2048), tokens(32000, 4, 2048)
+    return Job(
+        model,
+        lambda: F.cross_entropy(model(x).flatten(0, 1), y.flatten()),
+        lambda each: Lion(each, 1e-4, 1.0),
+        micro_batches=4,
+    )
+
+
+def super_resolution() -> Job:
+    torch.backends.cudnn.benchmark = True
+    with CUDA:
+        model = SuperResolution().to(memory_format=torch.channels_last)
+    x, y = images(32, 3, 48, 48, last=True), images(32, 3, 192, 192, last=True)
+    return Job(
+        model,
+        lambda: F.l1_loss(model(x), y),
+        lambda each: torch.optim.Adam(each, lr=1e-4, betas=(0.9, 0.99)),
+        torch.float16,
+        scaled=True,
+        clips=False,
+        clears_first=True,
+        schedule=lambda each: torch.optim.lr_scheduler.StepLR(each, 200),
+    )
+
+
+def point_cloud() -> Job:
+    """Points of objects to their class; all in 32 bits."""
+    with CUDA:
+        model = PointCloudNet()
+    x, y = torch.randn(32, 3, 1024, device=CUDA), tokens(40, 32)
+    return Job(
+        model,
+        lambda: F.cross_entropy(model(x), y, label_smoothing=0.2),
+        lambda each: torch.optim.SGD(each, lr=0.1, momentum=0.9, weight_decay=1e-4),
+        clips=False,
+        clears_first=True,
+        schedule=lambda each: torch.optim.lr_scheduler.CosineAnnealingLR(each, 250),
+    )
+
+
+def dpo() -> Job:
+    """The better of two answers should be likelier than for a frozen copy."""
+    with CUDA:
+        policy = HalvesLlama(1536, 16, 12, 4096, 32000, 1024).to(torch.bfloat16)
+    frozen = copy.deepcopy(policy).eval().requires_grad_(False)
+    ids = tokens(32000, 8, 1024)  # four better answers, and four worse ones
+    answers = torch.arange(1024, device=CUDA) >= torch.tensor(
+        [[200], [300], [150], [400]] * 2, device=CUDA
+    )
+
+    def likelihoods(model: nn.Module) -> torch.Tensor:
+        logs = model(ids)[:, :-1].float().log_softmax(-1)
+        each = torch.gather(logs, 2, ids[:, 1:, None]).squeeze(2)
+        return (each * answers[:, 1:]).sum(-1)
+
+    def loss() -> torch.Tensor:
+        better, worse = likelihoods(policy).chunk(2)
+        with torch.no_grad():
+            was_better, was_worse = likelihoods(frozen).chunk(2)
+        gained = (better - worse) - (was_better - was_worse)
+        return -F.logsigmoid(0.1 * gained).mean()
+
+    return Job(policy, loss, lambda each: torch.optim.RMSprop(each, lr=5e-7))
+
+
+def sorted_experts() -> Job:
+    with CUDA:
+        model = SortedExpertsGpt().to(torch.bfloat16)
+    x, y = tokens(32000, 8, 1024), tokens(32000, 8, 1024)
+    return Job(
+        model,
+        lambda: F.cross_entropy(model(x).flatten(0, 1).float(), y.flatten()),
+    )
+
+
+def fourier() -> Job:
+    """Fields of 128 x 128 to later ones; all in 32 bits, a part of it complex."""
+    with CUDA:
+        model = FourierOperator()
+    x, y = torch.randn(32, 128, 128, 1, device=CUDA), images(32, 128, 128, 1)
+
+    def loss() -> torch.Tensor:
+        off = torch.linalg.vector_norm((model(x) - y).flatten(1), dim=1)
+        return (off / torch.linalg.vector_norm(y.flatten(1), dim=1)).sum()
+
+    return Job(
+        model,
+        loss,
+        lambda each: torch.optim.Adam(each, lr=1e-3, weight_decay=1e-4),
+        clips=False,
+        clears_first=True,
+    )
+
+
+def seq2seq() -> Job:
+    """Word after word, in 32 bits."""
+    with CUDA:
+        model = AttendingGru()
+    source, target = tokens(10000, 128, 40), tokens(10000, 128, 41)
+    x, y = target[:, :-1], target[:, 1:]
+    return Job(
+        model,
+        lambda: F.cross_entropy(
+            model(source, x).flatten(0, 1), y.flatten(), ignore_index=0
+        ),
+        lambda each: torch.optim.Adam(each, lr=1e-3),
+        clears_first=True,
+        logs=True,
+    )
+
+
+def soft_actor() -> Step:
+    """SAC: four updates from what was seen before, with three optimizers."""
+    seen, actions = 17, 6
+    with CUDA:
+        actor, critic = SoftActor(seen, actions), TwinCritic(seen, actions)
+        target = copy.deepcopy(critic).requires_grad_(False)
+        heat = torch.zeros(1, requires_grad=True)
+        before, after = (torch.randn(100_000, seen) for _ in range(2))
+        acted = 2 * torch.rand(100_000, actions) - 1
+        rewards, goes_on = torch.randn(100_000, 1), torch.ones(100_000, 1)
+    for_actor = torch.optim.Adam(actor.parameters(), lr=3e-4)
+    for_critic = torch.optim.Adam(critic.parameters(), lr=1e-3)
+    for_heat = torch.optim.Adam([heat], lr=1e-3)
+
+    def update() -> None:
+        rows = torch.randint(0, 100_000, (256,), device=CUDA)
+        s, a, r, n = before[rows], acted[rows], rewards[rows], after[rows]
+        alpha = heat.exp().detach()
+        with torch.no_grad():
+            action, chance = actor(n)
+            worth = torch.min(*target(n, action)) - alpha * chance
+            goal = r + 0.99 * goes_on[rows] * worth
+        one, two = critic(s, a)
+        for_critic.zero_grad()
+        (F.mse_loss(one, goal) + F.mse_loss(two, goal)).backward()
+        for_critic.step()
+        action, chance = actor(s)
+        for_actor.zero_grad()
+        (alpha * chance - torch.min(*critic(s, action))).mean().backward()
+        for_actor.step()
+        for_heat.zero_grad()
+        (-heat.exp() * (chance.detach() - actions)).mean().backward()
+        for_heat.step()
+        with torch.no_grad():
+            pairs = zip(target.parameters(), critic.parameters(), strict=True)
+            for old, new in pairs:
+                old.mul_(0.995)
+                old.add_(0.005 * new)
+
+    def step() -> None:
+        for _ in range(4):
+            update()
+
+    return step
+
+
+def wgan_gp() -> Step:
+    """Five steps of the critic to one; its gradient should have length one."""
+    with CUDA:
+        g, d = generator(128, 64), plain_critic()
+    for_d = torch.optim.Adam(d.parameters(), lr=1e-4, betas=(0.0, 0.9))
+    for_g = torch.optim.Adam(g.parameters(), lr=1e-4, betas=(0.0, 0.9))
+    real = images(64, 3, 64, 64)
+
+    def penalty(fake: torch.Tensor) -> torch.Tensor:
+        part = torch.rand(64, 1, 1, 1, device=CUDA)
+        between = (part * real + (1 - part) * fake).requires_grad_(True)
+        scores = d(between)
+        (slope,) = torch.autograd.grad(
+            scores, between, torch.ones_like(scores), create_graph=True
+        )
+        return ((slope.flatten(1).norm(2, dim=1) - 1) ** 2).mean()
+
+    def step() -> None:
+        for _ in range(5):
+            with torch.no_grad():
+                fake = g(torch.randn(64, 128, 1, 1, device=CUDA))
+            for_d.zero_grad()
+            worse = d(fake).mean() - d(real).mean()
+            (worse + 10 * penalty(fake)).backward()
+            for_d.step()
+        for_g.zero_grad()
+        (-d(g(torch.randn(64, 128, 1, 1, device=CUDA))).mean()).backward()
+        for_g.step()
+        print(f"{worse.item():.3f}", file=sys.stderr)
+
+    return step
+
+
 SETS: dict[str, list[Callable[[], Job | Step]]] = {
     "first": [
         gpt2_medium,
@@ -1297,6 +1610,20 @@ SETS: dict[str, list[Callable[[], Job | Step]]] = {
         conformer,
         dcgan,
         nerf,
+    ],
+    "seventh": [
+        deit,
+        video,
+        muon,
+        retention,
+        super_resolution,
+        point_cloud,
+        dpo,
+        sorted_experts,
+        fourier,
+        seq2seq,
+        soft_actor,
+        wgan_gp,
     ],
 }
 
@@ -1390,6 +1717,7 @@ def train(job: Job | Step, steps: int) -> dict[str, float]:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
+    random.seed(0)
     if len(sys.argv) < 2 or sys.argv[1] not in BUILDERS:
         raise SystemExit(f"Name one of {', '.join(BUILDERS)}.")
     count = int(sys.argv[2]) if len(sys.argv) > 2 else 15
