@@ -2643,10 +2643,10 @@ class RetNet(nn.Module):
     def __init__(
         self,
         width: int = 1024,
-        depth: int = 12,
+        depth: int = 8,
         heads: int = 8,
         words: int = 32000,
-        chunk: int = 256,
+        chunk: int = 512,
     ) -> None:
         super().__init__()
         self.words = nn.Embedding(words, width)
@@ -2921,7 +2921,7 @@ def _two_hidden(inputs: int, outputs: int, width: int = 256) -> nn.Sequential:
 
 
 class SoftActor(nn.Module):
-    """An action and its logarithmic chance, by the reparametrized normal law."""
+    """An action and its logarithmic chance, by the normal law, with a gradient."""
 
     def __init__(self, seen: int, actions: int) -> None:
         super().__init__()

@@ -1287,7 +1287,7 @@ def video() -> Job:
         model = VideoTransformer()
     for block in model.blocks:
         block.compile()
-    x, y = images(12, 3, 16, 224, 224), tokens(400, 12)
+    x, y = images(24, 3, 16, 224, 224), tokens(400, 24)
     return Job(
         model,
         lambda: F.cross_entropy(model(x), y, label_smoothing=0.1),
@@ -1336,7 +1336,7 @@ def retention() -> Job:
     """In bfloat16, four batches a step."""
     with CUDA:
         model = RetNet().to(torch.bfloat16)
-    x, y = tokens(32000, 4, 2048), tokens(32000, 4, 2048)
+    x, y = tokens(32000, 8, 2048), tokens(32000, 8, 2048)
     return Job(
         model,
         lambda: F.cross_entropy(model(x).flatten(0, 1), y.flatten()),
@@ -1449,7 +1449,7 @@ def seq2seq() -> Job:
 
 
 def soft_actor() -> Step:
-    """SAC: four updates from what was seen before, with three optimizers."""
+    """SAC: an update from what was seen before, with three optimizers."""
     seen, actions = 17, 6
     with CUDA:
         actor, critic = SoftActor(seen, actions), TwinCritic(seen, actions)
@@ -1462,7 +1462,7 @@ def soft_actor() -> Step:
     for_critic = torch.optim.Adam(critic.parameters(), lr=1e-3)
     for_heat = torch.optim.Adam([heat], lr=1e-3)
 
-    def update() -> None:
+    def step() -> None:
         rows = torch.randint(0, 100_000, (256,), device=CUDA)
         s, a, r, n = before[rows], acted[rows], rewards[rows], after[rows]
         alpha = heat.exp().detach()
@@ -1486,10 +1486,6 @@ def soft_actor() -> Step:
             for old, new in pairs:
                 old.mul_(0.995)
                 old.add_(0.005 * new)
-
-    def step() -> None:
-        for _ in range(4):
-            update()
 
     return step
 

@@ -1,6 +1,7 @@
 """The table of predicted and measured memory: its arithmetic, and that its rows parse."""
 
 import json
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -147,6 +148,28 @@ def test_a_job_is_compared_with_what_it_printed(tmp_path, capsys):
     ):
         validate_jobs.main()
     assert "mlp" in capsys.readouterr().out
+
+
+def test_a_job_that_cannot_be_predicted_is_told_with_its_error(tmp_path, capsys):
+    memory = dict.fromkeys(validate_jobs._BYTES, 1 << 20)
+    told = {
+        "mlp": {"step_seconds": 0.009, "memory": memory},
+        "ppo": {"error": "no flops.complex64"},
+    }
+    real = {"ms": 10.0, "allocated": 1 << 20, "reserved": 1 << 20, "steady": 1 << 20}
+    file = tmp_path / "jobs.json"
+    file.write_text(json.dumps(dict.fromkeys(told, real)))
+    with (
+        mock.patch.object(sys, "argv", ["validate_jobs.py", "--measured", str(file)]),
+        mock.patch.object(validate_jobs, "predict", lambda name, _: told[name]),
+    ):
+        validate_jobs.main()
+    assert "ppo: no flops.complex64" in capsys.readouterr().out
+    failure = subprocess.CompletedProcess(
+        [], 2, "", f"...\n{validate_jobs.SCRIPT} failed\n"
+    )
+    with mock.patch.object(validate_jobs.subprocess, "run", return_value=failure):
+        assert validate_jobs.predict("ppo", "h200") == {"error": "jobs.py failed"}
 
 
 def test_jobs_are_compared_with_what_was_predicted_before(tmp_path, capsys):
