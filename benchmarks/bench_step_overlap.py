@@ -178,7 +178,10 @@ def balance(
     names = list(BASES) if is_compiled and options.device == "cuda" else list(BASES)[:1]
 
     def alone(name: str) -> Measured:
-        return measure_slowest(run, name, workload, 3, getattr(options, "cache", None))
+        cache = getattr(options, "cache", None)
+        found = measure_slowest(run, name, workload, 3, cache)
+        tell(workload, name, found)
+        return found
 
     for _ in range(0 if batch else 2):
         found = workload.batch * ratio * wire / alone(names[-1]).seconds
@@ -191,7 +194,10 @@ def time_wires(
     run: Runner, workload: Workload, families: list[Family]
 ) -> dict[Family, float]:
     found = run(measure_wires, families, workload, 3)
-    return {each: max(rank[each] for rank in found) for each in families}
+    slowest = {each: max(rank[each] for rank in found) for each in families}
+    for each, seconds in slowest.items():
+        print(f"{workload}, {each.value}: {seconds * 1e3:.1f} ms", file=sys.stderr)
+    return slowest
 
 
 def measure_slowest(
@@ -217,10 +223,15 @@ def attempt(
         last = str(error).strip().splitlines()[-1]
         print(f"{name}: {error}", file=sys.stderr)
         return f"failed: {last[:40]}"
+    tell(workload, name, found)
+    return found
+
+
+def tell(workload: Workload, name: str, found: Measured) -> None:
+    """At once: a run that is cut off has no table."""
     told = f"{found.seconds * 1e3:.1f} ms, start {found.start:.1f} s"
     told += f", {found.peak / 2**30:.2f} GiB" if found.peak else ""
     print(f"{workload}, {name}: {told}", file=sys.stderr)
-    return found
 
 
 def run_shaped(rate: str) -> int:

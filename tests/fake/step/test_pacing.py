@@ -304,33 +304,39 @@ WIRE = 64 * 2**20 / 1e9  # seconds of all gradients at 1 GB/s
 
 
 def bucket_size(latency, network=1e9, computing=1.0):
-    """For 16 gradients of 4 MiB, on 2 ranks; ``computing`` seconds go into the first."""
+    """For 16 gradients of 4 MiB, on 2 ranks, that ``computing`` seconds go into."""
     gradients = [torch.empty(2**20, device="meta") for _ in range(16)]
 
-    def step(first, *others):
-        return [all_reduce(grad) for grad in (first.relu(), *others)]
+    def step(*sources):
+        return [all_reduce(source.relu()) for source in sources]
 
     with fake_world(2):
         cost = CostModel(
             memory_bytes=1e30,
             network_bytes=network,
-            launch_seconds=computing,
+            launch_seconds=computing / 16,
             latency_seconds=latency,
         )
         return choose_bucket_size(captured(step, *gradients), cost)
 
 
 def test_buckets_grow_with_the_latency():
-    assert bucket_size(WIRE) == 32.0  # twice the root of one: two buckets
+    assert bucket_size(WIRE / 64) == 4.0
     assert bucket_size(WIRE / 16) == 8.0
     assert bucket_size(WIRE / 16, network=4e9) == 16.0
 
 
 def test_buckets_are_larger_where_the_wire_is_the_limit():
-    assert bucket_size(WIRE / 16, computing=WIRE) == 8.0
+    assert bucket_size(WIRE / 16, computing=WIRE * 2) == 8.0
     assert bucket_size(WIRE / 16, computing=WIRE / 4) == 32.0
     between = bucket_size(WIRE / 16, computing=WIRE * 0.75)
-    assert 8.0 < between < 16.0
+    assert 8.0 < between < 32.0
+
+
+def test_buckets_grow_until_the_wire_would_wait_for_them():
+    # By the roots alone 4 and 32 MiB.
+    assert bucket_size(WIRE / 64, computing=WIRE) == 8.0
+    assert bucket_size(WIRE / 64, computing=WIRE / 16) == 64.0  # all is there at once
 
 
 def test_buckets_are_neither_tiny_nor_huge():

@@ -14,7 +14,7 @@ from typing import Any, Literal, Self, final
 import torch.distributed as dist
 from torch import fx
 
-from torchspmd.comm import Kind
+from torchspmd.comm import CommEvent, Kind
 from torchspmd.errors import PassWarning, UsageError
 from torchspmd.step.deferral.module import IterGraphModule
 from torchspmd.step.graph.argument_checks import (
@@ -38,6 +38,9 @@ Pass = Callable[[IterGraphModule], Any]
 Overlap = bool | Literal["auto"]
 
 _SMALLEST_MB, _LARGEST_MB, _MORE = 1.0, 64.0, 2.0
+_FIRST_MB = 1.0  # that close the first bucket
+# Larger buckets that are tried, and what a step must come down to for one of them.
+_FACTORS, _GAIN = (1.5, 2.0, 3.0, 4.0), 0.99
 _IN_FLIGHT = 2  # buckets that are gathered where memory is at its peak
 _KEPT = 0.01  # of the peak memory
 
@@ -132,7 +135,8 @@ def choose_bucket_size(gm: Any, cost: CostModel | None = None) -> float:
     w seconds on the network and l seconds each to begin, w / n + n * l is least where n is
     the root of w / l; where computing takes longer, most of n * l is hidden, so there are
     twice as many. Where the network is the limit it is idle until the first bucket is
-    computed: there computing counts instead of w.
+    computed: there computing counts instead of w. If gradients become ready faster than
+    the network sends them, larger buckets may save latencies; they are simulated.
     """
     check_cost(cost, "choose_bucket_size")
     cost = _or_guess(gm, cost)
@@ -147,7 +151,56 @@ def choose_bucket_size(gm: Any, cost: CostModel | None = None) -> float:
     shorter = min(wire, computing) / max(cost.latency_seconds, 1e-9)
     count = max(1.0, more * math.sqrt(shorter))
     megabytes = sum(event.payload_bytes for event in events) / 2**20
-    return min(_LARGEST_MB, max(_SMALLEST_MB, megabytes / count))
+    size = min(_LARGEST_MB, max(_SMALLEST_MB, megabytes / count))
+    return _enlarged(size, _when_sent(gm.graph, cost), computing, cost)
+
+
+def _when_sent(graph: fx.Graph, cost: CostModel) -> list[tuple[float, CommEvent]]:
+    """Each all-reduce, and the seconds of computing in front of it.
+
+    Nothing where more is sent: scatters share the network with gathers.
+    """
+    events = dict(events_of(graph))
+    if any(event.kind is not Kind.ALL_REDUCE for event in events.values()):
+        return []
+    clock, found = 0.0, []
+    for node in graph.nodes:
+        if node in events:
+            found.append((clock, events[node]))
+        clock += cost.compute_seconds(node)
+    return found
+
+
+def _enlarged(
+    megabytes: float,
+    sent: Sequence[tuple[float, CommEvent]],
+    computing: float,
+    cost: CostModel,
+) -> float:
+    """The size, or a multiple of it with which a step is simulated to be faster."""
+
+    def simulate(size: float) -> float:
+        """Until the last bucket has come; each starts when all of it is computed."""
+        free = ready = wire = held = 0.0
+        is_first = True  # that bucket is closed early, as in `comm_fusion_with_concat`
+        for when, event in sent:
+            if held and held + event.payload_bytes > size * 2**20:
+                free = max(free, ready) + cost.latency_seconds + wire
+                wire = held = 0.0
+            ready, held = when, held + event.payload_bytes
+            wire += event.wire_bytes / cost.network_bytes
+            if is_first and held >= _FIRST_MB * 2**20:
+                free, is_first = ready + cost.latency_seconds + wire, False
+                wire = held = 0.0
+        rest = cost.latency_seconds + wire if held else 0.0
+        return max(computing, max(free, ready) + rest)
+
+    best, seconds = megabytes, simulate(megabytes)
+    for factor in _FACTORS:
+        size = megabytes * factor
+        if size <= _LARGEST_MB and (found := simulate(size)) < _GAIN * seconds:
+            best, seconds = size, found
+    return best
 
 
 # ----------------------------------------------------------------------------
