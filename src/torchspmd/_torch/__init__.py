@@ -109,6 +109,7 @@ from torchspmd._torch.fake_device import is_worth_following as is_worth_followin
 from torchspmd._torch.fake_device import known_tensor as known_tensor
 from torchspmd._torch.fake_device import may_follow as may_follow
 from torchspmd._torch.fake_device import own_chunks_only as own_chunks_only
+from torchspmd._torch.fake_device import plain_tensors as plain_tensors
 from torchspmd._torch.fake_device import set_known as set_known
 from torchspmd._torch.fake_device import shapes_apart as shapes_apart
 from torchspmd._torch.fake_device import (

@@ -71,8 +71,8 @@ def _verdict(prediction: TimePrediction) -> Iterator[str]:
     if prediction.is_host_bound and waits and issue < account.parts[Part.COMPUTE]:
         yield (
             "HOST-BOUND: the host waits for the device within a step, as to read a value "
-            "(.item()), and then the device for the host. Read less often; larger batches "
-            "help too, a faster GPU does not."
+            "(.item()) or to copy one (.to(device)), and then the device for the host. "
+            "Wait less often; larger batches help too, a faster GPU does not."
         )
     elif prediction.is_host_bound:
         yield (

@@ -462,7 +462,7 @@ def _fsdp1() -> Callable[..., None]:
     plain: Any = FullyShardedDataParallel.__init__
 
     @functools.wraps(plain)
-    def init(module: Any, *args: Any, **kwargs: Any) -> None:
+    def init(wrapper: Any, /, *args: Any, **kwargs: Any) -> None:
         on_cpu = kwargs.get("device_id") == torch.device("cpu")
         if not on_cpu and not kwargs.get("use_orig_params"):
             raise UsageError(
@@ -471,7 +471,7 @@ def _fsdp1() -> Callable[..., None]:
                 "torch.distributed.fsdp.fully_shard, which shards the same parameters; or "
                 "trace the script without --fake, on the CPU."
             )
-        plain(module, *args, **kwargs)
+        plain(wrapper, *args, **kwargs)
 
     return init
 

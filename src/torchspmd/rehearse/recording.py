@@ -244,6 +244,7 @@ class StreamWait(NamedTuple):
 
 
 BY_TORCH = ", by torch"
+FROM_HOST = ", from the host"
 
 
 class Synchronize(NamedTuple):
@@ -253,7 +254,8 @@ class Synchronize(NamedTuple):
         stream: The stream.
         event: The event.
         reason: The call, as in ``torch.cuda.synchronize`` or ``aten._local_scalar_dense``;
-            ends with ``BY_TORCH`` where the script did not ask for it.
+            ends with ``BY_TORCH`` where the script did not ask for it, and with
+            ``FROM_HOST`` where it copies to the device and waits until that is done.
     """
 
     stream: int | None
@@ -263,8 +265,13 @@ class Synchronize(NamedTuple):
     @property
     def reads_value(self) -> bool:
         """Whether the script asks for a value; other waits are there for their own sake."""
-        is_asked_for = not self.reason.endswith(BY_TORCH)
+        is_asked_for = not self.reason.endswith((BY_TORCH, FROM_HOST))
         return is_asked_for and not self.reason.startswith("torch.cuda")
+
+    @property
+    def copies_to_device(self) -> bool:
+        """Whether the host waits until its memory was read."""
+        return self.reason.endswith(FROM_HOST)
 
 
 class MarkKind(StrEnum):

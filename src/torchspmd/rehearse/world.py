@@ -3,7 +3,7 @@
 import contextlib
 import os
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 from unittest import mock
@@ -252,7 +252,9 @@ def _issued(recorder: Recorder, by_work: _ByWork) -> Iterator[tuple[Any, str, An
     def watched(plain: Callable[..., Any]) -> Callable[..., Any]:
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
             before = recorder.last_comm
+            recorder.reduction = _reduction((*args, *kwargs.values()))
             work = plain(group, *args, **kwargs)
+            recorder.reduction = ""
             if recorder.last_comm != before and work is not None:
                 results = list(_torch.leaves_of(torch.Tensor, args[:1]))
                 by_work[work] = _Issued(recorder.last_comm, results)
@@ -262,9 +264,24 @@ def _issued(recorder: Recorder, by_work: _ByWork) -> Iterator[tuple[Any, str, An
         return call
 
     for name in _COLLECTIVES:
-        if hasattr(torch.distributed.ProcessGroup, name):
+        if hasattr(dist.ProcessGroup, name):
             yield (
                 dist.ProcessGroup,
                 name,
                 watched(getattr(dist.ProcessGroup, name)),
             )
+
+
+def _reduction(options: Iterable[Any]) -> str:
+    """What ranks do with their values, in the words of functional collectives.
+
+    The operator is given an object that Python cannot read.
+    """
+    for each in options:
+        operation = getattr(each, "reduceOp", each)
+        for name in ("SUM", "AVG", "MIN", "MAX", "BAND", "BOR"):
+            if isinstance(operation, dist.ReduceOp) and (
+                operation == getattr(dist.ReduceOp, name)
+            ):
+                return name.lower()
+    return ""
