@@ -130,6 +130,8 @@ class Recorder:
         self._topology = Topology()
         self._comm_streams: dict[str, int] = {}
         self._in_optimizer = 0
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._evaluates = False  # whether a model that is trained runs in eval mode
         self._is_init, self._at_boundary = True, True
         self._had_backward = False
         self._last_end: int | None = None
@@ -830,15 +832,34 @@ class Recorder:
         if in_backward or self._num_programs:
             return
         self.begin_step()
-        if len(self.tracker._thread.stack) == 1 and module not in self._roots:
+        if len(self.tracker._thread.stack) > 1:
+            return
+        if module not in self._roots:
             self._roots.add(module)
             self._name_model(module)
+        if self._is_evaluated(module):
+            self._evaluates = True
+            self._events.append(Mark(MarkKind.EVALUATION_BEGIN, self.recording.steps))
 
     def leave(self) -> None:
         """A module's call ends."""
         opened = self._opened.pop()
         if opened is not None:
             self.calls.close(opened)
+        if self._evaluates and not self._opened:
+            self._evaluates = False
+            self._events.append(Mark(MarkKind.EVALUATION_END, self.recording.steps))
+
+    def _is_evaluated(self, module: nn.Module) -> bool:
+        if module.training or torch.is_grad_enabled():
+            return False
+        trained = {
+            id(parameter)
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        return any(id(parameter) in trained for parameter in module.parameters())
 
     def begin_step(self) -> None:
         """Work of a step begins, unless it has already."""
@@ -864,6 +885,7 @@ class Recorder:
         if _torch.is_tracing_for_compile():  # a step is captured: nothing runs
             return None
         self._in_optimizer += 1
+        self._optimizers.add(optimizer)
         self.recording.can_fuse &= "fused" in optimizer.defaults
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if not all(map(_torch.is_device_tensor, parameters)):

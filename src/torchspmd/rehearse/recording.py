@@ -282,6 +282,9 @@ class MarkKind(StrEnum):
     STEP_END = "step end"  # optimizer.step() has returned; the value is the same
     RESET_PEAK = "reset peak"  # torch.cuda.reset_peak_memory_stats()
     EMPTY_CACHE = "empty cache"  # torch.cuda.empty_cache()
+    # A pass of a model that is trained, in eval mode and without gradients.
+    EVALUATION_BEGIN = "evaluation begin"
+    EVALUATION_END = "evaluation end"
     SCRIPT_END = "script end"
 
 

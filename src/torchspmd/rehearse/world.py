@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 from torch.distributed import device_mesh, distributed_c10d
 
 from torchspmd import _torch
@@ -91,7 +93,8 @@ def fake_ranks(world: World, recorder: Recorder, mail: Mail) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, world.environment()))
         stack.enter_context(fake_groups(world))
-        for owner, name, value in (*_objects(mail), *_works(recorder)):
+        replaced = (*_objects(mail), *_works(recorder), *_processes(world, recorder))
+        for owner, name, value in replaced:
             stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(_torch.ddp_on_fake_groups())
         stack.enter_context(_torch.ddp_without_values())
@@ -198,6 +201,44 @@ def _objects(mail: Mail) -> Iterator[tuple[Any, str, Any]]:
         yield module, "all_gather_object", all_gather
         yield module, "gather_object", gather
         yield module, "scatter_object_list", scatter
+
+
+class _Finished:
+    """The processes that a script has started and may wait for."""
+
+    def join(self, *args: Any, **kwargs: Any) -> bool:
+        """All have ended."""
+        return True
+
+
+def _processes(world: World, recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
+    """A script that starts a process for each GPU goes on as the one that is played."""
+    gpus = min(world.gpus_per_node, world.size)
+
+    def start(
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        nprocs: int = 1,
+        *others: Any,
+        **kwargs: Any,
+    ) -> _Finished:
+        if nprocs > gpus:
+            raise UsageError(
+                f"The script starts {nprocs} processes on this node, where {gpus} GPUs "
+                f"are rehearsed. Rehearse with --world-size {nprocs}, and --gpus-per-node "
+                f"{nprocs} where that is more than {GPUS_PER_NODE}."
+            )
+        local = world.rank % world.gpus_per_node
+        recorder.values.note(
+            f"The script starts {nprocs} processes: process {local} is rehearsed."
+        )
+        fn(local, *args)
+        return _Finished()
+
+    # In the package, the function hides the module of its name.
+    for module in (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"]):
+        yield module, "spawn", start
+        yield module, "start_processes", start
 
 
 class _Issued(NamedTuple):
