@@ -74,11 +74,15 @@ def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _wrapped(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors that a subclass says it is made of."""
-    flatten = getattr(value, "__tensor_flatten__", None)
-    for name in flatten()[0] if flatten is not None else ():
+    """The tensors that a subclass is made of.
+
+    Its own list of them is not asked for: some look at values to make it.
+    """
+    if not hasattr(value, "__tensor_flatten__"):
+        return
+    for name in (*getattr(value, "__slots__", ()), *getattr(value, "__dict__", ())):
         inner = getattr(value, name, None)
-        if inner is not None:
+        if isinstance(inner, torch.Tensor):
             yield inner
 
 
