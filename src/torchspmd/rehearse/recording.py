@@ -32,7 +32,8 @@ class Category(StrEnum):
     """What a storage was for, as far as the rehearsal can tell.
 
     The first one that applies, in this order. A storage that is none of these is an
-    activation when ``saved`` (autograd kept it for backward), else a temporary.
+    activation when ``saved`` (autograd kept it for backward), from set-up when it was made
+    before the first module was called, else a temporary.
     """
 
     PARAMETER = "parameter"
@@ -43,6 +44,7 @@ class Category(StrEnum):
     COMMUNICATION = "communication"  # FSDP's and DDP's buffers, results of collectives
     INPUT = "input"  # copied from the host
     ACTIVATION = "activation"
+    SETUP = "made before training"  # averaged weights, data that stays on the device
     TEMPORARY = "temporary"
 
 

@@ -247,6 +247,16 @@ def test_a_trainer_that_cleans_up_at_the_end(trainer, tmp_path, how):
     assert json.loads(out.read_text())["steps"] == 2
 
 
+def test_a_script_that_wants_more_gpus_is_told_how(tmp_path, capsys):
+    path = tmp_path / "script.py"
+    path.write_text("raise ValueError('8 GPUs were requested, 1 found.\\nAbort.')\n")
+    assert predict(path) == 2
+    fix = "a run on N of them is rehearsed with --world-size N."
+    assert fix in capsys.readouterr().err
+    assert predict(path, "--world-size", "8") == 2
+    assert fix not in capsys.readouterr().err
+
+
 def test_an_error_before_the_end_is_one(tmp_path, capsys):
     path = tmp_path / "script.py"
     path.write_text(

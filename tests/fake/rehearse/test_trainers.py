@@ -12,7 +12,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from torchspmd.errors import UsageError
+from torchspmd.predict.allocator import AllocatorSettings
 from torchspmd.predict.evaluation import evaluated_places
+from torchspmd.predict.hardware import load_gpu
+from torchspmd.predict.memory import count_memory
 from torchspmd.rehearse.recording import (
     Category,
     Mark,
@@ -281,6 +284,20 @@ def test_states_inside_of_wrappers_are_states(rehearse, live_bytes):
         optimizer.step()
         assert optimizer.state[model.weight]["exp_avg"].is_cuda
         assert live_bytes(recording)["optimizer state"] == 64 * 64 + 4 * 4
+
+
+def test_averaged_weights_are_no_temporaries(rehearse):
+    """A smaller batch would not make them smaller."""
+    with rehearse() as recording:
+        model = nn.Linear(512, 512, bias=False).cuda()
+        averaged = [each.detach().clone() for each in model.parameters()]
+        train(
+            nn.Sequential(nn.Linear(8, 512).cuda(), model),
+            torch.optim.SGD(model.parameters(), lr=0.1),
+        )
+        assert averaged[0].is_cuda
+    account = count_memory(recording, load_gpu("h100"), AllocatorSettings())
+    assert account.as_json()["by_category"]["made before training"] == 512 * 512 * 4
 
 
 # ----------------------------------------------------------------------------
