@@ -7,6 +7,7 @@ too, so that results have the dtypes and strides of CUDA kernels. Tensors of the
 ``cpu`` on both sides; small ones are real, so that a data pipeline keeps its values.
 """
 
+import builtins
 import contextlib
 import math
 import sys
@@ -804,6 +805,29 @@ def _keeps_its_shape(operator: OpOverload) -> bool:
         and schema.arguments[0].alias_info is not None
         and schema.arguments[0].alias_info.is_write
     )
+
+
+# ----------------------------------------------------------------------------
+# Operators of libraries whose results are as large as values say.
+
+
+@contextlib.contextmanager
+def dynamic_sizes(size: int) -> Iterator[list[int]]:
+    """Shape functions that ask for a size which depends on values are told this one.
+
+    Gives:
+        The answers, as many as were asked for.
+    """
+    from torch._library import fake_impl
+
+    answers: list[int] = []
+
+    def answer(context: Any, *, min: int = 0, max: int | None = None) -> int:
+        answers.append(size if max is None else builtins.min(size, max))
+        return answers[-1]
+
+    with mock.patch.object(fake_impl.FakeImplCtx, "new_dynamic_size", answer):
+        yield answers
 
 
 # ----------------------------------------------------------------------------

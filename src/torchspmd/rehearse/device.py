@@ -235,7 +235,8 @@ def _names(
     yield cuda.nccl, {"version": lambda: (2, 28, 9), "is_available": lambda *args: True}
     # A loader pins memory in a thread of its own, where none of this is in force.
     yield pin_memory, {"pin_memory": lambda data, device=None: data}
-    yield torch.version, {"cuda": "12.8"}
+    # Other libraries compare it with what they were built for.
+    yield torch.version, {"cuda": torch.version.cuda or "12.8"}
     yield torch.profiler, {"profile": _profile_class(device)}
     yield torch, {"Generator": _generator_class()}
     yield FullyShardedDataParallel, {"__init__": _fsdp1()}

@@ -75,6 +75,7 @@ _PRODUCTS = frozenset(
     f"aten.{name}.default" for name in ("mm", "bmm", "addmm", "baddbmm", "linear")
 )
 _WAIT = frozenset({"_c10d_functional::wait_tensor", "c10d_functional::wait_tensor"})
+_TORCHS = frozenset("aten prim prims c10d _c10d_functional c10d_functional".split())
 _BEFORE_BACKWARD = frozenset({Phase.FORWARD, Phase.RECOMPUTE, Phase.OTHER})
 
 
@@ -88,6 +89,7 @@ class _Facts:
     waits: bool
     communicates: Operator | None
     arguments: tuple[str, ...]
+    is_torchs: bool
 
 
 class Recorder:
@@ -118,6 +120,7 @@ class Recorder:
         self.pending: set[int] = set()
         self._events = recording.events
         self._facts: dict[Any, _Facts] = {}
+        self._choosing: set[str] = set()  # operators of libraries, by values
         self._sites: dict[tuple[str, Phase, int, str], Site] = {}
         self._numbers: dict[int, int] = {}  # of storages, by address
         self._held: dict[int, weakref.ref[Any]] = {}  # by number
@@ -183,11 +186,8 @@ class Recorder:
             return self._read_value(facts.name, args[0])
         if facts.name in CHOOSES and _chooses(facts.name, args):
             run = partial(CHOOSES[facts.name], *args, **kwargs)
-            self.values.note(
-                f"{read_place().line} chooses by values ({facts.name}): all are chosen."
-            )
-            self.synchronize(facts.name, self.stream)
-        result = run()
+            self._note_choice(facts.name)
+        result = run() if facts.is_torchs else self._run_librarys(facts.name, args, run)
         if result is NotImplemented:
             return result
         inputs = self._specs((*args, *kwargs.values()) if kwargs else args)
@@ -264,6 +264,24 @@ class Recorder:
             self.values.write(written, args[1], read_place().line)
         return result
 
+    def _run_librarys(
+        self, name: str, args: Sequence[Any], run: Callable[[], Any]
+    ) -> Any:
+        """Run an operator whose shape function may ask how many values were chosen."""
+        sizes = [x.size(0) for x in args if isinstance(x, torch.Tensor) and x.dim()]
+        with _torch.dynamic_sizes(sizes[0] if sizes else 1) as asked:
+            result = run()
+        if asked:
+            self._choosing.add(name)
+        if name in self._choosing:  # its result may have been remembered
+            self._note_choice(name)
+        return result
+
+    def _note_choice(self, name: str) -> None:
+        line = read_place().line
+        self.values.note(f"{line} chooses by values ({name}): all are chosen.")
+        self.synchronize(name, self.stream)
+
     def _new_node(self) -> Node:
         """Which node of autograd begins here."""
         node, before = _torch.current_node(), self._node
@@ -324,6 +342,7 @@ class Recorder:
             packet in _WAIT,
             find_operator(packet),
             _torch.argument_names(func) if hasattr(func, "_schema") else (),
+            name.partition(".")[0] in _TORCHS,
         )
         return facts
 

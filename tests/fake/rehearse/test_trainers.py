@@ -138,6 +138,26 @@ def test_the_host_waits_for_copies_that_block(rehearse):
     assert [each.reads_value for each in waits] == [False, True]
 
 
+def test_operators_of_libraries_choose_all(rehearse):
+    """As the boxes that are left of those which overlap."""
+    with torch.library._scoped_library("trainers", "FRAGMENT") as library:
+        library.define("keep(Tensor boxes, Tensor scores) -> Tensor")
+        operator = torch.ops.trainers.keep
+
+        @torch.library.register_fake("trainers::keep", lib=library)
+        def _(boxes, scores):
+            count = torch.library.get_ctx().new_dynamic_size()
+            return boxes.new_empty(count, dtype=torch.int64)
+
+        with rehearse() as recording:
+            boxes = torch.randn(6, 4, device="cuda")
+            for _ in range(2):
+                assert operator(boxes, boxes[:, 0]).shape == (6,)
+    assert ["chooses by values (trainers.keep" in x for x in recording.notes] == [True]
+    waits = [each for each in recording.events if isinstance(each, Synchronize)]
+    assert len(waits) == 2
+
+
 # ----------------------------------------------------------------------------
 # Steps
 
