@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -155,7 +156,7 @@ def _predict(options: argparse.Namespace, others: OtherRanks) -> int:
     if not succeeded:
         print(
             f"torchspmd predict: {options.script} failed after {recording.steps} "
-            f"optimizer steps; nothing was predicted.{_hint(left)}",
+            f"optimizer steps; nothing was predicted.{_hint(left, world)}",
             file=sys.stderr,
         )
         return 2
@@ -262,7 +263,7 @@ def _settings() -> AllocatorSettings:
     return AllocatorSettings()
 
 
-def _hint(left: list[object]) -> str:
+def _hint(left: list[object], world: World) -> str:
     error = left[-1] if left else None
     if isinstance(error, UsageError):
         return f" {error}"
@@ -278,7 +279,13 @@ def _hint(left: list[object]) -> str:
         )
     if isinstance(error, Exception):
         first = next(iter(str(error).splitlines()), "")
-        return f" {type(error).__name__}: {first}"
+        told = f" {type(error).__name__}: {first}"
+        if world.size == 1 and re.search(r"\b(gpus?|devices)\b", str(error).lower()):
+            told = (
+                f"{told.rstrip('.')}. The script was shown one GPU: a run on N of them is "
+                "rehearsed with --world-size N."
+            )
+        return told
     return ""
 
 

@@ -53,12 +53,23 @@ def run_script(
             left.append(end)  # the frames of an exception hold the script's globals
         except SystemExit as end:
             left.append(end)
-            return end.code in (None, 0)
+            return end.code in (None, 0) or _is_after_window(end)
         except Exception as error:
             left.append(error)
+            if _is_after_window(error):
+                return True
             traceback.print_exception(type(error), error, _own_frames(error, script))
             return False
     return True
+
+
+def _is_after_window(error: BaseException) -> bool:
+    """Whether it was raised while the script was ended, as by a trainer that cleans up."""
+    while error.__context__ is not None:
+        error = error.__context__
+        if isinstance(error, EndOfWindow):
+            return True
+    return False
 
 
 def _own_frames(error: BaseException, script: Path) -> TracebackType | None:
@@ -169,10 +180,10 @@ class StepWindow:
             self._begin_step()
 
     def _begin_step(self) -> None:
-        self._at_boundary = False
         done = self.num_optimizer_steps
         if self._steps and done >= self._skip + self._steps:
-            raise EndOfWindow
+            raise EndOfWindow  # again, where somebody has caught it
+        self._at_boundary = False
         if done == 1 and self.after_first_step is not None:
             self.after_first_step()
         total = self._skip + self._steps

@@ -101,6 +101,7 @@ from torchspmd._torch.dtensor import wrap_local as wrap_local
 from torchspmd._torch.fake_device import FakeDeviceMode as FakeDeviceMode
 from torchspmd._torch.fake_device import ShownAsCuda as ShownAsCuda
 from torchspmd._torch.fake_device import compute_known as compute_known
+from torchspmd._torch.fake_device import dynamic_sizes as dynamic_sizes
 from torchspmd._torch.fake_device import fake_device as fake_device
 from torchspmd._torch.fake_device import is_device_tensor as is_device_tensor
 from torchspmd._torch.fake_device import is_fake_tensor as is_fake_tensor
@@ -109,6 +110,7 @@ from torchspmd._torch.fake_device import is_worth_following as is_worth_followin
 from torchspmd._torch.fake_device import known_tensor as known_tensor
 from torchspmd._torch.fake_device import may_follow as may_follow
 from torchspmd._torch.fake_device import own_chunks_only as own_chunks_only
+from torchspmd._torch.fake_device import plain_tensors as plain_tensors
 from torchspmd._torch.fake_device import set_known as set_known
 from torchspmd._torch.fake_device import shapes_apart as shapes_apart
 from torchspmd._torch.fake_device import (

@@ -7,6 +7,7 @@ too, so that results have the dtypes and strides of CUDA kernels. Tensors of the
 ``cpu`` on both sides; small ones are real, so that a data pipeline keeps its values.
 """
 
+import builtins
 import contextlib
 import math
 import sys
@@ -53,13 +54,37 @@ def is_fake_tensor(value: object) -> bool:
 
 
 def is_device_tensor(value: object) -> bool:
-    """Whether a tensor, or the one that a subclass wraps, is on the presented device."""
+    """Whether a tensor, or the first one that a subclass wraps, is on the device."""
     if isinstance(value, FakeTensor):
         return value.fake_device.type == "cuda"
-    inner = getattr(value, "_local_tensor", None)
-    if inner is None:
-        inner = getattr(value, "elem", None)
+    inner = next(_wrapped(value), None)
     return inner is not None and is_device_tensor(inner)
+
+
+def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """What a DTensor, a quantised tensor or another wrapper holds; a tensor by itself."""
+    if not isinstance(value, torch.Tensor):
+        return
+    is_wrapper = False
+    if not isinstance(value, FakeTensor):
+        for inner in _wrapped(value):
+            is_wrapper = True
+            yield from plain_tensors(inner)
+    if not is_wrapper:
+        yield value
+
+
+def _wrapped(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors that a subclass is made of.
+
+    Its own list of them is not asked for: some look at values to make it.
+    """
+    if not hasattr(value, "__tensor_flatten__"):
+        return
+    for name in (*getattr(value, "__slots__", ()), *getattr(value, "__dict__", ())):
+        inner = getattr(value, name, None)
+        if isinstance(inner, torch.Tensor):
+            yield inner
 
 
 def is_rehearsed(value: object) -> bool:
@@ -96,9 +121,15 @@ def is_worth_following(real: torch.Tensor) -> bool:
     return not real.dtype.is_floating_point or bool(torch.isinf(real).any())
 
 
-def set_known(tensor: Any, real: torch.Tensor) -> None:
-    """Attach values to a tensor without memory; they hold until it is written."""
-    tensor.known_tensor = (real, tensor._version)
+def set_known(tensor: Any, real: torch.Tensor, *, in_place: bool = False) -> None:
+    """Attach values to a tensor without memory; they hold until it is written.
+
+    Args:
+        tensor: The tensor.
+        real: Its values.
+        in_place: It is being written: torch counts that when the operator has returned.
+    """
+    tensor.known_tensor = (real, tensor._version + in_place)
 
 
 def known_tensor(tensor: Any) -> torch.Tensor | None:
@@ -213,8 +244,10 @@ class FakeDeviceMode(FakeTensorMode):
         device = kwargs.get("device")
         if device is not None and _is_cuda(device):
             kwargs = {**kwargs, "device": _SHOWN}
-        elif not any(issubclass(kind, FakeTensor) for kind in types) and (
-            types or not _is_large_factory(args, kwargs)
+        elif (
+            not self._inside  # what a shape function makes is as empty as its result
+            and not any(issubclass(kind, FakeTensor) for kind in types)
+            and (types or not _is_large_factory(args, kwargs))
         ):
             return func(*args, **kwargs)  # all on the host, and real
         if self._inside:
@@ -271,7 +304,8 @@ class FakeDeviceMode(FakeTensorMode):
         meta = torch.empty_strided(
             value.size(), value.stride(), dtype=value.dtype, device="meta"
         )
-        fake = FakeTensor(self, meta, torch.device("cpu"))
+        fake: Any = FakeTensor(self, meta, torch.device("cpu"))
+        fake.real_tensor = value  # for whoever writes to it
         if may_follow(value) and is_worth_following(value):
             set_known(fake, value.clone())
         return fake
@@ -475,10 +509,7 @@ class ShownAsCuda(TorchFunctionMode):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         tensor = args[0]
-        if not isinstance(tensor, FakeTensor):
-            return func(tensor)
-        offset = tensor.storage_offset() * tensor.element_size()
-        return int(tensor.untyped_storage()._cdata) + offset
+        return _address(tensor) if isinstance(tensor, FakeTensor) else func(tensor)
 
     def _format(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor, spec = args
@@ -636,21 +667,62 @@ def _replacements(
     def address(storage: Any) -> int:
         if storage.device.type != "meta":
             return int(plain_address(storage))
-        return int(storage._cdata) if storage.nbytes() else 0
+        return _addresses.of(storage)
+
+    plain_swap = torch.utils.swap_tensors
+
+    def swap(one: torch.Tensor, other: torch.Tensor) -> None:
+        try:
+            plain_swap(one, other)
+        except RuntimeError:  # somebody in C++ holds it, as DDP does a parameter
+            if not (isinstance(one, FakeTensor) and isinstance(other, FakeTensor)):
+                raise
+            one.data = other
 
     yield torch.Tensor, "device", property(outer_device)
     yield torch.Tensor, "is_cuda", property(is_device_tensor)
     yield FakeTensor, "device", property(device)
-    yield FakeTensor, "data_ptr", lambda tensor: 0
+    yield FakeTensor, "data_ptr", _address
     yield FakeTensor, "__deepcopy__", _deepcopy
     # Refuses other streams than its own before a mode is asked.
     yield torch.Tensor, "record_stream", record_stream
     yield torch.UntypedStorage, "resize_", resize
     yield torch.UntypedStorage, "data_ptr", address
+    yield torch.utils, "swap_tensors", swap
     yield fake_tensor, "init_gpu_context", lambda *args: None
     yield torch._C, "_get_accelerator", lambda: torch.device("cuda")
     # By this name, other libraries ask whether a model is being traced.
     yield torch._subclasses, "FakeTensor", _FakeToTorch
+
+
+class _Addresses:
+    """Memory that does not exist has addresses all the same, above those of the host.
+
+    Libraries tell parameters apart by them, and find those that share memory.
+    """
+
+    def __init__(self) -> None:
+        self._next = 1 << 60
+
+    def of(self, storage: Any) -> int:
+        """An address that no other memory has; another one when it has grown."""
+        nbytes = storage.nbytes()
+        if not nbytes:
+            return 0
+        address, room = getattr(storage, "shown_address", (0, 0))
+        if nbytes > room:
+            address = self._next
+            storage.shown_address = address, nbytes
+            self._next += -(-nbytes // 512) * 512  # as CUDA's blocks are aligned
+        return int(address)
+
+
+_addresses = _Addresses()
+
+
+def _address(tensor: Any) -> int:
+    start = _addresses.of(tensor.untyped_storage())
+    return start and start + tensor.storage_offset() * tensor.element_size()
 
 
 class _IsFakeToTorch(type(FakeTensor)):  # type: ignore[misc]
@@ -733,6 +805,29 @@ def _keeps_its_shape(operator: OpOverload) -> bool:
         and schema.arguments[0].alias_info is not None
         and schema.arguments[0].alias_info.is_write
     )
+
+
+# ----------------------------------------------------------------------------
+# Operators of libraries whose results are as large as values say.
+
+
+@contextlib.contextmanager
+def dynamic_sizes(size: int) -> Iterator[list[int]]:
+    """Shape functions that ask for a size which depends on values are told this one.
+
+    Gives:
+        The answers, as many as were asked for.
+    """
+    from torch._library import fake_impl
+
+    answers: list[int] = []
+
+    def answer(context: Any, *, min: int = 0, max: int | None = None) -> int:
+        answers.append(size if max is None else builtins.min(size, max))
+        return answers[-1]
+
+    with mock.patch.object(fake_impl.FakeImplCtx, "new_dynamic_size", answer):
+        yield answers
 
 
 # ----------------------------------------------------------------------------

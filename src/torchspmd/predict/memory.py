@@ -22,6 +22,7 @@ from torchspmd.rehearse.recording import (
     Event,
     Mark,
     MarkKind,
+    Phase,
     Recording,
     Site,
     StorageInfo,
@@ -169,6 +170,8 @@ class MemoryAccount:
         info = self.info(storage)
         if info.category is Category.TEMPORARY and info.saved:
             return Category.ACTIVATION.value
+        if info.category is Category.TEMPORARY and info.site.phase is Phase.INIT:
+            return Category.SETUP.value
         return info.category.value
 
     def info(self, storage: int) -> StorageInfo:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torchspmd.predict.account import Part, StepAccount, account_for
 from torchspmd.predict.collectives import Link
+from torchspmd.predict.evaluation import without_evaluation
 from torchspmd.predict.figures import Figures
 from torchspmd.predict.hardware import Hardware
 from torchspmd.predict.operators import Pricer, is_known, rate_name
@@ -48,6 +49,8 @@ class TimePrediction:
         rank: The place of this rank among those that were simulated.
         power: That the step draws, and the clock that is left.
         error: To expect of the step.
+        evaluation: Seconds of the step that it would not take without passes of the
+            trained model in eval mode.
     """
 
     recording: Recording
@@ -59,6 +62,7 @@ class TimePrediction:
     rank: int
     power: Power
     error: ErrorBar
+    evaluation: float = 0.0
 
     @property
     def step_seconds(self) -> float | None:
@@ -178,6 +182,7 @@ class TimePrediction:
             "host_issue_seconds": self.host_issue_seconds if account else None,
             "bubble_seconds": parts[Part.BUBBLE],
             "optimizer_seconds": account and account.optimizer,
+            "evaluation_seconds": self.evaluation if account else None,
             "step_error": self.error.error,
             "step_error_source": self.error.source,
             "power": {**self.power._asdict(), "clock": self.power.clock},
@@ -243,10 +248,13 @@ def predict_time(
         programs = fill_in(known, ranks, figures)
     place = next(i for i, each in enumerate(programs) if each is program)
     run = account = None
-    power = Power()
+    power, evaluation = Power(), 0.0
     if all(each.items for each in programs):
         run, powers = simulate_programs(programs, figures, of=place)
         account, power = account_for(run, place), powers[place]
+        if len(programs) == 1 and (rest := without_evaluation(program)) is not None:
+            shorter, _ = simulate_programs([rest], figures)
+            evaluation = account.seconds - account_for(shorter).seconds
     return TimePrediction(
         recording=several[of],
         figures=figures,
@@ -263,6 +271,7 @@ def predict_time(
             and run is not None
             and run.host[place] > NEAR_HOST * account.seconds,
         ),
+        evaluation=evaluation,
     )
 
 

@@ -4,7 +4,7 @@ A change is made to the recorded step, and the step is simulated again: what onl
 the next bottleneck is not praised for more than it brings.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from torchspmd.predict.account import Part, account_for
@@ -57,6 +57,7 @@ def _changes(prediction: TimePrediction) -> Iterator[Change]:
     yield from _compile(prediction)
     yield from _faster_host(prediction)
     yield from _read_less(prediction)
+    yield from _copy_ahead(prediction)
     yield from _hide_communication(prediction)
     yield from _keep_activations(prediction)
     yield from _lower_precision(prediction)
@@ -91,20 +92,40 @@ def _faster_host(prediction: TimePrediction) -> Iterator[Change]:
 
 
 def _read_less(prediction: TimePrediction) -> Iterator[Change]:
-    items = prediction.program.items
-    kept = [
-        item
-        for item in items
-        if not (isinstance(item.event, Synchronize) and item.event.reads_value)
-    ]
-    if count := len(items) - len(kept):
+    count, program = _without_waits(prediction, lambda wait: wait.reads_value)
+    if count:
         each = "a value" if count == 1 else f"{count} values"
         yield (
             f"read {each} of the device less often than in every step (.item(), .tolist(), "
             ".cpu()): meanwhile the host issues nothing",
-            _with_items(prediction.program, kept),
+            program,
             "simulated with a host that does not wait for values",
         )
+
+
+def _copy_ahead(prediction: TimePrediction) -> Iterator[Change]:
+    count, program = _without_waits(prediction, lambda wait: wait.copies_to_device)
+    if count:
+        each = "a tensor" if count == 1 else f"{count} tensors"
+        yield (
+            f"copy {each} to the device without waiting: .to(device, non_blocking=True) "
+            "from pinned memory (DataLoader(pin_memory=True))",
+            program,
+            "simulated with a host that does not wait for these copies",
+        )
+
+
+def _without_waits(
+    prediction: TimePrediction, is_meant: Callable[[Synchronize], bool]
+) -> tuple[int, Program]:
+    """How many waits of the host are meant, and the step without them."""
+    items = prediction.program.items
+    kept = [
+        item
+        for item in items
+        if not (isinstance(item.event, Synchronize) and is_meant(item.event))
+    ]
+    return len(items) - len(kept), _with_items(prediction.program, kept)
 
 
 def _with_items(program: Program, items: list[Item]) -> Program:

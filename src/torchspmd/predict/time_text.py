@@ -66,13 +66,20 @@ def _verdict(prediction: TimePrediction) -> Iterator[str]:
             f"{flops / 1e12:.2f} TFLOP of the model on this rank: {mfu:.1%} of the peak "
             f"of {dtype} ({peak / 1e12:.0f} TFLOP/s)."
         )
+    if prediction.evaluation > 0:
+        rest = account.seconds - prediction.evaluation
+        yield (
+            f"{seconds_text(prediction.evaluation)} of it are passes of the trained model "
+            f"in eval mode without gradients (evaluation, generation): a step without them "
+            f"takes {seconds_text(rest)}."
+        )
     issue = prediction.host_issue_seconds
     waits = any(isinstance(e.event, Synchronize) for e in prediction.program.items)
     if prediction.is_host_bound and waits and issue < account.parts[Part.COMPUTE]:
         yield (
             "HOST-BOUND: the host waits for the device within a step, as to read a value "
-            "(.item()), and then the device for the host. Read less often; larger batches "
-            "help too, a faster GPU does not."
+            "(.item()) or to copy one (.to(device)), and then the device for the host. "
+            "Wait less often; larger batches help too, a faster GPU does not."
         )
     elif prediction.is_host_bound:
         yield (

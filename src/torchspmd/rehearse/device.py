@@ -235,7 +235,8 @@ def _names(
     yield cuda.nccl, {"version": lambda: (2, 28, 9), "is_available": lambda *args: True}
     # A loader pins memory in a thread of its own, where none of this is in force.
     yield pin_memory, {"pin_memory": lambda data, device=None: data}
-    yield torch.version, {"cuda": "12.8"}
+    # Other libraries compare it with what they were built for.
+    yield torch.version, {"cuda": torch.version.cuda or "12.8"}
     yield torch.profiler, {"profile": _profile_class(device)}
     yield torch, {"Generator": _generator_class()}
     yield FullyShardedDataParallel, {"__init__": _fsdp1()}
@@ -462,7 +463,7 @@ def _fsdp1() -> Callable[..., None]:
     plain: Any = FullyShardedDataParallel.__init__
 
     @functools.wraps(plain)
-    def init(module: Any, *args: Any, **kwargs: Any) -> None:
+    def init(wrapper: Any, /, *args: Any, **kwargs: Any) -> None:
         on_cpu = kwargs.get("device_id") == torch.device("cpu")
         if not on_cpu and not kwargs.get("use_orig_params"):
             raise UsageError(
@@ -471,7 +472,7 @@ def _fsdp1() -> Callable[..., None]:
                 "torch.distributed.fsdp.fully_shard, which shards the same parameters; or "
                 "trace the script without --fake, on the CPU."
             )
-        plain(module, *args, **kwargs)
+        plain(wrapper, *args, **kwargs)
 
     return init
 

@@ -6,10 +6,10 @@ goes away, as on a real device.
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from itertools import takewhile
 from operator import itemgetter
 from typing import Any
@@ -37,6 +37,7 @@ from torchspmd.rehearse.place import Maker, is_called_by_torch, read_place
 from torchspmd.rehearse.python_calls import Closed, PythonCalls
 from torchspmd.rehearse.recording import (
     BY_TORCH,
+    FROM_HOST,
     Alloc,
     Category,
     Comm,
@@ -74,6 +75,7 @@ _PRODUCTS = frozenset(
     f"aten.{name}.default" for name in ("mm", "bmm", "addmm", "baddbmm", "linear")
 )
 _WAIT = frozenset({"_c10d_functional::wait_tensor", "c10d_functional::wait_tensor"})
+_TORCHS = frozenset("aten prim prims c10d _c10d_functional c10d_functional".split())
 _BEFORE_BACKWARD = frozenset({Phase.FORWARD, Phase.RECOMPUTE, Phase.OTHER})
 
 
@@ -87,6 +89,7 @@ class _Facts:
     waits: bool
     communicates: Operator | None
     arguments: tuple[str, ...]
+    is_torchs: bool
 
 
 class Recorder:
@@ -112,10 +115,12 @@ class Recorder:
         self.stream = 0  # the current one
         self.region: int | None = None  # of torch.compile, while one runs
         self.last_comm = -1  # number of the last communication
+        self.reduction = ""  # of the collective that Python issues, as in "sum"
         # Communications of backward that C++ has issued and that nobody waited for.
         self.pending: set[int] = set()
         self._events = recording.events
         self._facts: dict[Any, _Facts] = {}
+        self._choosing: set[str] = set()  # operators of libraries, by values
         self._sites: dict[tuple[str, Phase, int, str], Site] = {}
         self._numbers: dict[int, int] = {}  # of storages, by address
         self._held: dict[int, weakref.ref[Any]] = {}  # by number
@@ -128,6 +133,8 @@ class Recorder:
         self._topology = Topology()
         self._comm_streams: dict[str, int] = {}
         self._in_optimizer = 0
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._evaluates = False  # whether a model that is trained runs in eval mode
         self._is_init, self._at_boundary = True, True
         self._had_backward = False
         self._last_end: int | None = None
@@ -179,11 +186,8 @@ class Recorder:
             return self._read_value(facts.name, args[0])
         if facts.name in CHOOSES and _chooses(facts.name, args):
             run = partial(CHOOSES[facts.name], *args, **kwargs)
-            self.values.note(
-                f"{read_place().line} chooses by values ({facts.name}): all are chosen."
-            )
-            self.synchronize(facts.name, self.stream)
-        result = run()
+            self._note_choice(facts.name)
+        result = run() if facts.is_torchs else self._run_librarys(facts.name, args, run)
         if result is NotImplemented:
             return result
         inputs = self._specs((*args, *kwargs.values()) if kwargs else args)
@@ -204,10 +208,12 @@ class Recorder:
         if facts.communicates is not None:
             arguments = {**dict(zip(facts.arguments, args, strict=False)), **kwargs}
             self._communicate(facts, arguments, place, number, (inputs, outputs), site)
+            self._share_values(facts, arguments, args, result)
             return result
         if facts.waits:
             del self._events[place:]
             self._wait_for(inputs, site, self._started)
+            self.values.after_collective(Kind.BROADCAST, "", args[:1], [result], 1)
             return result
         region = self._region_here(site.phase)
         op = Op(
@@ -234,7 +240,47 @@ class Recorder:
             self._notice_resize(args, number, site)
         if not facts.views:
             self._use(workspaces(op, self.processor), number, site)
+        return self._cross(op, args, kwargs, result)
+
+    def _cross(
+        self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+    ) -> Any:
+        """The result of a copy between host and device, and of any other operator.
+
+        The host waits for such a copy, unless it is told not to.
+        """
+        if op.name not in _COPIES or op.inputs[-1].device == op.outputs[0].device:
+            return result
+        to_host = op.inputs[-1].device == "cuda"
+        is_waited_for = not (kwargs.get("non_blocking") or tuple(args[2:3]) == (True,))
+        if is_waited_for:
+            by = BY_TORCH if is_called_by_torch() else ""
+            self.synchronize(op.name + (by if to_host else FROM_HOST), self.stream)
+        if not to_host:
+            return result
+        if op.name == "aten._to_copy.default":
+            return self.values.on_host(result)
+        if (written := getattr(args[0], "real_tensor", None)) is not None:
+            self.values.write(written, args[1], read_place().line)
         return result
+
+    def _run_librarys(
+        self, name: str, args: Sequence[Any], run: Callable[[], Any]
+    ) -> Any:
+        """Run an operator whose shape function may ask how many values were chosen."""
+        sizes = [x.size(0) for x in args if isinstance(x, torch.Tensor) and x.dim()]
+        with _torch.dynamic_sizes(sizes[0] if sizes else 1) as asked:
+            result = run()
+        if asked:
+            self._choosing.add(name)
+        if name in self._choosing:  # its result may have been remembered
+            self._note_choice(name)
+        return result
+
+    def _note_choice(self, name: str) -> None:
+        line = read_place().line
+        self.values.note(f"{line} chooses by values ({name}): all are chosen.")
+        self.synchronize(name, self.stream)
 
     def _new_node(self) -> Node:
         """Which node of autograd begins here."""
@@ -296,6 +342,7 @@ class Recorder:
             packet in _WAIT,
             find_operator(packet),
             _torch.argument_names(func) if hasattr(func, "_schema") else (),
+            name.partition(".")[0] in _TORCHS,
         )
         return facts
 
@@ -393,10 +440,8 @@ class Recorder:
 
     def record_stream(self, tensor: torch.Tensor, stream: int) -> None:
         """A tensor is used on another stream."""
-        local = local_tensor(tensor)
-        if local is not None and _torch.is_device_tensor(local):
-            number = self._number(local, -1, None)
-            self._events.append(RecordStream(number, stream))
+        for local in _on_device(tensor):
+            self._events.append(RecordStream(self._number(local, -1, None), stream))
 
     # --- what storages are for --------------------------------------------------------
 
@@ -456,9 +501,12 @@ class Recorder:
     def _name(
         self, tensor: torch.Tensor | None, category: Category, name: str, module: str
     ) -> None:
-        local = local_tensor(tensor)
-        if local is None or not _torch.is_device_tensor(local):
-            return
+        for local in _on_device(tensor):
+            self._name_one(local, category, name, module)
+
+    def _name_one(
+        self, local: torch.Tensor, category: Category, name: str, module: str
+    ) -> None:
         number = self._number(local, -1, None)
         info = self.recording.storages[number]
         if info.category is not category:
@@ -489,11 +537,10 @@ class Recorder:
             self._name(buffer, Category.BUFFER, whole, whole.rpartition(".")[0])
 
     def _name_of(self, parameter: torch.Tensor) -> tuple[str, str]:
-        local = local_tensor(parameter)
-        if local is None or not _torch.is_device_tensor(local):
-            return "", ""
-        name = self._names.get(self._number(local, -1, None), "")
-        return name, name.rpartition(".")[0]
+        for local in _on_device(parameter):
+            name = self._names.get(self._number(local, -1, None), "")
+            return name, name.rpartition(".")[0]
+        return "", ""
 
     # --- communication ----------------------------------------------------------------
 
@@ -546,6 +593,26 @@ class Recorder:
                 self._started[spec.storage] = number
         if operator.kind is Kind.RECV:
             self._received.update((spec.storage, number) for spec in inputs)
+
+    def _share_values(
+        self,
+        facts: _Facts,
+        arguments: Mapping[str, Any],
+        args: Sequence[Any],
+        result: Any,
+    ) -> None:
+        """What is known of values, behind a communication of them."""
+        operator = facts.communicates
+        assert operator is not None
+        reduction = arguments.get("reduce_op")
+        in_place = facts.name.startswith("c10d.")  # gives no tensor, or an argument's
+        self.values.after_collective(
+            operator.kind,
+            reduction if isinstance(reduction, str) else self.reduction,
+            list(_torch.leaves_of(torch.Tensor, arguments.get(operator.buffer))),
+            list(_torch.leaves_of(torch.Tensor, args[:1] if in_place else result)),
+            self._topology.group_of(arguments).size,
+        )
 
     def _gathers_parameters(
         self, operator: Operator, inputs: Iterable[TensorSpec]
@@ -633,8 +700,7 @@ class Recorder:
     def mark_returned(self, results: Any) -> None:
         """What a compiled function gives to its caller."""
         for leaf in _torch.flatten_tree(results)[0]:
-            local = local_tensor(leaf)
-            if local is not None and _torch.is_device_tensor(local):
+            for local in _on_device(leaf):
                 number = self._number(local, -1, None)
                 self.recording.storages[number].returned = True
 
@@ -785,15 +851,34 @@ class Recorder:
         if in_backward or self._num_programs:
             return
         self.begin_step()
-        if len(self.tracker._thread.stack) == 1 and module not in self._roots:
+        if len(self.tracker._thread.stack) > 1:
+            return
+        if module not in self._roots:
             self._roots.add(module)
             self._name_model(module)
+        if self._is_evaluated(module):
+            self._evaluates = True
+            self._events.append(Mark(MarkKind.EVALUATION_BEGIN, self.recording.steps))
 
     def leave(self) -> None:
         """A module's call ends."""
         opened = self._opened.pop()
         if opened is not None:
             self.calls.close(opened)
+        if self._evaluates and not self._opened:
+            self._evaluates = False
+            self._events.append(Mark(MarkKind.EVALUATION_END, self.recording.steps))
+
+    def _is_evaluated(self, module: nn.Module) -> bool:
+        if module.training or torch.is_grad_enabled():
+            return False
+        trained = {
+            id(parameter)
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        return any(id(parameter) in trained for parameter in module.parameters())
 
     def begin_step(self) -> None:
         """Work of a step begins, unless it has already."""
@@ -813,17 +898,44 @@ class Recorder:
                 "Predict without it."
             )
 
-    def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if _torch.is_tracing_for_compile():  # a step is captured: nothing runs
-            return
+            return None
         self._in_optimizer += 1
+        self._optimizers.add(optimizer)
         self.recording.can_fuse &= "fused" in optimizer.defaults
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if not all(map(_torch.is_device_tensor, parameters)):
+            self.values.note(
+                "The optimizer updates tensors in the host's memory, as with offloaded "
+                "states: the seconds of its processor are not in the prediction."
+            )
+        self._name_gradients_of(optimizer)
+        return (
+            tuple(self._outside(optimizer, each) for each in args),
+            {name: self._outside(optimizer, each) for name, each in kwargs.items()},
+        )
+
+    def _outside(self, optimizer: Optimizer, value: Any) -> Any:
+        """A closure that the optimizer calls is forward and backward, and no update."""
+        if not callable(value):
+            return value
+
+        @wraps(value)
+        def closure(*args: Any, **kwargs: Any) -> Any:
+            before, self._in_optimizer = self._in_optimizer, 0
+            try:
+                return value(*args, **kwargs)
+            finally:
+                self._in_optimizer = before
+                self._name_gradients_of(optimizer)
+
+        return closure
+
+    def _name_gradients_of(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
-            if not all(map(_torch.is_device_tensor, group["params"])):
-                self.values.note(
-                    "The optimizer updates tensors in the host's memory, as with offloaded "
-                    "states: the seconds of its processor are not in the prediction."
-                )
             for parameter in group["params"]:
                 name, module = self._name_of(parameter)
                 self._name(parameter.grad, Category.GRADIENT, name, module)
@@ -856,16 +968,9 @@ class Recorder:
         self._at_boundary = True
 
 
-def local_tensor(tensor: Any) -> torch.Tensor | None:
-    """What a DTensor, or another wrapper, holds on this rank."""
-    while tensor is not None and not _torch.is_fake_tensor(tensor):
-        inner = getattr(tensor, "_local_tensor", None)
-        if inner is None:
-            inner = getattr(tensor, "elem", None)
-        if not isinstance(inner, torch.Tensor):
-            return tensor if isinstance(tensor, torch.Tensor) else None
-        tensor = inner
-    return tensor  # type: ignore[no-any-return]
+def _on_device(tensor: Any) -> Iterator[torch.Tensor]:
+    """What a tensor, or a wrapper of some, holds on this rank's device."""
+    return filter(_torch.is_device_tensor, _torch.plain_tensors(tensor))
 
 
 def _precision(

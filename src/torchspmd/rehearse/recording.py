@@ -32,7 +32,8 @@ class Category(StrEnum):
     """What a storage was for, as far as the rehearsal can tell.
 
     The first one that applies, in this order. A storage that is none of these is an
-    activation when ``saved`` (autograd kept it for backward), else a temporary.
+    activation when ``saved`` (autograd kept it for backward), from set-up when it was made
+    before the first module was called, else a temporary.
     """
 
     PARAMETER = "parameter"
@@ -43,6 +44,7 @@ class Category(StrEnum):
     COMMUNICATION = "communication"  # FSDP's and DDP's buffers, results of collectives
     INPUT = "input"  # copied from the host
     ACTIVATION = "activation"
+    SETUP = "made before training"  # averaged weights, data that stays on the device
     TEMPORARY = "temporary"
 
 
@@ -244,6 +246,7 @@ class StreamWait(NamedTuple):
 
 
 BY_TORCH = ", by torch"
+FROM_HOST = ", from the host"
 
 
 class Synchronize(NamedTuple):
@@ -253,7 +256,8 @@ class Synchronize(NamedTuple):
         stream: The stream.
         event: The event.
         reason: The call, as in ``torch.cuda.synchronize`` or ``aten._local_scalar_dense``;
-            ends with ``BY_TORCH`` where the script did not ask for it.
+            ends with ``BY_TORCH`` where the script did not ask for it, and with
+            ``FROM_HOST`` where it copies to the device and waits until that is done.
     """
 
     stream: int | None
@@ -263,8 +267,13 @@ class Synchronize(NamedTuple):
     @property
     def reads_value(self) -> bool:
         """Whether the script asks for a value; other waits are there for their own sake."""
-        is_asked_for = not self.reason.endswith(BY_TORCH)
+        is_asked_for = not self.reason.endswith((BY_TORCH, FROM_HOST))
         return is_asked_for and not self.reason.startswith("torch.cuda")
+
+    @property
+    def copies_to_device(self) -> bool:
+        """Whether the host waits until its memory was read."""
+        return self.reason.endswith(FROM_HOST)
 
 
 class MarkKind(StrEnum):
@@ -275,6 +284,9 @@ class MarkKind(StrEnum):
     STEP_END = "step end"  # optimizer.step() has returned; the value is the same
     RESET_PEAK = "reset peak"  # torch.cuda.reset_peak_memory_stats()
     EMPTY_CACHE = "empty cache"  # torch.cuda.empty_cache()
+    # A pass of a model that is trained, in eval mode and without gradients.
+    EVALUATION_BEGIN = "evaluation begin"
+    EVALUATION_END = "evaluation end"
     SCRIPT_END = "script end"
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from torchspmd import _torch
+from torchspmd.comm import Kind
 from torchspmd.errors import UsageError
 
 __all__ = ["READS_VALUE", "NoValueError", "Values"]
@@ -76,6 +77,11 @@ class Values:
             return
         if not base.startswith(_UNKNOWN) and _follow(func, args, kwargs, result):
             return
+        if base == "copy_" and (real := _torch.known_tensor(args[1])) is not None:
+            _forget(result)
+            real = real.to(result.dtype).expand(result.shape)
+            _torch.set_known(result, real, in_place=True)
+            return
         if not isinstance(result, torch.Tensor):
             return
         known = _known(base, args)
@@ -85,11 +91,48 @@ class Values:
                 # A mask of ones like a tensor of which nothing else is known.
                 assert isinstance(known, int | float), known
                 real = torch.tensor(known, dtype=result.dtype).expand(result.shape)
-                _torch.set_known(result, real)  # takes no memory
+                # Takes no memory.
+                _torch.set_known(result, real, in_place=base.endswith("_"))
             return
         if hasattr(result, "known_value"):
             del result.known_value
         _guess(base, args, result)
+
+    def after_collective(
+        self,
+        kind: Kind,
+        reduction: str,
+        sent: Sequence[torch.Tensor],
+        received: Sequence[torch.Tensor],
+        num_ranks: int,
+    ) -> None:
+        """Remember what ranks receive that all have what this one has.
+
+        Args:
+            kind: Of the communication.
+            reduction: As in ``sum``; empty where it cannot be told.
+            sent: What this rank gives.
+            received: What it is given, in part or whole the same tensors.
+            num_ranks: How many communicate.
+        """
+        if kind in (Kind.ALL_GATHER, Kind.BROADCAST):
+            factor = 1
+        elif kind is Kind.ALL_REDUCE and reduction:
+            factor = num_ranks if reduction == "sum" else 1
+        else:
+            factor = 0  # not told
+        reals = [_known_values(each) if factor else None for each in sent]
+        for place, tensor in enumerate(received):
+            # Of each tensor one, or of one tensor all that were gathered.
+            real = reals[place if len(sent) == len(received) else 0] if sent else None
+            _forget(tensor)
+            if real is None or not _torch.may_follow(tensor):
+                continue
+            count, rest = divmod(tensor.numel(), max(real.numel(), 1))
+            if rest == 0 and count in (1, num_ranks):
+                whole = (real * factor if factor > 1 else real).reshape(-1)
+                whole = whole.repeat(count).reshape(tensor.shape).to(tensor.dtype)
+                _torch.set_known(tensor, whole)
 
     def number(self, tensor: torch.Tensor, line: str) -> object:
         """What ``.item()`` gives."""
@@ -103,6 +146,24 @@ class Values:
             plausible = _plausible(tensor.dtype)
         self.note(f"{line or 'the script'} reads a value: {plausible} was given.")
         return plausible
+
+    def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What a copy on the host is: real, where its values are known."""
+        real = _known_values(tensor)
+        return tensor if real is None else real.clone()
+
+    def write(self, real: torch.Tensor, source: torch.Tensor, line: str) -> None:
+        """Copy into a real tensor of the host what is known, or plausible."""
+        known = _known_values(source)
+        if known is None:
+            plausible = _plausible(real.dtype)
+            known = torch.full((), plausible, dtype=real.dtype)
+            self.note(
+                f"{line or 'the script'} copies values to the host: {plausible} was given "
+                "for each."
+            )
+        with torch.no_grad():
+            real.copy_(known)
 
     def array(self, call: str, tensor: torch.Tensor, line: str) -> object:
         """What ``.tolist()`` and ``.numpy()`` give."""
@@ -147,6 +208,20 @@ class Values:
             "tensor, or put it behind an option that a rehearsal leaves out; "
             "isnan, isinf and isfinite are answered as for healthy training."
         )
+
+
+def _known_values(tensor: torch.Tensor) -> torch.Tensor | None:
+    """All values of a small tensor, where they are known."""
+    known = getattr(tensor, "known_value", None)
+    if known is not None and _torch.may_follow(tensor):
+        return torch.full(tuple(tensor.shape), known, dtype=tensor.dtype)
+    return _torch.known_tensor(tensor)
+
+
+def _forget(tensor: Any) -> None:
+    for name in ("known_value", "known_tensor"):
+        if hasattr(tensor, name):
+            delattr(tensor, name)
 
 
 def _guess(base: str, args: Sequence[Any], result: Any) -> None:

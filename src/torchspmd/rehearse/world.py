@@ -2,14 +2,16 @@
 
 import contextlib
 import os
+import sys
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 from torch.distributed import device_mesh, distributed_c10d
 
 from torchspmd import _torch
@@ -91,7 +93,8 @@ def fake_ranks(world: World, recorder: Recorder, mail: Mail) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, world.environment()))
         stack.enter_context(fake_groups(world))
-        for owner, name, value in (*_objects(mail), *_works(recorder)):
+        replaced = (*_objects(mail), *_works(recorder), *_processes(world, recorder))
+        for owner, name, value in replaced:
             stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(_torch.ddp_on_fake_groups())
         stack.enter_context(_torch.ddp_without_values())
@@ -200,6 +203,44 @@ def _objects(mail: Mail) -> Iterator[tuple[Any, str, Any]]:
         yield module, "scatter_object_list", scatter
 
 
+class _Finished:
+    """The processes that a script has started and may wait for."""
+
+    def join(self, *args: Any, **kwargs: Any) -> bool:
+        """All have ended."""
+        return True
+
+
+def _processes(world: World, recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
+    """A script that starts a process for each GPU goes on as the one that is played."""
+    gpus = min(world.gpus_per_node, world.size)
+
+    def start(
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        nprocs: int = 1,
+        *others: Any,
+        **kwargs: Any,
+    ) -> _Finished:
+        if nprocs > gpus:
+            raise UsageError(
+                f"The script starts {nprocs} processes on this node, where {gpus} GPUs "
+                f"are rehearsed. Rehearse with --world-size {nprocs}, and --gpus-per-node "
+                f"{nprocs} where that is more than {GPUS_PER_NODE}."
+            )
+        local = world.rank % world.gpus_per_node
+        recorder.values.note(
+            f"The script starts {nprocs} processes: process {local} is rehearsed."
+        )
+        fn(local, *args)
+        return _Finished()
+
+    # In the package, the function hides the module of its name.
+    for module in (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"]):
+        yield module, "spawn", start
+        yield module, "start_processes", start
+
+
 class _Issued(NamedTuple):
     """A communication that Python issued: its number, and what it writes."""
 
@@ -252,7 +293,9 @@ def _issued(recorder: Recorder, by_work: _ByWork) -> Iterator[tuple[Any, str, An
     def watched(plain: Callable[..., Any]) -> Callable[..., Any]:
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
             before = recorder.last_comm
+            recorder.reduction = _reduction((*args, *kwargs.values()))
             work = plain(group, *args, **kwargs)
+            recorder.reduction = ""
             if recorder.last_comm != before and work is not None:
                 results = list(_torch.leaves_of(torch.Tensor, args[:1]))
                 by_work[work] = _Issued(recorder.last_comm, results)
@@ -262,9 +305,24 @@ def _issued(recorder: Recorder, by_work: _ByWork) -> Iterator[tuple[Any, str, An
         return call
 
     for name in _COLLECTIVES:
-        if hasattr(torch.distributed.ProcessGroup, name):
+        if hasattr(dist.ProcessGroup, name):
             yield (
                 dist.ProcessGroup,
                 name,
                 watched(getattr(dist.ProcessGroup, name)),
             )
+
+
+def _reduction(options: Iterable[Any]) -> str:
+    """What ranks do with their values, in the words of functional collectives.
+
+    The operator is given an object that Python cannot read.
+    """
+    for each in options:
+        operation = getattr(each, "reduceOp", each)
+        for name in ("SUM", "AVG", "MIN", "MAX", "BAND", "BOR"):
+            if isinstance(operation, dist.ReduceOp) and (
+                operation == getattr(dist.ReduceOp, name)
+            ):
+                return name.lower()
+    return ""

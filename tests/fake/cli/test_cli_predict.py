@@ -195,3 +195,82 @@ def test_a_script_without_a_step_is_told_first(tmp_path, capsys):
     assert predict(path) == 0
     out = capsys.readouterr().out
     assert out.strip().startswith("The script made no optimizer step")
+
+
+TRAINER = """
+import sys
+
+import torch
+from torch import nn
+
+model = nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def train():
+    for _ in range(5):
+        model(torch.randn(4, 64, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if sys.argv[1] == "evaluates":
+            model.eval()
+            with torch.no_grad():
+                for _ in range(8):
+                    model(torch.randn(4, 64, device="cuda"))
+            model.train()
+
+
+try:
+    train()
+except BaseException:
+    if sys.argv[1] == "fails":
+        raise RuntimeError("nothing to tear down")
+    if sys.argv[1] == "exits":
+        sys.exit(1)
+    if sys.argv[1] == "goes on":
+        train()
+    raise
+"""
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    path = tmp_path / "trainer.py"
+    path.write_text(TRAINER, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("how", ["raises", "fails", "exits", "goes on"])
+def test_a_trainer_that_cleans_up_at_the_end(trainer, tmp_path, how):
+    out = tmp_path / "prediction.json"
+    assert predict(trainer, "--json", str(out), arguments=(how,)) == 0
+    assert json.loads(out.read_text())["steps"] == 2
+
+
+def test_a_script_that_wants_more_gpus_is_told_how(tmp_path, capsys):
+    path = tmp_path / "script.py"
+    path.write_text("raise ValueError('8 GPUs were requested, 1 found.\\nAbort.')\n")
+    assert predict(path) == 2
+    fix = "a run on N of them is rehearsed with --world-size N."
+    assert fix in capsys.readouterr().err
+    assert predict(path, "--world-size", "8") == 2
+    assert fix not in capsys.readouterr().err
+
+
+def test_an_error_before_the_end_is_one(tmp_path, capsys):
+    path = tmp_path / "script.py"
+    path.write_text(
+        "try:\n    1 / 0\nexcept ZeroDivisionError:\n    raise ValueError\n"
+    )
+    assert predict(path) == 2
+    assert "failed after 0 optimizer steps" in capsys.readouterr().err
+
+
+def test_evaluation_between_steps_is_told(trainer, tmp_path, capsys):
+    out = tmp_path / "prediction.json"
+    assert predict(trainer, "--json", str(out), arguments=("evaluates",)) == 0
+    data = json.loads(out.read_text())
+    assert 0 < data["evaluation_seconds"] < data["step_seconds"]
+    assert "in eval mode without gradients" in capsys.readouterr().out
+    assert predict(trainer, "--json", str(out), arguments=("raises",)) == 0
+    assert json.loads(out.read_text())["evaluation_seconds"] == 0

@@ -112,7 +112,7 @@ function readPalette() {
 // Colours that colour-blind people can tell apart; the same category has the same everywhere.
 const CATEGORY_COLOURS = {
   parameter: "c0", gradient: "c1", "optimizer state": "c2", activation: "c3", temporary: "c4", "gathered parameter": "c9",
-  communication: "c6", input: "c5", buffer: "c8", workspace: "c7",
+  communication: "c6", input: "c5", buffer: "c8", "made before training": "c8", workspace: "c7",
 };
 const CATEGORIES = Object.keys(CATEGORY_COLOURS);
 function categoryColour(name, place) {
