@@ -1,7 +1,7 @@
 """The command line: one file a subcommand, each with its texts, options and ``run``.
 
 Exit codes: 0, all is well; 1, the answer is no (files differ, the script failed);
-2, the command was used wrongly, with one sentence on what to change.
+2, the command was used wrongly, with one sentence on what to change; 130, interrupted.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from torchspmd._cli import (
     show,
     trace,
 )
-from torchspmd._cli.output import exit_process, ignore_closed_pipes
+from torchspmd._cli.output import exit_process, ignore_closed_pipes, say
 from torchspmd._cli.script import refuse_words, split_words
 from torchspmd.errors import SpmdError
 
@@ -41,6 +41,7 @@ _COMMANDS = (
     calibrate,
     doctor,
 )
+_INTERRUPTED = 130  # as of shells: 128 and the number of SIGINT
 _EPILOG = """\
 examples:
   torchspmd trace train.py --world-size 8          simulate 8 ranks on this machine
@@ -89,8 +90,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(options.run(options))
     except SpmdError as error:
-        print(f"torchspmd {options.command}: {error}", file=sys.stderr)
+        say(options.command, str(error))
         return 2
+    except KeyboardInterrupt:
+        say(options.command, "interrupted.")
+        return _INTERRUPTED
 
 
 def command() -> NoReturn:

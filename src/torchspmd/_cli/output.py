@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
+from torchspmd.comm.storage import write_whole
+from torchspmd.errors import UsageError
 from torchspmd.step.progress import StatusLine
 
 
@@ -85,6 +87,17 @@ def say_written(what: str, path: Path, *, stderr: bool = False) -> None:
     Console(stderr=stderr).print(
         f"{what} written to {path}.", highlight=False, markup=False, soft_wrap=True
     )
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a result; where that fails, say so in a sentence."""
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise UsageError(
+            f"cannot write {path}: {error.strerror or error}. Name a file in a folder that "
+            "you may write to."
+        ) from None
 
 
 def status_line(what: str, *, quiet: bool = False) -> StatusLine:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchspmd._cli.output import say_written
+from torchspmd._cli.output import say_written, write_file
 from torchspmd._cli.script import output_problems, typed_command
 from torchspmd.errors import PlanError, UsageError
 from torchspmd.parallel.plan.auto import auto_plan
@@ -80,12 +80,14 @@ def run(options: argparse.Namespace) -> int:
     print(preview)
     document = {**preview.as_dict(), "command": typed_command(options)}
     if options.json is not None:
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        write_file(options.json, json.dumps(document, indent=1) + "\n")
+        say_written("Preview", options.json)
     if options.html is not None:
         write_page(document, options.html)
         say_written("Page", options.html)
     if options.save is not None:
-        plan.save(options.save)
+        write_file(options.save, plan.to_toml())
+        say_written("Plan", options.save)
     return 0
 
 

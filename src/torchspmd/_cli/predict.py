@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 from torchspmd._cli.other_ranks import OtherRanks
-from torchspmd._cli.output import say_written, status_line
+from torchspmd._cli.output import say_written, status_line, write_file
 from torchspmd._cli.script import (
     EndOfWindow,
     StepWindow,
@@ -72,8 +72,8 @@ The allocator's settings are read from PYTORCH_CUDA_ALLOC_CONF, as in a real run
 
 
 _NOTHING = (
-    "The script put no tensor on the GPU: nothing was counted. Does it ask for another "
-    "device than cuda?"
+    "the script put no tensor on the GPU, so there is nothing to predict. Put its model and "
+    'data on "cuda"; what a script for CPUs sends, torchspmd trace shows.'
 )
 
 
@@ -163,11 +163,17 @@ def _predict(options: argparse.Namespace, others: OtherRanks) -> int:
     if any(slower):
         print(f"torchspmd predict: {slower[0]}", file=sys.stderr)
         return 2
-    if not recording.storages:
-        recording.notes.append(_NOTHING)
     if others.is_asked:
         others.answer(recording)
         return 0
+    if not recording.storages:
+        raise UsageError(_NOTHING)
+    if 1 < recording.steps < options.skip + options.steps:
+        recording.notes.append(
+            f"The script made {recording.steps} optimizer steps, and --skip {options.skip} "
+            f"with --steps {options.steps} asks for {options.skip + options.steps}: its "
+            "last one is taken to be steady."
+        )
     account = count_memory(recording, gpu, settings)
     timed = (
         predict_time(recording, gpu, network)
@@ -224,12 +230,12 @@ def _tell(clock: LiveClock, begin: float) -> float:
 
 def _write(options: argparse.Namespace, data: dict[str, Any]) -> None:
     if options.json is not None:
-        options.json.write_text(json.dumps(data) + "\n", encoding="utf-8")
+        write_file(options.json, json.dumps(data) + "\n")
         say_written("Prediction", options.json)
     if options.html is not None:
         write_page(data, options.html)
         say_written("Page", options.html)
-    if options.perfetto is not None and not data["timeline"]["start"]:
+    if options.perfetto is not None and not (data["timeline"] or {}).get("start"):
         print(f"No step was made: {options.perfetto} was not written.")
     elif options.perfetto is not None:
         write_perfetto(data, options.perfetto)
@@ -290,9 +296,7 @@ def _report(
 ) -> None:
     recording = account.recording
     parts = [describe_memory(account, smaller), describe_time(timed, faster)]
-    if not recording.storages:
-        parts = [_NOTHING]
-    elif not recording.steps:
+    if not recording.steps:
         parts.insert(0, "The script made no optimizer step: no training is counted.")
     print("", *parts, sep="\n\n")
     notes = [*recording.notes, *timed.notes()]

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import os
 import runpy
 import shlex
 import sys
@@ -243,7 +244,7 @@ def refuse_words(
     hint = ""
     if "script" in options:
         command = f"{parser.prog} {shlex.quote(str(options.script))} ... -- {words}"
-        hint = f". Arguments of the script stand behind --, as in {command}"
+        hint = f". Arguments of the script go after --, as in {command}"
     parser.error(f"unrecognized arguments: {words}{hint}")
 
 
@@ -318,9 +319,13 @@ def output_problems(path: Path | None, option: str, example: str) -> list[str]:
     """
     if path is None:
         return []
+    if str(path) == "-":
+        return [f"{option} -: name a file, or /dev/stdout"]
     if path.is_dir():
         named = path / example
         return [f"{option} {path} is a folder: name a file in it, as in {named}"]
     if not path.absolute().parent.is_dir():
         return [f"there is no folder {path.parent} for {option}"]
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        return [f"{option} {path}: you may not write there; name another folder"]
     return []

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import torchspmd
-from torchspmd._cli.output import say_written
+from torchspmd._cli.output import say, say_written, write_file
 from torchspmd._cli.script import output_problems, script_problems, typed_command
 from torchspmd.errors import UsageError
 from torchspmd.predict.hardware import hardware_text, load_gpu, load_network
@@ -147,7 +147,7 @@ def run(options: argparse.Namespace) -> int:
     print(describe_search(result, most=options.top))
     if options.json is not None:
         text = json.dumps(_document(options, result), indent=1)
-        options.json.write_text(text + "\n", encoding="utf-8")
+        write_file(options.json, text + "\n")
         say_written("Candidates", options.json)
     if options.html is not None:
         write_page(_document(options, result), options.html)
