@@ -72,8 +72,8 @@ The allocator's settings are read from PYTORCH_CUDA_ALLOC_CONF, as in a real run
 
 
 _NOTHING = (
-    "the script put no tensor on the GPU, so there is nothing to predict. Put its model and "
-    'data on "cuda"; what a script for CPUs sends, torchspmd trace shows.'
+    "the script put no tensor on the GPU, so there is nothing to predict. Put its model "
+    'and data on "cuda"; what a script for CPUs sends, torchspmd trace shows.'
 )
 
 

@@ -163,8 +163,8 @@ def test_a_script_without_a_gpu_is_told(tmp_path, capsys):
     told = capsys.readouterr()
     assert told.err.splitlines()[-1] == (
         "torchspmd predict: the script put no tensor on the GPU, so there is nothing to "
-        'predict. Put its model and data on "cuda"; what a script for CPUs sends, torchspmd '
-        "trace shows."
+        'predict. Put its model and data on "cuda"; what a script for CPUs sends, '
+        "torchspmd trace shows."
     )
     assert not told.out
     assert not (tmp_path / "prediction.json").exists()

@@ -338,7 +338,9 @@ def _format_preview(preview: Preview) -> str:
         _summary(preview),
     ]
     if preview.ledger is None:
-        parts.append("Communication: pass batch= and seq= to see it.")
+        parts.append(
+            "Communication: pass batch= and seq= (--batch and --seq) to see it."
+        )
     else:
         parts.append(_communication(preview.ledger))
     if preview.notes:
