@@ -22,7 +22,7 @@ EPILOG = """\
 examples:
   torchspmd calibrate --out my.toml
   torchspmd predict train.py --world-size 8 --gpu my.toml
-  torchspmd calibrate --gpu h100 --nccl-tests all_reduce.txt all_gather.txt --out my.toml
+  torchspmd calibrate --gpu h100 --nccl-tests all_reduce.txt --out my.toml
 
 Measures matrix products, attention, convolutions, operators that memory bounds, copies,
 and how long the host takes to issue each. Nothing else should run on the GPU. Figures

@@ -183,7 +183,7 @@ examples:
   torchspmd lock train.py --mesh dp=2,tp=4 -o comm.lock
   torchspmd lock train.py --mesh dp=64,tp=8 --steps 2 --skip 1 -- --layers 4
   torchspmd lock train.py --mesh dp=128,tp=8 --fake --gpu h100
-  torchspmd check comm.lock                        exit code 1 when something changed
+  torchspmd check comm.lock                   exit code 1 when something changed
 
 This process plays one rank of a simulated world, on the CPU, whatever its size. The
 script makes its own mesh; --mesh says how many ranks there are and is compared with it.

@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 from torchspmd._cli.other_ranks import OtherRanks
-from torchspmd._cli.output import say_written, status_line, write_file
+from torchspmd._cli.output import say_written, status_line, wrap, write_file
 from torchspmd._cli.script import (
     EndOfWindow,
     StepWindow,
@@ -58,12 +58,12 @@ DESCRIPTION = (
     "Run a training script, unchanged, as one rank of any number, with tensors that hold "
     "no memory; say what that rank would hold and send on a named GPU."
 )
-USAGE = "torchspmd predict script.py --world-size N --gpu NAME [options] [-- arguments]"
+USAGE = "torchspmd predict script.py --gpu NAME [options] [-- script arguments]"
 EPILOG = """\
 examples:
   torchspmd predict train.py --gpu h100
   torchspmd predict train.py --world-size 1024 --gpu h100 --html page.html
-  torchspmd predict train.py --gpu h100 --json prediction.json --perfetto trace.json
+  torchspmd predict train.py --gpu h100 --json step.json --perfetto trace.json
   torchspmd predict train.py --world-size 64 --gpu a100 -- --layers 80 --batch 1
 
 Exit code 1: it does not fit. 2: the command was used wrongly, or the script failed.
@@ -298,11 +298,11 @@ def _report(
     parts = [describe_memory(account, smaller), describe_time(timed, faster)]
     if not recording.steps:
         parts.insert(0, "The script made no optimizer step: no training is counted.")
-    print("", *parts, sep="\n\n")
+    print("", *map(wrap, parts), sep="\n\n")
     notes = [*recording.notes, *timed.notes()]
     for title, texts in (("Notes", notes), ("Skipped", recording.skipped)):
         if texts:
-            print(f"{title}:", *(f"  {text}" for text in texts), sep="\n")
+            print(f"{title}:", *(wrap(f"  {text}") for text in texts), sep="\n")
 
 
 def _as_json(

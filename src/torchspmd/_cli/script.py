@@ -267,10 +267,16 @@ def add_step_options(parser: argparse._ActionsContainer) -> None:
     """Which steps of a script are recorded, as which rank."""
     parser.add_argument("--rank", type=int, default=0, help="the rank to play (0)")
     parser.add_argument(
-        "--steps", type=int, default=1, help="optimizer steps to record; 0: all (1)"
+        "--steps",
+        type=int,
+        default=1,
+        help="optimizer steps to record; 0: all (%(default)s)",
     )
     parser.add_argument(
-        "--skip", type=int, default=0, help="optimizer steps to let pass before (0)"
+        "--skip",
+        type=int,
+        default=0,
+        help="optimizer steps to let pass before (%(default)s)",
     )
 
 

@@ -33,11 +33,11 @@ DESCRIPTION = (
     "Rehearse and predict a training script for every combination of its own arguments, "
     "and rank those that fit."
 )
-USAGE = "torchspmd search script.py --world-size N --gpu NAME [options] -- --tp {1,2,4}"
+USAGE = "torchspmd search script.py --gpu NAME [options] -- --tp {1,2,4}"
 EPILOG = """\
 examples:
-  torchspmd search train.py --world-size 64 --gpu h100 -- --tp {1,2,4,8} --ac {none,full}
-  torchspmd search train.py --gpu h100 --repeat layers -- --layers 32 --batch {1,2,4}
+  torchspmd search train.py --world-size 64 --gpu h100 -- --tp {1,2,4,8}
+  torchspmd search train.py --gpu h100 --repeat layers -- --layers 32 --tp {1,2}
   torchspmd search train.py --gpu h200 --where "batch * seq <= 65536" \\
       --work "batch * seq" -- --batch {1,2,4,8} --seq {2048,4096}
 

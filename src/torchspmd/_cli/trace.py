@@ -41,7 +41,7 @@ USAGE = "torchspmd trace script.py [options] [-- script arguments]"
 EPILOG = """\
 examples:
   torchspmd trace train.py --world-size 8
-  torchspmd trace train.py --world-size 1024 --steps 2 --skip 1 --out report.json
+  torchspmd trace train.py --world-size 8 --steps 2 --skip 1 --out report.json
   torchspmd trace train.py --world-size 8 --html page.html
   torchspmd trace train.py --world-size 8 -- --layers 4 --batch 16
   torchrun --nproc-per-node 4 -m torchspmd trace train.py --out report.json

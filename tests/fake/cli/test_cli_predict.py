@@ -69,6 +69,7 @@ def test_predict_writes_what_the_format_promises(script, tmp_path, capsys):
     assert any("reads a value" in note for note in data["notes"])
     text = capsys.readouterr().out
     assert "Fits on NVIDIA H100" in text
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_figures_of_a_shared_buffer_are_those_of_its_modules(tmp_path):
@@ -211,7 +212,7 @@ def test_fewer_steps_than_asked_for_are_told(script, capsys):
     assert (
         "The script made 5 optimizer steps, and --skip 8 with --steps 1 asks for 9: its "
         "last one is taken to be steady."
-    ) in capsys.readouterr().out
+    ) in " ".join(capsys.readouterr().out.split())
     assert predict(script, "--world-size", "2", "--skip", "4") == 0
     assert "asks for" not in capsys.readouterr().out
 

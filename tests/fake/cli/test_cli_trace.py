@@ -204,14 +204,14 @@ def test_skipped_without_an_optimizer(tmp_path, capsys):
 
 @pytest.mark.parametrize("words", [["--layers", "2"], ["two words"]])
 @pytest.mark.parametrize("command", ["trace", "lock"])
-def test_arguments_of_the_script_stand_behind_two_dashes(capsys, command, words):
+def test_arguments_of_the_script_go_after_two_dashes(capsys, command, words):
     given = {"trace": ["--world-size", "8"], "lock": ["--mesh", "tp=8"]}[command]
     with pytest.raises(SystemExit) as end:
         main([command, "s.py", *given, *words])
     assert end.value.code == 2
     error, told = capsys.readouterr().err, shlex.join(words)
     assert error.startswith(f"usage: torchspmd {command} script.py ")
-    assert f"unrecognized arguments: {told}. Arguments of the script stand" in error
+    assert f"unrecognized arguments: {told}. Arguments of the script go after" in error
     assert error.endswith(f"as in torchspmd {command} s.py ... -- {told}\n")
 
 
