@@ -89,9 +89,9 @@ def _parts(prediction: TimePrediction) -> Iterator[str]:
         if seconds > 0:
             share = seconds / account.seconds
             yield f"  {seconds_text(seconds):>10} {share:6.1%}  {_NAMES[part]}"
-    busy = "communicators are busy, beside computation or not"
+    busy = "collectives are in flight, overlapped or exposed"
     for seconds, what in (
-        (account.optimizer, "of that in the optimizer"),
+        (account.optimizer, "of the step are the optimizer's"),
         (account.communication, busy),
     ):
         if seconds:
