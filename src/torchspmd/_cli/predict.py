@@ -22,6 +22,7 @@ from torchspmd._cli.script import (
     output_problems,
     run_script,
     script_problems,
+    steps_text,
     typed_command,
 )
 from torchspmd.comm.storage import ledger_to_dict
@@ -72,8 +73,9 @@ The allocator's settings are read from PYTORCH_CUDA_ALLOC_CONF, as in a real run
 
 
 _NOTHING = (
-    "the script put no tensor on the GPU, so there is nothing to predict. Put its model "
-    'and data on "cuda"; what a script for CPUs sends, torchspmd trace shows.'
+    "the script put no tensor on the GPU, so there is nothing to predict. Does it call its "
+    'training, with model and data on "cuda"? What a script for CPUs sends, torchspmd '
+    "trace shows."
 )
 
 
@@ -154,8 +156,8 @@ def _predict(options: argparse.Namespace, others: OtherRanks) -> int:
         )
     if not succeeded:
         print(
-            f"torchspmd predict: {options.script} failed after {recording.steps} "
-            f"optimizer steps; nothing was predicted.{_hint(left)}",
+            f"torchspmd predict: {options.script} failed after "
+            f"{steps_text(recording.steps)}; nothing was predicted.{_hint(left)}",
             file=sys.stderr,
         )
         return 2
@@ -282,6 +284,8 @@ def _hint(left: list[object]) -> str:
             f" It needs {error.filename}, which is not here: a rehearsal reads the "
             "script's own files; small ones of the same layout do."
         )
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return f" It ended with exit code {error.code}."
     if isinstance(error, Exception):
         first = next(iter(str(error).splitlines()), "")
         return f" {type(error).__name__}: {first}"

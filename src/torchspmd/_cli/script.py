@@ -19,12 +19,14 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from torchspmd import _torch
 from torchspmd.comm import Ledger
-from torchspmd.errors import UsageError
+from torchspmd.errors import SpmdError, UsageError
 from torchspmd.step.compiled import CompiledStep
 from torchspmd.step.progress import StatusLine
 from torchspmd.trace import CommDebugMode
 from torchspmd.trace.modules import follow, unfollow
 from torchspmd.trace.rounds import Rounds, Turn
+
+_PACKAGE = str(Path(_torch.__file__).parents[1])
 
 
 def run_script(
@@ -57,9 +59,36 @@ def run_script(
             return end.code in (None, 0)
         except Exception as error:
             left.append(error)
-            traceback.print_exception(type(error), error, _own_frames(error, script))
+            _print_error(error, script)
             return False
     return True
+
+
+def communications(number: int) -> str:
+    """How many communications.
+
+    >>> communications(1), communications(2)
+    ('1 communication', '2 communications')
+    """
+    return f"{number} communication{'' if number == 1 else 's'}"
+
+
+def steps_text(number: int) -> str:
+    """How many optimizer steps.
+
+    >>> steps_text(1), steps_text(2)
+    ('1 optimizer step', '2 optimizer steps')
+    """
+    return f"{number} optimizer step{'' if number == 1 else 's'}"
+
+
+def _print_error(error: Exception, script: Path) -> None:
+    """The script's part of the traceback; where we refuse its call, that is the last."""
+    told = traceback.TracebackException(type(error), error, _own_frames(error, script))
+    if isinstance(error, SpmdError):
+        while told.stack and told.stack[-1].filename.startswith(_PACKAGE):
+            told.stack.pop()
+    print(*told.format(), sep="", end="", file=sys.stderr)
 
 
 def _own_frames(error: BaseException, script: Path) -> TracebackType | None:
@@ -138,10 +167,9 @@ class StepWindow:
                 "nothing to skip. Without --skip the whole run is recorded, from the "
                 "first module call."
             )
-        plural = "" if made == 1 else "s"
         raise UsageError(
-            f"--skip {self._skip}: the script made only {made} optimizer step{plural}, so "
-            f"none is left to record. Record with --skip {made - 1} or less, or let the "
+            f"--skip {self._skip}: the script made only {steps_text(made)}, so none "
+            f"is left to record. Record with --skip {made - 1} or less, or let the "
             "script make more steps."
         )
 

@@ -21,10 +21,12 @@ from torchspmd._cli.script import (
     StepWindow,
     add_fake_options,
     add_script_options,
+    communications,
     fake_problems,
     output_problems,
     run_script,
     script_problems,
+    steps_text,
     typed_command,
 )
 from torchspmd._cli.simulate import rehearsed_world, simulated_world
@@ -97,7 +99,7 @@ def run(options: argparse.Namespace) -> int:
         )
     if not succeeded:
         failed = (
-            f"{options.script} failed after {window.num_optimizer_steps} optimizer steps; "
+            f"{options.script} failed after {steps_text(window.num_optimizer_steps)}; "
             "no report was written."
         )
         say("trace", failed, *notes)
@@ -204,8 +206,7 @@ def _about(
 def _steps_text(window: StepWindow) -> str:
     if window.num_recorded == 0:
         return "no optimizer step was seen: the whole run from the first module call"
-    plural = "" if window.num_recorded == 1 else "s"
-    return f"{window.num_recorded} optimizer step{plural}"
+    return steps_text(window.num_recorded)
 
 
 def _setup_lines(window: StepWindow) -> list[str]:
@@ -215,7 +216,7 @@ def _setup_lines(window: StepWindow) -> list[str]:
     if total.count == 0:
         return []
     line = (
-        f"Set-up, before the first module call and not in the tables: {total.count} "
-        f"communications, {format_bytes(total.payload_bytes)} payload."
+        "Set-up, before the first module call and not in the tables: "
+        f"{communications(total.count)}, {format_bytes(total.payload_bytes)} payload."
     )
     return [line]

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 from torch.distributed import device_mesh, distributed_c10d
 
 from torchspmd import _torch
@@ -108,9 +110,12 @@ def _end() -> None:
 
 @contextlib.contextmanager
 def fake_groups(world: World) -> Iterator[None]:
-    """Inside, every process group that code asks for answers at once."""
+    """Inside, every process group that code asks for answers at once.
+
+    A script that starts the ranks of its node itself starts the one that is played.
+    """
     with contextlib.ExitStack() as stack:
-        for owner, name, value in _groups(world):
+        for owner, name, value in (*_groups(world), *_spawned(world)):
             stack.enter_context(mock.patch.object(owner, name, value))
         yield
 
@@ -151,6 +156,40 @@ def _groups(world: World) -> Iterator[tuple[Any, str, Any]]:
 
     yield dist, "get_backend", get_backend
     yield dist, "is_nccl_available", lambda: True
+
+
+class _Ended:
+    """Processes that are over."""
+
+    def join(self, *args: object, **kwargs: object) -> bool:
+        """All of them have ended."""
+        return True
+
+
+def _spawned(world: World) -> Iterator[tuple[Any, str, Any]]:
+    """``torch.multiprocessing.spawn`` calls its function here, as this rank."""
+    ranks = min(world.gpus_per_node, world.size)
+
+    def spawn(
+        fn: Callable[..., None],
+        args: tuple[Any, ...] = (),
+        nprocs: int = 1,
+        join: bool = True,
+        daemon: bool = False,
+        start_method: str = "spawn",
+    ) -> _Ended | None:
+        if nprocs != ranks:
+            raise UsageError(
+                f"the script starts {nprocs} ranks on a node by itself "
+                f"(torch.multiprocessing.spawn), and a node has {ranks} here. Give "
+                f"--world-size {nprocs}, or for several nodes --gpus-per-node {nprocs}."
+            )
+        fn(world.rank % world.gpus_per_node, *args)
+        return None if join else _Ended()
+
+    for module in (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"]):
+        yield module, "spawn", spawn
+        yield module, "start_processes", spawn
 
 
 def _objects(mail: Mail) -> Iterator[tuple[Any, str, Any]]:

@@ -165,8 +165,8 @@ def test_a_script_without_a_gpu_is_told(tmp_path, capsys):
     told = capsys.readouterr()
     assert told.err.splitlines()[-1] == (
         "torchspmd predict: the script put no tensor on the GPU, so there is nothing to "
-        'predict. Put its model and data on "cuda"; what a script for CPUs sends, '
-        "torchspmd trace shows."
+        'predict. Does it call its training, with model and data on "cuda"? What a script '
+        "for CPUs sends, torchspmd trace shows."
     )
     assert not told.out
     assert not (tmp_path / "prediction.json").exists()
@@ -248,6 +248,16 @@ def test_folders_that_are_not_yours_are_told_before_the_script_runs(
 def test_a_dash_is_no_file(script, capsys):
     assert predict(script, "--world-size", "2", "--json", "-") == 2
     assert "--json -: name a file, or /dev/stdout." in capsys.readouterr().err
+
+
+def test_a_script_that_ends_with_an_exit_code(tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_text("import sys\nsys.exit(3)\n")
+    assert predict(path) == 2
+    assert capsys.readouterr().err.endswith(
+        "failed after 0 optimizer steps; nothing was predicted. It ended with exit code "
+        "3.\n"
+    )
 
 
 def test_an_interrupted_script_is_no_traceback(tmp_path, capsys):

@@ -262,6 +262,51 @@ def test_example_gpt_with_torchs_styles(tmp_path, capsys):
     assert "54 of 91 were implicit" in capsys.readouterr().out
 
 
+SPAWNS = """\
+import os
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel
+
+def train(rank, world_size):
+    print("rank", rank, "of", world_size)
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    model = DistributedDataParallel(torch.nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+
+if __name__ == "__main__":
+    mp.spawn(train, args=(4,), nprocs=4)
+"""
+
+
+def test_a_script_that_starts_its_ranks_itself_plays_one(tmp_path, capsys):
+    script, out = tmp_path / "train.py", tmp_path / "ledger.json"
+    script.write_text(SPAWNS)
+    spawn = torch.multiprocessing.spawn
+    words = ["trace", str(script), "--world-size", "4", "--rank", "2"]
+    assert main([*words, "--out", str(out)]) == 0
+    assert "rank 2 of 4" in capsys.readouterr().out
+    assert load_ledger(out).total(kind="all_reduce").count == 1
+    assert torch.multiprocessing.spawn is spawn
+
+
+def test_a_script_that_starts_another_number_of_ranks(tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text(SPAWNS)
+    assert main(["trace", str(script), "--world-size", "8"]) == 1
+    text = capsys.readouterr().err
+    assert (
+        "UsageError: the script starts 4 ranks on a node by itself "
+        "(torch.multiprocessing.spawn), and a node has 8 here. Give --world-size 4, or for "
+        "several nodes --gpus-per-node 4.\n"
+    ) in text
+    assert "line 16, in <module>" in text
+    assert "world.py" not in text  # ours
+
+
 def test_script_that_fails(tmp_path, capsys):
     script = tmp_path / "fails.py"
     script.write_text("raise ValueError('the user did this')")
