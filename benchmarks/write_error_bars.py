@@ -45,8 +45,8 @@ class Bar(StrEnum):
 
 # What a reader is told of the rows, beside their number.
 _SOURCES = {
-    Bar.DEVICE: "runs on one H200 that the device bounds; the cost model was made with most "
-    "of them in sight",
+    Bar.DEVICE: "runs on one H200 that the device bounds; the cost model was made with "
+    "most of them in sight",
     Bar.HOST: "runs on one H200 whose host needs three quarters of the step or more: hosts "
     "differ, so calibrate on yours",
     Bar.ONE_RANK: "published runs on one H100",

@@ -61,7 +61,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="write the ledger here, as JSON")
     parser.add_argument("--html", type=Path, help="write a page to look at here")
     parser.add_argument(
-        "--sources", action="store_true", help="note the line behind each communication"
+        "--sources",
+        action="store_true",
+        help="with --out: the line of code behind each communication",
     )
 
 
@@ -130,6 +132,8 @@ def _check(options: argparse.Namespace) -> None:
             "give --world-size N to simulate N ranks, or start with torchrun"
         )
     problems += fake_problems(options, fake=options.fake)
+    if options.sources and options.out is None:
+        problems.append("--sources is for the ledger's file: give --out FILE with it")
     problems += output_problems(options.out, "--out", "report.json")
     problems += output_problems(options.html, "--html", "page.html")
     if problems:

@@ -62,8 +62,9 @@ def _verdict(prediction: TimePrediction) -> Iterator[str]:
     flops, mfu = prediction.flops(), prediction.mfu
     if flops and mfu is not None:
         dtype, peak = prediction.peak_rate
+        amount = f"{flops / 1e12:.2f} T" if flops >= 1e11 else f"{flops / 1e9:.2f} G"
         yield (
-            f"{flops / 1e12:.2f} TFLOP of the model on this rank: {mfu:.1%} of the peak "
+            f"{amount}FLOP of the model on this rank: {mfu:.1%} of the peak "
             f"of {dtype} ({peak / 1e12:.0f} TFLOP/s)."
         )
     issue = prediction.host_issue_seconds

@@ -307,6 +307,17 @@ def test_a_script_that_starts_another_number_of_ranks(tmp_path, capsys):
     assert "world.py" not in text  # ours
 
 
+def test_lines_of_code_are_in_the_ledger(script, tmp_path, capsys):
+    out = tmp_path / "ledger.json"
+    words = ["trace", script, "--world-size", "2", "--sources"]
+    assert main(words) == 2
+    assert (
+        "--sources is for the ledger's file: give --out FILE" in capsys.readouterr().err
+    )
+    assert main([*words, "--out", str(out)]) == 0
+    assert ".py:" in load_ledger(out).events[0].source
+
+
 def test_script_that_fails(tmp_path, capsys):
     script = tmp_path / "fails.py"
     script.write_text("raise ValueError('the user did this')")
