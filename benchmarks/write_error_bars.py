@@ -45,13 +45,13 @@ class Bar(StrEnum):
 
 # What a reader is told of the rows, beside their number.
 _SOURCES = {
-    Bar.DEVICE: "rows and jobs on machines with an H200 that the device bounds; the model "
-    "was made with most of them in sight",
-    Bar.HOST: "rows and jobs on machines with an H200 whose host needs three quarters of "
-    "the step or more: hosts differ; calibrate on yours",
-    Bar.ONE_RANK: "published rows on one H100",
-    Bar.SEVERAL_RANKS: "published rows of more than 8 GPUs; the model was made with them "
-    "in sight",
+    Bar.DEVICE: "runs on one H200 that the device bounds; the cost model was made with "
+    "most of them in sight",
+    Bar.HOST: "runs on one H200 whose host needs three quarters of the step or more: hosts "
+    "differ, so calibrate on yours",
+    Bar.ONE_RANK: "published runs on one H100",
+    Bar.SEVERAL_RANKS: "published runs on more than 8 GPUs; the cost model was made with "
+    "them in sight",
 }
 
 

@@ -286,7 +286,7 @@ class UnsupportedPassError(SpmdError, NotImplementedError):
 
 
 class CaptureWarning(UserWarning):
-    """A step is captured again and again; the text says what changes."""
+    """A step is captured again and again, or an optimizer of it updates nothing."""
 
 
 class PassWarning(UserWarning):

@@ -1,11 +1,13 @@
 """The command line: one file a subcommand, each with its texts, options and ``run``.
 
 Exit codes: 0, all is well; 1, the answer is no (files differ, the script failed);
-2, the command was used wrongly, with one sentence on what to change.
+2, the command was used wrongly, with one sentence on what to change; 130, interrupted.
 """
 
 import argparse
+import itertools
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -23,7 +25,7 @@ from torchspmd._cli import (
     show,
     trace,
 )
-from torchspmd._cli.output import exit_process, ignore_closed_pipes
+from torchspmd._cli.output import exit_process, ignore_closed_pipes, say
 from torchspmd._cli.script import refuse_words, split_words
 from torchspmd.errors import SpmdError
 
@@ -41,21 +43,43 @@ _COMMANDS = (
     calibrate,
     doctor,
 )
+_INTERRUPTED = 130  # as of shells: 128 and the number of SIGINT
 _EPILOG = """\
 examples:
-  torchspmd trace train.py --world-size 8          simulate 8 ranks on this machine
+  torchspmd trace train.py --world-size 8
   torchrun --nproc-per-node 4 -m torchspmd trace train.py
-  torchspmd predict train.py --world-size 1024 --gpu h100   does it fit
-  torchspmd diff before.json after.json            exit code 1 when they differ
-  torchspmd plan model.py:build --mesh tp=8        what a plan does to every parameter
-  torchspmd lock train.py --mesh dp=2,tp=4         write down what it communicates
-  torchspmd check comm.lock                        exit code 1 when that changed
-  torchspmd parity runs/one runs/tp4               do two recorded runs compute the same
-  torchspmd search train.py --gpu h100 -- --tp {1,2}   the fastest arguments that fit
-  torchspmd calibrate --out my.toml                measure this GPU for predictions
-  torchspmd show report.json --open                any saved result as a page to look at
-  torchspmd doctor                                 what works on this machine
+  torchspmd predict train.py --world-size 1024 --gpu h100
+  torchspmd search train.py --world-size 64 --gpu h100 -- --tp {1,2,4}
+  torchspmd show prediction.json --open
+  torchspmd diff before.json after.json
+  torchspmd plan model.py:build --mesh tp=8
+  torchspmd lock train.py --mesh dp=2,tp=4
+  torchspmd check comm.lock
+
+torchspmd COMMAND --help has the options of each, with examples.
 """
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Paragraphs are filled to the width; indented lines (examples) stay as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines: list[str] = []
+        for is_prose, block in itertools.groupby(text.splitlines(), key=_is_prose):
+            if is_prose:
+                lines += textwrap.wrap(
+                    " ".join(block),
+                    width,
+                    break_long_words=False,
+                    break_on_hyphens=False,
+                )
+            else:
+                lines += block
+        return "\n".join(lines)
+
+
+def _is_prose(line: str) -> bool:
+    return bool(line.strip()) and not line.startswith(" ") and line != "examples:"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="torchspmd",
         description="Lay a PyTorch model out over a mesh, and see every byte it sends.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Help,
     )
     parser.add_argument("--version", action="version", version=torchspmd.__version__)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
@@ -75,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             usage=getattr(command, "USAGE", None),
             description=command.DESCRIPTION,
             epilog=command.EPILOG,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=_Help,
         )
         command.add_options(subparser)
         subparser.set_defaults(run=command.run)
@@ -89,8 +113,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(options.run(options))
     except SpmdError as error:
-        print(f"torchspmd {options.command}: {error}", file=sys.stderr)
+        say(options.command, str(error))
         return 2
+    except KeyboardInterrupt:
+        say(options.command, "interrupted.")
+        return _INTERRUPTED
 
 
 def command() -> NoReturn:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from torchspmd._cli.output import write_file
 from torchspmd._cli.script import output_problems
 from torchspmd.errors import UsageError
 from torchspmd.predict.calibration import calibrate, with_other_cases
@@ -21,7 +22,7 @@ EPILOG = """\
 examples:
   torchspmd calibrate --out my.toml
   torchspmd predict train.py --world-size 8 --gpu my.toml
-  torchspmd calibrate --gpu h100 --nccl-tests all_reduce.txt all_gather.txt --out my.toml
+  torchspmd calibrate --gpu h100 --nccl-tests all_reduce.txt --out my.toml
 
 Measures matrix products, attention, convolutions, operators that memory bounds, copies,
 and how long the host takes to issue each. Nothing else should run on the GPU. Figures
@@ -77,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
         base = load_gpu(options.gpu)
         figures = {**base.figures, **collectives}
         gpu = replace(base, name=options.out.stem, figures=figures)
-        options.out.write_text(hardware_text(gpu), encoding="utf-8")
+        write_file(options.out, hardware_text(gpu))
         told = ", ".join(sorted(collectives))
         print(f"{base.title} with {told}, written to {options.out}.")
         return 0
@@ -105,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
         compute_capability=f"{major}.{minor}",
         figures={**figures, **found, **collectives},
     )
-    options.out.write_text(hardware_text(gpu), encoding="utf-8")
+    write_file(options.out, hardware_text(gpu))
     print(f"{title}: {measured.cases} cases measured, written to {options.out}.")
     for note in measured.notes:
         print(f"  {note}")

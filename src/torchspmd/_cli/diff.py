@@ -79,7 +79,14 @@ def run(options: argparse.Namespace) -> int:
             _ledger_file(options.before, options, Path(folder, "before.json")),
             _ledger_file(options.after, options, Path(folder, "after.json")),
         )
-        if all(map(_is_prediction, paths)):
+        both = zip(names, paths, strict=True)
+        predictions = [name for name, path in both if _is_prediction(path)]
+        if len(predictions) == 1:
+            raise UsageError(
+                f"only {predictions[0]} is a prediction: compare two predictions, or two "
+                "ledgers. torchspmd show puts any two results side by side."
+            )
+        if predictions:
             differs = _compare_predictions(paths, options.json)
         else:
             changes = diff_ledgers(*map(load_ledger, paths))

@@ -18,10 +18,12 @@ from torchspmd._cli.script import (
     StepWindow,
     add_fake_options,
     add_script_options,
+    communications,
     fake_problems,
     output_problems,
     run_script,
     script_problems,
+    steps_text,
 )
 from torchspmd._cli.simulate import rehearsed_world, simulated_world
 from torchspmd.comm import format_bytes
@@ -58,7 +60,7 @@ def simulate(recipe: Recipe, folder: Path, command: str) -> Lock | None:
         succeeded = run_script(script, recipe.arguments, mode, watch, window)
     if not succeeded:
         failed = (
-            f"{script} failed after {window.num_optimizer_steps} optimizer steps; "
+            f"{script} failed after {steps_text(window.num_optimizer_steps)}; "
             "nothing was locked."
         )
         say(command, failed, *notes)
@@ -183,7 +185,7 @@ examples:
   torchspmd lock train.py --mesh dp=2,tp=4 -o comm.lock
   torchspmd lock train.py --mesh dp=64,tp=8 --steps 2 --skip 1 -- --layers 4
   torchspmd lock train.py --mesh dp=128,tp=8 --fake --gpu h100
-  torchspmd check comm.lock                        exit code 1 when something changed
+  torchspmd check comm.lock                   exit code 1 when something changed
 
 This process plays one rank of a simulated world, on the CPU, whatever its size. The
 script makes its own mesh; --mesh says how many ranks there are and is compared with it.
@@ -226,7 +228,8 @@ def run(options: argparse.Namespace) -> int:
     save_lock(lock, options.out)
     total = lock.total()
     print(
-        f"{options.out}: {total.count} communications, "
-        f"{format_bytes(total.payload_bytes)} payload, {len(lock.rows)} rows."
+        f"{options.out}: {communications(total.count)}, "
+        f"{format_bytes(total.payload_bytes)} payload, {len(lock.rows)} "
+        f"row{'' if len(lock.rows) == 1 else 's'}."
     )
     return 0

@@ -9,13 +9,17 @@ import atexit
 import contextlib
 import io
 import os
+import re
 import sys
+import textwrap
 import threading
 from pathlib import Path
 from typing import Any, NoReturn
 
 from rich.console import Console
 
+from torchspmd.comm.storage import write_whole
+from torchspmd.errors import UsageError
 from torchspmd.step.progress import StatusLine
 
 
@@ -85,6 +89,46 @@ def say_written(what: str, path: Path, *, stderr: bool = False) -> None:
     Console(stderr=stderr).print(
         f"{what} written to {path}.", highlight=False, markup=False, soft_wrap=True
     )
+
+
+# What a line begins with: a bullet, or a figure and perhaps its share.
+_FRONT = re.compile(r" *(?:\* |[\d.,]+ \w+(?: +[\d.]+%)?  +)?")
+
+
+def wrap(text: str, width: int = 80) -> str:
+    """Lines of at most this width; what goes on stands under the words of its line.
+
+    >>> print(wrap("  * one two three", 11))
+      * one two
+        three
+    >>> print(wrap("   1.00 GiB  one two", 16))
+       1.00 GiB  one
+                 two
+    """
+    lines = []
+    for line in text.split("\n"):
+        front = len(_FRONT.match(line)[0])  # type: ignore[index]
+        spaces = len(line) - len(line.lstrip())
+        lines += textwrap.wrap(
+            line,
+            width,
+            subsequent_indent=" "
+            * (front if front > spaces or not spaces else front + 2),
+            break_long_words=False,
+            break_on_hyphens=False,
+        ) or [""]
+    return "\n".join(lines)
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a result; where that fails, say so in a sentence."""
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise UsageError(
+            f"cannot write {path}: {error.strerror or error}. Name a file in a folder that "
+            "you may write to."
+        ) from None
 
 
 def status_line(what: str, *, quiet: bool = False) -> StatusLine:

@@ -5,7 +5,6 @@ import importlib
 import importlib.util
 import json
 import sys
-import textwrap
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchspmd._cli.output import say_written
+from torchspmd._cli.output import say_written, wrap, write_file
 from torchspmd._cli.script import output_problems, typed_command
 from torchspmd.errors import PlanError, UsageError
 from torchspmd.parallel.plan.auto import auto_plan
@@ -26,7 +25,7 @@ DESCRIPTION = "Show what a tensor-parallel plan does to a model."
 EPILOG = """\
 examples:
   torchspmd plan model.py:build --mesh tp=8
-  torchspmd plan model.py:build --mesh dp=16,tp=8 --plan plan.toml --batch 1 --seq 4096
+  torchspmd plan model.py:build --mesh dp=16,tp=8 --plan plan.toml --batch 1
   torchspmd plan mypackage.models:llama --mesh tp=8 --auto --save plan.toml
   torchspmd plan model.py:build --mesh tp=8 --html page.html
 
@@ -75,17 +74,19 @@ def run(options: argparse.Namespace) -> int:
             model, mesh, axis=options.axis, batch=options.batch, seq=options.seq
         )
     except PlanError as error:
-        print(_wrap(str(error)), file=sys.stderr)
+        print(wrap(str(error)), file=sys.stderr)
         return 1
     print(preview)
     document = {**preview.as_dict(), "command": typed_command(options)}
     if options.json is not None:
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        write_file(options.json, json.dumps(document, indent=1) + "\n")
+        say_written("Preview", options.json)
     if options.html is not None:
         write_page(document, options.html)
         say_written("Page", options.html)
     if options.save is not None:
-        plan.save(options.save)
+        write_file(options.save, plan.to_toml())
+        say_written("Plan", options.save)
     return 0
 
 
@@ -94,20 +95,8 @@ def _share(plan: Plan, model: nn.Module) -> Plan:
         warnings.simplefilter("always")
         plan = plan.share_inputs(model)
     for warning in caught:
-        print(_wrap(str(warning.message)), file=sys.stderr)
+        print(wrap(str(warning.message)), file=sys.stderr)
     return plan
-
-
-def _wrap(text: str) -> str:
-    """The text in lines of 80 columns; bullets have a hanging indent."""
-    lines = []
-    for line in text.split("\n"):
-        indent = "    " if line.startswith("  * ") else ""
-        lines += textwrap.wrap(
-            line, 80, subsequent_indent=indent, break_long_words=False,
-            break_on_hyphens=False,
-        ) or [""]  # fmt: skip
-    return "\n".join(lines)
 
 
 def parse_mesh(text: str) -> dict[str, int]:

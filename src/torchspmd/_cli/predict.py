@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 from torchspmd._cli.other_ranks import OtherRanks
-from torchspmd._cli.output import say_written, status_line
+from torchspmd._cli.output import say_written, status_line, wrap, write_file
 from torchspmd._cli.script import (
     EndOfWindow,
     StepWindow,
@@ -23,6 +23,7 @@ from torchspmd._cli.script import (
     output_problems,
     run_script,
     script_problems,
+    steps_text,
     typed_command,
 )
 from torchspmd.comm.storage import ledger_to_dict
@@ -59,12 +60,12 @@ DESCRIPTION = (
     "Run a training script, unchanged, as one rank of any number, with tensors that hold "
     "no memory; say what that rank would hold and send on a named GPU."
 )
-USAGE = "torchspmd predict script.py --world-size N --gpu NAME [options] [-- arguments]"
+USAGE = "torchspmd predict script.py --gpu NAME [options] [-- script arguments]"
 EPILOG = """\
 examples:
   torchspmd predict train.py --gpu h100
   torchspmd predict train.py --world-size 1024 --gpu h100 --html page.html
-  torchspmd predict train.py --gpu h100 --json prediction.json --perfetto trace.json
+  torchspmd predict train.py --gpu h100 --json step.json --perfetto trace.json
   torchspmd predict train.py --world-size 64 --gpu a100 -- --layers 80 --batch 1
 
 Exit code 1: it does not fit. 2: the command was used wrongly, or the script failed.
@@ -73,8 +74,9 @@ The allocator's settings are read from PYTORCH_CUDA_ALLOC_CONF, as in a real run
 
 
 _NOTHING = (
-    "The script put no tensor on the GPU: nothing was counted. Does it ask for another "
-    "device than cuda?"
+    "the script put no tensor on the GPU, so there is nothing to predict. Does it call its "
+    'training, with model and data on "cuda"? What a script for CPUs sends, torchspmd '
+    "trace shows."
 )
 
 
@@ -155,8 +157,8 @@ def _predict(options: argparse.Namespace, others: OtherRanks) -> int:
         )
     if not succeeded:
         print(
-            f"torchspmd predict: {options.script} failed after {recording.steps} "
-            f"optimizer steps; nothing was predicted.{_hint(left, world)}",
+            f"torchspmd predict: {options.script} failed after "
+            f"{steps_text(recording.steps)}; nothing was predicted.{_hint(left, world)}",
             file=sys.stderr,
         )
         return 2
@@ -164,11 +166,17 @@ def _predict(options: argparse.Namespace, others: OtherRanks) -> int:
     if any(slower):
         print(f"torchspmd predict: {slower[0]}", file=sys.stderr)
         return 2
-    if not recording.storages:
-        recording.notes.append(_NOTHING)
     if others.is_asked:
         others.answer(recording)
         return 0
+    if not recording.storages:
+        raise UsageError(_NOTHING)
+    if 1 < recording.steps < options.skip + options.steps:
+        recording.notes.append(
+            f"The script made {recording.steps} optimizer steps, and --skip {options.skip} "
+            f"with --steps {options.steps} asks for {options.skip + options.steps}: its "
+            "last one is taken to be steady."
+        )
     account = count_memory(recording, gpu, settings)
     timed = (
         predict_time(recording, gpu, network)
@@ -225,12 +233,12 @@ def _tell(clock: LiveClock, begin: float) -> float:
 
 def _write(options: argparse.Namespace, data: dict[str, Any]) -> None:
     if options.json is not None:
-        options.json.write_text(json.dumps(data) + "\n", encoding="utf-8")
+        write_file(options.json, json.dumps(data) + "\n")
         say_written("Prediction", options.json)
     if options.html is not None:
         write_page(data, options.html)
         say_written("Page", options.html)
-    if options.perfetto is not None and not data["timeline"]["start"]:
+    if options.perfetto is not None and not (data["timeline"] or {}).get("start"):
         print(f"No step was made: {options.perfetto} was not written.")
     elif options.perfetto is not None:
         write_perfetto(data, options.perfetto)
@@ -277,6 +285,8 @@ def _hint(left: list[object], world: World) -> str:
             f" It needs {error.filename}, which is not here: a rehearsal reads the "
             "script's own files; small ones of the same layout do."
         )
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return f" It ended with exit code {error.code}."
     if isinstance(error, Exception):
         first = next(iter(str(error).splitlines()), "")
         told = f" {type(error).__name__}: {first}"
@@ -297,15 +307,13 @@ def _report(
 ) -> None:
     recording = account.recording
     parts = [describe_memory(account, smaller), describe_time(timed, faster)]
-    if not recording.storages:
-        parts = [_NOTHING]
-    elif not recording.steps:
+    if not recording.steps:
         parts.insert(0, "The script made no optimizer step: no training is counted.")
-    print("", *parts, sep="\n\n")
+    print("", *map(wrap, parts), sep="\n\n")
     notes = [*recording.notes, *timed.notes()]
     for title, texts in (("Notes", notes), ("Skipped", recording.skipped)):
         if texts:
-            print(f"{title}:", *(f"  {text}" for text in texts), sep="\n")
+            print(f"{title}:", *(wrap(f"  {text}") for text in texts), sep="\n")
 
 
 def _as_json(

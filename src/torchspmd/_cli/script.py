@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import os
 import runpy
 import shlex
 import sys
@@ -18,12 +19,14 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from torchspmd import _torch
 from torchspmd.comm import Ledger
-from torchspmd.errors import UsageError
+from torchspmd.errors import SpmdError, UsageError
 from torchspmd.step.compiled import CompiledStep
 from torchspmd.step.progress import StatusLine
 from torchspmd.trace import CommDebugMode
 from torchspmd.trace.modules import follow, unfollow
 from torchspmd.trace.rounds import Rounds, Turn
+
+_PACKAGE = str(Path(_torch.__file__).parents[1])
 
 
 def run_script(
@@ -58,7 +61,7 @@ def run_script(
             left.append(error)
             if _is_after_window(error):
                 return True
-            traceback.print_exception(type(error), error, _own_frames(error, script))
+            _print_error(error, script)
             return False
     return True
 
@@ -70,6 +73,33 @@ def _is_after_window(error: BaseException) -> bool:
         if isinstance(error, EndOfWindow):
             return True
     return False
+
+
+def communications(number: int) -> str:
+    """How many communications.
+
+    >>> communications(1), communications(2)
+    ('1 communication', '2 communications')
+    """
+    return f"{number} communication{'' if number == 1 else 's'}"
+
+
+def steps_text(number: int) -> str:
+    """How many optimizer steps.
+
+    >>> steps_text(1), steps_text(2)
+    ('1 optimizer step', '2 optimizer steps')
+    """
+    return f"{number} optimizer step{'' if number == 1 else 's'}"
+
+
+def _print_error(error: Exception, script: Path) -> None:
+    """The script's part of the traceback; where we refuse its call, that is the last."""
+    told = traceback.TracebackException(type(error), error, _own_frames(error, script))
+    if isinstance(error, SpmdError):
+        while told.stack and told.stack[-1].filename.startswith(_PACKAGE):
+            told.stack.pop()
+    print(*told.format(), sep="", end="", file=sys.stderr)
 
 
 def _own_frames(error: BaseException, script: Path) -> TracebackType | None:
@@ -148,10 +178,9 @@ class StepWindow:
                 "nothing to skip. Without --skip the whole run is recorded, from the "
                 "first module call."
             )
-        plural = "" if made == 1 else "s"
         raise UsageError(
-            f"--skip {self._skip}: the script made only {made} optimizer step{plural}, so "
-            f"none is left to record. Record with --skip {made - 1} or less, or let the "
+            f"--skip {self._skip}: the script made only {steps_text(made)}, so none "
+            f"is left to record. Record with --skip {made - 1} or less, or let the "
             "script make more steps."
         )
 
@@ -254,7 +283,7 @@ def refuse_words(
     hint = ""
     if "script" in options:
         command = f"{parser.prog} {shlex.quote(str(options.script))} ... -- {words}"
-        hint = f". Arguments of the script stand behind --, as in {command}"
+        hint = f". Arguments of the script go after --, as in {command}"
     parser.error(f"unrecognized arguments: {words}{hint}")
 
 
@@ -277,10 +306,16 @@ def add_step_options(parser: argparse._ActionsContainer) -> None:
     """Which steps of a script are recorded, as which rank."""
     parser.add_argument("--rank", type=int, default=0, help="the rank to play (0)")
     parser.add_argument(
-        "--steps", type=int, default=1, help="optimizer steps to record; 0: all (1)"
+        "--steps",
+        type=int,
+        default=1,
+        help="optimizer steps to record; 0: all (%(default)s)",
     )
     parser.add_argument(
-        "--skip", type=int, default=0, help="optimizer steps to let pass before (0)"
+        "--skip",
+        type=int,
+        default=0,
+        help="optimizer steps to let pass before (%(default)s)",
     )
 
 
@@ -329,9 +364,13 @@ def output_problems(path: Path | None, option: str, example: str) -> list[str]:
     """
     if path is None:
         return []
+    if str(path) == "-":
+        return [f"{option} -: name a file, or /dev/stdout"]
     if path.is_dir():
         named = path / example
         return [f"{option} {path} is a folder: name a file in it, as in {named}"]
     if not path.absolute().parent.is_dir():
         return [f"there is no folder {path.parent} for {option}"]
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        return [f"{option} {path}: you may not write there; name another folder"]
     return []

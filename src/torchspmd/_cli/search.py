@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import torchspmd
-from torchspmd._cli.output import say_written
+from torchspmd._cli.output import say, say_written, write_file
 from torchspmd._cli.script import output_problems, script_problems, typed_command
 from torchspmd.errors import UsageError
 from torchspmd.predict.hardware import hardware_text, load_gpu, load_network
@@ -33,11 +33,11 @@ DESCRIPTION = (
     "Rehearse and predict a training script for every combination of its own arguments, "
     "and rank those that fit."
 )
-USAGE = "torchspmd search script.py --world-size N --gpu NAME [options] -- --tp {1,2,4}"
+USAGE = "torchspmd search script.py --gpu NAME [options] -- --tp {1,2,4}"
 EPILOG = """\
 examples:
-  torchspmd search train.py --world-size 64 --gpu h100 -- --tp {1,2,4,8} --ac {none,full}
-  torchspmd search train.py --gpu h100 --repeat layers -- --layers 32 --batch {1,2,4}
+  torchspmd search train.py --world-size 64 --gpu h100 -- --tp {1,2,4,8}
+  torchspmd search train.py --gpu h100 --repeat layers -- --layers 32 --tp {1,2}
   torchspmd search train.py --gpu h200 --where "batch * seq <= 65536" \\
       --work "batch * seq" -- --batch {1,2,4,8} --seq {2048,4096}
 
@@ -145,9 +145,12 @@ def run(options: argparse.Namespace) -> int:
     unit = "item" if work else "TFLOP"
     result = explore(candidates, run_some, items, unit, blocks)
     print(describe_search(result, most=options.top))
+    if result.best is None and result.failed:
+        failed = _predict_command(options, result.failed[0].candidate)
+        print(f"The whole error of the first one: {failed}")
     if options.json is not None:
         text = json.dumps(_document(options, result), indent=1)
-        options.json.write_text(text + "\n", encoding="utf-8")
+        write_file(options.json, text + "\n")
         say_written("Candidates", options.json)
     if options.html is not None:
         write_page(_document(options, result), options.html)
@@ -190,8 +193,7 @@ def _document(options: argparse.Namespace, result: SearchResult) -> dict[str, An
         "gpu": options.gpu,
     }
     for each, outcome in zip(document["candidates"], outcomes, strict=True):
-        words = ["predict", str(options.script), *_command(options), "--"]
-        each["command"] = shlex.join(["torchspmd", *words, *outcome.candidate.words])
+        each["command"] = _predict_command(options, outcome.candidate)
         if outcome.problem:
             continue
         each["prediction"] = {
@@ -228,6 +230,31 @@ def _check(options: argparse.Namespace) -> None:
         raise UsageError("; ".join(problems) + ".")
     load_gpu(options.gpu)  # before anything runs
     load_network(options.network)
+    _check_cache(options)
+
+
+def _check_cache(options: argparse.Namespace) -> None:
+    """Go on without one where its folder cannot be written to."""
+    if options.no_cache:
+        return
+    folder = _cache_folder(options)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        problem = "" if os.access(folder, os.W_OK) else "you may not write there"
+    except OSError as error:
+        problem = error.strerror or str(error)
+    if problem:
+        say(
+            "search",
+            f"predictions are not kept in {folder}: {problem}. Name another folder with "
+            "--cache, or give --no-cache.",
+        )
+        options.no_cache = True
+
+
+def _cache_folder(options: argparse.Namespace) -> Path:
+    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    return Path(options.cache or default / "torchspmd" / "search")
 
 
 def _outcomes(
@@ -244,7 +271,11 @@ def _outcomes(
     missing = [each for each in candidates if found[_key(each)] is None]
     if len(missing) < len(candidates):
         known = len(candidates) - len(missing)
-        print(f"{known} from {cache.folder}", file=sys.stderr, flush=True)
+        print(
+            f"{known} predicted before, from {cache.folder}",
+            file=sys.stderr,
+            flush=True,
+        )
     predict = partial(predict_script, command=_command(options), script=options.script)
     if work is not None and options.work:
         predict = partial(predict, work={_key(c): work(Outcome(c)) for c in missing})
@@ -274,6 +305,12 @@ def _show_progress(outcome: Outcome, done: int, total: int) -> None:
     print(
         f"  {done} of {total}: {outcome.candidate}: {what}", file=sys.stderr, flush=True
     )
+
+
+def _predict_command(options: argparse.Namespace, candidate: Candidate) -> str:
+    """To predict this candidate by itself."""
+    words = ["torchspmd", "predict", str(options.script), *_command(options), "--"]
+    return shlex.join([*words, *candidate.words])
 
 
 def _command(options: argparse.Namespace) -> list[str]:
@@ -343,15 +380,14 @@ class _Cache:
     """Answers by what they depend on, one file each."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-        self.folder = options.cache or default / "torchspmd" / "search"
+        self.folder = _cache_folder(options)
         self.is_used = not options.no_cache
         self._base = hashlib.sha256("\0".join(_depends_on(options)).encode())
 
     def _path(self, words: tuple[str, ...]) -> Path:
         key = self._base.copy()
         key.update("\0".join(("", *words)).encode())
-        return Path(self.folder) / f"{key.hexdigest()[:32]}.json"
+        return self.folder / f"{key.hexdigest()[:32]}.json"
 
     def read(self, words: tuple[str, ...]) -> dict[str, Any] | None:
         path = self._path(words)

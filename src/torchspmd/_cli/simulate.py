@@ -56,7 +56,7 @@ def simulated_world(
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, environment))
         stack.enter_context(fake_world(world_size, rank=rank))
-        stack.enter_context(fake_groups(World(world_size, rank)))
+        stack.enter_context(fake_groups(World(world_size, rank, world_size)))
         notes: list[str] = []
         if not (use_gpu and torch.cuda.is_available()):
             # One node: each rank's GPU has its number.

@@ -21,10 +21,12 @@ from torchspmd._cli.script import (
     StepWindow,
     add_fake_options,
     add_script_options,
+    communications,
     fake_problems,
     output_problems,
     run_script,
     script_problems,
+    steps_text,
     typed_command,
 )
 from torchspmd._cli.simulate import rehearsed_world, simulated_world
@@ -41,7 +43,7 @@ USAGE = "torchspmd trace script.py [options] [-- script arguments]"
 EPILOG = """\
 examples:
   torchspmd trace train.py --world-size 8
-  torchspmd trace train.py --world-size 1024 --steps 2 --skip 1 --out report.json
+  torchspmd trace train.py --world-size 8 --steps 2 --skip 1 --out report.json
   torchspmd trace train.py --world-size 8 --html page.html
   torchspmd trace train.py --world-size 8 -- --layers 4 --batch 16
   torchrun --nproc-per-node 4 -m torchspmd trace train.py --out report.json
@@ -59,7 +61,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="write the ledger here, as JSON")
     parser.add_argument("--html", type=Path, help="write a page to look at here")
     parser.add_argument(
-        "--sources", action="store_true", help="note the line behind each communication"
+        "--sources",
+        action="store_true",
+        help="with --out: the line of code behind each communication",
     )
 
 
@@ -97,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
         )
     if not succeeded:
         failed = (
-            f"{options.script} failed after {window.num_optimizer_steps} optimizer steps; "
+            f"{options.script} failed after {steps_text(window.num_optimizer_steps)}; "
             "no report was written."
         )
         say("trace", failed, *notes)
@@ -128,6 +132,8 @@ def _check(options: argparse.Namespace) -> None:
             "give --world-size N to simulate N ranks, or start with torchrun"
         )
     problems += fake_problems(options, fake=options.fake)
+    if options.sources and options.out is None:
+        problems.append("--sources is for the ledger's file: give --out FILE with it")
     problems += output_problems(options.out, "--out", "report.json")
     problems += output_problems(options.html, "--html", "page.html")
     if problems:
@@ -204,8 +210,7 @@ def _about(
 def _steps_text(window: StepWindow) -> str:
     if window.num_recorded == 0:
         return "no optimizer step was seen: the whole run from the first module call"
-    plural = "" if window.num_recorded == 1 else "s"
-    return f"{window.num_recorded} optimizer step{plural}"
+    return steps_text(window.num_recorded)
 
 
 def _setup_lines(window: StepWindow) -> list[str]:
@@ -215,7 +220,7 @@ def _setup_lines(window: StepWindow) -> list[str]:
     if total.count == 0:
         return []
     line = (
-        f"Set-up, before the first module call and not in the tables: {total.count} "
-        f"communications, {format_bytes(total.payload_bytes)} payload."
+        "Set-up, before the first module call and not in the tables: "
+        f"{communications(total.count)}, {format_bytes(total.payload_bytes)} payload."
     )
     return [line]

@@ -174,7 +174,15 @@ def _place(value: Any) -> int:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file so that a reader sees the old one or the new one, never a part."""
+    """Write a text file so that a reader sees the old one or the new one, never a part.
+
+    A link stays a link: the file that it points to is replaced. Pipes and devices, such as
+    ``/dev/stdout``, are written to.
+    """
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    path = path.resolve()
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

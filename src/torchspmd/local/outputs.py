@@ -139,7 +139,11 @@ def _problems(
         return [Problem(text, change)]
     bad = layout_problem(tuple(spec), len(frame.axes), value.ndim)
     if bad:
-        change = f"Write {len(frame.axes)} placements for {name}, one for each axis."
+        change = (
+            f"Write one placement for each axis of the mesh for {name}. A tensor without "
+            "the dim that Shard names, such as a sum, is Partial() where each rank has a "
+            "term of it, and Replicate() where all ranks have the same."
+        )
         return [Problem(f"{name}: out_placements = {bad}", change)]
     return _mesh_problems(value, name, positive_dims(tuple(spec), value.ndim), frame)
 

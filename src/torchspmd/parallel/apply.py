@@ -73,9 +73,11 @@ def parallelize_module(
         (Shard(dim=0),)
     """
     axis = build_axis(_find_mesh(device_mesh))
-    if parallelize_plan is None:
+    is_empty = isinstance(parallelize_plan, Mapping) and not parallelize_plan
+    if parallelize_plan is None or is_empty:
+        what = "an empty" if is_empty else "no"
         raise UsageError(
-            "parallelize_module: no parallelize_plan, so nothing would happen. Pass a "
+            f"parallelize_module: {what} parallelize_plan, so nothing would happen. Pass a "
             "style, or a dict from module patterns to styles."
         )
     assignments = resolve(parallelize_plan, module, axis).assignments

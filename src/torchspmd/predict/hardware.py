@@ -5,8 +5,9 @@ and where it comes from, so that a prediction can say what it rests on. A file t
 ``like = "h100"`` has the figures of that one, except for those that it gives itself.
 """
 
+import difflib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -180,7 +181,10 @@ def _load(name: str, kind: str, folder: Path) -> Hardware:
     problems: list[str] = []
     like = data.get("like")
     base = _load(str(like), kind, folder) if like else None
-    figures = {**(base.figures if base else {}), **_figures(data, problems)}
+    own = _figures(data, problems)
+    if path.parent != folder:
+        problems += _misspelt(own, folder)
+    figures = {**(base.figures if base else {}), **own}
     problems += [f"{key} is missing" for key in _NEEDED[kind] if key not in figures]
     if problems:
         raise UsageError(
@@ -212,6 +216,38 @@ def _figures(data: Mapping[str, Any], problems: list[str]) -> dict[str, Figure]:
             else:
                 figures[f"{table}.{key}"] = figure
     return figures
+
+
+# Tables whose figures have fixed names; those of others name cases that were measured.
+_FIXED = (
+    "bandwidth",
+    "chip",
+    "flops",
+    "launch",
+    "memory",
+    "network",
+    "overlap",
+    "power",
+)
+
+
+def _misspelt(figures: Iterable[str], folder: Path) -> Iterator[str]:
+    """Figures that are called almost as one of the package: nothing would read them.
+
+    Others that are not known may be of another version: ``calibrate`` writes all it knows.
+    """
+    known = {
+        f"{table}.{key}"
+        for path in folder.glob("*.toml")
+        for table, entries in tomllib.loads(path.read_text(encoding="utf-8")).items()
+        if isinstance(entries, dict)
+        for key in entries
+    }
+    tables = {key.partition(".")[0] for key in known}.difference(_FIXED)
+    for key in figures:
+        if key not in known and key.partition(".")[0] not in tables:
+            for near in difflib.get_close_matches(key, known, n=1, cutoff=0.8):
+                yield f"{key} is not known, but {near} is"
 
 
 def _figure(entry: object) -> Figure | None:

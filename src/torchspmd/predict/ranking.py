@@ -165,7 +165,7 @@ def _label(outcome: Outcome, names: Sequence[str]) -> str:
 def _best(result: SearchResult, names: Sequence[str], most: int) -> Iterator[str]:
     best = result.best
     if best is None:
-        yield "No candidate fits."
+        yield f"No candidate {'fits' if result.too_large else 'was predicted'}."
         return
     yield f"Best: {_label(best, names)}, {_rate(best, result.unit)}"
     yield from _table(result, names, result.fitting[:most])

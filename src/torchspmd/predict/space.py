@@ -150,11 +150,12 @@ def _values(text: str) -> tuple[Value, ...]:
             )
         return (_value(text),)
     before, inner, after = found.groups()
-    return tuple(
-        value
+    values = {  # each once
+        str(value): value
         for part in inner.split(",")
         for value in _values(f"{before}{part}{after}")
-    )
+    }
+    return tuple(values.values())
 
 
 def _value(text: str) -> Value:

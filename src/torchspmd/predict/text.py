@@ -82,8 +82,13 @@ def _verdict(account: MemoryAccount) -> Iterator[str]:
 
 def _where(site: Site) -> str:
     place = f"in {site.module}" if site.module else "outside of modules"
-    line = f" at {site.line}" if site.line else ""
+    line = f" at {_line(site.line)}" if site.line else ""
     return f"{place}, {site.phase.value} of step {site.step}{line}"
+
+
+def _line(line: str) -> str:
+    """File and line, and the function where there is one."""
+    return line.removesuffix(" <module>")
 
 
 def _peaks(account: MemoryAccount) -> Iterator[str]:
@@ -109,7 +114,7 @@ def _at_the_peak(account: MemoryAccount, most: int) -> Iterator[str]:
     for holder in account.holders(most=most):
         what = holder.name or holder.module or "outside of modules"
         count = f"{holder.storages} x " if holder.storages > 1 else ""
-        line = f", {holder.line}" if holder.line else ""
+        line = f", {_line(holder.line)}" if holder.line else ""
         yield (
             f"  {size_text(holder.nbytes):>11}  {count}{holder.category} of {what}{line}"
         )

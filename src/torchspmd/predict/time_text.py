@@ -62,8 +62,9 @@ def _verdict(prediction: TimePrediction) -> Iterator[str]:
     flops, mfu = prediction.flops(), prediction.mfu
     if flops and mfu is not None:
         dtype, peak = prediction.peak_rate
+        amount = f"{flops / 1e12:.2f} T" if flops >= 1e11 else f"{flops / 1e9:.2f} G"
         yield (
-            f"{flops / 1e12:.2f} TFLOP of the model on this rank: {mfu:.1%} of the peak "
+            f"{amount}FLOP of the model on this rank: {mfu:.1%} of the peak "
             f"of {dtype} ({peak / 1e12:.0f} TFLOP/s)."
         )
     if prediction.evaluation > 0:
@@ -96,9 +97,9 @@ def _parts(prediction: TimePrediction) -> Iterator[str]:
         if seconds > 0:
             share = seconds / account.seconds
             yield f"  {seconds_text(seconds):>10} {share:6.1%}  {_NAMES[part]}"
-    busy = "communicators are busy, beside computation or not"
+    busy = "collectives are in flight, overlapped or exposed"
     for seconds, what in (
-        (account.optimizer, "of that in the optimizer"),
+        (account.optimizer, "of the step are the optimizer's"),
         (account.communication, busy),
     ):
         if seconds:

@@ -93,8 +93,7 @@ def fake_ranks(world: World, recorder: Recorder, mail: Mail) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, world.environment()))
         stack.enter_context(fake_groups(world))
-        replaced = (*_objects(mail), *_works(recorder), *_processes(world, recorder))
-        for owner, name, value in replaced:
+        for owner, name, value in (*_objects(mail), *_works(recorder)):
             stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(_torch.ddp_on_fake_groups())
         stack.enter_context(_torch.ddp_without_values())
@@ -111,9 +110,12 @@ def _end() -> None:
 
 @contextlib.contextmanager
 def fake_groups(world: World) -> Iterator[None]:
-    """Inside, every process group that code asks for answers at once."""
+    """Inside, every process group that code asks for answers at once.
+
+    A script that starts the ranks of its node itself starts the one that is played.
+    """
     with contextlib.ExitStack() as stack:
-        for owner, name, value in _groups(world):
+        for owner, name, value in (*_groups(world), *_spawned(world)):
             stack.enter_context(mock.patch.object(owner, name, value))
         yield
 
@@ -154,6 +156,40 @@ def _groups(world: World) -> Iterator[tuple[Any, str, Any]]:
 
     yield dist, "get_backend", get_backend
     yield dist, "is_nccl_available", lambda: True
+
+
+class _Ended:
+    """Processes that are over."""
+
+    def join(self, *args: object, **kwargs: object) -> bool:
+        """All of them have ended."""
+        return True
+
+
+def _spawned(world: World) -> Iterator[tuple[Any, str, Any]]:
+    """``torch.multiprocessing.spawn`` calls its function here, as this rank."""
+    ranks = min(world.gpus_per_node, world.size)
+
+    def spawn(
+        fn: Callable[..., None],
+        args: tuple[Any, ...] = (),
+        nprocs: int = 1,
+        join: bool = True,
+        daemon: bool = False,
+        start_method: str = "spawn",
+    ) -> _Ended | None:
+        if nprocs != ranks:
+            raise UsageError(
+                f"the script starts {nprocs} ranks on a node by itself "
+                f"(torch.multiprocessing.spawn), and a node has {ranks} here. Give "
+                f"--world-size {nprocs}, or for several nodes --gpus-per-node {nprocs}."
+            )
+        fn(world.rank % world.gpus_per_node, *args)
+        return None if join else _Ended()
+
+    for module in (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"]):
+        yield module, "spawn", spawn
+        yield module, "start_processes", spawn
 
 
 def _objects(mail: Mail) -> Iterator[tuple[Any, str, Any]]:
@@ -201,44 +237,6 @@ def _objects(mail: Mail) -> Iterator[tuple[Any, str, Any]]:
         yield module, "all_gather_object", all_gather
         yield module, "gather_object", gather
         yield module, "scatter_object_list", scatter
-
-
-class _Finished:
-    """The processes that a script has started and may wait for."""
-
-    def join(self, *args: Any, **kwargs: Any) -> bool:
-        """All have ended."""
-        return True
-
-
-def _processes(world: World, recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
-    """A script that starts a process for each GPU goes on as the one that is played."""
-    gpus = min(world.gpus_per_node, world.size)
-
-    def start(
-        fn: Callable[..., Any],
-        args: tuple[Any, ...] = (),
-        nprocs: int = 1,
-        *others: Any,
-        **kwargs: Any,
-    ) -> _Finished:
-        if nprocs > gpus:
-            raise UsageError(
-                f"The script starts {nprocs} processes on this node, where {gpus} GPUs "
-                f"are rehearsed. Rehearse with --world-size {nprocs}, and --gpus-per-node "
-                f"{nprocs} where that is more than {GPUS_PER_NODE}."
-            )
-        local = world.rank % world.gpus_per_node
-        recorder.values.note(
-            f"The script starts {nprocs} processes: process {local} is rehearsed."
-        )
-        fn(local, *args)
-        return _Finished()
-
-    # In the package, the function hides the module of its name.
-    for module in (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"]):
-        yield module, "spawn", start
-        yield module, "start_processes", start
 
 
 class _Issued(NamedTuple):

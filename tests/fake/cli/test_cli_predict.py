@@ -69,6 +69,8 @@ def test_predict_writes_what_the_format_promises(script, tmp_path, capsys):
     assert any("reads a value" in note for note in data["notes"])
     text = capsys.readouterr().out
     assert "Fits on NVIDIA H100" in text
+    lines = [line for line in text.splitlines() if str(tmp_path) not in line]
+    assert max(map(len, lines)) <= 80
 
 
 def test_figures_of_a_shared_buffer_are_those_of_its_modules(tmp_path):
@@ -159,10 +161,15 @@ def test_a_mesh_that_does_not_fit_is_told(tmp_path, capsys):
 def test_a_script_without_a_gpu_is_told(tmp_path, capsys):
     path = tmp_path / "host.py"
     path.write_text("import torch\ntorch.ones(2).sum()\n")
-    assert predict(path) == 0
-    out = capsys.readouterr().out
-    assert out.strip().startswith("The script put no tensor on the GPU")
-    assert "Fits" not in out
+    assert predict(path, "--json", str(tmp_path / "prediction.json")) == 2
+    told = capsys.readouterr()
+    assert told.err.splitlines()[-1] == (
+        "torchspmd predict: the script put no tensor on the GPU, so there is nothing to "
+        'predict. Does it call its training, with model and data on "cuda"? What a script '
+        "for CPUs sends, torchspmd trace shows."
+    )
+    assert not told.out
+    assert not (tmp_path / "prediction.json").exists()
 
 
 def test_trace_without_memory(script, tmp_path, capsys):
@@ -195,6 +202,69 @@ def test_a_script_without_a_step_is_told_first(tmp_path, capsys):
     assert predict(path) == 0
     out = capsys.readouterr().out
     assert out.strip().startswith("The script made no optimizer step")
+    trace = tmp_path / "trace.json"
+    assert predict(path, "--perfetto", str(trace)) == 0
+    assert f"No step was made: {trace} was not written." in capsys.readouterr().out
+    assert not trace.exists()
+
+
+def test_fewer_steps_than_asked_for_are_told(script, capsys):
+    assert predict(script, "--world-size", "2", "--skip", "8") == 0
+    assert (
+        "The script made 5 optimizer steps, and --skip 8 with --steps 1 asks for 9: its "
+        "last one is taken to be steady."
+    ) in " ".join(capsys.readouterr().out.split())
+    assert predict(script, "--world-size", "2", "--skip", "4") == 0
+    assert "asks for" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--json", "--html", "--perfetto"])
+def test_a_result_that_cannot_be_written_is_told_in_a_sentence(
+    script, capsys, monkeypatch, option
+):
+    def fail(*args, **options):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("torchspmd.comm.storage.tempfile.mkstemp", fail)
+    assert predict(script, "--world-size", "2", option, "result") == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("torchspmd predict: cannot write ")
+    assert last.endswith(
+        "result: Permission denied. Name a file in a folder that you may write to."
+    )
+
+
+def test_folders_that_are_not_yours_are_told_before_the_script_runs(
+    script, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr("torchspmd._cli.script.os.access", lambda path, mode: False)
+    out = tmp_path / "prediction.json"
+    assert predict(script, "--world-size", "2", "--json", str(out)) == 2
+    assert capsys.readouterr().err == (
+        f"torchspmd predict: --json {out}: you may not write there; name another folder.\n"
+    )
+
+
+def test_a_dash_is_no_file(script, capsys):
+    assert predict(script, "--world-size", "2", "--json", "-") == 2
+    assert "--json -: name a file, or /dev/stdout." in capsys.readouterr().err
+
+
+def test_a_script_that_ends_with_an_exit_code(tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_text("import sys\nsys.exit(3)\n")
+    assert predict(path) == 2
+    assert capsys.readouterr().err.endswith(
+        "failed after 0 optimizer steps; nothing was predicted. It ended with exit code "
+        "3.\n"
+    )
+
+
+def test_an_interrupted_script_is_no_traceback(tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_text("raise KeyboardInterrupt\n")
+    assert predict(path) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "torchspmd predict: interrupted."
 
 
 TRAINER = """

@@ -204,14 +204,14 @@ def test_skipped_without_an_optimizer(tmp_path, capsys):
 
 @pytest.mark.parametrize("words", [["--layers", "2"], ["two words"]])
 @pytest.mark.parametrize("command", ["trace", "lock"])
-def test_arguments_of_the_script_stand_behind_two_dashes(capsys, command, words):
+def test_arguments_of_the_script_go_after_two_dashes(capsys, command, words):
     given = {"trace": ["--world-size", "8"], "lock": ["--mesh", "tp=8"]}[command]
     with pytest.raises(SystemExit) as end:
         main([command, "s.py", *given, *words])
     assert end.value.code == 2
     error, told = capsys.readouterr().err, shlex.join(words)
     assert error.startswith(f"usage: torchspmd {command} script.py ")
-    assert f"unrecognized arguments: {told}. Arguments of the script stand" in error
+    assert f"unrecognized arguments: {told}. Arguments of the script go after" in error
     assert error.endswith(f"as in torchspmd {command} s.py ... -- {told}\n")
 
 
@@ -260,6 +260,62 @@ def test_example_gpt_with_torchs_styles(tmp_path, capsys):
     assert main([*command, "--", "--torch"]) == 0
     assert load_ledger(out).total(phase="optimizer", implicit=True).count == 54
     assert "54 of 91 were implicit" in capsys.readouterr().out
+
+
+SPAWNS = """\
+import os
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel
+
+def train(rank, world_size):
+    print("rank", rank, "of", world_size)
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    model = DistributedDataParallel(torch.nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+
+if __name__ == "__main__":
+    mp.spawn(train, args=(4,), nprocs=4)
+"""
+
+
+def test_a_script_that_starts_its_ranks_itself_plays_one(tmp_path, capsys):
+    script, out = tmp_path / "train.py", tmp_path / "ledger.json"
+    script.write_text(SPAWNS)
+    spawn = torch.multiprocessing.spawn
+    words = ["trace", str(script), "--world-size", "4", "--rank", "2"]
+    assert main([*words, "--out", str(out)]) == 0
+    assert "rank 2 of 4" in capsys.readouterr().out
+    assert load_ledger(out).total(kind="all_reduce").count == 1
+    assert torch.multiprocessing.spawn is spawn
+
+
+def test_a_script_that_starts_another_number_of_ranks(tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text(SPAWNS)
+    assert main(["trace", str(script), "--world-size", "8"]) == 1
+    text = capsys.readouterr().err
+    assert (
+        "UsageError: the script starts 4 ranks on a node by itself "
+        "(torch.multiprocessing.spawn), and a node has 8 here. Give --world-size 4, or for "
+        "several nodes --gpus-per-node 4.\n"
+    ) in text
+    assert "line 16, in <module>" in text
+    assert "world.py" not in text  # ours
+
+
+def test_lines_of_code_are_in_the_ledger(script, tmp_path, capsys):
+    out = tmp_path / "ledger.json"
+    words = ["trace", script, "--world-size", "2", "--sources"]
+    assert main(words) == 2
+    assert (
+        "--sources is for the ledger's file: give --out FILE" in capsys.readouterr().err
+    )
+    assert main([*words, "--out", str(out)]) == 0
+    assert ".py:" in load_ledger(out).events[0].source
 
 
 def test_script_that_fails(tmp_path, capsys):

@@ -169,6 +169,11 @@ def test_not_a_function() -> None:
             [Shard(5)],
             "output: out_placements = [Shard(5)] shards dim 5 of a tensor of 2",
         ),
+        (
+            [Shard(5)],
+            "A tensor without the dim that Shard names, such as a sum, is Partial() where "
+            "each rank has a term of it, and Replicate() where all ranks have the same.",
+        ),
         (([R], [R]), "out_placements is a tuple of 2, but one tensor is there"),
         (R, "out_placements is Replicate(), but one tensor is there"),
     ],

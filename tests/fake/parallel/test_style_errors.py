@@ -107,6 +107,10 @@ def test_a_tie_that_would_be_broken() -> None:
 
 
 def test_no_plan(tp4: DeviceMesh) -> None:
+    with pytest.raises(
+        UsageError, match=r"an empty parallelize_plan, so nothing would"
+    ):
+        parallelize_module(nn.Linear(8, 8), tp4, {})
     with pytest.raises(UsageError, match=r"no parallelize_plan"):
         parallelize_module(nn.Linear(8, 8), tp4)
 

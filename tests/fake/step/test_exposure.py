@@ -200,7 +200,7 @@ def test_where_the_simulation_says_otherwise(wire):
     assert report.notes == (far,)
     assert measured(module, numbers())[0].notes == (
         "2 of 2 differ from the simulation by more than half: its rates are a guess for "
-        "the device, pass cost=CostModel(...) with yours",
+        'the device, compile with cost="measure" to measure them',
     )
 
 

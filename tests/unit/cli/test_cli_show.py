@@ -104,3 +104,16 @@ def test_predictions_without_a_ledger_are_compared_by_figures(folder, capsys):
     )
     assert main(["diff", "prediction.json", "bare.json"]) == 0
     assert "communication was not compared" in capsys.readouterr().out
+
+
+def test_a_prediction_is_not_compared_with_a_ledger(folder, capsys):
+    for words in (
+        ["prediction.json", "after.json"],
+        ["before.json", "prediction.json"],
+    ):
+        assert main(["diff", *words]) == 2
+        assert capsys.readouterr().err == (
+            "torchspmd diff: only prediction.json is a prediction: compare two "
+            "predictions, or two ledgers. torchspmd show puts any two results side by "
+            "side.\n"
+        )

@@ -193,6 +193,28 @@ def test_a_failing_write_leaves_the_old_file_alone(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_link_stays_a_link_and_its_file_is_replaced(tmp_path):
+    target, link = tmp_path / "target.json", tmp_path / "link.json"
+    target.write_text("old")
+    link.symlink_to(target)
+    storage.write_whole(link, "new")
+    assert link.is_symlink()
+    assert target.read_text() == "new"
+
+
+def test_a_pipe_is_written_to_and_stays(tmp_path):
+    """As ``/dev/stdout``, which a user who may write to ``/dev`` must not lose."""
+    reader, writer = os.pipe()
+    link = tmp_path / "stdout"
+    link.symlink_to(f"/proc/self/fd/{writer}")
+    storage.write_whole(link, "new")
+    assert os.read(reader, 9) == b"new"
+    assert link.is_symlink()
+    assert list(tmp_path.iterdir()) == [link]
+    os.close(reader)
+    os.close(writer)
+
+
 def test_an_unwritable_text_leaves_nothing_behind(tmp_path):
     with pytest.raises(UnicodeEncodeError):
         storage.write_whole(tmp_path / "new.json", "lone \ud800 surrogate")

@@ -168,7 +168,9 @@ note: Shapes are those of a run on int64[2, 6]."""
 
 def test_the_text_without_an_input_shape_says_what_to_pass():
     text = str(MLP_PLAN.preview(MLP(), {"tp": 2}))
-    assert text.endswith("Communication: pass batch= and seq= to see it.")
+    assert text.endswith(
+        "Communication: pass batch= and seq= (--batch and --seq) to see it."
+    )
 
 
 def test_json_has_rows_totals_and_communication():

@@ -185,6 +185,7 @@ def test_the_styles_of_torch_may_be_in_a_plan():
     ("styles", "heads", "message"),
     [
         (ColwiseParallel(), None, "a plan maps patterns to styles; this is a Colwise"),
+        ("plan.toml", None, r'a str\. .*or Plan\.load\("plan\.toml"\) to read a file'),
         (
             {"a": "ColwiseParallel"},
             None,

@@ -113,3 +113,18 @@ def test_a_file_that_is_like_another_gives_only_what_differs(tmp_path):
     path.write_text('like = "v100"\n')
     with pytest.raises(UsageError, match="There is no GPU 'v100'"):
         load_gpu(str(path))
+
+
+def test_a_misspelt_figure_is_refused_and_one_of_another_version_is_not(tmp_path):
+    path = tmp_path / "capped.toml"
+    text = 'like = "h100"\n[powr]\nlimit = { value = 500, source = "me" }\n'
+    path.write_text(text + '[flops]\nbfloat_16 = { value = 1e14, source = "me" }\n')
+    with pytest.raises(UsageError) as caught:
+        load_gpu(str(path))
+    assert "powr.limit is not known, but power.limit is" in str(caught.value)
+    assert "flops.bfloat_16 is not known, but flops.bfloat16 is" in str(caught.value)
+    path.write_text(
+        'like = "h100"\n[kernels]\nof_old = { value = 1, source = "me" }\n'
+        '[collectives]\nall_reduce_2x3 = { value = 1, source = "me" }\n'
+    )
+    assert load_gpu(str(path)).number("kernels.of_old") == 1

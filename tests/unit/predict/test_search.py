@@ -82,6 +82,11 @@ def test_braces_of_other_languages_are_left_alone():
         read_space(["--tp", "{1,2"])
 
 
+def test_a_value_that_is_given_twice_is_tried_once():
+    assert words("--tp", "{1,2,1}") == [("--tp", "1"), ("--tp", "2")]
+    assert words("--tp", "1", "1", "2") == [("--tp", "1"), ("--tp", "2")]
+
+
 def outcome(name, seconds, nbytes, fits="yes", work=1.0, **parts):
     candidate = Candidate({"tp": name}, ("--tp", str(name)))
     memory = {"device_peak_bytes": nbytes, "margin_bytes": -nbytes}
@@ -126,6 +131,11 @@ def test_rates_are_in_the_unit_that_the_file_names():
 
 def test_nothing_that_fits():
     assert "No candidate fits." in describe_search(rank([outcome(1, 1, 1, "no")], "x"))
+    failed = Outcome(Candidate({"tp": 3}, ()), problem="RuntimeError: 3 is odd")
+    text = describe_search(rank([failed], "x"))
+    assert text == (
+        "No candidate was predicted.\n1 was not predicted:\n  tp=3: RuntimeError: 3 is odd"
+    )
 
 
 def test_a_function_that_no_other_process_finds_is_refused():
@@ -183,6 +193,32 @@ def test_the_command_refuses_what_it_cannot_use(tmp_path, capsys):
     nothing = ["search", str(script), "--gpu", "h100", "--where", "tp > 9"]
     assert main([*nothing, "--", "--tp", "{1,2}"]) == 2
     assert "no combination passes --where 'tp > 9'" in capsys.readouterr().err
+
+
+def test_where_all_fail_the_command_that_shows_an_error_is_told(tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text("for x in range(3)\n    pass\n")
+    words = ["search", str(script), "--gpu", "h100", "--no-cache", "--jobs", "1"]
+    assert main([*words, "--", "--tp", "{1,2}"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "No candidate was predicted."
+    assert lines[-1] == (
+        f"The whole error of the first one: torchspmd predict {script} --world-size 1 "
+        "--rank 0 --gpu h100 --network ib-ndr400 --gpus-per-node 8 -- --tp 1"
+    )
+
+
+def test_a_cache_that_cannot_be_written_is_told_and_left_out(tmp_path, capsys):
+    given = options(tmp_path, cache=tmp_path / "train.py" / "cache")
+    command._check_cache(given)
+    assert given.no_cache
+    assert capsys.readouterr().err == (
+        f"torchspmd search: predictions are not kept in {given.cache}: Not a directory. "
+        "Name another folder with --cache, or give --no-cache.\n"
+    )
+    given = options(tmp_path)
+    command._check_cache(given)
+    assert not given.no_cache
 
 
 def test_the_reason_of_a_failed_script_is_its_error(tmp_path):

@@ -220,7 +220,7 @@ def test_nine_of_ten_rows_are_within_an_error_bar():
     ]
     bars = tomllib.loads(write_error_bars.text(steps))
     assert {bar["error"] for bar in bars.values()} == {0.09}
-    assert bars["near_host"]["source"].startswith("10 rows and jobs")
+    assert bars["near_host"]["source"].startswith("10 runs on one H200")
     whole, *parts = write_error_bars.summary(steps)
     assert whole.startswith("t, 40 rows: mean error 5.5 %")
     assert parts[0].startswith("  one_rank_h200, 10 rows: mean error 5.5 %")

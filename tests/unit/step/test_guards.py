@@ -1,5 +1,7 @@
 """No stale graph: what makes a compiled step capture again, and what it says."""
 
+import warnings
+
 import pytest
 import torch
 from step_models import build, difference
@@ -202,6 +204,21 @@ def test_many_programs_are_told_of():
     assert "pad batches to some shapes" in text
     assert "foreach=True where a schedule changes more than its lr" in text
     assert len(compiled.programs) == 9
+
+
+def test_an_optimizer_of_another_model_is_told_of():
+    (model, optim), (_, others) = build("mlp", "adam")
+    compiled = compile(step)
+    with pytest.warns(CaptureWarning) as told:
+        compiled(model, others, torch.randn(4, 8))
+    assert str(told[0].message) == (
+        "compile: Adam updates nothing: none of its parameters has a gradient "
+        "when it steps. Pass the optimizer that was made with the parameters of the model "
+        "that the step trains, and call backward() before step()."
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled(model, optim, torch.randn(4, 8))
 
 
 def test_of_too_many_programs_the_one_unused_longest_goes(monkeypatch):

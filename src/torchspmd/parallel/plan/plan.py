@@ -254,7 +254,8 @@ def _check(styles: object, heads: Mapping[str, int] | None) -> None:
     if not isinstance(styles, Mapping):
         raise PlanError(
             f"Plan: a plan maps patterns to styles; this is a {type(styles).__name__}. "
-            'Write Plan({"layers.*.up": ColwiseParallel()}).'
+            'Write Plan({"layers.*.up": ColwiseParallel()}), or Plan.load("plan.toml") to '
+            "read a file."
         )
     problems = [f"the pattern {p!r} is not text" for p in styles if type(p) is not str]
     problems += [

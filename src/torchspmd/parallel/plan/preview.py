@@ -338,7 +338,9 @@ def _format_preview(preview: Preview) -> str:
         _summary(preview),
     ]
     if preview.ledger is None:
-        parts.append("Communication: pass batch= and seq= to see it.")
+        parts.append(
+            "Communication: pass batch= and seq= (--batch and --seq) to see it."
+        )
     else:
         parts.append(_communication(preview.ledger))
     if preview.notes:
@@ -412,7 +414,8 @@ def _module_name(modules: list[str]) -> str:
 
 def _totals(ledger: Ledger) -> list[str]:
     return [
-        f"{str(phase).capitalize()}: {total.count} collectives, "
+        f"{str(phase).capitalize()}: {total.count} "
+        f"collective{'' if total.count == 1 else 's'}, "
         f"{format_bytes(total.payload_bytes)} payload, rank sends "
         f"{format_bytes(total.wire_bytes)}."
         for (phase,), total in ledger.total_by("phase").items()

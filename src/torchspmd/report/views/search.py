@@ -170,7 +170,7 @@ def _answer(
     )
     closest = f"; the smallest is {nearest['name']}" if nearest else ""
     return {
-        "text": "No candidate fits",
+        "text": "No candidate fits" if nearest else "No candidate was predicted",
         "tone": "bad",
         "detail": f"{plural(len(candidates), 'candidate')} were tried{closest}",
     }

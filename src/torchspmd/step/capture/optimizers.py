@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchspmd import _torch
 from torchspmd.comm import Phase
-from torchspmd.errors import CaptureError
+from torchspmd.errors import CaptureError, CaptureWarning
 from torchspmd.step.capture.host_values import HostValues
 from torchspmd.step.capture.inventory import Inventory
 from torchspmd.step.capture.optimizer_rules import (
@@ -151,10 +152,26 @@ class _OptimizerRun:
             self.abort()
 
     def _note_updated(self) -> None:
-        for _, slots in self._substitution.groups_of(self._index):
-            for slot in slots:
-                if self._substitution.steps_on(slot).grad is not None:
-                    self._substitution.updated.add((self._index, slot))
+        groups = self._substitution.groups_of(self._index)
+        slots = [slot for _, some in groups for slot in some]
+        updated = {
+            (self._index, slot)
+            for slot in slots
+            if self._substitution.steps_on(slot).grad is not None
+        }
+        self._substitution.updated |= updated
+        if slots and not updated:
+            self._warn_of_no_update()
+
+    def _warn_of_no_update(self) -> None:
+        name, _ = self._substitution.inventory.optimizers[self._index]
+        warnings.warn(
+            f"compile: {name} updates nothing: none of its parameters has a gradient when "
+            "it steps. Pass the optimizer that was made with the parameters of the model "
+            "that the step trains, and call backward() before step().",
+            CaptureWarning,
+            stacklevel=2,
+        )
 
     def abort(self) -> None:
         self._depth = 0

@@ -263,7 +263,8 @@ def _notes(
     far = sum(each.disagrees for each in found)
     if far:
         cure = (
-            "its rates are a guess for the device, pass cost=CostModel(...) with yours"
+            'its rates are a guess for the device, compile with cost="measure" to '
+            "measure them"
         )
         yield (
             f"{far} of {len(found)} differ from the simulation by more than half"
