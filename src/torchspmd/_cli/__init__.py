@@ -25,7 +25,7 @@ from torchspmd._cli import (
     show,
     trace,
 )
-from torchspmd._cli.output import exit_process, ignore_closed_pipes, say
+from torchspmd._cli.output import INTERRUPTED, exit_process, ignore_closed_pipes, say
 from torchspmd._cli.script import refuse_words, split_words
 from torchspmd.errors import SpmdError
 
@@ -43,7 +43,6 @@ _COMMANDS = (
     calibrate,
     doctor,
 )
-_INTERRUPTED = 130  # as of shells: 128 and the number of SIGINT
 _EPILOG = """\
 examples:
   torchspmd trace train.py --world-size 8
@@ -117,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         say(options.command, "interrupted.")
-        return _INTERRUPTED
+        return INTERRUPTED
 
 
 def command() -> NoReturn:

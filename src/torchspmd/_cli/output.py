@@ -63,15 +63,21 @@ def _ignoring_closed_pipe(stream: io.TextIOWrapper) -> io.TextIOWrapper:
 # (autograd hangs a Python object on it), and neither ends: about one ``torchrun`` in eight
 # with ``DistributedDataParallel`` does so in torch 2.13, with or without torchspmd.
 
+#: The exit code after Ctrl-C, as of shells: 128 and the number of SIGINT.
+INTERRUPTED = 130
 #: What a script under torchrun left behind: kept until the process ends.
 NEVER_FREED: list[object] = []
 
 
 def exit_process(code: int) -> NoReturn:
-    """End with this exit code, after threads, exit handlers and written text."""
-    # Waits for threads, and before that ends the workers of executors.
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
+    """End with this exit code, after threads, exit handlers and written text.
+
+    After Ctrl-C nothing is waited for: a pool whose worker was interrupted may never end.
+    """
+    if code != INTERRUPTED:
+        # Waits for threads, and before that ends the workers of executors.
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.flush()
         sys.stderr.flush()

@@ -227,13 +227,14 @@ def run_candidates(
     found: dict[int, Outcome] = {}
     count = min(jobs or os.cpu_count() or 1, max(len(candidates), 1))
     best = context.Value("d", 0.0)
-    with ProcessPoolExecutor(
+    pool = ProcessPoolExecutor(
         count,
         mp_context=context,
         max_tasks_per_child=1,
         initializer=_know_best,
         initargs=(best,),
-    ) as pool:
+    )
+    try:
         places: dict[Future[Answer], int] = {
             pool.submit(_quietly, predict, candidate): place
             for place, candidate in enumerate(candidates)
@@ -245,6 +246,10 @@ def run_candidates(
             if work is not None and outcome.fits and outcome.seconds:
                 best.value = max(best.value, work(outcome) / outcome.seconds)
             progress(outcome, len(found), len(candidates))
+    except BaseException:  # as Ctrl-C: the others are not run, nor waited for
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
     yield from (found[place] for place in sorted(found))
 
 

@@ -52,6 +52,18 @@ def test_threads_handlers_and_text_come_first_and_what_is_kept_is_never_freed(tm
     )
 
 
+def end_interrupted():
+    threading.Thread(target=time.sleep, args=(600,)).start()
+    print("interrupted")
+    exit_process(130)
+
+
+def test_after_an_interruption_no_thread_is_waited_for(tmp_path):
+    done = run_forked(end_interrupted, folder=tmp_path, timeout=30)
+    assert done.returncode == 130, done.stderr
+    assert done.stdout == "interrupted\n"
+
+
 def print_and_exit():
     print("nobody reads this")
     exit_process(3)
