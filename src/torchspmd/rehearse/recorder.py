@@ -32,6 +32,7 @@ from torchspmd.comm import (
 )
 from torchspmd.comm import Phase as CommPhase
 from torchspmd.layout.names import plain_name
+from torchspmd.rehearse.assumed import assume_received
 from torchspmd.rehearse.fusion import fuse_regions
 from torchspmd.rehearse.place import Maker, is_called_by_torch, read_place
 from torchspmd.rehearse.python_calls import Closed, PythonCalls
@@ -56,7 +57,7 @@ from torchspmd.rehearse.recording import (
     TensorSpec,
     Wait,
 )
-from torchspmd.rehearse.shapes import CHOOSES, SHAPES
+from torchspmd.rehearse.shapes import CHOOSES, SHAPES, choosing
 from torchspmd.rehearse.values import READS_VALUE, Values
 from torchspmd.rehearse.workspaces import Processor, allocation_order, workspaces
 from torchspmd.trace.modules import ModuleTracker, follow, unfollow
@@ -85,6 +86,7 @@ class _Facts:
     views: bool
     resizes: bool
     waits: bool
+    writes: bool
     communicates: Operator | None
     arguments: tuple[str, ...]
 
@@ -178,14 +180,11 @@ class Recorder:
         if facts.name in READS_VALUE:
             return self._read_value(facts.name, args[0])
         if facts.name in CHOOSES and _chooses(facts.name, args):
-            run = partial(CHOOSES[facts.name], *args, **kwargs)
-            self.values.note(
-                f"{read_place().line} chooses by values ({facts.name}): all are chosen."
-            )
-            self.synchronize(facts.name, self.stream)
+            run = self._choosing(func, facts.name, args, kwargs)
         result = run()
         if result is NotImplemented:
             return result
+        self._written(facts, func, args, kwargs)
         inputs = self._specs((*args, *kwargs.values()) if kwargs else args)
         site, maker = self._here()
         if self._fresh and site.phase is Phase.BACKWARD:
@@ -204,10 +203,13 @@ class Recorder:
         if facts.communicates is not None:
             arguments = {**dict(zip(facts.arguments, args, strict=False)), **kwargs}
             self._communicate(facts, arguments, place, number, (inputs, outputs), site)
+            sent = arguments.get(facts.communicates.buffer)
+            assume_received(facts.communicates.kind, sent, arguments, result)
             return result
         if facts.waits:
             del self._events[place:]
             self._wait_for(inputs, site, self._started)
+            _torch.hand_on_known(args[0], result)
             return result
         region = self._region_here(site.phase)
         op = Op(
@@ -230,6 +232,7 @@ class Recorder:
         self._events[place] = op
         self._classify(op, place, maker)
         self.values.after(func, facts.name, args, kwargs, result)
+        self._copied(op, args, result)
         if facts.resizes:
             self._notice_resize(args, number, site)
         if not facts.views:
@@ -286,15 +289,50 @@ class Recorder:
             self.synchronize(name + by, self.stream)
         return self.values.number(tensor, read_place().line)
 
+    def _choosing(
+        self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Callable[[], Any]:
+        """What runs an operator whose result's shape depends on values."""
+        run, assumed = choosing(func, name, args, kwargs)
+        if assumed:
+            line = read_place().line
+            self.values.note(f"{line} chooses by values ({name}): {assumed}.")
+        self.synchronize(name, self.stream)
+        return run
+
+    def _written(
+        self, facts: _Facts, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        if facts.writes:
+            _torch.write_known(func, args, kwargs)
+
+    def _copied(self, op: Op, args: Sequence[Any], result: torch.Tensor) -> None:
+        """The host waits for what is copied to it, and reads it."""
+        if op.name not in _COPIES or op.outputs[0].device != "cpu":
+            return
+        if op.inputs[-1].device != "cuda":
+            return
+        is_written = op.name == "aten.copy_.default"
+        host = getattr(args[0], "host", None) if is_written else result
+        if host is not None and not _torch.is_fake_tensor(host):
+            self.values.fill(host, args[is_written], read_place().line)
+        if not dict(op.scalars).get("non_blocking"):
+            self.synchronize(op.name, self.stream)
+
     def _learn(self, func: Any) -> _Facts:
         packet = _torch.packet_name(func) if hasattr(func, "_schema") else str(func)
         name = packet.replace("::", ".") + "." + getattr(func, "_overloadname", "")
+        of = find_operator(packet)
         facts = self._facts[func] = _Facts(
             name,
             bool(getattr(func, "is_view", False)) or name.startswith("aten.detach"),
             name.startswith(("aten.resize", "aten.set_")),
             packet in _WAIT,
-            find_operator(packet),
+            # Ranks hold what this one does: a broadcast changes nothing.
+            hasattr(func, "_schema")
+            and func._schema.is_mutable
+            and (of is None or of.kind is not Kind.BROADCAST),
+            of,
             _torch.argument_names(func) if hasattr(func, "_schema") else (),
         )
         return facts
@@ -871,8 +909,8 @@ def local_tensor(tensor: Any) -> torch.Tensor | None:
 def _precision(
     name: str, inputs: Sequence[TensorSpec]
 ) -> tuple[tuple[str, object], ...]:
-    """Whether a product of float32 may be computed in TF32, as the script has set it."""
-    if not inputs or inputs[-1].dtype != "float32":
+    """Whether a product of 32 bits may be computed in TF32, as the script has set it."""
+    if not inputs or inputs[-1].dtype not in ("float32", "complex64"):
         return ()
     if name in _PRODUCTS:
         return (("allow_tf32", _torch.allows_tf32("matmul")),)

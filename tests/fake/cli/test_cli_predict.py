@@ -131,7 +131,7 @@ def test_what_torchrun_sets_is_told(script, capsys):
 def test_a_branch_on_a_value_is_told_with_its_line(tmp_path, capsys):
     path = tmp_path / "branch.py"
     path.write_text(
-        "import torch\nx = torch.ones(2, device='cuda')\nif x.sum() > 1:\n    pass\n"
+        "import torch\nx = torch.randn(2, device='cuda')\nif x.sum() > 1:\n    pass\n"
     )
     assert predict(path) == 2
     assert f"{path}:3 <module> branches on a value" in capsys.readouterr().err

@@ -567,7 +567,7 @@ def test_a_device_that_is_a_number_alone(tmp_path, words):
 
 def test_notes_of_a_rehearsal_are_told(tmp_path, capsys):
     script = tmp_path / "train.py"
-    script.write_text("import torch\nprint(torch.ones(2, device='cuda').sum().item())")
+    script.write_text("import torch\nprint(torch.randn(2, device='cuda').sum().item())")
     assert main(["trace", str(script), "--world-size", "2", "--fake"]) == 0
     words = " ".join(capsys.readouterr().out.split())
     assert "reads a value: 1.0 was given." in words

@@ -1,0 +1,194 @@
+"""Values of tensors without memory, where they are known or assumed.
+
+Positions, lengths, masks and counts decide which way a model goes, and are made by the
+script itself or come from its data. Operators on them are computed on small tensors of the
+host. What is assumed, such as which expert a token is sent to, is followed in the same way
+and says what it rests on.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch._ops import OpOverload
+
+_MOST_FOLLOWED = 1 << 19  # elements: a mask of 128 sequences of 4096
+_FEW = 1 << 12  # numbers that a script may read: rates of layers, schedules
+
+
+class Known(NamedTuple):
+    """Values.
+
+    Attributes:
+        real: On the host.
+        why: What was assumed; empty where they are certain.
+    """
+
+    real: torch.Tensor
+    why: str = ""
+
+
+@dataclass(slots=True)
+class _Memory:
+    """What views share: up to which write their values hold, and what was assumed."""
+
+    version: int
+    why: str
+
+
+def may_follow(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is small enough, and of real numbers."""
+    return (
+        tensor.numel() <= _MOST_FOLLOWED
+        and tensor.layout is torch.strided
+        and not tensor.dtype.is_complex
+        and not tensor.is_inference()  # does not count its writes
+    )
+
+
+def is_worth_following(real: torch.Tensor) -> bool:
+    """Whether values may decide what a model does: few, integers, or masks by infinity."""
+    if real.is_meta:
+        return False
+    if real.numel() <= _FEW or not real.dtype.is_floating_point:
+        return True
+    return bool(torch.isinf(real).any())
+
+
+def set_known(
+    tensor: Any, real: torch.Tensor, why: str = "", *, writes: bool = False
+) -> None:
+    """Attach values to a tensor without memory; they hold until it is written.
+
+    Args:
+        tensor: Without memory.
+        real: Its values.
+        why: What was assumed; empty where they are certain.
+        writes: Whether an operator that is under way writes them: autograd counts that
+            when it has returned.
+    """
+    _, memory = getattr(tensor, "known_tensor", (None, None))
+    version = tensor._version + writes
+    if (
+        not writes or memory is None or memory.version != version
+    ):  # else views share them
+        tensor.known_tensor = (real, _Memory(version, why))
+
+
+def followed(tensor: Any) -> Known | None:
+    """The values of a tensor without memory, where they are known or assumed."""
+    real, memory = getattr(tensor, "known_tensor", (None, None))
+    if real is None or memory is None or memory.version != tensor._version:
+        return None
+    return Known(real, memory.why)
+
+
+def forget_known(tensor: Any) -> None:
+    """The values of a tensor, and of its views, hold no more."""
+    if hasattr(tensor, "known_tensor"):
+        tensor.known_tensor[1].version = -1
+
+
+def hand_on_known(tensor: Any, other: Any) -> None:
+    """Let another tensor have the same values."""
+    if (known := followed(tensor)) is not None:
+        set_known(other, known.real, known.why)
+
+
+def known_tensor(tensor: Any) -> torch.Tensor | None:
+    """The values of a tensor without memory, where they are certain."""
+    known = followed(tensor)
+    return None if known is None or known.why else known.real
+
+
+def follow_operator(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any]
+) -> bool:
+    """Give the results of an operator their values, where those of all arguments are known.
+
+    Returns:
+        Whether it did.
+    """
+    found = compute_known(func, args, kwargs)
+    # An operator whose result's size depends on values may have been given all of them.
+    if found is None or [x.shape for x in found.real] != [x.shape for x in results]:
+        return False
+    if not all(map(is_worth_following, found.real)):
+        return False
+    for result, real in zip(results, found.real, strict=True):
+        if func._schema.returns[0].alias_info is None:
+            set_known(result, real, found.why)
+        else:  # a view: whoever writes it writes the other one
+            result.known_tensor = (real, args[0].known_tensor[1])
+    return True
+
+
+class Computed(NamedTuple):
+    """What an operator gives.
+
+    Attributes:
+        real: Its results, on the host; a truth of an operator that gives one.
+        why: What was assumed; empty where they are certain.
+    """
+
+    real: Sequence[Any]
+    why: str
+
+
+def compute_known(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Computed | None:
+    """What an operator gives for known values; None where one of them is not known."""
+    if not isinstance(func, OpOverload) or func._schema.is_mutable:
+        return None
+    return _compute(func, args, kwargs)
+
+
+def write_known(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """An operator writes arguments: their values change with it, or hold no more."""
+    if not isinstance(func, OpOverload):
+        return
+    written: list[Any] = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            written += value if isinstance(value, list | tuple) else [value]
+    written = [each for each in written if hasattr(each, "known_tensor")]
+    found = None
+    if len(written) == 1 and is_worth_following(written[0].known_tensor[0]):
+        found = _compute(func, args, kwargs)
+    for tensor in written:
+        memory = tensor.known_tensor[1]
+        memory.version = -1  # of no tensor
+        if found is not None:
+            memory.version, memory.why = tensor._version + 1, found.why
+
+
+def _compute(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Computed | None:
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return None
+    reasons: dict[str, None] = {}
+
+    def real(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            known = followed(value)
+            if known is None:
+                raise KeyError
+            if known.why:
+                reasons[known.why] = None
+            return known.real
+        if isinstance(value, list | tuple):
+            return type(value)(map(real, value))
+        return torch.device("cpu") if isinstance(value, torch.device) else value
+
+    try:
+        result = func(
+            *map(real, args), **{name: real(each) for name, each in kwargs.items()}
+        )
+    except Exception:  # not known, or no kernel of the host: then it has no values
+        return None
+    results = result if isinstance(result, list | tuple) else (result,)
+    return Computed(results, "; ".join(reasons))
