@@ -31,9 +31,15 @@ class Known(NamedTuple):
 
 @dataclass(slots=True)
 class _Memory:
-    """What views share: up to which write their values hold, and what was assumed."""
+    """What views share.
 
-    version: int
+    Attributes:
+        version: Up to which write their values hold; None: up to one that is under way,
+            which autograd counts when it has returned, or not at all.
+        why: What was assumed.
+    """
+
+    version: int | None
     why: str
 
 
@@ -65,21 +71,23 @@ def set_known(
         tensor: Without memory.
         real: Its values.
         why: What was assumed; empty where they are certain.
-        writes: Whether an operator that is under way writes them: autograd counts that
-            when it has returned.
+        writes: Whether an operator that is under way writes them.
     """
     _, memory = getattr(tensor, "known_tensor", (None, None))
-    version = tensor._version + writes
-    if (
-        not writes or memory is None or memory.version != version
-    ):  # else views share them
-        tensor.known_tensor = (real, _Memory(version, why))
+    if not writes:
+        tensor.known_tensor = (real, _Memory(tensor._version, why))
+    elif memory is None or memory.version is not None:  # else views share them
+        tensor.known_tensor = (real, _Memory(None, why))
 
 
 def followed(tensor: Any) -> Known | None:
     """The values of a tensor without memory, where they are known or assumed."""
     real, memory = getattr(tensor, "known_tensor", (None, None))
-    if real is None or memory is None or memory.version != tensor._version:
+    if real is None or memory is None:
+        return None
+    if memory.version is None:
+        memory.version = tensor._version
+    if memory.version != tensor._version:
         return None
     return Known(real, memory.why)
 
@@ -145,9 +153,21 @@ def compute_known(
     return _compute(func, args, kwargs)
 
 
-def write_known(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """An operator writes arguments: their values change with it, or hold no more."""
+def write_known(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, keeps: bool = False
+) -> None:
+    """An operator writes arguments: their values change with it, or hold no more.
+
+    Args:
+        func: Mutates some of its arguments.
+        args: As it is called.
+        kwargs: The same.
+        keeps: Whether they are taken to be what they were.
+    """
     if not isinstance(func, OpOverload):
+        return
+    if func is torch.ops.aten.copy_.default and followed(args[0]) is None:
+        _overwrite(args[0], followed(args[1]))
         return
     written: list[Any] = []
     for place, argument in enumerate(func._schema.arguments):
@@ -160,9 +180,19 @@ def write_known(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> No
         found = _compute(func, args, kwargs)
     for tensor in written:
         memory = tensor.known_tensor[1]
-        memory.version = -1  # of no tensor
+        holds = found is not None or (keeps and followed(tensor) is not None)
+        memory.version = None if holds else -1  # of no tensor
         if found is not None:
-            memory.version, memory.why = tensor._version + 1, found.why
+            memory.why = found.why
+
+
+def _overwrite(tensor: torch.Tensor, source: Known | None) -> None:
+    """All of a tensor is copied from another one, whatever was known of it."""
+    if source is None or not may_follow(tensor):
+        return
+    real = source.real.to(tensor.dtype).expand(tensor.shape).clone()
+    if is_worth_following(real):
+        set_known(tensor, real, source.why, writes=True)
 
 
 def _compute(

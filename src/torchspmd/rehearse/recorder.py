@@ -58,7 +58,7 @@ from torchspmd.rehearse.recording import (
     Wait,
 )
 from torchspmd.rehearse.shapes import CHOOSES, SHAPES, choosing
-from torchspmd.rehearse.values import READS_VALUE, Values
+from torchspmd.rehearse.values import KEEPS_VALUES, READS_VALUE, Values
 from torchspmd.rehearse.workspaces import Processor, allocation_order, workspaces
 from torchspmd.trace.modules import ModuleTracker, follow, unfollow
 from torchspmd.trace.rounds import Rounds, Turn
@@ -304,7 +304,8 @@ class Recorder:
         self, facts: _Facts, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
         if facts.writes:
-            _torch.write_known(func, args, kwargs)
+            keeps = facts.name in KEEPS_VALUES
+            _torch.write_known(func, args, kwargs, keeps=keeps)
 
     def _copied(self, op: Op, args: Sequence[Any], result: torch.Tensor) -> None:
         """The host waits for what is copied to it, and reads it."""

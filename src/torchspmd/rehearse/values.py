@@ -16,10 +16,17 @@ from torchspmd import _torch
 from torchspmd.errors import UsageError
 from torchspmd.rehearse.assumed import assume
 
-__all__ = ["READS_VALUE", "NoValueError", "Values"]
+__all__ = ["KEEPS_VALUES", "READS_VALUE", "NoValueError", "Values"]
 
 # The second in inference mode, where operators come as they are called.
 READS_VALUE = frozenset({"aten._local_scalar_dense.default", "aten.item.default"})
+# Write what healthy training does not change.
+KEEPS_VALUES = frozenset(
+    {
+        "aten._amp_foreach_non_finite_check_and_unscale_.default",
+        "aten._amp_update_scale_.default",
+    }
+)
 _CONSTANTS = {
     **dict.fromkeys(("zeros", "zero_", "zeros_like", "new_zeros"), 0),
     **dict.fromkeys(("ones", "ones_like", "new_ones"), 1),
@@ -44,7 +51,6 @@ _COMBINE: dict[str, Callable[[Iterable[object]], bool]] = {
     **dict.fromkeys(("mul", "bitwise_and", "logical_and"), all),
     **dict.fromkeys(("bitwise_or", "logical_or"), any),
 }
-_KEEP = frozenset({"_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_"})
 _UNKNOWN = ("empty", "rand", "bernoulli", "multinomial", "geometric", "new_empty")
 
 
@@ -80,30 +86,21 @@ class Values:
         result: Any,
     ) -> None:
         """Remember what an operator's result is, where that is certain."""
-        base = name.split(".")[1]
-        if base in _KEEP:
+        if name in KEEPS_VALUES:
             return
+        base = name.split(".")[1]
         results = result if isinstance(result, list | tuple) else (result,)
         if not all(isinstance(each, torch.Tensor) for each in results):
             return
-        if all(map(_torch.may_follow, results)) and not base.startswith(_UNKNOWN):
-            if _torch.follow_operator(func, args, kwargs, results):
-                return
-        if not isinstance(result, torch.Tensor):
-            assume(func, base, args, kwargs, result)
+        is_followed = (
+            not base.startswith(_UNKNOWN)
+            and all(map(_torch.may_follow, results))
+            and _torch.follow_operator(func, args, kwargs, results)
+        )
+        if is_followed:
             return
-        if base == "copy_":
-            _follow_copy(args[1], result)
-        known = _known(base, args)
-        if known is not None:
-            result.known_value = known  # type: ignore[attr-defined]
-            if base in _FILLS:
-                assert isinstance(known, int | float), known
-                _fill(result, known, writes=base.endswith("_"))
-            return
-        _forget(result)
-        if base in _PLAUSIBLE_TRUTHS:
-            result.plausible_truth = _PLAUSIBLE_TRUTHS[base]  # type: ignore[attr-defined]
+        if isinstance(result, torch.Tensor):
+            _remember(base, args, result)
         assume(func, base, args, kwargs, result)
 
     def number(self, tensor: torch.Tensor, line: str) -> object:
@@ -204,6 +201,20 @@ def _known(base: str, args: Sequence[Any]) -> object:
     return None
 
 
+def _remember(base: str, args: Sequence[Any], result: Any) -> None:
+    """The single value of a tensor, where there is one."""
+    known = _known(base, args)
+    if known is None:
+        _forget(result)
+        if base in _PLAUSIBLE_TRUTHS:
+            result.plausible_truth = _PLAUSIBLE_TRUTHS[base]
+        return
+    result.known_value = known
+    if base in _FILLS:
+        assert isinstance(known, int | float), known
+        _fill(result, known, writes=base.endswith("_"))
+
+
 def _fill(tensor: torch.Tensor, value: float, *, writes: bool) -> None:
     """As of a mask of ones like a tensor of which nothing else is known."""
     if not _torch.may_follow(tensor):
@@ -219,16 +230,6 @@ def _forget(tensor: torch.Tensor) -> None:
     for name in ("known_value", "is_uniform"):
         if hasattr(tensor, name):
             delattr(tensor, name)
-
-
-def _follow_copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    """All of a tensor is written, whatever was known of it."""
-    followed = _torch.followed(source)
-    if followed is None or not _torch.may_follow(target):
-        return
-    real = followed.real.to(target.dtype).expand(target.shape).clone()
-    if _torch.is_worth_following(real):
-        _torch.set_known(target, real, followed.why, writes=True)
 
 
 def _compared(base: str, one: object, other: object) -> bool | None:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 
 def written_in_parts():
@@ -109,3 +110,22 @@ def test_values_are_read_in_inference_mode(rehearse):
         assert torch.arange(3, device="cuda").tolist() == [1, 1, 1]
         assert torch.rand(3, device="cuda").mean().item() == 1.0
     assert len(recording.notes) == 2
+
+
+def test_a_grad_scaler_finds_no_infinity(rehearse):
+    """Optimizers make their steps: gradients of healthy training are finite."""
+    with rehearse() as recording:
+        model = nn.Linear(4, 4).cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+        scaler = torch.amp.GradScaler("cuda")
+        for _ in range(2):
+            loss = model(torch.randn(2, 4, device="cuda")).sum()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert scaler.get_scale() == 65536.0
+    assert recording.steps == 2
+    assert recording.notes == []
