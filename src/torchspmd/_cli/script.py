@@ -227,8 +227,10 @@ class StepWindow:
     def _end_step(self, turn: Turn) -> None:
         if turn is Turn.WITHIN or (self._at_boundary and self.setup is not None):
             return  # another optimizer of the same step, or one inside of another
-        if turn is Turn.NEW:
+        if turn is Turn.NEW and self.num_optimizer_steps:
             self.num_optimizer_steps = 0
+            # The first round is not known as one while it is made: one more is.
+            self._skip = max(self._skip, int(self._waits))
         self.num_optimizer_steps += 1
         self._at_boundary = True
 

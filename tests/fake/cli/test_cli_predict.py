@@ -195,3 +195,46 @@ def test_a_script_without_a_step_is_told_first(tmp_path, capsys):
     assert predict(path) == 0
     out = capsys.readouterr().out
     assert out.strip().startswith("The script made no optimizer step")
+
+
+CRITIC = """
+import sys
+
+import torch
+from torch import nn
+
+critic, actor = nn.Linear(64, 64).cuda(), nn.Linear(64, 64).cuda()
+of_critic = torch.optim.SGD(critic.parameters(), lr=0.1)
+of_actor = torch.optim.AdamW(actor.parameters())
+idle = torch.optim.RMSprop(actor.parameters()) if "idle" in sys.argv else None
+x = torch.randn(8, 64, device="cuda")
+for _ in range(100):
+    for _ in range(5):
+        critic(x).sum().backward()
+        of_critic.step()
+    actor(x).sum().backward()
+    of_actor.step()
+"""
+
+
+@pytest.mark.parametrize("skip", [None, 0, 1, 2, 5, 6])
+def test_a_whole_iteration_is_predicted_where_optimizers_take_turns(
+    tmp_path, capsys, skip
+):
+    path, out = tmp_path / "critic.py", tmp_path / "prediction.json"
+    path.write_text(CRITIC)
+    words = [] if skip is None else ["--skip", str(skip)]
+    assert predict(path, *words, "--json", str(out)) == 0
+    data = json.loads(out.read_text())
+    timeline = data["timeline"]
+    names = [timeline["strings"][place] for place in timeline["name"]]
+    assert names.count("aten.addmm.default") == 6
+    assert not any("made no step" in note for note in data["notes"])
+
+
+def test_an_optimizer_that_makes_no_step_is_waited_for_and_named(tmp_path, capsys):
+    path = tmp_path / "critic.py"
+    path.write_text(CRITIC)
+    assert predict(path, "--brief", arguments=("idle",)) == 0
+    text = capsys.readouterr().out
+    assert "1 of 3 optimizers (RMSprop) made no step in those that were run" in text
