@@ -183,7 +183,8 @@ def fake():
 def test_may_follow():
     assert _torch.may_follow(torch.arange(4))
     assert not _torch.may_follow(torch.ones(4, dtype=torch.complex64))
-    assert not _torch.may_follow(torch.ones(()).expand(1 << 20))
+    assert _torch.may_follow(torch.ones(()).expand(1 << 21))
+    assert not _torch.may_follow(torch.ones(()).expand(1 << 22))
 
 
 def test_is_worth_following():

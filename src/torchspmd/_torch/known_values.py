@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._ops import OpOverload
 
-_MOST_FOLLOWED = 1 << 19  # elements: a mask of 128 sequences of 4096
+_MOST_BYTES = 8 << 20  # as of tensors of the host that are real
 _FEW = 1 << 12  # numbers that a script may read: rates of layers, schedules
 
 
@@ -46,7 +46,7 @@ class _Memory:
 def may_follow(tensor: torch.Tensor) -> bool:
     """Whether a tensor is small enough, and of real numbers."""
     return (
-        tensor.numel() <= _MOST_FOLLOWED
+        tensor.numel() * tensor.element_size() <= _MOST_BYTES
         and tensor.layout is torch.strided
         and not tensor.dtype.is_complex
         and not tensor.is_inference()  # does not count its writes
