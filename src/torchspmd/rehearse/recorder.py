@@ -316,7 +316,8 @@ class Recorder:
         is_written = op.name == "aten.copy_.default"
         host = getattr(args[0], "host", None) if is_written else result
         if host is not None and not _torch.is_fake_tensor(host):
-            self.values.fill(host, args[is_written], read_place().line)
+            source, line = args[is_written], read_place().line
+            self.values.fill(host, source, line, by_torch=is_called_by_torch())
         if not dict(op.scalars).get("non_blocking"):
             self.synchronize(op.name, self.stream)
 

@@ -124,19 +124,29 @@ class Values:
         real = self._read(tensor, line)
         return real.tolist() if call == "tolist" else real.clone().numpy()
 
-    def fill(self, host: torch.Tensor, tensor: torch.Tensor, line: str) -> None:
-        """Write into a tensor of the host what another one would be told."""
-        host.copy_(self._read(tensor, line))
+    def fill(
+        self, host: torch.Tensor, tensor: torch.Tensor, line: str, *, by_torch: bool
+    ) -> None:
+        """Write into a tensor of the host what whoever reads another one is told.
 
-    def _read(self, tensor: torch.Tensor, line: str) -> torch.Tensor:
-        if (followed := _torch.followed(tensor)) is not None:
-            if followed.why:
-                self.note(f"{line or 'the script'} reads values: {followed.why}.")
-            return followed.real
+        Args:
+            host: Takes the values.
+            tensor: On the device.
+            line: The user's line.
+            by_torch: Whether torch itself copies, as what it offloads: that is not noted.
+        """
+        host.copy_(self._read(tensor, line, noted=not by_torch))
+
+    def _read(
+        self, tensor: torch.Tensor, line: str, *, noted: bool = True
+    ) -> torch.Tensor:
+        followed = _torch.followed(tensor)
         plausible = _plausible(tensor.dtype)
-        self.note(
-            f"{line or 'the script'} reads values: {plausible} was given for each."
-        )
+        why = f"{plausible} was given for each" if followed is None else followed.why
+        if why and noted:
+            self.note(f"{line or 'the script'} reads values: {why}.")
+        if followed is not None:
+            return followed.real
         value = torch.tensor(plausible, dtype=tensor.dtype)
         return value.expand(tuple(tensor.shape)).contiguous()
 

@@ -105,6 +105,14 @@ def test_copies_to_the_host_hold_what_is_told(rehearse):
     assert "reads values: 1.0 was given for each" in recording.notes[0]
 
 
+def test_what_torch_offloads_is_no_question(rehearse):
+    with rehearse() as recording:
+        x = torch.randn(4, 4, device="cuda", requires_grad=True)
+        with torch.autograd.graph.save_on_cpu():
+            x.exp().sum().backward()
+    assert recording.notes == []
+
+
 def test_values_are_read_in_inference_mode(rehearse):
     with rehearse() as recording, torch.inference_mode():
         assert torch.arange(3, device="cuda").tolist() == [1, 1, 1]
