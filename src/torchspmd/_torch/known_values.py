@@ -14,6 +14,7 @@ import torch
 from torch._ops import OpOverload
 
 _MOST_BYTES = 8 << 20  # as of tensors of the host that are real
+_CONVERT = torch.ops.aten._to_copy.default
 _FEW = 1 << 12  # numbers that a script may read: rates of layers, schedules
 
 
@@ -49,7 +50,6 @@ def may_follow(tensor: torch.Tensor) -> bool:
         tensor.numel() * tensor.element_size() <= _MOST_BYTES
         and tensor.layout is torch.strided
         and not tensor.dtype.is_complex
-        and not tensor.is_inference()  # does not count its writes
     )
 
 
@@ -73,6 +73,8 @@ def set_known(
         why: What was assumed; empty where they are certain.
         writes: Whether an operator that is under way writes them.
     """
+    if tensor.is_inference():  # does not count its writes
+        return
     _, memory = getattr(tensor, "known_tensor", (None, None))
     if not writes:
         tensor.known_tensor = (real, _Memory(tensor._version, why))
@@ -118,6 +120,9 @@ def follow_operator(
     Returns:
         Whether it did.
     """
+    is_view = isinstance(func, OpOverload) and func.is_view
+    if not is_view and not all(map(may_follow, results)):
+        return func is _CONVERT and _follow_truths(args[0], results[0])
     found = compute_known(func, args, kwargs)
     # An operator whose result's size depends on values may have been given all of them.
     if found is None or [x.shape for x in found.real] != [x.shape for x in results]:
@@ -129,6 +134,15 @@ def follow_operator(
             set_known(result, real, found.why)
         else:  # a view: whoever writes it writes the other one
             result.known_tensor = (real, args[0].known_tensor[1])
+    return True
+
+
+def _follow_truths(source: torch.Tensor, result: torch.Tensor) -> bool:
+    """Truths that become numbers too large to follow: as numbers of one byte."""
+    known = followed(source)
+    if known is None or known.real.dtype != torch.bool:
+        return False
+    set_known(result, known.real.to(torch.int8), known.why)
     return True
 
 

@@ -92,13 +92,9 @@ class Values:
         results = result if isinstance(result, list | tuple) else (result,)
         if not all(isinstance(each, torch.Tensor) for each in results):
             return
-        is_followed = (
-            not base.startswith(_UNKNOWN)
-            and all(map(_torch.may_follow, results))
-            and _torch.follow_operator(func, args, kwargs, results)
-        )
-        if is_followed:
-            return
+        if not base.startswith(_UNKNOWN):
+            if _torch.follow_operator(func, args, kwargs, results):
+                return
         if isinstance(result, torch.Tensor):
             _remember(base, args, result)
         assume(func, base, args, kwargs, result)

@@ -54,6 +54,17 @@ def test_counts_of_choices_are_even_and_add_up(rehearse, count):
     assert all("test_assumed_values.py" in note for note in recording.notes)
 
 
+def test_one_hot_rows_of_many_experts_are_counted(rehearse):
+    """8.4 million numbers, which are followed as truths."""
+    with rehearse() as recording:
+        chosen = torch.randn(2048, 512, device="cuda").topk(8, -1).indices
+        mask = F.one_hot(chosen, 512)
+        assert mask.sum((0, 1)).tolist() == [32] * 512
+        of_one = mask.permute(2, 1, 0)[5]
+        assert torch.where(of_one)[1].shape == (32,)
+    assert not any("all are chosen" in note for note in recording.notes)
+
+
 def test_a_list_of_values_is_read_at_once(rehearse):
     with rehearse() as recording:
         counts = torch.bincount(routed().view(-1), minlength=EXPERTS)
