@@ -54,8 +54,6 @@ NAMES = {
         fourier seq2seq soft_actor wgan_gp
     """.split(),
 }
-# As a note of its prediction asks: one optimizer steps five times before the other.
-_OPTIONS = {"wgan_gp": ["--skip", "6"]}
 _SECONDS = ("step_seconds", "host_issue_seconds", "compute_seconds")
 _BYTES = ("allocated_peak_bytes", "reserved_peak_bytes", "steady_bytes")
 
@@ -129,7 +127,7 @@ def predict(name: str, gpu: str) -> dict[str, Any]:
         out = Path(folder, "prediction.json")
         command = [sys.executable, "-m", "torchspmd", "predict", str(SCRIPT)]
         command += ["--world-size", "1", "--gpu", gpu, "--json", str(out)]
-        command += [*_OPTIONS.get(name, ()), "--", name, "3"]
+        command += ["--", name, "3"]
         ended = subprocess.run(command, capture_output=True, text=True, check=False)
         if ended.returncode:
             return {

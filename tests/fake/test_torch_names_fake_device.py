@@ -183,16 +183,17 @@ def fake():
 def test_may_follow():
     assert _torch.may_follow(torch.arange(4))
     assert not _torch.may_follow(torch.ones(4, dtype=torch.complex64))
-    assert not _torch.may_follow(torch.ones(()).expand(1 << 20))
+    assert _torch.may_follow(torch.ones(()).expand(1 << 21))
+    assert not _torch.may_follow(torch.ones(()).expand(1 << 22))
 
 
 def test_is_worth_following():
     assert _torch.is_worth_following(torch.arange(4))
     assert not _torch.is_worth_following(torch.arange(4, device="meta"))
-    assert not _torch.is_worth_following(torch.ones(4))
-    assert _torch.is_worth_following(
-        torch.ones(4).masked_fill(torch.eye(4)[0] > 0, -torch.inf)
-    )
+    assert _torch.is_worth_following(torch.ones(4))  # a few are
+    many = torch.ones(1 << 14)
+    assert not _torch.is_worth_following(many)
+    assert _torch.is_worth_following(many.masked_fill(many > 0, -torch.inf))
 
 
 def test_known_tensor(fake):
@@ -207,11 +208,64 @@ def test_set_known(fake):
     assert _torch.known_tensor(fake) is None  # it was written
 
 
+def test_followed(fake):
+    assert _torch.followed(fake) is None
+    _torch.set_known(fake, real := torch.arange(4), "as it may be")
+    assert _torch.followed(fake) == _torch.Known(real, "as it may be")
+    assert _torch.known_tensor(fake) is None  # it is assumed
+
+
+def test_forget_known(fake):
+    _torch.set_known(fake, torch.arange(4))
+    _torch.forget_known(fake)
+    assert _torch.followed(fake) is None
+
+
+def test_hand_on_known(fake):
+    with fake.fake_mode:
+        other = torch.empty(4, dtype=torch.int64)
+    _torch.hand_on_known(fake, other)
+    assert _torch.followed(other) is None
+    _torch.set_known(fake, torch.arange(4), "as it may be")
+    _torch.hand_on_known(fake, other)
+    assert _torch.followed(other) == _torch.followed(fake)
+
+
+def test_follow_operator(fake):
+    with fake.fake_mode:
+        more, part = fake + 1, fake[:2]
+    add, cut = torch.ops.aten.add.Tensor, torch.ops.aten.slice.Tensor
+    assert not _torch.follow_operator(add, (fake, 1), {}, (more,))
+    _torch.set_known(fake, torch.arange(4), "as it may be")
+    assert _torch.follow_operator(add, (fake, 1), {}, (more,))
+    assert _torch.followed(more).real.tolist() == [1, 2, 3, 4]
+    assert _torch.followed(more).why == "as it may be"
+    assert not _torch.follow_operator(cut, (fake, 0, 0, 3), {}, (part,))  # other shape
+    assert _torch.follow_operator(cut, (fake, 0, 0, 2), {}, (part,))
+
+
+def test_write_known(fake):
+    _torch.set_known(fake, torch.arange(4))
+    with fake.fake_mode:
+        part = fake[:2]
+    cut, add = torch.ops.aten.slice.Tensor, torch.ops.aten.add_.Tensor
+    _torch.follow_operator(cut, (fake, 0, 0, 2), {}, (part,))
+    _torch.write_known(add, (part, 5), {})
+    with fake.fake_mode:
+        part.add_(5)
+    assert _torch.known_tensor(fake).tolist() == [5, 6, 2, 3]
+    with fake.fake_mode:
+        unknown = torch.empty(4, dtype=torch.int64)
+    _torch.write_known(add, (fake, unknown), {})
+    assert _torch.followed(fake) is None
+    assert _torch.followed(part) is None
+
+
 def test_compute_known(fake):
     compute, add = _torch.compute_known, torch.ops.aten.add.Tensor
     assert compute(add, (fake, 1), {}) is None
     _torch.set_known(fake, torch.arange(4))
-    assert compute(add, (fake, 1), {})[0].tolist() == [1, 2, 3, 4]
+    assert compute(add, (fake, 1), {}).real[0].tolist() == [1, 2, 3, 4]
     assert compute(torch.ops.aten.add_.Tensor, (fake, 1), {}) is None
     assert compute(torch.ops.aten.randint.default, (4, [2]), {}) is None
 

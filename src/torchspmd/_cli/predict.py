@@ -132,7 +132,9 @@ def _predict(options: argparse.Namespace, others: OtherRanks) -> int:
     line = status_line(
         f"rehearsing {options.script} as rank {world.rank} of {world.size}"
     )
-    window = StepWindow(mode, skip=options.skip, steps=options.steps, line=line)
+    window = StepWindow(
+        mode, skip=options.skip, steps=options.steps, line=line, waits=True
+    )
     device = rehearsed_gpu(gpu, network, world)
     memory = LiveMemory(recording, gpu, settings)
     stage = rehearsal(recording, world, device, memory, others)

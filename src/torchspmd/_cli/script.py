@@ -10,6 +10,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from time import monotonic
 from types import TracebackType
 from typing import Any, NoReturn, Self
 from unittest import mock
@@ -126,18 +127,36 @@ class EndOfWindow(BaseException):
     """
 
 
+# Of a script that has made an optimizer which makes no step.
+_MOST_STEPS, _MOST_SECONDS = 32, 20.0
+
+
 class StepWindow:
     """Keeps in the mode's ledger the steps that were asked for, and ends after them.
 
     A step ends when the first module is called after ``optimizer.step()``. With several
-    optimizers it ends with the one that came last: in the first step, each that comes anew
-    moves its end. A call of a compiled step that updates parameters is one step, whatever
-    it does inside. What happens before the first of these calls is set-up, in a ledger
-    of its own.
+    optimizers it ends with the one that made its first step last: each that comes anew
+    makes one step, the first, of all that were counted. A call of a compiled step that
+    updates parameters is one step, whatever it does inside. What happens before the first
+    of these calls is set-up, in a ledger of its own.
+
+    Args:
+        mode: Whose ledger it is.
+        skip: Steps to let pass.
+        steps: To record; 0: all.
+        line: Says how far it is.
+        waits: Whether it goes on for a while where an optimizer of the script has made no
+            step yet, so that a whole iteration is recorded. For one step only.
     """
 
     def __init__(
-        self, mode: CommDebugMode, *, skip: int, steps: int, line: StatusLine
+        self,
+        mode: CommDebugMode,
+        *,
+        skip: int,
+        steps: int,
+        line: StatusLine,
+        waits: bool = False,
     ) -> None:
         self.setup: Ledger | None = None
         self.num_optimizer_steps = 0
@@ -145,6 +164,8 @@ class StepWindow:
         self._skip = skip
         self._steps = steps
         self._line = line
+        self._waits = waits and steps == 1
+        self._waiting_since: float | None = None
         self.after_first_step: Callable[[], None] | None = None  # may end the run
         self._at_boundary = True
         self._rounds = Rounds()
@@ -211,7 +232,9 @@ class StepWindow:
     def _begin_step(self) -> None:
         done = self.num_optimizer_steps
         if self._steps and done >= self._skip + self._steps:
-            raise EndOfWindow  # again, where somebody has caught it
+            if not self._waits_for_others():
+                raise EndOfWindow  # again, where somebody has caught it
+            self._mode.take_ledger()
         self._at_boundary = False
         if done == 1 and self.after_first_step is not None:
             self.after_first_step()
@@ -221,6 +244,16 @@ class StepWindow:
             self.setup = self._mode.take_ledger()
         elif done == self._skip:
             self._mode.take_ledger()
+
+    def _waits_for_others(self) -> bool:
+        """Whether optimizers are idle that may still make a step."""
+        if not self._waits or not self._rounds.idle:
+            return False
+        if self._waiting_since is None:
+            self._waiting_since = monotonic()
+        waited = self.num_optimizer_steps - self._skip
+        seconds = monotonic() - self._waiting_since
+        return waited < _MOST_STEPS and seconds < _MOST_SECONDS
 
     def leave(self) -> None:
         """A module's call ends: nothing to do."""
@@ -234,8 +267,11 @@ class StepWindow:
     def _end_step(self, turn: Turn) -> None:
         if turn is Turn.WITHIN or (self._at_boundary and self.setup is not None):
             return  # another optimizer of the same step, or one inside of another
-        is_same = turn is Turn.NEW and self.num_optimizer_steps == 1
-        self.num_optimizer_steps += not is_same
+        if turn is Turn.NEW and self.num_optimizer_steps:
+            self.num_optimizer_steps = 0
+            # The first round is not known as one while it is made: one more is.
+            self._skip = max(self._skip, int(self._waits))
+        self.num_optimizer_steps += 1
         self._at_boundary = True
 
     def _call_compiled(

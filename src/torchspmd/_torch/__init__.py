@@ -100,18 +100,13 @@ from torchspmd._torch.dtensor import wait as wait
 from torchspmd._torch.dtensor import wrap_local as wrap_local
 from torchspmd._torch.fake_device import FakeDeviceMode as FakeDeviceMode
 from torchspmd._torch.fake_device import ShownAsCuda as ShownAsCuda
-from torchspmd._torch.fake_device import compute_known as compute_known
 from torchspmd._torch.fake_device import dynamic_sizes as dynamic_sizes
 from torchspmd._torch.fake_device import fake_device as fake_device
 from torchspmd._torch.fake_device import is_device_tensor as is_device_tensor
 from torchspmd._torch.fake_device import is_fake_tensor as is_fake_tensor
 from torchspmd._torch.fake_device import is_rehearsed as is_rehearsed
-from torchspmd._torch.fake_device import is_worth_following as is_worth_following
-from torchspmd._torch.fake_device import known_tensor as known_tensor
-from torchspmd._torch.fake_device import may_follow as may_follow
 from torchspmd._torch.fake_device import own_chunks_only as own_chunks_only
 from torchspmd._torch.fake_device import plain_tensors as plain_tensors
-from torchspmd._torch.fake_device import set_known as set_known
 from torchspmd._torch.fake_device import shapes_apart as shapes_apart
 from torchspmd._torch.fake_device import (
     stages_like_this_one as stages_like_this_one,
@@ -134,6 +129,17 @@ from torchspmd._torch.groups import resolve_group as resolve_group
 from torchspmd._torch.groups import root_ranks as root_ranks
 from torchspmd._torch.groups import uses_gloo as uses_gloo
 from torchspmd._torch.groups import work_types as work_types
+from torchspmd._torch.known_values import Known as Known
+from torchspmd._torch.known_values import compute_known as compute_known
+from torchspmd._torch.known_values import follow_operator as follow_operator
+from torchspmd._torch.known_values import followed as followed
+from torchspmd._torch.known_values import forget_known as forget_known
+from torchspmd._torch.known_values import hand_on_known as hand_on_known
+from torchspmd._torch.known_values import is_worth_following as is_worth_following
+from torchspmd._torch.known_values import known_tensor as known_tensor
+from torchspmd._torch.known_values import may_follow as may_follow
+from torchspmd._torch.known_values import set_known as set_known
+from torchspmd._torch.known_values import write_known as write_known
 from torchspmd._torch.landmarks import LANDMARKS as LANDMARKS
 from torchspmd._torch.landmarks import Landmark as Landmark
 from torchspmd._torch.landmarks import fsdp_module as fsdp_module

@@ -25,6 +25,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 
 from torchspmd._torch.accumulation import Accumulation
+from torchspmd._torch.known_values import is_worth_following, may_follow, set_known
 from torchspmd._torch.landmarks import is_torch_code
 from torchspmd._torch.operator_cache import OperatorCache
 
@@ -97,73 +98,6 @@ def _is_cuda(value: Any) -> bool:
     if isinstance(value, torch.device):
         return value.type == "cuda" or value == _INNER
     return isinstance(value, str) and value.partition(":")[0] == "cuda"
-
-
-# ----------------------------------------------------------------------------
-# Values that are followed: of positions, lengths, masks.
-
-_MOST_FOLLOWED = 1 << 19  # elements: a mask of 128 sequences of 4096
-
-
-def may_follow(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is small enough, and of real numbers."""
-    return (
-        tensor.numel() <= _MOST_FOLLOWED
-        and tensor.layout is torch.strided
-        and not tensor.dtype.is_complex
-    )
-
-
-def is_worth_following(real: torch.Tensor) -> bool:
-    """Whether values may decide which way a model goes: integers, and masks by infinity."""
-    if real.is_meta:
-        return False
-    return not real.dtype.is_floating_point or bool(torch.isinf(real).any())
-
-
-def set_known(tensor: Any, real: torch.Tensor, *, in_place: bool = False) -> None:
-    """Attach values to a tensor without memory; they hold until it is written.
-
-    Args:
-        tensor: The tensor.
-        real: Its values.
-        in_place: It is being written: torch counts that when the operator has returned.
-    """
-    tensor.known_tensor = (real, tensor._version + in_place)
-
-
-def known_tensor(tensor: Any) -> torch.Tensor | None:
-    """The values of a tensor without memory, where they are known."""
-    real, version = getattr(tensor, "known_tensor", (None, -1))
-    return real if real is not None and version == tensor._version else None
-
-
-def compute_known(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Sequence[torch.Tensor] | None:
-    """What an operator gives for known values; None where one of them is not known."""
-    if not isinstance(func, OpOverload) or func._schema.is_mutable:
-        return None
-    if torch.Tag.nondeterministic_seeded in func.tags:
-        return None
-
-    def real(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            known = known_tensor(value)
-            if known is None:
-                raise KeyError
-            return known
-        if isinstance(value, list | tuple):
-            return type(value)(map(real, value))
-        return torch.device("cpu") if isinstance(value, torch.device) else value
-
-    try:
-        result = func(
-            *map(real, args), **{name: real(each) for name, each in kwargs.items()}
-        )
-    except Exception:  # not known, or no kernel of the host: then it has no values
-        return None
-    return (result,) if isinstance(result, torch.Tensor) else result
 
 
 # ----------------------------------------------------------------------------
@@ -305,7 +239,7 @@ class FakeDeviceMode(FakeTensorMode):
             value.size(), value.stride(), dtype=value.dtype, device="meta"
         )
         fake: Any = FakeTensor(self, meta, torch.device("cpu"))
-        fake.real_tensor = value  # for whoever writes to it
+        fake.host = value  # for whoever writes it
         if may_follow(value) and is_worth_following(value):
             set_known(fake, value.clone())
         return fake
@@ -373,7 +307,7 @@ class ShownAsCuda(TorchFunctionMode):
         self.is_named = False  # whether anything was ever put there
         self._all_shown = False
         self._given = inner
-        self._no_value = no_value
+        self.read = no_value
         self.record_stream = on_record_stream
         tensor = torch.Tensor
         self._special: dict[Any, Callable[..., Any]] = {
@@ -384,6 +318,7 @@ class ShownAsCuda(TorchFunctionMode):
             tensor.is_cuda.__get__: self._is_cuda,  # type: ignore[attr-defined]
             tensor.data.__set__: self._set_data,  # type: ignore[attr-defined]
             tensor.get_device: self._get_device,
+            tensor.new_tensor: self._new_tensor,
             tensor.pin_memory: self._pin_memory,
             tensor.is_pinned: self._is_pinned,
             tensor.data_ptr: self._data_ptr,
@@ -483,6 +418,15 @@ class ShownAsCuda(TorchFunctionMode):
     ) -> Any:
         return self.index if is_device_tensor(args[0]) else -1
 
+    def _new_tensor(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        tensor, *rest = args
+        if not is_device_tensor(tensor) or "device" in kwargs:
+            return func(*args, **kwargs)
+        like = torch.empty(0, dtype=tensor.dtype, device="cpu")
+        return func(like, *rest, **kwargs).to(self._given)
+
     def _set_data(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -519,7 +463,7 @@ class ShownAsCuda(TorchFunctionMode):
 
     def _numpy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(args[0], FakeTensor):
-            return self._no_value(func.__name__, args[0])
+            return self.read(func.__name__, args[0])
         return func(*args, **kwargs)
 
 
@@ -655,6 +599,32 @@ def _replacements(
     def record_stream(tensor: torch.Tensor, s: Any) -> None:
         shown.record_stream(tensor, s)
 
+    plain_list: Any = FakeTensor.tolist
+
+    def tolist(tensor: Any) -> Any:
+        # A fake tensor's own method reads one element after the other.
+        if not is_rehearsed(tensor):
+            return plain_list(tensor)
+        return shown.read("tolist", tensor)
+
+    yield FakeTensor, "tolist", tolist
+    yield torch.Tensor, "device", property(outer_device)
+    yield torch.Tensor, "is_cuda", property(is_device_tensor)
+    yield FakeTensor, "device", property(device)
+    yield FakeTensor, "data_ptr", _address
+    yield FakeTensor, "__deepcopy__", _deepcopy
+    # Refuses other streams than its own before a mode is asked.
+    yield torch.Tensor, "record_stream", record_stream
+    yield from _replaced_storage(on_resize)
+    yield fake_tensor, "init_gpu_context", lambda *args: None
+    yield torch._C, "_get_accelerator", lambda: torch.device("cuda")
+    # By this name, other libraries ask whether a model is being traced.
+    yield torch._subclasses, "FakeTensor", _FakeToTorch
+
+
+def _replaced_storage(
+    on_resize: Callable[[Any, int], None],
+) -> Iterator[tuple[Any, str, Any]]:
     plain_resize = torch.UntypedStorage.resize_
 
     def resize(storage: Any, nbytes: int) -> Any:
@@ -679,20 +649,9 @@ def _replacements(
                 raise
             one.data = other
 
-    yield torch.Tensor, "device", property(outer_device)
-    yield torch.Tensor, "is_cuda", property(is_device_tensor)
-    yield FakeTensor, "device", property(device)
-    yield FakeTensor, "data_ptr", _address
-    yield FakeTensor, "__deepcopy__", _deepcopy
-    # Refuses other streams than its own before a mode is asked.
-    yield torch.Tensor, "record_stream", record_stream
     yield torch.UntypedStorage, "resize_", resize
     yield torch.UntypedStorage, "data_ptr", address
     yield torch.utils, "swap_tensors", swap
-    yield fake_tensor, "init_gpu_context", lambda *args: None
-    yield torch._C, "_get_accelerator", lambda: torch.device("cuda")
-    # By this name, other libraries ask whether a model is being traced.
-    yield torch._subclasses, "FakeTensor", _FakeToTorch
 
 
 class _Addresses:

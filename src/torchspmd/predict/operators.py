@@ -37,6 +37,7 @@ from torchspmd.predict.traffic import (
     is_contiguous,
     matmul_shape,
     op_flops,
+    real_dtype,
     recurrent_products,
     tensor_bytes,
 )
@@ -55,6 +56,9 @@ _TILES = (
 _DEPTH = 32  # of a tile's steps
 # cuDNN has others for few channels.
 _TILES_OF_FILTERS = (*_TILES[:-1], (128, 64, 0.65), (256, 32, 0.4))
+# cuBLAS has smaller ones of complex numbers. An H200's products of 576 x 32 x 64 x 64 and
+# of 576 x 64 x 64 x 32, all of 32 x 32 tiles: 20.5 and 22.9 us.
+_TILES_OF_PAIRS = (*_TILES[:-1], (32, 32, 0.65))
 # Kernels beside the product: set memory to zero, add up what was split.
 _BESIDE_FILTERS = 3
 _CORNER = (
@@ -64,6 +68,7 @@ _WIDTH = 64  # channels of a head: attention is no quicker with less
 _ITEM = 2  # bytes of an element in most tables of hardware files
 _ROW = 1024  # elements of a row in those of norms and of sums of columns
 _EMBEDDINGS = 32000 * _ROW * _ITEM  # bytes of the table whose gradients are measured
+_FFT_BITS = 12  # of the longest transform that one block of threads holds
 _EDGE = 3  # as _CORNER, of computing places and moving bytes
 _CAT_DIMS = 4  # more than these are concatenated by a copy of each part
 _FEW_CHANNELS, _CHANNELS = 64, (512, 2048)  # of the batch norms in hardware files
@@ -273,7 +278,11 @@ class Pricer:
         layout = _layout(op)
         rates = self._rate(self.figures.gpu, dtype)
         elements = _factors(shape) - _repeated(op)
-        ideal = _ideal_matmul(rates, shape, elements=elements)
+        tiles = _TILES
+        if real_dtype(factor_of(op).dtype):  # four real products for each complex one
+            batch, m, n, k = shape
+            shape, elements, tiles = (batch, m, n, 4 * k), 2 * elements, _TILES_OF_PAIRS
+        ideal = _ideal_matmul(rates, shape, tiles, elements)
         seconds = ideal * self._matmul_ratio(dtype, layout, shape)
         times = self._misaligned(op, shape) if dtype in _ON_TENSOR_CORES else 1.0
         if times > 1:  # the measured rows are of aligned products
@@ -626,6 +635,41 @@ class Pricer:
         part = result._replace(shape=gradient.shape, stride=tuple(steps))
         return self._zeros(result) + self._copy(gradient, part)
 
+    def _fft(self, op: Op, nbytes: int) -> float:
+        """A pass over memory for each dimension, or 5 N log2 N operations.
+
+        The pass of a dimension that one block cannot hold is made twice. Before, the
+        argument of an inverse transform to real numbers is copied, as cuFFT overwrites it;
+        afterwards the result is scaled.
+        """
+        source, result = op.inputs[0], op.outputs[0]
+        scalars = dict(op.scalars)
+        dims = scalars.get("dim")
+        dims = dims if isinstance(dims, tuple) else (-1,)
+        larger = max(source.shape, result.shape, key=math.prod)
+        halves = [spec for spec in (source, result) if real_dtype(spec.dtype)]
+        between = 2 * tensor_bytes(min(halves, key=tensor_bytes))
+        lengths = [larger[int(dim)] for dim in dims]
+        passes = sum(
+            max(1, math.ceil(math.log2(max(n, 2)) / _FFT_BITS)) for n in lengths
+        )
+        rate = self.figures.number("kernels.fft") * self.figures.number(
+            "bandwidth.memory"
+        )
+        moving = (nbytes + (passes - 1) * between) / rate
+        count = math.prod(larger) * sum(math.log2(max(n, 2)) for n in lengths)
+        times = 5.0 if len(halves) == 2 else 2.5  # of real numbers: half of it
+        dtype = real_dtype(halves[0].dtype)
+        computing = (
+            times * count / self.figures.number(f"flops.{dtype}", "flops.float32")
+        )
+        seconds = max(passes * self.floor, moving, computing)
+        if "c2r" in op.name and len(lengths) > 1:
+            seconds += self._copy(source, _contiguous(source))
+        if scalars.get("normalization"):
+            seconds += self._by_bytes("elementwise_1", 2 * tensor_bytes(result))
+        return seconds
+
     def _zeros(self, spec: TensorSpec) -> float:
         return self._by_bytes("fill", tensor_bytes(spec))
 
@@ -813,6 +857,7 @@ _BY_NAME: Mapping[str, Callable[[Pricer, Op, int], float]] = {
     "slice_backward": Pricer._part_backward,
     "roll": Pricer._roll,
     "constant_pad_nd": Pricer._constant_pad,
+    **dict.fromkeys(("_fft_c2c", "_fft_r2c", "_fft_c2r"), Pricer._fft),
 }
 
 
@@ -948,6 +993,7 @@ def is_known(name: str) -> bool:
         or base in LAUNCHES_NOTHING
         or base in _REDUCING
         or base in _KEYS
+        or base in _BY_NAME
         or base.startswith(("_foreach_", "_fused_", "convolution", "cudnn_convolution"))
         or name.startswith("fsdp.")  # copies into and out of its buffers
         or base
@@ -1080,6 +1126,7 @@ def rate_name(op: Op) -> str:
     by_cudnn = (
         "convolution" in op.name or "_rnn" in op.name
     )  # it allows TF32 by default
+    dtype = real_dtype(dtype) or dtype
     if dtype == "float32" and dict(op.scalars).get("allow_tf32", by_cudnn):
         return "tf32"
     return "float8" if dtype.startswith("float8") else dtype

@@ -15,6 +15,7 @@ __all__ = [
     "is_contiguous",
     "matmul_shape",
     "op_flops",
+    "real_dtype",
     "tensor_bytes",
 ]
 
@@ -31,8 +32,14 @@ _ITEM_BYTES = {
     "float32": 4,
     "int64": 8,
     "float64": 8,
+    "complex32": 4,
     "complex64": 8,
     "complex128": 16,
+}
+_REAL_DTYPES = {
+    "complex32": "float16",
+    "complex64": "float32",
+    "complex128": "float64",
 }
 # Read only the rows that are asked for: indices, then a read and a write for each result.
 _GATHERING = frozenset(
@@ -109,6 +116,15 @@ def tensor_bytes(spec: TensorSpec) -> int:
         pairs = zip(spec.shape, spec.stride, strict=True)
         count = math.prod(size for size, stride in pairs if stride or not size)
     return count * _ITEM_BYTES.get(spec.dtype, 4)
+
+
+def real_dtype(dtype: str) -> str:
+    """Of the two numbers of a complex one; empty for any other.
+
+    >>> real_dtype("complex64"), real_dtype("float32")
+    ('float32', '')
+    """
+    return _REAL_DTYPES.get(dtype, "")
 
 
 def is_contiguous(spec: TensorSpec) -> bool:
@@ -222,7 +238,7 @@ def op_flops(op: Op) -> float:
     """
     shape = matmul_shape(op)
     if shape is not None:
-        return 2.0 * math.prod(shape)
+        return 2.0 * math.prod(shape) * (4 if real_dtype(op.inputs[-1].dtype) else 1)
     recurrent = recurrent_products(op)
     if recurrent is not None:
         cells, (each, *once) = recurrent

@@ -32,6 +32,7 @@ from torchspmd.comm import (
 )
 from torchspmd.comm import Phase as CommPhase
 from torchspmd.layout.names import plain_name
+from torchspmd.rehearse.assumed import assume_received
 from torchspmd.rehearse.fusion import fuse_regions
 from torchspmd.rehearse.place import Maker, is_called_by_torch, read_place
 from torchspmd.rehearse.python_calls import Closed, PythonCalls
@@ -57,8 +58,8 @@ from torchspmd.rehearse.recording import (
     TensorSpec,
     Wait,
 )
-from torchspmd.rehearse.shapes import CHOOSES, SHAPES
-from torchspmd.rehearse.values import READS_VALUE, Values
+from torchspmd.rehearse.shapes import CHOOSES, SHAPES, choosing
+from torchspmd.rehearse.values import KEEPS_VALUES, READS_VALUE, Values
 from torchspmd.rehearse.workspaces import Processor, allocation_order, workspaces
 from torchspmd.trace.modules import ModuleTracker, follow, unfollow
 from torchspmd.trace.rounds import Rounds, Turn
@@ -87,6 +88,7 @@ class _Facts:
     views: bool
     resizes: bool
     waits: bool
+    writes: bool
     communicates: Operator | None
     arguments: tuple[str, ...]
     is_torchs: bool
@@ -120,7 +122,7 @@ class Recorder:
         self.pending: set[int] = set()
         self._events = recording.events
         self._facts: dict[Any, _Facts] = {}
-        self._choosing: set[str] = set()  # operators of libraries, by values
+        self._chosen: set[str] = set()  # operators of libraries, by values
         self._sites: dict[tuple[str, Phase, int, str], Site] = {}
         self._numbers: dict[int, int] = {}  # of storages, by address
         self._held: dict[int, weakref.ref[Any]] = {}  # by number
@@ -185,11 +187,11 @@ class Recorder:
         if facts.name in READS_VALUE:
             return self._read_value(facts.name, args[0])
         if facts.name in CHOOSES and _chooses(facts.name, args):
-            run = partial(CHOOSES[facts.name], *args, **kwargs)
-            self._note_choice(facts.name)
+            run = self._choosing(func, facts.name, args, kwargs)
         result = run() if facts.is_torchs else self._run_librarys(facts.name, args, run)
         if result is NotImplemented:
             return result
+        self._written(facts, func, args, kwargs)
         inputs = self._specs((*args, *kwargs.values()) if kwargs else args)
         site, maker = self._here()
         if self._fresh and site.phase is Phase.BACKWARD:
@@ -213,7 +215,7 @@ class Recorder:
         if facts.waits:
             del self._events[place:]
             self._wait_for(inputs, site, self._started)
-            self.values.after_collective(Kind.BROADCAST, "", args[:1], [result], 1)
+            _torch.hand_on_known(args[0], result)
             return result
         region = self._region_here(site.phase)
         op = Op(
@@ -252,16 +254,16 @@ class Recorder:
         if op.name not in _COPIES or op.inputs[-1].device == op.outputs[0].device:
             return result
         to_host = op.inputs[-1].device == "cuda"
-        is_waited_for = not (kwargs.get("non_blocking") or tuple(args[2:3]) == (True,))
-        if is_waited_for:
-            by = BY_TORCH if is_called_by_torch() else ""
+        by_torch, line = is_called_by_torch(), read_place().line
+        if not (kwargs.get("non_blocking") or tuple(args[2:3]) == (True,)):
+            by = BY_TORCH if by_torch else ""
             self.synchronize(op.name + (by if to_host else FROM_HOST), self.stream)
         if not to_host:
             return result
         if op.name == "aten._to_copy.default":
-            return self.values.on_host(result)
-        if (written := getattr(args[0], "real_tensor", None)) is not None:
-            self.values.write(written, args[1], read_place().line)
+            return self.values.on_host(result, line, by_torch=by_torch)
+        if (host := getattr(args[0], "host", None)) is not None:
+            self.values.fill(host, args[1], line, by_torch=by_torch)
         return result
 
     def _run_librarys(
@@ -272,8 +274,8 @@ class Recorder:
         with _torch.dynamic_sizes(sizes[0] if sizes else 1) as asked:
             result = run()
         if asked:
-            self._choosing.add(name)
-        if name in self._choosing:  # its result may have been remembered
+            self._chosen.add(name)
+        if name in self._chosen:  # its result may have been remembered
             self._note_choice(name)
         return result
 
@@ -332,15 +334,38 @@ class Recorder:
             self.synchronize(name + by, self.stream)
         return self.values.number(tensor, read_place().line)
 
+    def _choosing(
+        self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Callable[[], Any]:
+        """What runs an operator whose result's shape depends on values."""
+        run, assumed = choosing(func, name, args, kwargs)
+        if assumed:
+            line = read_place().line
+            self.values.note(f"{line} chooses by values ({name}): {assumed}.")
+        self.synchronize(name, self.stream)
+        return run
+
+    def _written(
+        self, facts: _Facts, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        if facts.writes:
+            keeps = facts.name in KEEPS_VALUES
+            _torch.write_known(func, args, kwargs, keeps=keeps)
+
     def _learn(self, func: Any) -> _Facts:
         packet = _torch.packet_name(func) if hasattr(func, "_schema") else str(func)
         name = packet.replace("::", ".") + "." + getattr(func, "_overloadname", "")
+        of = find_operator(packet)
         facts = self._facts[func] = _Facts(
             name,
             bool(getattr(func, "is_view", False)) or name.startswith("aten.detach"),
             name.startswith(("aten.resize", "aten.set_")),
             packet in _WAIT,
-            find_operator(packet),
+            # Ranks hold what this one does: a broadcast changes nothing.
+            hasattr(func, "_schema")
+            and func._schema.is_mutable
+            and (of is None or of.kind is not Kind.BROADCAST),
+            of,
             _torch.argument_names(func) if hasattr(func, "_schema") else (),
             name.partition(".")[0] in _TORCHS,
         )
@@ -606,7 +631,7 @@ class Recorder:
         assert operator is not None
         reduction = arguments.get("reduce_op")
         in_place = facts.name.startswith("c10d.")  # gives no tensor, or an argument's
-        self.values.after_collective(
+        assume_received(
             operator.kind,
             reduction if isinstance(reduction, str) else self.reduction,
             list(_torch.leaves_of(torch.Tensor, arguments.get(operator.buffer))),
@@ -976,8 +1001,8 @@ def _on_device(tensor: Any) -> Iterator[torch.Tensor]:
 def _precision(
     name: str, inputs: Sequence[TensorSpec]
 ) -> tuple[tuple[str, object], ...]:
-    """Whether a product of float32 may be computed in TF32, as the script has set it."""
-    if not inputs or inputs[-1].dtype != "float32":
+    """Whether a product of 32 bits may be computed in TF32, as the script has set it."""
+    if not inputs or inputs[-1].dtype not in ("float32", "complex64"):
         return ()
     if name in _PRODUCTS:
         return (("allow_tf32", _torch.allows_tf32("matmul")),)

@@ -1,17 +1,19 @@
 """Results of operators whose shape torch cannot tell.
 
-Some exist on CUDA only. Others choose elements by their values: all are taken to be chosen.
-Lengths of sequences are mostly known: the host has them.
+Some exist on CUDA only. Others choose elements by their values: where those are not known,
+all are taken to be chosen. Lengths of sequences are mostly known: the host has them.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 
 from torchspmd import _torch
 
-__all__ = ["CHOOSES", "SHAPES"]
+__all__ = ["CHOOSES", "SHAPES", "choosing"]
 
 
 def _accumulated(tensor: torch.Tensor) -> torch.dtype:
@@ -91,7 +93,9 @@ def _ctc_loss(
 
 
 # ----------------------------------------------------------------------------
-# As many elements as there are
+# As many elements as are chosen; where their values are not known, as there are
+
+_MASKS = (torch.bool, torch.uint8)
 
 
 def _nonzero(input: torch.Tensor) -> torch.Tensor:
@@ -100,7 +104,7 @@ def _nonzero(input: torch.Tensor) -> torch.Tensor:
 
 def _masked_select(input: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     shape = torch.broadcast_shapes(input.shape, mask.shape)
-    return input.new_empty(shape).flatten()
+    return input.new_empty(_chosen(mask, shape))
 
 
 def _index(input: torch.Tensor, indices: list[torch.Tensor | None]) -> torch.Tensor:
@@ -110,11 +114,20 @@ def _index(input: torch.Tensor, indices: list[torch.Tensor | None]) -> torch.Ten
 def _places(indices: list[torch.Tensor | None]) -> Iterator[torch.Tensor | None]:
     """Masks as the places where they are true."""
     for index in indices:
-        if index is not None and index.dtype in (torch.bool, torch.uint8):
+        if index is not None and index.dtype in _MASKS:
             for _ in range(index.dim()):
-                yield index.new_empty(index.numel(), dtype=torch.int64)
+                count = _chosen(index, index.shape)
+                yield index.new_empty(count, dtype=torch.int64)
         else:
             yield index
+
+
+def _chosen(mask: torch.Tensor, shape: Sequence[int]) -> int:
+    """Elements of a shape that a mask chooses."""
+    known = _torch.followed(mask)
+    if known is None:
+        return prod(shape)
+    return int(known.real.count_nonzero()) * prod(shape) // max(mask.numel(), 1)
 
 
 def _unique(input: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
@@ -151,6 +164,38 @@ CHOOSES: dict[str, Callable[..., Any]] = {
     "aten.bincount.default": _bincount,
     "aten.equal.default": _equal,
 }
+
+
+def choosing(
+    func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Callable[[], Any], str]:
+    """What makes the results of an operator that chooses, and what that assumes."""
+    computed = _torch.compute_known(func, args, kwargs)
+    if computed is not None:
+        return partial(_like, args[0], computed.real), computed.why
+    masks = args[1] if name == "aten.index.Tensor" else args[1:]
+    known = [
+        _torch.followed(each)
+        for each in masks
+        if isinstance(each, torch.Tensor) and each.dtype in _MASKS
+    ]
+    whys = [_ALL if each is None else each.why for each in known] or [_ALL]
+    why = _ALL if _ALL in whys else "; ".join(filter(None, dict.fromkeys(whys)))
+    return partial(CHOOSES[name], *args, **kwargs), why
+
+
+_ALL = "all are chosen"
+
+
+def _like(input: torch.Tensor, computed: Sequence[Any]) -> Any:
+    results = tuple(
+        input.new_empty(real.shape, dtype=real.dtype)
+        if isinstance(real, torch.Tensor)
+        else real
+        for real in computed
+    )
+    return results[0] if len(results) == 1 else results
+
 
 SHAPES: dict[str, Callable[..., Any]] = {
     "aten._ctc_loss.default": _ctc_loss,

@@ -2,7 +2,8 @@
 
 Logging needs a number, any number. A branch needs the right one: where it cannot be told,
 the script is refused, with its line. Whether all or any of some values are true is answered
-as for data without padding and healthy training, with a note.
+as for data without padding and healthy training, with a note; so is what follows from
+assumed values (``assumed.py``).
 """
 
 import math
@@ -12,14 +13,27 @@ from typing import Any
 import torch
 
 from torchspmd import _torch
-from torchspmd.comm import Kind
 from torchspmd.errors import UsageError
+from torchspmd.rehearse.assumed import assume
 
-__all__ = ["READS_VALUE", "NoValueError", "Values"]
+__all__ = ["KEEPS_VALUES", "READS_VALUE", "NoValueError", "Values"]
 
-READS_VALUE = frozenset({"aten._local_scalar_dense.default"})
-_CONSTANTS = {"zeros": 0, "zero_": 0, "ones": 1, "ones_like": 1, "zeros_like": 0}
-_FILLS = frozenset({*_CONSTANTS, "full", "full_like", "fill_"})
+# The second in inference mode, where operators come as they are called.
+READS_VALUE = frozenset({"aten._local_scalar_dense.default", "aten.item.default"})
+# Write what healthy training does not change.
+KEEPS_VALUES = frozenset(
+    {
+        "aten._amp_foreach_non_finite_check_and_unscale_.default",
+        "aten._amp_update_scale_.default",
+    }
+)
+_CONSTANTS = {
+    **dict.fromkeys(("zeros", "zero_", "zeros_like", "new_zeros"), 0),
+    **dict.fromkeys(("ones", "ones_like", "new_ones"), 1),
+}
+# And which of their arguments is the value.
+_VALUED = {"scalar_tensor": 0, "full": 1, "full_like": 1, "fill_": 1, "new_full": 2}
+_FILLS = frozenset({*_CONSTANTS, *_VALUED})
 _TESTS = {
     "isnan": False,
     "isinf": False,
@@ -37,7 +51,6 @@ _COMBINE: dict[str, Callable[[Iterable[object]], bool]] = {
     **dict.fromkeys(("mul", "bitwise_and", "logical_and"), all),
     **dict.fromkeys(("bitwise_or", "logical_or"), any),
 }
-_KEEP = frozenset({"_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_"})
 _UNKNOWN = ("empty", "rand", "bernoulli", "multinomial", "geometric", "new_empty")
 
 
@@ -48,8 +61,9 @@ class NoValueError(UsageError):
 class Values:
     """Plausible values, and notes that they were given.
 
-    Small integers are followed, and masks by infinity: positions, lengths and masks decide
-    which way a model goes, and are made by the script itself or come from its data.
+    Integers are followed, masks by infinity, and a few numbers of any type: positions,
+    lengths, masks and rates decide what a model does, and are made by the script itself or
+    come from its data.
 
     Args:
         notes: Where notes go.
@@ -72,109 +86,73 @@ class Values:
         result: Any,
     ) -> None:
         """Remember what an operator's result is, where that is certain."""
+        if name in KEEPS_VALUES:
+            return
         base = name.split(".")[1]
-        if base in _KEEP:
+        results = result if isinstance(result, list | tuple) else (result,)
+        if not all(isinstance(each, torch.Tensor) for each in results):
             return
-        if not base.startswith(_UNKNOWN) and _follow(func, args, kwargs, result):
-            return
-        if base == "copy_" and (real := _torch.known_tensor(args[1])) is not None:
-            _forget(result)
-            real = real.to(result.dtype).expand(result.shape)
-            _torch.set_known(result, real, in_place=True)
-            return
-        if not isinstance(result, torch.Tensor):
-            return
-        known = _known(base, args)
-        if known is not None:
-            result.known_value = known  # type: ignore[attr-defined]
-            if base in _FILLS and _torch.may_follow(result):
-                # A mask of ones like a tensor of which nothing else is known.
-                assert isinstance(known, int | float), known
-                real = torch.tensor(known, dtype=result.dtype).expand(result.shape)
-                # Takes no memory.
-                _torch.set_known(result, real, in_place=base.endswith("_"))
-            return
-        if hasattr(result, "known_value"):
-            del result.known_value
-        _guess(base, args, result)
-
-    def after_collective(
-        self,
-        kind: Kind,
-        reduction: str,
-        sent: Sequence[torch.Tensor],
-        received: Sequence[torch.Tensor],
-        num_ranks: int,
-    ) -> None:
-        """Remember what ranks receive that all have what this one has.
-
-        Args:
-            kind: Of the communication.
-            reduction: As in ``sum``; empty where it cannot be told.
-            sent: What this rank gives.
-            received: What it is given, in part or whole the same tensors.
-            num_ranks: How many communicate.
-        """
-        if kind in (Kind.ALL_GATHER, Kind.BROADCAST):
-            factor = 1
-        elif kind is Kind.ALL_REDUCE and reduction:
-            factor = num_ranks if reduction == "sum" else 1
-        else:
-            factor = 0  # not told
-        reals = [_known_values(each) if factor else None for each in sent]
-        for place, tensor in enumerate(received):
-            # Of each tensor one, or of one tensor all that were gathered.
-            real = reals[place if len(sent) == len(received) else 0] if sent else None
-            _forget(tensor)
-            if real is None or not _torch.may_follow(tensor):
-                continue
-            count, rest = divmod(tensor.numel(), max(real.numel(), 1))
-            if rest == 0 and count in (1, num_ranks):
-                whole = (real * factor if factor > 1 else real).reshape(-1)
-                whole = whole.repeat(count).reshape(tensor.shape).to(tensor.dtype)
-                _torch.set_known(tensor, whole)
+        if not base.startswith(_UNKNOWN):
+            if _torch.follow_operator(func, args, kwargs, results):
+                return
+        if isinstance(result, torch.Tensor):
+            _remember(base, args, result)
+        assume(func, base, args, kwargs, result)
 
     def number(self, tensor: torch.Tensor, line: str) -> object:
         """What ``.item()`` gives."""
+        if (followed := _torch.followed(tensor)) is not None:
+            value: object = followed.real.item()
+            if followed.why:
+                self.note(f"{line or 'the script'} reads {value}: {followed.why}.")
+            return value
         known = getattr(tensor, "known_value", None)
         if known is not None:
             return float(known) if tensor.dtype.is_floating_point else known
-        if (real := _torch.known_tensor(tensor)) is not None:
-            return real.item()
         plausible = getattr(tensor, "plausible_truth", None)
         if plausible is None:
             plausible = _plausible(tensor.dtype)
         self.note(f"{line or 'the script'} reads a value: {plausible} was given.")
         return plausible
 
-    def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What a copy on the host is: real, where its values are known."""
-        real = _known_values(tensor)
-        return tensor if real is None else real.clone()
-
-    def write(self, real: torch.Tensor, source: torch.Tensor, line: str) -> None:
-        """Copy into a real tensor of the host what is known, or plausible."""
-        known = _known_values(source)
-        if known is None:
-            plausible = _plausible(real.dtype)
-            known = torch.full((), plausible, dtype=real.dtype)
-            self.note(
-                f"{line or 'the script'} copies values to the host: {plausible} was given "
-                "for each."
-            )
-        with torch.no_grad():
-            real.copy_(known)
+    def on_host(
+        self, tensor: torch.Tensor, line: str, *, by_torch: bool
+    ) -> torch.Tensor:
+        """What a copy on the host is: real, where its values are known or assumed."""
+        if _torch.followed(tensor) is None:
+            return tensor
+        return self._read(tensor, line, noted=not by_torch).clone()
 
     def array(self, call: str, tensor: torch.Tensor, line: str) -> object:
         """What ``.tolist()`` and ``.numpy()`` give."""
-        if (real := _torch.known_tensor(tensor)) is not None:
-            return real.tolist() if call == "tolist" else real.numpy()
+        real = self._read(tensor, line)
+        return real.tolist() if call == "tolist" else real.clone().numpy()
+
+    def fill(
+        self, host: torch.Tensor, tensor: torch.Tensor, line: str, *, by_torch: bool
+    ) -> None:
+        """Write into a tensor of the host what whoever reads another one is told.
+
+        Args:
+            host: Takes the values.
+            tensor: On the device.
+            line: The user's line.
+            by_torch: Whether torch itself copies, as what it offloads: that is not noted.
+        """
+        host.copy_(self._read(tensor, line, noted=not by_torch))
+
+    def _read(
+        self, tensor: torch.Tensor, line: str, *, noted: bool = True
+    ) -> torch.Tensor:
+        followed = _torch.followed(tensor)
         plausible = _plausible(tensor.dtype)
-        self.note(
-            f"{line or 'the script'} reads values: {plausible} was given for each."
-        )
-        real = torch.full(tuple(tensor.shape), plausible, dtype=tensor.dtype)
-        return real.tolist() if call == "tolist" else real.numpy()
+        why = f"{plausible} was given for each" if followed is None else followed.why
+        if why and noted:
+            self.note(f"{line or 'the script'} reads values: {why}.")
+        if followed is not None:
+            return followed.real
+        value = torch.tensor(plausible, dtype=tensor.dtype)
+        return value.expand(tuple(tensor.shape)).contiguous()
 
     def truth(self, tensor: torch.Tensor, line: str, *, by_torch: bool) -> bool:
         """What ``if tensor:`` gives.
@@ -187,9 +165,15 @@ class Values:
         Raises:
             NoValueError: Nobody can tell.
         """
+        if (followed := _torch.followed(tensor)) is not None:
+            is_true = bool(followed.real)
+            if followed.why:
+                self.note(
+                    f"{line or 'the script'} branches on a value: {is_true} was given, as "
+                    f"{followed.why}."
+                )
+            return is_true
         known = getattr(tensor, "known_value", None)
-        if known is None and (real := _torch.known_tensor(tensor)) is not None:
-            known = bool(real)
         if known is not None:
             return bool(known)
         plausible = getattr(tensor, "plausible_truth", None)
@@ -210,42 +194,14 @@ class Values:
         )
 
 
-def _known_values(tensor: torch.Tensor) -> torch.Tensor | None:
-    """All values of a small tensor, where they are known."""
-    known = getattr(tensor, "known_value", None)
-    if known is not None and _torch.may_follow(tensor):
-        return torch.full(tuple(tensor.shape), known, dtype=tensor.dtype)
-    return _torch.known_tensor(tensor)
-
-
-def _forget(tensor: Any) -> None:
-    for name in ("known_value", "known_tensor"):
-        if hasattr(tensor, name):
-            delattr(tensor, name)
-
-
-def _guess(base: str, args: Sequence[Any], result: Any) -> None:
-    """Remember what is plausible where nothing is known: that no token is padding."""
-    if base in _PLAUSIBLE_TRUTHS:
-        result.plausible_truth = _PLAUSIBLE_TRUTHS[base]
-    elif base == "sum" and args[0].dtype == torch.bool and result.dim() == 0:
-        result.plausible_count = args[0].numel()
-    elif base == "eq" and isinstance(args[1], int) and args[1] == _count(args[0]):
-        result.plausible_truth = True  # as many as there are: another way to say all
-
-
-def _count(value: object) -> int | None:
-    return getattr(value, "plausible_count", None)
-
-
 def _known(base: str, args: Sequence[Any]) -> object:
     """The single value that an operator gives; None where it cannot be told."""
     if base in _TESTS:
         return _TESTS[base]
     if base in _CONSTANTS:
         return _CONSTANTS[base]
-    if base in ("full", "full_like", "fill_", "scalar_tensor"):
-        value = args[0] if base == "scalar_tensor" else args[1]
+    if base in _VALUED:
+        value = args[_VALUED[base]]
         return value if isinstance(value, int | float) else None
     if base in ("eq", "ne"):
         return _compared(base, *args)
@@ -259,6 +215,37 @@ def _known(base: str, args: Sequence[Any]) -> object:
     return None
 
 
+def _remember(base: str, args: Sequence[Any], result: Any) -> None:
+    """The single value of a tensor, where there is one."""
+    known = _known(base, args)
+    if known is None:
+        _forget(result)
+        if base in _PLAUSIBLE_TRUTHS:
+            result.plausible_truth = _PLAUSIBLE_TRUTHS[base]
+        return
+    result.known_value = known
+    if base in _FILLS:
+        assert isinstance(known, int | float), known
+        _fill(result, known, writes=base.endswith("_"))
+
+
+def _fill(tensor: torch.Tensor, value: float, *, writes: bool) -> None:
+    """As of a mask of ones like a tensor of which nothing else is known."""
+    if not _torch.may_follow(tensor):
+        return
+    real = torch.tensor(value, dtype=tensor.dtype).expand(tensor.shape)
+    if _torch.is_worth_following(real):
+        real = real.contiguous()  # can be written; else takes no memory
+    _torch.set_known(tensor, real, writes=writes)
+
+
+def _forget(tensor: torch.Tensor) -> None:
+    """What was known of a tensor before it was written."""
+    for name in ("known_value", "is_uniform"):
+        if hasattr(tensor, name):
+            delattr(tensor, name)
+
+
 def _compared(base: str, one: object, other: object) -> bool | None:
     """Healthy numbers equal themselves, and not infinity: what isfinite is made of."""
     if one is other:
@@ -266,24 +253,6 @@ def _compared(base: str, one: object, other: object) -> bool | None:
     if isinstance(other, float) and math.isinf(other):
         return base == "ne"
     return None
-
-
-def _follow(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
-) -> bool:
-    """Compute an operator on small tensors, where all of its arguments are known."""
-    results = result if isinstance(result, list | tuple) else (result,)
-    if not all(isinstance(x, torch.Tensor) and _torch.may_follow(x) for x in results):
-        return False
-    reals = _torch.compute_known(func, args, kwargs)
-    # An operator whose result's size depends on values was given all of them.
-    if reals is None or [x.shape for x in reals] != [x.shape for x in results]:
-        return False
-    if not all(map(_torch.is_worth_following, reals)):
-        return False
-    for fake, real in zip(results, reals, strict=True):
-        _torch.set_known(fake, real)
-    return True
 
 
 def _plausible(dtype: torch.dtype) -> float | int | bool:

@@ -59,9 +59,14 @@ class Rounds:
 
         return mock.patch.object(Optimizer, "__init__", noticed)
 
+    @property
+    def idle(self) -> list[Optimizer]:
+        """Optimizers that are there and made no step."""
+        return [each for each in self._made if each not in self._seen]
+
     def idle_text(self) -> str:
         """Which optimizers made no step although others did; empty where all did."""
-        idle = [each for each in self._made if each not in self._seen]
+        idle = self.idle
         if not idle or self._last is None:
             return ""
         kinds = ", ".join(sorted({type(each).__name__ for each in idle}))

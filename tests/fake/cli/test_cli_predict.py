@@ -133,7 +133,7 @@ def test_what_torchrun_sets_is_told(script, capsys):
 def test_a_branch_on_a_value_is_told_with_its_line(tmp_path, capsys):
     path = tmp_path / "branch.py"
     path.write_text(
-        "import torch\nx = torch.ones(2, device='cuda')\nif x.sum() > 1:\n    pass\n"
+        "import torch\nx = torch.randn(2, device='cuda')\nif x.sum() > 1:\n    pass\n"
     )
     assert predict(path) == 2
     assert f"{path}:3 <module> branches on a value" in capsys.readouterr().err
@@ -344,3 +344,46 @@ def test_evaluation_between_steps_is_told(trainer, tmp_path, capsys):
     assert "in eval mode without gradients" in capsys.readouterr().out
     assert predict(trainer, "--json", str(out), arguments=("raises",)) == 0
     assert json.loads(out.read_text())["evaluation_seconds"] == 0
+
+
+CRITIC = """
+import sys
+
+import torch
+from torch import nn
+
+critic, actor = nn.Linear(64, 64).cuda(), nn.Linear(64, 64).cuda()
+of_critic = torch.optim.SGD(critic.parameters(), lr=0.1)
+of_actor = torch.optim.AdamW(actor.parameters())
+idle = torch.optim.RMSprop(actor.parameters()) if "idle" in sys.argv else None
+x = torch.randn(8, 64, device="cuda")
+for _ in range(100):
+    for _ in range(5):
+        critic(x).sum().backward()
+        of_critic.step()
+    actor(x).sum().backward()
+    of_actor.step()
+"""
+
+
+@pytest.mark.parametrize("skip", [None, 0, 1, 2, 5, 6])
+def test_a_whole_iteration_is_predicted_where_optimizers_take_turns(
+    tmp_path, capsys, skip
+):
+    path, out = tmp_path / "critic.py", tmp_path / "prediction.json"
+    path.write_text(CRITIC)
+    words = [] if skip is None else ["--skip", str(skip)]
+    assert predict(path, *words, "--json", str(out)) == 0
+    data = json.loads(out.read_text())
+    timeline = data["timeline"]
+    names = [timeline["strings"][place] for place in timeline["name"]]
+    assert names.count("aten.addmm.default") == 6
+    assert not any("made no step" in note for note in data["notes"])
+
+
+def test_an_optimizer_that_makes_no_step_is_waited_for_and_named(tmp_path, capsys):
+    path = tmp_path / "critic.py"
+    path.write_text(CRITIC)
+    assert predict(path, "--brief", arguments=("idle",)) == 0
+    text = capsys.readouterr().out
+    assert "1 of 3 optimizers (RMSprop) made no step in those that were run" in text

@@ -150,6 +150,17 @@ def test_optimizers_in_turn_make_one_step(tmp_path, capsys, skip, steps):
     )
 
 
+def test_a_part_of_a_round_is_not_recorded_as_a_step(tmp_path, capsys):
+    """Three steps of one optimizer are skipped; the other one makes its first."""
+    script, out = tmp_path / "train.py", tmp_path / "report.json"
+    turns = "((critic, first),) * 3 + ((actor, second),)"
+    script.write_text(IN_TURN.replace("((critic, first), (actor, second))", turns))
+    words = ["--skip", "3", "--steps", "1", "--out", str(out)]
+    assert main(["trace", str(script), "--world-size", "8", *words]) == 0
+    ledger = load_ledger(out)
+    assert ledger.total(kind="all_reduce", phase="backward").count == 4
+
+
 def test_optimizers_that_made_no_step_are_named(tmp_path, capsys):
     """One step, of which nobody knows yet that another optimizer follows."""
     script, out = tmp_path / "train.py", tmp_path / "report.json"
@@ -623,7 +634,7 @@ def test_a_device_that_is_a_number_alone(tmp_path, words):
 
 def test_notes_of_a_rehearsal_are_told(tmp_path, capsys):
     script = tmp_path / "train.py"
-    script.write_text("import torch\nprint(torch.ones(2, device='cuda').sum().item())")
+    script.write_text("import torch\nprint(torch.randn(2, device='cuda').sum().item())")
     assert main(["trace", str(script), "--world-size", "2", "--fake"]) == 0
     words = " ".join(capsys.readouterr().out.split())
     assert "reads a value: 1.0 was given." in words

@@ -753,3 +753,68 @@ def test_a_gradient_that_a_parameter_is_given_is_paid_for_once():
     host.seconds(first)
     assert host.seconds(detach) == 0
     assert host.seconds(view) > 0
+
+
+# --- complex numbers ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gpu", ["a100", "h100", "h200", "b200"])
+@pytest.mark.parametrize(
+    ("dtype", "real"), [("complex64", "float32"), ("complex128", "float64")]
+)
+def test_a_complex_product_is_four_real_ones(gpu, dtype, real):
+    pricer = Pricer(Figures(load_gpu(gpu)))
+    pairs, plain = product(4096, 4096, 4096, dtype), product(4096, 4096, 16384, real)
+    assert op_flops(pairs) == op_flops(plain)
+    cost = pricer.price(pairs)
+    assert cost.seconds == pytest.approx(pricer.price(plain).seconds, rel=0.05)
+    assert cost.busy == 0  # no tensor cores
+
+
+def test_complex_products_may_run_in_tf32(pricer):
+    plain = product(4096, 4096, 4096, "complex64")
+    quick = plain._replace(scalars=(("allow_tf32", True),))
+    assert pricer.price(quick).seconds < 0.4 * pricer.price(plain).seconds
+    assert pricer.price(quick).busy > 0
+
+
+def test_small_complex_products_have_small_tiles():
+    """As 576 products of an H200: 20.5 us."""
+    pricer = Pricer(Figures(load_gpu("h200")))
+    left = tensor(576, 32, 64, dtype="complex64")
+    right = tensor(576, 64, 64, dtype="complex64")
+    cost = pricer.price(operator("bmm.default", (left, right), (left,)))
+    assert cost.seconds == pytest.approx(20.5e-6, rel=0.15)
+
+
+def transform(name, source, result, dims=(2, 3), normalization=0):
+    inputs, outputs = (source,), (result,)
+    return operator(name, inputs, outputs, dim=dims, normalization=normalization)
+
+
+def test_transforms_pass_over_memory_for_each_dimension():
+    """As 2048 fields of 128 x 128 on an H200."""
+    pricer = Pricer(Figures(load_gpu("h200")))
+    field = tensor(32, 64, 128, 128, dtype="float32")
+    half = tensor(32, 64, 128, 65, dtype="complex64")
+    whole = tensor(32, 64, 128, 128, dtype="complex64")
+    forward = pricer.price(transform("_fft_r2c.default", field, half))
+    assert forward.seconds == pytest.approx(159e-6, rel=0.15)
+    both = pricer.price(transform("_fft_c2c.default", whole, whole))
+    assert both.seconds == pytest.approx(370e-6, rel=0.15)
+    one = pricer.price(transform("_fft_c2c.default", whole, whole, (3,)))
+    assert one.seconds == pytest.approx(both.seconds / 2, rel=0.01)
+    back = transform("_fft_c2r.default", half, field, normalization=2)
+    copied = 74e-6 + 64e-6  # before, and scaled afterwards
+    assert pricer.price(back).seconds == pytest.approx(159e-6 + copied, rel=0.15)
+    assert is_known(back.name)
+
+
+def test_long_transforms_take_more_passes(pricer):
+    short = tensor(2**14, 2**10, dtype="complex64")
+    long = tensor(1, 2**24, dtype="complex64")
+    each = [
+        pricer.price(transform("_fft_c2c.default", x, x, (1,))).seconds
+        for x in (short, long)
+    ]
+    assert each[1] == pytest.approx(2 * each[0], rel=0.01)

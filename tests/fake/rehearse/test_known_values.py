@@ -1,0 +1,139 @@
+"""Numbers that a script makes itself are told as they are, without a note."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+
+def written_in_parts():
+    table = torch.zeros(2, 3)
+    table[1] = 4.0
+    table[:, 2] += torch.tensor([1.0, 2.0])
+    table[0][0].fill_(9)
+    return table
+
+
+FACTORIES = {
+    "linspace": lambda: torch.linspace(0, 0.1, 12),
+    "logspace": lambda: torch.logspace(0, 2, 5),
+    "arange": lambda: torch.arange(2, 9, 3),
+    "arange of floats": lambda: torch.arange(0.0, 1.0, 0.25),
+    "full": lambda: torch.full((3,), 0.3),
+    "full_like": lambda: torch.full_like(torch.empty(3), 7),
+    "literal": lambda: torch.tensor([0.1, 0.2]),
+    "literal of doubles": lambda: torch.tensor([0.1, 0.2], dtype=torch.float64),
+    "as_tensor": lambda: torch.as_tensor(np.array([1.5, 2.5])),
+    "scalar_tensor": lambda: torch.scalar_tensor(2.5),
+    "eye": lambda: torch.eye(3),
+    "tril": lambda: torch.ones(3, 3).tril(),
+    "tril_indices": lambda: torch.tril_indices(3, 3),
+    "triu_indices": lambda: torch.triu_indices(3, 3, 1),
+    "zeros": lambda: torch.zeros(3),
+    "ones": lambda: torch.ones(2, 2),
+    "new_tensor": lambda: torch.empty(1).new_tensor([4.0, 5.0]),
+    "new_full": lambda: torch.empty(1).new_full((2,), 1.5),
+    "meshgrid": lambda: torch.meshgrid(torch.arange(2), torch.arange(3), indexing="ij")[
+        1
+    ],
+    "arithmetic": lambda: 1 - 2 ** -(torch.arange(8) / 2),
+    "frequencies": lambda: 1.0 / 10000 ** (torch.arange(0, 8, 2).float() / 8),
+    "schedule": lambda: torch.linspace(1e-4, 0.02, 10).neg().add(1).cumprod(0).sqrt(),
+    "cat": lambda: torch.cat([torch.zeros(1), torch.linspace(0, 1, 3)]),
+    "stack": lambda: torch.stack([torch.tensor(1.0), torch.tensor(2.0)]),
+    "where": lambda: torch.where(torch.arange(4) > 1, 1.0, 0.5),
+    "bfloat16": lambda: torch.linspace(0, 1, 3).bfloat16(),
+    "window": lambda: torch.hann_window(8),
+    "item writes": written_in_parts,
+    "in place": lambda: torch.zeros(3).add_(2).mul_(torch.arange(3)),
+}
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.tolist(),
+        lambda x: x.float().cpu().numpy().tolist(),
+        lambda x: [each.item() for each in x.flatten()],
+        lambda x: [float(each) for each in x.double().flatten()],
+        lambda x: x.sum().item(),
+        lambda x: bool(x.max() > 1),
+        lambda x: f"{x.float().mean():.3f}",
+    ],
+)
+def test_what_is_not_random_is_known(rehearse, name, read):
+    expected = read(FACTORIES[name]())
+    with rehearse() as recording:
+        with torch.device("cuda"):
+            made = FACTORIES[name]()
+        assert made.is_cuda
+        assert read(made) == expected
+    assert recording.notes == []
+
+
+def test_a_buffer_on_the_device_is_known_until_it_is_written(rehearse):
+    with rehearse() as recording:
+        rates = torch.linspace(0, 1, 5, device="cuda")
+        part = rates[1:3]
+        assert part.tolist() == [0.25, 0.5]
+        assert recording.notes == []
+        rates.add_(torch.randn(5, device="cuda"))
+        assert part.tolist() == [1.0, 1.0]
+        assert rates[0].item() == 1.0
+        rates.zero_()
+        assert rates.tolist() == [0.0] * 5
+    assert len(recording.notes) == 2
+
+
+def test_lists_that_optimizers_write_are_not_known_any_more(rehearse):
+    with rehearse():
+        weights = [torch.zeros(2, device="cuda"), torch.zeros((), device="cuda")]
+        torch._foreach_add_(weights, torch.randn((), device="cuda"))
+        assert weights[0].tolist() == [1.0, 1.0]
+
+
+def test_copies_to_the_host_hold_what_is_told(rehearse):
+    with rehearse() as recording:
+        counts = torch.arange(4, device="cuda")
+        host = torch.empty(4, dtype=torch.int64)
+        host.copy_(counts)
+        assert host.tolist() == [0, 1, 2, 3]
+        assert (counts.cpu() + 1).tolist() == [1, 2, 3, 4]
+        assert recording.notes == []
+        assert torch.rand(3, device="cuda").cpu().tolist() == [1.0] * 3
+    assert "reads values: 1.0 was given for each" in recording.notes[0]
+
+
+def test_what_torch_offloads_is_no_question(rehearse):
+    with rehearse() as recording:
+        x = torch.randn(4, 4, device="cuda", requires_grad=True)
+        with torch.autograd.graph.save_on_cpu():
+            x.exp().sum().backward()
+    assert recording.notes == []
+
+
+def test_values_are_read_in_inference_mode(rehearse):
+    with rehearse() as recording, torch.inference_mode():
+        assert torch.arange(3, device="cuda").tolist() == [1, 1, 1]
+        assert torch.rand(3, device="cuda").mean().item() == 1.0
+    assert len(recording.notes) == 2
+
+
+def test_a_grad_scaler_finds_no_infinity(rehearse):
+    """Optimizers make their steps: gradients of healthy training are finite."""
+    with rehearse() as recording:
+        model = nn.Linear(4, 4).cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+        scaler = torch.amp.GradScaler("cuda")
+        for _ in range(2):
+            loss = model(torch.randn(2, 4, device="cuda")).sum()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert scaler.get_scale() == 65536.0
+    assert recording.steps == 2
+    assert recording.notes == []
