@@ -53,6 +53,10 @@ _TILES = (
     (16, 512, 0.21),  # an H200's 512 products of 16 x 3072 x 1024: 314 us
 )
 _DEPTH = 32  # of a tile's steps
+# Least part of a product's depth for a tile, where tiles are few. Without tensor cores, if
+# the smallest tiles are too few for the chip: products of 128 rows and a depth of 1536 with
+# 512 and 1280 columns took 13 and 21 us in 32 bits on an H200, a third of those not split.
+_SPLIT_DEPTH, _SPLIT_DEPTH_SINGLE = 1024, 512
 # cuDNN has others for few channels.
 _TILES_OF_FILTERS = (*_TILES[:-1], (128, 64, 0.65), (256, 32, 0.4))
 # Kernels beside the product: set memory to zero, add up what was split.
@@ -61,6 +65,9 @@ _CORNER = (
     1.5  # how sharp the corner of the roofline is; infinite would be the ideal one
 )
 _WIDTH = 64  # channels of a head: attention is no quicker with less
+# Queries and keys of a tile of attention, which takes as long where it is not full.
+_ATTENTION_TILES = {"forward": 128, "backward": 64}
+_TILE_OF_EFFICIENT = 64
 _ITEM = 2  # bytes of an element in most tables of hardware files
 _ROW = 1024  # elements of a row in those of norms and of sums of columns
 _EMBEDDINGS = 32000 * _ROW * _ITEM  # bytes of the table whose gradients are measured
@@ -75,22 +82,23 @@ _FILLING = 2 / 3
 # Beside what torch says is pointwise.
 _MOVES_BYTES = frozenset(
     """
-    __and__ __or__ __xor__ _amp_foreach_non_finite_check_and_unscale_
-    _amp_update_scale_ _chunk_cat _embedding_bag _embedding_bag_backward
-    _embedding_bag_dense_backward _foreach_copy_ _index_put_impl_ _reshape_copy
-    _to_copy _unsafe_index arange bernoulli bernoulli_ cat complex constant_pad_nd
-    contiguous copy_ diagonal_copy elu_backward embedding embedding_dense_backward
-    empty empty_like empty_strided expand_copy exponential_ eye fill fill_ flip
-    floor_divide full full_like gather glu glu_backward hardswish hardswish_backward
-    hardtanh_backward index index_add index_add_ index_copy index_copy_ index_put
-    index_put_ index_select leaky_relu_backward lift_fresh linear_backward log_sigmoid
-    log_sigmoid_backward log_sigmoid_forward masked_fill_ mish_backward native_dropout
-    new_empty new_full new_ones new_zeros normal_ ones ones_like polar rand rand_like
-    randint randn randn_like random_ repeat roll rot90 scalar_tensor scatter scatter_
-    scatter_add scatter_add_ select_backward slice_backward softplus_backward
-    split_copy split_with_sizes_copy stack take_along_dim tril triu unfold_backward
-    uniform_ upsample_bilinear2d upsample_nearest2d view_as_real_copy zero_ zeros
-    zeros_like
+    __and__ __or__ __xor__ _amp_foreach_non_finite_check_and_unscale_ _amp_update_scale_
+    _chunk_cat _embedding_bag _embedding_bag_backward _embedding_bag_dense_backward
+    _foreach_copy_ _index_put_impl_ _reshape_copy _thnn_fused_gru_cell
+    _thnn_fused_gru_cell_backward _thnn_fused_lstm_cell
+    _thnn_fused_lstm_cell_backward_impl _to_copy _unsafe_index arange bernoulli
+    bernoulli_ cat complex constant_pad_nd contiguous copy_ diagonal_copy elu_backward
+    embedding embedding_dense_backward empty empty_like empty_strided expand_copy
+    exponential_ eye fill fill_ flip floor_divide full full_like gather glu glu_backward
+    hardswish hardswish_backward hardtanh_backward index index_add index_add_ index_copy
+    index_copy_ index_put index_put_ index_select leaky_relu_backward lift_fresh
+    linear_backward log_sigmoid log_sigmoid_backward log_sigmoid_forward masked_fill_
+    mish_backward native_dropout new_empty new_full new_ones new_zeros normal_ ones
+    ones_like polar rand rand_like randint randn randn_like random_ repeat roll rot90
+    scalar_tensor scatter scatter_ scatter_add scatter_add_ select_backward
+    slice_backward softplus_backward split_copy split_with_sizes_copy stack
+    take_along_dim tril triu unfold_backward uniform_ upsample_bilinear2d
+    upsample_nearest2d view_as_real_copy zero_ zeros zeros_like
     """.split()
 )
 _REDUCING = frozenset(
@@ -246,9 +254,9 @@ class Pricer:
             seconds = self._matmul(op, shape)
             return Cost(seconds, nbytes, flops, "matmul", busy=busy)
         if flops and "attention" in base:
-            seconds = self._attention(op, flops)
+            seconds, filled = self._attention(op, flops)
             if busy:
-                busy = self.figures.number("power.attention") * seconds
+                busy = self.figures.number("power.attention") * seconds * filled
             return Cost(seconds, nbytes, flops, "attention", busy=busy)
         if flops and "rnn" in base:
             seconds = self._recurrent(op)
@@ -273,6 +281,8 @@ class Pricer:
         layout = _layout(op)
         rates = self._rate(self.figures.gpu, dtype)
         elements = _factors(shape) - _repeated(op)
+        if 1 in shape[1:]:  # with a vector, or of two: no tiles
+            return self._by_bytes("reduce_rows", elements * rates.item)
         ideal = _ideal_matmul(rates, shape, elements=elements)
         seconds = ideal * self._matmul_ratio(dtype, layout, shape)
         times = self._misaligned(op, shape) if dtype in _ON_TENSOR_CORES else 1.0
@@ -343,7 +353,8 @@ class Pricer:
             self._corrections[f"matmul.{dtype}"] = self._corrections[key]
         return self._corrections[key].at(_matmul_point(layout, shape))
 
-    def _attention(self, op: Op, flops: float) -> float:
+    def _attention(self, op: Op, flops: float) -> tuple[float, float]:
+        """Seconds, and the part of its tiles that is filled: zeros draw no power."""
         base = base_name(op.name)
         backward = "backward" in base
         tensors = [spec for spec in op.inputs if len(spec.shape) == 4]
@@ -358,24 +369,29 @@ class Pricer:
         columns = key.shape[2]
         may_choose = dict(op.scalars).get("cudnn", True)
         table = self._attention_name(kernel, f"{direction}_{dtype}", bool(may_choose))
-        rate = self._attention_rate(self.figures.gpu, direction, dtype)
-        ideal = flops / rate * self._short(self.figures.gpu, dtype, columns)
-        ideal *= _padded(width)
         if table not in self._corrections:
             self._corrections[table] = self._attention_table(table, direction, dtype)
-        point = _attention_point(batch, heads, key.shape[1], rows, width, causal)
+        tile = _attention_tile(table, direction)
+        sizes = _Sizes(rows, columns, width).in_tiles(tile)
+        flops *= math.prod(sizes) / math.prod((rows, columns, width))
+        filled = rows * columns / (sizes.rows * sizes.keys)
+        rate = self._attention_rate(self.figures.gpu, direction, dtype)
+        ideal = flops / rate * self._short(self.figures.gpu, dtype, sizes.keys)
+        point = _attention_point(batch, heads, key.shape[1], sizes.rows, width, causal)
         seconds = ideal * self._corrections[table].at(point)
         if dict(op.scalars).get("dropout_p"):
             seconds *= self.figures.number(f"kernels.attention_dropout_{direction}")
+        if kernel == "cudnn":  # torch takes it by this name where there is a mask
+            seconds *= self.figures.number(f"kernels.attention_mask_{direction}")
         if kernel == "flash" and not may_choose:
             seconds *= self.figures.optional("attention.flash_times", 1.0)
-        return max(self.floor, seconds)
+        return max(self.floor, seconds), filled
 
     def _attention_name(self, kernel: str, rest: str, may_choose: bool) -> str:
         """Where torch chooses by itself, from Hopper on, it is cuDNN's that runs."""
         chosen = [kernel]
         is_new = float(self.figures.gpu.compute_capability or 0) >= 9
-        if kernel == "flash" and is_new and may_choose:
+        if kernel in ("flash", "cudnn") and is_new and may_choose:
             chosen = ["default", "cudnn", kernel]
         names = [f"attention.{name}_{rest}" for name in chosen]
         return next((name for name in names if self.figures.has(name)), names[-1])
@@ -393,14 +409,17 @@ class Pricer:
     def _attention_table(self, table: str, direction: str, dtype: str) -> Correction:
         hardware, rows = self.figures.table(table)
         rate = self._attention_rate(hardware, direction, dtype) if rows else 1.0
+        tile = _attention_tile(table, direction)
         points, ratios = [], []
         for batch, heads, kv_heads, length, keys, width, causal, seconds in rows:
-            flops = 4 * batch * heads * length * keys * width / (2 if causal else 1)
+            sizes = _Sizes(length, keys, width).in_tiles(tile)
+            flops = 4 * batch * heads * math.prod(sizes) / (2 if causal else 1)
             flops *= 2.5 if direction == "backward" else 1
-            ideal = flops / rate * self._short(hardware, dtype, keys)
-            ideal *= _padded(width)
+            ideal = flops / rate * self._short(hardware, dtype, sizes.keys)
             points.append(
-                _attention_point(batch, heads, kv_heads, length, width, bool(causal))
+                _attention_point(
+                    batch, heads, kv_heads, sizes.rows, width, bool(causal)
+                )
             )
             ratios.append(seconds / ideal)
         return Correction(points, ratios)
@@ -626,6 +645,14 @@ class Pricer:
         part = result._replace(shape=gradient.shape, stride=tuple(steps))
         return self._zeros(result) + self._copy(gradient, part)
 
+    def _cell_backward(self, op: Op, nbytes: int) -> float:
+        """Gradients of gates, and their sums for the biases: one, or a GRU's two."""
+        gates = op.outputs[0]
+        biases = sum(len(spec.shape) == 1 for spec in op.outputs)
+        summed = reduction_seconds(self.figures, gates, {0})
+        seconds = self._by_bytes("elementwise_3", nbytes)
+        return seconds + biases * max(self.floor, summed)
+
     def _zeros(self, spec: TensorSpec) -> float:
         return self._by_bytes("fill", tensor_bytes(spec))
 
@@ -809,6 +836,8 @@ _BY_NAME: Mapping[str, Callable[[Pricer, Op, int], float]] = {
     "embedding_dense_backward": Pricer._embedding_backward,
     "_embedding_bag_backward": Pricer._bag_backward,
     "_embedding_bag_dense_backward": Pricer._bag_backward,
+    "_thnn_fused_gru_cell_backward": Pricer._cell_backward,
+    "_thnn_fused_lstm_cell_backward_impl": Pricer._cell_backward,
     "select_backward": Pricer._part_backward,
     "slice_backward": Pricer._part_backward,
     "roll": Pricer._roll,
@@ -983,6 +1012,7 @@ class _Rates(NamedTuple):
     memory: float
     sms: int
     item: int
+    split_depth: int = _SPLIT_DEPTH
 
 
 def _rates(figures: Figures, hardware: Hardware, dtype: str) -> _Rates:
@@ -1004,6 +1034,7 @@ def _rates(figures: Figures, hardware: Hardware, dtype: str) -> _Rates:
         memory=hardware.number("bandwidth.memory"),
         sms=int(hardware.number("chip.sms")),
         item={"float8": 1, "float32": 4, "tf32": 4, "float64": 8}.get(dtype, 2),
+        split_depth=_SPLIT_DEPTH if dtype in _ON_TENSOR_CORES else _SPLIT_DEPTH_SINGLE,
     )
 
 
@@ -1040,21 +1071,35 @@ def _ideal_matmul(
     flops = 2.0 * batch * m * n * k
     nbytes = rates.item * (_factors(shape) if elements is None else elements)
     filled = 0.0
+    smallest = batch * math.ceil(m / 64) * math.ceil(n / 64)
+    split = rates.split_depth if smallest < rates.sms else _SPLIT_DEPTH
     for rows, columns, part in tiles:
         count = batch * math.ceil(m / rows) * math.ceil(n / columns)
         waves = math.ceil(count / rates.sms)
         used = batch * m * n / (rows * columns) / (waves * rates.sms)
         if waves == 1:  # the depth is split where tiles are few
-            used = max(used, min(1.0, used * max(1, k // 1024)))
+            used = max(used, min(1.0, used * max(1, k // split)))
         filled = max(filled, used * part)
     computing: float = flops / (rates.achieved * max(filled, 1e-3))
     moving: float = nbytes / rates.memory
     return float((computing**_CORNER + moving**_CORNER) ** (1 / _CORNER))
 
 
-def _padded(width: float) -> float:
-    """How much more attention takes than its operations, with few channels in a head."""
-    return max(1.0, _WIDTH / width)
+class _Sizes(NamedTuple):
+    """Of one head of attention: queries, keys, and channels."""
+
+    rows: float
+    keys: float
+    width: float
+
+    def in_tiles(self, tile: int) -> "_Sizes":
+        """What is computed: whole tiles, and no fewer channels than a tile has."""
+        rows, keys = (tile * math.ceil(each / tile) for each in self[:2])
+        return _Sizes(rows, keys, max(_WIDTH, self.width))
+
+
+def _attention_tile(table: str, direction: str) -> int:
+    return _TILE_OF_EFFICIENT if "efficient" in table else _ATTENTION_TILES[direction]
 
 
 def _matmul_point(layout: int, shape: tuple[int, int, int, int]) -> tuple[float, ...]:

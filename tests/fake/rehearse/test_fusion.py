@@ -68,6 +68,95 @@ def test_what_a_product_of_backward_reads_is_kept(rehearse):
     ]
 
 
+class Residual(nn.Module):
+    """Products in 16 bits beside a stream of 32."""
+
+    def __init__(self):
+        super().__init__()
+        self.ups = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        for up in self.ups:
+            x = x + up(nn.functional.rms_norm(x, (WIDTH,), self.weight))
+        return x.sum()
+
+
+def kept_for_backward(recording):
+    """Operators and bytes of what forward leaves in memory when backward begins."""
+    makers, live = {}, {}
+    for event in recording.events:
+        match event:
+            case Op():
+                makers[event.number] = event.name
+                if event.site.phase is Phase.BACKWARD:
+                    break
+            case Alloc() if event.site.phase is Phase.FORWARD:
+                live[event.storage] = (makers.get(event.op), event.nbytes)
+            case Free():
+                live.pop(event.storage, None)
+    return list(live.values())
+
+
+def test_sums_of_residual_connections_are_kept_not_their_products(rehearse):
+    """As torch's partitioner has it: those used far apart are not computed again."""
+    with rehearse() as recording:
+        x = torch.randn(ROWS, WIDTH, device="cuda", requires_grad=True)
+        module = torch.compile(Residual().cuda())
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = module(x)
+        loss.backward()
+    kept = kept_for_backward(recording)
+    assert kept.count(("aten.add.Tensor", LARGE)) == 2  # the third is summed up at once
+    assert ("aten.addmm.default", LARGE // 2) not in kept
+
+
+def test_a_sum_that_is_saved_in_more_bytes_is_kept_in_its_own(rehearse):
+    """Norms that are written out save 32 bits of a stream in 16."""
+
+    def normed(x):
+        wide = x.float()
+        return (wide * wide.pow(2).mean(-1, keepdim=True).rsqrt()).to(x.dtype)
+
+    class Written(Residual):
+        def forward(self, x):
+            for up in self.ups:
+                x = x + up(normed(x))
+            return x.sum()
+
+    with rehearse() as recording:
+        x = torch.randn(
+            ROWS, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True
+        )
+        torch.compile(Written().cuda().bfloat16())(x).backward()
+    kept = kept_for_backward(recording)
+    assert kept.count(("aten.add.Tensor", LARGE // 2)) == 2
+    assert ("aten._to_copy.default", LARGE) not in kept
+
+
+def test_a_tensor_that_several_products_read_is_cast_once(rehearse):
+    class Three(Residual):
+        def forward(self, x):
+            x = x.relu() * self.weight
+            return sum(up(x) for up in self.ups).sum()
+
+    with rehearse() as recording:
+        x = torch.randn(ROWS, WIDTH, device="cuda", requires_grad=True)
+        module = torch.compile(Three().cuda())
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = module(x)
+        loss.backward()
+    kept = kept_for_backward(recording)
+    assert kept.count(("aten._to_copy.default", LARGE // 2)) == 1
+    live = set()
+    for event in recording.events:
+        if isinstance(event, Alloc):
+            assert event.storage not in live
+            live.add(event.storage)
+        elif isinstance(event, Free):
+            live.remove(event.storage)
+
+
 def test_every_allocation_is_freed_once(rehearse):
     recording = run(rehearse, chain, compiled=True)
     live = set()
