@@ -19,6 +19,7 @@ from torchspmd.predict.convolutions import (
 from torchspmd.predict.figures import Correction, Figures, Line
 from torchspmd.predict.forms import (
     COPIES,
+    SECTOR,
     by_clock,
     clocks,
     converts,
@@ -103,16 +104,17 @@ _MOVES_BYTES = frozenset(
 )
 _REDUCING = frozenset(
     """
-    all amax amin any argmax argmin aminmax cummax cumsum linalg_vector_norm logsumexp max
-    mean min norm prod std sum var var_mean _safe_softmax topk sort argsort nll_loss_forward
-    nll_loss_backward _softmax _softmax_backward_data _log_softmax
+    all amax amin any argmax argmin aminmax cummax cumsum linalg_vector_norm logsumexp
+    max mean min norm prod std sum var var_mean _safe_softmax topk sort argsort
+    nll_loss_forward nll_loss_backward _softmax _softmax_backward_data _log_softmax
     _log_softmax_backward_data native_layer_norm native_layer_norm_backward
-    _fused_rms_norm _fused_rms_norm_backward native_group_norm native_group_norm_backward
-    native_batch_norm native_batch_norm_backward cudnn_batch_norm
-    cudnn_batch_norm_backward _native_batch_norm_legit _batch_norm_with_update
-    batch_norm_backward _batch_norm_impl_index max_pool2d_with_indices
-    max_pool2d_with_indices_backward avg_pool2d avg_pool2d_backward
-    _adaptive_avg_pool2d _adaptive_avg_pool2d_backward mean_backward histc bincount
+    _fused_rms_norm _fused_rms_norm_backward native_group_norm
+    native_group_norm_backward native_batch_norm native_batch_norm_backward
+    cudnn_batch_norm cudnn_batch_norm_backward _native_batch_norm_legit
+    _batch_norm_with_update batch_norm_backward _batch_norm_impl_index
+    max_pool2d_with_indices max_pool2d_with_indices_backward avg_pool2d
+    avg_pool2d_backward _adaptive_avg_pool2d _adaptive_avg_pool2d_backward
+    adaptive_max_pool2d adaptive_max_pool2d_backward mean_backward histc bincount
     nonzero unique_dim _unique2 multinomial mse_loss mse_loss_backward dot
     binary_cross_entropy_with_logits binary_cross_entropy smooth_l1_loss
     smooth_l1_loss_backward soft_margin_loss _local_scalar_dense item equal
@@ -175,6 +177,8 @@ _NORMS = frozenset(
     """.split()
 )
 _SUMS = frozenset("sum mean amax amin linalg_vector_norm".split())
+# Reductions by torch's common kernel.
+_RESULTS = _SUMS | frozenset("max min argmax argmin all any prod".split())
 _ON_TENSOR_CORES = frozenset({"bfloat16", "float16", "float8", "tf32"})
 
 
@@ -515,8 +519,6 @@ class Pricer:
         key = memory_key(op, self._has)
         if key.startswith("batch_norm") and len(op.inputs[0].shape) > 1:
             return self._batch_norm(key, op, nbytes)
-        if key.startswith("native_group_norm"):  # by elements: measured with four bytes
-            nbytes = nbytes * 4 // tensor_bytes(_element(op.inputs[0]))
         if key.startswith("concatenate"):
             return self._concatenated(op)
         tensors = iterated(op)
@@ -531,11 +533,79 @@ class Pricer:
             seconds = _BY_NAME[base](self, op, nbytes)
         else:
             seconds = self._by_bytes(key, nbytes)
+        if base in _RESULTS:
+            seconds = max(seconds, self._results(op))
         if base in _CONTIGUOUS_INSIDE:
             for spec in op.inputs[: 1 + ("backward" in base)]:
                 if not is_contiguous(spec):
                     seconds += self._copy(spec, _contiguous(spec))
         return seconds
+
+    def _results(self, op: Op) -> float:
+        """Of a reduction of neighbours: several threads for each result, however few."""
+        if not op.inputs or not op.outputs:
+            return 0.0
+        spec, results = op.inputs[0], math.prod(op.outputs[0].shape)
+        dims = dict(op.scalars).get("dim", ())
+        dims = dims if isinstance(dims, tuple) else (dims,)
+        rank = len(spec.shape)
+        if any(not isinstance(dim, int) for dim in dims) or results <= 1:
+            return 0.0
+        steps = [spec.stride[dim % rank] for dim in dims if spec.shape[dim % rank] > 1]
+        if min(steps, default=0) != 1:
+            return 0.0
+        key = "reduction_result_index" if len(op.outputs) > 1 else "reduction_result"
+        return self.floor + results * by_clock(self.figures, f"kernels.{key}")
+
+    def _blocks(self, count: float) -> float:
+        """Seconds to start blocks of threads that do little."""
+        return self.floor + count * by_clock(self.figures, "kernels.block")
+
+    def _gathered(self, op: Op, nbytes: int) -> float:
+        """Rows of a table; a block for each, where they lie as 16 bytes do."""
+        seconds = self._by_bytes(memory_key(op, self._has), nbytes)
+        table, *indices = op.inputs
+        row = tensor_bytes(op.outputs[0]) // max(1, math.prod(op.outputs[0].shape))
+        row *= math.prod(table.shape[1:])
+        if len(indices) != 1 or not is_contiguous(table) or row % 16:
+            return seconds
+        return max(seconds, self._blocks(math.prod(indices[0].shape)))
+
+    def _scattered(self, op: Op, nbytes: int) -> float:
+        """Each element is put into a sector of its own, which is read before."""
+        target, *given = op.inputs
+        count = max((math.prod(spec.shape) for spec in given), default=0)
+        apart = 2 * count * SECTOR
+        whole = 2 * tensor_bytes(target)
+        read = sum(map(tensor_bytes, given))
+        return self._by_bytes("elementwise_2", read + min(apart, whole))
+
+    def _group_norm(self, op: Op, nbytes: int) -> float:
+        """Of rows without places: a block for each group of one; then all elements.
+
+        In backward, a block for 32 channels goes down all rows for the weights.
+        """
+        if dict(op.scalars).get("HxW") != 1:  # by elements: measured with four bytes
+            nbytes = nbytes * 4 // tensor_bytes(_element(op.inputs[0]))
+            return self._by_bytes(base_name(op.name), nbytes)
+        rows, groups = (int(str(dict(op.scalars)[name])) for name in ("N", "group"))
+        seconds = self._by_bytes("broadcast", nbytes) + self._blocks(rows * groups)
+        if "backward" in op.name:
+            seconds += rows * self.figures.number("kernels.group_norm_weights_row")
+        return seconds
+
+    def _adaptive_max_pool(self, op: Op, nbytes: int) -> float:
+        """A thread for each result goes over its places, a block for each channel."""
+        x, result = op.inputs[0], op.outputs[0]
+        places = math.prod(x.shape[-2:]) / max(1, math.prod(result.shape[-2:]))
+        blocks = math.prod(x.shape[:-2]) / (16 * self.figures.number("chip.sms"))
+        alone = math.ceil(blocks) * places * self.figures.number("kernels.pool_place")
+        return max(self._by_bytes("elementwise_1", nbytes), alone)
+
+    def _adaptive_max_pool_backward(self, op: Op, nbytes: int) -> float:
+        """Zeros, and one gradient for each result."""
+        given = 3 * tensor_bytes(op.inputs[0])
+        return self._zeros(op.outputs[0]) + self._by_bytes("elementwise_2", given)
 
     def _constant_pad(self, op: Op, nbytes: int) -> float:
         """The result is filled, and the argument copied into it; or a part is copied."""
@@ -838,6 +908,15 @@ _BY_NAME: Mapping[str, Callable[[Pricer, Op, int], float]] = {
     "_embedding_bag_dense_backward": Pricer._bag_backward,
     "_thnn_fused_gru_cell_backward": Pricer._cell_backward,
     "_thnn_fused_lstm_cell_backward_impl": Pricer._cell_backward,
+    "native_group_norm": Pricer._group_norm,
+    "native_group_norm_backward": Pricer._group_norm,
+    "index": Pricer._gathered,
+    "index_select": Pricer._gathered,
+    "embedding": Pricer._gathered,
+    "scatter": Pricer._scattered,
+    "scatter_": Pricer._scattered,
+    "adaptive_max_pool2d": Pricer._adaptive_max_pool,
+    "adaptive_max_pool2d_backward": Pricer._adaptive_max_pool_backward,
     "select_backward": Pricer._part_backward,
     "slice_backward": Pricer._part_backward,
     "roll": Pricer._roll,

@@ -665,6 +665,30 @@ def test_recurrent_layers_are_one_operator_as_on_cuda(rehearse, layer, options):
     assert not [name for name in names if "mm" in name or "mkldnn" in name]
 
 
+@pytest.mark.parametrize("shape", [(2, 8, 6, 4), (8, 6, 4), (2, 3, 8, 6, 4)])
+def test_shuffled_pixels_are_a_copy_with_channels_first_as_on_cuda(rehearse, shape):
+    with rehearse() as recording:
+        x = torch.empty(shape, device="cuda")
+        if len(shape) == 4:
+            x = x.to(memory_format=torch.channels_last)
+        x.requires_grad_()
+        up = torch.nn.functional.pixel_shuffle(x, 2)
+        down = torch.nn.functional.pixel_unshuffle(up, 2)
+        assert up.is_contiguous() and down.is_contiguous()
+        down.sum().backward()
+        assert x.grad.shape == down.shape == x.shape
+    assert up.shape == (*shape[:-3], 2, 12, 8)
+    names = [op.name for op in operators_of(recording)]
+    assert names.count("aten.clone.default") == 4
+    assert not [name for name in names if "pixel" in name]
+    plain = torch.arange(32.0).reshape(1, 8, 2, 2).requires_grad_()
+    expected = torch.nn.functional.pixel_shuffle(plain, 2)
+    with rehearse():  # tensors of the host keep their values
+        found = torch.nn.functional.pixel_shuffle(plain, 2)
+        (back,) = torch.autograd.grad(found, plain, found.detach())
+    assert torch.equal(found, expected) and torch.equal(back, plain)
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("name", ["lstm", "gru"])
 def test_cells_have_one_kernel_for_their_gates_as_on_cuda(rehearse, name, autocast):

@@ -694,6 +694,87 @@ def test_small_products_in_single_precision_split_their_depth():
         assert found == pytest.approx(measured, rel=0.25), (m, n, k)
 
 
+def test_few_neighbours_of_many_results_take_longer_than_their_bytes():
+    """Microseconds in a step of DGCNN on an H200; others are of the same kernels."""
+    pricer = Pricer(Figures(load_gpu("h200")))
+
+    def reduced(name, channels, width, results, step=1):
+        x = tensor(32, channels, 1024, width, dtype="float32")
+        if step > 1:  # the places of the neighbours are far from each other
+            x = tensor(32, channels, width, 1024, dtype="float32")
+        outputs = (tensor(32, channels, 1024, dtype="float32"),) * results
+        dim = -1 if step == 1 else 2
+        return 1e6 * seconds(pricer, name, (x,), outputs, dim=dim)
+
+    assert reduced("max.dim", 256, 20, 2) == pytest.approx(1804, rel=0.05)
+    assert reduced("max.dim", 64, 20, 2) == pytest.approx(453, rel=0.05)
+    assert reduced("sum.dim_IntList", 64, 20, 1) == pytest.approx(296, rel=0.05)
+    # Of many neighbours and of those apart, bytes tell all.
+    assert reduced("max.dim", 2, 1024, 2) < 100
+    assert reduced("max.dim", 256, 20, 2, step=1024) < 400
+
+
+def test_rows_that_are_gathered_have_a_block_each():
+    pricer = Pricer(Figures(load_gpu("h200")))
+    where = tensor(655360, dtype="int64")
+
+    def gathered(name, width):
+        table, rows = (
+            tensor(count, width, dtype="float32") for count in (32768, 655360)
+        )
+        return 1e6 * seconds(pricer, name, (table, where), (rows,))
+
+    # In a step of DGCNN on an H200.
+    assert gathered("index.Tensor", 64) == pytest.approx(396, rel=0.05)
+    assert gathered("index.Tensor", 128) == pytest.approx(396, rel=0.05)
+    assert gathered("index.Tensor", 3) < 50  # not 16 bytes: another kernel
+    assert gathered("embedding.default", 64) == gathered("index.Tensor", 64)
+
+
+def test_elements_that_are_scattered_touch_whole_sectors():
+    pricer = Pricer(Figures(load_gpu("h200")))
+    target = tensor(32, 256, 1024, 20, dtype="float32")
+    where = tensor(32, 256, 1024, 1, dtype="int64")
+    source = tensor(32, 256, 1024, 1, dtype="float32")
+    op = operator("scatter_.src", (target, where, source), (target,), dim=-1)
+    plain = pricer.price(op).nbytes / 4.8e12
+    assert pricer.price(op).seconds > 2 * plain
+
+
+def test_group_norms_of_rows_go_down_all_of_them_for_their_weights():
+    """In a step of a retentive network on an H200: 144 and 638 us."""
+    pricer = Pricer(Figures(load_gpu("h200")))
+    x, weight, moments = tensor(16384, 1024), tensor(1024), tensor(16384, 8)
+    facts = {"N": 16384, "C": 1024, "HxW": 1, "group": 8}
+    forward = seconds(
+        pricer,
+        "native_group_norm.default",
+        (x, weight, weight),
+        (x, moments, moments),
+        **facts,
+    )
+    backward = seconds(
+        pricer,
+        "native_group_norm_backward.default",
+        (x, x, moments, moments, weight),
+        (x, weight, weight),
+        **facts,
+    )
+    assert forward == pytest.approx(144e-6, rel=0.2)
+    assert backward == pytest.approx(638e-6, rel=0.1)
+
+
+def test_adaptive_maxima_are_found_by_one_thread_each():
+    pricer = Pricer(Figures(load_gpu("h200")))
+    x, result = (tensor(32, 1024, 1, size, dtype="float32") for size in (1024, 1))
+    where = tensor(32, 1024, 1, 1, dtype="int64")
+    found = seconds(pricer, "adaptive_max_pool2d.default", (x,), (result, where))
+    assert found == pytest.approx(570e-6, rel=0.1)  # in a step of DGCNN on an H200
+    name = "adaptive_max_pool2d_backward.default"
+    assert seconds(pricer, name, (result, x, where), (x,)) < 1e-4
+    assert is_known(f"aten.{name}")
+
+
 def test_gradients_of_cells_are_summed_up_for_their_biases():
     pricer = Pricer(Figures(load_gpu("h200")))
     state, kept, gates, bias = (
