@@ -177,6 +177,13 @@ _NORMS = frozenset(
     """.split()
 )
 _SUMS = frozenset("sum mean amax amin linalg_vector_norm".split())
+# Error functions, exponentials and logarithms, which every kernel has to compute.
+_ARITHMETIC = {
+    "gelu": "gelu",
+    "gelu_backward": "gelu_backward",
+    "_log_softmax": "_log_softmax",
+    "_log_softmax_backward_data": "_log_softmax",
+}
 # Reductions by torch's common kernel.
 _RESULTS = _SUMS | frozenset("max min argmax argmin all any prod".split())
 _ON_TENSOR_CORES = frozenset({"bfloat16", "float16", "float8", "tf32"})
@@ -843,6 +850,18 @@ class Pricer:
         near = min(_CHANNELS, key=lambda count: abs(math.log(count / channels)))
         of_few = self._by_bytes(key, _as_few(nbytes, channels))
         return max(self._by_bytes(f"{key}_{near}", nbytes), of_few)
+
+    def arithmetic(self, op: Op) -> float:
+        """What an operator computes, in whatever kernel: not less than this.
+
+        Tables are of two bytes an element, and of kernels that computing bounds.
+        """
+        key = _ARITHMETIC.get(base_name(op.name))
+        if key is None or not op.inputs:
+            return 0.0
+        tensors = 3 if key.endswith("_backward") else 2
+        elements = max(math.prod(spec.shape) for spec in op.inputs)
+        return self._by_bytes(key, tensors * _ITEM * elements)
 
     def fused(self, nbytes: int) -> float:
         """A kernel of ``torch.compile`` that moves these bytes."""

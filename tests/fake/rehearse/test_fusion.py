@@ -3,6 +3,10 @@
 import torch
 from torch import nn
 
+from torchspmd.predict.figures import Figures
+from torchspmd.predict.hardware import load_gpu
+from torchspmd.predict.operators import Pricer
+from torchspmd.predict.program import price_events
 from torchspmd.rehearse.recording import Alloc, Free, Op, Phase
 
 ROWS, WIDTH = 256, 512
@@ -155,6 +159,31 @@ def test_a_tensor_that_several_products_read_is_cast_once(rehearse):
             live.add(event.storage)
         elif isinstance(event, Free):
             live.remove(event.storage)
+
+
+def test_kernels_move_what_is_in_memory_and_compute_the_rest_again(rehearse):
+    down = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def mlp(x):
+        return down.to(x.device)((x.relu() * 2 + 1).sigmoid().square()).sum()
+
+    recording = run(rehearse, mlp, compiled=True)
+    pricer = Pricer(Figures(load_gpu("h200")))
+    program = price_events(recording, pricer, range(len(recording.events)))
+    moved = {
+        (op.site.phase, op.name): cost.nbytes
+        for place, cost in program.costs.items()
+        if isinstance(op := recording.events[place], Op) and cost.kind == "memory"
+    }
+    # The product is read, and what the next one reads is written: no mask, no sigmoid.
+    assert moved[Phase.FORWARD, "aten.relu.default"] == 2 * LARGE
+    # A gradient and the product are read, and a gradient is written.
+    (backward,) = (
+        nbytes
+        for (phase, name), nbytes in moved.items()
+        if phase is Phase.BACKWARD and nbytes > 2 * LARGE
+    )
+    assert 3 * LARGE <= backward < 4.1 * LARGE  # perhaps with the sum for a bias
 
 
 def test_every_allocation_is_freed_once(rehearse):

@@ -775,6 +775,21 @@ def test_adaptive_maxima_are_found_by_one_thread_each():
     assert is_known(f"aten.{name}")
 
 
+def test_a_fused_kernel_takes_no_less_than_its_arithmetic():
+    """Microseconds of Triton's kernels in steps on an H200."""
+    pricer = Pricer(Figures(load_gpu("h200")))
+
+    def computed(name, *shape):
+        x = tensor(*shape, dtype="float32")
+        return 1e6 * pricer.arithmetic(operator(f"{name}.default", (x,), (x,)))
+
+    assert computed("gelu", 37632, 3072) == pytest.approx(167, rel=0.15)
+    assert computed("gelu_backward", 37632, 3072) == pytest.approx(226, rel=0.15)
+    for name in ("_log_softmax", "_log_softmax_backward_data"):
+        assert computed(name, 16384, 50304) == pytest.approx(1366, rel=0.1)
+    assert computed("relu", 37632, 3072) == 0
+
+
 def test_gradients_of_cells_are_summed_up_for_their_biases():
     pricer = Pricer(Figures(load_gpu("h200")))
     state, kept, gates, bias = (
