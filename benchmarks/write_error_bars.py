@@ -14,6 +14,7 @@ import argparse
 import csv
 import json
 import math
+import sys
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from pathlib import Path
@@ -31,7 +32,7 @@ MEASURED = Path(__file__).parent / "measured"
 STEPS = MEASURED / "predicted_steps.csv"
 BARS = Path(__file__).parent.parent / "src/torchspmd/predict/validation.toml"
 GPU = "h200"
-_LATER_SETS = ("third", "fourth", "fifth", "sixth")
+_LATER_SETS = ("third", "fourth", "fifth", "sixth", "seventh")
 
 
 class Bar(StrEnum):
@@ -110,6 +111,11 @@ def jobs() -> Iterator[Step]:
         measured = json.loads((MEASURED / f"{table}.json").read_text())
         for name, figures in measured.items():
             prediction = validate_jobs.predict(name, GPU)
+            if "error" in prediction:
+                print(
+                    f"{table}, {name}: left out: {prediction['error']}", file=sys.stderr
+                )
+                continue
             pair = _pair(figures["ms"] / 1e3, prediction)
             yield Step(_bar(prediction), table, name, *pair)
 

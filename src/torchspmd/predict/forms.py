@@ -18,6 +18,7 @@ from torchspmd.rehearse.reductions import plan_reduction
 
 __all__ = [
     "COPIES",
+    "SECTOR",
     "Loop",
     "by_clock",
     "clocks",
@@ -33,7 +34,7 @@ __all__ = [
 
 COPIES = frozenset({"_to_copy", "copy_", "clone", "contiguous"})
 _ALSO_POINTWISE = frozenset({"masked_fill_"})  # torch does not say so
-_SECTOR = 32  # bytes that memory moves at once
+SECTOR = 32  # bytes that memory moves at once
 _THREADS = 128  # of a block of an elementwise kernel
 _WARP = 32
 # Rows from which on the gradients of a norm's weights are summed up in parts, one for each
@@ -133,7 +134,7 @@ def touched_bytes(spec: TensorSpec, *, written: bool) -> float:
         if size != 1 and stride
     ]
     item = _item(spec)
-    gap = min(min(steps, default=1), _SECTOR // item)
+    gap = min(min(steps, default=1), SECTOR // item)
     return tensor_bytes(spec) * gap * (2 if written and gap > 1 else 1)
 
 
@@ -145,7 +146,7 @@ def sectors(loop: Loop, spec: TensorSpec) -> float:
     """
     item = _item(spec)
     elements = _THREADS * (2 if item >= 4 else 4)
-    return max(1.0, min(_SECTOR / item, elements / loop.size))
+    return max(1.0, min(SECTOR / item, elements / loop.size))
 
 
 def _item(spec: TensorSpec) -> int:

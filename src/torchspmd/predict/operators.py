@@ -19,6 +19,7 @@ from torchspmd.predict.convolutions import (
 from torchspmd.predict.figures import Correction, Figures, Line
 from torchspmd.predict.forms import (
     COPIES,
+    SECTOR,
     by_clock,
     clocks,
     converts,
@@ -54,6 +55,10 @@ _TILES = (
     (16, 512, 0.21),  # an H200's 512 products of 16 x 3072 x 1024: 314 us
 )
 _DEPTH = 32  # of a tile's steps
+# Least part of a product's depth for a tile, where tiles are few. Without tensor cores, if
+# the smallest tiles are too few for the chip: products of 128 rows and a depth of 1536 with
+# 512 and 1280 columns took 13 and 21 us in 32 bits on an H200, a third of those not split.
+_SPLIT_DEPTH, _SPLIT_DEPTH_SINGLE = 1024, 512
 # cuDNN has others for few channels.
 _TILES_OF_FILTERS = (*_TILES[:-1], (128, 64, 0.65), (256, 32, 0.4))
 # cuBLAS has smaller ones of complex numbers. An H200's products of 576 x 32 x 64 x 64 and
@@ -65,6 +70,9 @@ _CORNER = (
     1.5  # how sharp the corner of the roofline is; infinite would be the ideal one
 )
 _WIDTH = 64  # channels of a head: attention is no quicker with less
+# Queries and keys of a tile of attention, which takes as long where it is not full. The
+# memory-efficient kernels showed nothing of it, with 42 and 197 keys in 32 bits.
+_ATTENTION_TILES = {"forward": 128, "backward": 64}
 _ITEM = 2  # bytes of an element in most tables of hardware files
 _ROW = 1024  # elements of a row in those of norms and of sums of columns
 _EMBEDDINGS = 32000 * _ROW * _ITEM  # bytes of the table whose gradients are measured
@@ -80,36 +88,38 @@ _FILLING = 2 / 3
 # Beside what torch says is pointwise.
 _MOVES_BYTES = frozenset(
     """
-    __and__ __or__ __xor__ _amp_foreach_non_finite_check_and_unscale_
-    _amp_update_scale_ _chunk_cat _embedding_bag _embedding_bag_backward
-    _embedding_bag_dense_backward _foreach_copy_ _index_put_impl_ _reshape_copy
-    _to_copy _unsafe_index arange bernoulli bernoulli_ cat complex constant_pad_nd
-    contiguous copy_ diagonal_copy elu_backward embedding embedding_dense_backward
-    empty empty_like empty_strided expand_copy exponential_ eye fill fill_ flip
-    floor_divide full full_like gather glu glu_backward hardswish hardswish_backward
-    hardtanh_backward index index_add index_add_ index_copy index_copy_ index_put
-    index_put_ index_select leaky_relu_backward lift_fresh linear_backward log_sigmoid
-    log_sigmoid_backward log_sigmoid_forward masked_fill_ mish_backward native_dropout
-    new_empty new_full new_ones new_zeros normal_ ones ones_like polar rand rand_like
-    randint randn randn_like random_ repeat roll rot90 scalar_tensor scatter scatter_
-    scatter_add scatter_add_ select_backward slice_backward softplus_backward
-    split_copy split_with_sizes_copy stack take_along_dim tril triu unfold_backward
-    uniform_ upsample_bilinear2d upsample_nearest2d view_as_real_copy zero_ zeros
-    zeros_like
+    __and__ __or__ __xor__ _amp_foreach_non_finite_check_and_unscale_ _amp_update_scale_
+    _chunk_cat _embedding_bag _embedding_bag_backward _embedding_bag_dense_backward
+    _foreach_copy_ _index_put_impl_ _reshape_copy _thnn_fused_gru_cell
+    _thnn_fused_gru_cell_backward _thnn_fused_lstm_cell
+    _thnn_fused_lstm_cell_backward_impl _to_copy _unsafe_index arange bernoulli
+    bernoulli_ cat complex constant_pad_nd contiguous copy_ diagonal_copy elu_backward
+    embedding embedding_dense_backward empty empty_like empty_strided expand_copy
+    exponential_ eye fill fill_ flip floor_divide full full_like gather glu glu_backward
+    hardswish hardswish_backward hardtanh_backward index index_add index_add_ index_copy
+    index_copy_ index_put index_put_ index_select leaky_relu_backward lift_fresh
+    linear_backward log_sigmoid log_sigmoid_backward log_sigmoid_forward masked_fill_
+    mish_backward native_dropout new_empty new_full new_ones new_zeros normal_ ones
+    ones_like polar rand rand_like randint randn randn_like random_ repeat roll rot90
+    scalar_tensor scatter scatter_ scatter_add scatter_add_ select_backward
+    slice_backward softplus_backward split_copy split_with_sizes_copy stack
+    take_along_dim tril triu unfold_backward uniform_ upsample_bilinear2d
+    upsample_nearest2d view_as_real_copy zero_ zeros zeros_like
     """.split()
 )
 _REDUCING = frozenset(
     """
-    all amax amin any argmax argmin aminmax cummax cumsum linalg_vector_norm logsumexp max
-    mean min norm prod std sum var var_mean _safe_softmax topk sort argsort nll_loss_forward
-    nll_loss_backward _softmax _softmax_backward_data _log_softmax
+    all amax amin any argmax argmin aminmax cummax cumsum linalg_vector_norm logsumexp
+    max mean min norm prod std sum var var_mean _safe_softmax topk sort argsort
+    nll_loss_forward nll_loss_backward _softmax _softmax_backward_data _log_softmax
     _log_softmax_backward_data native_layer_norm native_layer_norm_backward
-    _fused_rms_norm _fused_rms_norm_backward native_group_norm native_group_norm_backward
-    native_batch_norm native_batch_norm_backward cudnn_batch_norm
-    cudnn_batch_norm_backward _native_batch_norm_legit _batch_norm_with_update
-    batch_norm_backward _batch_norm_impl_index max_pool2d_with_indices
-    max_pool2d_with_indices_backward avg_pool2d avg_pool2d_backward
-    _adaptive_avg_pool2d _adaptive_avg_pool2d_backward mean_backward histc bincount
+    _fused_rms_norm _fused_rms_norm_backward native_group_norm
+    native_group_norm_backward native_batch_norm native_batch_norm_backward
+    cudnn_batch_norm cudnn_batch_norm_backward _native_batch_norm_legit
+    _batch_norm_with_update batch_norm_backward _batch_norm_impl_index
+    max_pool2d_with_indices max_pool2d_with_indices_backward avg_pool2d
+    avg_pool2d_backward _adaptive_avg_pool2d _adaptive_avg_pool2d_backward
+    adaptive_max_pool2d adaptive_max_pool2d_backward mean_backward histc bincount
     nonzero unique_dim _unique2 multinomial mse_loss mse_loss_backward dot
     binary_cross_entropy_with_logits binary_cross_entropy smooth_l1_loss
     smooth_l1_loss_backward soft_margin_loss _local_scalar_dense item equal
@@ -172,6 +182,15 @@ _NORMS = frozenset(
     """.split()
 )
 _SUMS = frozenset("sum mean amax amin linalg_vector_norm".split())
+# Error functions, exponentials and logarithms, which every kernel has to compute.
+_ARITHMETIC = {
+    "gelu": "gelu",
+    "gelu_backward": "gelu_backward",
+    "_log_softmax": "_log_softmax",
+    "_log_softmax_backward_data": "_log_softmax",
+}
+# Reductions by torch's common kernel.
+_RESULTS = _SUMS | frozenset("max min argmax argmin all any prod".split())
 _ON_TENSOR_CORES = frozenset({"bfloat16", "float16", "float8", "tf32"})
 
 
@@ -251,9 +270,9 @@ class Pricer:
             seconds = self._matmul(op, shape)
             return Cost(seconds, nbytes, flops, "matmul", busy=busy)
         if flops and "attention" in base:
-            seconds = self._attention(op, flops)
+            seconds, filled = self._attention(op, flops)
             if busy:
-                busy = self.figures.number("power.attention") * seconds
+                busy = self.figures.number("power.attention") * seconds * filled
             return Cost(seconds, nbytes, flops, "attention", busy=busy)
         if flops and "rnn" in base:
             seconds = self._recurrent(op)
@@ -282,6 +301,8 @@ class Pricer:
         if real_dtype(factor_of(op).dtype):  # four real products for each complex one
             batch, m, n, k = shape
             shape, elements, tiles = (batch, m, n, 4 * k), 2 * elements, _TILES_OF_PAIRS
+        if 1 in shape[1:]:  # with a vector, or of two: no tiles
+            return self._by_bytes("reduce_rows", elements * rates.item)
         ideal = _ideal_matmul(rates, shape, tiles, elements)
         seconds = ideal * self._matmul_ratio(dtype, layout, shape)
         times = self._misaligned(op, shape) if dtype in _ON_TENSOR_CORES else 1.0
@@ -352,7 +373,8 @@ class Pricer:
             self._corrections[f"matmul.{dtype}"] = self._corrections[key]
         return self._corrections[key].at(_matmul_point(layout, shape))
 
-    def _attention(self, op: Op, flops: float) -> float:
+    def _attention(self, op: Op, flops: float) -> tuple[float, float]:
+        """Seconds, and the part of its tiles that is filled: zeros draw no power."""
         base = base_name(op.name)
         backward = "backward" in base
         tensors = [spec for spec in op.inputs if len(spec.shape) == 4]
@@ -367,24 +389,29 @@ class Pricer:
         columns = key.shape[2]
         may_choose = dict(op.scalars).get("cudnn", True)
         table = self._attention_name(kernel, f"{direction}_{dtype}", bool(may_choose))
-        rate = self._attention_rate(self.figures.gpu, direction, dtype)
-        ideal = flops / rate * self._short(self.figures.gpu, dtype, columns)
-        ideal *= _padded(width)
         if table not in self._corrections:
             self._corrections[table] = self._attention_table(table, direction, dtype)
-        point = _attention_point(batch, heads, key.shape[1], rows, width, causal)
+        tile = _attention_tile(table, direction)
+        sizes = _Sizes(rows, columns, width).in_tiles(tile)
+        flops *= math.prod(sizes) / math.prod((rows, columns, width))
+        filled = rows * columns / (sizes.rows * sizes.keys)
+        rate = self._attention_rate(self.figures.gpu, direction, dtype)
+        ideal = flops / rate * self._short(self.figures.gpu, dtype, sizes.keys)
+        point = _attention_point(batch, heads, key.shape[1], sizes.rows, width, causal)
         seconds = ideal * self._corrections[table].at(point)
         if dict(op.scalars).get("dropout_p"):
             seconds *= self.figures.number(f"kernels.attention_dropout_{direction}")
+        if kernel == "cudnn":  # torch takes it by this name where there is a mask
+            seconds *= self.figures.number(f"kernels.attention_mask_{direction}")
         if kernel == "flash" and not may_choose:
             seconds *= self.figures.optional("attention.flash_times", 1.0)
-        return max(self.floor, seconds)
+        return max(self.floor, seconds), filled
 
     def _attention_name(self, kernel: str, rest: str, may_choose: bool) -> str:
         """Where torch chooses by itself, from Hopper on, it is cuDNN's that runs."""
         chosen = [kernel]
         is_new = float(self.figures.gpu.compute_capability or 0) >= 9
-        if kernel == "flash" and is_new and may_choose:
+        if kernel in ("flash", "cudnn") and is_new and may_choose:
             chosen = ["default", "cudnn", kernel]
         names = [f"attention.{name}_{rest}" for name in chosen]
         return next((name for name in names if self.figures.has(name)), names[-1])
@@ -402,14 +429,17 @@ class Pricer:
     def _attention_table(self, table: str, direction: str, dtype: str) -> Correction:
         hardware, rows = self.figures.table(table)
         rate = self._attention_rate(hardware, direction, dtype) if rows else 1.0
+        tile = _attention_tile(table, direction)
         points, ratios = [], []
         for batch, heads, kv_heads, length, keys, width, causal, seconds in rows:
-            flops = 4 * batch * heads * length * keys * width / (2 if causal else 1)
+            sizes = _Sizes(length, keys, width).in_tiles(tile)
+            flops = 4 * batch * heads * math.prod(sizes) / (2 if causal else 1)
             flops *= 2.5 if direction == "backward" else 1
-            ideal = flops / rate * self._short(hardware, dtype, keys)
-            ideal *= _padded(width)
+            ideal = flops / rate * self._short(hardware, dtype, sizes.keys)
             points.append(
-                _attention_point(batch, heads, kv_heads, length, width, bool(causal))
+                _attention_point(
+                    batch, heads, kv_heads, sizes.rows, width, bool(causal)
+                )
             )
             ratios.append(seconds / ideal)
         return Correction(points, ratios)
@@ -505,8 +535,6 @@ class Pricer:
         key = memory_key(op, self._has)
         if key.startswith("batch_norm") and len(op.inputs[0].shape) > 1:
             return self._batch_norm(key, op, nbytes)
-        if key.startswith("native_group_norm"):  # by elements: measured with four bytes
-            nbytes = nbytes * 4 // tensor_bytes(_element(op.inputs[0]))
         if key.startswith("concatenate"):
             return self._concatenated(op)
         tensors = iterated(op)
@@ -521,11 +549,79 @@ class Pricer:
             seconds = _BY_NAME[base](self, op, nbytes)
         else:
             seconds = self._by_bytes(key, nbytes)
+        if base in _RESULTS:
+            seconds = max(seconds, self._results(op))
         if base in _CONTIGUOUS_INSIDE:
             for spec in op.inputs[: 1 + ("backward" in base)]:
                 if not is_contiguous(spec):
                     seconds += self._copy(spec, _contiguous(spec))
         return seconds
+
+    def _results(self, op: Op) -> float:
+        """Of a reduction of neighbours: several threads for each result, however few."""
+        if not op.inputs or not op.outputs:
+            return 0.0
+        spec, results = op.inputs[0], math.prod(op.outputs[0].shape)
+        dims = dict(op.scalars).get("dim", ())
+        dims = dims if isinstance(dims, tuple) else (dims,)
+        rank = len(spec.shape)
+        if any(not isinstance(dim, int) for dim in dims) or results <= 1:
+            return 0.0
+        steps = [spec.stride[dim % rank] for dim in dims if spec.shape[dim % rank] > 1]
+        if min(steps, default=0) != 1:
+            return 0.0
+        key = "reduction_result_index" if len(op.outputs) > 1 else "reduction_result"
+        return self.floor + results * by_clock(self.figures, f"kernels.{key}")
+
+    def _blocks(self, count: float) -> float:
+        """Seconds to start blocks of threads that do little."""
+        return self.floor + count * by_clock(self.figures, "kernels.block")
+
+    def _gathered(self, op: Op, nbytes: int) -> float:
+        """Rows of a table; a block for each, where they lie as 16 bytes do."""
+        seconds = self._by_bytes(memory_key(op, self._has), nbytes)
+        table, *indices = op.inputs
+        row = tensor_bytes(op.outputs[0]) // max(1, math.prod(op.outputs[0].shape))
+        row *= math.prod(table.shape[1:])
+        if len(indices) != 1 or not is_contiguous(table) or row % 16:
+            return seconds
+        return max(seconds, self._blocks(math.prod(indices[0].shape)))
+
+    def _scattered(self, op: Op, nbytes: int) -> float:
+        """Each element is put into a sector of its own, which is read before."""
+        target, *given = op.inputs
+        count = max((math.prod(spec.shape) for spec in given), default=0)
+        apart = 2 * count * SECTOR
+        whole = 2 * tensor_bytes(target)
+        read = sum(map(tensor_bytes, given))
+        return self._by_bytes("elementwise_2", read + min(apart, whole))
+
+    def _group_norm(self, op: Op, nbytes: int) -> float:
+        """Of rows without places: a block for each group of one; then all elements.
+
+        In backward, a block for 32 channels goes down all rows for the weights.
+        """
+        if dict(op.scalars).get("HxW") != 1:  # by elements: measured with four bytes
+            nbytes = nbytes * 4 // tensor_bytes(_element(op.inputs[0]))
+            return self._by_bytes(base_name(op.name), nbytes)
+        rows, groups = (int(str(dict(op.scalars)[name])) for name in ("N", "group"))
+        seconds = self._by_bytes("broadcast", nbytes) + self._blocks(rows * groups)
+        if "backward" in op.name:
+            seconds += rows * self.figures.number("kernels.group_norm_weights_row")
+        return seconds
+
+    def _adaptive_max_pool(self, op: Op, nbytes: int) -> float:
+        """A thread for each result goes over its places, a block for each channel."""
+        x, result = op.inputs[0], op.outputs[0]
+        places = math.prod(x.shape[-2:]) / max(1, math.prod(result.shape[-2:]))
+        blocks = math.prod(x.shape[:-2]) / (16 * self.figures.number("chip.sms"))
+        alone = math.ceil(blocks) * places * self.figures.number("kernels.pool_place")
+        return max(self._by_bytes("elementwise_1", nbytes), alone)
+
+    def _adaptive_max_pool_backward(self, op: Op, nbytes: int) -> float:
+        """Zeros, and one gradient for each result."""
+        given = 3 * tensor_bytes(op.inputs[0])
+        return self._zeros(op.outputs[0]) + self._by_bytes("elementwise_2", given)
 
     def _constant_pad(self, op: Op, nbytes: int) -> float:
         """The result is filled, and the argument copied into it; or a part is copied."""
@@ -670,6 +766,14 @@ class Pricer:
             seconds += self._by_bytes("elementwise_1", 2 * tensor_bytes(result))
         return seconds
 
+    def _cell_backward(self, op: Op, nbytes: int) -> float:
+        """Gradients of gates, and their sums for the biases: one, or a GRU's two."""
+        gates = op.outputs[0]
+        biases = sum(len(spec.shape) == 1 for spec in op.outputs)
+        summed = reduction_seconds(self.figures, gates, {0})
+        seconds = self._by_bytes("elementwise_3", nbytes)
+        return seconds + biases * max(self.floor, summed)
+
     def _zeros(self, spec: TensorSpec) -> float:
         return self._by_bytes("fill", tensor_bytes(spec))
 
@@ -791,6 +895,18 @@ class Pricer:
         of_few = self._by_bytes(key, _as_few(nbytes, channels))
         return max(self._by_bytes(f"{key}_{near}", nbytes), of_few)
 
+    def arithmetic(self, op: Op) -> float:
+        """What an operator computes, in whatever kernel: not less than this.
+
+        Tables are of two bytes an element, and of kernels that computing bounds.
+        """
+        key = _ARITHMETIC.get(base_name(op.name))
+        if key is None or not op.inputs:
+            return 0.0
+        tensors = 3 if key.endswith("_backward") else 2
+        elements = max(math.prod(spec.shape) for spec in op.inputs)
+        return self._by_bytes(key, tensors * _ITEM * elements)
+
     def fused(self, nbytes: int) -> float:
         """A kernel of ``torch.compile`` that moves these bytes."""
         return self._by_bytes("elementwise_2", nbytes)
@@ -853,6 +969,17 @@ _BY_NAME: Mapping[str, Callable[[Pricer, Op, int], float]] = {
     "embedding_dense_backward": Pricer._embedding_backward,
     "_embedding_bag_backward": Pricer._bag_backward,
     "_embedding_bag_dense_backward": Pricer._bag_backward,
+    "_thnn_fused_gru_cell_backward": Pricer._cell_backward,
+    "_thnn_fused_lstm_cell_backward_impl": Pricer._cell_backward,
+    "native_group_norm": Pricer._group_norm,
+    "native_group_norm_backward": Pricer._group_norm,
+    "index": Pricer._gathered,
+    "index_select": Pricer._gathered,
+    "embedding": Pricer._gathered,
+    "scatter": Pricer._scattered,
+    "scatter_": Pricer._scattered,
+    "adaptive_max_pool2d": Pricer._adaptive_max_pool,
+    "adaptive_max_pool2d_backward": Pricer._adaptive_max_pool_backward,
     "select_backward": Pricer._part_backward,
     "slice_backward": Pricer._part_backward,
     "roll": Pricer._roll,
@@ -1029,6 +1156,7 @@ class _Rates(NamedTuple):
     memory: float
     sms: int
     item: int
+    split_depth: int = _SPLIT_DEPTH
 
 
 def _rates(figures: Figures, hardware: Hardware, dtype: str) -> _Rates:
@@ -1050,6 +1178,7 @@ def _rates(figures: Figures, hardware: Hardware, dtype: str) -> _Rates:
         memory=hardware.number("bandwidth.memory"),
         sms=int(hardware.number("chip.sms")),
         item={"float8": 1, "float32": 4, "tf32": 4, "float64": 8}.get(dtype, 2),
+        split_depth=_SPLIT_DEPTH if dtype in _ON_TENSOR_CORES else _SPLIT_DEPTH_SINGLE,
     )
 
 
@@ -1086,21 +1215,35 @@ def _ideal_matmul(
     flops = 2.0 * batch * m * n * k
     nbytes = rates.item * (_factors(shape) if elements is None else elements)
     filled = 0.0
+    smallest = batch * math.ceil(m / 64) * math.ceil(n / 64)
+    split = rates.split_depth if smallest < rates.sms else _SPLIT_DEPTH
     for rows, columns, part in tiles:
         count = batch * math.ceil(m / rows) * math.ceil(n / columns)
         waves = math.ceil(count / rates.sms)
         used = batch * m * n / (rows * columns) / (waves * rates.sms)
         if waves == 1:  # the depth is split where tiles are few
-            used = max(used, min(1.0, used * max(1, k // 1024)))
+            used = max(used, min(1.0, used * max(1, k // split)))
         filled = max(filled, used * part)
     computing: float = flops / (rates.achieved * max(filled, 1e-3))
     moving: float = nbytes / rates.memory
     return float((computing**_CORNER + moving**_CORNER) ** (1 / _CORNER))
 
 
-def _padded(width: float) -> float:
-    """How much more attention takes than its operations, with few channels in a head."""
-    return max(1.0, _WIDTH / width)
+class _Sizes(NamedTuple):
+    """Of one head of attention: queries, keys, and channels."""
+
+    rows: float
+    keys: float
+    width: float
+
+    def in_tiles(self, tile: int) -> "_Sizes":
+        """What is computed: whole tiles, and no fewer channels than a tile has."""
+        rows, keys = (tile * math.ceil(each / tile) for each in self[:2])
+        return _Sizes(rows, keys, max(_WIDTH, self.width))
+
+
+def _attention_tile(table: str, direction: str) -> int:
+    return 1 if "efficient" in table else _ATTENTION_TILES[direction]
 
 
 def _matmul_point(layout: int, shape: tuple[int, int, int, int]) -> tuple[float, ...]:

@@ -4,6 +4,7 @@ Operators of one ``torch.compile`` region that follow each other are one kernel:
 what comes from outside and writes what somebody else reads.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -13,9 +14,11 @@ from torchspmd.predict.operators import Cost, Pricer
 from torchspmd.predict.timeline import Item, Kind, mark_places
 from torchspmd.predict.traffic import base_name, tensor_bytes
 from torchspmd.rehearse.recording import (
+    Alloc,
     Category,
     Comm,
     Event,
+    Free,
     MarkKind,
     Node,
     Op,
@@ -201,14 +204,16 @@ def _fused(
         if isinstance(event := events[place], Op | Comm)
         for spec in event.inputs
     }
+    memory = _Memory.of(events, places)
     for run in _kernels(events, places, pricer):
         ops = [event for place in run if isinstance(event := events[place], Op)]
         cost = pricer.price(ops[0])
         if cost.kind == "memory":
-            nbytes = _outside_bytes(ops, run[-1], last_use, recording)
+            nbytes = _outside_bytes(ops, run, last_use, recording, memory)
             more = _read_again(ops)
             nbytes += sum(more)
-            seconds = pricer.fused(nbytes) + len(more) * pricer.floor
+            seconds = max(pricer.fused(nbytes), *map(pricer.arithmetic, ops))
+            seconds += len(more) * pricer.floor
             cost = Cost(seconds, nbytes, 0.0, "memory", 1 + len(more))
         costs[run[0]] = cost
     return costs
@@ -268,14 +273,75 @@ def _hands_gradient(event: Op | Comm) -> bool:
     return isinstance(event, Op) and event.node is Node.GRADIENT
 
 
+def _in_forward(op: Op) -> bool:
+    return not op.views and op.site.phase not in _BACKWARD
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """What forward of compiled regions has in memory; backward computes the rest again.
+
+    Attributes:
+        makers: The operator of a region's forward that made a storage.
+        lives: Places between which a storage of those is in memory.
+    """
+
+    makers: dict[int, Op]
+    lives: dict[int, tuple[int, float]]
+
+    @classmethod
+    def of(cls, events: Sequence[Event], places: range) -> "_Memory":
+        makers: dict[int, Op] = {}
+        lives: dict[int, tuple[int, float]] = {}
+        for place in places:
+            match events[place]:
+                case Op(region=int()) as op if _in_forward(op):
+                    read = {spec.storage for spec in op.inputs}
+                    for spec in op.outputs:
+                        if spec.storage not in read:  # no view, and not in place
+                            makers.setdefault(spec.storage, op)
+                case Alloc(storage=storage):
+                    lives[storage] = (place, math.inf)
+                case Free(storage=storage) if storage in lives:
+                    lives[storage] = (lives[storage][0], place)
+        return cls(makers, lives)
+
+    def has(self, storage: int, place: int) -> bool:
+        if storage not in self.makers:
+            return True
+        begin, end = self.lives.get(storage, (math.inf, math.inf))
+        return begin <= place <= end
+
+    def is_made(self, storage: int) -> bool:
+        """Whether it is in memory at all."""
+        return storage not in self.makers or storage in self.lives
+
+    def read(self, spec: TensorSpec, place: int) -> Iterator[TensorSpec]:
+        """What a kernel reads that wants a tensor: it, or what it is computed from."""
+        seen, wanted = set(), [spec]
+        while wanted:
+            each = wanted.pop()
+            if self.has(each.storage, place):
+                yield each
+            elif each.storage not in seen:
+                seen.add(each.storage)
+                wanted += self.makers[each.storage].inputs
+
+
 def _outside_bytes(
-    ops: Sequence[Op], end: int, last_use: dict[int, int], recording: Recording
+    ops: Sequence[Op],
+    run: Sequence[int],
+    last_use: dict[int, int],
+    recording: Recording,
+    memory: _Memory,
 ) -> int:
     made: dict[int, TensorSpec] = {}
     read: dict[int, TensorSpec] = {}
     for op in ops:
-        for spec in op.inputs:
-            if spec.storage not in made:
+        for wanted in op.inputs:
+            if wanted.storage in made:
+                continue
+            for spec in memory.read(wanted, run[0]):
                 known = read.get(spec.storage)
                 if known is None or tensor_bytes(spec) > tensor_bytes(known):
                     read[spec.storage] = spec
@@ -285,6 +351,7 @@ def _outside_bytes(
     for storage, spec in made.items():
         info = recording.storages.get(storage)
         lasts = info is not None and info.category in _LASTING
-        if lasts or last_use.get(storage, -1) > end or storage < 0:
+        is_read = last_use.get(storage, -1) > run[-1]
+        if lasts or storage < 0 or (is_read and memory.is_made(storage)):
             written += tensor_bytes(spec)
     return sum(map(tensor_bytes, read.values())) + written

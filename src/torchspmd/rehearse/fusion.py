@@ -8,6 +8,7 @@ of their own read it; where a chain begins with something smaller than its end, 
 beginning is kept for backward, and not the end.
 """
 
+import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
@@ -40,6 +41,9 @@ _FUSED = frozenset(
     constant_pad_nd repeat tril triu scalar_tensor
     """.split()
 )
+# Views that torch does not call so.
+_VIEWS = frozenset({"aten._unsafe_view.default", "aten._reshape_alias.default"})
+_CAST = "aten._to_copy.default"
 _SMALL = 1 << 16  # results of reductions stay
 _DEPTH = 40  # of a chain
 
@@ -55,6 +59,10 @@ def _is_fused(name: str) -> bool:
     return operator is not None and torch.Tag.pointwise in operator.tags
 
 
+def _is_view(op: Op) -> bool:
+    return op.views or op.name in _VIEWS
+
+
 @dataclass(slots=True)
 class _Life:
     """One storage that a compiled region made."""
@@ -64,6 +72,7 @@ class _Life:
     begin: int  # places in the events
     maker: Op
     end: int | None = None
+    last: int = -1  # where the last copy of the same is freed
     readers: list[tuple[int, Op]] = field(default_factory=list)
 
 
@@ -74,6 +83,12 @@ class _Fusion:
         self._dropped: set[int] = set()
         self._kept_until: dict[int, int] = {}
         self._ends: dict[int, int] = {}  # other places of frees than the recorded ones
+        self._copies: dict[object, int] = {}  # storages of copies, by what they are of
+        self._same: dict[int, int] = {}  # the first copy, of those that are made again
+        # Of each region: places and operators of forward that read a storage.
+        self._readers: defaultdict[tuple[int, int], list[tuple[int, Op]]]
+        self._readers = defaultdict(list)
+        self._kernels: dict[tuple[int, int], float] = {}  # see _first_kernel
         # Events to put behind those of a place.
         self.after: defaultdict[int, list[Event]] = defaultdict(list)
         self.removed: set[int] = set()
@@ -86,10 +101,17 @@ class _Fusion:
             match event:
                 case Op():
                     operators[event.number] = event
+                    self._note_reader(place, event)
+                    self._note_copy(event)
                     for spec in event.inputs:
-                        life = self._lives.get(spec.storage)
-                        if life is not None and not event.views:
+                        life = self._lives.get(self._first(spec.storage))
+                        if life is not None and not _is_view(event):
                             life.readers.append((place, event))
+                case Alloc() | Free() if event.storage in self._same:
+                    self.removed.add(place)
+                    life = self._lives[self._same[event.storage]]
+                    if isinstance(event, Free) and life.end is not None:
+                        life.last = max(life.last, place)
                 case Alloc(workspace=False):
                     maker = operators.get(event.op)
                     if event.storage in self._lives:
@@ -102,6 +124,32 @@ class _Fusion:
                     self._lives[event.storage].end = place
         for storage in several:
             del self._lives[storage]
+
+    def _first(self, storage: int) -> int:
+        return self._same.get(storage, storage)
+
+    def _note_copy(self, op: Op) -> None:
+        """Whole tensors that are cast for several products, as under autocast: once."""
+        if op.region is None or op.name != _CAST or op.site.phase is Phase.BACKWARD:
+            return
+        (source, *_), (result, *_) = op.inputs, op.outputs
+        first = self._first(source.storage)
+        life = self._lives.get(first)
+        if life is None or len({life.maker.outputs[0].shape, source.shape}) > 1:
+            return  # perhaps a part of it
+        key = (op.region, first, source.shape, source.stride, result.dtype)
+        known = self._copies.setdefault(key, result.storage)
+        storages = self._recording.storages
+        if known not in self._lives or storages[result.storage].returned:
+            return
+        self._same[result.storage] = known
+        storages[known].saved |= storages[result.storage].saved
+
+    def _note_reader(self, place: int, op: Op) -> None:
+        if op.region is None or _is_view(op) or op.site.phase is Phase.BACKWARD:
+            return
+        for spec in op.inputs:
+            self._readers[op.region, self._first(spec.storage)].append((place, op))
 
     def drop_workspaces(self) -> None:
         """Fused code takes nothing for itself of what the kernels that it replaces take."""
@@ -153,13 +201,51 @@ class _Fusion:
         assert life.end is not None
         if any(op.site.phase is Phase.BACKWARD for _, op in self._hard(life)):
             return False  # it would be written to memory there: nothing is won
+        if self._reads_far_apart(life):
+            return False
         needed = self._sources(life.maker, _DEPTH)
         if needed is None or sum(each.nbytes for each in needed.values()) > life.nbytes:
             return False
         for source in needed.values():
             until = max(self._kept_until.get(source.storage, 0), life.end)
             self._kept_until[source.storage] = until
+            self._bring_back(source)
         return True
+
+    def _reads_far_apart(self, life: _Life) -> bool:
+        """Whether it is made from what a product in front of it was made from, too.
+
+        Such is the sum of a residual connection. Torch's partitioner computes none of these
+        again (``ban_recompute_used_far_apart``): each would need the one before, and the
+        first of a model would be computed again for all.
+        """
+        region = life.maker.region
+        return region is not None and any(
+            self._first_kernel(region, spec.storage) < life.begin
+            for spec in life.maker.inputs
+        )
+
+    def _first_kernel(self, region: int, storage: int) -> float:
+        """Place of the first operator behind a storage that is not fused."""
+        key = (region, storage)
+        if key not in self._kernels:
+            self._kernels[key] = math.inf  # an operator that writes over its argument
+            self._kernels[key] = min(
+                (
+                    self._first_kernel_of(region, place, op)
+                    for place, op in self._readers[key]
+                ),
+                default=math.inf,
+            )
+        return self._kernels[key]
+
+    def _first_kernel_of(self, region: int, place: int, reader: Op) -> float:
+        if not _is_fused(reader.name):
+            return place
+        written = (spec.storage for spec in reader.outputs)
+        return min(
+            (self._first_kernel(region, each) for each in written), default=math.inf
+        )
 
     def _sources(self, maker: Op, depth: int) -> dict[int, _Life] | None:
         """What is not kept and has to be, to compute again; None: too much."""
@@ -178,6 +264,9 @@ class _Fusion:
             if not _is_fused(life.maker.name):
                 needed[life.storage] = life
                 continue
+            if self._reads_far_apart(life):
+                needed[life.storage] = life
+                continue
             further = self._sources(life.maker, depth - 1)
             if further is None:
                 return None
@@ -192,12 +281,21 @@ class _Fusion:
         else:
             self._remove(life)
 
+    def _bring_back(self, life: _Life) -> None:
+        """It was let go before something was found to be computed from it."""
+        self._dropped.discard(life.storage)
+        self._ends.pop(life.storage, None)
+        self.removed -= {life.begin, life.end}
+
     def _remove(self, life: _Life) -> None:
         assert life.end is not None
         self.removed |= {life.begin, life.end}
 
     def place_frees(self) -> None:
         """Frees where the last kernel reads; before a kernel that writes over its input."""
+        for storage, life in self._lives.items():
+            if life.last > (life.end or 0) and life.begin not in self.removed:
+                self._ends.setdefault(storage, life.last)
         for storage, until in self._kept_until.items():
             life = self._lives[storage]
             if life.end is not None and life.end < until:
@@ -253,7 +351,9 @@ class _Fusion:
         hard = [
             place
             for place, event in enumerate(self._recording.events)
-            if isinstance(event, Op) and not event.views and not _is_fused(event.name)
+            if isinstance(event, Op)
+            and not _is_view(event)
+            and not _is_fused(event.name)
         ]
         ends: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         for life in self._lives.values():

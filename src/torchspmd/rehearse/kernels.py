@@ -40,6 +40,8 @@ def cuda_kernels(note: Callable[[str], None]) -> Iterator[None]:
             "dropout": _dropout,
             "group_norm": _group_norm,
             "ctc_loss.Tensor": _ctc_loss,
+            "pixel_shuffle": _pixel_shuffle,
+            "pixel_unshuffle": _pixel_unshuffle,
             **recurrent_kernels(),
         }
         if hasattr(_aten, "_fused_rms_norm"):
@@ -345,6 +347,47 @@ def _ctc_loss(
     if reduction == 1:
         return (losses / target_lengths.to(losses.device).clamp_min(1)).mean()
     return losses.sum() if reduction == 2 else losses
+
+
+def _pixel_shuffle(self: torch.Tensor, upscale_factor: int) -> Any:
+    return _Shuffled.apply(self, upscale_factor, True)
+
+
+def _pixel_unshuffle(self: torch.Tensor, downscale_factor: int) -> Any:
+    return _Shuffled.apply(self, downscale_factor, False)
+
+
+class _Shuffled(torch.autograd.Function):
+    """CUDA copies over six dimensions, and the result has channels first."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: int, up: bool) -> torch.Tensor:
+        ctx.factor, ctx.up = factor, up
+        with _torch.below_autograd():
+            return _shuffled(x, factor, up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        with _torch.below_autograd():
+            return _shuffled(grad, ctx.factor, not ctx.up), None, None
+
+
+def _shuffled(x: torch.Tensor, factor: int, up: bool) -> torch.Tensor:
+    *first, channels, height, width = x.shape
+    kept = range(len(first) + 1)
+    last = len(first) + 1
+    if up:
+        parts = x.reshape(*first, channels // factor**2, factor, factor, height, width)
+        moved = parts.permute(*kept, last + 2, last, last + 3, last + 1)
+        sizes = (channels // factor**2, height * factor, width * factor)
+    else:
+        parts = x.reshape(
+            *first, channels, height // factor, factor, width // factor, factor
+        )
+        moved = parts.permute(*kept, last + 1, last + 3, last, last + 2)
+        sizes = (channels * factor**2, height // factor, width // factor)
+    copied = moved.clone(memory_format=torch.contiguous_format)
+    return copied.view(*first, *sizes)
 
 
 def _rms_norm(

@@ -1,6 +1,7 @@
 """Recurrent layers as cuDNN runs them: one operator for all layers and time steps.
 
-On a CPU torch writes them out, layer by layer or operator by operator for each time step.
+On a CPU torch writes them out, layer by layer or operator by operator for each time step;
+cells too, whose gates are one kernel on CUDA.
 """
 
 import math
@@ -25,6 +26,8 @@ def recurrent_kernels() -> dict[str, Callable[..., Any]]:
     return {
         **{f"{name}.input": _kernel(name) for name in _MODES},
         **{f"{name}.data": _packed_kernel(name) for name in _MODES},
+        "lstm_cell": _lstm_cell,
+        "gru_cell": _gru_cell,
     }
 
 
@@ -211,4 +214,82 @@ def _backward_of(
     return torch.empty_like(input), torch.empty_like(hx), of_cell, of_weights
 
 
-META_KERNELS: dict[str, Callable[..., Any]] = {"_cudnn_rnn_backward": _backward_of}
+# ----------------------------------------------------------------------------
+# Cells
+
+
+def _lstm_cell(
+    input: torch.Tensor, hx: Sequence[torch.Tensor], *weights: torch.Tensor | None
+) -> Any:
+    if not _torch.is_device_tensor(input):
+        return _aten.lstm_cell.default.decompose(input, hx, *weights)
+    of_input, of_state, (state,), biases = _gates(input, hx[0], hx[1:], weights)
+    fused = _aten._thnn_fused_lstm_cell.default
+    hy, cy, _ = fused(of_input, of_state, state, *biases)
+    return hy, cy
+
+
+def _gru_cell(
+    input: torch.Tensor, hx: torch.Tensor, *weights: torch.Tensor | None
+) -> Any:
+    if not _torch.is_device_tensor(input):
+        return _aten.gru_cell.default.decompose(input, hx, *weights)
+    of_input, of_state, (state,), biases = _gates(input, hx, (hx,), weights)
+    hy, _ = _aten._thnn_fused_gru_cell.default(of_input, of_state, state, *biases)
+    return hy
+
+
+def _gates(
+    input: torch.Tensor,
+    hx: torch.Tensor,
+    states: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor | None],
+) -> tuple[Any, ...]:
+    """Two products; and what the kernel behind them reads beside those."""
+    tensors = [input, hx, *states, *(each for each in weights if each is not None)]
+    if torch.is_autocast_enabled("cuda"):
+        dtype = torch.get_autocast_dtype("cuda")
+        tensors = [each.to(dtype) for each in tensors]
+    input, hx, *rest = tensors
+    states, (of_input, of_state, *biases) = rest[: len(states)], rest[len(states) :]
+    return input @ of_input.t(), hx @ of_state.t(), states, biases
+
+
+def _fused_lstm(gates: torch.Tensor, _: Any, cx: torch.Tensor, *biases: Any) -> Any:
+    return torch.empty_like(cx), torch.empty_like(cx), torch.empty_like(gates)
+
+
+def _fused_lstm_backward(
+    grad_hy: torch.Tensor | None,
+    grad_cy: torch.Tensor | None,
+    cx: torch.Tensor,
+    cy: torch.Tensor,
+    workspace: torch.Tensor,
+    has_bias: bool,
+) -> Any:
+    of_bias = workspace.new_empty(workspace.size(1)) if has_bias else None
+    return torch.empty_like(workspace), torch.empty_like(cx), of_bias
+
+
+def _fused_gru(gates: torch.Tensor, _: Any, hx: torch.Tensor, *biases: Any) -> Any:
+    return torch.empty_like(hx), hx.new_empty(hx.size(0), 5 * hx.size(1))
+
+
+def _fused_gru_backward(
+    grad_hy: torch.Tensor, workspace: torch.Tensor, has_bias: bool
+) -> Any:
+    rows, hidden = grad_hy.shape
+    gates = [workspace.new_empty(rows, 3 * hidden) for _ in range(2)]
+    of_biases = [
+        workspace.new_empty(3 * hidden) if has_bias else None for _ in range(2)
+    ]
+    return *gates, torch.empty_like(grad_hy), *of_biases
+
+
+META_KERNELS: dict[str, Callable[..., Any]] = {
+    "_cudnn_rnn_backward": _backward_of,
+    "_thnn_fused_lstm_cell": _fused_lstm,
+    "_thnn_fused_lstm_cell_backward_impl": _fused_lstm_backward,
+    "_thnn_fused_gru_cell": _fused_gru,
+    "_thnn_fused_gru_cell_backward": _fused_gru_backward,
+}

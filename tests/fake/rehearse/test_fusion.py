@@ -3,6 +3,10 @@
 import torch
 from torch import nn
 
+from torchspmd.predict.figures import Figures
+from torchspmd.predict.hardware import load_gpu
+from torchspmd.predict.operators import Pricer
+from torchspmd.predict.program import price_events
 from torchspmd.rehearse.recording import Alloc, Free, Op, Phase
 
 ROWS, WIDTH = 256, 512
@@ -66,6 +70,120 @@ def test_what_a_product_of_backward_reads_is_kept(rehearse):
         "aten.gelu.default",
         "aten.addmm.default",
     ]
+
+
+class Residual(nn.Module):
+    """Products in 16 bits beside a stream of 32."""
+
+    def __init__(self):
+        super().__init__()
+        self.ups = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        for up in self.ups:
+            x = x + up(nn.functional.rms_norm(x, (WIDTH,), self.weight))
+        return x.sum()
+
+
+def kept_for_backward(recording):
+    """Operators and bytes of what forward leaves in memory when backward begins."""
+    makers, live = {}, {}
+    for event in recording.events:
+        match event:
+            case Op():
+                makers[event.number] = event.name
+                if event.site.phase is Phase.BACKWARD:
+                    break
+            case Alloc() if event.site.phase is Phase.FORWARD:
+                live[event.storage] = (makers.get(event.op), event.nbytes)
+            case Free():
+                live.pop(event.storage, None)
+    return list(live.values())
+
+
+def test_sums_of_residual_connections_are_kept_not_their_products(rehearse):
+    """As torch's partitioner has it: those used far apart are not computed again."""
+    with rehearse() as recording:
+        x = torch.randn(ROWS, WIDTH, device="cuda", requires_grad=True)
+        module = torch.compile(Residual().cuda())
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = module(x)
+        loss.backward()
+    kept = kept_for_backward(recording)
+    assert kept.count(("aten.add.Tensor", LARGE)) == 2  # the third is summed up at once
+    assert ("aten.addmm.default", LARGE // 2) not in kept
+
+
+def test_a_sum_that_is_saved_in_more_bytes_is_kept_in_its_own(rehearse):
+    """Norms that are written out save 32 bits of a stream in 16."""
+
+    def normed(x):
+        wide = x.float()
+        return (wide * wide.pow(2).mean(-1, keepdim=True).rsqrt()).to(x.dtype)
+
+    class Written(Residual):
+        def forward(self, x):
+            for up in self.ups:
+                x = x + up(normed(x))
+            return x.sum()
+
+    with rehearse() as recording:
+        x = torch.randn(
+            ROWS, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True
+        )
+        torch.compile(Written().cuda().bfloat16())(x).backward()
+    kept = kept_for_backward(recording)
+    assert kept.count(("aten.add.Tensor", LARGE // 2)) == 2
+    assert ("aten._to_copy.default", LARGE) not in kept
+
+
+def test_a_tensor_that_several_products_read_is_cast_once(rehearse):
+    class Three(Residual):
+        def forward(self, x):
+            x = x.relu() * self.weight
+            return sum(up(x) for up in self.ups).sum()
+
+    with rehearse() as recording:
+        x = torch.randn(ROWS, WIDTH, device="cuda", requires_grad=True)
+        module = torch.compile(Three().cuda())
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = module(x)
+        loss.backward()
+    kept = kept_for_backward(recording)
+    assert kept.count(("aten._to_copy.default", LARGE // 2)) == 1
+    live = set()
+    for event in recording.events:
+        if isinstance(event, Alloc):
+            assert event.storage not in live
+            live.add(event.storage)
+        elif isinstance(event, Free):
+            live.remove(event.storage)
+
+
+def test_kernels_move_what_is_in_memory_and_compute_the_rest_again(rehearse):
+    down = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def mlp(x):
+        return down.to(x.device)((x.relu() * 2 + 1).sigmoid().square()).sum()
+
+    recording = run(rehearse, mlp, compiled=True)
+    pricer = Pricer(Figures(load_gpu("h200")))
+    program = price_events(recording, pricer, range(len(recording.events)))
+    moved = {
+        (op.site.phase, op.name): cost.nbytes
+        for place, cost in program.costs.items()
+        if isinstance(op := recording.events[place], Op) and cost.kind == "memory"
+    }
+    # The product is read, and what the next one reads is written: no mask, no sigmoid.
+    assert moved[Phase.FORWARD, "aten.relu.default"] == 2 * LARGE
+    # A gradient and the product are read, and a gradient is written.
+    (backward,) = (
+        nbytes
+        for (phase, name), nbytes in moved.items()
+        if phase is Phase.BACKWARD and nbytes > 2 * LARGE
+    )
+    assert 3 * LARGE <= backward < 4.1 * LARGE  # perhaps with the sum for a bias
 
 
 def test_every_allocation_is_freed_once(rehearse):

@@ -667,6 +667,61 @@ def test_recurrent_layers_are_one_operator_as_on_cuda(rehearse, layer, options):
     assert not [name for name in names if "mm" in name or "mkldnn" in name]
 
 
+@pytest.mark.parametrize("shape", [(2, 8, 6, 4), (8, 6, 4), (2, 3, 8, 6, 4)])
+def test_shuffled_pixels_are_a_copy_with_channels_first_as_on_cuda(rehearse, shape):
+    with rehearse() as recording:
+        x = torch.empty(shape, device="cuda")
+        if len(shape) == 4:
+            x = x.to(memory_format=torch.channels_last)
+        x.requires_grad_()
+        up = torch.nn.functional.pixel_shuffle(x, 2)
+        down = torch.nn.functional.pixel_unshuffle(up, 2)
+        assert up.is_contiguous() and down.is_contiguous()
+        down.sum().backward()
+        assert x.grad.shape == down.shape == x.shape
+    assert up.shape == (*shape[:-3], 2, 12, 8)
+    names = [op.name for op in operators_of(recording)]
+    assert names.count("aten.clone.default") == 4
+    assert not [name for name in names if "pixel" in name]
+    plain = torch.arange(32.0).reshape(1, 8, 2, 2).requires_grad_()
+    expected = torch.nn.functional.pixel_shuffle(plain, 2)
+    with rehearse():  # tensors of the host keep their values
+        found = torch.nn.functional.pixel_shuffle(plain, 2)
+        (back,) = torch.autograd.grad(found, plain, found.detach())
+    assert torch.equal(found, expected) and torch.equal(back, plain)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", ["lstm", "gru"])
+def test_cells_have_one_kernel_for_their_gates_as_on_cuda(rehearse, name, autocast):
+    cell = {"lstm": nn.LSTMCell, "gru": nn.GRUCell}[name]
+    with rehearse() as recording:
+        model = cell(8, 16).cuda()
+        x = torch.empty(3, 8, device="cuda", requires_grad=True)
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            found = model(x)
+        state = found if name == "gru" else found[0]
+        assert state.shape == (3, 16)
+        state.float().sum().backward()
+        grads = [tuple(p.grad.shape) for p in model.parameters()]
+        assert grads == [tuple(p.shape) for p in model.parameters()]
+        assert x.grad.shape == x.shape
+    assert cell(8, 16)(torch.zeros(3, 8))[0] is not None  # a CPU's own again
+    operators = operators_of(recording)
+    names = [op.name for op in operators]
+    (fused,) = [
+        op for op in operators if op.name == f"aten._thnn_fused_{name}_cell.default"
+    ]
+    assert {each.dtype for each in fused.inputs} == {
+        "bfloat16" if autocast else "float32"
+    }
+    assert sum(f"_thnn_fused_{name}_cell_backward" in name_ for name_ in names) == 1
+    assert (
+        names.count("aten.mm.default") == 2 + 2 + 1
+    )  # the first state has no gradient
+    assert not [each for each in names if "sigmoid" in each or "tanh" in each]
+
+
 def test_recurrent_layers_under_autocast_are_in_16_bits(rehearse):
     with rehearse() as recording, torch.autocast("cuda", dtype=torch.bfloat16):
         model = nn.LSTM(8, 16).cuda()

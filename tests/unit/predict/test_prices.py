@@ -640,6 +640,171 @@ def test_attention_of_few_channels_is_no_quicker():
     assert seconds(pricer, name, (q, q, q), (q,)) == pytest.approx(61e-6, rel=0.3)
 
 
+def test_attention_computes_whole_tiles():
+    pricer = Pricer(Figures(load_gpu("h200")))
+
+    def price(keys, heads=12, direction=""):
+        q = tensor(4704, heads, keys, 64)
+        name = f"_scaled_dot_product_flash_attention{direction}.default"
+        inputs = (q,) * (4 if direction else 3)
+        return pricer.price(operator(name, inputs, (q,), is_causal=False))
+
+    # In a step of TimeSformer on an H200: a patch in eight frames.
+    assert price(8).seconds == pytest.approx(934e-6, rel=0.02)
+    backward = price(8, direction="_backward")
+    assert backward.seconds == pytest.approx(1531e-6, rel=0.02)
+    # Not measured: as long for any number of keys in a tile.
+    assert price(32).seconds == pytest.approx(price(8).seconds)
+    assert price(16, heads=6).seconds == pytest.approx(price(8).seconds / 2, rel=0.1)
+    # What fills a tile up draws no power.
+    assert price(8).busy == pytest.approx(price(128).busy / 256)
+
+
+def test_masks_in_attention_take_time():
+    pricer = Pricer(Figures(load_gpu("h200")))
+    q = tensor(64, 8, 128, 64)
+    plain, masked = (
+        seconds(
+            pricer, f"_scaled_dot_product_{kernel}_attention.default", (q,) * 3, (q,)
+        )
+        for kernel in ("flash", "cudnn")
+    )
+    assert masked == pytest.approx(1.2 * plain)
+
+
+def test_products_with_vectors_take_as_long_as_their_bytes():
+    pricer = Pricer(Figures(load_gpu("h200")))
+    # Microseconds in steps on an H200, in 32 bits.
+    for m, n, k, measured in (
+        (5120, 1, 512, 5.2),
+        (5120, 512, 1, 6.5),
+        (524288, 1, 128, 99.9),
+        (1, 128, 524288, 77.7),
+        (256, 1, 256, 3.3),
+    ):
+        found = 1e6 * pricer.price(product(m, n, k, "float32")).seconds
+        assert found == pytest.approx(measured, rel=0.3), (m, n, k)
+
+
+def test_small_products_in_single_precision_split_their_depth():
+    pricer = Pricer(Figures(load_gpu("h200")))
+    # Microseconds in a step on an H200.
+    for m, n, k, measured in ((128, 1280, 1536, 21.3), (128, 1536, 1280, 22.1)):
+        found = 1e6 * pricer.price(product(m, n, k, "float32")).seconds
+        assert found == pytest.approx(measured, rel=0.25), (m, n, k)
+
+
+def test_few_neighbours_of_many_results_take_longer_than_their_bytes():
+    """Microseconds in a step of DGCNN on an H200; others are of the same kernels."""
+    pricer = Pricer(Figures(load_gpu("h200")))
+
+    def reduced(name, channels, width, results, step=1):
+        x = tensor(32, channels, 1024, width, dtype="float32")
+        if step > 1:  # the places of the neighbours are far from each other
+            x = tensor(32, channels, width, 1024, dtype="float32")
+        outputs = (tensor(32, channels, 1024, dtype="float32"),) * results
+        dim = -1 if step == 1 else 2
+        return 1e6 * seconds(pricer, name, (x,), outputs, dim=dim)
+
+    assert reduced("max.dim", 256, 20, 2) == pytest.approx(1804, rel=0.05)
+    assert reduced("max.dim", 64, 20, 2) == pytest.approx(453, rel=0.05)
+    assert reduced("sum.dim_IntList", 64, 20, 1) == pytest.approx(296, rel=0.05)
+    # Of many neighbours and of those apart, bytes tell all.
+    assert reduced("max.dim", 2, 1024, 2) < 100
+    assert reduced("max.dim", 256, 20, 2, step=1024) < 400
+
+
+def test_rows_that_are_gathered_have_a_block_each():
+    pricer = Pricer(Figures(load_gpu("h200")))
+    where = tensor(655360, dtype="int64")
+
+    def gathered(name, width):
+        table, rows = (
+            tensor(count, width, dtype="float32") for count in (32768, 655360)
+        )
+        return 1e6 * seconds(pricer, name, (table, where), (rows,))
+
+    # In a step of DGCNN on an H200.
+    assert gathered("index.Tensor", 64) == pytest.approx(396, rel=0.05)
+    assert gathered("index.Tensor", 128) == pytest.approx(396, rel=0.05)
+    assert gathered("index.Tensor", 3) < 50  # not 16 bytes: another kernel
+    assert gathered("embedding.default", 64) == gathered("index.Tensor", 64)
+
+
+def test_elements_that_are_scattered_touch_whole_sectors():
+    pricer = Pricer(Figures(load_gpu("h200")))
+    target = tensor(32, 256, 1024, 20, dtype="float32")
+    where = tensor(32, 256, 1024, 1, dtype="int64")
+    source = tensor(32, 256, 1024, 1, dtype="float32")
+    op = operator("scatter_.src", (target, where, source), (target,), dim=-1)
+    plain = pricer.price(op).nbytes / 4.8e12
+    assert pricer.price(op).seconds > 2 * plain
+
+
+def test_group_norms_of_rows_go_down_all_of_them_for_their_weights():
+    """In a step of a retentive network on an H200: 144 and 638 us."""
+    pricer = Pricer(Figures(load_gpu("h200")))
+    x, weight, moments = tensor(16384, 1024), tensor(1024), tensor(16384, 8)
+    facts = {"N": 16384, "C": 1024, "HxW": 1, "group": 8}
+    forward = seconds(
+        pricer,
+        "native_group_norm.default",
+        (x, weight, weight),
+        (x, moments, moments),
+        **facts,
+    )
+    backward = seconds(
+        pricer,
+        "native_group_norm_backward.default",
+        (x, x, moments, moments, weight),
+        (x, weight, weight),
+        **facts,
+    )
+    assert forward == pytest.approx(144e-6, rel=0.2)
+    assert backward == pytest.approx(638e-6, rel=0.1)
+
+
+def test_adaptive_maxima_are_found_by_one_thread_each():
+    pricer = Pricer(Figures(load_gpu("h200")))
+    x, result = (tensor(32, 1024, 1, size, dtype="float32") for size in (1024, 1))
+    where = tensor(32, 1024, 1, 1, dtype="int64")
+    found = seconds(pricer, "adaptive_max_pool2d.default", (x,), (result, where))
+    assert found == pytest.approx(570e-6, rel=0.1)  # in a step of DGCNN on an H200
+    name = "adaptive_max_pool2d_backward.default"
+    assert seconds(pricer, name, (result, x, where), (x,)) < 1e-4
+    assert is_known(f"aten.{name}")
+
+
+def test_a_fused_kernel_takes_no_less_than_its_arithmetic():
+    """Microseconds of Triton's kernels in steps on an H200."""
+    pricer = Pricer(Figures(load_gpu("h200")))
+
+    def computed(name, *shape):
+        x = tensor(*shape, dtype="float32")
+        return 1e6 * pricer.arithmetic(operator(f"{name}.default", (x,), (x,)))
+
+    assert computed("gelu", 37632, 3072) == pytest.approx(167, rel=0.15)
+    assert computed("gelu_backward", 37632, 3072) == pytest.approx(226, rel=0.15)
+    for name in ("_log_softmax", "_log_softmax_backward_data"):
+        assert computed(name, 16384, 50304) == pytest.approx(1366, rel=0.1)
+    assert computed("relu", 37632, 3072) == 0
+
+
+def test_gradients_of_cells_are_summed_up_for_their_biases():
+    pricer = Pricer(Figures(load_gpu("h200")))
+    state, kept, gates, bias = (
+        tensor(*shape, dtype="float32")
+        for shape in ((128, 512), (128, 2560), (128, 1536), (1536,))
+    )
+    name = "_thnn_fused_gru_cell_backward.default"
+    with_biases, without = (
+        seconds(pricer, name, (state, kept), (gates, gates, state, *biases))
+        for biases in ((bias, bias), ())
+    )
+    assert with_biases > without + 2 * pricer.floor - 1e-12
+    assert is_known(f"aten.{name}")
+
+
 @pytest.mark.parametrize("kernel, dtype", [("flash", None), ("efficient", "float32")])
 def test_attention_with_dropout_takes_longer(pricer, kernel, dtype):
     q = tensor(8, 16, 1024, 64, dtype=dtype or "bfloat16")

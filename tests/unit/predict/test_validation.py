@@ -254,3 +254,17 @@ def test_a_profile_tells_the_host_from_what_it_waits_for():
         "python_ms": 3 / steps,
         "waits_ms": 3 / steps,
     }
+
+
+def test_jobs_without_a_prediction_are_named_and_left_out(monkeypatch, capsys):
+    def predict(name, gpu):
+        if name == "video":
+            return {"error": "ValueError: no such thing"}
+        return {"step_seconds": 0.1, "host_issue_seconds": 0.01}
+
+    monkeypatch.setattr(write_error_bars.validate_jobs, "predict", predict)
+    steps = list(write_error_bars.jobs())
+    assert {"muon", "deit"} <= {step.row for step in steps}
+    assert "video" not in {step.row for step in steps}
+    told = capsys.readouterr().err
+    assert told == "h200_jobs_seventh, video: left out: ValueError: no such thing\n"

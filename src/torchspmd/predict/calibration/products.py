@@ -180,6 +180,7 @@ def _attention_cases() -> Iterator[tuple[str, str, int, int, int, int, int, int]
                     causal,
                 )
     for batch, heads, length, causal in (
+        (4704, 12, 8, 0),  # as in a video: a patch attends to its past and future
         (64, 12, 197, 0),
         (8, 12, 1024, 1),
         (4, 16, 2048, 1),
