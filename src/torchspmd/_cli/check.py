@@ -7,8 +7,8 @@ import shlex
 from pathlib import Path
 
 from torchspmd._cli.lock import gpu_of_recipe, is_gpu_file, simulate
-from torchspmd._cli.script import add_fake_options, communications, fake_problems
-from torchspmd.comm import format_bytes
+from torchspmd._cli.script import add_fake_options, fake_problems
+from torchspmd.comm import format_bytes, format_count
 from torchspmd.errors import UsageError
 from torchspmd.verify.lock.changes import changes
 from torchspmd.verify.lock.lockfile import Lock, Recipe, load_lock
@@ -69,7 +69,7 @@ def _conclude(path: Path, locked: Lock, now: Lock, num_changes: int) -> None:
     if not num_changes:
         total = now.total()
         print(
-            f"{path}: as locked, {communications(total.count)}, "
+            f"{path}: as locked, {format_count(total.count, 'communication')}, "
             f"{format_bytes(total.payload_bytes)} payload."
         )
         return

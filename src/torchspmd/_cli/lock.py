@@ -18,15 +18,13 @@ from torchspmd._cli.script import (
     StepWindow,
     add_fake_options,
     add_script_options,
-    communications,
     fake_problems,
     output_problems,
     run_script,
     script_problems,
-    steps_text,
 )
 from torchspmd._cli.simulate import rehearsed_world, simulated_world
-from torchspmd.comm import format_bytes
+from torchspmd.comm import format_bytes, format_count
 from torchspmd.errors import UsageError
 from torchspmd.rehearse.world import GPUS_PER_NODE, World
 from torchspmd.trace import CommDebugMode
@@ -59,10 +57,8 @@ def simulate(recipe: Recipe, folder: Path, command: str) -> Lock | None:
     ):
         succeeded = run_script(script, recipe.arguments, mode, watch, window)
     if not succeeded:
-        failed = (
-            f"{script} failed after {steps_text(window.num_optimizer_steps)}; "
-            "nothing was locked."
-        )
+        steps = format_count(window.num_optimizer_steps, "optimizer step")
+        failed = f"{script} failed after {steps}; nothing was locked."
         say(command, failed, *notes)
         return None
     window.refuse_if_empty()
@@ -228,7 +224,7 @@ def run(options: argparse.Namespace) -> int:
     save_lock(lock, options.out)
     total = lock.total()
     print(
-        f"{options.out}: {communications(total.count)}, "
+        f"{options.out}: {format_count(total.count, 'communication')}, "
         f"{format_bytes(total.payload_bytes)} payload, {len(lock.rows)} "
         f"row{'' if len(lock.rows) == 1 else 's'}."
     )

@@ -23,9 +23,9 @@ from torchspmd._cli.script import (
     output_problems,
     run_script,
     script_problems,
-    steps_text,
     typed_command,
 )
+from torchspmd.comm import format_count
 from torchspmd.comm.storage import ledger_to_dict
 from torchspmd.errors import UsageError
 from torchspmd.predict.allocator import AllocatorSettings
@@ -158,9 +158,10 @@ def _predict(options: argparse.Namespace, others: OtherRanks) -> int:
             options.script, options.arguments, mode, window, timed_stage, left=left
         )
     if not succeeded:
+        steps = format_count(recording.steps, "optimizer step")
         print(
-            f"torchspmd predict: {options.script} failed after "
-            f"{steps_text(recording.steps)}; nothing was predicted.{_hint(left, world)}",
+            f"torchspmd predict: {options.script} failed after {steps}; nothing was "
+            f"predicted.{_hint(left, world)}",
             file=sys.stderr,
         )
         return 2

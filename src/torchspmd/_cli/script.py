@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from torchspmd import _torch
-from torchspmd.comm import Ledger
+from torchspmd.comm import Ledger, format_count
 from torchspmd.errors import SpmdError, UsageError
 from torchspmd.step.compiled import CompiledStep
 from torchspmd.step.progress import StatusLine
@@ -74,24 +74,6 @@ def _is_after_window(error: BaseException) -> bool:
         if isinstance(error, EndOfWindow):
             return True
     return False
-
-
-def communications(number: int) -> str:
-    """How many communications.
-
-    >>> communications(1), communications(2)
-    ('1 communication', '2 communications')
-    """
-    return f"{number} communication{'' if number == 1 else 's'}"
-
-
-def steps_text(number: int) -> str:
-    """How many optimizer steps.
-
-    >>> steps_text(1), steps_text(2)
-    ('1 optimizer step', '2 optimizer steps')
-    """
-    return f"{number} optimizer step{'' if number == 1 else 's'}"
 
 
 def _print_error(error: Exception, script: Path) -> None:
@@ -199,9 +181,10 @@ class StepWindow:
                 "nothing to skip. Without --skip the whole run is recorded, from the "
                 "first module call."
             )
+        steps = format_count(made, "optimizer step")
         raise UsageError(
-            f"--skip {self._skip}: the script made only {steps_text(made)}, so none "
-            f"is left to record. Record with --skip {made - 1} or less, or let the "
+            f"--skip {self._skip}: the script made only {steps}, so none is left to "
+            f"record. Record with --skip {made - 1} or less, or let the "
             "script make more steps."
         )
 

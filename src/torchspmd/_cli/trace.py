@@ -21,16 +21,14 @@ from torchspmd._cli.script import (
     StepWindow,
     add_fake_options,
     add_script_options,
-    communications,
     fake_problems,
     output_problems,
     run_script,
     script_problems,
-    steps_text,
     typed_command,
 )
 from torchspmd._cli.simulate import rehearsed_world, simulated_world
-from torchspmd.comm import Ledger, ledger_to_dict, save_ledger
+from torchspmd.comm import Ledger, format_count, ledger_to_dict, save_ledger
 from torchspmd.comm.tree import sum_ledgers
 from torchspmd.errors import UsageError
 from torchspmd.rehearse.world import GPUS_PER_NODE, World
@@ -100,10 +98,8 @@ def run(options: argparse.Namespace) -> int:
             options.script, options.arguments, mode, window, left=left
         )
     if not succeeded:
-        failed = (
-            f"{options.script} failed after {steps_text(window.num_optimizer_steps)}; "
-            "no report was written."
-        )
+        steps = format_count(window.num_optimizer_steps, "optimizer step")
+        failed = f"{options.script} failed after {steps}; no report was written."
         say("trace", failed, *notes)
         return 1
     window.refuse_if_empty()
@@ -210,7 +206,7 @@ def _about(
 def _steps_text(window: StepWindow) -> str:
     if window.num_recorded == 0:
         return "no optimizer step was seen: the whole run from the first module call"
-    return steps_text(window.num_recorded)
+    return format_count(window.num_recorded, "optimizer step")
 
 
 def _setup_lines(window: StepWindow) -> list[str]:
@@ -221,6 +217,7 @@ def _setup_lines(window: StepWindow) -> list[str]:
         return []
     line = (
         "Set-up, before the first module call and not in the tables: "
-        f"{communications(total.count)}, {format_bytes(total.payload_bytes)} payload."
+        f"{format_count(total.count, 'communication')}, "
+        f"{format_bytes(total.payload_bytes)} payload."
     )
     return [line]

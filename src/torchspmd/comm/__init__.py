@@ -19,6 +19,7 @@ from torchspmd.comm.ledger import Total as Total
 from torchspmd.comm.ledger import is_within as is_within
 from torchspmd.comm.measure import Measure as Measure
 from torchspmd.comm.measure import format_bytes as format_bytes
+from torchspmd.comm.measure import format_count as format_count
 from torchspmd.comm.measure import measure as measure
 from torchspmd.comm.measure import wire_bytes as wire_bytes
 from torchspmd.comm.storage import ledger_from_dict as ledger_from_dict

@@ -197,3 +197,12 @@ def format_bytes(number: int) -> str:
         return f"{sign}{int(value)} B"
     digits = 2 if value < 10 else 1 if value < 100 else 0
     return f"{sign}{value:.{digits}f} {_UNITS[unit]}"
+
+
+def format_count(number: int, one: str, many: str = "") -> str:
+    """A number and its noun.
+
+    >>> format_count(1, "step"), format_count(2, "step"), format_count(2, "axis", "axes")
+    ('1 step', '2 steps', '2 axes')
+    """
+    return f"{number} {one if number == 1 else many or one + 's'}"

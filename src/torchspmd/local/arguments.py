@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from torchspmd import _torch
+from torchspmd.comm import format_count
 from torchspmd.layout.names import axis_names, format_mesh
 from torchspmd.layout.placements import Layout, format_layout, positive_dims
 from torchspmd.local.frame import Frame, build_frame, unknown_axes
@@ -24,7 +25,6 @@ from torchspmd.local.specs import (
     SpecMismatchError,
     Written,
     find_written,
-    format_count,
     format_path,
     is_layout,
     layout_problem,

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from torchspmd import _torch
+from torchspmd.comm import format_count
 from torchspmd.layout.placements import Layout, format_layout, positive_dims
 from torchspmd.local.arguments import CROSSED, CallPlan, Options
 from torchspmd.local.frame import (
@@ -24,7 +25,6 @@ from torchspmd.local.specs import (
     Spec,
     SpecMismatchError,
     find_entry,
-    format_count,
     format_path,
     is_layout,
     layout_problem,

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
+from torchspmd.comm import format_count
 from torchspmd.errors import LayoutError, SpmdError
 from torchspmd.layout.names import format_mesh
 from torchspmd.layout.placements import (
@@ -169,15 +170,6 @@ def format_path(path: Path) -> str:
     "[1]['k']"
     """
     return "".join(f"[{step!r}]" for step in path)
-
-
-def format_count(number: int, one: str, many: str) -> str:
-    """A number and its noun.
-
-    >>> format_count(1, "axis", "axes"), format_count(2, "axis", "axes")
-    ('1 axis', '2 axes')
-    """
-    return f"{number} {one if number == 1 else many}"
 
 
 # ----------------------------------------------------------------------------

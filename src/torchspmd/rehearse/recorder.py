@@ -91,7 +91,7 @@ class _Facts:
     writes: bool
     communicates: Operator | None
     arguments: tuple[str, ...]
-    is_torchs: bool
+    is_of_torch: bool
 
 
 class Recorder:
@@ -188,7 +188,7 @@ class Recorder:
             return self._read_value(facts.name, args[0])
         if facts.name in CHOOSES and _chooses(facts.name, args):
             run = self._choosing(func, facts.name, args, kwargs)
-        result = run() if facts.is_torchs else self._run_librarys(facts.name, args, run)
+        result = run() if facts.is_of_torch else self._run_foreign(facts.name, args, run)
         if result is NotImplemented:
             return result
         self._written(facts, func, args, kwargs)
@@ -266,7 +266,7 @@ class Recorder:
             self.values.fill(host, args[1], line, by_torch=by_torch)
         return result
 
-    def _run_librarys(
+    def _run_foreign(
         self, name: str, args: Sequence[Any], run: Callable[[], Any]
     ) -> Any:
         """Run an operator whose shape function may ask how many values were chosen."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchspmd import _torch
+from torchspmd.comm import format_count
 from torchspmd.errors import CaptureError, UsageError
 from torchspmd.layout.names import format_mesh
 from torchspmd.step.build import FixedSizesError, StepOptions, build_program
@@ -168,7 +169,7 @@ class CompiledStep:
     def explain(self) -> str:
         """Which programs there are, why each was captured, and what it costs."""
         closed = f", closed by {self._closed_by}" if self._closed_by else ""
-        lines = [f"{self._name}: {len(self.programs)} programs{closed}"]
+        lines = [f"{self._name}: {format_count(len(self.programs), 'program')}{closed}"]
         lines += [line for each in self.programs for line in each.explanation]
         return "\n".join([*lines, *self._shadow.lines()])
 

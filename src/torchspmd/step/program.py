@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from torchspmd import _torch
-from torchspmd.comm import Ledger
+from torchspmd.comm import Ledger, format_count
 from torchspmd.errors import UsageError
 from torchspmd.step.capture.dynamic_shapes import Sizes
 from torchspmd.step.capture.guards import Signature
@@ -229,7 +229,8 @@ class Program:
         total = self.ledger.total()
         return (
             f"  program {self.number}: {len(self.graph.graph.nodes)} nodes, "
-            f"{total.count} collectives, {total.payload_bytes} payload bytes, "
+            f"{format_count(total.count, 'collective')}, "
+            f"{total.payload_bytes} payload bytes, "
             f"captured in {self.capture_seconds:.2f} s{self._times()}",
             *(f"    {line}" for line in self._details()),
         )

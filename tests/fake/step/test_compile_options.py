@@ -354,4 +354,4 @@ class Step:
 def test_ranks_know_a_callable_object_by_one_name(function, name):
     """Its ``repr`` has an address, which other ranks would wait for in vain."""
     _, compiled = run(function, parallel="replicate")
-    assert compiled.explain().startswith(f"{name}: 1 programs")
+    assert compiled.explain().startswith(f"{name}: 1 program")

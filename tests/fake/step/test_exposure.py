@@ -221,7 +221,7 @@ def test_what_nothing_waits_for_is_told(wire):
     assert found == {} and report.exposed_ms == 0.0
     (note,) = report.notes
     assert note == (
-        "all_reduce_default: nothing in the graph waits for 1 collectives, so they have "
+        "all_reduce_default: nothing in the graph waits for 1 collective, so they have "
         "no figures"
     )
 

@@ -556,7 +556,7 @@ def test_results_that_nobody_reads():
     assert names(plain, "all_reduce")
     outcome = remove_dead_code(gm).outcome
     assert names(gm, "") == ["add"]
-    assert outcome.changed == 5 and outcome.detail == ("1 collectives of 32 B",)
+    assert outcome.changed == 5 and outcome.detail == ("1 collective of 32 B",)
 
 
 def test_random_numbers_stay():

@@ -197,10 +197,10 @@ def test_example_follows_ddp(tmp_path):
         store = dist.TCPStore("localhost", 0, is_master=True)
         run_ranks(run_example, 2, store.port, output, timeout=120)
     except RankError as error:
-        if "died" not in str(error) or "1 programs" not in output.read_text():
+        if "died" not in str(error) or "1 program" not in output.read_text():
             raise
         # torch can crash when it frees DDP's group at the end
         store = dist.TCPStore("localhost", 0, is_master=True)
         run_ranks(run_example, 2, store.port, output, timeout=120)
     assert "step 2: compiled" in output.read_text()
-    assert "1 programs" in output.read_text()
+    assert "1 program" in output.read_text()

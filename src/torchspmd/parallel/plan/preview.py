@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from torchspmd.comm import Ledger, Total, format_bytes
+from torchspmd.comm import Ledger, Total, format_bytes, format_count
 from torchspmd.comm.folding import unfold
 from torchspmd.comm.notebook import html_table
 from torchspmd.errors import UsageError
@@ -414,8 +414,7 @@ def _module_name(modules: list[str]) -> str:
 
 def _totals(ledger: Ledger) -> list[str]:
     return [
-        f"{str(phase).capitalize()}: {total.count} "
-        f"collective{'' if total.count == 1 else 's'}, "
+        f"{str(phase).capitalize()}: {format_count(total.count, 'collective')}, "
         f"{format_bytes(total.payload_bytes)} payload, rank sends "
         f"{format_bytes(total.wire_bytes)}."
         for (phase,), total in ledger.total_by("phase").items()

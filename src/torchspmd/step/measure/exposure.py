@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import fx
 
 from torchspmd import _torch
+from torchspmd.comm import format_count
 from torchspmd.errors import AgreementError, UsageError
 from torchspmd.step.capture.inventory import Inventory
 from torchspmd.step.deferral.module import IterGraphModule, Marks
@@ -258,7 +259,7 @@ def _notes(
     if unknown:
         yield (
             f"{', '.join(unknown[:3])}{' ...' * (len(unknown) > 3)}: nothing in the graph "
-            f"waits for {len(unknown)} collectives, so they have no figures"
+            f"waits for {format_count(len(unknown), 'collective')}, so they have no figures"
         )
     far = sum(each.disagrees for each in found)
     if far:

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import fx
 
-from torchspmd.comm import Kind, format_bytes
+from torchspmd.comm import Kind, format_bytes, format_count
 from torchspmd.step.graph.aliases import is_wait
 from torchspmd.step.graph.argument_checks import check_budget, check_flags
 from torchspmd.step.graph.collectives import (
@@ -141,7 +141,9 @@ def remove_dead_code(gm: HasGraph) -> Outcome:
     removed = before.nodes - after.nodes
     collectives = before.collectives - after.collectives
     size = format_bytes(before.payload_bytes - after.payload_bytes)
-    detail = (f"{collectives} collectives of {size}",) if collectives else ()
+    detail = (
+        (f"{format_count(collectives, 'collective')} of {size}",) if collectives else ()
+    )
     return Outcome(removed, removed, (), detail, ORDERS)
 
 

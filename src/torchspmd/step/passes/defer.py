@@ -14,7 +14,7 @@ from typing import Literal
 
 from torch import fx
 
-from torchspmd.comm import Kind, Phase
+from torchspmd.comm import Kind, Phase, format_count
 from torchspmd.errors import DeferralError, UsageError
 from torchspmd.step.deferral.iter_graph import IterGraph
 from torchspmd.step.deferral.module import IterGraphModule
@@ -568,7 +568,7 @@ def _told_joined(together: Sequence[Sequence[str]]) -> list[str]:
     if not together:
         return []
     count = sum(map(len, together))
-    made = "1 update" if len(together) == 1 else f"{len(together)} updates"
+    made = format_count(len(together), "update")
     return [
         f"{count} reductions share {made}: splitting the optimizer further costs more"
     ]
@@ -592,8 +592,7 @@ def _told(ordering: Ordering, default: Ordering) -> str:
         return "every gradient is computed as early as it can be"
     told = []
     if ordering.delayed:
-        count = len(ordering.delayed)
-        what = "1 reduction" if count == 1 else f"{count} reductions"
+        what = format_count(len(ordering.delayed), "reduction")
         told.append(
             f"the gradients of {what} are computed last, beside more urgent reductions"
         )

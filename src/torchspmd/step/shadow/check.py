@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from torchspmd import _torch
+from torchspmd.comm import format_count
 from torchspmd.comm.exchange import post_failure
 from torchspmd.errors import ShadowError, ShadowWarning
 from torchspmd.layout.rounding import Tolerance
@@ -515,7 +516,7 @@ class Shadow:
         if self._made:
             largest = f"{self._largest:.1g} of a value's size at most"
             same = "equal bits" if not self._largest and not self._noise else largest
-            calls = "1 call was" if self._made == 1 else f"{self._made} calls were"
+            calls = format_count(self._made, "call was", "calls were")
             lines.append(
                 f"  shadow steps: {calls} also made eagerly, {self._compared} values "
                 f"compared: {same}; they took {self._seconds:.2f} s"

@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from torchspmd.comm import format_count
 from torchspmd.comm.notebook import html_table
 from torchspmd.step.graph.reports import ORDERS, PassReport, wrap_text
 
@@ -141,8 +142,7 @@ EQUAL = "equal bits"
 def _short(report: PassReport) -> str:
     facts = [] if report.outcome.changed else ["changed nothing"]
     if report.unproved:
-        outputs = "1 output" if report.unproved == 1 else f"{report.unproved} outputs"
-        facts.append(f"{outputs} not proved")
+        facts.append(f"{format_count(report.unproved, 'output')} not proved")
     return report.name + (f" ({', '.join(facts)})" if facts else "")
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from torchspmd.comm import format_count
 from torchspmd.layout.rounding import Tolerance
 from torchspmd.verify.parity.causes import Cause
 from torchspmd.verify.recording.files import Kind
@@ -115,7 +116,7 @@ def _listed(lines: list[str]) -> list[str]:
 
 
 def _steps(verdict: Verdict) -> str:
-    return "1 step" if verdict.num_steps == 1 else f"{verdict.num_steps} steps"
+    return format_count(verdict.num_steps, "step")
 
 
 def _counts(verdict: Verdict) -> str:
