@@ -188,7 +188,9 @@ class Recorder:
             return self._read_value(facts.name, args[0])
         if facts.name in CHOOSES and _chooses(facts.name, args):
             run = self._choosing(func, facts.name, args, kwargs)
-        result = run() if facts.is_of_torch else self._run_foreign(facts.name, args, run)
+        result = (
+            run() if facts.is_of_torch else self._run_foreign(facts.name, args, run)
+        )
         if result is NotImplemented:
             return result
         self._written(facts, func, args, kwargs)
