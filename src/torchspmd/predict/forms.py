@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torchspmd import _torch
 from torchspmd.predict.figures import Figures
 from torchspmd.predict.hardware import Hardware
-from torchspmd.predict.traffic import base_name, tensor_bytes
+from torchspmd.predict.traffic import base_name, item_bytes, tensor_bytes
 from torchspmd.rehearse.recording import Op, TensorSpec
 from torchspmd.rehearse.reductions import plan_reduction
 
@@ -20,6 +20,7 @@ __all__ = [
     "COPIES",
     "SECTOR",
     "Loop",
+    "blocks_seconds",
     "by_clock",
     "clocks",
     "converts",
@@ -27,6 +28,7 @@ __all__ = [
     "iterated",
     "loops",
     "norm_seconds",
+    "reached_bandwidth",
     "reduction_seconds",
     "sectors",
     "touched_bytes",
@@ -133,7 +135,7 @@ def touched_bytes(spec: TensorSpec, *, written: bool) -> float:
         for size, stride in zip(spec.shape, spec.stride, strict=True)
         if size != 1 and stride
     ]
-    item = _item(spec)
+    item = item_bytes(spec)
     gap = min(min(steps, default=1), SECTOR // item)
     return tensor_bytes(spec) * gap * (2 if written and gap > 1 else 1)
 
@@ -144,13 +146,9 @@ def sectors(loop: Loop, spec: TensorSpec) -> float:
     A block works on neighbours of the result. Where those are a short row, it goes on to
     the next ones, which lie beside the first in what it reads.
     """
-    item = _item(spec)
+    item = item_bytes(spec)
     elements = _THREADS * (2 if item >= 4 else 4)
     return max(1.0, min(SECTOR / item, elements / loop.size))
-
-
-def _item(spec: TensorSpec) -> int:
-    return tensor_bytes(spec._replace(shape=(1,), stride=(1,)))
 
 
 # ----------------------------------------------------------------------------
@@ -202,6 +200,11 @@ def norm_seconds(
     )
 
 
+def blocks_seconds(figures: Figures, count: float) -> float:
+    """Of a kernel whose blocks of threads do little: what starting them takes."""
+    return figures.number("launch.kernel") + count * by_clock(figures, "kernels.block")
+
+
 def by_clock(figures: Figures, key: str) -> float:
     """Seconds that multiprocessors take: the more, the fewer and slower they are."""
     seconds = figures.number(key)
@@ -215,6 +218,10 @@ def clocks(figures: Figures, hardware: Hardware) -> float:
     return number("chip.sms") * number("chip.clock")
 
 
+def reached_bandwidth(figures: Figures) -> float:
+    """Bytes a second that long simple kernels move."""
+    return figures.number("kernels.memory") * figures.number("bandwidth.memory")
+
+
 def _moving(figures: Figures, nbytes: float) -> float:
-    part = figures.number("kernels.memory")
-    return nbytes / (part * figures.number("bandwidth.memory"))
+    return nbytes / reached_bandwidth(figures)

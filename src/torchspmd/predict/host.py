@@ -11,7 +11,8 @@ import math
 
 from torchspmd.predict.convolutions import launches_beside
 from torchspmd.predict.figures import Figures
-from torchspmd.predict.operators import LAUNCHES_NOTHING, memory_key
+from torchspmd.predict.memory_keys import memory_key
+from torchspmd.predict.operators import LAUNCHES_NOTHING
 from torchspmd.predict.traffic import base_name, recurrent_products
 from torchspmd.rehearse.recording import (
     OF_PROGRAM,

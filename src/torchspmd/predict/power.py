@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from torchspmd.predict.figures import Figures
-from torchspmd.predict.operators import Cost, reached_bandwidth
+from torchspmd.predict.forms import reached_bandwidth
+from torchspmd.predict.operators import Cost
 from torchspmd.predict.timeline import Item
 
 __all__ = ["Power", "at_clock", "power_of"]

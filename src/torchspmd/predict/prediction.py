@@ -13,8 +13,9 @@ from torchspmd.predict.collectives import Link
 from torchspmd.predict.evaluation import without_evaluation
 from torchspmd.predict.figures import Figures
 from torchspmd.predict.hardware import Hardware
-from torchspmd.predict.operators import Pricer, is_known, rate_name
+from torchspmd.predict.operators import Pricer, is_known
 from torchspmd.predict.power import Power, at_clock, power_of
+from torchspmd.predict.products import rate_name
 from torchspmd.predict.program import Program, price_step
 from torchspmd.predict.slices import timeline_json
 from torchspmd.predict.stages import fill_in

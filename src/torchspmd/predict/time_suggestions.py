@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from torchspmd.predict.account import Part, account_for
-from torchspmd.predict.operators import rate_name
 from torchspmd.predict.prediction import TimePrediction, simulate_programs
+from torchspmd.predict.products import rate_name
 from torchspmd.predict.program import Program, price_step
 from torchspmd.predict.timeline import Item
 from torchspmd.predict.traffic import base_name

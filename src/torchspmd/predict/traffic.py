@@ -13,6 +13,7 @@ __all__ = [
     "base_name",
     "bytes_moved",
     "is_contiguous",
+    "item_bytes",
     "matmul_shape",
     "op_flops",
     "real_dtype",
@@ -115,7 +116,12 @@ def tensor_bytes(spec: TensorSpec) -> int:
     if len(spec.stride) == len(spec.shape):  # no strides: not a strided layout
         pairs = zip(spec.shape, spec.stride, strict=True)
         count = math.prod(size for size, stride in pairs if stride or not size)
-    return count * _ITEM_BYTES.get(spec.dtype, 4)
+    return count * item_bytes(spec)
+
+
+def item_bytes(spec: TensorSpec) -> int:
+    """Bytes of one element."""
+    return _ITEM_BYTES.get(spec.dtype, 4)
 
 
 def real_dtype(dtype: str) -> str:

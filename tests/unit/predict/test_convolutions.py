@@ -4,11 +4,18 @@ import math
 
 import pytest
 
-from torchspmd.predict.convolutions import filters_of, is_packed, measured_filters
+from torchspmd.predict.byte_tables import ByteTables
+from torchspmd.predict.convolutions import (
+    Convolutions,
+    filters_of,
+    is_packed,
+    measured_filters,
+)
 from torchspmd.predict.figures import Figures
 from torchspmd.predict.hardware import load_gpu
 from torchspmd.predict.host import HostModel
 from torchspmd.predict.operators import Pricer
+from torchspmd.predict.products import Products
 from torchspmd.predict.program import _read_again
 from torchspmd.rehearse.recording import Op, Phase, Site, TensorSpec
 
@@ -131,9 +138,11 @@ def test_volumes(pricer, channels, side, outputs, expected, of_gradients):
 def test_each_pass_copies_its_tensors(pricer):
     x, w = tensor(2, 32, 48, 48, 48), tensor(32, 32, 3, 3, 3)
     once, both = filters_of(forward(x, w, 32)), filters_of(backward(x, w, 32))
+    tables = ByteTables(pricer.figures)
+    convolutions = Convolutions(tables, Products(tables))
     assert (once.passes, both.passes) == (1, 2)
     ideal = [
-        pricer._ideal_filters(pricer.figures.gpu, "bfloat16", each)
+        convolutions.ideal(pricer.figures.gpu, "bfloat16", each)
         for each in (once, once._replace(last=True), both)
     ]
     nbytes = 2 * sum(once.elements)

@@ -10,7 +10,8 @@ from torchspmd.predict.collectives import Link, collective_seconds, place, price
 from torchspmd.predict.figures import Correction, Figures, Line
 from torchspmd.predict.hardware import Figure, Hardware, load_gpu, load_network
 from torchspmd.predict.host import HostModel
-from torchspmd.predict.operators import Pricer, factor_of, is_known
+from torchspmd.predict.operators import Pricer, is_known
+from torchspmd.predict.products import factor_of
 from torchspmd.predict.traffic import bytes_moved, op_flops
 from torchspmd.rehearse.recording import (
     Comm,
