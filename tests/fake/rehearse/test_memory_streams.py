@@ -1,6 +1,7 @@
 """Allocations and orders of small models, computed by hand."""
 
 import contextlib
+import itertools
 
 import pytest
 import torch
@@ -479,3 +480,21 @@ def test_updates_on_the_host_are_noted(rehearse, offloads):
         if offloads
         else []
     )
+
+
+def test_what_autocast_kept_is_freed_in_the_order_in_which_it_was_made(rehearse):
+    """Torch frees it by address, which would make two recordings of a script differ."""
+    with rehearse() as recording:
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(40))).cuda()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(torch.randn(4, 8, device="cuda")).sum()
+        loss.backward()
+    runs = [
+        list(run)
+        for is_free, run in itertools.groupby(
+            recording.events, lambda event: isinstance(event, Free)
+        )
+        if is_free
+    ]
+    assert max(map(len, runs)) >= 40
+    assert all(run == sorted(run) for run in runs)
