@@ -123,7 +123,9 @@ def _prefetch(
 def _fuse(gm: Any, bucket_size_mb: float | None, cost: CostModel | None) -> PassReport:
     is_chosen = bucket_size_mb is None  # a size that was asked for is a limit
     size = choose_bucket_size(gm, cost) if bucket_size_mb is None else bucket_size_mb
-    report: PassReport = comm_fusion_with_concat(gm, size, by_block=is_chosen)
+    report: PassReport = comm_fusion_with_concat(
+        gm, size, first_bucket_mb=_FIRST_MB, by_block=is_chosen
+    )
     return report
 
 
