@@ -194,8 +194,7 @@ def measure(
 def rows_and_measured(
     rows: list[Row], options: argparse.Namespace
 ) -> tuple[list[Row], dict[str, Any]]:
-    """Those that were asked for and measured, now or before."""
-    rows = [row for row in rows if not options.only or row.name in options.only]
+    """Those that were measured, now or before."""
     if options.measured:
         measured = json.loads(options.measured.read_text())
     else:
@@ -210,8 +209,10 @@ def parse(description: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [row.name for row in ALL_ROWS]
-    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME")
+    parser.add_argument("--only", nargs="+", metavar="NAME")
+    parser.add_argument(
+        "--draw", type=int, metavar="SEED", help="rows of _drawn_rows.py instead"
+    )
     parser.add_argument("--gpu", default="h200", help="what the rehearsals are for")
     parser.add_argument(
         "--measure", type=Path, help="write what was measured, and stop"
@@ -233,6 +234,8 @@ def parse(description: str | None) -> argparse.Namespace:
         "measure no seconds",
     )
     parser.add_argument("--measured", type=Path, help="read it instead of running")
+    parser.add_argument("--predict", type=Path, help="write predictions, and stop")
+    parser.add_argument("--predicted", type=Path, help="read those, made before")
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--json", type=Path, help="also write the table here")
     return parser.parse_args()
@@ -334,6 +337,7 @@ def _output(command: list[str], environment: dict[str, str]) -> str:
 
 def rehearse(row: Row, gpu: str) -> dict[str, Any]:
     """The JSON of ``torchspmd predict``."""
+    print(f"{row.name}: rehearsing", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "predicted.json"
         command = [sys.executable, "-m", "torchspmd", "predict", str(SCRIPT)]
@@ -344,20 +348,33 @@ def rehearse(row: Row, gpu: str) -> dict[str, Any]:
     return prediction
 
 
+def _brief(prediction: dict[str, Any]) -> dict[str, Any]:
+    """What tables compare."""
+    memory = {name: prediction["memory"][name] for name in ("periods", "steady_bytes")}
+    seconds = ("step_seconds", "host_issue_seconds", "compute_seconds")
+    return {name: prediction[name] for name in seconds} | {"memory": memory}
+
+
 def compare_all(
     title: str,
     rows: list[Row],
     options: argparse.Namespace,
     compare: Callable[[Row, Any, Any], dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Measure, rehearse and print a table; [] when only measuring was asked for."""
+    """Measure, rehearse and print a table; [] when only one of them was asked for."""
+    rows = [row for row in rows if not options.only or row.name in options.only]
+    if options.predict:
+        told = {row.name: _brief(rehearse(row, options.gpu)) for row in rows}
+        options.predict.write_text(json.dumps(told, indent=1) + "\n")
+        return []
     rows, measured = rows_and_measured(rows, options)
     if options.measure:
         return []
+    told = json.loads(options.predicted.read_text()) if options.predicted else {}
     table = []
     for row in rows:
-        print(f"{row.name}: rehearsing", file=sys.stderr, flush=True)
-        table.append(compare(row, measured[row.name], rehearse(row, options.gpu)))
+        prediction = told.get(row.name) or rehearse(row, options.gpu)
+        table.append(compare(row, measured[row.name], prediction))
     if options.markdown:
         print(*markdown(table), sep="\n")
     publish(title, table, options.json)

@@ -11,12 +11,14 @@ prints the table as the docs have it.
 from collections.abc import Iterable
 from typing import Any
 
+from _drawn_rows import drawn_rows
 from _rows import ROWS, Row, compare_all, parse
 
 
 def main() -> None:
     options = parse(__doc__)
-    table = compare_all("Predicted and measured memory, MiB", ROWS, options, compare)
+    rows = ROWS if options.draw is None else drawn_rows(options.draw)
+    table = compare_all("Predicted and measured memory, MiB", rows, options, compare)
     if table:
         print(*summary(table), sep="\n")
 

@@ -6,19 +6,23 @@
     python benchmarks/validate_time.py --measured rows.json --gpu my.toml  # calibrated
 
 The rows are those of ``_rows.py``, the same file of measurements as for memory. Ranks that
-share one GPU take turns on it, so rows of several ranks are not compared.
+share one GPU take turns on it, so rows of several ranks are not compared. ``--draw SEED``
+takes rows of ``_drawn_rows.py`` instead, ``--predict FILE`` predicts them before they are
+measured.
 ``--only NAME ...`` takes some of the rows, ``--markdown`` prints the table of the docs.
 """
 
 import statistics
 from typing import Any
 
+from _drawn_rows import drawn_rows
 from _rows import ALL_ROWS, Row, compare_all, parse, told_errors
 
 
 def main() -> None:
     options = parse(__doc__)
-    rows = [row for row in ALL_ROWS if row.ranks == 1 or options.measure]
+    drawn = None if options.draw is None else drawn_rows(options.draw)
+    rows = drawn or [row for row in ALL_ROWS if row.ranks == 1 or options.measure]
     rows.sort(key=lambda row: row.ranks)  # where time is short, those that are compared
     table = compare_all("Predicted and measured steps, ms", rows, options, compare)
     if table:

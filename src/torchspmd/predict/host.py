@@ -8,6 +8,7 @@ the engine adds to a short loop makes up for it.
 """
 
 import math
+from functools import cached_property
 
 from torchspmd.predict.convolutions import launches_beside
 from torchspmd.predict.figures import Figures
@@ -23,7 +24,6 @@ from torchspmd.rehearse.recording import (
     Node,
     Op,
     Phase,
-    Site,
     StreamWait,
     Wait,
 )
@@ -33,7 +33,7 @@ __all__ = ["HostModel"]
 # While recomputing: one for each tensor that is kept for backward.
 _SAVED = "detach"
 _MANY = 15  # kinds of operators in turn: more are no slower
-_OF_A_LAYER = 7  # other kernels between two of the same kind, in compiled code
+_OF_A_LAYER = 1  # other kind between two fused kernels in compiled code: a product
 _SEVERAL = 5  # times the shortest kernel: it is more than one
 # A cell of a recurrent layer: its product and its gates, in backward also memory that is
 # set to zero. An H200's host launched 4,170 of these in 30 ms, and took 10.8 us for an
@@ -78,10 +78,14 @@ _BESIDE = {
     # Moments, what follows from them for each channel, and the result.
     "native_group_norm": 2,
     "native_group_norm_backward": 4,
+    # Finds rows of which all is masked, and puts zeros there.
+    "_safe_softmax": 5,
     # Sums of the gradients of biases.
     "_thnn_fused_gru_cell_backward": 2,
     "_thnn_fused_lstm_cell_backward_impl": 1,
 }
+# What compiled code calls instead of kernels of its own.
+_CALLED = frozenset({"mm", "addmm", "convolution", "scaled_dot_product_attention"})
 # A call that was measured makes more operators than the one it is named after.
 _CALLS = {"to_copy": 2, "cat": 3}
 
@@ -109,26 +113,24 @@ class HostModel:
                 self._shards = event.name.startswith("fsdp.")
                 self._in_program = event.through in OF_PROGRAM
                 return (
-                    self._change(event.site)
-                    + self._python(event)
-                    + self._op(event, kernels)
+                    self._change(event) + self._python(event) + self._op(event, kernels)
                 )
             case Comm():
-                return self._change(event.site) + self._comm(event)
+                return self._change(event) + self._comm(event)
             case Wait() | EventRecord() | EventWait() | StreamWait():
                 return 0.5e-6
         return 0.0
 
-    def _change(self, site: Site) -> float:
+    def _change(self, event: Op | Comm) -> float:
         """What happens between phases."""
         if self._in_program:
             return 0.0
-        seconds = 0.0
-        if site.phase is not self._phase:
-            if site.phase is Phase.RECOMPUTE:
-                seconds += self.figures.number("launch.checkpoint")
-        self._phase = site.phase
-        return seconds
+        before, self._phase = self._phase, event.site.phase
+        if before is self._phase or self._phase is not Phase.RECOMPUTE:
+            return 0.0
+        if isinstance(event, Op) and event.region is not None:
+            return 0.0  # in the compiled backward
+        return self.figures.number("launch.checkpoint")
 
     def _gradient(self, op: Op) -> float:
         """Handing a gradient to a parameter, and forgetting it.
@@ -164,15 +166,38 @@ class HostModel:
         return seconds
 
     def _compiled(self, op: Op, kernels: int) -> float:
-        way = "backward" if op.site.phase is Phase.BACKWARD else "forward"
-        seconds = kernels * self.figures.number(f"launch.compiled_{way}_kernel")
+        way = "forward" if op.site.phase is Phase.FORWARD else "backward"
         if op.through == "replay":
             seconds = kernels * self.figures.number("launch.graph")
+        else:
+            seconds = kernels * self._fused + self._beside_fused(op)
         # Pieces of a compiled step are called without guards and autograd.
         if op.region != self._region and op.through != "compiled":
             seconds += self.figures.number(f"launch.compiled_{way}_region")
         self._region = op.region
         return seconds * self._after(_OF_A_LAYER)
+
+    @cached_property
+    def _fused(self) -> float:
+        """A kernel of fused code. Of those that were measured, half are products."""
+        number = self.figures.number
+        forward, backward = (
+            number(f"launch.compiled_{way}_kernel") for way in ("forward", "backward")
+        )
+        product = number("host_forward.mm") - number("host_forward.add")
+        each = (forward + 2 * backward) / 3  # backward has twice as many
+        return max(each - product / 2, each / 2)
+
+    def _beside_fused(self, op: Op) -> float:
+        """What calling an operator of torch adds to launching a kernel."""
+        name = base_name(op.name)
+        base = name.removesuffix("_backward")
+        if _KEYS.get(base, base) not in _CALLED:
+            return 0.0
+        backward = name != base
+        other = self.figures.number(f"host_{'backward' if backward else 'forward'}.add")
+        own = self._own(op, backward=backward) + (self._node() if backward else 0.0)
+        return max(0.0, own - other)
 
     def _eager(self, op: Op) -> float:
         if (recurrent := recurrent_products(op)) is not None:

@@ -171,7 +171,10 @@ def _in_region(event: Event) -> Event:
 
 
 def _with_compiled_backward(events: list[Event], places: range) -> list[Event]:
-    """Backward of a compiled region is one, too: give its operators a region."""
+    """Backward of a compiled region is one, too: give its operators a region.
+
+    What a checkpoint computes again is in it: the compiler has both in one graph.
+    """
     regions: dict[str, Op] = {}
     for place in places:
         event = events[place]
@@ -188,8 +191,7 @@ def _with_compiled_backward(events: list[Event], places: range) -> list[Event]:
             continue
         of = regions.get(event.site.module)
         if of is not None and event.site.phase in _BACKWARD:
-            assert of.region is not None
-            result[place] = event._replace(region=-1 - of.region, through=of.through)
+            result[place] = event._replace(region=of.region, through=of.through)
     return result
 
 
@@ -205,45 +207,72 @@ def _fused(
         for spec in event.inputs
     }
     memory = _Memory.of(events, places)
-    for run in _kernels(events, places, pricer):
-        ops = [event for place in run if isinstance(event := events[place], Op)]
-        cost = pricer.price(ops[0])
-        if cost.kind == "memory":
-            nbytes = _outside_bytes(ops, run, last_use, recording, memory)
-            more = _read_again(ops)
-            nbytes += sum(more)
-            seconds = max(pricer.fused(nbytes), *map(pricer.arithmetic, ops))
-            seconds += len(more) * pricer.floor
-            cost = Cost(seconds, nbytes, 0.0, "memory", 1 + len(more))
-        costs[run[0]] = cost
+    for run in _runs(events, places, pricer):
+        for kernel in _connected(events, run):
+            ops = [event for place in kernel if isinstance(event := events[place], Op)]
+            cost = pricer.price(ops[0])
+            if cost.kind == "memory":
+                nbytes = _outside_bytes(ops, kernel, last_use, recording, memory)
+                more = _read_again(ops)
+                nbytes += sum(more)
+                seconds = max(pricer.fused(nbytes), *map(pricer.arithmetic, ops))
+                seconds += len(more) * pricer.floor
+                cost = Cost(seconds, nbytes, 0.0, "memory", 1 + len(more))
+            costs[kernel[0]] = cost
     return costs
+
+
+def _connected(events: Sequence[Event], run: Sequence[int]) -> list[list[int]]:
+    """A run, divided into kernels: of operators that read what another one made or reads.
+
+    Casts of weights have nothing in common with what stands beside them, nor have
+    counters. What only reads the same has to be of the same size.
+    """
+    kernels: list[tuple[list[int], set[object]]] = []
+    for place in run:
+        op = events[place]
+        assert isinstance(op, Op)
+        size = max((math.prod(spec.shape) for spec in op.outputs), default=0)
+        made = {spec.storage for spec in op.outputs}
+        known: set[object] = {(spec.storage, size) for spec in op.inputs}
+        wanted: set[object] = {spec.storage for spec in op.inputs} | known
+        members = [place]
+        for each in [each for each in kernels if each[1] & wanted]:
+            kernels.remove(each)
+            members, known = each[0] + members, known | each[1]
+        kernels.append((members, known | made))
+    return sorted(sorted(members) for members, _ in kernels)
 
 
 def _read_again(ops: Sequence[Op]) -> list[int]:
     """Bytes that kernels beside the first read: of each one.
 
     Sums over rows need kernels of their own: of biases, and of weights of norms. Batch
-    norms need the sums of a whole channel before their result, and its gradient.
+    norms need the sums of a whole channel before their result, and its gradient. Such sums
+    are made of parts, which a small kernel adds up.
     """
     if not ops[0].inputs:
         return []
     first = tensor_bytes(ops[0].inputs[0])
     names = [base_name(op.name) for op in ops]
-    sums = min(sum(name == "sum" for name in names), len(ops) - 1)
-    more = [first] * sums
+    sums = sum(name == "sum" for name in names)
+    more = [first, 0] * sums
+    if sums and names[0] == "sum":  # it is the first kernel
+        del more[0]
     for op, name in zip(ops, names, strict=True):
         if "batch_norm" in name:
             before = op.inputs[: 1 + ("backward" in name)]
-            more.append(sum(map(tensor_bytes, before)))
+            more += [sum(map(tensor_bytes, before)), 0]
         elif "norm_backward" in name:
-            more.append(first)
+            weights = max(1, sum(len(spec.shape) == 1 for spec in op.outputs))
+            more += [first, *[0] * weights]
     return more
 
 
-def _kernels(
+def _runs(
     events: Sequence[Event], places: range, pricer: Pricer
 ) -> Iterator[list[int]]:
-    """Places of the operators of each kernel: several that memory bounds, or one other."""
+    """Places of operators that memory bounds, with no other kernel between, or of one."""
     run: list[int] = []
     region: int | None = None
     for place in places:

@@ -273,6 +273,54 @@ def test_operators_of_a_compiled_region_are_one_kernel():
     assert any("torch.compile" in gain.text for gain in suggest_faster(eager))
 
 
+def kernels_of(body):
+    program = predict_time(two_steps(body), H100).program
+    return [cost.kernels for _, cost in sorted(program.costs.items())]
+
+
+def test_what_has_nothing_in_common_is_in_kernels_of_its_own():
+    """Casts of weights stand between the layers of a compiled model."""
+
+    def body(script):
+        x, y, z = (tensor(1 << 20, storage=at) for at in (1, 2, 3))
+        script.op("aten.relu.default", (x,), (y,), region=1)
+        for at in (10, 20):
+            weight, low = tensor(512, storage=at), tensor(512, storage=at + 1)
+            script.op("aten._to_copy.default", (weight,), (low,), region=1)
+        script.op("aten.gelu.default", (y,), (z,), region=1)
+
+    assert kernels_of(body) == [1, 1, 1]
+
+
+def test_sums_over_rows_of_a_compiled_region_are_made_of_parts():
+    def body(script, phase=Phase.BACKWARD):
+        x, y = tensor(4096, 512, storage=1), tensor(4096, 512, storage=2)
+        rows, weights = tensor(512, storage=3), tensor(512, storage=4)
+        script.op("aten.mul.Tensor", (x, x), (y,), phase, region=1)
+        script.op("aten.sum.dim_IntList", (y,), (rows,), phase, region=1)
+        script.product(64, phase, region=1)
+        script.op("aten.sum.dim_IntList", (x,), (weights,), phase, region=1)
+
+    assert kernels_of(body) == [3, 1, 2]
+
+
+def test_a_checkpoint_in_a_compiled_region_is_computed_again_in_its_backward():
+    def body(script, region):
+        for phase in (Phase.FORWARD, *[Phase.RECOMPUTE, Phase.BACKWARD] * 4):
+            is_compiled = phase is not Phase.RECOMPUTE
+            number = region if is_compiled else None  # not known to the recorder
+            script.product(64, phase, region=number)
+
+    compiled, eager = (
+        predict_time(two_steps(lambda s, r=r: body(s, r)), H100).host_issue_seconds
+        for r in (1, None)
+    )
+    figures = Figures(load_gpu("h100"))
+    assert eager > 4 * figures.number("launch.checkpoint")
+    regions = [f"launch.compiled_{way}_region" for way in ("forward", "backward")]
+    assert compiled < 1.5 * sum(map(figures.number, regions)) + 9 * 5e-5
+
+
 def test_the_timeline_has_columns_of_one_length_inside_the_step():
     result = predict_time(two_steps(training, world_size=2), H100, NETWORK)
     timeline = result.as_json()["timeline"]
