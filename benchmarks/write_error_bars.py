@@ -23,6 +23,7 @@ from typing import NamedTuple
 import validate_jobs
 import validate_published
 import validate_time
+from _drawn_rows import drawn_rows
 from _published import SOURCES, sampled
 from _rows import ALL_ROWS, nine_of_ten, rehearse, told_errors
 
@@ -32,6 +33,7 @@ MEASURED = Path(__file__).parent / "measured"
 STEPS = MEASURED / "predicted_steps.csv"
 BARS = Path(__file__).parent.parent / "src/torchspmd/predict/validation.toml"
 GPU = "h200"
+_SEEDS = (8, 9)
 _LATER_SETS = ("third", "fourth", "fifth", "sixth", "seventh")
 
 
@@ -94,8 +96,9 @@ def main() -> None:
 def own_rows() -> Iterator[Step]:
     """Of every run of the same rows; each row is rehearsed once."""
     rows = {row.name: row for row in ALL_ROWS if row.ranks == 1}
+    rows |= {row.name: row for seed in _SEEDS for row in drawn_rows(seed)}
     predictions = {}
-    for name in ("h200", "h200_second"):
+    for name in ("h200", "h200_second", *(f"h200_drawn_{seed}" for seed in _SEEDS)):
         measured = json.loads((MEASURED / f"{name}.json").read_text())
         for row in (rows[each] for each in rows if each in measured):
             if row.name not in predictions:

@@ -6,7 +6,7 @@ multiprocessors), times the ratio of measured to ideal seconds of similar produc
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torchspmd.predict.byte_tables import ByteTables, roofline
 from torchspmd.predict.figures import Correction, Figures
@@ -21,8 +21,10 @@ from torchspmd.rehearse.recording import Op, TensorSpec
 
 __all__ = ["TILES", "Products", "Rates", "factor_of", "ideal_product", "rate_name"]
 
+Tiles = Sequence[tuple[int, int, float]]
+
 # Rows and columns of an output tile, and the part of the best rate that it reaches.
-TILES = (
+TILES: Tiles = (
     (128, 256, 1.0),
     (128, 128, 0.9),
     (64, 128, 0.7),
@@ -33,21 +35,36 @@ _DEPTH = 32  # of a tile's steps
 # Least part of a product's depth for a tile, where tiles are few. Without tensor cores, if
 # the smallest tiles are too few for the chip: products of 128 rows and a depth of 1536 with
 # 512 and 1280 columns took 13 and 21 us in 32 bits on an H200, a third of those not split.
-_SPLIT_DEPTH, _SPLIT_DEPTH_SINGLE = 1024, 512
+_SPLIT_DEPTH = 1024
 # cuBLAS has smaller ones of complex numbers. An H200's products of 576 x 32 x 64 x 64 and
 # of 576 x 64 x 64 x 32, all of 32 x 32 tiles: 20.5 and 22.9 us.
 _TILES_OF_PAIRS = (*TILES[:-1], (32, 32, 0.65))
 _ON_TENSOR_CORES = frozenset({"bfloat16", "float16", "float8", "tf32"})
+# Without them, smaller tiles lose less: 47 products in 32 bits on four H200.
+_WITHOUT_TENSOR_CORES: dict[str, Any] = {
+    "split_depth": 512,
+    "tiles": (
+        (128, 256, 1.0),
+        (128, 128, 0.9),
+        (64, 128, 0.9),
+        (64, 64, 0.8),
+        (32, 32, 0.5),
+    ),
+}
 
 
 class Rates(NamedTuple):
-    """Of one chip and element type: operations and bytes a second; multiprocessors."""
+    """Of one chip and element type: operations and bytes a second; multiprocessors.
+
+    And the tiles that its kernels have.
+    """
 
     achieved: float
     memory: float
     sms: int
     item: int
     split_depth: int = _SPLIT_DEPTH
+    tiles: Tiles = TILES
 
 
 class Products:
@@ -66,7 +83,7 @@ class Products:
         layout = _layout(op)
         rates = self.rate(self._figures.gpu, dtype)
         elements = _factors(shape) - _repeated(op)
-        tiles = TILES
+        tiles = rates.tiles
         if real_dtype(factor_of(op).dtype):  # four real products for each complex one
             batch, m, n, k = shape
             shape, elements, tiles = (batch, m, n, 4 * k), 2 * elements, _TILES_OF_PAIRS
@@ -154,7 +171,7 @@ class Products:
 def ideal_product(
     rates: Rates,
     shape: tuple[int, int, int, int],
-    tiles: Sequence[tuple[int, int, float]] = TILES,
+    tiles: Tiles | None = None,
     elements: float | None = None,
 ) -> float:
     """A roofline: operations in whole waves of tiles, and bytes.
@@ -162,7 +179,7 @@ def ideal_product(
     Args:
         rates: Of the chip.
         shape: Batch, rows, columns and depth.
-        tiles: That a kernel may have.
+        tiles: That a kernel may have; None: those of the chip.
         elements: That are moved; None: those of all matrices.
     """
     batch, m, n, k = shape
@@ -171,7 +188,7 @@ def ideal_product(
     filled = 0.0
     smallest = batch * math.ceil(m / 64) * math.ceil(n / 64)
     split = rates.split_depth if smallest < rates.sms else _SPLIT_DEPTH
-    for rows, columns, part in tiles:
+    for rows, columns, part in rates.tiles if tiles is None else tiles:
         count = batch * math.ceil(m / rows) * math.ceil(n / columns)
         waves = math.ceil(count / rates.sms)
         used = batch * m * n / (rows * columns) / (waves * rates.sms)
@@ -202,7 +219,7 @@ def _rates(figures: Figures, hardware: Hardware, dtype: str) -> Rates:
         memory=hardware.number("bandwidth.memory"),
         sms=int(hardware.number("chip.sms")),
         item={"float8": 1, "float32": 4, "tf32": 4, "float64": 8}.get(dtype, 2),
-        split_depth=_SPLIT_DEPTH if dtype in _ON_TENSOR_CORES else _SPLIT_DEPTH_SINGLE,
+        **({} if dtype in _ON_TENSOR_CORES else _WITHOUT_TENSOR_CORES),
     )
 
 
