@@ -17,11 +17,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from _harness import publish
+from _steps import nine_of_ten
 
 SCRIPT = Path(__file__).parent / "training" / "train.py"
 RECORD = Path(__file__).parent / "record_allocator.py"
@@ -250,11 +251,6 @@ def told_errors(errors: Iterable[float]) -> str:
         f"nine of ten within {nine_of_ten(ordered):.1f} %, worst {ordered[-1]:.1f} %, "
         f"{sum(error <= 10 for error in ordered)} within 10 %"
     )
-
-
-def nine_of_ten(ordered: Sequence[float]) -> float:
-    """What nine of ten errors stay within, of sorted ones."""
-    return ordered[math.ceil(0.9 * len(ordered)) - 1]
 
 
 def markdown(table: list[dict[str, Any]]) -> list[str]:

@@ -22,8 +22,9 @@ from typing import Any
 from _harness import publish
 from _published import EXAMPLES, SOURCES, Row, sampled
 from _recordings import Rehearsal, record
-from _rows import markdown, nine_of_ten
+from _rows import markdown
 from _scatter import scatter
+from _steps import nine_of_ten
 
 from torchspmd.predict.allocator import AllocatorSettings
 from torchspmd.predict.hardware import load_gpu, load_network

@@ -7,43 +7,32 @@ Rows that were measured on an H200 (``validate_time.py``, ``validate_jobs.py``) 
 published ones (``validate_published.py``) are predicted, and stand with their milliseconds
 in ``measured/predicted_steps.csv``. An error bar is what nine of ten of its rows stay
 within; they are written to ``src/torchspmd/predict/validation.toml``, which predictions
-read. What is printed are the errors of each table.
+read. ``docs/predicted_steps.md``, its picture and the table in ``docs/predict_time.md`` are
+written too. What is printed are the errors of each table.
 """
 
 import argparse
-import csv
 import json
 import math
 import sys
-from collections.abc import Iterable, Iterator
-from enum import StrEnum
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import validate_jobs
+import validate_memory
 import validate_published
 import validate_time
 from _drawn_rows import drawn_rows
 from _published import SOURCES, sampled
-from _rows import ALL_ROWS, nine_of_ten, rehearse, told_errors
+from _rows import ALL_ROWS, rehearse, told_errors
+from _steps import MEASURED, Bar, Step, nine_of_ten, read, write, write_pages
 
 from torchspmd.predict.prediction import NEAR_HOST
 
-MEASURED = Path(__file__).parent / "measured"
-STEPS = MEASURED / "predicted_steps.csv"
 BARS = Path(__file__).parent.parent / "src/torchspmd/predict/validation.toml"
 GPU = "h200"
 _SEEDS = (8, 9)
 _LATER_SETS = ("third", "fourth", "fifth", "sixth", "seventh")
-
-
-class Bar(StrEnum):
-    """A table of ``validation.toml``."""
-
-    DEVICE = "one_rank_h200"
-    HOST = "near_host"
-    ONE_RANK = "one_rank"
-    SEVERAL_RANKS = "several_ranks"
 
 
 # What a reader is told of the rows, beside their number.
@@ -56,21 +45,6 @@ _SOURCES = {
     Bar.SEVERAL_RANKS: "published runs on more than 8 GPUs; the cost model was made with "
     "them in sight",
 }
-
-
-class Step(NamedTuple):
-    """A measured step and its prediction, in milliseconds."""
-
-    bar: Bar
-    table: str
-    row: str
-    measured: float
-    predicted: float
-
-    @property
-    def error(self) -> float:
-        """As a part of the measured step."""
-        return abs(self.predicted / self.measured - 1)
 
 
 def main() -> None:
@@ -86,6 +60,7 @@ def main() -> None:
         write([*own_rows(), *jobs(), *published(options.jobs)])
     steps = read()
     BARS.write_text(text(steps), encoding="utf-8")
+    write_pages(steps)
     print(*summary(steps), sep="\n")
 
 
@@ -104,8 +79,17 @@ def own_rows() -> Iterator[Step]:
             if row.name not in predictions:
                 predictions[row.name] = rehearse(row, GPU)
             prediction = predictions[row.name]
-            seconds = validate_time.measured_seconds(measured[row.name])["step"]
-            yield Step(_bar(prediction), name, row.name, *_pair(seconds, prediction))
+            phases = measured[row.name]
+            seconds = validate_time.measured_seconds(phases)["step"]
+            memory = validate_memory.compare(row, phases, prediction)
+            yield Step(
+                _bar(prediction),
+                name,
+                row.name,
+                *_pair(seconds, prediction),
+                memory["allocated"],
+                memory["allocated, predicted"],
+            )
 
 
 def jobs() -> Iterator[Step]:
@@ -120,7 +104,9 @@ def jobs() -> Iterator[Step]:
                 )
                 continue
             pair = _pair(figures["ms"] / 1e3, prediction)
-            yield Step(_bar(prediction), table, name, *pair)
+            told = prediction["memory"]["allocated_peak_bytes"]
+            peaks = (figures["allocated"] / 2**20, told / 2**20)
+            yield Step(_bar(prediction), table, name, *pair, *peaks)
 
 
 def _bar(prediction: dict[str, float]) -> Bar:
@@ -147,30 +133,6 @@ def published(processes: int) -> Iterator[Step]:
 
 # ----------------------------------------------------------------------------
 # Files
-
-
-def write(steps: Iterable[Step]) -> None:
-    """One line for each, sorted: the same rows give the same file."""
-    with STEPS.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(Step._fields)
-        for step in sorted(steps):
-            figures = (f"{step.measured:.2f}", f"{step.predicted:.2f}")
-            writer.writerow((*step[:3], *figures))
-
-
-def read() -> list[Step]:
-    with STEPS.open(encoding="utf-8", newline="") as file:
-        return [
-            Step(
-                Bar(row["bar"]),
-                row["table"],
-                row["row"],
-                float(row["measured"]),
-                float(row["predicted"]),
-            )
-            for row in csv.DictReader(file)
-        ]
 
 
 def text(steps: list[Step]) -> str:

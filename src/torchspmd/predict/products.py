@@ -38,7 +38,7 @@ _DEPTH = 32  # of a tile's steps
 _SPLIT_DEPTH = 1024
 # cuBLAS has smaller ones of complex numbers. An H200's products of 576 x 32 x 64 x 64 and
 # of 576 x 64 x 64 x 32, all of 32 x 32 tiles: 20.5 and 22.9 us.
-_TILES_OF_PAIRS = (*TILES[:-1], (32, 32, 0.65))
+_TILE_OF_PAIRS = (32, 32, 0.9)
 _ON_TENSOR_CORES = frozenset({"bfloat16", "float16", "float8", "tf32"})
 # Without them, smaller tiles lose less: 47 products in 32 bits on four H200.
 _WITHOUT_TENSOR_CORES: dict[str, Any] = {
@@ -86,7 +86,8 @@ class Products:
         tiles = rates.tiles
         if real_dtype(factor_of(op).dtype):  # four real products for each complex one
             batch, m, n, k = shape
-            shape, elements, tiles = (batch, m, n, 4 * k), 2 * elements, _TILES_OF_PAIRS
+            shape, elements = (batch, m, n, 4 * k), 2 * elements
+            tiles = (*rates.tiles[:-1], _TILE_OF_PAIRS)
         if 1 in shape[1:]:  # with a vector, or of two: no tiles
             return self._tables.by_bytes("reduce_rows", elements * rates.item)
         ideal = ideal_product(rates, shape, tiles, elements)

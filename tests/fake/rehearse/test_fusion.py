@@ -1,5 +1,6 @@
 """What a compiled region leaves out of memory."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -209,6 +210,25 @@ def test_fused_sums_take_no_buffers_of_kernels(rehearse):
 
     assert workspaces(compiled=False)
     assert not workspaces(compiled=True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "more"), [(torch.bfloat16, 2 * 1000 * 64), (torch.float32, 0)]
+)
+def test_compiled_gradients_of_embeddings_are_added_up_in_32_bits(
+    rehearse, dtype, more
+):
+    """Torch's decomposition casts the whole table behind the sums."""
+    with rehearse() as recording:
+        table = nn.Embedding(1000, 64, device="cuda", dtype=dtype)
+        rows = torch.zeros(4096, dtype=torch.long, device="cuda")
+        torch.compile(table)(rows).sum().backward()
+    taken = [
+        event.nbytes
+        for event in recording.events
+        if isinstance(event, Alloc) and event.workspace
+    ]
+    assert [nbytes for nbytes in taken if nbytes >= 1000 * 64] == [more] * bool(more)
 
 
 class Scored(nn.Module):

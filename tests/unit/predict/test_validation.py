@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import _rows
+import _steps
 import profile_row
 import pytest
 import record_allocator
@@ -16,6 +17,7 @@ import validate_jobs
 import validate_memory
 import validate_time
 import write_error_bars
+from _drawn_rows import drawn_rows
 from _rows import ALL_ROWS, Row
 from torch.autograd import DeviceType
 
@@ -85,11 +87,31 @@ def test_a_row_that_fails_is_told_and_leaves_the_others(tmp_path, capsys):
 def test_every_row_is_a_call_of_the_training_script(monkeypatch):
     monkeypatch.syspath_prepend(str(_rows.SCRIPT.parent))
     train = pytest.importorskip("train")
-    for row in ALL_ROWS:
+    rows = [*ALL_ROWS, *drawn_rows(8), *drawn_rows(9)]
+    for row in rows:
         monkeypatch.setattr(sys, "argv", ["train.py", *row.arguments.split()])
         options = train.arguments()
         assert (options.parallel == "none") == (row.ranks == 1), row.name
-    assert len({row.name for row in ALL_ROWS}) == len(ALL_ROWS)
+    assert len({row.name for row in rows}) == len(rows)
+
+
+@pytest.mark.parametrize("seed", [8, 9])
+def test_drawn_rows_were_predicted_before_they_were_measured(seed):
+    rows = [row.name for row in drawn_rows(seed)]
+    measured, predicted = (
+        json.loads((_steps.MEASURED / f"h200_drawn_{seed}{end}.json").read_text())
+        for end in ("", "_predicted")
+    )
+    assert list(predicted) == rows
+    assert list(measured) == rows[: len(measured)]
+    assert len(measured) >= 18
+
+
+def test_a_seed_draws_runs_of_every_kind():
+    arguments = " ".join(row.arguments for row in drawn_rows(8))
+    for word in ("fp32", "bf16", "autocast", "sgd", "--recompute", "--compile"):
+        assert word in arguments
+    assert drawn_rows(8) != drawn_rows(9)
 
 
 def test_the_measured_rows_are_rows_with_seconds():
@@ -212,6 +234,38 @@ def test_error_bars_are_those_of_the_recorded_rows():
         assert step.measured == pytest.approx(1e3 * seconds, abs=0.01)
 
 
+def test_the_pages_show_the_recorded_rows(tmp_path, monkeypatch):
+    """As ``write_error_bars.py --recorded`` writes them."""
+    steps, written = _steps.read(), {}
+    for name in ("PAGE", "PICTURE", "DIGEST"):
+        path = getattr(_steps, name)
+        written[name] = path.read_text(encoding="utf-8")
+        monkeypatch.setattr(_steps, name, tmp_path / path.name)
+        (tmp_path / path.name).write_text(written[name], encoding="utf-8")
+    _steps.write_pages(steps)
+    for name, text in written.items():
+        assert getattr(_steps, name).read_text(encoding="utf-8") == text
+    assert written["DIGEST"].count("| drawn by seed 9 | 18 | 11.5 | 11.3 | 26.7 |") == 1
+
+
+def test_a_row_without_a_first_prediction_says_so(tmp_path, monkeypatch):
+    told = {"a": {"step_seconds": 0.011}, "b": {"error": "no"}}
+    (tmp_path / "first.json").write_text(json.dumps(told))
+    monkeypatch.setattr(_steps, "MEASURED", tmp_path)
+    monkeypatch.setattr(_steps, "TABLES", {"t": _steps.Table("some", "first")})
+    host = _steps.Bar.HOST
+    steps = [_steps.Step(host, "t", name, 10.0, 9.0, 100.0, 101.0) for name in "ab"]
+    steps.append(_steps.Step(_steps.Bar.DEVICE, "t", "c", 10.0, 10.5, 8.0, 8.0))
+    page = _steps.page(steps)
+    assert "| a | H | 10.0 | 11.0 | +10.0 | 9.0 | -10.0 | 100 | +1.0 |" in page
+    assert "| b | H | 10.0 | an error |  | 9.0 | -10.0 | 100 | +1.0 |" in page
+    assert "| c |  | 10.0 |  |  | 10.5 | +5.0 | 8 | +0.0 |" in page
+    *_, line = _steps.digest(steps)
+    assert line == (
+        "| some | 3 | 10.0 | 10.0 | 10.0 | 8.3 | 10.0 | 10.0 | 10.0 | 1 | 5.0 | 5.0 |"
+    )
+
+
 def test_nine_of_ten_rows_are_within_an_error_bar():
     steps = [
         write_error_bars.Step(bar, "t", f"r{count}", 100.0, 100.0 + count)
@@ -260,11 +314,13 @@ def test_jobs_without_a_prediction_are_named_and_left_out(monkeypatch, capsys):
     def predict(name, gpu):
         if name == "video":
             return {"error": "ValueError: no such thing"}
-        return {"step_seconds": 0.1, "host_issue_seconds": 0.01}
+        memory = {"allocated_peak_bytes": 2**30}
+        return {"step_seconds": 0.1, "host_issue_seconds": 0.01, "memory": memory}
 
     monkeypatch.setattr(write_error_bars.validate_jobs, "predict", predict)
     steps = list(write_error_bars.jobs())
     assert {"muon", "deit"} <= {step.row for step in steps}
     assert "video" not in {step.row for step in steps}
+    assert {step.allocated_predicted for step in steps} == {1024.0}
     told = capsys.readouterr().err
     assert told == "h200_jobs_seventh, video: left out: ValueError: no such thing\n"
