@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchspmd import CommDebugMode, _torch
 from torchspmd._torch import LANDMARKS, Landmark
+from torchspmd.step.graph.generated import RunningGraph
 from torchspmd.testing import fake_world
 
 _TESTS = Path(__file__).parents[1]
@@ -272,8 +273,10 @@ def test_running_node(num_lines):
     graph = torch.fx.Graph()
     nodes = [graph.call_function(look) for _ in range(num_lines)]
     graph.output(None)
-    torch.fx.GraphModule({}, graph)()
-    assert seen == nodes
+    module = torch.fx.GraphModule({}, graph)
+    module()
+    RunningGraph.of(module)()
+    assert seen == [*nodes, *nodes]
     look()
     assert seen[-1] is None
 
@@ -667,6 +670,26 @@ def test_waits_for_nodes(mode, expected):
 
 # ----------------------------------------------------------------------------
 # Private names of torch behind in-place forms, loss scaling and backward contexts.
+
+
+def test_binding_of():
+    with FakeTensorMode():
+        x, sizes = torch.empty(4, 2), [2, 4]
+    found = _torch.binding_of(aten.view.default, (x, sizes), {})
+    assert found == _torch.Binding("view", unpacks=True)
+    assert found.function(torch.ones(4, 2), *sizes).shape == (2, 4)
+    item = _torch.binding_of(aten._local_scalar_dense.default, (x,), {})
+    called = []
+
+    class Calls(_torch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            called.append(func)
+            return func(*args, **(kwargs or {}))
+
+    one = torch.ones(())
+    with Calls():
+        assert item.function(one) == 1.0
+    assert called == [aten._local_scalar_dense.default]
 
 
 def test_in_place_form():

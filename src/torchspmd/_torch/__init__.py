@@ -28,6 +28,8 @@ from torchspmd._torch.autograd import hooks_of as hooks_of
 from torchspmd._torch.autograd import node_sequence as node_sequence
 from torchspmd._torch.autograd import sequence_number as sequence_number
 from torchspmd._torch.autograd import waits_for_nodes as waits_for_nodes
+from torchspmd._torch.bindings import Binding as Binding
+from torchspmd._torch.bindings import binding_of as binding_of
 from torchspmd._torch.capture import FakeWorld as FakeWorld
 from torchspmd._torch.capture import autocast_state as autocast_state
 from torchspmd._torch.capture import choosing_steps as choosing_steps
@@ -140,6 +142,8 @@ from torchspmd._torch.known_values import known_tensor as known_tensor
 from torchspmd._torch.known_values import may_follow as may_follow
 from torchspmd._torch.known_values import set_known as set_known
 from torchspmd._torch.known_values import write_known as write_known
+from torchspmd._torch.landmarks import GENERATED_FILE as GENERATED_FILE
+from torchspmd._torch.landmarks import GENERATED_NODES as GENERATED_NODES
 from torchspmd._torch.landmarks import LANDMARKS as LANDMARKS
 from torchspmd._torch.landmarks import Landmark as Landmark
 from torchspmd._torch.landmarks import fsdp_module as fsdp_module

@@ -46,14 +46,19 @@ LANDMARKS: dict[tuple[str, str | None], str] = {
     ("torch/_functorch/_aot_autograd/runtime_wrappers.py", None): Landmark.COMPILED,
 }
 
+# Where code that torchspmd generated of a graph comes from, and the name in its globals
+# under which it has the node of each line.
+GENERATED_FILE = "<torchspmd step"
+GENERATED_NODES = "torchspmd_nodes"
+
 _TORCH_FOLDER = torch.__file__.removesuffix("__init__.py")
 
 
 def landmark(code: CodeType) -> str | None:
     """What a function of torch means to the frames inside it; None for most."""
     path = code.co_filename.replace("\\", "/")
-    if path.startswith("<eval_with_key>") and code.co_name == "forward":
-        return Landmark.GRAPH
+    if path.startswith(("<eval_with_key>", GENERATED_FILE)):
+        return Landmark.GRAPH if code.co_name in ("forward", "run") else None
     if not code.co_filename.startswith(_TORCH_FOLDER):
         return None
     inside = "torch/" + path[len(_TORCH_FOLDER) :]
@@ -79,7 +84,10 @@ def hooked_module(local_names: dict[str, Any]) -> torch.nn.Module | None:
 
 
 def running_node(frame: FrameType) -> torch.fx.Node | None:
-    """The node that runs now, from the frame of a graph module's generated code."""
+    """The node that runs now, from the frame of code that was generated of a graph."""
+    nodes: dict[int, torch.fx.Node] | None = frame.f_globals.get(GENERATED_NODES)
+    if nodes is not None:
+        return nodes.get(frame.f_lineno)
     module = frame.f_locals.get("self")
     lines = getattr(module, "_lineno_map", None)
     if not isinstance(module, torch.fx.GraphModule) or lines is None:

@@ -15,6 +15,7 @@ from torchspmd.step import (
     compile,
 )
 from torchspmd.step.graph.cost import CostModel
+from torchspmd.step.graph.generated import RunningGraph
 from torchspmd.step.passes import (
     comm_fusion_with_concat,
     defer_updates,
@@ -212,16 +213,17 @@ def fail_and_repeat(name):
 
 def run_with(module, mark, call):
     """Call with another mark at the end of each region; how many were left to do."""
-    graph = module._forms._runs["steady"]
-    ends = [n for n in graph.graph.nodes if getattr(n.target, "__name__", "") == "_end"]
+    runs = module._forms._runs
+    steady, graph = runs["steady"], runs["steady"].graph
+    ends = [n for n in graph.nodes if getattr(n.target, "__name__", "") == "_end"]
     for node in ends:
         node.target = mark
-    graph.recompile()
+    runs["steady"] = RunningGraph.of(steady.module)
     with pytest.raises(KeyboardInterrupt, match="the cable"):
         call()
     for node in ends:
         node.target = module._end
-    graph.recompile()
+    runs["steady"] = steady
     return len(module.unfinished)
 
 

@@ -139,7 +139,7 @@ def instrumented(plain):
     for place, node in enumerate(nodes_of(graph)):
         with graph.inserting_before(node):
             graph.call_function(breaker, (place,))
-    made = fx.GraphModule(plain, graph)
+    made = fx.GraphModule(plain.module, graph)
     made.plain = plain
     return made
 

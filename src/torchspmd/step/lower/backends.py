@@ -8,6 +8,7 @@ from torch import fx
 
 from torchspmd.errors import CaptureError
 from torchspmd.step.deferral.module import IterGraphModule
+from torchspmd.step.graph.generated import RunningGraph
 from torchspmd.step.graph.inductor import CompiledPieces, check_compilable
 from torchspmd.step.graph.metadata import OutputKind, roles_of
 from torchspmd.step.lower.in_place import (
@@ -171,7 +172,7 @@ def lower_graph(
     elif backend == "cudagraph":
         run = replay_graph(running)
     else:
-        run = running
+        run = RunningGraph.of(running)
     can_release = backend == "graph" and not overlapped
     return Lowered(run, graph, backend, running, report, can_release, overlapped, notes)
 

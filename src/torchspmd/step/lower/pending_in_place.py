@@ -22,6 +22,7 @@ from torchspmd.step.graph.collectives import (
     is_communication,
     reduce_in_place,
 )
+from torchspmd.step.graph.generated import RunningGraph
 from torchspmd.step.graph.inductor import CompiledPieces
 from torchspmd.step.graph.memory import predict_peak
 from torchspmd.step.graph.metadata import (
@@ -85,7 +86,7 @@ class FormsInPlace:
         self.running[name] = running.graph
         # Whoever asks for a flush waits for it, and it is mostly updates.
         if self._compile is None or name == "flush":
-            return running
+            return RunningGraph.of(running)
         compiled, note = self._compile(running, self._compiled)
         self.notes.append(note)
         return compiled
