@@ -4,10 +4,12 @@ A change is made to the recorded step, and the step is simulated again: what onl
 the next bottleneck is not praised for more than it brings.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from torchspmd.comm import format_bytes
 from torchspmd.predict.account import Part, account_for
+from torchspmd.predict.collectives import price_comm
 from torchspmd.predict.prediction import TimePrediction, simulate_programs
 from torchspmd.predict.products import rate_name
 from torchspmd.predict.program import Program, price_step
@@ -19,6 +21,7 @@ from torchspmd.rehearse.recording import (
     Event,
     Op,
     Phase,
+    Recording,
     Synchronize,
     TensorSpec,
 )
@@ -27,6 +30,29 @@ __all__ = ["Gain", "suggest_faster"]
 
 _WORTH = 0.01  # of the step: less is not told
 _MOST = 3
+_LARGELY = 0.25  # of what could be gained at most
+# What wrappers send: of gradients in buckets, of shards that were copied together. Layers
+# send activations.
+_GRADIENTS = frozenset({Category.COMMUNICATION, Category.GRADIENT})
+_SHARDS = frozenset({Category.COMMUNICATION, Category.PARAMETER})
+
+
+class Change(NamedTuple):
+    """A change to the script, before it is known what it brings.
+
+    Attributes:
+        text: What to do.
+        program: The step as it then is.
+        how: What was simulated.
+        axes: Those whose communication it changes.
+        is_bound: Whether nobody can do it: it says how much there is to gain.
+    """
+
+    text: str
+    program: Program
+    how: str
+    axes: frozenset[str] = frozenset()
+    is_bound: bool = False
 
 
 class Gain(NamedTuple):
@@ -42,15 +68,25 @@ def suggest_faster(prediction: TimePrediction) -> list[Gain]:
     account = prediction.account
     if account is None or prediction.run is None or len(prediction.run.tasks) > 1:
         return []  # of a pipeline, one stage's change moves the others'
-    gains = []
-    for text, program, how in _changes(prediction):
-        run, _ = simulate_programs([program], prediction.figures)
-        gains.append(Gain(account.seconds - account_for(run).seconds, text, how))
-    worth = [gain for gain in gains if gain.seconds >= _WORTH * account.seconds]
-    return sorted(worth, reverse=True)[:_MOST]
+    gains: list[tuple[Gain, Change]] = []
+    for change in _changes(prediction):
+        run, _ = simulate_programs([change.program], prediction.figures)
+        seconds = account.seconds - account_for(run).seconds
+        if seconds >= _WORTH * account.seconds:
+            gains.append((Gain(seconds, change.text, change.how), change))
+    told = [gain for gain, change in gains if not _is_outdone(change, gain, gains)]
+    return sorted(told, reverse=True)[:_MOST]
 
 
-Change = tuple[str, Program, str]
+def _is_outdone(
+    bound: Change, most: Gain, others: Sequence[tuple[Gain, Change]]
+) -> bool:
+    """Whether what is only a bound is largely reached by something that can be done."""
+    return bound.is_bound and any(
+        gain.seconds >= _LARGELY * most.seconds and change.axes & bound.axes
+        for gain, change in others
+        if not change.is_bound
+    )
 
 
 def _changes(prediction: TimePrediction) -> Iterator[Change]:
@@ -58,6 +94,8 @@ def _changes(prediction: TimePrediction) -> Iterator[Change]:
     yield from _faster_host(prediction)
     yield from _read_less(prediction)
     yield from _copy_ahead(prediction)
+    yield from _reduce_in_bfloat16(prediction)
+    yield from _gather_once(prediction)
     yield from _hide_communication(prediction)
     yield from _keep_activations(prediction)
     yield from _lower_precision(prediction)
@@ -70,7 +108,7 @@ def _compile(prediction: TimePrediction) -> Iterator[Change]:
     if any(isinstance(e := events[p], Op) and e.region is not None for p in places):
         return
     program = price_step(prediction.recording, prediction.pricer, fuse_all=True)
-    yield (
+    yield Change(
         "torch.compile(model): fewer launches, and operators that memory bounds fused",
         program,
         "simulated with forward and backward as one compiled region",
@@ -83,7 +121,7 @@ def _faster_host(prediction: TimePrediction) -> Iterator[Change]:
         return
     items = [item._replace(host=0.0) for item in prediction.program.items]
     program = _with_items(prediction.program, items)
-    yield (
+    yield Change(
         "CUDA graphs (torch.compile(mode='reduce-overhead')), or a larger batch: the "
         "device waits for the host",
         program,
@@ -95,7 +133,7 @@ def _read_less(prediction: TimePrediction) -> Iterator[Change]:
     count, program = _without_waits(prediction, lambda wait: wait.reads_value)
     if count:
         each = "a value" if count == 1 else f"{count} values"
-        yield (
+        yield Change(
             f"read {each} of the device less often than in every step (.item(), .tolist(), "
             ".cpu()): meanwhile the host issues nothing",
             program,
@@ -107,7 +145,7 @@ def _copy_ahead(prediction: TimePrediction) -> Iterator[Change]:
     count, program = _without_waits(prediction, lambda wait: wait.copies_to_device)
     if count:
         each = "a tensor" if count == 1 else f"{count} tensors"
-        yield (
+        yield Change(
             f"copy {each} to the device without waiting: .to(device, non_blocking=True) "
             "from pinned memory (DataLoader(pin_memory=True))",
             program,
@@ -144,16 +182,90 @@ def _hide_communication(prediction: TimePrediction) -> Iterator[Change]:
         ]
         worst = max(entries, key=lambda entry: entry.seconds)
         where = f" of {worst.module}" if worst.module else ""
-        yield (
+        yield Change(
             f"overlap or shrink the communication of axis {axis}: most is waited for in "
             f"{worst.kind}{where}, {worst.cause}",
             _with_items(prediction.program, items),
             "simulated without that communication: the most that can be gained",
+            frozenset({axis}),
+            is_bound=True,
         )
 
 
+def _reduce_in_bfloat16(prediction: TimePrediction) -> Iterator[Change]:
+    """Of gradients that a wrapper sends: buckets of DDP, groups of fully_shard."""
+    recording, items = prediction.recording, list(prediction.program.items)
+    reduced: list[Comm] = []
+    for at, item in enumerate(items):
+        comm = item.event
+        if not isinstance(comm, Comm) or not _reduces_gradients(recording, comm):
+            continue
+        reduced.append(comm)
+        sent = comm._replace(payload_bytes=comm.payload_bytes // 2, dtype="bfloat16")
+        price = price_comm(
+            sent, prediction.figures, recording.gpus_per_node, recording.rank
+        )
+        items[at] = item._replace(work=price.seconds)
+    if reduced:
+        how = (
+            "fully_shard(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))"
+            if any(comm.kind == "reduce_scatter" for comm in reduced)
+            else "register_comm_hook(None, bf16_compress_hook)"
+        )
+        yield Change(
+            f"reduce gradients in bfloat16: {how}; sums are less precise",
+            _with_items(prediction.program, items),
+            "simulated with half the bytes",
+            frozenset(map(_axis, reduced)),
+        )
+
+
+def _reduces_gradients(recording: Recording, comm: Comm) -> bool:
+    return (
+        comm.kind in ("all_reduce", "reduce_scatter")
+        and comm.dtype == "float32"
+        and comm.site.phase is Phase.BACKWARD
+        and _categories(recording, comm.inputs) <= _GRADIENTS
+    )
+
+
+def _gather_once(prediction: TimePrediction) -> Iterator[Change]:
+    """Parameters that ``fully_shard`` gathers for backward once more."""
+    recording = prediction.recording
+    again = [
+        item.event
+        for item in prediction.program.items
+        if isinstance(item.event, Comm)
+        and item.event.kind == "all_gather"
+        and item.event.site.phase is Phase.BACKWARD
+        and _categories(recording, item.event.inputs) <= _SHARDS
+    ]
+    if not again:
+        return
+    items = [
+        item._replace(work=0.0) if item.event in again else item
+        for item in prediction.program.items
+    ]
+    needed = format_bytes(sum(comm.payload_bytes for comm in again))
+    yield Change(
+        "fully_shard(reshard_after_forward=False): gathers nothing again in backward; "
+        f"whole parameters stay until then, {needed}",
+        _with_items(prediction.program, items),
+        "simulated without these gathers",
+        frozenset(map(_axis, again)),
+    )
+
+
+def _categories(recording: Recording, specs: Sequence[TensorSpec]) -> set[Category]:
+    return {recording.storages[s.storage].category for s in specs if s.storage >= 0}
+
+
 def _is_of(event: Event | None, axis: str) -> bool:
-    return isinstance(event, Comm) and (event.axis or event.group) == axis
+    return isinstance(event, Comm) and _axis(event) == axis
+
+
+def _axis(comm: Comm) -> str:
+    return comm.axis or comm.group
 
 
 def _keep_activations(prediction: TimePrediction) -> Iterator[Change]:
@@ -164,7 +276,7 @@ def _keep_activations(prediction: TimePrediction) -> Iterator[Change]:
     if all(keep(events[place]) for place in prediction.program.costs):
         return
     program = price_step(prediction.recording, prediction.pricer, keep=keep)
-    yield (
+    yield Change(
         "checkpoint less: keep activations where memory allows it",
         program,
         "simulated without recomputation",
@@ -182,7 +294,7 @@ def _lower_precision(prediction: TimePrediction) -> Iterator[Change]:
     }
     if rates:
         or_tf32 = ", or torch.set_float32_matmul_precision('high') for TF32"
-        yield (
+        yield Change(
             "torch.autocast(dtype=torch.bfloat16)" + or_tf32 * ("float32" in rates),
             _with_items(program, items),
             "simulated with products, attention and convolutions in bfloat16",
@@ -230,7 +342,7 @@ def _fuse_optimizer(prediction: TimePrediction) -> Iterator[Change]:
     items[longest] = items[longest]._replace(
         work=2 * items[longest].work, host=_fused_host(prediction)
     )
-    yield (
+    yield Change(
         "fused=True in the optimizer: one pass over parameters and states",
         _with_items(program, items),
         "simulated with one kernel of twice the longest one's time",

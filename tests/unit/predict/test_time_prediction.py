@@ -16,6 +16,7 @@ from torchspmd.predict.time_suggestions import suggest_faster
 from torchspmd.predict.time_text import describe_time
 from torchspmd.rehearse.recording import (
     Alloc,
+    Category,
     Comm,
     EventRecord,
     Mark,
@@ -214,6 +215,77 @@ def test_a_script_that_reads_values_is_told_to_do_so_less_often():
         recording.events.remove(wait)
     without = predict_time(recording, H100).step_seconds
     assert gain.seconds == pytest.approx(result.step_seconds - without, rel=0.05)
+
+
+def wrapped(kind, phase, category, dtype="float32", axis="dp", size=1 << 26):
+    """A step whose wrapper sends something large that is waited for at once."""
+
+    def body(script):
+        script.product(4096)
+        script.recording.storages[77] = StorageInfo(4 * size, category)
+        script.number += 1
+        sent = (tensor(size, storage=77, dtype=dtype),)
+        nbytes = size * (4 if dtype == "float32" else 2)
+        script.events.append(
+            Comm(
+                script.number,
+                kind,
+                f"c10d.{kind}",
+                axis,
+                tuple(range(8)),
+                axis,
+                nbytes,
+                dtype,
+                sent,
+                sent,
+                0,
+                5,
+                False,
+                -1,
+                script.site(phase),
+            )
+        )
+
+    return predict_time(two_steps(body), H100)
+
+
+@pytest.mark.parametrize(
+    ("kind", "remedy"),
+    [
+        (
+            "reduce_scatter",
+            "fully_shard(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))",
+        ),
+        ("all_reduce", "register_comm_hook(None, bf16_compress_hook)"),
+    ],
+)
+def test_gradients_that_are_reduced_in_32_bits_get_the_remedy(kind, remedy):
+    result = wrapped(kind, Phase.BACKWARD, Category.COMMUNICATION)
+    gain = suggest_faster(result)[0]
+    assert gain.text.startswith(f"reduce gradients in bfloat16: {remedy}; sums")
+    half = wrapped(kind, Phase.BACKWARD, Category.COMMUNICATION, "bfloat16")
+    saved = result.step_seconds - half.step_seconds
+    assert gain.seconds == pytest.approx(saved, rel=0.02)
+    assert not any("reduce gradients" in each.text for each in suggest_faster(half))
+
+
+def test_parameters_that_are_gathered_again_get_the_remedy():
+    result = wrapped("all_gather", Phase.BACKWARD, Category.COMMUNICATION)
+    gain = suggest_faster(result)[0]
+    assert "reshard_after_forward=False" in gain.text
+    assert "256 MiB" in gain.text
+    # What could be gained at most is not told beside what gains it.
+    assert not any("the most" in each.how for each in suggest_faster(result))
+    forward = wrapped("all_gather", Phase.FORWARD, Category.COMMUNICATION)
+    (gain,) = suggest_faster(forward)
+    assert "overlap or shrink the communication of axis dp" in gain.text
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter", "all_gather"])
+def test_activations_of_layers_are_no_gradients_of_a_wrapper(kind):
+    result = wrapped(kind, Phase.BACKWARD, Category.TEMPORARY, axis="tp")
+    (gain,) = suggest_faster(result)
+    assert "overlap or shrink the communication of axis tp" in gain.text
 
 
 def test_fp32_products_get_the_remedy():
