@@ -45,13 +45,27 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
 _T = TypeVar("_T")
 
 
+# What has no leaves in it, and what torch's own walk, which takes longer, need not open.
+_PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
+_SEQUENCES = (list, tuple)
+
+
 def leaves_of(kind: type[_T], tree: Any) -> Iterator[_T]:
     """The leaves of one type, in order, also of mappings that torch takes for a leaf."""
-    for leaf in torch.utils._pytree.tree_leaves(tree):
-        if isinstance(leaf, kind):
-            yield leaf
-        elif isinstance(leaf, Mapping):
-            yield from leaves_of(kind, list(leaf.values()))
+    if isinstance(tree, kind):
+        yield tree
+    elif type(tree) in _SEQUENCES:
+        for each in tree:
+            if isinstance(each, kind):
+                yield each
+            elif type(each) not in _PLAIN:
+                yield from leaves_of(kind, each)
+    elif isinstance(tree, Mapping):
+        yield from leaves_of(kind, list(tree.values()))
+    elif type(tree) not in _PLAIN:
+        leaves = torch.utils._pytree.tree_leaves(tree)
+        if len(leaves) != 1 or leaves[0] is not tree:
+            yield from leaves_of(kind, leaves)
 
 
 def leaf_paths(tree: Any) -> list[tuple[Any, ...]]:

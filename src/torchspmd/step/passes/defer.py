@@ -525,6 +525,10 @@ def _choose_joined(
     _sink(copy, jobs)
     body, _ = _body(copy, jobs)
     nodes_each = (len(copy.nodes) - len(graph.nodes)) / len(jobs)
+    tried = [
+        (each, {node: each.cost.compute_seconds(node) for node in body})
+        for each in baselines
+    ]
     gains = {}
     for size in neighbours(len(jobs)):
         groups = in_groups(jobs, size)
@@ -532,9 +536,9 @@ def _choose_joined(
         gains[size] = min(
             each.seconds
             / each.steady_seconds(
-                _joined_seconds(body, groups, each), num_nodes, len(groups)
+                _joined_seconds(body, groups, each, seconds), num_nodes, len(groups)
             )
-            for each in baselines
+            for each, seconds in tried
         )
     best = max(gains, key=gains.__getitem__)  # the smallest of the best
     if best == 1:
@@ -544,7 +548,10 @@ def _choose_joined(
 
 
 def _joined_seconds(
-    body: Sequence[fx.Node], groups: Sequence[Sequence[_Job]], baseline: Baseline
+    body: Sequence[fx.Node],
+    groups: Sequence[Sequence[_Job]],
+    baseline: Baseline,
+    seconds: Mapping[fx.Node, float],
 ) -> float:
     """How long the nodes take where the updates of each group are one."""
     reductions = []
@@ -560,7 +567,9 @@ def _joined_seconds(
             )
             for each in found
         ]
-    [ordering] = orderings(body, reductions, baseline.cost, may_delay=False)
+    [ordering] = orderings(
+        body, reductions, baseline.cost, may_delay=False, seconds=seconds
+    )
     return ordering.seconds
 
 

@@ -86,6 +86,7 @@ def orderings(
     cost: CostModel,
     *,
     may_delay: bool,
+    seconds: Mapping[fx.Node, float] | None = None,
 ) -> list[Ordering]:
     """Orderings worth taking, the fastest first; the last one delays no gradient.
 
@@ -94,8 +95,9 @@ def orderings(
         reductions: What is left for it, the most urgent first.
         cost: How long nodes take.
         may_delay: Whether gradients may be computed later than they could be.
+        seconds: What nodes compute by that cost, where it is known already.
     """
-    plan = _Plan(nodes, reductions, cost)
+    plan = _Plan(nodes, reductions, cost, seconds)
     default = plan.ordering()
     if not may_delay:
         return [default]
@@ -239,10 +241,11 @@ class _Plan:
         nodes: Sequence[fx.Node],
         reductions: Sequence[Reduction],
         cost: CostModel,
+        seconds: Mapping[fx.Node, float] | None = None,
     ) -> None:
         self._nodes, self._reductions = nodes, reductions
         self._rank = {each.start: place for place, each in enumerate(reductions)}
-        self._seconds = {node: cost.compute_seconds(node) for node in nodes}
+        self._seconds = seconds or {node: cost.compute_seconds(node) for node in nodes}
         self._events: dict[fx.Node, Work] = {  # all but computation
             **_other_communication(nodes, cost),
             **{
