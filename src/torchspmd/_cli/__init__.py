@@ -22,6 +22,10 @@ from torchspmd._cli.usage import COMMANDS
 from torchspmd._cli.words import refuse_words, split_words
 from torchspmd.errors import SpmdError
 
+_DESCRIPTION = (
+    "See what a PyTorch training script communicates, predict its steps on GPUs that you "
+    "do not have, and keep its parallel version right."
+)
 _EPILOG = """\
 examples:
   torchspmd trace train.py --world-size 8
@@ -34,12 +38,18 @@ examples:
   torchspmd lock train.py --mesh dp=2,tp=4
   torchspmd check comm.lock
 
-torchspmd COMMAND --help has the options of each, with examples.
+torchspmd COMMAND --help shows the options of a command, with examples.
 """
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
     """Paragraphs are filled to the width; indented lines (examples) stay as they are."""
+
+    def add_argument(self, action: argparse.Action) -> None:
+        """As argparse's, which forgets that the names of subcommands are indented."""
+        super().add_argument(action)
+        if isinstance(action, argparse._SubParsersAction):
+            self._action_max_length += self._indent_increment
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         lines: list[str] = []
@@ -71,12 +81,12 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, _Subcommand]]:
     """The parser of the command line, and each subcommand by its name."""
     parser = argparse.ArgumentParser(
         prog="torchspmd",
-        description="Lay a PyTorch model out over a mesh, and see every byte it sends.",
+        description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=_Help,
     )
     parser.add_argument("--version", action="version", version=torchspmd.__version__)
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     subcommands = {}
     for usage in COMMANDS:
         name = usage.__name__.rpartition(".")[2]

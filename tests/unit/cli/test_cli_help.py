@@ -33,7 +33,7 @@ def test_help_is_eighty_columns_wide(help_of, words):
 
 def test_paragraphs_follow_the_width_and_examples_stay_whole(help_of):
     narrow = help_of("predict", columns="60")
-    assert "Run a training script, unchanged, as one rank of any\nnumber, " in narrow
+    assert "unchanged, as one rank of a world\nof any size, with " in narrow
     example = (
         "  torchspmd predict train.py --world-size 1024 --gpu h100 --html page.html\n"
     )
@@ -41,8 +41,8 @@ def test_paragraphs_follow_the_width_and_examples_stay_whole(help_of):
 
 
 def test_defaults_are_those_of_the_command(help_of):
-    assert "optimizer steps to let pass before (1)" in help_of("predict")
-    assert "optimizer steps to let pass before (0)" in help_of("trace")
+    assert "optimizer steps to skip first (default: 1)" in help_of("predict")
+    assert "optimizer steps to skip first (default: 0)" in help_of("trace")
 
 
 WITHOUT_TORCH = """\

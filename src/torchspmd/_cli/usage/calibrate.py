@@ -5,9 +5,10 @@ from pathlib import Path
 
 from torchspmd._cli.usage.common import output_problems, refuse
 
-HELP = "measure the GPU of this machine for predictions"
+HELP = "measure the GPU of this machine, for predictions"
 DESCRIPTION = (
-    "Measure the GPU of this machine, and write a hardware file for predictions."
+    "Measure the GPU of this machine, and write a hardware file that predict and search "
+    "take."
 )
 EPILOG = """\
 examples:
@@ -15,23 +16,32 @@ examples:
   torchspmd predict train.py --world-size 8 --gpu my.toml
   torchspmd calibrate --gpu h100 --nccl-tests all_reduce.txt --out my.toml
 
-Measures matrix products, attention, convolutions, operators that memory bounds, copies,
-and how long the host takes to issue each. Nothing else should run on the GPU. Figures
-that one GPU cannot tell, such as those of collectives, and ratios of kernels that no table
-covers ([kernels]) are taken from the package's file of the same or the most similar GPU, or
-of the H200; each says where it comes from. Times of collectives are read from what
-nccl-tests printed (--nccl-tests); --gpu starts from a file that there is instead of
-measuring.
+It measures matrix products, attention, convolutions, memory-bound operators, copies, and
+how long the host takes to issue each. Nothing else should run on the GPU. What one GPU
+cannot show (collectives, and the ratios under [kernels]) comes from the package's file of
+the same or the most similar GPU; each figure names its source. --nccl-tests adds times of
+collectives from outputs of nccl-tests. With --gpu, nothing is measured, and the outputs are
+added to an existing file.
+
+exit code: 0 when all is measured, 1 when a part could not be, 2 wrong use
 """
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's options."""
     parser.add_argument(
-        "--out", type=Path, default=Path("my.toml"), help="write it here"
+        "--out",
+        type=Path,
+        default=Path("my.toml"),
+        metavar="FILE",
+        help="write the hardware file to FILE (default: my.toml)",
     )
     parser.add_argument(
-        "--seconds", type=float, default=90.0, help="to spend on measuring (90)"
+        "--seconds",
+        type=float,
+        default=90.0,
+        metavar="X",
+        help="time to spend on measuring (default: 90)",
     )
     parser.add_argument(
         "--nccl-tests",
@@ -39,10 +49,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="outputs of nccl-tests: times of collectives",
+        help="add times of collectives from these files, as nccl-tests printed them",
     )
     parser.add_argument(
-        "--gpu", help="measure nothing: start from this file, as in h100"
+        "--gpu",
+        metavar="NAME",
+        help="measure nothing, and start from this GPU's file, such as h100",
     )
 
 

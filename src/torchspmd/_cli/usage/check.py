@@ -13,17 +13,23 @@ examples:
   torchspmd check configs/llama.lock
   torchspmd check comm.lock --fake --gpu h200      as if it ran there
 
-The lock knows its script, mesh and arguments, and --fake with its options: give them to
-see what the same script would do with others. A sentence for each change; to accept
-them, run the command in the last line and commit the lock.
+The lock knows its script, mesh, arguments and the options of --fake; options given here
+replace those. Each change is one sentence. To accept the changes, run the command in the
+last line and commit the lock.
 
-exit code: 0 as locked, 1 something changed or the script failed, 2 wrong use
+exit code: 0 when nothing changed, 1 when something did or the script failed, 2 wrong use
 """
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's options."""
-    parser.add_argument("lock", type=Path, nargs="?", default=Path("comm.lock"))
+    parser.add_argument(
+        "lock",
+        type=Path,
+        nargs="?",
+        default=Path("comm.lock"),
+        help="the lock (default: comm.lock)",
+    )
     add_fake_options(parser)
 
 

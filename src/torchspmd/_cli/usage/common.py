@@ -16,24 +16,32 @@ def refuse(problems: list[str]) -> None:
 
 def add_script_options(parser: argparse.ArgumentParser) -> None:
     """The script, and which of its steps are recorded as which rank."""
-    parser.add_argument("script", type=Path)
+    parser.add_argument("script", type=Path, help="the training script")
     add_step_options(parser)
 
 
 def add_step_options(parser: argparse._ActionsContainer) -> None:
     """Which steps of a script are recorded, as which rank."""
-    parser.add_argument("--rank", type=int, default=0, help="the rank to play (0)")
+    parser.add_argument(
+        "--rank",
+        type=int,
+        default=0,
+        metavar="N",
+        help="the rank that this process plays (default: 0)",
+    )
     parser.add_argument(
         "--steps",
         type=int,
         default=1,
-        help="optimizer steps to record; 0: all (%(default)s)",
+        metavar="N",
+        help="optimizer steps to record, 0 for all (default: %(default)s)",
     )
     parser.add_argument(
         "--skip",
         type=int,
         default=0,
-        help="optimizer steps to let pass before (%(default)s)",
+        metavar="N",
+        help="optimizer steps to skip first (default: %(default)s)",
     )
 
 
@@ -42,13 +50,18 @@ def add_fake_options(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--fake",
         action="store_true",
-        help="tensors hold no memory: for models of any size, and scripts for GPUs",
+        help="use tensors without memory, for models of any size and scripts for GPUs",
     )
     parser.add_argument(
-        "--gpu", help="with --fake: what the script is told of its GPU, as in h100"
+        "--gpu",
+        metavar="NAME",
+        help="with --fake: the GPU that the script sees, such as h100",
     )
     parser.add_argument(
-        "--gpus-per-node", type=int, help="with --fake: ranks of a node (8)"
+        "--gpus-per-node",
+        type=int,
+        metavar="N",
+        help="with --fake: ranks on each node (default: 8)",
     )
 
 

@@ -12,11 +12,11 @@ from torchspmd._cli.usage.common import (
     script_problems,
 )
 
-HELP = "compare two ledgers of trace --out, two predictions, or scripts"
+HELP = "compare two traces, two predictions, or two scripts"
 DESCRIPTION = (
-    "Compare two ledgers, by module and kind of communication; or two predictions, by "
-    "their figures and, where both have one, their ledgers. A script (.py) in the place of "
-    "a file is traced first."
+    "Compare two ledgers (trace --out) by module and kind of communication, or two "
+    "predictions (predict --json) by their figures and ledgers. A script (.py) in the "
+    "place of a ledger is traced first."
 )
 USAGE = "torchspmd diff before after [options] [-- script arguments]"
 EPILOG = """\
@@ -27,11 +27,11 @@ examples:
   torchspmd diff before.json train.py --world-size 8
   torchspmd diff old/train.py new/train.py --world-size 1024 --fake --gpu h100
 
-A script is run by itself, as by torchspmd trace with these options; both get the same
-ones. Its report goes to standard error.
+Each script runs in a process of its own, as with torchspmd trace; both get the same
+options. Their reports go to standard error.
 
-exit code: 0 when they are equal, 1 when they differ, 2 when a file cannot be read or a
-script fails
+exit code: 0 when they are equal, 1 when they differ, 2 wrong use, a file that cannot be
+read, or a script that failed
 """
 
 SUFFIX = ".py"  # of a script
@@ -49,12 +49,16 @@ OF_A_TRACE = {
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's options."""
-    parser.add_argument("before", type=Path)
-    parser.add_argument("after", type=Path)
+    parser.add_argument("before", type=Path, help="a ledger, a prediction or a script")
+    parser.add_argument("after", type=Path, help="what it is compared with")
     parser.add_argument("--json", action="store_true", help="print the changes as JSON")
-    parser.add_argument("--html", type=Path, help="write a page to look at here")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page for the browser to FILE"
+    )
     of_scripts = parser.add_argument_group("for scripts")
-    of_scripts.add_argument("--world-size", type=int, help="simulate this many ranks")
+    of_scripts.add_argument(
+        "--world-size", type=int, metavar="N", help="simulate a world of N ranks"
+    )
     add_step_options(of_scripts)
     add_fake_options(of_scripts)
 

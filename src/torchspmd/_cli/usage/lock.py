@@ -15,8 +15,11 @@ from torchspmd._cli.usage.common import (
     script_problems,
 )
 
-HELP = "write down what a training script communicates, for check"
-DESCRIPTION = "Write down what a training script communicates and holds."
+HELP = "write what a training script communicates to a lock, for CI"
+DESCRIPTION = (
+    "Write what a step of a training script communicates, and the memory it holds, to a "
+    "small text file."
+)
 USAGE = "torchspmd lock script.py --mesh dp=2,tp=4 [options] [-- script arguments]"
 EPILOG = """\
 examples:
@@ -25,8 +28,10 @@ examples:
   torchspmd lock train.py --mesh dp=128,tp=8 --fake --gpu h100
   torchspmd check comm.lock                   exit code 1 when something changed
 
-This process plays one rank of a simulated world, on the CPU, whatever its size. The
-script makes its own mesh; --mesh says how many ranks there are and is compared with it.
+This process plays one rank of a simulated world of any size, on the CPU. The script makes
+its own mesh; --mesh gives the number of ranks, and must agree with that mesh.
+
+exit code: 0 when the lock is written, 1 when the script failed, 2 wrong use
 """
 
 
@@ -34,13 +39,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's options."""
     add_script_options(parser)
     add_fake_options(parser)
-    parser.add_argument("--mesh", required=True, help="axes and sizes: tp=8, dp=2,tp=4")
+    parser.add_argument(
+        "--mesh", required=True, help="axes and their sizes, such as tp=8 or dp=2,tp=4"
+    )
     parser.add_argument(
         "-o",
         "--out",
         type=Path,
         default=Path("comm.lock"),
-        help="write the lock here (comm.lock)",
+        metavar="FILE",
+        help="write the lock to FILE (default: comm.lock)",
     )
 
 

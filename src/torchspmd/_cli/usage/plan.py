@@ -14,36 +14,53 @@ examples:
   torchspmd plan mypackage.models:llama --mesh tp=8 --auto --save plan.toml
   torchspmd plan model.py:build --mesh tp=8 --html page.html
 
-The factory is called without arguments and returns the model; its weights are made on
-the meta device, so any size will do. Without --plan, the plan is the one that a Hugging
-Face model carries, else one inferred from which Linears feed which.
+The factory takes no arguments and returns the model. It runs on the meta device, so the
+model may have any size. Without --plan, the plan is the one that comes with a Hugging
+Face model; for other models it is inferred from which Linear feeds which.
 
-exit code: 0 when the plan fits, 1 when it does not, 2 when the command was used wrongly
+exit code: 0 when the plan fits, 1 when it does not, 2 wrong use
 """
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's options."""
-    parser.add_argument("factory", help="file.py:function or package.module:function")
     parser.add_argument(
-        "--mesh", required=True, help="axes and sizes: tp=8, dp=16,tp=8"
+        "factory",
+        help="what builds the model: file.py:function or package.module:function",
     )
-    parser.add_argument("--axis", help="the axis of the plan (the only one, else tp)")
-    parser.add_argument("--plan", type=Path, help="a plan in TOML")
+    parser.add_argument(
+        "--mesh", required=True, help="axes and their sizes, such as tp=8 or dp=16,tp=8"
+    )
+    parser.add_argument(
+        "--axis",
+        help="the axis that the plan splits over (default: the only one, or tp)",
+    )
+    parser.add_argument("--plan", type=Path, metavar="FILE", help="a plan in TOML")
     parser.add_argument(
         "--auto", action="store_true", help="infer the plan even if the model has one"
     )
     parser.add_argument(
         "--share-inputs",
         action="store_true",
-        help="let layers that read one tensor sum its gradient once",
+        help="all-reduce the gradient of a tensor once for all layers that read it",
     )
-    parser.add_argument("--batch", type=int, help="sequences a rank sees in a step")
-    parser.add_argument("--seq", type=int, help="length of each")
-    parser.add_argument("--dtype", help="of the parameters, such as bfloat16")
-    parser.add_argument("--json", type=Path, help="also write it here, as JSON")
-    parser.add_argument("--html", type=Path, help="write a page to look at here")
-    parser.add_argument("--save", type=Path, help="write the plan here, as TOML")
+    parser.add_argument(
+        "--batch", type=int, metavar="N", help="sequences of a rank in a step"
+    )
+    parser.add_argument("--seq", type=int, metavar="N", help="tokens of a sequence")
+    parser.add_argument("--dtype", help="dtype of the parameters, such as bfloat16")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="also write the preview to FILE, as JSON",
+    )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page for the browser to FILE"
+    )
+    parser.add_argument(
+        "--save", type=Path, metavar="FILE", help="write the plan to FILE, as TOML"
+    )
 
 
 def check(options: argparse.Namespace) -> None:

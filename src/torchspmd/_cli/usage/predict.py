@@ -12,10 +12,10 @@ from torchspmd._cli.usage.common import (
 )
 from torchspmd.predict.hardware import DEFAULT_NETWORK, load_gpu, load_network
 
-HELP = "rehearse a training script without GPUs: will it fit, what will it send"
+HELP = "predict memory and step time of a script on GPUs that you do not have"
 DESCRIPTION = (
-    "Run a training script, unchanged, as one rank of any number, with tensors that hold "
-    "no memory; say what that rank would hold and send on a named GPU."
+    "Run a training script, unchanged, as one rank of a world of any size, with tensors "
+    "that hold no memory. Report what that rank would hold, send and take on a named GPU."
 )
 USAGE = "torchspmd predict script.py --gpu NAME [options] [-- script arguments]"
 EPILOG = """\
@@ -25,8 +25,9 @@ examples:
   torchspmd predict train.py --gpu h100 --json step.json --perfetto trace.json
   torchspmd predict train.py --world-size 64 --gpu a100 -- --layers 80 --batch 1
 
-Exit code 1: it does not fit. 2: the command was used wrongly, or the script failed.
-The allocator's settings are read from PYTORCH_CUDA_ALLOC_CONF, as in a real run.
+The allocator reads its settings from PYTORCH_CUDA_ALLOC_CONF, as in a real run.
+
+exit code: 0 when it fits, 1 when it does not, 2 wrong use or the script failed
 """
 
 
@@ -34,31 +35,53 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's options."""
     add_script_options(parser)
     parser.set_defaults(skip=1)
-    parser.add_argument("--world-size", type=int, default=1, help="ranks (1)")
     parser.add_argument(
-        "--gpu", required=True, help="its name, as in h100, or a TOML file"
+        "--world-size", type=int, default=1, metavar="N", help="ranks (default: 1)"
     )
     parser.add_argument(
-        "--gpus-per-node", type=int, default=8, help="ranks of a node (8)"
+        "--gpu",
+        required=True,
+        metavar="NAME",
+        help="the GPU: a name such as h100, or a hardware file (.toml)",
     )
     parser.add_argument(
-        "--network", help="between nodes: its name, as in ib-ndr400, or a TOML file"
+        "--gpus-per-node",
+        type=int,
+        default=8,
+        metavar="N",
+        help="ranks on each node (default: 8)",
     )
-    parser.add_argument("--json", type=Path, help="write the prediction here")
-    parser.add_argument("--html", type=Path, help="write a page to look at here")
     parser.add_argument(
-        "--perfetto", type=Path, help="write the timeline here, for Perfetto"
+        "--network",
+        metavar="NAME",
+        help="the network between nodes: a name such as ib-ndr400 (the default), or a "
+        "hardware file (.toml)",
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the prediction to FILE"
+    )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page for the browser to FILE"
+    )
+    parser.add_argument(
+        "--perfetto",
+        type=Path,
+        metavar="FILE",
+        help="write the timeline to FILE, for Perfetto",
     )
     parser.add_argument(
         "--virtual-clock",
         action="store_true",
-        help="time.perf_counter and time.time tell predicted time to the script",
+        help="make time.time, time.monotonic and time.perf_counter return predicted "
+        "time in the script",
     )
     parser.add_argument(
-        "--brief", action="store_true", help="no slices, curve or suggestions"
+        "--brief",
+        action="store_true",
+        help="leave out timeline, memory curve and suggestions",
     )
     parser.add_argument(
-        "--no-timeline", action="store_true", help="leave the slices out of the file"
+        "--no-timeline", action="store_true", help="leave the timeline out of the file"
     )
     # What the best candidate of a search does: nothing is predicted of a slower one.
     for name in ("--bound-rate", "--bound-seconds"):

@@ -20,37 +20,83 @@ examples:
       --work "batch * seq" -- --batch {1,2,4,8} --seq {2048,4096}
 
 Braces list the values of an argument; it does not matter whether the shell expands them.
-Names in --where and --work are those of the script's arguments, with _ for -; and
-world_size. What was predicted before comes from a cache, by the texts of the script's
-folder and of the hardware files.
-Exit code 1: nothing fits.
+--where and --work are Python expressions over the script's arguments (--micro-batch is
+micro_batch) and world_size. Predictions are cached until the script's folder or a
+hardware file changes.
+
+exit code: 0 when a candidate fits, 1 when none does, 2 wrong use
 """
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's options."""
-    parser.add_argument("script", type=Path)
-    parser.add_argument("--world-size", type=int, default=1, help="ranks (1)")
-    parser.add_argument("--rank", type=int, default=0, help="the rank to play (0)")
-    parser.add_argument("--gpu", required=True, help="its name, or a TOML file")
-    parser.add_argument("--network", default="ib-ndr400", help="between nodes")
-    parser.add_argument("--gpus-per-node", type=int, default=8, help="(8)")
-    parser.add_argument("--where", help="which combinations are tried, as in 'tp <= 8'")
-    parser.add_argument("--work", help="items of a step, as in 'batch * seq'")
+    parser.add_argument("script", type=Path, help="the training script")
+    parser.add_argument(
+        "--world-size", type=int, default=1, metavar="N", help="ranks (default: 1)"
+    )
+    parser.add_argument(
+        "--rank",
+        type=int,
+        default=0,
+        metavar="N",
+        help="the rank that is predicted (default: 0)",
+    )
+    parser.add_argument(
+        "--gpu",
+        required=True,
+        metavar="NAME",
+        help="the GPU: a name such as h100, or a hardware file (.toml)",
+    )
+    parser.add_argument(
+        "--network",
+        default="ib-ndr400",
+        metavar="NAME",
+        help="the network between nodes: a name or a hardware file (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--gpus-per-node",
+        type=int,
+        default=8,
+        metavar="N",
+        help="ranks on each node (default: 8)",
+    )
+    parser.add_argument(
+        "--where",
+        metavar="CONDITION",
+        help="try only combinations for which it is true, such as 'tp <= 8'",
+    )
+    parser.add_argument(
+        "--work",
+        metavar="EXPRESSION",
+        help="rank by items per second, with this many in a step, such as 'batch * seq'",
+    )
     parser.add_argument(
         "--repeat",
         metavar="NAME[=FEW,MORE]",
-        help="the script's argument that is its number of equal blocks: few are "
-        "rehearsed, twice, and the difference is extended",
+        help="the script's argument for its number of equal blocks: two small numbers of "
+        "them are rehearsed, and the result is extrapolated",
     )
-    parser.add_argument("--jobs", type=int, help="processes at a time; all cores")
-    parser.add_argument("--top", type=int, default=10, help="rows to show (10)")
     parser.add_argument(
-        "--cache", type=Path, help="folder of what was predicted before"
+        "--jobs", type=int, metavar="N", help="processes at a time (default: all cores)"
     )
-    parser.add_argument("--no-cache", action="store_true", help="predict all again")
-    parser.add_argument("--json", type=Path, help="write every candidate here")
-    parser.add_argument("--html", type=Path, help="write a page to look at here")
+    parser.add_argument(
+        "--top", type=int, default=10, metavar="N", help="rows to show (default: 10)"
+    )
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        metavar="FOLDER",
+        help="keep predictions here (default: ~/.cache/torchspmd/search)",
+    )
+    parser.add_argument(
+        "--no-cache", action="store_true", help="neither read nor write the cache"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write every candidate to FILE"
+    )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page for the browser to FILE"
+    )
 
 
 def check(options: argparse.Namespace) -> None:

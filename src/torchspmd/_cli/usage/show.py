@@ -14,10 +14,10 @@ examples:
   torchspmd show before.json after.json --out page.html
   torchspmd show prediction.json --perfetto trace.json
 
-Results are what these write: trace --out, plan --json, predict --json, search --json and
-step.exposure(...).to_json().
+Results are files of trace --out, plan --json, predict --json and search --json, and what
+step.exposure(...).to_json() returns.
 
-exit code: 0 when the page is written, 2 when a file is not a result
+exit code: 0 when the page is written, 2 wrong use or a file that is not a result
 """
 
 
@@ -25,14 +25,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's options."""
     parser.add_argument("file", type=Path, help="a saved result")
     parser.add_argument(
-        "after", type=Path, nargs="?", help="a second one, to compare the first with"
+        "after", type=Path, nargs="?", help="a second result, shown beside the first"
     )
-    parser.add_argument("--out", type=Path, help="write the page here (FILE.html)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="write the page to FILE (default: the result's name with .html)",
+    )
     parser.add_argument(
         "--open", action="store_true", help="open the page in a browser"
     )
     parser.add_argument(
-        "--perfetto", type=Path, help="also write the timeline here, for Perfetto"
+        "--perfetto",
+        type=Path,
+        metavar="FILE",
+        help="also write the timeline to FILE, for Perfetto",
     )
 
 

@@ -24,8 +24,11 @@ examples:
   torchspmd trace train.py --world-size 8 -- --layers 4 --batch 16
   torchrun --nproc-per-node 4 -m torchspmd trace train.py --out report.json
 
-A simulated world needs no torchrun and no GPU: this process plays one rank, and the
-collectives return at once. Shapes and counts are those of a real run, values are not.
+With --world-size, this process plays one rank of a simulated world: it needs no torchrun
+and no GPU, and collectives return at once. Shapes and counts are those of a real run,
+values are not. Under torchrun, every rank is recorded, and rank 0 prints the sum.
+
+exit code: 0 when the report is written, 1 when the script failed, 2 wrong use
 """
 
 
@@ -33,13 +36,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's options."""
     add_script_options(parser)
     add_fake_options(parser)
-    parser.add_argument("--world-size", type=int, help="simulate this many ranks")
-    parser.add_argument("--out", type=Path, help="write the ledger here, as JSON")
-    parser.add_argument("--html", type=Path, help="write a page to look at here")
+    parser.add_argument(
+        "--world-size", type=int, metavar="N", help="simulate a world of N ranks"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write the ledger to FILE, as JSON"
+    )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page for the browser to FILE"
+    )
     parser.add_argument(
         "--sources",
         action="store_true",
-        help="with --out: the line of code behind each communication",
+        help="with --out: also record the source line of each communication",
     )
 
 
