@@ -1,10 +1,12 @@
 """What `import torchspmd` gives, and that it changes nothing else."""
 
+import ast
 import importlib
 import inspect
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -47,17 +49,45 @@ _NAMES = {
 }
 
 
-def _public_names():
-    """The names that `__init__` binds on purpose; submodules appear by being imported."""
+def _public_names(module):
+    """Its names as `dir` has them; submodules appear by being imported."""
     return {
         name
-        for name, value in vars(torchspmd).items()
-        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+        for name in dir(module)
+        if not name.startswith("_")
+        and not isinstance(getattr(module, name), types.ModuleType)
     }
 
 
 def test_public_names_are_these():
-    assert _public_names() == _NAMES
+    assert _public_names(torchspmd) == _NAMES
+
+
+def test_type_checkers_see_the_names_that_are_loaded_when_they_are_used():
+    """The imports that they read, and the table that `__getattr__` reads."""
+    tree = ast.parse(Path(torchspmd.__file__).read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    imported = {
+        alias.name: node.module.removeprefix("torchspmd.")
+        for node in block.body
+        for alias in node.names
+    }
+    assert imported == torchspmd._PACKAGES
+    assert sorted(imported) == torchspmd.__all__
+
+
+def test_a_name_that_is_not_there():
+    with pytest.raises(
+        AttributeError, match="'torchspmd' has no attribute 'no_such_name'"
+    ):
+        torchspmd.no_such_name  # noqa: B018
+
+
+def test_packages_can_be_used_without_a_line_that_imports_them():
+    assert (
+        torchspmd.testing.fake_mesh
+        is importlib.import_module("torchspmd.testing").fake_mesh
+    )
 
 
 @pytest.mark.parametrize("name", sorted(_NAMES))
@@ -95,7 +125,7 @@ def test_all_lists_every_public_name_and_no_other(name):
     module = importlib.import_module(name)
     listed = module.__all__
     assert len(listed) == len(set(listed))
-    public = {key for key in vars(module) if not key.startswith("_")}
+    public = {key for key in dir(module) if not key.startswith("_")}
     assert set(listed) == {key for key in public if _is_ours(getattr(module, key))}
     namespace = {}
     exec(f"from {name} import *", namespace)
@@ -189,6 +219,8 @@ def state():
 
 before = state()
 import torchspmd
+for name in torchspmd.__all__:
+    getattr(torchspmd, name)
 after = state()
 changed = sorted(key for key in before if before[key] != after[key])
 print("changed:", changed)
@@ -206,6 +238,11 @@ def _run_python(code):
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return done.stdout.splitlines()
+
+
+def test_the_package_is_imported_without_torch():
+    loaded = "import sys, torchspmd, torchspmd.errors; print('torch' in sys.modules)"
+    assert _run_python(loaded) == ["False"]
 
 
 def test_importing_changes_nothing():

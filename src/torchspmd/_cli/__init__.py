@@ -1,47 +1,30 @@
-"""The command line: one file a subcommand, each with its texts, options and ``run``.
+"""The command line: how a subcommand is used is in ``usage``, what it does in a file here.
+
+Only the second loads torch, and only once the words are known to be right: ``import torch``
+takes longer than all that help and refusals do.
 
 Exit codes: 0, all is well; 1, the answer is no (files differ, the script failed);
 2, the command was used wrongly, with one sentence on what to change; 130, interrupted.
 """
 
 import argparse
+import importlib
 import itertools
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import NoReturn
+from types import ModuleType
+from typing import NamedTuple, NoReturn
 
 import torchspmd
-from torchspmd._cli import (
-    calibrate,
-    check,
-    diff,
-    doctor,
-    lock,
-    parity,
-    plan,
-    predict,
-    search,
-    show,
-    trace,
-)
-from torchspmd._cli.output import INTERRUPTED, exit_process, ignore_closed_pipes, say
-from torchspmd._cli.script import refuse_words, split_words
+from torchspmd._cli.process import INTERRUPTED, exit_process, ignore_closed_pipes, say
+from torchspmd._cli.usage import COMMANDS
+from torchspmd._cli.words import refuse_words, split_words
 from torchspmd.errors import SpmdError
 
-# In the order of the help.
-_COMMANDS = (
-    trace,
-    predict,
-    search,
-    show,
-    diff,
-    plan,
-    lock,
-    check,
-    parity,
-    calibrate,
-    doctor,
+_DESCRIPTION = (
+    "See what a PyTorch training script communicates, predict its steps on GPUs that you "
+    "do not have, and keep its parallel version right."
 )
 _EPILOG = """\
 examples:
@@ -55,12 +38,18 @@ examples:
   torchspmd lock train.py --mesh dp=2,tp=4
   torchspmd check comm.lock
 
-torchspmd COMMAND --help has the options of each, with examples.
+torchspmd COMMAND --help shows the options of a command, with examples.
 """
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
     """Paragraphs are filled to the width; indented lines (examples) stay as they are."""
+
+    def add_argument(self, action: argparse.Action) -> None:
+        """As argparse's, which forgets that the names of subcommands are indented."""
+        super().add_argument(action)
+        if isinstance(action, argparse._SubParsersAction):
+            self._action_max_length += self._indent_increment
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         lines: list[str] = []
@@ -77,40 +66,58 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         return "\n".join(lines)
 
 
+class _Subcommand(NamedTuple):
+    """How it is used, and the parser of its options."""
+
+    usage: ModuleType
+    parser: argparse.ArgumentParser
+
+
 def _is_prose(line: str) -> bool:
     return bool(line.strip()) and not line.startswith(" ") and line != "examples:"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+def build_parser() -> tuple[argparse.ArgumentParser, dict[str, _Subcommand]]:
+    """The parser of the command line, and each subcommand by its name."""
     parser = argparse.ArgumentParser(
         prog="torchspmd",
-        description="Lay a PyTorch model out over a mesh, and see every byte it sends.",
+        description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=_Help,
     )
     parser.add_argument("--version", action="version", version=torchspmd.__version__)
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for command in _COMMANDS:
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    subcommands = {}
+    for usage in COMMANDS:
+        name = usage.__name__.rpartition(".")[2]
         subparser = subparsers.add_parser(
-            command.__name__.rpartition(".")[2],
-            help=command.HELP,
-            usage=getattr(command, "USAGE", None),
-            description=command.DESCRIPTION,
-            epilog=command.EPILOG,
+            name,
+            help=usage.HELP,
+            usage=getattr(usage, "USAGE", None),
+            description=usage.DESCRIPTION,
+            epilog=usage.EPILOG,
             formatter_class=_Help,
         )
-        command.add_options(subparser)
-        subparser.set_defaults(run=command.run)
+        usage.add_options(subparser)
+        subcommands[name] = _Subcommand(usage, subparser)
+    return parser, subcommands
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser, subcommands = build_parser()
     words = sys.argv[1:] if arguments is None else list(arguments)
     own, for_script = split_words(words)
     options, unknown = parser.parse_known_args(own)
+    chosen = subcommands[options.command]
     if unknown:
-        refuse_words(subparsers.choices[options.command], options, unknown)
+        refuse_words(chosen.parser, options, unknown)
     options.arguments = for_script
     options.words = words
     try:
-        return int(options.run(options))
+        chosen.usage.check(options)
+        command = importlib.import_module(f"torchspmd._cli.{options.command}")
+        return int(command.run(options))
     except SpmdError as error:
         say(options.command, str(error))
         return 2

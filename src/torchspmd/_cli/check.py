@@ -7,32 +7,11 @@ import shlex
 from pathlib import Path
 
 from torchspmd._cli.lock import gpu_of_recipe, is_gpu_file, simulate
-from torchspmd._cli.script import add_fake_options, fake_problems
+from torchspmd._cli.usage.common import fake_problems, refuse
 from torchspmd.comm import format_bytes, format_count
 from torchspmd.errors import UsageError
 from torchspmd.verify.lock.changes import changes
 from torchspmd.verify.lock.lockfile import Lock, Recipe, load_lock
-
-HELP = "compare a training script with its lock"
-DESCRIPTION = "Compare what a training script communicates with its lock."
-EPILOG = """\
-examples:
-  torchspmd check                                  ./comm.lock
-  torchspmd check configs/llama.lock
-  torchspmd check comm.lock --fake --gpu h200      as if it ran there
-
-The lock knows its script, mesh and arguments, and --fake with its options: give them to
-see what the same script would do with others. A sentence for each change; to accept
-them, run the command in the last line and commit the lock.
-
-exit code: 0 as locked, 1 something changed or the script failed, 2 wrong use
-"""
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommand's options."""
-    parser.add_argument("lock", type=Path, nargs="?", default=Path("comm.lock"))
-    add_fake_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -43,13 +22,7 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(
             f"{options.lock} is the lock of a test, {recipe}: pytest compares it."
         )
-    if options.arguments:
-        raise UsageError(
-            f"{options.lock} knows the script's arguments; write another lock for others."
-        )
-    problems = fake_problems(options, fake=options.fake or recipe.fake)
-    if problems:
-        raise UsageError("; ".join(problems) + ".")
+    refuse(fake_problems(options, fake=options.fake or recipe.fake))
     folder = options.lock.absolute().parent
     recipe = dataclasses.replace(recipe, **gpu_of_recipe(options, folder))
     now = simulate(recipe, folder, "check")

@@ -31,17 +31,6 @@ from torchspmd.rehearse.rehearsal import rehearsal
 from torchspmd.rehearse.world import World
 from torchspmd.testing import fake_mesh
 
-HELP = "say what works on this machine, what does not, and why"
-DESCRIPTION = "Try each feature in small, and say what works on this machine."
-EPILOG = """\
-examples:
-  torchspmd doctor
-  torchspmd doctor --json > doctor.json            for a bug report
-
-exit code: 0 when everything works that needs no special hardware or package, 1 when
-something of that does not
-"""
-
 # The oldest torch that is supported, and the one that the tests run with (constraints.txt).
 _TESTED = ("2.11", "2.13")
 _TIMEOUT = datetime.timedelta(seconds=20)
@@ -67,11 +56,6 @@ class Finding:
 
 class _Missing(Exception):  # noqa: N818 - not an error: a part that is not there
     """What a feature needs is not there; the text says what, and the way out."""
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommand's options."""
-    parser.add_argument("--json", action="store_true", help="print it as JSON")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -12,18 +12,12 @@ from unittest import mock
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchspmd._cli.output import say, status_line
-from torchspmd._cli.plan import parse_mesh
-from torchspmd._cli.script import (
-    StepWindow,
-    add_fake_options,
-    add_script_options,
-    fake_problems,
-    output_problems,
-    run_script,
-    script_problems,
-)
+from torchspmd._cli.output import status_line
+from torchspmd._cli.process import say
+from torchspmd._cli.script import StepWindow, run_script
 from torchspmd._cli.simulate import rehearsed_world, simulated_world
+from torchspmd._cli.usage.common import parse_mesh, refuse
+from torchspmd._cli.usage.lock import simulation_problems
 from torchspmd.comm import format_bytes, format_count
 from torchspmd.errors import UsageError
 from torchspmd.rehearse.world import GPUS_PER_NODE, World
@@ -45,7 +39,11 @@ def simulate(recipe: Recipe, folder: Path, command: str) -> Lock | None:
     axes = parse_mesh(recipe.mesh)
     world_size = math.prod(axes.values())
     script = Path(os.path.relpath(folder / recipe.script))
-    _check(recipe, script, world_size)
+    refuse(
+        simulation_problems(
+            script, recipe.steps, recipe.skip, rank=recipe.rank, size=world_size
+        )
+    )
     what = f"locking {script} as rank {recipe.rank} of {world_size} (simulated)"
     line = status_line(what)
     mode, watch = CommDebugMode(sources=True, max_events=_MAX_EVENTS), MemoryWatch()
@@ -67,16 +65,6 @@ def simulate(recipe: Recipe, folder: Path, command: str) -> Lock | None:
         mode.ledger.note(text)
     say(command, *notes, *_remarks(window, mode))
     return lock_ledger(mode.ledger, recipe, memory=watch.memory(), setup=window.setup)
-
-
-def _check(recipe: Recipe, script: Path, world_size: int) -> None:
-    problems = script_problems(script, recipe.steps, recipe.skip)
-    if not 0 <= recipe.rank < world_size:
-        problems.append(f"--rank must be 0 to {world_size - 1}")
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        problems.append("start it without torchrun: one process plays the whole world")
-    if problems:
-        raise UsageError("; ".join(problems) + ".")
 
 
 def gpu_of_recipe(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -173,41 +161,8 @@ def _remarks(window: StepWindow, mode: CommDebugMode) -> Iterator[str]:
         yield f"{checks} communications of run-time checks were left out."
 
 
-HELP = "write down what a training script communicates, for check"
-DESCRIPTION = "Write down what a training script communicates and holds."
-USAGE = "torchspmd lock script.py --mesh dp=2,tp=4 [options] [-- script arguments]"
-EPILOG = """\
-examples:
-  torchspmd lock train.py --mesh dp=2,tp=4 -o comm.lock
-  torchspmd lock train.py --mesh dp=64,tp=8 --steps 2 --skip 1 -- --layers 4
-  torchspmd lock train.py --mesh dp=128,tp=8 --fake --gpu h100
-  torchspmd check comm.lock                   exit code 1 when something changed
-
-This process plays one rank of a simulated world, on the CPU, whatever its size. The
-script makes its own mesh; --mesh says how many ranks there are and is compared with it.
-"""
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommand's options."""
-    add_script_options(parser)
-    add_fake_options(parser)
-    parser.add_argument("--mesh", required=True, help="axes and sizes: tp=8, dp=2,tp=4")
-    parser.add_argument(
-        "-o",
-        "--out",
-        type=Path,
-        default=Path("comm.lock"),
-        help="write the lock here (comm.lock)",
-    )
-
-
 def run(options: argparse.Namespace) -> int:
     """Simulate and write; 1 when the script fails."""
-    problems = output_problems(options.out, "--out", "comm.lock")
-    problems += fake_problems(options, fake=options.fake)
-    if problems:
-        raise UsageError("; ".join(problems) + ".")
     folder = options.out.absolute().parent
     recipe = Recipe(
         Path(os.path.relpath(options.script, folder)).as_posix(),

@@ -1,10 +1,7 @@
 """Run a user's script inside this process, and record whole optimizer steps of it."""
 
-import argparse
 import contextlib
-import os
 import runpy
-import shlex
 import sys
 import traceback
 import weakref
@@ -12,12 +9,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 from unittest import mock
 
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+import torchspmd
 from torchspmd import _torch
 from torchspmd.comm import Ledger, format_count
 from torchspmd.errors import SpmdError, UsageError
@@ -45,6 +43,8 @@ def run_script(
         left: Takes what the script leaves behind; without it, all of it is freed at once.
     """
     left = [] if left is None else left
+    for name in torchspmd.__all__:  # now: what surrounds the script stands in for torch
+        getattr(torchspmd, name)
     argv = [str(script), *arguments]
     path = [str(script.absolute().parent), *sys.path[1:]]
     with mock.patch.object(sys, "argv", argv), mock.patch.object(sys, "path", path):
@@ -276,120 +276,3 @@ class StepWindow:
         if step in self._updating:
             self._end_step(self._rounds.after(*self._updating[step]))
         return result
-
-
-# ----------------------------------------------------------------------------
-# Words of the command line: ours, and those of a script.
-
-
-def split_words(words: list[str]) -> tuple[list[str], list[str]]:
-    """Our own words, and those after ``--``, which are for a script.
-
-    >>> split_words(["trace", "a.py", "--", "--layers", "2"])
-    (['trace', 'a.py'], ['--layers', '2'])
-    """
-    if "--" not in words:
-        return words, []
-    place = words.index("--")
-    return words[:place], words[place + 1 :]
-
-
-def refuse_words(
-    parser: argparse.ArgumentParser, options: argparse.Namespace, unknown: list[str]
-) -> NoReturn:
-    """End on words that are no options of the subcommand; a script may want them."""
-    words = shlex.join(unknown)
-    hint = ""
-    if "script" in options:
-        command = f"{parser.prog} {shlex.quote(str(options.script))} ... -- {words}"
-        hint = f". Arguments of the script go after --, as in {command}"
-    parser.error(f"unrecognized arguments: {words}{hint}")
-
-
-def typed_command(options: argparse.Namespace) -> str:
-    """The command as it can be typed again."""
-    return shlex.join(["torchspmd", *options.words])
-
-
-# ----------------------------------------------------------------------------
-# Files that a command is given, looked at before anything runs.
-
-
-def add_script_options(parser: argparse.ArgumentParser) -> None:
-    """The script, and which of its steps are recorded as which rank."""
-    parser.add_argument("script", type=Path)
-    add_step_options(parser)
-
-
-def add_step_options(parser: argparse._ActionsContainer) -> None:
-    """Which steps of a script are recorded, as which rank."""
-    parser.add_argument("--rank", type=int, default=0, help="the rank to play (0)")
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=1,
-        help="optimizer steps to record; 0: all (%(default)s)",
-    )
-    parser.add_argument(
-        "--skip",
-        type=int,
-        default=0,
-        help="optimizer steps to let pass before (%(default)s)",
-    )
-
-
-def add_fake_options(parser: argparse._ActionsContainer) -> None:
-    """Whether tensors hold memory, and which GPU and nodes a script is shown then."""
-    parser.add_argument(
-        "--fake",
-        action="store_true",
-        help="tensors hold no memory: for models of any size, and scripts for GPUs",
-    )
-    parser.add_argument(
-        "--gpu", help="with --fake: what the script is told of its GPU, as in h100"
-    )
-    parser.add_argument(
-        "--gpus-per-node", type=int, help="with --fake: ranks of a node (8)"
-    )
-
-
-def fake_problems(options: argparse.Namespace, *, fake: bool) -> list[str]:
-    """What is wrong with the options that go with ``--fake``."""
-    problems = []
-    if options.gpus_per_node is not None and options.gpus_per_node < 1:
-        problems.append("--gpus-per-node must be at least 1")
-    if not fake and (options.gpu or options.gpus_per_node is not None):
-        problems.append("--gpu and --gpus-per-node are for --fake: add it")
-    return problems
-
-
-def script_problems(script: Path, steps: int, skip: int) -> list[str]:
-    """Why there is no script to run, or no steps of it to record."""
-    problems = []
-    if script.is_dir():
-        problems.append(f"{script} is a folder, not a script")
-    elif not script.is_file():
-        problems.append(f"there is no script {script}")
-    if steps < 0 or skip < 0:
-        problems.append("--steps and --skip cannot be negative")
-    return problems
-
-
-def output_problems(path: Path | None, option: str, example: str) -> list[str]:
-    """Why nothing can be written there; empty where it can, or none is asked for.
-
-    >>> output_problems(Path("/"), "--out", "report.json")
-    ['--out / is a folder: name a file in it, as in /report.json']
-    """
-    if path is None:
-        return []
-    if str(path) == "-":
-        return [f"{option} -: name a file, or /dev/stdout"]
-    if path.is_dir():
-        named = path / example
-        return [f"{option} {path} is a folder: name a file in it, as in {named}"]
-    if not path.absolute().parent.is_dir():
-        return [f"there is no folder {path.parent} for {option}"]
-    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        return [f"{option} {path}: you may not write there; name another folder"]
-    return []

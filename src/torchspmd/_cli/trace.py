@@ -5,7 +5,6 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -16,53 +15,16 @@ from torchspmd._cli.gather import (
     gather_ledgers,
     hold_store,
 )
-from torchspmd._cli.output import NEVER_FREED, say, say_written, status_line
-from torchspmd._cli.script import (
-    StepWindow,
-    add_fake_options,
-    add_script_options,
-    fake_problems,
-    output_problems,
-    run_script,
-    script_problems,
-    typed_command,
-)
+from torchspmd._cli.output import say_written, status_line
+from torchspmd._cli.process import NEVER_FREED, say
+from torchspmd._cli.script import StepWindow, run_script
 from torchspmd._cli.simulate import rehearsed_world, simulated_world
+from torchspmd._cli.words import typed_command
 from torchspmd.comm import Ledger, format_count, ledger_to_dict, save_ledger
 from torchspmd.comm.tree import sum_ledgers
-from torchspmd.errors import UsageError
 from torchspmd.rehearse.world import GPUS_PER_NODE, World
 from torchspmd.report import format_bytes, print_ledger, write_page
 from torchspmd.trace import CommDebugMode
-
-HELP = "run a training script and show what it communicates"
-DESCRIPTION = "Run a training script and show what it communicates."
-USAGE = "torchspmd trace script.py [options] [-- script arguments]"
-EPILOG = """\
-examples:
-  torchspmd trace train.py --world-size 8
-  torchspmd trace train.py --world-size 8 --steps 2 --skip 1 --out report.json
-  torchspmd trace train.py --world-size 8 --html page.html
-  torchspmd trace train.py --world-size 8 -- --layers 4 --batch 16
-  torchrun --nproc-per-node 4 -m torchspmd trace train.py --out report.json
-
-A simulated world needs no torchrun and no GPU: this process plays one rank, and the
-collectives return at once. Shapes and counts are those of a real run, values are not.
-"""
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommand's options."""
-    add_script_options(parser)
-    add_fake_options(parser)
-    parser.add_argument("--world-size", type=int, help="simulate this many ranks")
-    parser.add_argument("--out", type=Path, help="write the ledger here, as JSON")
-    parser.add_argument("--html", type=Path, help="write a page to look at here")
-    parser.add_argument(
-        "--sources",
-        action="store_true",
-        help="with --out: the line of code behind each communication",
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +46,6 @@ class _World:
 
 def run(options: argparse.Namespace) -> int:
     """Trace the script and report; 1 when the script fails."""
-    _check(options)
     world = _world(options)
     mode = CommDebugMode(sources=options.sources)
     line = status_line(
@@ -110,30 +71,6 @@ def run(options: argparse.Namespace) -> int:
     if ledgers:
         _report(options, sum_ledgers(ledgers), differing_ranks(ledgers), window, world)
     return 0
-
-
-def _check(options: argparse.Namespace) -> None:
-    problems = script_problems(options.script, options.steps, options.skip)
-    if options.world_size is not None:
-        if options.world_size < 1:
-            problems.append("--world-size must be at least 1")
-        elif not 0 <= options.rank < options.world_size:
-            problems.append(f"--rank must be 0 to {options.world_size - 1}")
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            problems.append("leave out --world-size under torchrun")
-    elif options.fake:
-        problems.append("--fake simulates a world: give --world-size N with it")
-    elif "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        problems.append(
-            "give --world-size N to simulate N ranks, or start with torchrun"
-        )
-    problems += fake_problems(options, fake=options.fake)
-    if options.sources and options.out is None:
-        problems.append("--sources is for the ledger's file: give --out FILE with it")
-    problems += output_problems(options.out, "--out", "report.json")
-    problems += output_problems(options.html, "--html", "page.html")
-    if problems:
-        raise UsageError("; ".join(problems) + ".")
 
 
 def _world(options: argparse.Namespace) -> _World:

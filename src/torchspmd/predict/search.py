@@ -30,7 +30,12 @@ __all__ = ["run_candidates", "search"]
 Answer: TypeAlias = dict[str, Any]
 Predict: TypeAlias = Callable[[Candidate], Answer]
 Progress: TypeAlias = Callable[[Outcome, int, int], None]
-_PRELOAD = ["torch", "torchspmd._cli", "torchspmd.predict.preloaded"]
+_PRELOAD = [
+    "torch",
+    "torchspmd._cli.predict",
+    "torchspmd._cli.search",
+    "torchspmd.predict.preloaded",
+]
 
 
 def search(  # noqa: PLR0913

@@ -180,7 +180,7 @@ def test_fewer_steps_than_asked_for(folder, capsys):
 def test_help_of_every_option(capsys):
     with pytest.raises(SystemExit):
         main(["lock", "--help"])
-    assert "write the lock here (comm.lock)" in capsys.readouterr().out
+    assert "write the lock to FILE (default: comm.lock)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["trace", "lock", "check", "diff"])
@@ -188,9 +188,9 @@ def test_a_gpu_is_told_alike_everywhere(capsys, command):
     with pytest.raises(SystemExit):
         main([command, "--help"])
     words = " ".join(capsys.readouterr().out.split())
-    assert "--fake tensors hold no memory: for models of any size, and" in words
-    assert "--gpu GPU with --fake: what the script is told of its GPU, as in" in words
-    assert "--gpus-per-node GPUS_PER_NODE with --fake: ranks of a node (8)" in words
+    assert "--fake use tensors without memory, for models of any size and" in words
+    assert "--gpu NAME with --fake: the GPU that the script sees, such as" in words
+    assert "--gpus-per-node N with --fake: ranks on each node (default: 8)" in words
 
 
 def test_a_rehearsed_lock_knows_its_gpu(folder, capsys):

@@ -237,7 +237,9 @@ def test_a_result_that_cannot_be_written_is_told_in_a_sentence(
 def test_folders_that_are_not_yours_are_told_before_the_script_runs(
     script, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr("torchspmd._cli.script.os.access", lambda path, mode: False)
+    monkeypatch.setattr(
+        "torchspmd._cli.usage.common.os.access", lambda path, mode: False
+    )
     out = tmp_path / "prediction.json"
     assert predict(script, "--world-size", "2", "--json", str(out)) == 2
     assert capsys.readouterr().err == (

@@ -10,7 +10,7 @@ import pytest
 from processes import run_forked
 
 from torchspmd._cli import command
-from torchspmd._cli.output import NEVER_FREED, exit_process
+from torchspmd._cli.process import NEVER_FREED, exit_process
 from torchspmd.comm import CommEvent, Group, Kind, Ledger, save_ledger
 
 pytestmark = pytest.mark.forks

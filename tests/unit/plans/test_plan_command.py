@@ -7,6 +7,7 @@ import textwrap
 import pytest
 
 from torchspmd._cli import plan as command
+from torchspmd._cli.usage import plan as usage
 from torchspmd.errors import UsageError
 from torchspmd.parallel.plan.plan import Plan
 
@@ -49,10 +50,11 @@ def model_file(tmp_path):
 
 def run(*arguments):
     parser = argparse.ArgumentParser()
-    command.add_options(parser)
+    usage.add_options(parser)
     words = [*map(str, arguments)]
     options = parser.parse_args(words)
     options.words = ["plan", *words]  # as the command line keeps them
+    usage.check(options)
     return command.run(options)
 
 

@@ -155,12 +155,18 @@ def test_a_gpu_is_known_by_what_cuda_calls_it(title, name, is_same):
 
 def test_without_a_gpu_the_command_says_what_to_do(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    out = str(tmp_path / "x.txt")
-    assert main(["calibrate", "--out", out, "--seconds", "0"]) == 2
+    assert main(["calibrate", "--out", str(tmp_path / "x.toml")]) == 2
     text = capsys.readouterr().err
     assert "there is no CUDA device here: run this on a machine with the GPU" in text
+
+
+def test_all_that_is_wrong_with_the_options_is_said_at_once(capsys, tmp_path):
+    out = str(tmp_path / "x.txt")
+    assert main(["calibrate", "--out", out, "--seconds", "0", "--gpu", "h100"]) == 2
+    text = capsys.readouterr().err
     assert "--out must end in .toml, not x.txt" in text
     assert "--seconds must be more than 0" in text
+    assert "give --nccl-tests" in text
 
 
 NCCL_TESTS = """\
