@@ -136,28 +136,20 @@ class Figures:
 
     def notes(self) -> list[str]:
         """What a reader of the text must know of them; each is in ``assumptions``."""
-        notes = []
-        ratios = [
-            f"{key.removeprefix('kernels.')} {figure.value}"
-            for key, (_, figure) in sorted(self.used.items())
-            if key.startswith("kernels.")
+        own = {k: v for k, v in self.used.items() if not k.startswith("network.")}
+        taken = sum(self._is_taken(hardware) for hardware, _ in own.values())
+        ratios = sum(key.startswith("kernels.") for key in own)
+        counts = {
+            f"measured on {_reference().title}, not on {self.gpu.title}": taken,
+            "for kernels that no table covers": ratios,
+        }
+        told = [f"{what}: {count}" for what, count in counts.items() if count]
+        if not told:
+            return []
+        return [
+            f"Figures of the GPU that were used: {len(own)}; {'; '.join(told)}. --json and "
+            "--html list each with its source."
         ]
-        if ratios:
-            notes.append(
-                f"Kernels that no table covers, by [kernels]: {', '.join(ratios)}."
-            )
-        taken = [
-            self._is_taken(hardware)
-            for key, (hardware, _) in self.used.items()
-            if not key.startswith("network.")
-        ]
-        if any(taken):
-            notes.append(
-                f"{sum(taken)} of {len(taken)} figures are taken from "
-                f"{_reference().title}, not measured on {self.gpu.title}: --json and "
-                "--html list each with its source."
-            )
-        return notes
 
     def _is_taken(self, hardware: Hardware) -> bool:
         return hardware is not self.gpu and hardware is not self.network
