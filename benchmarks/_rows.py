@@ -105,12 +105,13 @@ ROWS = [
     Row("moe bf16, HSDP", f"{_MOE} --parallel hsdp", 4),
     Row(
         "llama bf16, torchspmd replicate",
-        f"{_LLAMA} --layers 4 --batch 2 --parallel replicate",
+        f"{_LLAMA} --layers 4 --batch 2 --parallel replicate --overlap",
         2,
     ),
     Row(
         "llama bf16, torchspmd replicate, Inductor",
-        f"{_LLAMA} --layers 4 --batch 2 --parallel replicate --backend inductor",
+        f"{_LLAMA} --layers 4 --batch 2 --parallel replicate --overlap "
+        "--backend inductor",
         2,
     ),
     Row(

@@ -16,8 +16,8 @@ STEPS = MEASURED / "predicted_steps.csv"
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE = DOCS / "predicted_steps.md"
 PICTURE = DOCS / "images" / "h200_steps.svg"
-DIGEST = DOCS / "predict_time.md"  # has the table between two comments
-_BEGIN, _END = "<!-- steps: begin -->", "<!-- steps: end -->"
+DIGEST = DOCS / "predict_errors.md"  # has the table of tables between two comments
+SUMMARY = DOCS / "predict_time.md"  # has the error bars between two
 
 
 class Bar(StrEnum):
@@ -30,15 +30,15 @@ class Bar(StrEnum):
 
 
 class Step(NamedTuple):
-    """A measured step and its prediction, in milliseconds; MiB, 0 where not measured."""
+    """A measured step and its prediction, in milliseconds; MiB, None where not compared."""
 
     bar: Bar
     table: str
     row: str
     measured: float
     predicted: float
-    allocated: float = 0.0
-    allocated_predicted: float = 0.0
+    allocated: float | None = None
+    allocated_predicted: float | None = None
 
     @property
     def error(self) -> float:
@@ -73,15 +73,25 @@ def write(steps: Iterable[Step]) -> None:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(Step._fields)
         for step in sorted(steps):
-            writer.writerow((*step[:3], *(f"{figure:.2f}" for figure in step[3:])))
+            writer.writerow((*step[:3], *map(_figure, step[3:])))
 
 
 def read() -> list[Step]:
     with STEPS.open(encoding="utf-8", newline="") as file:
         return [
-            Step(Bar(bar), table, row, *map(float, figures))
-            for bar, table, row, *figures in list(csv.reader(file))[1:]
+            Step(
+                Bar(bar), table, row, float(step), float(predicted), *map(_read, peaks)
+            )
+            for bar, table, row, step, predicted, *peaks in list(csv.reader(file))[1:]
         ]
+
+
+def _figure(figure: float | None) -> str:
+    return "" if figure is None else f"{figure:.2f}"
+
+
+def _read(cell: str) -> float | None:
+    return float(cell) if cell else None
 
 
 def nine_of_ten(ordered: Sequence[float]) -> float:
@@ -89,12 +99,17 @@ def nine_of_ten(ordered: Sequence[float]) -> float:
     return ordered[math.ceil(0.9 * len(ordered)) - 1]
 
 
+def rounded_bar(ordered: Sequence[float]) -> float:
+    """The same, in whole percent upwards: what predictions show."""
+    return math.ceil(round(100 * nine_of_ten(ordered), 3)) / 100
+
+
 # ----------------------------------------------------------------------------
 # Pages
 
 
 def write_pages(steps: list[Step]) -> None:
-    """All rows, a picture of them, and the table that ``predict_time.md`` begins with."""
+    """All rows, a picture of them, and the first table of ``predict_errors.md``."""
     PAGE.write_text(page(steps), encoding="utf-8")
     shown = [
         {
@@ -110,11 +125,43 @@ def write_pages(steps: list[Step]) -> None:
         if step.table in TABLES
     ]
     PICTURE.write_text(scatter(shown), encoding="utf-8")
-    text = DIGEST.read_text(encoding="utf-8")
-    before, _, rest = text.partition(_BEGIN)
-    _, _, after = rest.partition(_END)
-    told = "\n".join([before + _BEGIN, *digest(steps), _END + after])
-    DIGEST.write_text(told, encoding="utf-8")
+    _replace(DIGEST, "steps", digest(steps))
+    _replace(SUMMARY, "bars", bars(steps))
+
+
+def _replace(page: Path, name: str, table: Iterable[str]) -> None:
+    """What a page has between two comments."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, found, rest = page.read_text(encoding="utf-8").partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not (found and found_end):
+        raise SystemExit(f"{page.name} has no lines {begin} and {end} for the table.")
+    told = "\n".join([before + begin, *table, end + after])
+    page.write_text(told, encoding="utf-8")
+
+
+_KINDS = {
+    Bar.DEVICE: "one H200; the device bounds the step",
+    Bar.HOST: "one H200; the host needs three quarters of the step or more",
+    Bar.ONE_RANK: "one other GPU",
+    Bar.SEVERAL_RANKS: "more than 8 GPUs; also shown for 2 to 8",
+}
+
+
+def bars(steps: list[Step]) -> Iterator[str]:
+    """The error bars that predictions show, in percent."""
+    yield "| steps of this kind | number | mean error % | give or take % | worst % |"
+    yield "|---|---|---|---|---|"
+    for bar, kind in _KINDS.items():
+        errors = sorted(step.error for step in steps if step.bar is bar)
+        cells = [
+            kind,
+            str(len(errors)),
+            _percent(statistics.fmean(errors)),
+            f"{100 * rounded_bar(errors):.0f}",
+            _percent(errors[-1]),
+        ]
+        yield f"| {' | '.join(cells)} |"
 
 
 def digest(steps: list[Step]) -> Iterator[str]:
@@ -176,17 +223,26 @@ def _percent(part: float) -> str:
 def page(steps: list[Step]) -> str:
     """Every row that was measured on an H200."""
     lines = [
-        "# Every measured step beside its prediction",
+        "# Every measured step",
         "",
-        "Steps of training runs on one H200 (torch 2.11), in milliseconds, and the peak of",
-        "allocated memory in MiB, each with its error in percent. *First* is what was",
-        "predicted before the row was measured, where that was written down; *now* is this",
-        "version, with `--gpu h200`. An H marks rows whose host needs three quarters of",
-        "the predicted step or more.",
+        "Training runs on one H200 (torch 2.11) beside what `torchspmd predict` says of",
+        "them. Each error is in percent of what was measured: +10 means that the",
+        "prediction is 10 % too long, or too large.",
         "",
-        "`python benchmarks/write_error_bars.py` predicts all of them and writes this",
-        "page. How the rows were chosen, and what the errors mean, says",
-        "[the page about step times](predict_time.md#how-wrong-it-is).",
+        "| column | meaning |",
+        "|---|---|",
+        "| bound by | `host`: issuing the operators takes three quarters of the predicted "
+        "step or more; otherwise `device` |",
+        "| measured, ms | one step, measured over several in a row |",
+        "| first, ms | the prediction that was committed before the row was measured; "
+        "only in tables that have such predictions |",
+        "| now, ms | the prediction of this version with `--gpu h200` |",
+        "| peak, MiB | the highest allocated memory that was measured; empty where it was "
+        "not compared |",
+        "",
+        "`python benchmarks/write_error_bars.py` predicts every row again and writes this",
+        "page. [How wrong predictions are](predict_errors.md#one-h200) says how the rows",
+        "were chosen.",
         "",
         "![Predicted against measured milliseconds](images/h200_steps.svg)",
     ]
@@ -199,18 +255,28 @@ def page(steps: list[Step]) -> str:
 
 def _rows(name: str, steps: Sequence[Step]) -> Iterator[str]:
     first = _first_predicted(name)
-    head = ["row", "", "measured", *(("first", "%") if first else ()), "now", "%"]
-    head += ["allocated", "%"]
+    head = ["row", "bound by", "measured, ms"]
+    head += ["first, ms", "error %"] if first else []
+    head += ["now, ms", "error %", "peak, MiB", "error %"]
     yield f"| {' | '.join(head)} |"
     yield f"|{'---|' * len(head)}"
     for step in steps:
-        cells = [step.row, "H" if step.bar is Bar.HOST else "", f"{step.measured:.1f}"]
+        bound = "host" if step.bar is Bar.HOST else "device"
+        cells = [step.row, bound, f"{step.measured:.1f}"]
         if first:
             cells += _cell(first.get(step.row), step.measured)
         cells += _cell(step.predicted, step.measured)
-        cells.append(f"{step.allocated:.0f}")
-        cells.append(_cell(step.allocated_predicted, step.allocated)[1])
+        cells += _peak(step)
         yield f"| {' | '.join(cells)} |"
+
+
+def _peak(step: Step) -> list[str]:
+    if step.allocated is None or step.allocated_predicted is None:
+        return ["", ""]
+    return [
+        f"{step.allocated:.0f}",
+        _cell(step.allocated_predicted, step.allocated)[1],
+    ]
 
 
 def _cell(predicted: float | None, measured: float) -> list[str]:

@@ -7,13 +7,13 @@ Rows that were measured on an H200 (``validate_time.py``, ``validate_jobs.py``) 
 published ones (``validate_published.py``) are predicted, and stand with their milliseconds
 in ``measured/predicted_steps.csv``. An error bar is what nine of ten of its rows stay
 within; they are written to ``src/torchspmd/predict/validation.toml``, which predictions
-read. ``docs/predicted_steps.md``, its picture and the table in ``docs/predict_time.md`` are
-written too. What is printed are the errors of each table.
+read. ``docs/predicted_steps.md``, its picture, and a table in ``docs/predict_errors.md``
+and in ``docs/predict_time.md`` are written too. What is printed are the errors of each
+table.
 """
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +25,7 @@ import validate_time
 from _drawn_rows import drawn_rows
 from _published import SOURCES, sampled
 from _rows import ALL_ROWS, rehearse, told_errors
-from _steps import MEASURED, Bar, Step, nine_of_ten, read, write, write_pages
+from _steps import MEASURED, Bar, Step, read, rounded_bar, write, write_pages
 
 from torchspmd.predict.prediction import NEAR_HOST
 
@@ -143,9 +143,8 @@ def text(steps: list[Step]) -> str:
     ]
     for bar in Bar:
         errors = sorted(step.error for step in steps if step.bar is bar)
-        most = nine_of_ten(errors)
-        source = f"{len(errors)} {_SOURCES[bar]} (docs/predict_time.md)"
-        lines += ["", f"[{bar}]", f"error = {math.ceil(round(100 * most, 3)) / 100}"]
+        source = f"{len(errors)} {_SOURCES[bar]} (docs/predict_errors.md)"
+        lines += ["", f"[{bar}]", f"error = {rounded_bar(errors)}"]
         lines.append(f'source = "{source}"')
     return "\n".join(lines) + "\n"
 

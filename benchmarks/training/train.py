@@ -58,6 +58,11 @@ def arguments() -> argparse.Namespace:
         default="graph",
         help="of torchspmd.compile",
     )
+    parser.add_argument(
+        "--overlap",
+        action="store_true",
+        help="of torchspmd.compile; otherwise it chooses",
+    )
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--timed-steps", type=int, default=0, help="more of them")
     return parser.parse_args()
@@ -132,6 +137,7 @@ def compiled_step(options: argparse.Namespace) -> Callable[..., torch.Tensor]:
         parallel=options.parallel,
         backend=options.backend,
         mp_policy=policy,
+        overlap=True if options.overlap else None,
         shadow=0,
     )
 

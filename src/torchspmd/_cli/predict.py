@@ -65,7 +65,11 @@ def _predict(options: argparse.Namespace, others: OtherRanks) -> int:
         f"rehearsing {options.script} as rank {world.rank} of {world.size}"
     )
     window = StepWindow(
-        mode, skip=options.skip, steps=options.steps, line=line, waits=True
+        mode,
+        skip=options.skip,
+        steps=options.steps,
+        line=line,
+        num_operators=lambda: recording.num_operators,
     )
     device = rehearsed_gpu(gpu, network, world)
     memory = LiveMemory(recording, gpu, settings)

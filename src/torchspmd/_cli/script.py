@@ -7,7 +7,6 @@ import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from time import monotonic
 from types import TracebackType
 from typing import Any, Self
 from unittest import mock
@@ -109,8 +108,9 @@ class EndOfWindow(BaseException):
     """
 
 
-# Of a script that has made an optimizer which makes no step.
-_MOST_STEPS, _MOST_SECONDS = 32, 20.0
+# How far a script goes on that has made an optimizer which makes no step. Counts and no
+# clock: every machine must predict the same. 100,000 operators are rehearsed in about 20 s.
+_MOST_STEPS, _MOST_OPERATORS = 32, 100_000
 
 
 class StepWindow:
@@ -127,8 +127,9 @@ class StepWindow:
         skip: Steps to let pass.
         steps: To record; 0: all.
         line: Says how far it is.
-        waits: Whether it goes on for a while where an optimizer of the script has made no
-            step yet, so that a whole iteration is recorded. For one step only.
+        num_operators: How many operators have run; with it, the script goes on for a while
+            where an optimizer has made no step yet, so that a whole iteration is recorded.
+            For one step only.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class StepWindow:
         skip: int,
         steps: int,
         line: StatusLine,
-        waits: bool = False,
+        num_operators: Callable[[], int] | None = None,
     ) -> None:
         self.setup: Ledger | None = None
         self.num_optimizer_steps = 0
@@ -146,8 +147,8 @@ class StepWindow:
         self._skip = skip
         self._steps = steps
         self._line = line
-        self._waits = waits and steps == 1
-        self._waiting_since: float | None = None
+        self._num_operators = num_operators if steps == 1 else None
+        self._waiting_since: int | None = None  # operators that had run
         self.after_first_step: Callable[[], None] | None = None  # may end the run
         self._at_boundary = True
         self._rounds = Rounds()
@@ -230,13 +231,15 @@ class StepWindow:
 
     def _waits_for_others(self) -> bool:
         """Whether optimizers are idle that may still make a step."""
-        if not self._waits or not self._rounds.idle:
+        if self._num_operators is None or not self._rounds.idle:
             return False
+        operators = self._num_operators()
         if self._waiting_since is None:
-            self._waiting_since = monotonic()
+            self._waiting_since = operators
         waited = self.num_optimizer_steps - self._skip
-        seconds = monotonic() - self._waiting_since
-        return waited < _MOST_STEPS and seconds < _MOST_SECONDS
+        return (
+            waited < _MOST_STEPS and operators - self._waiting_since < _MOST_OPERATORS
+        )
 
     def leave(self) -> None:
         """A module's call ends: nothing to do."""
@@ -253,7 +256,7 @@ class StepWindow:
         if turn is Turn.NEW and self.num_optimizer_steps:
             self.num_optimizer_steps = 0
             # The first round is not known as one while it is made: one more is.
-            self._skip = max(self._skip, int(self._waits))
+            self._skip = max(self._skip, int(self._num_operators is not None))
         self.num_optimizer_steps += 1
         self._at_boundary = True
 

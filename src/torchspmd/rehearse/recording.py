@@ -401,3 +401,8 @@ class Recording:
     axes: dict[str, int] = field(default_factory=dict)
     clears_first: bool = False
     can_fuse: bool = True
+
+    @property
+    def num_operators(self) -> int:
+        """How many operators the events have."""
+        return sum(isinstance(event, Op) for event in self.events)

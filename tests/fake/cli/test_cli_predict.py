@@ -389,3 +389,17 @@ def test_an_optimizer_that_makes_no_step_is_waited_for_and_named(tmp_path, capsy
     assert predict(path, "--brief", arguments=("idle",)) == 0
     text = capsys.readouterr().out
     assert "1 of 3 optimizers (RMSprop) made no step in those that were run" in text
+
+
+@pytest.mark.parametrize(
+    ("most_operators", "iterations"), [(100_000, 33), (500, 6), (100, 2)]
+)
+def test_how_long_it_is_waited_for_is_a_count(
+    tmp_path, monkeypatch, capsys, most_operators, iterations
+):
+    """Of steps and operators: a slow machine makes as many steps as a quick one."""
+    path = tmp_path / "critic.py"
+    path.write_text(CRITIC + "    print('a whole iteration')\n")
+    monkeypatch.setattr("torchspmd._cli.script._MOST_OPERATORS", most_operators)
+    assert predict(path, "--brief", arguments=("idle",)) == 0
+    assert capsys.readouterr().out.count("a whole iteration") == iterations

@@ -237,7 +237,7 @@ def test_error_bars_are_those_of_the_recorded_rows():
 def test_the_pages_show_the_recorded_rows(tmp_path, monkeypatch):
     """As ``write_error_bars.py --recorded`` writes them."""
     steps, written = _steps.read(), {}
-    for name in ("PAGE", "PICTURE", "DIGEST"):
+    for name in ("PAGE", "PICTURE", "DIGEST", "SUMMARY"):
         path = getattr(_steps, name)
         written[name] = path.read_text(encoding="utf-8")
         monkeypatch.setattr(_steps, name, tmp_path / path.name)
@@ -248,6 +248,16 @@ def test_the_pages_show_the_recorded_rows(tmp_path, monkeypatch):
     assert written["DIGEST"].count("| drawn by seed 9 | 18 | 11.5 | 11.3 |") == 1
 
 
+def test_a_page_without_a_place_for_its_table_is_refused(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- bars: begin -->\nno end\n")
+    with pytest.raises(
+        SystemExit, match=r"page\.md has no lines <!-- bars: begin --> and"
+    ):
+        _steps._replace(page, "bars", ["| a |"])
+    assert page.read_text() == "<!-- bars: begin -->\nno end\n"
+
+
 def test_a_row_without_a_first_prediction_says_so(tmp_path, monkeypatch):
     told = {"a": {"step_seconds": 0.011}, "b": {"error": "no"}}
     (tmp_path / "first.json").write_text(json.dumps(told))
@@ -255,15 +265,25 @@ def test_a_row_without_a_first_prediction_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(_steps, "TABLES", {"t": _steps.Table("some", "first")})
     host = _steps.Bar.HOST
     steps = [_steps.Step(host, "t", name, 10.0, 9.0, 100.0, 101.0) for name in "ab"]
-    steps.append(_steps.Step(_steps.Bar.DEVICE, "t", "c", 10.0, 10.5, 8.0, 8.0))
+    steps.append(_steps.Step(_steps.Bar.DEVICE, "t", "c", 10.0, 10.5))
     page = _steps.page(steps)
-    assert "| a | H | 10.0 | 11.0 | +10.0 | 9.0 | -10.0 | 100 | +1.0 |" in page
-    assert "| b | H | 10.0 | an error |  | 9.0 | -10.0 | 100 | +1.0 |" in page
-    assert "| c |  | 10.0 |  |  | 10.5 | +5.0 | 8 | +0.0 |" in page
+    assert "| a | host | 10.0 | 11.0 | +10.0 | 9.0 | -10.0 | 100 | +1.0 |" in page
+    assert "| b | host | 10.0 | an error |  | 9.0 | -10.0 | 100 | +1.0 |" in page
+    assert "| c | device | 10.0 |  |  | 10.5 | +5.0 |  |  |" in page
     *_, line = _steps.digest(steps)
     assert line == (
         "| some | 3 | 10.0 | 10.0 | 10.0 | 8.3 | 10.0 | 10.0 | 10.0 | 1 | 5.0 | 5.0 |"
     )
+
+
+def test_a_file_of_steps_keeps_what_was_not_compared_empty(tmp_path, monkeypatch):
+    monkeypatch.setattr(_steps, "STEPS", tmp_path / "steps.csv")
+    host, device = _steps.Bar.HOST, _steps.Bar.DEVICE
+    steps = [_steps.Step(host, "t", "a", 10.0, 9.0)]
+    steps.append(_steps.Step(device, "t", "b, c", 10.0, 9.0, 8.0, 0.0))
+    _steps.write(steps)
+    assert "near_host,t,a,10.00,9.00,,\n" in _steps.STEPS.read_text(encoding="utf-8")
+    assert _steps.read() == sorted(steps)
 
 
 def test_nine_of_ten_rows_are_within_an_error_bar():
