@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from torchspmd.predict.timeline import Kind, Run, Task
 from torchspmd.rehearse.recording import Comm, Op, Phase, Site, Wait
@@ -43,6 +44,18 @@ class Exposed:
     count: int = 0
     cause: str = ""
     longest: float = 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """An entry of ``exposed`` in a prediction's file."""
+        return {
+            "axis": self.axis,
+            "kind": self.kind,
+            "module": self.module,
+            "seconds": self.seconds,
+            "bytes": self.nbytes,
+            "count": self.count,
+            "cause": self.cause,
+        }
 
 
 @dataclass(slots=True)

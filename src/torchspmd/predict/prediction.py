@@ -190,16 +190,7 @@ class TimePrediction:
             "model_flops": self.flops(),
             "mfu": self.mfu,
             "exposed": [
-                {
-                    "axis": each.axis,
-                    "kind": each.kind,
-                    "module": each.module,
-                    "seconds": each.seconds,
-                    "bytes": each.nbytes,
-                    "count": each.count,
-                    "cause": each.cause,
-                }
-                for each in (account.exposed if account else ())
+                each.as_json() for each in (account.exposed if account else ())
             ],
             "timeline": (
                 timeline_json(self.run, self.rank, account, self.program)

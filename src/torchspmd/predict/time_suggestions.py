@@ -25,6 +25,7 @@ from torchspmd.rehearse.recording import (
     Synchronize,
     TensorSpec,
 )
+from torchspmd.report.views.prediction import exposed_by_layers
 
 __all__ = ["Gain", "suggest_faster"]
 
@@ -173,18 +174,17 @@ def _with_items(program: Program, items: list[Item]) -> Program:
 def _hide_communication(prediction: TimePrediction) -> Iterator[Change]:
     account = prediction.account
     assert account is not None
-    axes = {entry.axis for entry in account.exposed}
-    for axis in sorted(axes):
-        entries = [entry for entry in account.exposed if entry.axis == axis]
+    entries = exposed_by_layers([each.as_json() for each in account.exposed])
+    for axis in sorted({entry["axis"] for entry in entries}):
         items = [
             item._replace(work=0.0) if _is_of(item.event, axis) else item
             for item in prediction.program.items
         ]
-        worst = max(entries, key=lambda entry: entry.seconds)
-        where = f" of {worst.module}" if worst.module else ""
+        worst = next(entry for entry in entries if entry["axis"] == axis)
+        where = f" of {worst['module']}" if worst["module"] else ""
         yield Change(
             f"overlap or shrink the communication of axis {axis}: most is waited for in "
-            f"{worst.kind}{where}, {worst.cause}",
+            f"{worst['kind']}{where}, {worst['cause']}",
             _with_items(prediction.program, items),
             "simulated without that communication: the most that can be gained",
             frozenset({axis}),
@@ -208,7 +208,7 @@ def _reduce_in_bfloat16(prediction: TimePrediction) -> Iterator[Change]:
         items[at] = item._replace(work=price.seconds)
     if reduced:
         how = (
-            "fully_shard(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))"
+            "MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)"
             if any(comm.kind == "reduce_scatter" for comm in reduced)
             else "register_comm_hook(None, bf16_compress_hook)"
         )

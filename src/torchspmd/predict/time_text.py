@@ -7,6 +7,7 @@ from torchspmd.predict.prediction import TimePrediction
 from torchspmd.predict.text import size_text
 from torchspmd.predict.time_suggestions import Gain
 from torchspmd.rehearse.recording import Synchronize
+from torchspmd.report.views.prediction import exposed_by_layers
 
 __all__ = ["describe_time", "seconds_text"]
 
@@ -112,11 +113,11 @@ def _exposed(prediction: TimePrediction, most: int) -> Iterator[str]:
     assert account is not None
     if account.exposed:
         yield "Communication that computation waits for:"
-    for entry in account.exposed[:most]:
+    for entry in exposed_by_layers([each.as_json() for each in account.exposed])[:most]:
         yield (
-            f"  {seconds_text(entry.seconds):>10}  {entry.kind} of axis {entry.axis} in "
-            f"{entry.module or 'no module'}, {entry.count} x "
-            f"{size_text(entry.nbytes / entry.count)}: {entry.cause}"
+            f"  {seconds_text(entry['seconds']):>10}  {entry['kind']} of axis "
+            f"{entry['axis']} in {entry['module'] or 'no module'}, {entry['count']} x "
+            f"{size_text(entry['bytes'] / entry['count'])}: {entry['cause']}"
         )
 
 

@@ -252,10 +252,7 @@ def wrapped(kind, phase, category, dtype="float32", axis="dp", size=1 << 26):
 @pytest.mark.parametrize(
     ("kind", "remedy"),
     [
-        (
-            "reduce_scatter",
-            "fully_shard(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))",
-        ),
+        ("reduce_scatter", "MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)"),
         ("all_reduce", "register_comm_hook(None, bf16_compress_hook)"),
     ],
 )

@@ -179,7 +179,7 @@ def _causes(document: Document) -> View | None:
     exposed = document.get("exposed")
     if exposed is None or (not exposed and not document.get("step_seconds")):
         return None
-    grouped = _by_layers(exposed)
+    grouped = exposed_by_layers(exposed)
     rows = grouped[:_MOST]
     left = len(grouped) - len(rows)
     return {
@@ -190,6 +190,7 @@ def _causes(document: Document) -> View | None:
         "columns": [
             column("seconds", "exposed", "s", bar=True),
             column("count", "waits", "n"),
+            column("bytes", "payload", "B"),
             column("kind", "for"),
             column("axis", "axis"),
             column("module", "module", "module"),
@@ -199,7 +200,7 @@ def _causes(document: Document) -> View | None:
     }
 
 
-def _by_layers(exposed: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def exposed_by_layers(exposed: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Exposed communication with that of like modules in numbered layers added up."""
     sums: dict[tuple[Any, ...], dict[str, Any]] = {}
     numbers: dict[tuple[Any, ...], Numbers] = {}
@@ -213,10 +214,12 @@ def _by_layers(exposed: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "axis": entry["axis"],
                 "cause": entry.get("cause"),
                 "seconds": 0.0,
+                "bytes": 0,
                 "count": 0,
             },
         )
         row["seconds"] += entry["seconds"]
+        row["bytes"] += entry.get("bytes") or 0
         row["count"] += entry.get("count") or 1
         numbers[key] = united(numbers.get(key, ()), found)
         row["module"] = with_numbers(path, numbers[key])
