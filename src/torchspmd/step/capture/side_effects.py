@@ -185,18 +185,18 @@ class Watched:
     def may_stay(self, difference: Difference) -> bool:
         """Whether a value is what a module or an object notes about itself in a first call.
 
-        A plain attribute that is there for the first time, of a class that has none of its
-        name, or an object in the place of nothing: a cache.
+        What stands in the place of None: a cache, the kind of task as seen from the labels.
+        An attribute that is there for the first time, a plain one where a module's class
+        has none of its name. Where the next capture has another value, that is a change.
         """
         key, before, now = difference.key, difference.before, difference.now
         if key is None or self.fix is Fix.GROUP or any(_traced_in(difference)):
             return False
         if isinstance(getattr(self.kind, str(key), None), functools.cached_property):
             return before is MISSING
-        if is_plain(now):
-            is_new = before is MISSING and self.kind is not None
-            return is_new and not hasattr(self.kind, key)
-        return before is MISSING or before is None
+        if before is MISSING and is_plain(now):
+            return self.kind is not None and not hasattr(self.kind, key)
+        return before is MISSING or (before is None and now is not MISSING)
 
 
 def _traced_in(difference: Difference) -> Iterator[str]:
