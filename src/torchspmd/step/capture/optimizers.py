@@ -263,7 +263,7 @@ def _step_or_skip(
     Which of both it is, is chosen by value when the graph runs.
     """
     numbers = substitution.inventory.numbers
-    names = [number.name for number in numbers if number.is_state]
+    names = [number.name for number in numbers if number.is_state or number.is_counter]
     if names:
         raise CaptureError(
             f"compile: {type(optimizer).__name__} counts its steps with a Python "

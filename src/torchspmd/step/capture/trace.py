@@ -341,7 +341,7 @@ def _trace(
                 changes.extend(state.changes())
                 stored.extend(state.stored)
                 with torch.no_grad(), log.owned(Phase.FORWARD):
-                    flat_out, outputs = collect(substitution, returned)
+                    flat_out, outputs = collect(substitution, returned, state.created)
         found.append((outputs, values.reads()))
         updated.update(substitution.updated)
         return flat_out
