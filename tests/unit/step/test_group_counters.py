@@ -1,10 +1,12 @@
 """Optimizers that count in Python numbers, of a state or of a parameter group."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
-from torchspmd.errors import CaptureError
+from torchspmd.errors import CaptureError, PassWarning
 from torchspmd.step import compile
 
 
@@ -41,6 +43,17 @@ class Counting(torch.optim.Optimizer):
                 parameter.sub_(parameter.grad * group["lr"] * 0.9 ** state["step"])
 
 
+class Choosing(Counting):
+    """Chooses by its count, and takes a function of ``math`` of it, as many do."""
+
+    @torch.no_grad()
+    def step(self):
+        for parameter, state in self.state.items():
+            parameter.add_(parameter.grad, alpha=0.1 if state["step"] == 2 else 0.01)
+            parameter.mul_(1 / math.sqrt(1 + 0.9 ** state["step"]))
+        super().step()
+
+
 def train(model, optim, batch):
     loss = model(batch).square().mean()
     loss.backward()
@@ -58,7 +71,8 @@ def after(wrap, calls=6, kind=Lamb):
         step(model, optim, torch.linspace(-1, 1, 12).view(3, 4))
         if number == 2:
             model.state_dict()  # makes a pending update
-            optim.param_groups[0]["step"] = 7  # as a checkpoint would
+            if kind is Lamb:
+                optim.param_groups[0]["step"] = 7  # as a checkpoint would
     optim.state_dict()
     counts = [group.get("step") for group in optim.param_groups]
     counts += [state.get("step") for state in optim.state.values()]
@@ -82,6 +96,23 @@ def test_a_pending_update_counts_on(alone, kind, shadow):
     _, found, given = after(lambda step: compile(step, **options), kind=kind)
     assert given == counts
     assert all(map(torch.allclose, wanted, found))
+
+
+def test_an_update_whose_count_is_chosen_by_does_not_wait(alone):
+    _, wanted, _ = after(lambda step: step, kind=Choosing)
+    with pytest.warns(PassWarning, match="decides which graph the next step runs"):
+        _, found, _ = after(
+            lambda step: compile(step, parallel="replicate", overlap=True),
+            kind=Choosing,
+        )
+    assert all(map(torch.allclose, wanted, found))
+
+
+def test_what_math_makes_of_a_count_is_in_the_graph():
+    _, wanted, _ = after(lambda step: step, kind=Choosing)
+    compiled, found, _ = after(compile, kind=Choosing)
+    assert all(map(torch.equal, wanted, found))
+    assert len(compiled.programs) == 3  # the first step, the choice, all others
 
 
 def test_a_count_that_is_put_to_a_constant_is_refused():

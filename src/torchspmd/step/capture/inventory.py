@@ -145,6 +145,8 @@ class Inventory:
         """The slot of a tensor; one object has one slot, so tied weights stay tied."""
         known = self.by_id.get(id(tensor))
         if known is None:
+            if role is not Role.GRADIENT:
+                _check_form(name, tensor)
             known = self.by_id[id(tensor)] = len(self.slots)
             self.slots.append(Slot(name, role, tensor))
         return known
@@ -221,6 +223,17 @@ def _add_held(inventory: Inventory, name: str, argument: Any) -> None:
     for path, tensor in walk.tensors.items():
         if not tensor.requires_grad:
             inventory.add(path, Role.INPUT, tensor)
+
+
+def _check_form(name: str, tensor: torch.Tensor) -> None:
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        form = "nested" if tensor.is_nested else str(tensor.layout).partition(".")[2]
+        raise CaptureError(
+            f"compile: {name} is a {form} tensor, whose sizes depend on its values; a "
+            "graph needs strided ones. Pass its values and its indices or offsets as "
+            "tensors of fixed size (padded where they vary), and compute with index_add, "
+            "gather or a mask."
+        )
 
 
 def _check_input(name: str, tensor: torch.Tensor, inventory: Inventory) -> None:

@@ -124,6 +124,7 @@ class _OptimizerRun:
         stack.enter_context(self._around.log.owned(Phase.OPTIMIZER))
         stack.enter_context(self._around.world.reading_values())
         stack.enter_context(_torch.numbers.extremes_in_graph())
+        stack.enter_context(_torch.numbers.math_in_graph())
         stack.enter_context(self._around.values)
         self._around.running.append(self)
         stack.callback(self._around.running.remove, self)
