@@ -109,8 +109,10 @@ def check_leaks(inventory: Inventory, stored: Sequence[str]) -> None:
     if paths:
         raise CaptureError(
             f"compile: the step stores a tensor in {paths}, where a captured step cannot "
-            "put its value. Return the tensor from the step, or register a buffer and "
-            "write into it with copy_()."
+            "put its value. Return the tensor from the step (from a forward, beside its "
+            "output), or register a buffer and write into it with copy_(). Of a layer with "
+            "torch.nn.utils.weight_norm or spectral_norm, which store their weight: use "
+            "those of torch.nn.utils.parametrizations."
         )
 
 
