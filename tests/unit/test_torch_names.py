@@ -943,6 +943,25 @@ def test_extremes_in_graph():
     assert "max" not in vars(asgd) and "min" not in vars(_adafactor)
 
 
+def test_math_in_graph():
+    def step(x, number):
+        return [x * getattr(math, name)(number * 0.25) for name in names]
+
+    names, own, x = (
+        _torch.numbers._OF_MATH,
+        math.sqrt,
+        torch.ones((), dtype=torch.double),
+    )
+    world = _torch.FakeWorld()
+    with _torch.numbers.math_in_graph(), world.mode:
+        assert math.sqrt(4) == 2.0
+        graph = _torch.trace(step, [world.fake(x), world.number("n", 3.0)])
+    assert math.sqrt is own and not world.assumptions()
+    for number in (2.0, 3.0):
+        wanted = [getattr(math, name)(number * 0.25) for name in names]
+        assert [each.item() for each in graph(x, number)] == wanted
+
+
 OPTIONS = {"weight_decay": 0.0, "momentum": 0.9, "dampening": 0.0}
 
 

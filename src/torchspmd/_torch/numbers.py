@@ -1,6 +1,8 @@
 """Numbers that a step reads from tensors while it is traced, and what it does with them."""
 
 import contextlib
+import functools
+import math
 import operator
 import sys
 from collections.abc import Callable, Iterator
@@ -87,6 +89,30 @@ def extremes_in_graph() -> Iterator[None]:
             for name in names:
                 del table[name]
             table.update(held)
+
+
+# Functions of ``math`` that torch has for symbols too.
+_OF_MATH = (
+    *("acos", "asin", "atan", "cos", "cosh", "log2"),
+    *("sin", "sinh", "sqrt", "tan", "tanh"),
+)
+
+
+@contextlib.contextmanager
+def math_in_graph() -> Iterator[None]:
+    """``math.sqrt`` and the like of symbols become nodes instead of what they give now."""
+    before = {name: getattr(math, name) for name in _OF_MATH}
+    for name, own in before.items():
+        setattr(math, name, functools.partial(_of_math, own, f"_sym_{name}"))
+    try:
+        yield
+    finally:
+        for name, own in before.items():
+            setattr(math, name, own)
+
+
+def _of_math(own: Any, name: str, number: Any, /) -> Any:
+    return getattr(torch, name)(number) if isinstance(number, SYMBOLIC) else own(number)
 
 
 # ----------------------------------------------------------------------------

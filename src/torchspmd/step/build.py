@@ -14,7 +14,7 @@ from torchspmd.errors import CaptureError
 from torchspmd.step.capture.dynamic_shapes import input_shapes, with_any_size
 from torchspmd.step.capture.guards import TensorFact, sign
 from torchspmd.step.capture.initial_states import UnusedStatesError
-from torchspmd.step.capture.inventory import Inventory, Role
+from torchspmd.step.capture.inventory import CountersError, Inventory, Role
 from torchspmd.step.capture.override import Overrides
 from torchspmd.step.capture.parallel_mode import ParallelMode
 from torchspmd.step.capture.trace import (
@@ -113,6 +113,7 @@ def build_program(
     Raises:
         FixedSizesError: Before ranks agree: build it for one size.
         UnusedStatesError: Before ranks agree: build it without these states.
+        CountersError: Before ranks agree: build it with these numbers as inputs.
     """
     title = f"{options.name}, program {request.number}"
     runtime = current_runtime()
@@ -174,7 +175,7 @@ def _symbols_or_error(request: Request) -> Iterator[None]:
     """Whatever fails inside with symbols for sizes may succeed without them."""
     try:
         yield
-    except UnusedStatesError:
+    except (UnusedStatesError, CountersError):
         raise  # the step is traced again, with symbols
     except Exception as error:
         if request.sizes is None:

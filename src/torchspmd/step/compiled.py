@@ -18,7 +18,12 @@ from torchspmd.errors import CaptureError, UsageError
 from torchspmd.layout.names import format_mesh
 from torchspmd.step.build import FixedSizesError, StepOptions, build_program
 from torchspmd.step.capture.initial_states import InitialStates, UnusedStatesError
-from torchspmd.step.capture.inventory import Inventory, take_inventory
+from torchspmd.step.capture.inventory import (
+    Counter,
+    CountersError,
+    Inventory,
+    take_inventory,
+)
 from torchspmd.step.capture.parallel_mode import ParallelMode
 from torchspmd.step.flush_hooks import without_flushing
 from torchspmd.step.graph.cost import CostModel
@@ -75,6 +80,7 @@ class CompiledStep:
         self._pending: Pending | None = None
         # A thread that saves a checkpoint while another one trains waits for the step.
         self._lock = threading.RLock()
+        self._counters: set[Counter] = set()  # that were seen to count
         self._num_measured = self._num_tries = self._num_calls = 0
         # The same on every rank when ranks compile the same steps in the same order.
         self._serial = _made[self._name] = _made.get(self._name, -1) + 1
@@ -297,7 +303,11 @@ class CompiledStep:
             lift_numbers = self._options.backend in ("graph", "auto")
             function = self._options.function
             return take_inventory(
-                args, kwargs, lift_numbers=lift_numbers, function=function
+                args,
+                kwargs,
+                lift_numbers=lift_numbers,
+                function=function,
+                counters=self._counters,
             )
 
     def _check_open(self) -> None:
@@ -384,6 +394,11 @@ class CompiledStep:
                 return program, inventory
             except UnusedStatesError as unused:
                 initial.keep_updated(inventory, unused)
+                inventory = self._take_inventory(args, kwargs)
+                if initial:
+                    inventory = initial.mark(inventory)
+            except CountersError as counted:
+                self._counters.update(counted.counters)
                 inventory = self._take_inventory(args, kwargs)
                 if initial:
                     inventory = initial.mark(inventory)

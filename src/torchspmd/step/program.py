@@ -211,6 +211,12 @@ class Program:
         They belong to that step, whatever stands around whoever asks for them.
         """
         assert isinstance(self.run, IterGraphModule), type(self.run)
+        # The call that left the updates has made those before: counters went on since.
+        numbers = [
+            each.reread(()) if each.is_state or each.is_counter else each
+            for each in inventory.numbers
+        ]
+        inventory = replace(inventory, numbers=numbers)
 
         def write(values: list[Any]) -> None:
             outputs = self.outputs
@@ -394,6 +400,8 @@ def write_back(
         _state(inventory, address)[address.key] = None
     for address, constant in outputs.constant_states:
         _state(inventory, address)[address.key] = constant
+    for index, number, key, value in outputs.group_values:
+        inventory.optimizers[index][1].param_groups[number][key] = value
     destinations: Sequence[Destination] = outputs.destinations
     if loose is not None:
         destinations = [destinations[place] for place in loose]

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from torchspmd.errors import PlanError
+from torchspmd.errors import PlanError, PlanWarning
 from torchspmd.parallel import (
     ColwiseParallel,
     ExpertParallel,
@@ -118,6 +118,22 @@ def test_entries_without_a_counterpart_are_named():
         "Name them in leave= to keep these modules whole on every rank, and add styles "
         "of your own to the plan."
     )
+
+
+def test_entries_for_what_the_model_does_not_have_are_told():
+    model = build("Mixtral")
+    wanted = Plan.from_transformers(model)
+    model._tp_plan = {**model._tp_plan, "model.layers.*.mlp.gate_proj": "colwise"}
+    with pytest.warns(
+        PlanWarning, match=r"names 'model\.layers\.\*\.mlp\.gate_proj', whi"
+    ):
+        assert Plan.from_transformers(model) == wanted
+
+
+def test_a_model_that_computes_its_loss_has_a_plan():
+    model, tokens = build("Llama"), torch.zeros(2, 8, dtype=torch.long)
+    batch = {"input_ids": tokens, "labels": tokens}
+    assert auto_plan(model, example_inputs=batch) == auto_plan(model)
 
 
 def test_a_wrapper_that_puts_a_prefix_before_the_names():

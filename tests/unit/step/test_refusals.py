@@ -360,3 +360,30 @@ def test_tensors_inside_of_an_argument_that_holds_a_model():
     assert "the step uses a tensor that is in no argument" in text
     assert "unless that holds a model or the tensor requires gradients" in text
     assert text.endswith("Here args[3] is a Held.")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    (
+        (
+            lambda: torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(3, 4)]),
+            "nested",
+        ),
+        (
+            lambda: torch.nested.nested_tensor([torch.ones(3, 4)], layout=torch.jagged),
+            "nested",
+        ),
+        (lambda: torch.eye(3).to_sparse(), "sparse_coo"),
+        (lambda: torch.eye(3).to_sparse_csr(), "sparse_csr"),
+    ),
+)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested", "ignore:Sparse CSR")
+def test_tensors_that_are_not_strided_are_refused_by_name(make, words):
+    model = nn.Linear(4, 1)
+    optim, batch = torch.optim.SGD(model.parameters()), {"x": make()}
+
+    def step(model, optim, batch):
+        raise AssertionError
+
+    with pytest.raises(CaptureError, match=rf"'x'\] is a {words} tensor.* offsets"):
+        compile(step)(model, optim, batch)

@@ -351,6 +351,23 @@ def test_nothing_is_replaced():
     assert versions != [each._version for each in tensors_of(model, optim)]
 
 
+def test_recurrent_layers_keep_their_own_weights():
+    def step(model, optim, batch):
+        loss = model(batch)[0].square().mean()
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        return loss
+
+    seen = []
+    for wrap in (lambda each: each, compile):
+        torch.manual_seed(0)
+        model = nn.LSTM(4, 4, dropout=0.1, num_layers=2)
+        wrap(step)(model, torch.optim.SGD(model.parameters(), lr=1.0), BATCH)
+        seen.append(model.eval()(BATCH)[0])  # reads a list of weights of its own
+    assert torch.equal(*seen)
+
+
 def test_an_exception_in_the_eager_call_loses_nothing(monkeypatch):
     def step(model, optim, batch):
         if state["stop"]:

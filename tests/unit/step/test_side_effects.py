@@ -1,6 +1,7 @@
 """What a step changes in Python: refused with every change, and put back."""
 
 import random
+import types
 
 import pytest
 import torch
@@ -111,6 +112,48 @@ def test_what_a_module_notes_in_its_first_call():
     assert model.seen_width == 4
     assert len(compiled.programs) == 1
     assert "Lazy.seen_width was set in this capture" in compiled.explain()
+
+
+class Inferring(nn.Linear):  # as classifiers of transformers do
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.config = types.SimpleNamespace(kind=None)
+
+    def forward(self, x):
+        if self.config.kind is None:
+            self.config.kind = "regression"
+        return super().forward(x) * len(self.config.kind)
+
+
+def test_what_stands_in_the_place_of_none():
+    weights = []
+    for wrap in (lambda step: step, compile):
+        torch.manual_seed(0)
+        model, optim = build(Inferring(4, 2))
+        wrapped = wrap(train)
+        for _ in range(3):
+            wrapped(model, optim, torch.ones(3, 4))
+        weights.append(model.weight)
+    assert torch.equal(*weights) and model.config.kind == "regression"
+    assert "config.kind was set in this capture" in wrapped.explain()
+    model.config.kind = "two"  # another one is another program
+    wrapped(model, optim, torch.ones(3, 4))
+    assert "'regression' -> 'two'" in wrapped.explain()
+
+
+def test_what_stands_in_the_place_of_none_and_changes_again():
+    model, optim = build(nn.Linear(4, 2))
+    model.last = None
+
+    def step(model, optim, batch, number):
+        model.last = number
+        return train(model, optim, batch)
+
+    compiled = compile(step)
+    compiled(model, optim, torch.ones(3, 4), 1)
+    with pytest.raises(CaptureError, match=r"Linear\.last: 1 -> 2"):
+        compiled(model, optim, torch.ones(3, 4), 2)
+    assert model.last == 1
 
 
 def test_modes_and_flags():

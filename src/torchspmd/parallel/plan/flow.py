@@ -268,6 +268,14 @@ RULES: dict[str, Rule] = {
 
 
 OUTPUT = "they are an output of the model"
+# What takes all features at the end of a model as much as the caller does.
+_LOSSES = frozenset(
+    {
+        *("binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy"),
+        *("gaussian_nll_loss", "huber_loss", "kl_div", "l1_loss", "mse_loss"),
+        *("multilabel_soft_margin_loss", "nll_loss", "smooth_l1_loss"),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -476,6 +484,8 @@ class _Follower:
     def _follow_rule(self, call: FunctionCall) -> list[Trail]:
         rule = RULES.get(call.name)
         if rule is None:
+            if call.name in _LOSSES:
+                raise Ended(OUTPUT)
             raise Ended(
                 f"the torch function {call.name} is applied, for which no rule is known"
             )

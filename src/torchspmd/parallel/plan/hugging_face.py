@@ -5,13 +5,14 @@ Only the plain dict from patterns to names is read, so transformers need not be 
 
 import difflib
 import inspect
+import warnings
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from torchspmd.errors import PlanError
+from torchspmd.errors import PlanError, PlanWarning
 from torchspmd.parallel.experts import ExpertParallel, ReplicateParallel
 from torchspmd.parallel.linear import ColwiseParallel, RowwiseParallel
 from torchspmd.parallel.plan.names import match, module_tree
@@ -52,6 +53,7 @@ def read_tp_plan(model: nn.Module, leave: Collection[str]) -> dict[str, Style]:
     entries = _entries(model, tree)
     left = _left(model, entries, leave)
     entries = {p: name for p, name in entries.items() if p not in left}
+    entries = _without_absent(model, entries, tree)
     styles = _experts(entries, tree)
     unknown = []
     for pattern, name in entries.items():
@@ -71,6 +73,25 @@ def read_tp_plan(model: nn.Module, leave: Collection[str]) -> dict[str, Style]:
             "these modules whole on every rank, and add styles of your own to the plan."
         )
     return styles
+
+
+def _without_absent(
+    model: nn.Module, entries: Mapping[str, str], tree: Mapping[str, nn.Module]
+) -> dict[str, str]:
+    """Entries for what the model has: the plan of a family names what some of it lack."""
+    parameters = dict(model.named_parameters())
+    absent = [p for p in entries if not match(tree, p) and not match(parameters, p)]
+    if absent and len(absent) < len(entries):
+        names = ", ".join(map(repr, absent))
+        warnings.warn(
+            f"Plan.from_transformers: the tp_plan of {type(model).__name__} names {names}, "
+            "which the model does not have, neither as a module nor as a parameter; "
+            "nothing was laid out for them.",
+            PlanWarning,
+            stacklevel=4,
+        )
+        return {p: name for p, name in entries.items() if p not in absent}
+    return dict(entries)
 
 
 def packed_experts(model: nn.Module) -> dict[str, Style]:

@@ -22,7 +22,7 @@ def module_tree(model: nn.Module) -> dict[str, nn.Module]:
     return dict(model.named_modules(remove_duplicate=False))
 
 
-def match(tree: Mapping[str, nn.Module], pattern: str) -> list[str]:
+def match(tree: Mapping[str, object], pattern: str) -> list[str]:
     """The paths that a pattern means; each part of it stands for one part of a path.
 
     >>> tree = module_tree(nn.Sequential(nn.Sequential(nn.ReLU()), nn.ReLU()))

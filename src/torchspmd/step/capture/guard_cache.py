@@ -223,7 +223,7 @@ class Unchanged:
             return None
         if not all(each.holds() for each in self._data):
             return None
-        numbers = [_reread(number, leaves) for number in self._inventory.numbers]
+        numbers = [number.reread(leaves) for number in self._inventory.numbers]
         named: dict[str, Any] = {
             key: [(name, ref()) for name, ref in found]
             for key, found in self._named.items()
@@ -315,18 +315,6 @@ def _forms(tensors: list[torch.Tensor]) -> list[Any]:
     layouts = None if _PLAIN.issuperset(types) else list(map(_torch.layout_of, tensors))
     strides = list(map(torch.Tensor.stride, tensors))
     return [types, list(map(_form, tensors)), strides, layouts]
-
-
-def _reread(number: Number, leaves: list[Any]) -> Number:
-    """A number with its value of now."""
-    if number.leaf >= 0:
-        value = leaves[number.leaf]
-    else:
-        assert number.holder is not None
-        value = number.holder[number.key]
-        for place in number.path:
-            value = value[place]
-    return number if value is number.value else replace(number, value=value)
 
 
 # ----------------------------------------------------------------------------

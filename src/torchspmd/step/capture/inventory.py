@@ -5,10 +5,10 @@ since the last call is simply the one that is used.
 """
 
 import math
-from collections.abc import Callable, Iterator, MutableMapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -56,7 +56,19 @@ class Number:
     path: tuple[int, ...] = ()
     leaf: int = -1  # its place among the arguments, or -1
     is_state: bool = False  # the step may give it a new value
+    is_counter: bool = False  # of a group, and its optimizer gives it a new value
     as_tensor: bool = False  # goes in as a tensor: a fused optimizer takes lr so
+
+    def reread(self, leaves: Sequence[Any]) -> "Number":
+        """The same with its value of now; ``leaves`` are those of the arguments."""
+        if self.leaf >= 0:
+            value = leaves[self.leaf]
+        else:
+            assert self.holder is not None
+            value = self.holder[self.key]
+            for place in self.path:
+                value = value[place]
+        return self if value is self.value else replace(self, value=value)
 
     @property
     def flat(self) -> Any:
@@ -67,6 +79,22 @@ class Number:
             if self.as_tensor
             else self.value
         )
+
+
+# A number that optimizers of a type count in, under a key of their parameter groups.
+Counter: TypeAlias = tuple[type[Optimizer], str]
+
+
+class CountersError(Exception):
+    """An optimizer counts in its parameter groups; its numbers there become inputs.
+
+    Attributes:
+        counters: The types of optimizers, and the keys of the numbers.
+    """
+
+    def __init__(self, counters: Collection[Counter]) -> None:
+        super().__init__("the step is traced again")
+        self.counters = counters
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +145,8 @@ class Inventory:
         """The slot of a tensor; one object has one slot, so tied weights stay tied."""
         known = self.by_id.get(id(tensor))
         if known is None:
+            if role is not Role.GRADIENT:
+                _check_form(name, tensor)
             known = self.by_id[id(tensor)] = len(self.slots)
             self.slots.append(Slot(name, role, tensor))
         return known
@@ -128,7 +158,7 @@ class Inventory:
                 yield f"{root}.{prefix}" if prefix else root, child
 
     def flat_inputs(self) -> list[Any]:
-        """The graph's inputs, in its order: tensors, then numbers."""
+        """The graph's inputs, in its order: tensors as they are now, then numbers."""
         tensors: list[Any] = [_torch.plain_tensor(slot.tensor) for slot in self.slots]
         return tensors + [number.flat for number in self.numbers]
 
@@ -148,6 +178,7 @@ def take_inventory(
     *,
     lift_numbers: bool,
     function: Callable[..., Any] | None = None,
+    counters: Collection[Counter] = (),
 ) -> Inventory:
     """Find every module, optimizer, tensor and number in a call's arguments."""
     leaves, structure = _torch.flatten_tree((args, kwargs))
@@ -159,7 +190,7 @@ def take_inventory(
             _add_module(inventory, name, leaf)
     for name, leaf in zip(inventory.names, leaves, strict=True):
         if isinstance(leaf, Optimizer):
-            _add_optimizer(inventory, name, leaf, lift_numbers)
+            _add_optimizer(inventory, name, leaf, lift_numbers, counters)
     for name, leaf in zip(inventory.names, leaves, strict=True):
         if isinstance(leaf, GradScaler):
             _add_scaler(inventory, name, leaf)
@@ -192,6 +223,17 @@ def _add_held(inventory: Inventory, name: str, argument: Any) -> None:
     for path, tensor in walk.tensors.items():
         if not tensor.requires_grad:
             inventory.add(path, Role.INPUT, tensor)
+
+
+def _check_form(name: str, tensor: torch.Tensor) -> None:
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        form = "nested" if tensor.is_nested else str(tensor.layout).partition(".")[2]
+        raise CaptureError(
+            f"compile: {name} is a {form} tensor, whose sizes depend on its values; a "
+            "graph needs strided ones. Pass its values and its indices or offsets as "
+            "tensors of fixed size (padded where they vary), and compute with index_add, "
+            "gather or a mask."
+        )
 
 
 def _check_input(name: str, tensor: torch.Tensor, inventory: Inventory) -> None:
@@ -283,7 +325,11 @@ def full_name(parameter: torch.Tensor) -> str:
 
 
 def _add_optimizer(
-    inventory: Inventory, argument: str, optimizer: Optimizer, lift_numbers: bool
+    inventory: Inventory,
+    argument: str,
+    optimizer: Optimizer,
+    lift_numbers: bool,
+    counters: Collection[Counter],
 ) -> None:
     if any(optimizer is known for _, known in inventory.optimizers):
         return
@@ -302,7 +348,9 @@ def _add_optimizer(
             for place, tensor in enumerate(group["params"])
         )
         inventory.groups.append((index, number, slots))
-        _add_hyper_parameters(inventory, f"{name}.group{number}", group, lift_numbers)
+        keys = {key for kind, key in counters if kind is type(optimizer)}
+        label = f"{name}.group{number}"
+        _add_hyper_parameters(inventory, label, group, lift_numbers, keys)
     for parameter, state in optimizer.state.items():
         if isinstance(parameter, torch.Tensor) and id(parameter) in inventory.by_id:
             slot = inventory.by_id[id(parameter)]
@@ -327,10 +375,18 @@ def _add_scaler(inventory: Inventory, argument: str, scaler: GradScaler) -> None
 
 
 def _add_hyper_parameters(
-    inventory: Inventory, name: str, group: dict[str, Any], lift_numbers: bool
+    inventory: Inventory,
+    name: str,
+    group: dict[str, Any],
+    lift_numbers: bool,
+    counters: Collection[str],
 ) -> None:
     for key, value in group.items():
         if key == "params":
+            continue
+        if key in counters and type(value) in (int, float):
+            label = f"{name}.{key}"
+            inventory.numbers.append(Number(label, value, group, key, is_counter=True))
             continue
         for path, item in _items(value):
             label = f"{name}.{key}" + "".join(f"[{step}]" for step in path)

@@ -124,6 +124,7 @@ class _OptimizerRun:
         stack.enter_context(self._around.log.owned(Phase.OPTIMIZER))
         stack.enter_context(self._around.world.reading_values())
         stack.enter_context(_torch.numbers.extremes_in_graph())
+        stack.enter_context(_torch.numbers.math_in_graph())
         stack.enter_context(self._around.values)
         self._around.running.append(self)
         stack.callback(self._around.running.remove, self)
@@ -263,7 +264,7 @@ def _step_or_skip(
     Which of both it is, is chosen by value when the graph runs.
     """
     numbers = substitution.inventory.numbers
-    names = [number.name for number in numbers if number.is_state]
+    names = [number.name for number in numbers if number.is_state or number.is_counter]
     if names:
         raise CaptureError(
             f"compile: {type(optimizer).__name__} counts its steps with a Python "

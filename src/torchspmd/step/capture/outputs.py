@@ -1,5 +1,6 @@
 """What a captured step gives back, and where each value goes."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, TypeAlias
 
@@ -70,6 +71,8 @@ class Outputs:
         constant_states: States that the step created and that are no tensors.
         new_states: All states that the step created, in the order of their creation.
         cleared: Parameters whose gradient is None after the step.
+        group_values: New values of parameter groups: the optimizer's place, the group's,
+            the key and the value.
     """
 
     destinations: tuple[Destination, ...]
@@ -78,13 +81,22 @@ class Outputs:
     constant_states: tuple[tuple[NewState, Any], ...]
     new_states: tuple[NewState, ...]
     cleared: tuple[int, ...]
+    group_values: tuple[tuple[int, int, str, Any], ...] = ()
 
 
-def collect(substitution: Substitution, returned: Any) -> tuple[list[Any], Outputs]:
-    """After the step has been traced: its values, and where each goes."""
+def collect(
+    substitution: Substitution,
+    returned: Any,
+    created: Sequence[tuple[Any, str, Any]] = (),
+) -> tuple[list[Any], Outputs]:
+    """After the step has been traced: its values, and where each goes.
+
+    ``created`` are values that the step put into parameter groups.
+    """
     found: list[tuple[Destination, Any]] = []
     found += _module_values(substitution)
     constant_states, new_states = _state_values(substitution, found)
+    found += _counter_values(substitution)
     cleared = _gradient_values(substitution, found)
     written = {d.slot for d, _ in found if isinstance(d, NewValue)}
     found += [
@@ -110,6 +122,7 @@ def collect(substitution: Substitution, returned: Any) -> tuple[list[Any], Outpu
         tuple(constant_states),
         tuple(new_states),
         tuple(cleared),
+        tuple(_group_values(substitution.inventory, created)),
     )
     return [value for _, value in found], outputs
 
@@ -209,6 +222,34 @@ def _check_kept(inventory: Inventory, index: int, slot: int, entries: Any) -> No
 
 def _parameters(inventory: Inventory) -> list[int]:
     return [slot for _, _, slots in inventory.groups for slot in slots]
+
+
+def _group_values(
+    inventory: Inventory, created: Sequence[tuple[Any, str, Any]]
+) -> Iterator[tuple[int, int, str, Any]]:
+    for group, key, value in created:
+        for index, (_, optimizer) in enumerate(inventory.optimizers):
+            for number, each in enumerate(optimizer.param_groups):
+                if each is group:
+                    yield index, number, key, value
+
+
+def _counter_values(substitution: Substitution) -> Iterator[tuple[Destination, Any]]:
+    """Numbers of parameter groups that their optimizer counts in."""
+    numbers = zip(substitution.inventory.numbers, substitution.numbers, strict=True)
+    for place, (number, traced) in enumerate(numbers):
+        if not number.is_counter or number.holder is None:
+            continue
+        now = number.holder.get(number.key)
+        if now is traced:
+            continue
+        if not isinstance(now, _torch.numbers.SYMBOLIC):
+            raise CaptureError(
+                f"compile: the step sets {number.name} to what does not follow from its "
+                "value before, which would happen once, at capture. Set it between two "
+                "calls of the step."
+            )
+        yield NewNumber(place), now
 
 
 def _counters(inventory: Inventory) -> dict[tuple[int, int, str], int]:

@@ -85,7 +85,8 @@ def needs_values(error: BaseException | None) -> bool:
 _VALUE_FIX = (
     "A graph has no values before it runs: item(), float(), bool() and `if` on a tensor "
     "cannot be captured.\nReturn the tensor and read it after the step, or choose with "
-    "torch.where."
+    "torch.where. What chooses by a buffer (a first call that initialises, "
+    "AveragedModel.update_parameters) belongs between two calls of the step."
 )
 _SIZE_FIX = (
     "A graph has no values before it runs, and every tensor in it has a known size.\n"

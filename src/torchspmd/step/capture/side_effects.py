@@ -21,7 +21,7 @@ from torchspmd import _torch
 from torchspmd.errors import CaptureError
 from torchspmd.layout.retired import is_retired
 from torchspmd.step.capture.guards import ambient_facts, walk_data, walk_hooks
-from torchspmd.step.capture.inventory import Inventory, Role
+from torchspmd.step.capture.inventory import Counter, CountersError, Inventory, Role
 from torchspmd.step.capture.python_values import parts_of
 from torchspmd.step.capture.refusals import noting_refusals
 from torchspmd.step.capture.snapshots import (
@@ -109,8 +109,10 @@ def check_leaks(inventory: Inventory, stored: Sequence[str]) -> None:
     if paths:
         raise CaptureError(
             f"compile: the step stores a tensor in {paths}, where a captured step cannot "
-            "put its value. Return the tensor from the step, or register a buffer and "
-            "write into it with copy_()."
+            "put its value. Return the tensor from the step (from a forward, beside its "
+            "output), or register a buffer and write into it with copy_(). Of a layer with "
+            "torch.nn.utils.weight_norm or spectral_norm, which store their weight: use "
+            "those of torch.nn.utils.parametrizations."
         )
 
 
@@ -166,6 +168,7 @@ class Change:
 
     text: str
     fix: Fix | None  # None for what may stay
+    counter: Counter | None = None  # it could be an input and an output of the graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,28 +178,54 @@ class Watched:
     Attributes:
         snapshot: What it held.
         fix: What to do instead of changing it.
-        kind: Its class, where it is a module.
+        kind: Its class, where it is a module; of a parameter group, its optimizer's.
+        group: The parameter group.
+        counters: Its numbers that are inputs and outputs of the graph.
     """
 
     snapshot: Snapshot
     fix: Fix
     kind: type | None = None
+    group: dict[str, Any] | None = None
+    counters: frozenset[str] = frozenset()
+
+    def is_output(self, difference: Difference) -> bool:
+        """Whether the program gives a number of a parameter group its new value."""
+        if self.fix is not Fix.GROUP or difference.key is None:
+            return False
+        is_new = difference.before is MISSING and is_plain(difference.now)
+        return is_new or difference.key in self.counters
+
+    def counter(self, difference: Difference) -> Counter | None:
+        """Which counter changed, of an optimizer that is not one of torch."""
+        kind, values = self.kind, (difference.before, difference.now)
+        if kind is None or not issubclass(kind, Optimizer) or _is_of_torch(kind):
+            return None
+        return (kind, difference.key) if all(map(_is_number, values)) else None
 
     def may_stay(self, difference: Difference) -> bool:
         """Whether a value is what a module or an object notes about itself in a first call.
 
-        A plain attribute that is there for the first time, of a class that has none of its
-        name, or an object in the place of nothing: a cache.
+        What stands in the place of None: a cache, the kind of task as seen from the labels.
+        An attribute that is there for the first time, a plain one where a module's class
+        has none of its name. Where the next capture has another value, that is a change.
         """
         key, before, now = difference.key, difference.before, difference.now
         if key is None or self.fix is Fix.GROUP or any(_traced_in(difference)):
             return False
         if isinstance(getattr(self.kind, str(key), None), functools.cached_property):
             return before is MISSING
-        if is_plain(now):
-            is_new = before is MISSING and self.kind is not None
-            return is_new and not hasattr(self.kind, key)
-        return before is MISSING or before is None
+        if before is MISSING and is_plain(now):
+            return self.kind is not None and not hasattr(self.kind, key)
+        return before is MISSING or (before is None and now is not MISSING)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) or isinstance(value, _torch.numbers.SYMBOLIC)
+
+
+def _is_of_torch(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == "torch"
 
 
 def _traced_in(difference: Difference) -> Iterator[str]:
@@ -226,14 +255,15 @@ class PythonState:
             for name, own, traced, _ in self._parameters
         ]
         self.stored: list[str] = []
+        self.created: list[
+            tuple[Any, str, Any]
+        ] = []  # of groups: the key and its value
 
     def changes(self) -> Iterator[Change]:
         """What is other than before; it is put back where it may not stay."""
         for watched in self._watched:
             for difference in list(watched.snapshot.differences()):
-                yield from self._change(difference, watched)
-                if not watched.may_stay(difference):
-                    watched.snapshot.put(difference.key, difference.before)
+                yield from self._changed(difference, watched)
         for name, own, traced, gradient in self._parameters:
             if own.requires_grad != traced.requires_grad:
                 text = f"{own.requires_grad} -> {traced.requires_grad}"
@@ -251,11 +281,22 @@ class PythonState:
             if fact != self._ambient[name]:
                 yield Change(f"{name}: {self._ambient[name]} -> {fact}", Fix.AMBIENT)
 
-    def _change(self, difference: Difference, watched: Watched) -> Iterator[Change]:
+    def _changed(self, difference: Difference, watched: Watched) -> Iterator[Change]:
+        key, before = difference.key, difference.before
+        if not watched.is_output(difference):
+            yield from self._describe(difference, watched)
+            if not watched.may_stay(difference):
+                watched.snapshot.put(key, before)
+        elif before is MISSING:  # a counter is put back with what stands in for it
+            self.created.append((watched.group, key, difference.now))
+            watched.snapshot.put(key, before)
+
+    def _describe(self, difference: Difference, watched: Watched) -> Iterator[Change]:
         fix, traced = watched.fix, list(_traced_in(difference))
         is_container = difference.key is None and fix is not Fix.OBJECT
         if fix is Fix.GROUP:
-            yield Change(describe_change(difference), fix)
+            counter = watched.counter(difference)
+            yield Change(describe_change(difference), fix, counter)
         elif traced and not is_container:
             self.stored += traced
         elif traced:
@@ -305,7 +346,7 @@ def undo_python(watched: list[Watched]) -> list[str]:
     texts = []
     for each in watched:
         for difference in list(each.snapshot.differences()):
-            if not each.may_stay(difference):
+            if not (each.may_stay(difference) or each.is_output(difference)):
                 texts.append(describe_change(difference))
             each.snapshot.put(difference.key, difference.before)
     return texts
@@ -314,7 +355,14 @@ def undo_python(watched: list[Watched]) -> list[str]:
 def _watched_in(inventory: Inventory) -> Iterator[Watched]:
     for name, optimizer in inventory.optimizers:
         for number, group in enumerate(optimizer.param_groups):
-            yield from _watched_table(f"{name}.group{number}", group, group, Fix.GROUP)
+            counters = frozenset(
+                each.key
+                for each in inventory.numbers
+                if each.is_counter and each.holder is group
+            )
+            attributes = Attributes(f"{name}.group{number}", group, table=group)
+            yield Watched(attributes, Fix.GROUP, type(optimizer), group, counters)
+            yield from _watched_containers(f"{name}.group{number}", group, Fix.GROUP)
     for path, child in inventory.named_modules():
         yield from _watched_table(path, child, vars(child), Fix.ATTRIBUTE, _TABLES)
     for name, optimizer in inventory.optimizers:
@@ -340,6 +388,12 @@ def _watched_table(
         path, holder, table=table, matters=lambda key: key not in ignored
     )
     yield Watched(attributes, fix, kind)
+    yield from _watched_containers(path, table, fix, ignored)
+
+
+def _watched_containers(
+    path: str, table: dict[str, Any], fix: Fix, ignored: Any = ()
+) -> Iterator[Watched]:
     for key, value in table.items():
         if key not in ignored and isinstance(value, (dict, list, set, deque)):
             yield Watched(Items(f"{path}.{key}", value), fix)
@@ -374,6 +428,9 @@ def refuse_changes(function: str, changes: list[Change]) -> None:
     if not fixes:
         return
     changes = [change for change in changes if change.fix]
+    counters = [each.counter for each in changes if each.counter]
+    if len(counters) == len(changes):
+        raise CountersError(counters)
     lines = "\n".join(f"  * {change.text}" for change in changes)
     if any("_hooks: " in change.text for change in changes):
         fixes += f"\n{_HOOKS_FIX}"

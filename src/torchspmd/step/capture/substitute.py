@@ -113,7 +113,9 @@ class Substitution:
         }
         with contextlib.ExitStack() as stack:
             for number, traced in zip(inventory.numbers, self.numbers, strict=True):
-                if number.holder is not None and not number.is_state:
+                if number.holder is not None and not (
+                    number.is_state or number.is_counter
+                ):
                     _install(stack, number.holder, number.key, _placed(number, traced))
             for slot, shown in trained.items():
                 # Before it is added to `grad`: what is there was reduced already.
@@ -283,6 +285,10 @@ def in_users_objects(
         for index, (_, optimizer) in enumerate(inventory.optimizers):
             stack.callback(setattr, optimizer, "state", optimizer.state)
             optimizer.state = _state_of(inventory, index, stepped, numbers)
+        for count, value in numbers.items():
+            counter = inventory.numbers[count]
+            if counter.is_counter and counter.holder is not None:
+                _install(stack, counter.holder, counter.key, value)
         stack.enter_context(_held_by_python(inventory, shown))
         yield
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -162,13 +162,15 @@ def capture(
         )
 
     reads = traced.reads.kept_for(assumptions)
-    _describe(graph, outputs, inventory, reads)
+    symbols = tuple(map(_torch.symbol_of, inputs.numbers))
+    _describe(graph, outputs, inventory)
+    guarded = [slot for _, slot in reads.slots]
+    mark_guarded(graph.graph, guarded + _guarded(inventory, symbols, assumptions))
     values: tuple[str, ...] = ()
     if relayout is not None:
         values = tuple(fact.text for fact in relayout.facts)
     elif compare_values:
         values = checksum_parameters(inventory, mode)
-    symbols = tuple(map(_torch.symbol_of, inputs.numbers))
     memory = _shared_memory(inventory, graph, outputs)
     return Captured(
         graph,
@@ -341,7 +343,7 @@ def _trace(
                 changes.extend(state.changes())
                 stored.extend(state.stored)
                 with torch.no_grad(), log.owned(Phase.FORWARD):
-                    flat_out, outputs = collect(substitution, returned)
+                    flat_out, outputs = collect(substitution, returned, state.created)
         found.append((outputs, values.reads()))
         updated.update(substitution.updated)
         return flat_out
@@ -411,9 +413,7 @@ def _make_functional(name: str, traced: _Traced, inputs: _Inputs) -> fx.GraphMod
         raise refuse(name, error, traced.log.latest()) from error
 
 
-def _describe(
-    graph: fx.GraphModule, outputs: Outputs, inventory: Inventory, reads: Reads
-) -> None:
+def _describe(graph: fx.GraphModule, outputs: Outputs, inventory: Inventory) -> None:
     """Write on the graph what its inputs and outputs are, for passes and readers."""
     names = [slot.name for slot in inventory.slots]
     names += [number.name for number in inventory.numbers]
@@ -423,7 +423,18 @@ def _describe(
     for node, slot in zip(placeholders, inventory.slots, strict=False):
         node.meta[ROLE_KEY] = slot.role.value
     set_roles(graph.graph, find_roles(outputs, inventory, graph.graph))
-    mark_guarded(graph.graph, [slot for _, slot in reads.slots])
+
+
+def _guarded(
+    inventory: Inventory, symbols: Sequence[Any], assumptions: Sequence[Any]
+) -> list[int]:
+    """The inputs that are counters of which something is assumed."""
+    used: set[Any] = set().union(*(each.free_symbols for each in assumptions))
+    return [
+        len(inventory.slots) + place
+        for place, number in enumerate(inventory.numbers)
+        if (number.is_state or number.is_counter) and symbols[place] in used
+    ]
 
 
 _MANY_OBJECTS = 100_000  # take about 20 ms to walk through

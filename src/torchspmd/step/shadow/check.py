@@ -656,5 +656,5 @@ def _numbers(inventory: Inventory) -> dict[str, float]:
     return {
         number.name: number.value
         for number in inventory.numbers
-        if not number.is_state and number.leaf < 0
+        if not (number.is_state or number.is_counter) and number.leaf < 0
     }

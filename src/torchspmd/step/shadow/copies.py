@@ -217,10 +217,11 @@ class Copies:
                 key = "_per_optimizer_states"
                 if key in vars(scaler):
                     vars(scaler)[key] = copy.deepcopy(vars(scaler)[key])
+            # First, while its lists have the user's weights: the next one fills them anew.
+            stack.enter_context(_torch.keep_flat_weights(modules))
             stack.enter_context(
                 in_users_objects(inventory, tensors, tensors, self.numbers)
             )
-            stack.enter_context(_torch.keep_flat_weights(modules))
             _torch.renew_flat_weights(modules)
             yield
             self._read()

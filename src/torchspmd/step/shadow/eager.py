@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchspmd import _torch
 from torchspmd.step.capture.guards import walk_data
-from torchspmd.step.capture.inventory import Inventory, Role
+from torchspmd.step.capture.inventory import Inventory, Number, Role
 from torchspmd.step.capture.optimizer_rules import is_counter
 from torchspmd.step.capture.outputs import (
     NewGradient,
@@ -258,11 +258,24 @@ def run_eagerly(
             except Exception as error:  # what the step itself raises
                 talk.fail()
                 found.error = error.with_traceback(None)
+            counted = {
+                place: number.holder.get(number.key, MISSING)
+                for place, number in enumerate(inventory.numbers)
+                if number.is_counter and number.holder is not None
+            }
     finally:
         found.random, found.drew = generators.put_back()
         found.changes = undo_python(watched)
         torch.clear_autocast_cache()
     _read_values(found, copies, late, ahead)
+    for place, value in counted.items():
+        number, is_late = inventory.numbers[place], place in late.numbers
+        if is_late:
+            found.numbers[place] = value
+        read = functools.partial(_counter, number)
+        found.values.append(
+            Expected(Kind.STATE, number.name, value, read, is_late=is_late)
+        )
     return found
 
 
@@ -373,6 +386,10 @@ def _read_states(found: Eager, copies: Copies, late: Late) -> None:
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
+
+
+def _counter(number: Number) -> Any:
+    return MISSING if number.holder is None else number.holder.get(number.key, MISSING)
 
 
 def _state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str) -> Any:

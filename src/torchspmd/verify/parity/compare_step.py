@@ -211,13 +211,14 @@ def _nearest(module: str, known: dict[str, float]) -> str:
 # parallel layers keep the parts as parameters of their own. Which parts make which
 # parameter is read from the initial values.
 
-Parts = dict[str, tuple[str, ...]]  # a parameter of one device: those of the ranks
+# A parameter of one device: the dimension of the cut, and the parameters of the ranks.
+Parts = dict[str, tuple[int, tuple[str, ...]]]
 
 
 def find_parts(
     reference: Mapping[Key, torch.Tensor], ranks: Sequence[Mapping[Key, Piece]]
 ) -> Parts:
-    """For each parameter that the ranks do not have: the parts, in order of its rows."""
+    """For each parameter that the ranks do not have: where it was cut, and its parts."""
     missing = [
         key for key in reference if key.kind is Kind.PARAMETER and key not in ranks[0]
     ]
@@ -229,9 +230,9 @@ def find_parts(
                 extra[key.name] = values[0]
     found = {}
     for key in missing:
-        names = _rows_of(reference[key], _near(key.name, extra))
-        if names:
-            found[key.name] = names
+        cut = _cut_of(reference[key], _near(key.name, extra))
+        if cut is not None:
+            found[key.name] = cut
     return found
 
 
@@ -241,17 +242,29 @@ def _near(name: str, extra: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
     return {n: v for n, v in extra.items() if module_of(n).startswith(module)}
 
 
-def _rows_of(
+def _cut_of(
     whole: torch.Tensor, parts: dict[str, torch.Tensor]
+) -> tuple[int, tuple[str, ...]] | None:
+    """The dimension along which a tensor was cut, and its parts in order."""
+    for dim in range(whole.ndim):
+        names = _along(whole, parts, dim)
+        if names:
+            return dim, names
+    return None
+
+
+def _along(
+    whole: torch.Tensor, parts: dict[str, torch.Tensor], dim: int
 ) -> tuple[str, ...] | None:
     names: list[str] = []
-    start = 0
-    while whole.ndim and start < whole.shape[0]:
+    start, size = 0, whole.shape[dim]
+    while start < size:
         for name, part in parts.items():
-            rows = whole[start : start + len(part)] if part.ndim else whole[:0]
-            if name not in names and len(part) and torch.equal(rows, part):
+            num = part.shape[dim] if part.ndim == whole.ndim else 0
+            is_next = name not in names and 0 < num <= size - start
+            if is_next and torch.equal(whole.narrow(dim, start, num), part):
                 names.append(name)
-                start += len(part)
+                start += num
                 break
         else:
             return None
@@ -267,8 +280,9 @@ def join_parts(
         name, _, rest = key.name.rpartition(".")
     if name not in parts:
         return None
+    dim, names = parts[name]
     columns = []
-    for part in parts[name]:
+    for part in names:
         wanted = key._replace(name=f"{part}.{rest}" if rest else part)
         if any(wanted not in rank for rank in ranks):
             return None
@@ -278,7 +292,9 @@ def join_parts(
         columns.append(values)
     if not columns[0][0].ndim:  # a counter: each part has its own
         return columns[0]
-    return tuple(torch.cat(rows) for rows in zip(*columns, strict=True))
+    if columns[0][0].ndim <= dim:
+        return None
+    return tuple(torch.cat(each, dim) for each in zip(*columns, strict=True))
 
 
 # ----------------------------------------------------------------------------
@@ -500,7 +516,7 @@ class StepComparison:
         ]
 
     def _note_extra_parameters(self) -> None:
-        known = {part for names in self._sides.parts.values() for part in names}
+        known = {part for _, names in self._sides.parts.values() for part in names}
         extra = [
             key.name
             for key in self._right[0]
