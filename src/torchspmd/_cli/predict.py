@@ -291,7 +291,7 @@ def _hint(left: list[object], world: World) -> str:
     if isinstance(error, SystemExit) and isinstance(error.code, int):
         return f" It ended with exit code {error.code}."
     if isinstance(error, Exception):
-        first = next(iter(str(error).splitlines()), "")
+        first = next(filter(None, map(str.strip, str(error).splitlines())), "")
         told = f" {type(error).__name__}: {first}"
         if world.size == 1 and re.search(r"\b(gpus?|devices)\b", str(error).lower()):
             told = (

@@ -89,10 +89,15 @@ def _replacements(shown: _torch.ShownAsCuda) -> Iterator[tuple[Any, str, Any]]:
     # These refuse tensors of the host, or a GPU's number for them.
     for owner, name in (
         (DistributedDataParallel, "__init__"),
+        (nn.DataParallel, "forward"),
         (nn.SyncBatchNorm, "forward"),
     ):
         yield owner, name, _all_on_cuda(shown, getattr(owner, name))
     yield torch.Tensor, "record_stream", _no_effect
+    save: Any = torch.autograd.graph.save_on_cpu
+    plain_save = save.__init__
+    # C++ pins nothing without a GPU.
+    yield save, "__init__", lambda hooks, *args, **kwargs: plain_save(hooks)
     plain_default = torch.set_default_device
 
     def set_default_device(device: Any) -> None:
