@@ -229,18 +229,21 @@ class FakeDeviceMode(FakeTensorMode):
         self._inside = True
         try:
             return self._on_operator(
-                func,
-                args,
-                kwargs,
-                lambda: self._cache.call(
-                    func,
-                    args,
-                    kwargs,
-                    lambda: self._result(func, args, kwargs),
-                ),
+                func, args, kwargs, lambda: self._run(func, args, kwargs)
             )
         finally:
             self._inside = False
+
+    def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        def call() -> Any:
+            return self._cache.call(
+                func, args, kwargs, lambda: self._result(func, args, kwargs)
+            )
+
+        if torch.is_inference_mode_enabled() and _views_other(func, args):
+            with torch.inference_mode(False):
+                return call()
+        return call()
 
     def _result(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Of a shape function; where torch has none, of the host's kernel."""
@@ -338,6 +341,12 @@ def _ones_like(tensor: torch.Tensor) -> Any:
         make: Any = torch.sparse_coo_tensor
         return make(*parts, tensor.size())
     return torch.ones(tensor.size(), dtype=tensor.dtype)
+
+
+def _views_other(func: Any, args: Sequence[Any]) -> bool:
+    """Whether a view shares the writes of a tensor that inference mode did not make."""
+    is_view = isinstance(func, OpOverload) and func.is_view
+    return is_view and isinstance(args[0], torch.Tensor) and not args[0].is_inference()
 
 
 def _is_container_or_real(value: object) -> bool:

@@ -460,6 +460,32 @@ def test_arguments_of_distributions_are_valid(rehearse):
         assert policy.log_prob(actions).shape == (8,)
 
 
+def test_unknown_numbers_differ(rehearse):
+    """As of a norm that something is divided by."""
+    with rehearse() as recording:
+        norm = torch.randn(4, device="cuda").norm()
+        assert not norm == 0
+        assert norm != 0
+        assert [float(1 / norm) if norm != 0.0 else 0.0] == [1.0]
+    notes = [each for each in recording.notes if "unknown numbers" in each]
+    assert all(each.endswith("were taken to differ.") for each in notes)
+    assert len(notes) == 3
+
+
+def test_an_optimizer_that_branches_on_values_is_noted(rehearse):
+    with rehearse() as recording:
+        layer = nn.Linear(4, 4).cuda()
+
+        def loss():
+            layer.zero_grad()
+            total = layer(torch.randn(2, 4, device="cuda")).sum()
+            total.backward()
+            return total
+
+        torch.optim.LBFGS(layer.parameters()).step(loss)
+    assert any("optimizer branches on values" in note for note in recording.notes)
+
+
 def test_host_tensors_keep_their_values(rehearse):
     with rehearse():
         assert torch.arange(4).sum().item() == 6
