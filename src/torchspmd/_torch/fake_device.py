@@ -312,6 +312,11 @@ def _computed_on_host(
     leaves = tree_leaves((args, kwargs))
     tensors = [part for each in leaves for part in plain_tensors(each)]
     nbytes = sum(each.numel() * each.element_size() for each in tensors)
+    if func.namespace == "c10d":
+        raise UsageError(
+            f"{func}: NCCL sends no sparse tensors. Make embeddings with sparse=False, or "
+            "leave them to one rank."
+        ) from error
     refusal = UsageError(
         f"{func}: torch has no shape function for it, and its kernel for CPUs gives no "
         "model of the result. For an operator of a library, register one with "

@@ -401,6 +401,33 @@ def test_the_first_fsdp_runs_on_a_cpu(on_cpu, words):
     assert mode.ledger.total(kind="reduce_scatter").payload_bytes == 4 * (4 * 4 + 4)
 
 
+def test_what_the_first_fsdp_sends_when_it_is_made_is_noted_on_a_cpu(on_cpu):
+    with on_cpu(2) as notes:
+        dist.init_process_group("nccl")
+        words = {"use_orig_params": True, "device_id": 0, "sync_module_states": True}
+        FullyShardedDataParallel(nn.Linear(4, 4), **words)
+    assert any("sync_module_states" in note for note in notes)
+
+
+def test_objects_of_other_ranks_on_a_cpu(on_cpu):
+    """What a group that answers at once gives has no meaning, and any size."""
+    with on_cpu(4):
+        dist.init_process_group("nccl")
+        gathered = [None] * 4
+        dist.all_gather_object(gathered, {"a": 1})
+        assert gathered == [{"a": 1}] * 4
+        with pytest.raises(UsageError, match="would come from rank 1"):
+            dist.recv_object_list([None], src=1)
+
+
+def test_sparse_gradients_are_not_sent(rehearse):
+    with rehearse(2):
+        dist.init_process_group("nccl")
+        table = DistributedDataParallel(nn.Embedding(9, 4, sparse=True).cuda())
+        with pytest.raises(UsageError, match="NCCL sends no sparse tensors"):
+            table(torch.tensor([1], device="cuda")).sum().backward()
+
+
 def test_a_profile_has_no_events(rehearse):
     with rehearse(), torch.profiler.profile() as profile:
         assert len(profile.key_averages()) == 0
