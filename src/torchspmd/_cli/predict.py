@@ -158,6 +158,7 @@ def _predict(options: argparse.Namespace, others: OtherRanks) -> int:
             options.script, options.arguments, mode, window, timed_stage, left=left
         )
     if not succeeded:
+        _tell_invented(left, recording.notes)
         steps = format_count(recording.steps, "optimizer step")
         print(
             f"torchspmd predict: {options.script} failed after {steps}; nothing was "
@@ -272,6 +273,17 @@ def _settings() -> AllocatorSettings:
         if text := os.environ.get(name):
             return AllocatorSettings.parse(text)
     return AllocatorSettings()
+
+
+def _tell_invented(left: list[object], notes: list[str]) -> None:
+    """Which values a script that failed had been given, though they do not exist."""
+    told = [each for each in notes if "given" in each or "chooses by values" in each]
+    if told and left and not isinstance(left[-1], UsageError):
+        print(
+            "Values that it was given, which a rehearsal does not have:",
+            file=sys.stderr,
+        )
+        print(*(wrap(f"  {each}") for each in told[-3:]), sep="\n", file=sys.stderr)
 
 
 def _hint(left: list[object], world: World) -> str:

@@ -251,13 +251,18 @@ class FakeDeviceMode(FakeTensorMode):
             return self.dispatch(func, (FakeTensor,), args, kwargs)
         except _NO_SHAPE as error:
             result = _computed_on_host(func, args, kwargs, error)
-        return tree_map_only(torch.Tensor, self._empty_as, result)
+        places = [
+            x.fake_device for x in tree_leaves((args, kwargs)) if is_fake_tensor(x)
+        ]
+        place = places[0] if places else _SHOWN
 
-    def _empty_as(self, real: torch.Tensor) -> torch.Tensor:
-        meta = torch.empty_strided(
-            real.size(), real.stride(), dtype=real.dtype, device="meta"
-        )
-        return FakeTensor(self, meta, _SHOWN)
+        def empty(real: torch.Tensor) -> torch.Tensor:
+            meta = torch.empty_strided(
+                real.size(), real.stride(), dtype=real.dtype, device="meta"
+            )
+            return FakeTensor(self, meta, place)
+
+        return tree_map_only(torch.Tensor, empty, result)
 
     def learn_accumulation(self) -> None:
         """See how autograd adds gradients up, while this mode is in force."""

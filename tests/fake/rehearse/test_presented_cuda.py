@@ -1105,6 +1105,8 @@ def test_a_kernel_of_the_host_is_a_model(rehearse):
         solved = torch.linalg.lstsq(ones(4, 3), ones(4, 2)).solution
         assert (drawn.shape, solved.shape) == ((3,), (3, 2))
         assert drawn.is_cuda
+        large = torch.ones(3 << 20)  # of the host, without memory too
+        assert not torch._sample_dirichlet(large).is_cuda
         assert torch.allclose(ones(2), ones(2))
     names = [event.name for event in recording.events if isinstance(event, Op)]
     assert "aten._sample_dirichlet.default" in names
