@@ -1025,6 +1025,12 @@ class Recorder:
             self.recording.steps -= 1
             self._events[self._last_end] = EventRecord(-1, 0)  # means nothing
         self._last_end = len(self._events)
+        if self.stream:
+            self.values.note(
+                "An optimizer made its step on a side stream, as before a CUDA graph is "
+                "captured: steps that a graph replays are not predicted; --skip goes on to "
+                "those behind."
+            )
         self._events.append(Mark(MarkKind.STEP_END, self.recording.steps))
         self.recording.steps += 1
         self._at_boundary = True

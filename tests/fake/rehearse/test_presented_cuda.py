@@ -428,6 +428,17 @@ def test_sparse_gradients_are_not_sent(rehearse):
             table(torch.tensor([1], device="cuda")).sum().backward()
 
 
+def test_steps_that_warm_up_for_a_graph_are_noted(rehearse):
+    with rehearse() as recording:
+        layer = nn.Linear(4, 4).cuda()
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            layer(torch.ones(2, 4, device="cuda")).sum().backward()
+            optimizer.step()
+        optimizer.step()
+    assert [each for each in recording.notes if "before a CUDA graph" in each]
+
+
 def test_a_profile_has_no_events(rehearse):
     with rehearse(), torch.profiler.profile() as profile:
         assert len(profile.key_averages()) == 0
