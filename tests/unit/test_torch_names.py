@@ -1382,3 +1382,41 @@ def test_flex_attention_by():
     with _torch.flex_attention_by(kernel):
         assert flex_attention(x, x, x) is x
     assert calls == [6]  # keys, values, scores, blocks, scale, options
+
+
+# ----------------------------------------------------------------------------
+# What a rehearsal replaces, and makes of other tensors.
+
+
+def test_constructors_are_those_of_a_default_device():
+    from torch.utils._device import _device_constructors
+
+    assert {torch.empty, torch.rand, torch.tensor} <= set(_device_constructors())
+
+
+def test_tensors_can_be_exchanged_that_a_graph_holds():
+    one, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(3))
+    held = one * 2
+    torch._C._swap_tensor_impl(one, other)
+    assert (one.shape, other.shape, held.shape) == ((3,), (2,), (2,))
+
+
+def test_ragged_sizes_are_numbered():
+    from torch.nested._internal.nested_int import NestedIntNode
+
+    one, same, other = (torch.SymInt(NestedIntNode(n, 1)) for n in (7, 7, 8))
+    assert one == same
+    assert one != other
+    assert callable(FakeTensor.get_nested_int)
+
+
+def test_fake_tensors_can_do_without_kernels_of_the_host():
+    from torch._subclasses import fake_tensor
+
+    with FakeTensorMode(allow_fallback_kernels=False):
+        with pytest.raises(
+            (fake_tensor.UnsupportedOperatorException, NotImplementedError)
+        ):
+            torch._sample_dirichlet(torch.ones(3))
+        with pytest.raises(fake_tensor.DataDependentOutputException):
+            torch.allclose(torch.ones(2), torch.ones(2))

@@ -94,6 +94,7 @@ def _predict(options: argparse.Namespace, others: OtherRanks) -> int:
             options.script, options.arguments, mode, window, timed_stage, left=left
         )
     if not succeeded:
+        _tell_invented(left, recording.notes)
         steps = format_count(recording.steps, "optimizer step")
         print(
             f"torchspmd predict: {options.script} failed after {steps}; nothing was "
@@ -191,6 +192,17 @@ def _settings() -> AllocatorSettings:
     return AllocatorSettings()
 
 
+def _tell_invented(left: list[object], notes: list[str]) -> None:
+    """Which values a script that failed had been given, though they do not exist."""
+    told = [each for each in notes if "given" in each or "chooses by values" in each]
+    if told and left and not isinstance(left[-1], UsageError):
+        print(
+            "Values that it was given, which a rehearsal does not have:",
+            file=sys.stderr,
+        )
+        print(*(wrap(f"  {each}") for each in told[-3:]), sep="\n", file=sys.stderr)
+
+
 def _hint(left: list[object], world: World) -> str:
     error = left[-1] if left else None
     if isinstance(error, UsageError):
@@ -208,7 +220,7 @@ def _hint(left: list[object], world: World) -> str:
     if isinstance(error, SystemExit) and isinstance(error.code, int):
         return f" It ended with exit code {error.code}."
     if isinstance(error, Exception):
-        first = next(iter(str(error).splitlines()), "")
+        first = next(filter(None, map(str.strip, str(error).splitlines())), "")
         told = f" {type(error).__name__}: {first}"
         if world.size == 1 and re.search(r"\b(gpus?|devices)\b", str(error).lower()):
             told = (

@@ -9,6 +9,9 @@ too, so that results have the dtypes and strides of CUDA kernels. Tensors of the
 
 import builtins
 import contextlib
+import functools
+import inspect
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,12 +25,18 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import _functional_collectives as functional_collectives
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.nested._internal.nested_int import NestedIntNode
 from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchspmd._torch.accumulation import Accumulation
 from torchspmd._torch.known_values import is_worth_following, may_follow, set_known
 from torchspmd._torch.landmarks import is_torch_code
 from torchspmd._torch.operator_cache import OperatorCache
+from torchspmd._torch.sparse import is_sparse, sparse_parts, sparse_result
+from torchspmd.errors import UsageError
 
 _INNER = torch.device("cpu", 0)  # what C++ is told
 _SHOWN = torch.device("cuda", 0)  # what shape functions are told
@@ -39,6 +48,16 @@ _WRAP = getattr(
     getattr(torch.ops._c10d_functional, "_wrap_tensor_autograd", None), "default", None
 )
 _LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+# Errors of torch where it has no shape function, or one that would need values.
+_NO_SHAPE = (
+    fake_tensor.UnsupportedOperatorException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.DataDependentOutputException,
+    NotImplementedError,
+)
+_MODEL_BYTES = (
+    256 << 20
+)  # of tensors that a kernel of the host is run on for its shapes
 _QUERIES = frozenset(fake_tensor._DISPATCH_META_HANDLERS) | frozenset(
     fake_tensor._DISPATCH_HANDLE_DIRECTLY
 )
@@ -72,7 +91,18 @@ def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
             is_wrapper = True
             yield from plain_tensors(inner)
     if not is_wrapper:
-        yield value
+        yield from _parts(value) if is_sparse(value) else [value]
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The indices and values of a sparse tensor."""
+    if not is_rehearsed(tensor):
+        yield from sparse_parts(tensor)
+        return
+    mode: FakeDeviceMode = tensor.fake_mode  # type: ignore[attr-defined]
+    with mode.unwatched():
+        parts = [*sparse_parts(tensor)]
+    yield from parts
 
 
 def _wrapped(value: Any) -> Iterator[torch.Tensor]:
@@ -116,7 +146,7 @@ class FakeDeviceMode(FakeTensorMode):
     def __init__(
         self, on_operator: OnOperator, on_subclass: Callable[[], None] = lambda: None
     ) -> None:
-        super().__init__(allow_non_fake_inputs=True)
+        super().__init__(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self._on_operator, self._on_subclass = on_operator, on_subclass
         self._cache = OperatorCache(self)
         self._accumulation = Accumulation()
@@ -174,7 +204,14 @@ class FakeDeviceMode(FakeTensorMode):
             return self.dispatch(func, types, args, kwargs)
         if self._is_of_another(args):
             return func(*args, **kwargs)
+        if any(map(is_sparse, args)):
+            with self:
+                result = sparse_result(func, args, kwargs)
+            if result is not NotImplemented:
+                return result
         func = self._accumulation.in_place(func, args)
+        if kwargs.get("pin_memory"):  # by a hook that C++ calls, where no other mode is
+            kwargs = {**kwargs, "pin_memory": False}
         device = kwargs.get("device")
         if device is not None and _is_cuda(device):
             kwargs = {**kwargs, "device": _SHOWN}
@@ -192,26 +229,54 @@ class FakeDeviceMode(FakeTensorMode):
         self._inside = True
         try:
             return self._on_operator(
-                func,
-                args,
-                kwargs,
-                lambda: self._cache.call(
-                    func,
-                    args,
-                    kwargs,
-                    lambda: self.dispatch(func, (FakeTensor,), args, kwargs),
-                ),
+                func, args, kwargs, lambda: self._run(func, args, kwargs)
             )
         finally:
             self._inside = False
 
+    def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        def call() -> Any:
+            return self._cache.call(
+                func, args, kwargs, lambda: self._result(func, args, kwargs)
+            )
+
+        if torch.is_inference_mode_enabled() and _views_other(func, args):
+            with torch.inference_mode(False):
+                return call()
+        return call()
+
+    def _result(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Of a shape function; where torch has none, of the host's kernel."""
+        try:
+            return self.dispatch(func, (FakeTensor,), args, kwargs)
+        except _NO_SHAPE as error:
+            result = _computed_on_host(func, args, kwargs, error)
+        places = [
+            x.fake_device for x in tree_leaves((args, kwargs)) if is_fake_tensor(x)
+        ]
+        place = places[0] if places else _SHOWN
+
+        def empty(real: torch.Tensor) -> torch.Tensor:
+            meta = torch.empty_strided(
+                real.size(), real.stride(), dtype=real.dtype, device="meta"
+            )
+            return FakeTensor(self, meta, place)
+
+        return tree_map_only(torch.Tensor, empty, result)
+
     def learn_accumulation(self) -> None:
         """See how autograd adds gradients up, while this mode is in force."""
-        self._inside = True  # nobody is told of these operators
-        try:
+        with self.unwatched():
             self._accumulation.learn(lambda value: torch.full((), value, device=_SHOWN))
+
+    @contextlib.contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Inside, nobody is told of operators."""
+        before, self._inside = self._inside, True
+        try:
+            yield
         finally:
-            self._inside = False
+            self._inside = before
 
     def _is_of_another(self, args: Sequence[Any]) -> bool:
         """Whether tensors belong to another mode: the values of a captured graph."""
@@ -243,6 +308,55 @@ class FakeDeviceMode(FakeTensorMode):
         if may_follow(value) and is_worth_following(value):
             set_known(fake, value.clone())
         return fake
+
+
+def _computed_on_host(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception
+) -> Any:
+    """What an operator gives for tensors of ones, as a model for its result."""
+    leaves = tree_leaves((args, kwargs))
+    tensors = [part for each in leaves for part in plain_tensors(each)]
+    nbytes = sum(each.numel() * each.element_size() for each in tensors)
+    if func.namespace == "c10d":
+        raise UsageError(
+            f"{func}: NCCL sends no sparse tensors. Make embeddings with sparse=False, or "
+            "leave them to one rank."
+        ) from error
+    refusal = UsageError(
+        f"{func}: torch has no shape function for it, and its kernel for CPUs gives no "
+        "model of the result. For an operator of a library, register one with "
+        "torch.library.register_fake; else take another operator, such as one on dense "
+        "tensors, or put it behind an option that a rehearsal leaves out."
+    )
+    if func._schema.is_mutable or nbytes > _MODEL_BYTES:
+        raise refusal from error
+    with no_dispatch():
+        try:
+            result = func(
+                *tree_map_only(torch.Tensor, _ones_like, args),
+                **tree_map_only(torch.Tensor, _ones_like, kwargs),
+            )
+        except Exception:  # whatever a kernel says to ones
+            raise refusal from error
+    if any(map(is_sparse, tree_leaves(result))):
+        raise refusal from error
+    return result
+
+
+def _ones_like(tensor: torch.Tensor) -> Any:
+    if not is_fake_tensor(tensor):
+        return tensor
+    if is_sparse(tensor):
+        parts = [torch.zeros(x.size(), dtype=x.dtype) for x in sparse_parts(tensor)]
+        make: Any = torch.sparse_coo_tensor
+        return make(*parts, tensor.size())
+    return torch.ones(tensor.size(), dtype=tensor.dtype)
+
+
+def _views_other(func: Any, args: Sequence[Any]) -> bool:
+    """Whether a view shares the writes of a tensor that inference mode did not make."""
+    is_view = isinstance(func, OpOverload) and func.is_view
+    return is_view and isinstance(args[0], torch.Tensor) and not args[0].is_inference()
 
 
 def _is_container_or_real(value: object) -> bool:
@@ -305,6 +419,7 @@ class ShownAsCuda(TorchFunctionMode):
         super().__init__()
         self.index = 0  # of the current device
         self.is_named = False  # whether anything was ever put there
+        self.is_default = False  # whether tensors are made there that name no device
         self._all_shown = False
         self._given = inner
         self.read = no_value
@@ -318,6 +433,7 @@ class ShownAsCuda(TorchFunctionMode):
             tensor.is_cuda.__get__: self._is_cuda,  # type: ignore[attr-defined]
             tensor.data.__set__: self._set_data,  # type: ignore[attr-defined]
             tensor.get_device: self._get_device,
+            tensor.new: self._new,
             tensor.new_tensor: self._new_tensor,
             tensor.pin_memory: self._pin_memory,
             tensor.is_pinned: self._is_pinned,
@@ -356,12 +472,20 @@ class ShownAsCuda(TorchFunctionMode):
         if kwargs:
             if type(kwargs.get("device")) is int:  # as in device=local_rank
                 kwargs = {**kwargs, "device": torch.device("cuda", kwargs["device"])}
+            if (
+                self.is_default
+                and kwargs.get("device") is None
+                and func in _CONSTRUCTORS
+            ):
+                kwargs = {**kwargs, "device": self.shown}
             if _is_cuda(kwargs.get("device")):
                 kwargs = {**kwargs, "device": self._inner(kwargs["device"])}
                 if func in _FROM_DATA:
                     return _on_host(func, args, kwargs).to(self._given)
             if kwargs.get("pin_memory"):
                 kwargs = {**kwargs, "pin_memory": False}
+        elif self.is_default and func in _CONSTRUCTORS:
+            return self.__torch_function__(func, types, args, {"device": self.shown})
         special = self._special.get(func)
         if special is not None:
             return special(func, args, kwargs)
@@ -401,6 +525,9 @@ class ShownAsCuda(TorchFunctionMode):
         return args[0].to(self._given)
 
     def _type(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(args) > 1 and (dtype := _dtype_of_cuda_type(args[1])) is not None:
+            self.is_named = True
+            return args[0].to(self._given, dtype)
         if len(args) + len(kwargs) > 1:
             return func(*args, **kwargs)
         return func(*args).replace("torch.", "torch.cuda.", is_device_tensor(args[0]))
@@ -426,6 +553,23 @@ class ShownAsCuda(TorchFunctionMode):
             return func(*args, **kwargs)
         like = torch.empty(0, dtype=tensor.dtype, device="cpu")
         return func(like, *rest, **kwargs).to(self._given)
+
+    def _new(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # As tensors were made once: of a size, of data, or empty.
+        tensor, *rest = args
+        if not is_device_tensor(tensor) or kwargs:
+            return func(*args, **kwargs)
+        if (
+            rest
+            and isinstance(rest[0], list | tuple)
+            and type(rest[0]) is not torch.Size
+        ):
+            return self._new_tensor(torch.Tensor.new_tensor, args, kwargs)
+        if is_sparse(tensor):
+            return torch.sparse_coo_tensor(*rest, check_invariants=False)
+        if rest and isinstance(rest[0], torch.Tensor):
+            return rest[0].detach()
+        return tensor.new_empty(*rest or (0,))
 
     def _set_data(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -467,7 +611,26 @@ class ShownAsCuda(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+_CONSTRUCTORS = frozenset(_device_constructors())
 _FROM_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
+
+
+def _dtype_of_cuda_type(kind: object) -> torch.dtype | None:
+    """Of ``torch.cuda.FloatTensor``, or its name."""
+    if not isinstance(kind, str):
+        kind = f"{getattr(kind, '__module__', '')}.{getattr(kind, '__name__', '')}"
+    _, is_on_cuda, name = kind.partition("torch.cuda.")
+    plain = getattr(torch, name, None) if is_on_cuda else None
+    return getattr(plain, "dtype", None)
+
+
+@functools.cache
+def _both_kinds(kind: type) -> type:
+    """A subclass of tensors that have no memory."""
+    both: Any = type(kind.__name__, (kind, FakeTensor), {"__module__": kind.__module__})
+    # A fake tensor has none.
+    both.__torch_function__ = inspect.getattr_static(kind, "__torch_function__")
+    return both  # type: ignore[no-any-return]
 
 
 def _on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -559,12 +722,12 @@ def _makers() -> Iterator[tuple[Any, str, Any]]:
             kwargs["device_for_backend_keys"] = _INNER
         return plain_make(*args, **kwargs)
 
-    plain_wrap = torch.Tensor._make_wrapper_subclass
+    plain_wrap: Any = torch.Tensor._make_wrapper_subclass
 
     def make_wrapper(*args: Any, **kwargs: Any) -> Any:
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = _INNER
-        return plain_wrap(*args, **kwargs)
+        return plain_wrap(*[_INNER if _is_cuda(x) else x for x in args], **kwargs)
 
     plain_tracing = functional_collectives._are_we_tracing
 
@@ -616,10 +779,55 @@ def _replacements(
     # Refuses other streams than its own before a mode is asked.
     yield torch.Tensor, "record_stream", record_stream
     yield from _replaced_storage(on_resize)
+    yield from _replaced_kinds()
+    yield from _replaced_defaults(shown)
     yield fake_tensor, "init_gpu_context", lambda *args: None
     yield torch._C, "_get_accelerator", lambda: torch.device("cuda")
     # By this name, other libraries ask whether a model is being traced.
     yield torch._subclasses, "FakeTensor", _FakeToTorch
+
+
+def _replaced_defaults(shown: ShownAsCuda) -> Iterator[tuple[Any, str, Any]]:
+    plain_default = torch.set_default_device
+
+    def set_default_device(device: Any) -> None:
+        # torch's own way comes after every function mode, where it is C++ that makes them.
+        shown.is_default = device is not None and _is_cuda(device)
+        plain_default(None if shown.is_default else device)
+
+    plain_get = torch.get_default_device
+
+    def get_default_device() -> torch.device:
+        return shown.shown if shown.is_default else plain_get()
+
+    yield torch, "set_default_device", set_default_device
+    yield torch, "get_default_device", get_default_device
+
+
+def _replaced_kinds() -> Iterator[tuple[Any, str, Any]]:
+    """Of tensors that users and torch derive."""
+    plain_subclass = torch.Tensor.as_subclass
+
+    def as_subclass(tensor: Any, cls: Any) -> Any:
+        if not isinstance(tensor, FakeTensor) or issubclass(FakeTensor, cls):
+            return plain_subclass(tensor, cls)
+        # C++ refuses a second Python object for one without memory.
+        alias: Any = torch.ops.aten.alias.default(tensor)
+        alias.__class__ = cls if issubclass(cls, FakeTensor) else _both_kinds(cls)
+        return alias
+
+    plain_int: Any = FakeTensor.get_nested_int
+
+    def nested_int(tensor: Any, *, coeff: Any = 1) -> Any:
+        # Eager nested tensors number their ragged sizes; a trace has symbols for them.
+        if not is_rehearsed(tensor):
+            return plain_int(tensor, coeff=coeff)
+        if tensor.nested_int_memo is None:
+            tensor.nested_int_memo = torch.SymInt(NestedIntNode(next(_ragged), 1))
+        return tensor.nested_int_memo * coeff
+
+    yield torch.Tensor, "as_subclass", as_subclass
+    yield FakeTensor, "get_nested_int", nested_int
 
 
 def _replaced_storage(
@@ -644,14 +852,29 @@ def _replaced_storage(
     def swap(one: torch.Tensor, other: torch.Tensor) -> None:
         try:
             plain_swap(one, other)
-        except RuntimeError:  # somebody in C++ holds it, as DDP does a parameter
-            if not (isinstance(one, FakeTensor) and isinstance(other, FakeTensor)):
-                raise
-            one.data = other
+        except RuntimeError:  # somebody in C++ holds it
+            if isinstance(one, FakeTensor) and isinstance(other, FakeTensor):
+                one.data = other  # as DDP holds a parameter
+            else:
+                _exchange(one, other)
 
     yield torch.UntypedStorage, "resize_", resize
     yield torch.UntypedStorage, "data_ptr", address
     yield torch.utils, "swap_tensors", swap
+
+
+def _exchange(one: Any, other: Any) -> None:
+    """Swap what two tensors are, whoever else has them in a graph.
+
+    ``weight_norm`` computes a weight before its module is moved: nobody will ask for the
+    gradient of that one.
+    """
+    one.__class__, other.__class__ = other.__class__, one.__class__
+    one.__dict__, other.__dict__ = other.__dict__, one.__dict__
+    torch._C._swap_tensor_impl(one, other)
+
+
+_ragged = itertools.count(1 << 20)  # above those that torch counts by itself
 
 
 class _Addresses:

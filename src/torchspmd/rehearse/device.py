@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 from unittest import mock
@@ -227,10 +227,13 @@ def _names(
     cuda: Any = torch.cuda
     everything = {**_facts(device), **_streams(device), **_memory(device, memory)}
     yield cuda, {**everything, **_random(), **_graphs(device)}
+    yield cuda, _tensor_types(device.shown)
     yield cuda.memory, _memory(device, memory)
     yield cuda.random, _random()
     yield cuda.streams, {name: everything[name] for name in ("Stream", "Event")}
-    yield cuda.nvtx, _effects("range_push", "range_pop", "mark", result=0)
+    ranges = ("range_push", "range_pop", "range_start", "range_end", "mark")
+    yield cuda.nvtx, _effects(*ranges, result=0)
+    yield torch.nn.DataParallel, {"scatter": _scatter}
     yield cuda.profiler, _effects("start", "stop", "init")
     yield cuda.nccl, {"version": lambda: (2, 28, 9), "is_available": lambda *args: True}
     # A loader pins memory in a thread of its own, where none of this is in force.
@@ -238,11 +241,14 @@ def _names(
     # Other libraries compare it with what they were built for.
     yield torch.version, {"cuda": torch.version.cuda or "12.8"}
     yield torch.profiler, {"profile": _profile_class(device)}
-    yield torch, {"Generator": _generator_class()}
+    yield torch, {"Generator": _generator_class(device.shown)}
+    yield torch, {"set_default_tensor_type": _default_tensor_type()}
     yield FullyShardedDataParallel, {"__init__": _fsdp1()}
     accelerator: Any = getattr(torch, "accelerator", None)
     if accelerator is not None:
-        yield accelerator, _accelerator(device, everything)
+        replaced = _accelerator(device, everything)
+        yield accelerator, replaced
+        yield accelerator.memory, replaced
 
 
 def _effects(*names: str, result: Any = None) -> dict[str, Callable[..., Any]]:
@@ -276,6 +282,8 @@ def _facts(device: _Device) -> dict[str, Any]:
         **_effects("_lazy_init", "init", "_lazy_call", "ipc_collect"),
         **_effects("is_available", "is_initialized", "is_bf16_supported", result=True),
         **_effects("_is_in_bad_fork", "is_current_stream_capturing", result=False),
+        **_effects("set_sync_debug_mode"),
+        **_effects("get_sync_debug_mode", result=0),
         **_effects("utilization", "temperature", "power_draw", "clock_rate", result=0),
         "can_device_access_peer": lambda *args: True,
         "device_count": lambda: gpu.count,
@@ -308,6 +316,11 @@ class _Properties:
     L2_cache_size: int = 50 << 20
     is_integrated: int = 0
     is_multi_gpu_board: int = 0
+    max_threads_per_block: int = 1024
+    uuid: str = "00000000-0000-0000-0000-000000000000"
+    pci_bus_id: int = 0
+    pci_device_id: int = 0
+    pci_domain_id: int = 0
     gcnArchName: str = ""  # noqa: N815  # torch's name
 
 
@@ -338,6 +351,26 @@ def _streams(device: _Device) -> dict[str, Any]:
     }
 
 
+_MEMORY_STATS = (
+    "num_ooms",
+    "num_alloc_retries",
+    "num_sync_all_streams",
+    "num_device_alloc",
+    "num_device_free",
+    "max_split_size",
+    *(
+        f"{name}.{pool}.{value}"
+        for name in (
+            *("allocation", "segment", "active", "inactive_split"),
+            *("allocated_bytes", "reserved_bytes", "active_bytes"),
+            *("inactive_split_bytes", "requested_bytes"),
+        )
+        for pool in ("all", "large_pool", "small_pool")
+        for value in ("current", "peak", "allocated", "freed")
+    ),
+)
+
+
 def _memory(device: _Device, memory: MemoryCounter) -> dict[str, Any]:
     recorder = device.recorder
 
@@ -346,7 +379,7 @@ def _memory(device: _Device, memory: MemoryCounter) -> dict[str, Any]:
         recorder.mark(MarkKind.RESET_PEAK)
 
     def stats(place: Any = None) -> dict[str, Any]:
-        values: dict[str, Any] = {"num_ooms": 0, "num_alloc_retries": 0}
+        values = dict.fromkeys(_MEMORY_STATS, 0)
         pairs = zip(
             ("allocated", "reserved"), memory.count(), memory.peaks(), strict=True
         )
@@ -357,6 +390,16 @@ def _memory(device: _Device, memory: MemoryCounter) -> dict[str, Any]:
                 values[f"active_bytes.{pool}.current"] = memory.count()[0]
                 values[f"active_bytes.{pool}.peak"] = memory.peaks()[0]
         return values
+
+    def nested_stats(place: Any = None) -> dict[str, Any]:
+        nested: dict[str, Any] = {}
+        for path, value in stats().items():
+            *outer, name = path.split(".")
+            inner = nested
+            for each in outer:
+                inner = inner.setdefault(each, {})
+            inner[name] = value
+        return nested
 
     def summary(*args: Any, **kwargs: Any) -> str:
         return "\n".join(f"{name}: {value}" for name, value in stats().items())
@@ -376,10 +419,19 @@ def _memory(device: _Device, memory: MemoryCounter) -> dict[str, Any]:
         "reset_max_memory_cached": reset,
         "empty_cache": lambda: recorder.mark(MarkKind.EMPTY_CACHE),
         "memory_stats": stats,
+        "memory_stats_as_nested_dict": nested_stats,
         "memory_summary": summary,
         "mem_get_info": info,
         "memory_snapshot": lambda *args, **kwargs: [],
+        "device_memory_used": lambda place=None: memory.count()[1],
+        "memory_usage": lambda place=None: 0,
+        "list_gpu_processes": lambda place=None: "",
+        "get_allocator_backend": lambda: "native",
+        "get_per_process_memory_fraction": lambda place=None: 1.0,
+        "_snapshot": lambda *args, **kwargs: {"segments": [], "device_traces": []},
         **_effects("set_per_process_memory_fraction", "reset_accumulated_memory_stats"),
+        **_effects("reset_accumulated_host_memory_stats"),
+        **_effects("reset_peak_host_memory_stats"),
         **_effects("_record_memory_history", "_dump_snapshot"),
     }
 
@@ -443,8 +495,13 @@ def _profile_class(device: _Device) -> type[Any]:
     return Profile
 
 
-def _generator_class() -> type[Any]:
+def _generator_class(shown: _torch.ShownAsCuda) -> type[Any]:
     plain = torch.Generator
+
+    class OnDevice(torch.Generator):
+        @property
+        def device(self) -> torch.device:  # type: ignore[override]
+            return shown.shown
 
     class Kind(type):
         def __instancecheck__(cls, value: object) -> bool:
@@ -454,9 +511,71 @@ def _generator_class() -> type[Any]:
         """Generators of the device are the host's: no number is ever drawn."""
 
         def __new__(cls, device: Any = None) -> Any:
-            return plain()
+            is_cuda = device is not None and torch.device(device).type == "cuda"
+            return OnDevice() if is_cuda else plain()
 
     return Generator
+
+
+def _tensor_types(shown: _torch.ShownAsCuda) -> dict[str, type[Any]]:
+    """``torch.cuda.FloatTensor`` and the like."""
+    return {
+        name: _tensor_type(name, shown)
+        for name in vars(torch.cuda)
+        if name.endswith("Tensor") and hasattr(torch, name)
+    }
+
+
+def _tensor_type(name: str, shown: _torch.ShownAsCuda) -> type[Any]:
+    plain: Any = getattr(torch, name)
+
+    class Kind(type):
+        def __instancecheck__(cls, value: object) -> bool:
+            is_ours = _torch.is_device_tensor(value)
+            return is_ours and getattr(value, "dtype", None) == plain.dtype
+
+    class Legacy(metaclass=Kind):
+        """Makes tensors as was done before they had a dtype and a device."""
+
+        dtype = plain.dtype
+
+        def __new__(cls, *args: Any) -> Any:
+            return torch.empty(0, dtype=plain.dtype, device=shown.shown).new(*args)
+
+    Legacy.__name__, Legacy.__module__ = name, "torch.cuda"
+    return Legacy
+
+
+def _default_tensor_type() -> Callable[[Any], None]:
+    plain = torch.set_default_tensor_type
+
+    def set_default_tensor_type(kind: Any) -> None:
+        name = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__name__}"
+        if not name.startswith("torch.cuda."):
+            torch.set_default_device(None)
+            plain(kind)
+            return
+        torch.set_default_dtype(getattr(torch, name.rpartition(".")[2]).dtype)
+        torch.set_default_device("cuda")
+
+    return set_default_tensor_type
+
+
+def _scatter(
+    module: Any, inputs: Any, kwargs: Any, device_ids: Sequence[Any]
+) -> tuple[Any, Any]:
+    """To the one GPU of a process."""
+    if len(device_ids) != 1:
+        raise UsageError(
+            "torch.nn.DataParallel computes on all GPUs of a node in one process, and a "
+            "rehearsed process has one. Rehearse it with --world-size 1, where it is shown "
+            "one GPU; or use DistributedDataParallel, one process for each."
+        )
+    place = torch.device("cuda", torch.device(device_ids[0]).index)
+    return (
+        _torch.map_tensors(lambda each: each.to(place), (inputs,)),
+        _torch.map_tensors(lambda each: each.to(place), (kwargs,)),
+    )
 
 
 def _fsdp1() -> Callable[..., None]:
@@ -480,6 +599,8 @@ def _fsdp1() -> Callable[..., None]:
 def _accelerator(device: _Device, cuda: dict[str, Any]) -> dict[str, Any]:
     same = {
         "device_count": "device_count",
+        "device_index": "device",
+        "get_memory_info": "mem_get_info",
         "current_device_index": "current_device",
         "current_device_idx": "current_device",
         "set_device_index": "set_device",
@@ -495,6 +616,8 @@ def _accelerator(device: _Device, cuda: dict[str, Any]) -> dict[str, Any]:
             "memory_reserved",
             "max_memory_reserved",
             "reset_peak_memory_stats",
+            "reset_accumulated_memory_stats",
+            "memory_stats",
             "empty_cache",
         )
     }

@@ -368,8 +368,7 @@ class _Shuffled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        with _torch.below_autograd():
-            return _shuffled(grad, ctx.factor, not ctx.up), None, None
+        return _Shuffled.apply(grad, ctx.factor, not ctx.up), None, None
 
 
 def _shuffled(x: torch.Tensor, factor: int, up: bool) -> torch.Tensor:
@@ -417,13 +416,15 @@ class _FusedRMSNorm(torch.autograd.Function):
         with _torch.below_autograd():
             result, rstd = _aten._fused_rms_norm.default(input, shape, weight, eps)
         ctx.save_for_backward(input, weight, rstd)
-        ctx.shape = shape
+        ctx.shape, ctx.eps = shape, eps
         return result  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         """The gradients of input and weight."""
         input, weight, rstd = ctx.saved_tensors
+        if torch.is_grad_enabled():  # of a penalty on gradients, as CUDA's
+            return _differentiable(grad, input, ctx.shape, weight, ctx.eps)
         needed = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
         grad = grad.contiguous()
         with _torch.below_autograd():
@@ -431,6 +432,24 @@ class _FusedRMSNorm(torch.autograd.Function):
                 grad, input, ctx.shape, rstd, weight, needed
             )
         return grads[0], None, grads[1], None
+
+
+def _differentiable(
+    grad: torch.Tensor,
+    input: torch.Tensor,
+    shape: list[int],
+    weight: torch.Tensor | None,
+    eps: float | None,
+) -> tuple[torch.Tensor, None, torch.Tensor | None, None]:
+    """Gradients of input and weight that have gradients themselves."""
+    dims = tuple(range(-len(shape), 0))
+    eps = torch.finfo(input.dtype).eps if eps is None else eps
+    rstd = (input.square().mean(dims, keepdim=True) + eps).rsqrt()
+    normed = input * rstd
+    scaled = grad if weight is None else grad * weight
+    mean = (scaled * normed).mean(dims, keepdim=True)
+    of_weight = None if weight is None else (grad * normed).sum_to_size(weight.shape)
+    return rstd * (scaled - normed * mean), None, of_weight, None
 
 
 # ----------------------------------------------------------------------------

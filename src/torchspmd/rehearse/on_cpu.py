@@ -24,6 +24,7 @@ from torchspmd.rehearse.recorder import Recorder
 from torchspmd.rehearse.recording import Recording
 from torchspmd.rehearse.values import Values
 from torchspmd.rehearse.workspaces import Processor
+from torchspmd.rehearse.world import NoMail, object_collectives
 
 __all__ = ["cuda_on_cpu"]
 
@@ -50,7 +51,8 @@ def cuda_on_cpu(gpu: Gpu) -> Iterator[list[str]]:
             enter(fake_cuda(recorder, shown, gpu, NoMemory(values)))
             enter(cuda_autocast())
             enter(_sync_batch_norm_kernels())
-            for owner, name, value in _replacements(shown):
+            objects = object_collectives(NoMail())
+            for owner, name, value in (*_replacements(shown, values.note), *objects):
                 enter(mock.patch.object(owner, name, value))
             enter(shown)
             yield recording.notes
@@ -71,7 +73,9 @@ def _no_effect(*args: Any) -> None:
     """Streams of the host need not know which tensors they use."""
 
 
-def _replacements(shown: _torch.ShownAsCuda) -> Iterator[tuple[Any, str, Any]]:
+def _replacements(
+    shown: _torch.ShownAsCuda, note: Callable[[str], None]
+) -> Iterator[tuple[Any, str, Any]]:
     plain_mesh: Any = DeviceMesh.__init__
 
     def build_mesh(mesh: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
@@ -82,6 +86,11 @@ def _replacements(shown: _torch.ShownAsCuda) -> Iterator[tuple[Any, str, Any]]:
 
     @functools.wraps(plain_fsdp)
     def build_fsdp(module: Any, *args: Any, **kwargs: Any) -> None:
+        if kwargs.pop("sync_module_states", False):  # refuses tensors of the host
+            note(
+                "FullyShardedDataParallel(sync_module_states=True): what it sends when it "
+                "is made is not seen on a CPU; with --fake it is."
+            )
         # It would ask the driver for its device.
         plain_fsdp(module, *args, **{**kwargs, "device_id": _CPU})
 
@@ -89,10 +98,15 @@ def _replacements(shown: _torch.ShownAsCuda) -> Iterator[tuple[Any, str, Any]]:
     # These refuse tensors of the host, or a GPU's number for them.
     for owner, name in (
         (DistributedDataParallel, "__init__"),
+        (nn.DataParallel, "forward"),
         (nn.SyncBatchNorm, "forward"),
     ):
         yield owner, name, _all_on_cuda(shown, getattr(owner, name))
     yield torch.Tensor, "record_stream", _no_effect
+    save: Any = torch.autograd.graph.save_on_cpu
+    plain_save = save.__init__
+    # C++ pins nothing without a GPU.
+    yield save, "__init__", lambda hooks, *args, **kwargs: plain_save(hooks)
     plain_default = torch.set_default_device
 
     def set_default_device(device: Any) -> None:

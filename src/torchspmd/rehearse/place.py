@@ -52,6 +52,7 @@ _MAKERS = (
     ("nn/parallel/distributed.py", Maker.DDP),
     ("nn/utils/clip_grad.py", Maker.OPTIMIZER),
     ("amp/grad_scaler.py", Maker.OPTIMIZER),
+    ("optim/lbfgs.py", Maker.OPTIMIZER),
 )
 # By identity: a code object's own hash reads all its bytecode. Held, so that no other
 # function can take their place.

@@ -33,6 +33,7 @@ from torchspmd.comm import (
 from torchspmd.comm import Phase as CommPhase
 from torchspmd.layout.names import plain_name
 from torchspmd.rehearse.assumed import assume_received
+from torchspmd.rehearse.dtypes import DTYPES, refuse_dtypes
 from torchspmd.rehearse.fusion import fuse_regions
 from torchspmd.rehearse.place import Maker, is_called_by_torch, read_place
 from torchspmd.rehearse.python_calls import Closed, PythonCalls
@@ -92,6 +93,7 @@ class _Facts:
     communicates: Operator | None
     arguments: tuple[str, ...]
     is_of_torch: bool
+    one_dtype: tuple[int, ...]  # arguments that must have the same
 
 
 class Recorder:
@@ -182,15 +184,11 @@ class Recorder:
         run: Callable[[], Any],
     ) -> Any:
         facts = self._facts.get(func) or self._learn(func)
-        if facts.name in SHAPES:
-            run = partial(SHAPES[facts.name], *args, **kwargs)
+        if facts.one_dtype:
+            refuse_dtypes(facts.name, facts.one_dtype, args)
         if facts.name in READS_VALUE:
             return self._read_value(facts.name, args[0])
-        if facts.name in CHOOSES and _chooses(facts.name, args):
-            run = self._choosing(func, facts.name, args, kwargs)
-        result = (
-            run() if facts.is_of_torch else self._run_foreign(facts.name, args, run)
-        )
+        result = self._result(facts, func, args, kwargs, run)
         if result is NotImplemented:
             return result
         self._written(facts, func, args, kwargs)
@@ -222,7 +220,7 @@ class Recorder:
         region = self._region_here(site.phase)
         op = Op(
             number,
-            facts.name,
+            _kernel(facts.name, args),
             inputs,
             outputs,
             _scalars(facts.arguments, args, kwargs)
@@ -245,6 +243,23 @@ class Recorder:
         if not facts.views:
             self._use(workspaces(op, self.processor), number, site)
         return self._cross(op, args, kwargs, result)
+
+    def _result(
+        self,
+        facts: _Facts,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        run: Callable[[], Any],
+    ) -> Any:
+        """What an operator gives: of a shape function, by default torch's."""
+        if facts.name in SHAPES:
+            run = partial(SHAPES[facts.name], *args, **kwargs)
+        if facts.name in CHOOSES and _chooses(facts.name, args):
+            run = self._choosing(func, facts.name, args, kwargs)
+        if facts.is_of_torch:
+            return run()
+        return self._run_foreign(facts.name, args, run)
 
     def _cross(
         self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
@@ -370,6 +385,7 @@ class Recorder:
             of,
             _torch.argument_names(func) if hasattr(func, "_schema") else (),
             name.partition(".")[0] in _TORCHS,
+            DTYPES.get(name, ()),
         )
         return facts
 
@@ -379,7 +395,9 @@ class Recorder:
         result: list[TensorSpec] = []
         for value in values:
             if isinstance(value, torch.Tensor):
-                result.append(self._spec(value, op, site))
+                is_sparse = value.layout is not torch.strided
+                parts = _torch.plain_tensors(value) if is_sparse else [value]
+                result += [self._spec(part, op, site) for part in parts]
             elif isinstance(value, list | tuple):
                 result += self._specs(value, op, site)
         return tuple(result)
@@ -1007,6 +1025,12 @@ class Recorder:
             self.recording.steps -= 1
             self._events[self._last_end] = EventRecord(-1, 0)  # means nothing
         self._last_end = len(self._events)
+        if self.stream:
+            self.values.note(
+                "An optimizer made its step on a side stream, as before a CUDA graph is "
+                "captured: steps that a graph replays are not predicted; --skip goes on to "
+                "those behind."
+            )
         self._events.append(Mark(MarkKind.STEP_END, self.recording.steps))
         self.recording.steps += 1
         self._at_boundary = True
@@ -1015,6 +1039,12 @@ class Recorder:
 def _on_device(tensor: Any) -> Iterator[torch.Tensor]:
     """What a tensor, or a wrapper of some, holds on this rank's device."""
     return filter(_torch.is_device_tensor, _torch.plain_tensors(tensor))
+
+
+def _kernel(name: str, args: Sequence[Any]) -> str:
+    """An operator on sparse tensors is no other one's: it is priced by its bytes."""
+    is_sparse = any(isinstance(x, torch.Tensor) and x.is_sparse for x in args)
+    return name.replace("aten.", "sparse.", 1) if is_sparse else name
 
 
 def _precision(

@@ -11,7 +11,7 @@ from torchspmd.rehearse.checkpoints import checkpoints_skipped
 from torchspmd.rehearse.compilation import compilation_by_operator
 from torchspmd.rehearse.device import Gpu, MemoryCounter, fake_cuda
 from torchspmd.rehearse.kernels import cuda_kernels
-from torchspmd.rehearse.place import is_called_by_torch, read_place
+from torchspmd.rehearse.place import Maker, is_called_by_torch, read_place
 from torchspmd.rehearse.python_calls import PythonCalls
 from torchspmd.rehearse.recorder import Recorder
 from torchspmd.rehearse.recording import Recording
@@ -44,11 +44,17 @@ def rehearsal(
     recorder = Recorder(recording, values, processor)
 
     def no_value(call: str, tensor: torch.Tensor) -> object:
-        line = read_place().line
+        place = read_place()
+        line = place.line
         if _torch.is_device_tensor(tensor):  # the host waits, whatever it is told
             recorder.synchronize(call, recorder.stream)
         if call == "__bool__":
-            return values.truth(tensor, line, by_torch=is_called_by_torch())
+            return values.truth(
+                tensor,
+                line,
+                by_torch=is_called_by_torch(),
+                by_optimizer=place.maker is Maker.OPTIMIZER,
+            )
         return values.array(call, tensor, line)
 
     def record_stream(tensor: torch.Tensor, stream: Any) -> None:

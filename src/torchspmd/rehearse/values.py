@@ -43,6 +43,8 @@ _TESTS = {
 }
 # Of masks of padding, which all tokens pass, and of tests that training stops by.
 _PLAUSIBLE_TRUTHS = {"all": True, "any": False}
+# Of unknown numbers, such as a norm that something is divided by and zero.
+_EQUALITIES = {"eq": False, "ne": True}
 # Operators that hand on what is known of a single value.
 _HAND_ON = frozenset(
     "_to_copy copy_ clone view reshape detach any all alias squeeze unsqueeze".split()
@@ -154,13 +156,21 @@ class Values:
         value = torch.tensor(plausible, dtype=tensor.dtype)
         return value.expand(tuple(tensor.shape)).contiguous()
 
-    def truth(self, tensor: torch.Tensor, line: str, *, by_torch: bool) -> bool:
+    def truth(
+        self,
+        tensor: torch.Tensor,
+        line: str,
+        *,
+        by_torch: bool,
+        by_optimizer: bool = False,
+    ) -> bool:
         """What ``if tensor:`` gives.
 
         Args:
             tensor: The condition.
             line: The user's line.
             by_torch: Whether torch itself asks, as to draw again what is out of bounds.
+            by_optimizer: Whether it is an optimizer of torch's, as LBFGS does.
 
         Raises:
             NoValueError: Nobody can tell.
@@ -184,7 +194,21 @@ class Values:
                 f"{plausible} was given."
             )
             return bool(plausible)
+        differs = getattr(tensor, "differs", None)
+        if differs is not None:
+            self.note(
+                f"{line or 'the script'} asks whether unknown numbers are equal: they were "
+                "taken to differ."
+            )
+            return bool(differs)
         if by_torch:
+            if by_optimizer:
+                self.note(
+                    f"{line or 'the script'}: its optimizer branches on values, which a "
+                    "rehearsal does not have, such as whether it has converged or how long "
+                    "a step should be. False was given to each, so iterations inside of a "
+                    "step, and what they keep, may be far fewer than on a GPU."
+                )
             return False
         raise NoValueError(
             f"{line or 'the script'} branches on a value that a rehearsal does not have. "
@@ -222,6 +246,8 @@ def _remember(base: str, args: Sequence[Any], result: Any) -> None:
         _forget(result)
         if base in _PLAUSIBLE_TRUTHS:
             result.plausible_truth = _PLAUSIBLE_TRUTHS[base]
+        elif base in _EQUALITIES and args[0].dtype.is_floating_point:
+            result.differs = _EQUALITIES[base]
         return
     result.known_value = known
     if base in _FILLS:
@@ -241,7 +267,7 @@ def _fill(tensor: torch.Tensor, value: float, *, writes: bool) -> None:
 
 def _forget(tensor: torch.Tensor) -> None:
     """What was known of a tensor before it was written."""
-    for name in ("known_value", "is_uniform"):
+    for name in ("known_value", "is_uniform", "differs"):
         if hasattr(tensor, name):
             delattr(tensor, name)
 

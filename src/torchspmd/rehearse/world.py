@@ -19,7 +19,15 @@ from torchspmd.errors import UsageError
 from torchspmd.rehearse.place import is_called_by_user
 from torchspmd.rehearse.recorder import Recorder
 
-__all__ = ["GPUS_PER_NODE", "Mail", "NoMail", "World", "fake_groups", "fake_ranks"]
+__all__ = [
+    "GPUS_PER_NODE",
+    "Mail",
+    "NoMail",
+    "World",
+    "fake_groups",
+    "fake_ranks",
+    "object_collectives",
+]
 
 GPUS_PER_NODE = 8  # where nobody says otherwise
 _MODULES = (dist, distributed_c10d, device_mesh)
@@ -93,7 +101,7 @@ def fake_ranks(world: World, recorder: Recorder, mail: Mail) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, world.environment()))
         stack.enter_context(fake_groups(world))
-        for owner, name, value in (*_objects(mail), *_works(recorder)):
+        for owner, name, value in (*object_collectives(mail), *_works(recorder)):
             stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(_torch.ddp_on_fake_groups())
         stack.enter_context(_torch.ddp_without_values())
@@ -192,10 +200,11 @@ def _spawned(world: World) -> Iterator[tuple[Any, str, Any]]:
         yield module, "start_processes", spawn
 
 
-def _objects(mail: Mail) -> Iterator[tuple[Any, str, Any]]:
-    """Objects of other ranks are as those of this one, where all send alike.
+def object_collectives(mail: Mail) -> Iterator[tuple[Any, str, Any]]:
+    """What to replace so that objects of other ranks are as those of this one.
 
-    Scripts and libraries call these with keywords: the names are those of torch.
+    Those that one rank sends to another are mail. Scripts and libraries call these with
+    keywords: the names are those of torch.
     """
 
     def broadcast(object_list: list[Any], *args: Any, **kwargs: Any) -> None:

@@ -139,6 +139,19 @@ def test_a_branch_on_a_value_is_told_with_its_line(tmp_path, capsys):
     assert f"{path}:3 <module> branches on a value" in capsys.readouterr().err
 
 
+def test_values_that_a_script_was_given_are_told_when_it_fails(tmp_path, capsys):
+    path = tmp_path / "crop.py"
+    path.write_text(
+        "import torch\nx = torch.randn(2, device='cuda')\n"
+        "if x.sum().item() == 1:\n    raise ValueError('no image')\n"
+    )
+    assert predict(path) == 2
+    *_, title, note, more, last = capsys.readouterr().err.splitlines()
+    assert title == "Values that it was given, which a rehearsal does not have:"
+    assert f"{note}{more}".endswith("reads a value: 1.0 was given.")
+    assert last.endswith("nothing was predicted. ValueError: no image")
+
+
 def test_data_that_is_not_there_is_told(tmp_path, capsys):
     path = tmp_path / "reads.py"
     path.write_text("open('/no/such/tokens.bin')\n")

@@ -120,6 +120,14 @@ def test_values_are_read_in_inference_mode(rehearse):
     assert len(recording.notes) == 2
 
 
+def test_views_in_inference_mode_of_what_was_made_outside(rehearse):
+    with rehearse():
+        outside = torch.randn(4, 3, device="cuda")
+        with torch.inference_mode():
+            assert not outside[0].is_inference()
+            assert outside.view(-1)[1:].add(1).is_inference()
+
+
 def test_a_grad_scaler_finds_no_infinity(rehearse):
     """Optimizers make their steps: gradients of healthy training are finite."""
     with rehearse() as recording:

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import warnings
 
 import pytest
 import torch
@@ -87,7 +88,86 @@ def _sync_batch_norm():
     return layer.weight.grad is not None
 
 
+def _default_device():
+    torch.set_default_device("cuda")
+    try:
+        made = torch.rand(3), torch.tensor([1]), nn.Linear(2, 2).weight
+        return all(each.is_cuda for each in (*made, torch.empty(2, device=None)))
+    finally:
+        torch.set_default_device(None)
+
+
+def _default_type():
+    torch.set_default_tensor_type("torch.cuda.HalfTensor")
+    try:
+        return torch.zeros(3).is_cuda and torch.zeros(3).dtype == torch.float16
+    finally:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is a newer one
+            torch.set_default_tensor_type("torch.FloatTensor")
+
+
+def _new():
+    tensor = torch.ones(2, device="cuda")
+    made = tensor.new(3), tensor.new(tensor.shape), tensor.new([1.0]), tensor.new()
+    shapes = [tuple(each.shape) for each in made]
+    return shapes == [(3,), (2,), (1,), (0,)] and all(each.is_cuda for each in made)
+
+
+def _normed():
+    """Its weight is computed before the module is moved."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is a newer one
+        layer = nn.utils.weight_norm(nn.Linear(4, 4)).cuda()
+    layer(torch.ones(2, 4, device="cuda")).sum().backward()
+    return layer.weight_g.is_cuda and layer.weight_g.grad is not None
+
+
+class _Tagged(torch.Tensor):
+    """As of a library that gives tensors a meaning."""
+
+
+def _subclass():
+    tagged = torch.ones(2, device="cuda").as_subclass(_Tagged) + 1
+    return isinstance(tagged, _Tagged) and tagged.is_cuda
+
+
+def _data_parallel():
+    module = nn.DataParallel(nn.Linear(4, 4).cuda(), device_ids=[0])
+    return module(torch.ones(2, 4)).is_cuda
+
+
+def _saved_on_cpu():
+    layer = nn.Linear(4, 4).cuda()
+    with torch.autograd.graph.save_on_cpu(pin_memory=True):
+        y = layer(torch.ones(2, 4, device="cuda")).relu()
+    y.sum().backward()
+    return layer.weight.grad is not None
+
+
 IDIOMS = {
+    "new of a kind": _new,
+    "legacy type": lambda: torch.cuda.FloatTensor(3, 4).fill_(0).is_cuda,
+    "legacy data": lambda: torch.cuda.LongTensor([1, 2]).dtype == torch.int64,
+    "legacy cast": lambda: torch.ones(2).type("torch.cuda.HalfTensor").is_cuda,
+    "legacy instance": lambda: isinstance(
+        torch.ones(2, device="cuda"), torch.cuda.FloatTensor
+    ),
+    "default device of all": _default_device,
+    "default type": _default_type,
+    "weight norm": _normed,
+    "subclass": _subclass,
+    "data parallel": _data_parallel,
+    "saved on cpu": _saved_on_cpu,
+    "generator": lambda: torch.Generator(device="cuda").device.type == "cuda",
+    "stats": lambda: torch.cuda.memory_stats()["allocation.all.current"] == 0,
+    "nested stats": lambda: (
+        torch.cuda.memory_stats_as_nested_dict()["num_alloc_retries"] == 0
+    ),
+    "backend": lambda: torch.cuda.get_allocator_backend() == "native",
+    "range": lambda: torch.cuda.nvtx.range_start("a") == 0,
+    "accelerator's memory": lambda: torch.accelerator.memory_stats()["num_ooms"] == 0,
+    "uuid": lambda: bool(torch.cuda.get_device_properties(0).uuid),
     "device": lambda: torch.ones(2, device="cuda").device == torch.device("cuda", 0),
     "to": lambda: torch.ones(2).to("cuda").is_cuda,
     "to an index": lambda: torch.ones(2).to(0).get_device() == 0,
@@ -157,7 +237,10 @@ def test_idiom(rehearse, name):
 # Tensors of a CPU say that they are, and memory is not counted there.
 OTHERWISE_ON_CPU = {
     *("device", "to", "to an index", "cuda", "like", "new", "tensor"),
-    *("default device", "type", "module", "deepcopy", "random", "memory"),
+    *("default device", "default device of all", "default type"),
+    *("new of a kind", "subclass", "data parallel"),
+    *("legacy type", "legacy cast", "legacy instance", "weight norm"),
+    *("type", "module", "deepcopy", "random", "memory"),
 }
 
 
@@ -295,6 +378,11 @@ def test_what_needs_a_driver_is_refused(request, where):
         torch.cuda.CUDAGraph()
 
 
+def test_several_gpus_of_one_process_are_refused(rehearse):
+    with rehearse(8), pytest.raises(UsageError, match="use DistributedDataParallel"):
+        nn.DataParallel(nn.Linear(4, 4).cuda())(torch.ones(2, 4))
+
+
 def test_flat_parameters_of_the_first_fsdp_are_refused_in_a_rehearsal(rehearse):
     with (
         rehearse(2),
@@ -311,6 +399,44 @@ def test_the_first_fsdp_runs_on_a_cpu(on_cpu, words):
             model(torch.ones(2, 4, device="cuda")).sum().backward()
     assert mode.ledger.total(kind="all_gather").payload_bytes == 4 * (4 * 4 + 4)
     assert mode.ledger.total(kind="reduce_scatter").payload_bytes == 4 * (4 * 4 + 4)
+
+
+def test_what_the_first_fsdp_sends_when_it_is_made_is_noted_on_a_cpu(on_cpu):
+    with on_cpu(2) as notes:
+        dist.init_process_group("nccl")
+        words = {"use_orig_params": True, "device_id": 0, "sync_module_states": True}
+        FullyShardedDataParallel(nn.Linear(4, 4), **words)
+    assert any("sync_module_states" in note for note in notes)
+
+
+def test_objects_of_other_ranks_on_a_cpu(on_cpu):
+    """What a group that answers at once gives has no meaning, and any size."""
+    with on_cpu(4):
+        dist.init_process_group("nccl")
+        gathered = [None] * 4
+        dist.all_gather_object(gathered, {"a": 1})
+        assert gathered == [{"a": 1}] * 4
+        with pytest.raises(UsageError, match="would come from rank 1"):
+            dist.recv_object_list([None], src=1)
+
+
+def test_sparse_gradients_are_not_sent(rehearse):
+    with rehearse(2):
+        dist.init_process_group("nccl")
+        table = DistributedDataParallel(nn.Embedding(9, 4, sparse=True).cuda())
+        with pytest.raises(UsageError, match="NCCL sends no sparse tensors"):
+            table(torch.tensor([1], device="cuda")).sum().backward()
+
+
+def test_steps_that_warm_up_for_a_graph_are_noted(rehearse):
+    with rehearse() as recording:
+        layer = nn.Linear(4, 4).cuda()
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            layer(torch.ones(2, 4, device="cuda")).sum().backward()
+            optimizer.step()
+        optimizer.step()
+    assert [each for each in recording.notes if "before a CUDA graph" in each]
 
 
 def test_a_profile_has_no_events(rehearse):
@@ -370,6 +496,32 @@ def test_arguments_of_distributions_are_valid(rehearse):
         policy = torch.distributions.Categorical(logits=torch.randn(8, 6).cuda())
         actions = torch.randint(6, (8,), device="cuda")
         assert policy.log_prob(actions).shape == (8,)
+
+
+def test_unknown_numbers_differ(rehearse):
+    """As of a norm that something is divided by."""
+    with rehearse() as recording:
+        norm = torch.randn(4, device="cuda").norm()
+        assert not norm == 0
+        assert norm != 0
+        assert [float(1 / norm) if norm != 0.0 else 0.0] == [1.0]
+    notes = [each for each in recording.notes if "unknown numbers" in each]
+    assert all(each.endswith("were taken to differ.") for each in notes)
+    assert len(notes) == 3
+
+
+def test_an_optimizer_that_branches_on_values_is_noted(rehearse):
+    with rehearse() as recording:
+        layer = nn.Linear(4, 4).cuda()
+
+        def loss():
+            layer.zero_grad()
+            total = layer(torch.randn(2, 4, device="cuda")).sum()
+            total.backward()
+            return total
+
+        torch.optim.LBFGS(layer.parameters()).step(loss)
+    assert any("optimizer branches on values" in note for note in recording.notes)
 
 
 def test_host_tensors_keep_their_values(rehearse):
@@ -913,3 +1065,128 @@ def test_optimizers_that_made_no_step_are_named(rehearse):
         "1 of 2 optimizers (RMSprop) made no step in those that were run. If the script "
         "steps them in turn, run more (--skip, --steps)."
     ]
+
+
+# --- what a GPU would refuse ----------------------------------------------------------
+
+
+def ones(*shape, dtype=torch.float32):
+    return torch.ones(*shape, device="cuda", dtype=dtype)
+
+
+MIXED = {
+    "mm": lambda half: ones(2, 3) @ ones(3, 2, dtype=half),
+    "linear": lambda half: F.linear(ones(2, 3, dtype=half), ones(2, 3)),
+    "bias": lambda half: F.linear(ones(2, 3), ones(2, 3), ones(2, dtype=half)),
+    "convolution": lambda half: F.conv1d(ones(1, 3, 8), ones(2, 3, 3, dtype=half)),
+    "attention": lambda half: F.scaled_dot_product_attention(
+        ones(1, 2, 8, 16, dtype=half), ones(1, 2, 8, 16), ones(1, 2, 8, 16)
+    ),
+    "index_add": lambda half: ones(3).index_add_(
+        0, torch.tensor([0], device="cuda"), ones(1, dtype=half)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_kernels_refuse_several_dtypes(rehearse, name):
+    """Shape functions do not: such a script failed first on the GPU."""
+    with rehearse():
+        MIXED[name](torch.float32)
+        with pytest.raises(
+            RuntimeError, match=r"same dtype, but got .*torch\.autocast"
+        ):
+            MIXED[name](torch.bfloat16)
+
+
+def test_kernels_refuse_classes_of_32_bits(rehearse):
+    with rehearse():
+        classes = torch.zeros(4, dtype=torch.int32, device="cuda")
+        F.cross_entropy(ones(4, 5), classes.long())
+        with pytest.raises(RuntimeError, match=r"but got int32.*target.long\(\)"):
+            F.cross_entropy(ones(4, 5), classes)
+
+
+# --- operators without a shape function -----------------------------------------------
+
+
+def test_a_kernel_of_the_host_is_a_model(rehearse):
+    with rehearse() as recording:
+        drawn = torch.distributions.Beta(ones(3), ones(3)).rsample()
+        solved = torch.linalg.lstsq(ones(4, 3), ones(4, 2)).solution
+        assert (drawn.shape, solved.shape) == ((3,), (3, 2))
+        assert drawn.is_cuda
+        large = torch.ones(3 << 20)  # of the host, without memory too
+        assert not torch._sample_dirichlet(large).is_cuda
+        assert torch.allclose(ones(2), ones(2))
+    names = [event.name for event in recording.events if isinstance(event, Op)]
+    assert "aten._sample_dirichlet.default" in names
+
+
+def test_an_operator_that_has_no_model_is_refused(rehearse):
+    with rehearse(), pytest.raises(UsageError, match="on dense tensors"):
+        ones(3, 3).to_sparse()
+
+
+# --- second derivatives ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.rms_norm(x, (8,), torch.ones(8, device="cuda")),
+        lambda x: F.pixel_shuffle(x, 2).square(),
+    ],
+)
+def test_penalties_on_gradients(rehearse, function):
+    with rehearse():
+        x = ones(2, 4, 8, 8).requires_grad_()
+        (grad,) = torch.autograd.grad(function(x).sum(), x, create_graph=True)
+        grad.square().sum().backward()
+        assert x.grad is not None
+        assert x.grad.shape == x.shape
+
+
+# --- sparse and nested tensors --------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # Adagrad's own
+@pytest.mark.parametrize("optimizer", ["SparseAdam", "SGD", "Adagrad"])
+def test_sparse_gradients_have_the_rows_that_were_looked_up(rehearse, optimizer):
+    with rehearse():
+        table = nn.Embedding(100, 8, sparse=True).cuda()
+        steps = getattr(torch.optim, optimizer)(table.parameters(), lr=0.1)
+        for _ in range(2):
+            table(torch.tensor([1, 2, 3, 3], device="cuda")).sum().backward()
+            assert table.weight.grad._values().shape == (4, 8)
+            steps.step()
+            steps.zero_grad()
+
+
+def test_sparse_tensors_are_moved_and_multiplied(rehearse):
+    with rehearse() as recording:
+        places = torch.tensor([[0, 1, 1], [1, 0, 1]])
+        graph = torch.sparse_coo_tensor(places, torch.ones(3), (2, 2)).coalesce().cuda()
+        features = ones(2, 4).requires_grad_()
+        result = torch.sparse.mm(graph, features)
+        result.sum().backward()
+        assert graph.is_cuda
+        assert (result.shape, features.grad.shape) == ((2, 4), (2, 4))
+    names = {event.name for event in recording.events if isinstance(event, Op)}
+    assert any(name.startswith("sparse.") for name in names)
+    assert not any(".mm." in name and name.startswith("aten") for name in names)
+
+
+def test_nested_tensors_are_as_long_as_their_rows(rehearse):
+    with rehearse() as recording:
+        rows = [torch.ones(length, 4) for length in (3, 5)]
+        nested = torch.nested.nested_tensor(rows, layout=torch.jagged, device="cuda")
+        layer = nn.Linear(4, 2).cuda()
+        layer(nested).values().sum().backward()
+        assert layer.weight.grad is not None
+    products = [
+        event.inputs[0].shape
+        for event in recording.events
+        if isinstance(event, Op) and event.name == "aten.linear.default"
+    ]
+    assert products == [(8, 4)]
