@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
@@ -225,6 +226,35 @@ def test_every_rank_has_the_same_nodes():
         for node in graph.graph.find_nodes(op="call_function", target=GATHER):
             rows = node.args[0].meta["val"].shape[0]
             assert node.meta["val"].shape[0] == 4 * rows
+
+
+def adversarial_step(generator, critic, optim, other, batch):
+    made = generator(torch.randn(len(batch), 4))
+    other.zero_grad()
+    loss = F.softplus(-critic(batch)).mean() + F.softplus(critic(made.detach())).mean()
+    loss.backward()
+    other.step()
+    optim.zero_grad()
+    F.softplus(-critic(made)).mean().backward()
+    optim.step()
+
+
+def sent_by(rank):
+    """What a step with a head of one row sends: the last rank has none of it."""
+    with fake_mesh(2, ("dp",), rank=rank) as mesh:
+        norm, tail = nn.BatchNorm1d(16), nn.Linear(16, 8)
+        generator = nn.Sequential(nn.Linear(4, 16), norm, nn.ReLU(), tail)
+        critic = nn.Sequential(nn.Linear(8, 16), nn.LeakyReLU(), nn.Linear(16, 1))
+        optimizers = [torch.optim.Adam(n.parameters()) for n in (generator, critic)]
+        step = compile(adversarial_step, parallel="fully_shard", mesh=mesh, shadow=0)
+        step(generator, critic, *optimizers, torch.ones(4, 8))
+        events = step.programs[0].ledger.events
+        step.close()
+    return [(each.kind, each.payload_bytes, each.phase, each.module) for each in events]
+
+
+def test_ranks_whose_shards_differ_choose_alike():
+    assert sent_by(0) == sent_by(1)
 
 
 def test_what_the_user_holds_afterwards():

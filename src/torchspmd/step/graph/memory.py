@@ -106,11 +106,21 @@ class LiveBytes:
     Inputs of the graph are not counted. A collective holds its result from its start on,
     and its input until its wait, except for an all-reduce, which works on a copy. Nodes may
     be moved meanwhile; nothing else may be edited.
+
+    Args:
+        graph: The graph.
+        with_updates: Whether what optimizers make counts. Where rows do not divide, ranks
+            have other shards, and so other updates: what all of them must choose alike
+            cannot depend on it.
     """
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, *, with_updates: bool = True) -> None:
         self._graph = graph
-        self._values = _values(graph)
+        self._values = [
+            value
+            for value in _values(graph)
+            if with_updates or owner_of(value.made).phase is not Phase.OPTIMIZER
+        ]
 
     def now(self) -> dict[fx.Node, int]:
         """Bytes alive at each node, in graph order."""

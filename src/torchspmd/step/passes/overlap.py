@@ -40,14 +40,22 @@ class MemoryBudget:
         gm: The graph.
         rise_mb: MiB above the graph's peak as it is now, or None for no limit.
         what: The pass, for the message on a wrong value.
+        with_updates: As for ``LiveBytes``.
     """
 
-    def __init__(self, gm: HasGraph, rise_mb: float | None, what: str) -> None:
+    def __init__(
+        self,
+        gm: HasGraph,
+        rise_mb: float | None,
+        what: str,
+        *,
+        with_updates: bool = True,
+    ) -> None:
         self._most: int | None = None
         if rise_mb is None:
             return
         check_budget(rise_mb, what, "or None for no limit")
-        self._memory = LiveBytes(gm.graph)
+        self._memory = LiveBytes(gm.graph, with_updates=with_updates)
         self._live = self._memory.now()
         self._most = max(self._live.values(), default=0) + int(rise_mb * 2**20)
 
@@ -310,7 +318,8 @@ def prefetch_gathers(
         reason = f"{writer.name} writes in place: prefetch before new values do"
         return Outcome(len(gathers), 0, (reason,))
     # Without gathers, what the graph's values take need not be known.
-    budget = MemoryBudget(gm, memory_budget_mb if gathers else None, "prefetch_gathers")
+    rise_mb = memory_budget_mb if gathers else None
+    budget = MemoryBudget(gm, rise_mb, "prefetch_gathers", with_updates=False)
     ahead = _Prefetch(gathers, budget, limit)
     if cost is None:
         for block in gathers:

@@ -24,7 +24,7 @@ from torchspmd.step.graph.argument_checks import (
 )
 from torchspmd.step.graph.collectives import events_of, get_all_comm_blocks
 from torchspmd.step.graph.cost import CostModel, check_cost, device_of
-from torchspmd.step.graph.memory import predict_peak
+from torchspmd.step.graph.memory import LiveBytes
 from torchspmd.step.graph.reports import PassReport
 from torchspmd.step.passes.bucket import comm_fusion_with_concat
 from torchspmd.step.passes.dedupe import dedupe_collectives
@@ -42,7 +42,7 @@ _FIRST_MB = 1.0  # that close the first bucket
 # Larger buckets that are tried, and what a step must come down to for one of them.
 _FACTORS, _GAIN = (1.5, 2.0, 3.0, 4.0), 0.99
 _IN_FLIGHT = 2  # buckets that are gathered where memory is at its peak
-_KEPT = 0.01  # of the peak memory
+_KEPT = 0.01  # of what forward and backward make at most
 
 
 def default_passes(
@@ -92,7 +92,8 @@ def _dedupe(gm: Any) -> PassReport:
     phases = {event.phase for _, event in events_of(gm.graph)}
     peak = 0.0
     if len(phases) > 1:  # else nothing would be kept from one to another
-        peak = predict_peak(gm.graph, frozenset()).total_bytes / 2**20
+        live = LiveBytes(gm.graph, with_updates=False).now()
+        peak = max(live.values(), default=0) / 2**20
     report: PassReport = dedupe_collectives(gm, keep_mb=_KEPT * peak)
     return report
 
