@@ -1163,6 +1163,7 @@ def test_sparse_gradients_have_the_rows_that_were_looked_up(rehearse, optimizer)
             steps.zero_grad()
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # once in a process
 def test_sparse_tensors_are_moved_and_multiplied(rehearse):
     with rehearse() as recording:
         places = torch.tensor([[0, 1, 1], [1, 0, 1]])

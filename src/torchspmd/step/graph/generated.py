@@ -65,7 +65,7 @@ def write_python(
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class RunningGraph:
     """A graph that is called as generated Python, node by node.
 
