@@ -241,6 +241,10 @@ def test_few_channels_leave_multiprocessors_idle(pricer):
         norms(pricer, 64, c, 56, 256 * 56 // c, dtype="float32") for c in (32, 256)
     )
     assert few[1] > 3 * many[1]
+    # A channel has a multiprocessor to itself, so that fewer of them are no quicker.
+    for dtype in ("bfloat16", "float32"):
+        fewer, more = (norms(pricer, 64, c, 56, 448, dtype=dtype) for c in (16, 64))
+        assert fewer == pytest.approx(more, rel=0.05)
     # Not where channels are last: all read together.
     few = norms(pricer, 64, 32, 56, 448, dtype="float16", last=True)
     many = norms(pricer, 64, 256, 56, 56, dtype="float16", last=True)
