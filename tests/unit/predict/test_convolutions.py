@@ -5,6 +5,7 @@ import math
 import pytest
 
 from torchspmd.predict.byte_tables import ByteTables
+from torchspmd.predict.compiled_regions import _read_again
 from torchspmd.predict.convolutions import (
     Convolutions,
     filters_of,
@@ -16,7 +17,6 @@ from torchspmd.predict.hardware import load_gpu
 from torchspmd.predict.host import HostModel
 from torchspmd.predict.operators import Pricer
 from torchspmd.predict.products import Products
-from torchspmd.predict.program import _read_again
 from torchspmd.rehearse.recording import Op, Phase, Site, TensorSpec
 
 BOTH = (True, True, False)
