@@ -3,7 +3,12 @@
 import math
 from collections.abc import Callable, Sequence
 
-from torchspmd.predict.traffic import base_name, is_contiguous, tensor_bytes
+from torchspmd.predict.traffic import (
+    base_name,
+    foreach_lists,
+    is_contiguous,
+    tensor_bytes,
+)
 from torchspmd.rehearse.recording import Op, TensorSpec
 
 __all__ = ["has_key", "memory_key"]
@@ -79,8 +84,7 @@ def memory_key(op: Op, has: Callable[[str], bool]) -> str:
     if has(name):
         return name
     if base.startswith("_foreach_"):
-        count = {"_foreach_addcmul_": 3, "_foreach_addcdiv_": 3}.get(base, 1)
-        return f"foreach_{2 if count == 1 and op.name.endswith('.List') else count}"
+        return f"foreach_{foreach_lists(op.name)}"
     if base in ("_to_copy", "copy_", "clone", "contiguous") and op.inputs:
         target = op.outputs[0] if op.outputs else op.inputs[0]
         return _copy_key(op.inputs[-1], target, has)

@@ -12,6 +12,7 @@ from torchspmd.rehearse.recording import Op, TensorSpec
 __all__ = [
     "base_name",
     "bytes_moved",
+    "foreach_lists",
     "is_contiguous",
     "item_bytes",
     "matmul_shape",
@@ -84,7 +85,7 @@ _OVERWRITING = frozenset(
         "empty_like",
     }
 )
-# Lists of tensors that a foreach operator takes, where its overload does not say so.
+# Where the overload does not say it.
 _FOREACH_LISTS = {
     "_foreach_addcmul_": 3,
     "_foreach_addcdiv_": 3,
@@ -159,9 +160,35 @@ def bytes_moved(
     if base in _FUSED_WRITES:
         return int(sum(read) * (1 + _FUSED_WRITES[base]))
     if base.startswith("_foreach_") and base.endswith("_") and not outputs:
-        lists = _FOREACH_LISTS.get(base, 2 if name.endswith(".List") else 1)
-        return sum(read) + sum(read) // lists
+        return _foreach_bytes(name, inputs)
     return sum(read) + written
+
+
+def foreach_lists(name: str) -> int:
+    """How many lists of tensors a foreach operator takes.
+
+    >>> foreach_lists("aten._foreach_mul_.Scalar"), foreach_lists("aten._foreach_add_.List")
+    (1, 2)
+    """
+    return _FOREACH_LISTS.get(base_name(name), 2 if name.endswith(".List") else 1)
+
+
+def _foreach_bytes(name: str, inputs: Sequence[TensorSpec]) -> int:
+    """Of one that writes its first list.
+
+    What is in two lists, such as a gradient that is squared, is read once.
+    """
+    lists = foreach_lists(name)
+    count = len(inputs) // lists
+    is_copy = base_name(name) == "_foreach_copy_"
+    moved = 0
+    for place in range(count):
+        parts = inputs[place : lists * count : count]
+        read = parts[is_copy:]
+        known = {part for part in read if part.storage >= 0}
+        unknown = [part for part in read if part.storage < 0]
+        moved += sum(map(tensor_bytes, (*known, *unknown, parts[0])))
+    return moved
 
 
 # ----------------------------------------------------------------------------

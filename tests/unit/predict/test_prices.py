@@ -81,9 +81,15 @@ def test_bytes_are_those_that_are_touched():
     moved = bytes_moved("aten.embedding.default", (table, where), (out,))
     assert moved == 64 * 8 + 2 * 2 * 64 * 128
     assert bytes_moved("aten.zero_.default", (x,), (x,)) == 2 * 64 * 128
-    params = tuple(tensor(100, dtype="float32") for _ in range(8))
-    assert bytes_moved("aten._fused_adamw_.default", params, ()) == 8 * 400 * 7 // 4
-    assert bytes_moved("aten._foreach_add_.List", params, ()) == 8 * 400 * 3 // 2
+    params = tuple(tensor(100, dtype="float32", storage=at) for at in range(12))
+    eight, square = params[:8], (*params[:4], *params[4:8], *params[4:8])
+    assert bytes_moved("aten._fused_adamw_.default", eight, ()) == 8 * 400 * 7 // 4
+    assert bytes_moved("aten._foreach_add_.List", eight, ()) == 4 * 400 * 3
+    assert bytes_moved("aten._foreach_lerp_.Scalar", eight, ()) == 4 * 400 * 3
+    assert bytes_moved("aten._foreach_copy_.default", eight, ()) == 4 * 400 * 2
+    assert bytes_moved("aten._foreach_addcdiv_.ScalarList", params, ()) == 4 * 400 * 4
+    # The gradient that is squared is read once.
+    assert bytes_moved("aten._foreach_addcmul_.Scalar", square, ()) == 4 * 400 * 3
 
 
 # --- operators ----------------------------------------------------------------------
