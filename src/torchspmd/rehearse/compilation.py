@@ -9,7 +9,7 @@ runs is recorded like any other code. Nothing that needs values or other ranks i
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -17,9 +17,11 @@ import torch
 from torch import fx, nn
 
 from torchspmd import _torch
+from torchspmd.comm import Group
 from torchspmd.rehearse.recorder import Recorder
 from torchspmd.step.capture.inventory import Inventory
 from torchspmd.step.graph import inductor
+from torchspmd.step.graph.collectives import axes_of
 from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.graph.inductor import CompiledPieces
 from torchspmd.step.graph.pieces import Piece, find_steps
@@ -68,7 +70,7 @@ _CUDA_GRAPH = (
 
 @contextlib.contextmanager
 def compilation_by_operator(
-    recorder: Recorder, cost: Callable[[], CostModel]
+    recorder: Recorder, cost: Callable[[Mapping[str, Group]], CostModel]
 ) -> Iterator[None]:
     """Nothing is compiled inside; calls of what would be are numbered.
 
@@ -179,7 +181,9 @@ def _torch_compile(
 class _Rehearsed(Runtime):
     """Compiled steps are captured as on a GPU, and run operator by operator."""
 
-    def __init__(self, recorder: Recorder, cost: Callable[[], CostModel]) -> None:
+    def __init__(
+        self, recorder: Recorder, cost: Callable[[Mapping[str, Group]], CostModel]
+    ) -> None:
         self._recorder, self._cost = recorder, cost
 
     def shadow_plan(self, asked: ShadowPlan) -> ShadowPlan:
@@ -191,9 +195,11 @@ class _Rehearsed(Runtime):
         if asked is not None:
             self._recorder.values.note(_VERIFY)
 
-    def measure(self, *args: Any, **kwargs: Any) -> tuple[CostModel, tuple[str, ...]]:
+    def measure(
+        self, graph: fx.GraphModule, *args: Any, **kwargs: Any
+    ) -> tuple[CostModel, tuple[str, ...]]:
         self._recorder.values.note(_COST)
-        return self._cost(), ()
+        return self._cost(axes_of(graph.graph)), ()
 
     def start_compilers(self) -> None:
         """Nothing will be compiled."""

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 from unittest import mock
@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data._utils import pin_memory
 
 from torchspmd import _torch
+from torchspmd.comm import Group
 from torchspmd.errors import UsageError
 from torchspmd.rehearse.recorder import Recorder
 from torchspmd.rehearse.recording import (
@@ -37,7 +38,8 @@ class Gpu:
         capability: As in ``(9, 0)``.
         processors: Streaming multiprocessors.
         count: GPUs of a node.
-        cost: Tells how fast it computes and sends, to those who choose by that.
+        cost: Tells how fast it computes and sends, to those who choose by that; called
+            with the groups that they communicate in, by mesh axis.
     """
 
     name: str
@@ -45,7 +47,7 @@ class Gpu:
     capability: tuple[int, int]
     processors: int = 132
     count: int = 8
-    cost: Callable[[], CostModel] = CostModel
+    cost: Callable[[Mapping[str, Group]], CostModel] = lambda axes: CostModel()
 
 
 class MemoryCounter(Protocol):

@@ -5,7 +5,7 @@ from torchspmd.step.capture.override import Override
 from torchspmd.step.compiled import CompiledStep
 from torchspmd.step.deferral.module import IterGraphModule
 from torchspmd.step.graph.collectives import build_ledger
-from torchspmd.step.graph.cost import CostModel
+from torchspmd.step.graph.cost import CostModel, Link
 from torchspmd.step.graph.nodes import find_all_descendants, find_node
 from torchspmd.step.graph.optimizer_lists import get_all_fused_optimizer_blocks
 from torchspmd.step.graph.reports import Outcome, PassReport
@@ -27,6 +27,7 @@ __all__ = [
     "ExposureReport",
     "GraphModuleTransformation",
     "IterGraphModule",
+    "Link",
     "MeasuredExposure",
     "Outcome",
     "Override",

@@ -9,9 +9,11 @@ from torch import nn
 from training import train as step
 
 import torchspmd
-from torchspmd.predict.hardware import load_gpu
+from torchspmd.comm import Group
+from torchspmd.predict.hardware import load_gpu, load_network
 from torchspmd.predict.memory import count_memory
 from torchspmd.predict.prediction import predict_time
+from torchspmd.predict.rehearsed import rehearsed_gpu
 from torchspmd.predict.suggestions import suggest
 from torchspmd.rehearse.recording import (
     Category,
@@ -22,6 +24,7 @@ from torchspmd.rehearse.recording import (
     Phase,
     Wait,
 )
+from torchspmd.rehearse.world import World
 
 RANKS = 8
 WIDTH = 512
@@ -155,6 +158,19 @@ def test_what_is_not_done_is_noted(rehearse, monkeypatch):
     )
     for text in ("shadow=0", "verify=", "cost='measure'"):
         assert any(text in note for note in recording.notes), text
+
+
+def test_networks_of_mesh_axes():
+    """Shards in a node, replicas on two: the passes choose by both networks."""
+    world = World(16, 0, gpus_per_node=8)
+    gpu = rehearsed_gpu(load_gpu("h100"), load_network("ib-ndr400"), world)
+    shards = Group("a", tuple(range(8)), "shard")
+    replicas = Group("b", (0, 8), "replicate")
+    axes = gpu.cost({"shard": shards, "replicate": replicas}).axes
+    assert axes["shard"].network_bytes > 3 * axes["replicate"].network_bytes
+    assert axes["shard"].latency_seconds < axes["replicate"].latency_seconds
+    everyone = Group("c", tuple(range(16)), "dp")
+    assert gpu.cost({"dp": everyone}).axes == {}
 
 
 def test_what_nobody_asked_for_is_not_noted(rehearse):

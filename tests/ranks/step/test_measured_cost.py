@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from training import train
 
 from torchspmd.errors import AgreementError, UsageError
@@ -28,7 +29,7 @@ def test_all_ranks_get_the_rates_of_the_slowest(ranks2):
     one, other = ranks2.run(measured)
     assert one == other
     rates = dataclasses.asdict(one)
-    assert rates.pop("operators") == {}
+    assert rates.pop("operators") == rates.pop("axes") == {}
     for name, value in rates.items():
         assert 0 < value < 1e18, name
     assert one.network_bytes != CostModel.for_device("cpu").network_bytes
@@ -62,6 +63,42 @@ def test_a_step_is_measured_on_the_ranks_that_run_it(ranks2):
     assert any(key.startswith("aten.addmm") for key in one.operators)
     assert one.network_bytes != CostModel.for_device("cpu").network_bytes
     assert "measured: forward and backward take" in text
+
+
+def hybrid_by_measuring():
+    """The cost of shards on two ranks and replicas of them on others."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    transformation = GraphModuleTransformation(
+        enable_graph_optimization=True, cost="measure"
+    )
+    compiled = compile(
+        train,
+        gm_transformation=transformation,
+        parallel_mode=DataParallel("fully_shard"),
+        mesh=mesh,
+        shadow=0,
+    )
+    with compiled:
+        compiled(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            torch.ones(8, 64),
+        )
+        told = compiled.explain()
+    cost = transformation.cost
+    events = compiled.programs[-1].ledger.events
+    return cost, cost.axes, told, {e.axis: cost.link_of(e) for e in events}
+
+
+def test_each_axis_has_a_network_of_its_own(ranks4):
+    found = ranks4.run(hybrid_by_measuring)
+    cost, links, told, used = found[0]
+    assert all(each[0] == cost for each in found)
+    assert used == links
+    assert set(links) == {"replicate", "shard"}
+    assert "; that of shard sends " in told
+    assert "; that of replicate sends " in told
 
 
 def fails_before_measuring():

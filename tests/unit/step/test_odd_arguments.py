@@ -12,6 +12,7 @@ from torchspmd.step import (
     CostModel,
     GraphModuleTransformation,
     IterGraphModule,
+    Link,
     Outcome,
     Override,
     Verification,
@@ -139,6 +140,25 @@ def test_measured_operators_that_cannot_be():
     ):
         CostModel(operators={str(n): None for n in range(10)})
     assert CostModel(operators={"mm": 0, "add": 1e-6}).operators["mm"] == 0
+
+
+def test_networks_of_axes_that_cannot_be():
+    with pytest.raises(UsageError) as caught:
+        CostModel(axes={"dp": 1e9, "tp": (1e9, 0.0)})
+    assert str(caught.value).split("; ") == [
+        "CostModel: axes['dp']=1000000000.0: give a Link(network_bytes, latency_seconds)",
+        "axes['tp']=(1000000000.0, 0.0): give a Link(network_bytes, latency_seconds).",
+    ]
+    with pytest.raises(
+        UsageError, match=r"axes=7: give a mapping of names of mesh axes"
+    ):
+        CostModel(axes=7)
+    with pytest.raises(UsageError) as caught:
+        CostModel(axes={"dp": Link(0, -1.0)})
+    assert str(caught.value).split("; ") == [
+        "CostModel: axes['dp'].network_bytes=0: give a finite number above 0",
+        "axes['dp'].latency_seconds=-1.0: give seconds, 0 or more and finite.",
+    ]
 
 
 def test_what_is_measured():

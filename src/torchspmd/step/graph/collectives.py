@@ -64,6 +64,12 @@ def events_of(graph: fx.Graph) -> Iterator[tuple[fx.Node, CommEvent]]:
             yield node, _event(node, operator, topology)
 
 
+def axes_of(graph: fx.Graph) -> dict[str, Group]:
+    """The groups that a graph communicates in, by the name of their mesh axis."""
+    groups = (event.group for _, event in events_of(graph))
+    return {group.axis: group for group in groups if group.axis is not None}
+
+
 def peers_of(graph: fx.GraphModule) -> list[int]:
     """The ranks of all groups that a graph communicates over."""
     return sorted({r for _, event in events_of(graph.graph) for r in event.group.ranks})

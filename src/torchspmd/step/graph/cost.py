@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import fx
@@ -17,6 +17,22 @@ from torchspmd.step.graph.metadata import describe_type, fake_value
 _RATES = ("flops", "memory_bytes", "network_bytes")
 _SHOWN = 6  # problems with operators in one message
 _TIMES = ("launch_seconds", "latency_seconds")
+
+
+class Link(NamedTuple):
+    """A network between the ranks of a group.
+
+    Attributes:
+        network_bytes: Bytes a second that one rank sends.
+        latency_seconds: What any collective takes at least.
+
+    Example:
+        >>> Link(network_bytes=1.25e8, latency_seconds=1e-4)  # 1 Gbit/s
+        Link(network_bytes=125000000.0, latency_seconds=0.0001)
+    """
+
+    network_bytes: float
+    latency_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +50,15 @@ class CostModel:
         latency_seconds: What any collective takes at least.
         operators: Seconds of operators that were measured, by ``operator_key``; for these
             the rates do not count.
+        axes: The networks of mesh axes, by name, where they differ from the one above:
+            shards inside of a node and their replicas on several, for instance.
 
     Example:
         >>> ethernet = CostModel(flops=2e14, network_bytes=1.25e8)  # 1 Gbit/s
         >>> CostModel.for_device("cuda").network_bytes > ethernet.network_bytes
         True
+        >>> in_a_node = Link(network_bytes=2e11, latency_seconds=1e-5)
+        >>> cost = CostModel(network_bytes=2e10, axes={"shard": in_a_node})
     """
 
     flops: float = 1e14
@@ -47,17 +67,24 @@ class CostModel:
     launch_seconds: float = 5e-6
     latency_seconds: float = 2e-5
     operators: Mapping[str, float] = field(default_factory=dict, repr=False, hash=False)
+    axes: Mapping[str, Link] = field(default_factory=dict, repr=False, hash=False)
 
     def __post_init__(self) -> None:
-        problems = [
-            f"{name}={getattr(self, name)!r}: give a finite number above 0"
-            for name in _RATES
-            if not (_is_number(value := getattr(self, name)) and value > 0)
+        rates = {name: getattr(self, name) for name in _RATES}
+        times = {name: getattr(self, name) for name in _TIMES}
+        problems = _wrong_axes(self.axes)
+        for axis, link in self.axes.items() if not problems else ():
+            rates[f"axes[{axis!r}].network_bytes"] = link.network_bytes
+            times[f"axes[{axis!r}].latency_seconds"] = link.latency_seconds
+        problems += [
+            f"{name}={value!r}: give a finite number above 0"
+            for name, value in rates.items()
+            if not (_is_number(value) and value > 0)
         ]
         problems += [
-            f"{name}={getattr(self, name)!r}: give seconds, 0 or more and finite"
-            for name in _TIMES
-            if not (_is_number(value := getattr(self, name)) and value >= 0)
+            f"{name}={value!r}: give seconds, 0 or more and finite"
+            for name, value in times.items()
+            if not (_is_number(value) and value >= 0)
         ]
         problems += _wrong_operators(self.operators)
         if problems:
@@ -87,9 +114,15 @@ class CostModel:
         busy = max(counted / self.flops, moved / self.memory_bytes)
         return self.launch_seconds + busy
 
+    def link_of(self, event: CommEvent) -> Link:
+        """The network that a collective uses."""
+        every = Link(self.network_bytes, self.latency_seconds)
+        return self.axes.get(event.group.axis or "", every)
+
     def comm_seconds(self, event: CommEvent) -> float:
         """How long a collective is on the wire."""
-        return self.latency_seconds + event.wire_bytes / self.network_bytes
+        link = self.link_of(event)
+        return link.latency_seconds + event.wire_bytes / link.network_bytes
 
 
 def check_cost(cost: object, what: str, also: str = "None for a guess") -> None:
@@ -110,6 +143,16 @@ def check_cost(cost: object, what: str, also: str = "None for a guess") -> None:
         return
     rest = f", or {also}" if also else ""
     raise UsageError(f"{what}(cost={cost!r}): give a CostModel{rest}.")
+
+
+def _wrong_axes(axes: object) -> list[str]:
+    if not isinstance(axes, Mapping):
+        return [f"axes={axes!r}: give a mapping of names of mesh axes to a Link each"]
+    return [
+        f"axes[{axis!r}]={link!r}: give a Link(network_bytes, latency_seconds)"
+        for axis, link in axes.items()
+        if not isinstance(link, Link)
+    ]
 
 
 def _wrong_operators(operators: object) -> list[str]:

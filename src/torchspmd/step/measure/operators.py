@@ -24,9 +24,10 @@ from torchspmd import _torch
 from torchspmd.comm import Kind, Phase
 from torchspmd.errors import UsageError
 from torchspmd.step.graph.aliases import is_wait
-from torchspmd.step.graph.collectives import events_of
+from torchspmd.step.graph.collectives import axes_of, events_of
 from torchspmd.step.graph.cost import (
     CostModel,
+    Link,
     computes,
     device_of,
     multiplies,
@@ -138,6 +139,20 @@ def _slowest(seconds: Sequence[Sequence[float]]) -> CostModel:
     return CostModel(1 / by_flop, 1 / by_byte, 1 / by_sent, launch, latency)
 
 
+def _slowest_links(found: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, Link]:
+    """The slowest network of each axis, of ranks that measured them.
+
+    >>> _slowest_links([{"dp": (2.0, 0.1)}, {"dp": (4.0, 0.3)}])
+    {'dp': Link(network_bytes=2.0, latency_seconds=0.3)}
+    """
+    return {
+        axis: Link(
+            min(each[axis][0] for each in found), max(each[axis][1] for each in found)
+        )
+        for axis in found[0]
+    }
+
+
 def _compute_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Operations a second in a matrix product."""
     width = 512 if device.type == "cpu" else 4096
@@ -247,10 +262,10 @@ def measure_graph(
         ranks.share("", "measuring")  # ranks that share a device must do so meanwhile
         own = before or _rates(graph.graph)
         found, notes = time_operators(graph, inputs, ranks)
-        texts = ranks.share(json.dumps([_as_seconds(own), found]), "measured")
-        measured = [json.loads(text) for text in texts]
-        rates = before or _slowest([each for each, _ in measured])
-        times = _means([each for _, each in measured])
+        texts = ranks.share(json.dumps([_as_seconds(own), own.axes, found]), "measured")
+        seconds, links, operators = zip(*map(json.loads, texts), strict=True)
+        rates = before or replace(_slowest(seconds), axes=_slowest_links(links))
+        times = _means(operators)
         if fuses:
             times = _fused(times, graph.graph)
         cost = replace(rates, operators={**rates.operators, **times})
@@ -393,7 +408,15 @@ def _rates(graph: fx.Graph) -> CostModel:
     if (found := _reducing(graph)) is None:
         return CostModel.for_device(device_of(graph))
     dtype, group, place = found
-    return own_rates(place, dtype, group)
+    axes = {
+        axis: _torch.resolve_group(group.name) for axis, group in axes_of(graph).items()
+    }
+    links = {
+        axis: Link(*_network(place, dtype, each))
+        for axis, each in axes.items()
+        if len(axes) > 1 and each is not None and dist.get_world_size(each) > 1
+    }
+    return replace(own_rates(place, dtype, group), axes=links)
 
 
 def _means(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -439,7 +462,11 @@ def _describe(cost: CostModel, graph: fx.Graph) -> str:
         )
     guess = CostModel.for_device(device_of(graph)).network_bytes
     source = " (a guess)" if math.isclose(cost.network_bytes, guess) else ""
-    return (
-        f"measured: {computing}; the network sends {cost.network_bytes / 1e9:.2f} GB/s, "
-        f"{cost.latency_seconds * 1e3:.2f} ms for a collective besides{source}"
+    all_links = {"the network": Link(cost.network_bytes, cost.latency_seconds)}
+    links = {f"that of {axis}": link for axis, link in cost.axes.items()} or all_links
+    told = "; ".join(
+        f"{name} sends {link.network_bytes / 1e9:.2f} GB/s, "
+        f"{link.latency_seconds * 1e3:.2f} ms for a collective besides"
+        for name, link in links.items()
     )
+    return f"measured: {computing}; {told}{source}"

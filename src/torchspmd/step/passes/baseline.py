@@ -45,7 +45,7 @@ def machines(
         guess,
         flops=guess.flops * _FASTER,
         memory_bytes=guess.memory_bytes * _FASTER,
-        network_bytes=guess.network_bytes * _FASTER,
+        network_bytes=guess.network_bytes * _FASTER,  # a guess has one for all axes
     )
     return [guess, faster] if is_doubted else [guess]
 

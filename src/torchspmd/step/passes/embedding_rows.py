@@ -154,8 +154,9 @@ class _Gathering:
     def too_much(self, gradient: _Gradient) -> str:
         """Why gathering would take longer; empty where it pays."""
         block, sent = gradient.block, gradient.sent_bytes
-        seconds = 2 * len(gradient.looked_up) * self.cost.latency_seconds
-        seconds += sent / self.cost.network_bytes
+        link = self.cost.link_of(block.event)
+        seconds = 2 * len(gradient.looked_up) * link.latency_seconds
+        seconds += sent / link.network_bytes
         reduced = self.cost.comm_seconds(block.event)
         told = (
             f"gathering rows is estimated at {_milliseconds(seconds)} "

@@ -148,10 +148,15 @@ def choose_bucket_size(gm: Any, cost: CostModel | None = None) -> float:
         for _, event in events_of(gm.graph)
         if event.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)
     ]
-    wire = sum(event.wire_bytes for event in events) / cost.network_bytes
+    links = list(map(cost.link_of, events))
+    wire = sum(
+        event.wire_bytes / link.network_bytes
+        for event, link in zip(events, links, strict=True)
+    )
+    latency = max((link.latency_seconds for link in links), default=0.0)
     computing = sum(map(cost.compute_seconds, gm.graph.nodes))
     more = min(_MORE, max(1.0, _MORE * computing / max(wire, 1e-9)))
-    shorter = min(wire, computing) / max(cost.latency_seconds, 1e-9)
+    shorter = min(wire, computing) / max(latency, 1e-9)
     count = max(1.0, more * math.sqrt(shorter))
     megabytes = sum(event.payload_bytes for event in events) / 2**20
     size = min(_LARGEST_MB, max(_SMALLEST_MB, megabytes / count))
@@ -184,18 +189,19 @@ def _enlarged(
 
     def simulate(size: float) -> float:
         """Until the last bucket has come; each starts when all of it is computed."""
-        free = ready = wire = held = 0.0
+        free = ready = wire = held = latency = 0.0
         is_first = True  # that bucket is closed early, as in `comm_fusion_with_concat`
         for when, event in sent:
             if held and held + event.payload_bytes > size * 2**20:
-                free = max(free, ready) + cost.latency_seconds + wire
+                free = max(free, ready) + latency + wire
                 wire = held = 0.0
+            network_bytes, latency = cost.link_of(event)
             ready, held = when, held + event.payload_bytes
-            wire += event.wire_bytes / cost.network_bytes
+            wire += event.wire_bytes / network_bytes
             if is_first and held >= _FIRST_MB * 2**20:
-                free, is_first = ready + cost.latency_seconds + wire, False
+                free, is_first = ready + latency + wire, False
                 wire = held = 0.0
-        rest = cost.latency_seconds + wire if held else 0.0
+        rest = latency + wire if held else 0.0
         return max(computing, max(free, ready) + rest)
 
     best, seconds = megabytes, simulate(megabytes)
