@@ -22,6 +22,7 @@ from torchspmd.predict.hardware import load_gpu
 from torchspmd.predict.ranking import Outcome
 from torchspmd.predict.search import rehearse_call, run_candidates
 from torchspmd.predict.space import Candidate
+from torchspmd.rehearse.nodes import Nodes
 from torchspmd.rehearse.recording import Recording
 from torchspmd.rehearse.world import World
 
@@ -91,7 +92,7 @@ class _Record(NamedTuple):
     def __call__(self, candidate: Candidate) -> dict[str, Any]:
         place = int(candidate.values["rehearsal"])
         what, path = self.rehearsals[place], self.paths[place]
-        world = World(what.world_size, what.rank, what.gpus_per_node)
+        world = World(what.world_size, what.rank, Nodes(what.gpus_per_node))
         arguments = [str(what.script), *what.words]
 
         def run() -> None:

@@ -226,7 +226,7 @@ def _check_gloo() -> str:
 
 def _check_rehearsal() -> str:
     gpu, world = load_gpu("h100"), World(8, 0)
-    recording = Recording(world.size, world.rank, world.gpus_per_node)
+    recording = Recording(world.size, world.rank, world.nodes)
     memory = LiveMemory(recording, gpu, AllocatorSettings())
     device = Gpu(gpu.title, gpu.nbytes("total"), (9, 0))
     with rehearsal(recording, world, device, memory):

@@ -20,7 +20,8 @@ from torchspmd._cli.usage.common import parse_mesh, refuse
 from torchspmd._cli.usage.lock import simulation_problems
 from torchspmd.comm import format_bytes, format_count
 from torchspmd.errors import UsageError
-from torchspmd.rehearse.world import GPUS_PER_NODE, World
+from torchspmd.rehearse.nodes import GPUS_PER_NODE, Nodes
+from torchspmd.rehearse.world import World
 from torchspmd.trace import CommDebugMode
 from torchspmd.verify.lock.lockfile import Lock, Recipe, lock_ledger, save_lock
 from torchspmd.verify.lock.memory import MemoryWatch
@@ -87,7 +88,8 @@ def is_gpu_file(gpu: str) -> bool:
 @contextlib.contextmanager
 def _one_rank(recipe: Recipe, world_size: int, folder: Path) -> Iterator[list[str]]:
     """A simulated world without devices; gives what is to be said about it."""
-    world = World(world_size, recipe.rank, recipe.gpus_per_node or GPUS_PER_NODE)
+    nodes = Nodes(recipe.gpus_per_node or GPUS_PER_NODE)
+    world = World(world_size, recipe.rank, nodes)
     gpu = recipe.gpu
     if gpu is not None and is_gpu_file(gpu):
         gpu = str(folder / gpu)

@@ -183,7 +183,14 @@ class OtherRanks:
         question = _Question(str(self._folder), asking, objects)
         options = self._options
         command = [sys.executable, "-m", "torchspmd", "predict", str(options.script)]
-        for name in ("world_size", "gpu", "gpus_per_node", "steps", "skip"):
+        for name in (
+            "world_size",
+            "gpu",
+            "gpus_per_node",
+            "rank_order",
+            "steps",
+            "skip",
+        ):
             command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
         command += ["--rank", str(rank), "--", *options.arguments]
         try:

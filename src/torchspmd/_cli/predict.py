@@ -58,8 +58,8 @@ def run(options: argparse.Namespace) -> int:
 def _predict(options: argparse.Namespace, others: OtherRanks) -> int:
     gpu, network = options.hardware
     settings = _settings()
-    world = World(options.world_size, options.rank, options.gpus_per_node)
-    recording = Recording(world.size, world.rank, world.gpus_per_node)
+    world = World(options.world_size, options.rank, options.nodes)
+    recording = Recording(world.size, world.rank, world.nodes)
     mode = CommDebugMode()
     line = status_line(
         f"rehearsing {options.script} as rank {world.rank} of {world.size}"
@@ -265,7 +265,8 @@ def _as_json(
         "script": str(options.script),
         "world_size": recording.world_size,
         "rank": recording.rank,
-        "gpus_per_node": recording.gpus_per_node,
+        "gpus_per_node": recording.nodes.gpus_per_node,
+        "nodes": list(recording.nodes.order),
         "gpu": account.gpu.name,
         "network": timed.figures.network and timed.figures.network.name,
         "steps": recording.steps,

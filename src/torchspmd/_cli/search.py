@@ -159,6 +159,7 @@ def _document(options: argparse.Namespace, result: SearchResult) -> dict[str, An
             "command": each["command"],
             "rank": options.rank,
             "gpus_per_node": options.gpus_per_node,
+            "nodes": list(options.nodes.order),
             "network": options.network,
             "modules": [],
             "timeline": None,
@@ -264,6 +265,7 @@ def _command(options: argparse.Namespace) -> list[str]:
         options.network,
         "--gpus-per-node",
         str(options.gpus_per_node),
+        *(["--rank-order", options.rank_order] if options.nodes.order else []),
     ]
 
 
@@ -347,6 +349,7 @@ class _Cache:
 
 def _depends_on(options: argparse.Namespace) -> Iterator[str]:
     yield from (torchspmd.__version__, torch.__version__, *_command(options))
+    yield str(options.nodes)
     yield hardware_text(load_gpu(options.gpu))
     yield hardware_text(load_network(options.network))
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):

@@ -17,6 +17,7 @@ from torchspmd import _torch
 from torchspmd.predict.hardware import DEFAULT_NETWORK, load_gpu, load_network
 from torchspmd.predict.rehearsed import rehearsed_gpu
 from torchspmd.rehearse.device import Gpu, NoMemory
+from torchspmd.rehearse.nodes import Nodes
 from torchspmd.rehearse.on_cpu import cuda_on_cpu
 from torchspmd.rehearse.recording import Recording
 from torchspmd.rehearse.rehearsal import rehearsal
@@ -56,7 +57,7 @@ def simulated_world(
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, environment))
         stack.enter_context(fake_world(world_size, rank=rank))
-        stack.enter_context(fake_groups(World(world_size, rank, world_size)))
+        stack.enter_context(fake_groups(World(world_size, rank, Nodes(world_size))))
         notes: list[str] = []
         if not (use_gpu and torch.cuda.is_available()):
             # One node: each rank's GPU has its number.
@@ -86,8 +87,8 @@ def rehearsed_world(world: World, gpu: str | None) -> Iterator[list[str]]:
     Yields:
         What a reader of the results must know; complete once the script has run.
     """
-    recording = Recording(world.size, world.rank, world.gpus_per_node)
-    device = _some_gpu(world.gpus_per_node)
+    recording = Recording(world.size, world.rank, world.nodes)
+    device = _some_gpu(world.nodes.gpus_per_node)
     if gpu is not None:
         device = rehearsed_gpu(load_gpu(gpu), load_network(DEFAULT_NETWORK), world)
     atexit.register(_silence_unwaited_warning)

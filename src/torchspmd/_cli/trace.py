@@ -22,7 +22,8 @@ from torchspmd._cli.simulate import rehearsed_world, simulated_world
 from torchspmd._cli.words import typed_command
 from torchspmd.comm import Ledger, format_count, ledger_to_dict, save_ledger
 from torchspmd.comm.tree import sum_ledgers
-from torchspmd.rehearse.world import GPUS_PER_NODE, World
+from torchspmd.rehearse.nodes import GPUS_PER_NODE, Nodes
+from torchspmd.rehearse.world import World
 from torchspmd.report import format_bytes, print_ledger, write_page
 from torchspmd.trace import CommDebugMode
 
@@ -91,7 +92,7 @@ def _world(options: argparse.Namespace) -> _World:
 def _surroundings(world: _World) -> Iterator[tuple[HeldStore, list[str]]]:
     """What the script runs inside of: a simulated world, or its own; with its notes."""
     if world.fake:
-        ranks = World(world.size, world.rank, world.gpus_per_node)
+        ranks = World(world.size, world.rank, Nodes(world.gpus_per_node))
         with rehearsed_world(ranks, world.gpu) as notes:
             yield HeldStore(), notes
     elif world.simulated:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from torchspmd.predict.figures import Figures, Line
 from torchspmd.predict.hardware import Rows
+from torchspmd.rehearse.nodes import Nodes
 from torchspmd.rehearse.recording import Comm
 
 __all__ = ["CommCost", "Link", "Placement", "place", "price_comm"]
@@ -73,21 +74,19 @@ class CommCost(NamedTuple):
     placement: Placement
 
 
-def place(ranks: tuple[int, ...], gpus_per_node: int) -> Placement:
-    """Ranks are on nodes in their order."""
-    nodes = Counter(rank // gpus_per_node for rank in ranks)
-    return Placement(len(ranks), len(nodes), max(nodes.values(), default=1))
+def place(ranks: tuple[int, ...], nodes: Nodes) -> Placement:
+    """On which nodes they are."""
+    counts = Counter(map(nodes.of, ranks))
+    return Placement(len(ranks), len(counts), max(counts.values(), default=1))
 
 
-def price_comm(comm: Comm, figures: Figures, gpus_per_node: int, rank: int) -> CommCost:
+def price_comm(comm: Comm, figures: Figures, nodes: Nodes, rank: int) -> CommCost:
     """The cost of a communication, as seen by this rank."""
     if comm.peer >= 0:
-        where = place(
-            (rank, comm.peer) if comm.peer != rank else (rank,), gpus_per_node
-        )
+        where = place((rank, comm.peer) if comm.peer != rank else (rank,), nodes)
         seconds = _between_two(comm.payload_bytes, where, figures)
     else:
-        where = place(comm.ranks, gpus_per_node)
+        where = place(comm.ranks, nodes)
         seconds = collective_seconds(comm.kind, comm.payload_bytes, where, figures)
     if where.ranks <= 1:
         return CommCost(figures.number("launch.kernel"), Link.NONE, where)

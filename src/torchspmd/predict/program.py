@@ -111,7 +111,7 @@ def _price(
                 program.items.append(_op_item(host, event, cost, place))
             case Comm():
                 price = price_comm(
-                    event, pricer.figures, recording.gpus_per_node, recording.rank
+                    event, pricer.figures, recording.nodes, recording.rank
                 )
                 issue = host.seconds(event)
                 program.items.append(

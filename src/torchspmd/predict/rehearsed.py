@@ -24,7 +24,7 @@ def rehearsed_gpu(gpu: Hardware, network: Hardware, world: World) -> Gpu:
         gpu.title,
         gpu.nbytes("total"),
         (int(major or 9), int(minor or 0)),
-        count=min(world.gpus_per_node, world.size) if world.size > 1 else 1,
+        count=min(world.nodes.gpus_per_node, world.size) if world.size > 1 else 1,
         cost=partial(_cost, Figures(gpu, network), world),
     )
 
@@ -49,7 +49,7 @@ def _cost(figures: Figures, world: World, axes: Mapping[str, Group]) -> CostMode
 
 def _link(figures: Figures, world: World, ranks: tuple[int, ...]) -> Link | None:
     """What ranks are connected by; None where nothing is sent."""
-    where = place(ranks, world.gpus_per_node)
+    where = place(ranks, world.nodes)
     short, long = (
         collective_seconds("all_reduce", nbytes, where, figures)
         for nbytes in (_SMALL, _LARGE)

@@ -20,6 +20,7 @@ from torchspmd.predict.ranking import Outcome, SearchResult, rank
 from torchspmd.predict.repeated import Repeated, how_far_off, key, unique
 from torchspmd.predict.space import Candidate, Expression, Space, Value
 from torchspmd.rehearse.device import Gpu
+from torchspmd.rehearse.nodes import GPUS_PER_NODE, Nodes
 from torchspmd.rehearse.recording import Recording
 from torchspmd.rehearse.rehearsal import rehearsal
 from torchspmd.rehearse.world import World
@@ -44,7 +45,8 @@ def search(  # noqa: PLR0913
     *,
     gpu: str,
     world_size: int = 1,
-    gpus_per_node: int = 8,
+    gpus_per_node: int = GPUS_PER_NODE,
+    rank_order: Sequence[int] = (),
     network: str = "ib-ndr400",
     where: Callable[..., bool] | None = None,
     work: Callable[..., float] | None = None,
@@ -60,6 +62,7 @@ def search(  # noqa: PLR0913
         gpu: By name, or a TOML file.
         world_size: Ranks.
         gpus_per_node: Ranks of a node.
+        rank_order: The node of each rank, where they do not fill nodes in their order.
         network: Between nodes, by name or a TOML file.
         where: Which combinations are tried; called with the values.
         work: Items of a step; called with the values. Without it, model FLOPs count.
@@ -83,6 +86,12 @@ def search(  # noqa: PLR0913
         raise UsageError(
             f"search(): repeat={repeat!r} is no argument: there are {names}."
         )
+    if rank_order and len(rank_order) != world_size:
+        raise UsageError(
+            f"search(): rank_order has the nodes of {len(rank_order)} ranks, and "
+            f"world_size is {world_size}."
+        )
+    nodes = Nodes(gpus_per_node, tuple(rank_order))
     spanned = Space(dict_of_tuples(space), {}, ())
     points = [
         candidate
@@ -96,7 +105,7 @@ def search(  # noqa: PLR0913
         build=build,
         gpu=load_gpu(gpu),
         network=load_network(network),
-        world=World(world_size, 0, gpus_per_node),
+        world=World(world_size, 0, nodes),
     )
 
     def items(outcome: Outcome) -> float:
@@ -184,7 +193,7 @@ def predict_call(
 
 def rehearse_call(call: Callable[[], object], gpu: Hardware, world: World) -> Recording:
     """What a call does as one rank, in this process."""
-    recording = Recording(world.size, world.rank, world.gpus_per_node)
+    recording = Recording(world.size, world.rank, world.nodes)
     major, _, minor = gpu.compute_capability.partition(".")
     device = Gpu(gpu.title, gpu.nbytes("total"), (int(major or 9), int(minor or 0)))
     memory = LiveMemory(recording, gpu, _settings())

@@ -175,7 +175,7 @@ class _Alphabet:
         self, word: Sequence[int], stage: int, like: Recording, figures: Figures
     ) -> Program:
         """The step of a stage that makes these pieces."""
-        recording = Recording(like.world_size, self.ranks[stage], like.gpus_per_node)
+        recording = Recording(like.world_size, self.ranks[stage], like.nodes)
         program = Program(recording)
         moved: dict[tuple[int, int], Item] = {}
         issued = _Issued()
@@ -219,7 +219,7 @@ def _cut(items: Sequence[Item]) -> Iterator[tuple[Item, ...]]:
 
 
 def _priced(item: Item, comm: Comm, recording: Recording, figures: Figures) -> Item:
-    price = price_comm(comm, figures, recording.gpus_per_node, recording.rank)
+    price = price_comm(comm, figures, recording.nodes, recording.rank)
     return item._replace(event=comm, work=price.seconds, link=price.link)
 
 

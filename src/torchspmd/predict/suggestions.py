@@ -149,7 +149,7 @@ def _shard(account: MemoryAccount) -> Iterator[_Change]:
     ranks = recording.world_size
     where = f"over the {ranks} ranks"
     if ranks == 1:
-        ranks = recording.gpus_per_node
+        ranks = recording.nodes.gpus_per_node
         where = f"on the {ranks} GPUs of a node"
     if ranks == 1:
         return

@@ -202,9 +202,7 @@ def _reduce_in_bfloat16(prediction: TimePrediction) -> Iterator[Change]:
             continue
         reduced.append(comm)
         sent = comm._replace(payload_bytes=comm.payload_bytes // 2, dtype="bfloat16")
-        price = price_comm(
-            sent, prediction.figures, recording.gpus_per_node, recording.rank
-        )
+        price = price_comm(sent, prediction.figures, recording.nodes, recording.rank)
         items[at] = item._replace(work=price.seconds)
     if reduced:
         how = (

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchspmd import _torch
 from torchspmd.rehearse.device import Gpu, NoMemory, fake_cuda
 from torchspmd.rehearse.kernels import cuda_autocast
+from torchspmd.rehearse.nodes import Nodes
 from torchspmd.rehearse.recorder import Recorder
 from torchspmd.rehearse.recording import Recording
 from torchspmd.rehearse.values import Values
@@ -41,7 +42,7 @@ def cuda_on_cpu(gpu: Gpu) -> Iterator[list[str]]:
     Yields:
         What a reader of the results must know; complete once it is closed.
     """
-    recording = Recording(gpu.count, 0, gpu.count)
+    recording = Recording(gpu.count, 0, Nodes(gpu.count))
     values = Values(recording.notes)
     shown = _torch.ShownAsCuda(_never, _no_effect, inner=_CPU)
     recorder = Recorder(recording, values, Processor(gpu.capability, gpu.processors))

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias
 
+from torchspmd.rehearse.nodes import Nodes
+
 
 class Phase(StrEnum):
     """What the script was doing."""
@@ -372,7 +374,7 @@ class Recording:
     Attributes:
         world_size: Ranks of the rehearsed world.
         rank: The one that was played.
-        gpus_per_node: Ranks on one node, in rank order.
+        nodes: Which node each rank is on.
         events: In program order.
         storages: Every storage that was ever on the device, by number.
         streams: What each stream is for: ``default``, ``user``, ``communicator dp``.
@@ -389,7 +391,7 @@ class Recording:
 
     world_size: int = 1
     rank: int = 0
-    gpus_per_node: int = 8
+    nodes: Nodes = field(default_factory=Nodes)
     events: list[Event] = field(default_factory=list)
     storages: dict[int, StorageInfo] = field(default_factory=dict)
     streams: dict[int, str] = field(default_factory=lambda: {0: "default stream"})

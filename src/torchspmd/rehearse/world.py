@@ -5,7 +5,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 from unittest import mock
 
@@ -16,11 +16,11 @@ from torch.distributed import device_mesh, distributed_c10d
 
 from torchspmd import _torch
 from torchspmd.errors import UsageError
+from torchspmd.rehearse.nodes import Nodes
 from torchspmd.rehearse.place import is_called_by_user
 from torchspmd.rehearse.recorder import Recorder
 
 __all__ = [
-    "GPUS_PER_NODE",
     "Mail",
     "NoMail",
     "World",
@@ -29,7 +29,6 @@ __all__ = [
     "object_collectives",
 ]
 
-GPUS_PER_NODE = 8  # where nobody says otherwise
 _MODULES = (dist, distributed_c10d, device_mesh)
 # Methods of a process group that give a work to wait for; torch renames some of them.
 _COLLECTIVES = """
@@ -43,24 +42,21 @@ reduce_scatter_single reduce_scatter_single_coalesced
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Ranks, the one that is played, and how many of them share a node."""
+    """Ranks, the one that is played, and which node each is on."""
 
     size: int
     rank: int
-    gpus_per_node: int = GPUS_PER_NODE
+    nodes: Nodes = field(default_factory=Nodes)
 
     def environment(self) -> dict[str, str]:
         """What torchrun would set; nothing for a script that is run by itself."""
         if self.size == 1:
             return {}
-        local = min(self.gpus_per_node, self.size)
+        of_node = self.nodes.environment(self.rank, self.size)
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.size),
-            "LOCAL_RANK": str(self.rank % self.gpus_per_node),
-            "LOCAL_WORLD_SIZE": str(local),
-            "GROUP_RANK": str(self.rank // self.gpus_per_node),
-            "GROUP_WORLD_SIZE": str(-(-self.size // self.gpus_per_node)),
+            **{name: str(value) for name, value in of_node.items()},
             "ROLE_RANK": str(self.rank),
             "ROLE_WORLD_SIZE": str(self.size),
             "MASTER_ADDR": "localhost",
@@ -176,7 +172,8 @@ class _Ended:
 
 def _spawned(world: World) -> Iterator[tuple[Any, str, Any]]:
     """``torch.multiprocessing.spawn`` calls its function here, as this rank."""
-    ranks = min(world.gpus_per_node, world.size)
+    of_node = world.nodes.environment(world.rank, world.size)
+    ranks = of_node["LOCAL_WORLD_SIZE"]
 
     def spawn(
         fn: Callable[..., None],
@@ -192,7 +189,7 @@ def _spawned(world: World) -> Iterator[tuple[Any, str, Any]]:
                 f"(torch.multiprocessing.spawn), and a node has {ranks} here. Give "
                 f"--world-size {nprocs}, or for several nodes --gpus-per-node {nprocs}."
             )
-        fn(world.rank % world.gpus_per_node, *args)
+        fn(of_node["LOCAL_RANK"], *args)
         return None if join else _Ended()
 
     for module in (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"]):

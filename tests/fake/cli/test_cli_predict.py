@@ -73,6 +73,51 @@ def test_predict_writes_what_the_format_promises(script, tmp_path, capsys):
     assert max(map(len, lines)) <= 80
 
 
+TENSOR_PARALLEL = """
+import os
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from torchspmd import ColwiseParallel, RowwiseParallel, parallelize_module
+
+print("local rank", os.environ["LOCAL_RANK"], "on node", os.environ["GROUP_RANK"])
+mesh = init_device_mesh("cuda", (2, 8), mesh_dim_names=("dp", "tp"))
+with torch.device("cuda"):
+    model = nn.Sequential(nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 4096))
+plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+parallelize_module(model, mesh["tp"], plan)
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+for step in range(2):
+    model(torch.randn(8192, 4096, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_the_order_of_ranks_on_nodes_decides_which_links_are_used(tmp_path, capsys):
+    script, hosts = tmp_path / "train.py", tmp_path / "hosts"
+    script.write_text(TENSOR_PARALLEL, encoding="utf-8")
+    hosts.write_text("\n".join("ab"[rank % 2] for rank in range(16)))
+    told = {}
+    for order in ("block", "cyclic", str(hosts)):
+        out, page = tmp_path / "prediction.json", tmp_path / "page.html"
+        files = ("--json", str(out), "--html", str(page))
+        words = ("--world-size", "16", "--rank", "3", "--rank-order", order, *files)
+        assert predict(script, *words) == 0
+        said = capsys.readouterr().out
+        assert ("local rank 3 on node 0" in said) == (order == "block")
+        assert ("local rank 1 on node 1" in said) == (order != "block")
+        told[order] = json.loads(out.read_text())
+        assert '"nodes":' in page.read_text()
+    spread = told["cyclic"]
+    assert spread["nodes"] == [0, 1] * 8
+    assert spread["exposed_seconds"] > 2 * told["block"]["exposed_seconds"]
+    assert told[str(hosts)]["step_seconds"] == spread["step_seconds"]
+    assert told["block"]["nodes"] == []
+
+
 def test_figures_of_a_shared_buffer_are_those_of_its_modules(tmp_path):
     """FSDP2 has one buffer for the gradients of a group; each module has its part."""
     script, out = tmp_path / "train.py", tmp_path / "prediction.json"
@@ -109,6 +154,7 @@ def test_predict_tells_what_does_not_fit(script, capsys):
         (["--rank", "8", "--world-size", "8"], "--rank must be 0 to 7"),
         (["--world-size", "0"], "--world-size and --gpus-per-node must be at least 1"),
         (["--steps", "-1"], "--steps and --skip cannot be negative"),
+        (["--rank-order", "random"], "--rank-order random: give block, cyclic, or a"),
     ],
 )
 def test_wrong_use_is_one_sentence(script, options, sentence, capsys):

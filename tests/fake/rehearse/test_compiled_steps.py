@@ -162,7 +162,7 @@ def test_what_is_not_done_is_noted(rehearse, monkeypatch):
 
 def test_networks_of_mesh_axes():
     """Shards in a node, replicas on two: the passes choose by both networks."""
-    world = World(16, 0, gpus_per_node=8)
+    world = World(16, 0)
     gpu = rehearsed_gpu(load_gpu("h100"), load_network("ib-ndr400"), world)
     shards = Group("a", tuple(range(8)), "shard")
     replicas = Group("b", (0, 8), "replicate")

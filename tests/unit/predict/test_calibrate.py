@@ -18,6 +18,7 @@ from torchspmd.predict.hardware import (
     known_gpu,
     load_gpu,
 )
+from torchspmd.rehearse.nodes import Nodes
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +197,7 @@ def test_collectives_are_read_from_nccl_tests(tmp_path, capsys):
     assert main([*words, "--out", str(out)]) == 0
     assert "with collectives.all_gather_2x2, written to" in capsys.readouterr().out
     figures = Figures(load_gpu(str(out)))  # no network is asked for
-    where = place((0, 1, 8, 9), 8)
+    where = place((0, 1, 8, 9), Nodes(8))
 
     def seconds(nbytes):
         return collective_seconds("all_gather", nbytes, where, figures)

@@ -13,6 +13,7 @@ from torchspmd.predict.host import HostModel
 from torchspmd.predict.operators import Pricer, is_known
 from torchspmd.predict.products import factor_of
 from torchspmd.predict.traffic import bytes_moved, op_flops
+from torchspmd.rehearse.nodes import Nodes, read_nodes
 from torchspmd.rehearse.recording import (
     Comm,
     Node,
@@ -23,6 +24,7 @@ from torchspmd.rehearse.recording import (
 )
 
 SITE = Site("net.layer", Phase.FORWARD, 0, "")
+EIGHT = Nodes(8)
 
 
 def tensor(*shape, dtype="bfloat16", stride=None, storage=0):
@@ -198,16 +200,63 @@ def test_corrections_between_cases():
 
 
 def test_ranks_are_placed_on_nodes_in_their_order():
-    assert place(tuple(range(16)), 8) == (16, 2, 8)
-    assert place((0, 8, 16, 24), 8) == (4, 4, 1)
-    assert place((0, 2), 8) == (2, 1, 2)
+    assert place(tuple(range(16)), EIGHT) == (16, 2, 8)
+    assert place((0, 8, 16, 24), EIGHT) == (4, 4, 1)
+    assert place((0, 2), EIGHT) == (2, 1, 2)
+
+
+def test_ranks_are_placed_on_nodes_as_told(tmp_path):
+    cyclic = read_nodes("cyclic", 16, 8)
+    assert place(tuple(range(8)), cyclic) == (8, 2, 4)
+    assert place(tuple(range(0, 16, 2)), cyclic) == (8, 1, 8)
+    hosts = tmp_path / "hosts"
+    hosts.write_text("b\na\n\na\nb\n")
+    listed = read_nodes(str(hosts), 4, 2)
+    assert listed.order == (0, 1, 1, 0)
+    assert listed.environment(3, 4) == {
+        "LOCAL_RANK": 1,
+        "LOCAL_WORLD_SIZE": 2,
+        "GROUP_RANK": 0,
+        "GROUP_WORLD_SIZE": 2,
+    }
+    assert read_nodes("block", 16, 8) == EIGHT
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "said"),
+    [
+        ("a\nb", 4, "it has 2 hosts, one a line, for --world-size 4."),
+        ("a\na\na\nb", 4, "host a has 3 ranks, and --gpus-per-node is 2."),
+        (
+            "".join(f"{host}\n" * 3 for host in "abcdefgh"),
+            24,
+            "host f has 3 ranks, and --gpus-per-node is 2; and 2 more such hosts.",
+        ),
+    ],
+)
+def test_a_list_of_hosts_of_other_ranks_is_refused(text, size, said, tmp_path):
+    hosts = tmp_path / "hosts"
+    hosts.write_text(text)
+    with pytest.raises(UsageError) as caught:
+        read_nodes(str(hosts), size, 2)
+    assert str(caught.value).startswith(f"--rank-order {hosts}: ")
+    assert str(caught.value).endswith(said)
+
+
+def test_an_order_of_ranks_that_is_not_known_is_refused():
+    with pytest.raises(UsageError) as caught:
+        read_nodes("spread", 4, 2)
+    assert str(caught.value) == (
+        "--rank-order spread: give block, cyclic, or a file with the host of each rank, "
+        "one a line (No such file or directory)."
+    )
 
 
 def test_a_group_with_more_ranks_on_each_node_has_more_ports():
     figures = Figures(load_gpu("h100"), load_network("ib-ndr400"))
     size = 8 << 30
     one, four = (
-        collective_seconds("all_gather", size, place(ranks, 8), figures)
+        collective_seconds("all_gather", size, place(ranks, EIGHT), figures)
         for ranks in (
             tuple(range(0, 128, 8)),
             tuple(n * 8 + g for n in range(16) for g in range(4)),
@@ -230,21 +279,21 @@ def test_collectives_of_a_node_are_near_what_was_published(
     kind, mib, ranks, milliseconds
 ):
     figures = Figures(load_gpu("h100"))
-    where = place(tuple(range(ranks)), 8)
+    where = place(tuple(range(ranks)), EIGHT)
     seconds = collective_seconds(kind, mib << 20, where, figures)
     assert seconds * 1e3 == pytest.approx(milliseconds, rel=0.25)
 
 
 def test_a_small_all_reduce_over_nodes_takes_a_tree():
     figures = Figures(load_gpu("h100"), load_network("ib-ndr400"))
-    where = place(tuple(range(256)), 8)
+    where = place(tuple(range(256)), EIGHT)
     small = collective_seconds("all_reduce", 1024, where, figures)
     ring = collective_seconds("all_gather", 1024, where, figures)
     assert small < ring
 
 
 def test_collectives_of_another_gpu_carry_over_by_their_links():
-    where = place(tuple(range(4)), 8)
+    where = place(tuple(range(4)), EIGHT)
     a100, h100, b200 = (
         collective_seconds("all_gather", 4 << 30, where, Figures(load_gpu(name)))
         for name in ("a100", "h100", "b200")
@@ -256,7 +305,7 @@ def test_collectives_of_another_gpu_carry_over_by_their_links():
 @pytest.mark.parametrize("nodes", [2, 8, 32])
 def test_the_algorithm_follows_size_and_nodes(nodes):
     figures = Figures(load_gpu("h100"), load_network("ib-ndr400"))
-    where = place(tuple(range(8 * nodes)), 8)
+    where = place(tuple(range(8 * nodes)), EIGHT)
     times = [
         collective_seconds("all_reduce", 1 << power, where, figures)
         for power in range(10, 34)
@@ -276,7 +325,7 @@ def test_figures_of_nccl_and_the_network_are_told_with_their_sources(tmp_path):
     def told(network):
         figures = Figures(load_gpu("h100"), load_network(network))
         for kind in ("all_reduce", "all_to_all"):
-            collective_seconds(kind, 1 << 20, place(tuple(range(16)), 8), figures)
+            collective_seconds(kind, 1 << 20, place(tuple(range(16)), EIGHT), figures)
         return {each["what"]: each for each in figures.assumptions()}, figures.notes()
 
     keys = {f"network.{key}" for key in ("port", "wire", "tree", "ramp", "all_to_all")}
@@ -299,11 +348,11 @@ def test_figures_of_nccl_and_the_network_are_told_with_their_sources(tmp_path):
 
 def test_links_of_communications():
     figures = Figures(load_gpu("h100"), load_network("ib-ndr400"))
-    inside = price_comm(communication("send", (0, 1), 1 << 20, 1), figures, 8, 0)
-    outside = price_comm(communication("send", (0, 8), 1 << 20, 8), figures, 8, 0)
+    inside = price_comm(communication("send", (0, 1), 1 << 20, 1), figures, EIGHT, 0)
+    outside = price_comm(communication("send", (0, 8), 1 << 20, 8), figures, EIGHT, 0)
     assert (inside.link, outside.link) == (Link.NVLINK, Link.NETWORK)
     assert outside.seconds > 3 * inside.seconds
-    alone = price_comm(communication("all_reduce", (0,), 1 << 20), figures, 8, 0)
+    alone = price_comm(communication("all_reduce", (0,), 1 << 20), figures, EIGHT, 0)
     assert alone.link is Link.NONE
 
 
@@ -313,7 +362,7 @@ def test_several_nodes_without_a_network_are_refused():
     with pytest.raises(
         UsageError, match=r"no network was named \(port\): give --network"
     ):
-        price_comm(comm, figures, 8, 0)
+        price_comm(comm, figures, EIGHT, 0)
 
 
 # --- the host -----------------------------------------------------------------------

@@ -11,6 +11,7 @@ from torchspmd.predict.ranking import Outcome, describe_search, rank
 from torchspmd.predict.repeated import Repeated, extend, how_far_off
 from torchspmd.predict.search import explore, search
 from torchspmd.predict.space import Candidate, Expression, read_space
+from torchspmd.rehearse.nodes import Nodes
 
 
 def words(*text):
@@ -153,6 +154,7 @@ def options(tmp_path, **more):
         "gpu": "h100",
         "network": "ib-ndr400",
         "gpus_per_node": 8,
+        "nodes": Nodes(),
         "cache": tmp_path / "cache",
         "no_cache": False,
         "jobs": 1,

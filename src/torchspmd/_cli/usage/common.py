@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torchspmd.errors import UsageError
 from torchspmd.predict.hardware import load_gpu
+from torchspmd.rehearse.nodes import GPUS_PER_NODE, read_nodes
 
 
 def refuse(problems: list[str]) -> None:
@@ -63,6 +64,40 @@ def add_fake_options(parser: argparse._ActionsContainer) -> None:
         metavar="N",
         help="with --fake: ranks on each node (default: 8)",
     )
+
+
+def add_node_options(parser: argparse._ActionsContainer) -> None:
+    """How the ranks of a world are spread over nodes."""
+    parser.add_argument(
+        "--gpus-per-node",
+        type=int,
+        default=GPUS_PER_NODE,
+        metavar="N",
+        help="ranks on each node (default: 8)",
+    )
+    parser.add_argument(
+        "--rank-order",
+        default="block",
+        metavar="ORDER",
+        help="which node each rank is on: block (the default) fills one node after the "
+        "other, cyclic goes from node to node, or a file has the host of each rank, one "
+        "a line",
+    )
+
+
+def world_problems(options: argparse.Namespace) -> list[str]:
+    """What is wrong with the ranks and their nodes; ``options.nodes`` are these."""
+    if options.world_size < 1 or options.gpus_per_node < 1:
+        return ["--world-size and --gpus-per-node must be at least 1"]
+    if not 0 <= options.rank < options.world_size:
+        return [f"--rank must be 0 to {options.world_size - 1}"]
+    try:
+        options.nodes = read_nodes(
+            options.rank_order, options.world_size, options.gpus_per_node
+        )
+    except UsageError as error:
+        return [str(error).removesuffix(".")]
+    return []
 
 
 def fake_problems(options: argparse.Namespace, *, fake: bool) -> list[str]:

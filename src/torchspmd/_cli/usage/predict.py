@@ -5,10 +5,12 @@ import os
 from pathlib import Path
 
 from torchspmd._cli.usage.common import (
+    add_node_options,
     add_script_options,
     output_problems,
     refuse,
     script_problems,
+    world_problems,
 )
 from torchspmd.predict.hardware import DEFAULT_NETWORK, load_gpu, load_network
 
@@ -44,13 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="the GPU: a name such as h100, or a hardware file (.toml)",
     )
-    parser.add_argument(
-        "--gpus-per-node",
-        type=int,
-        default=8,
-        metavar="N",
-        help="ranks on each node (default: 8)",
-    )
+    add_node_options(parser)
     parser.add_argument(
         "--network",
         metavar="NAME",
@@ -91,10 +87,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def check(options: argparse.Namespace) -> None:
     """Refuse options that make no sense, before torch is loaded."""
     problems = script_problems(options.script, options.steps, options.skip)
-    if options.world_size < 1 or options.gpus_per_node < 1:
-        problems.append("--world-size and --gpus-per-node must be at least 1")
-    elif not 0 <= options.rank < options.world_size:
-        problems.append(f"--rank must be 0 to {options.world_size - 1}")
+    problems += world_problems(options)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         problems.append("start it without torchrun: one process plays a rank")
     problems += output_problems(options.json, "--json", "prediction.json")

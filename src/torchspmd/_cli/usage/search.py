@@ -3,7 +3,13 @@
 import argparse
 from pathlib import Path
 
-from torchspmd._cli.usage.common import output_problems, refuse, script_problems
+from torchspmd._cli.usage.common import (
+    add_node_options,
+    output_problems,
+    refuse,
+    script_problems,
+    world_problems,
+)
 from torchspmd.predict.hardware import load_gpu, load_network
 
 HELP = "find the fastest arguments of a training script that fit"
@@ -53,13 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="the network between nodes: a name or a hardware file (default: %(default)s)",
     )
-    parser.add_argument(
-        "--gpus-per-node",
-        type=int,
-        default=8,
-        metavar="N",
-        help="ranks on each node (default: 8)",
-    )
+    add_node_options(parser)
     parser.add_argument(
         "--where",
         metavar="CONDITION",
@@ -104,10 +104,7 @@ def check(options: argparse.Namespace) -> None:
     problems = script_problems(options.script, 1, 0)
     problems += output_problems(options.json, "--json", "search.json")
     problems += output_problems(options.html, "--html", "page.html")
-    if options.world_size < 1 or options.gpus_per_node < 1:
-        problems.append("--world-size and --gpus-per-node must be at least 1")
-    elif not 0 <= options.rank < options.world_size:
-        problems.append(f"--rank must be 0 to {options.world_size - 1}")
+    problems += world_problems(options)
     if (options.jobs is not None and options.jobs < 1) or options.top < 1:
         problems.append("--jobs and --top must be at least 1")
     refuse(problems)

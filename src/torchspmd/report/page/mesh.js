@@ -10,6 +10,13 @@ function buildMesh(root, data) {
   const links = h("div", {});
   const axes = [...new Set([...data.axes.map((axis) => axis.name), ...data.groups.map((group) => group.axis)])];
 
+  // Ranks fill one node after the other, or are where the result says.
+  const given = data.nodes && data.nodes.length ? data.nodes : null;
+  const nodeOf = (rank) => given ? given[rank] : Math.floor(rank / state.node);
+  const taken = {};
+  const seats = given && given.map((node) => (taken[node] = (taken[node] ?? -1) + 1));
+  const seatOf = (rank) => given ? seats[rank] : rank % state.node;
+
   // The group of a rank on an axis: as it was recorded; else from the mesh, whose last axis is the nearest.
   function groupOf(axis, rank) {
     const listed = data.groups.find((group) => group.axis === axis && group.ranks.includes(rank));
@@ -40,7 +47,7 @@ function buildMesh(root, data) {
     let inside = 0;
     ranks.forEach((rank, place) => {
       const next = ranks[(place + 1) % ranks.length];
-      if (Math.floor(rank / state.node) === Math.floor(next / state.node)) inside += 1;
+      if (nodeOf(rank) === nodeOf(next)) inside += 1;
     });
     return { inside, between: ranks.length > 1 ? ranks.length - inside : 0 };
   }
@@ -48,7 +55,7 @@ function buildMesh(root, data) {
   function draw() {
     clear(picture);
     const count = Math.min(data.world_size, MOST_RANKS);
-    const nodes = Math.ceil(count / state.node);
+    const nodes = given ? Math.max(...given.slice(0, count)) + 1 : Math.ceil(count / state.node);
     const big = count <= 128;
     const size = count <= 64 ? 32 : big ? 26 : count <= 1024 ? 12 : 8, gap = big ? 5 : 2;
     const perRow = Math.min(state.node, big ? 8 : 4);
@@ -62,7 +69,7 @@ function buildMesh(root, data) {
     const number = new Map();
     groups.forEach((ranks, place) => ranks.forEach((rank) => number.set(rank, place)));
     const at = (rank) => {
-      const node = Math.floor(rank / state.node), inside = rank % state.node;
+      const node = nodeOf(rank), inside = seatOf(rank);
       return [
         (node % across) * (boxWidth + 10) + 4 + gap + (inside % perRow) * (size + gap),
         Math.floor(node / across) * (boxHeight + 10) + (big ? 20 : 4) + gap + Math.floor(inside / perRow) * (size + gap),
@@ -82,7 +89,7 @@ function buildMesh(root, data) {
       const [left, top] = at(rank);
       const classes = ["gpu", own.has(rank) ? "own" : "", rank === state.rank ? "self" : ""].join(" ");
       const square = svg("rect", { x: left, y: top, width: size, height: size, rx: big ? 4 : 2, class: classes, "data-rank": rank, "data-group": number.get(rank) ?? "" });
-      square.append(svg("title", {}, `rank ${rank}, node ${Math.floor(rank / state.node)}${number.has(rank) ? `, group ${number.get(rank)} of ${state.axis}` : ""}`));
+      square.append(svg("title", {}, `rank ${rank}, node ${nodeOf(rank)}${number.has(rank) ? `, group ${number.get(rank)} of ${state.axis}` : ""}`));
       square.addEventListener("click", () => {
         state.rank = rank;
         update();
@@ -92,7 +99,7 @@ function buildMesh(root, data) {
     }
     picture.append(image);
     const ranks = [...own];
-    const nodesOf = new Set(ranks.map((rank) => Math.floor(rank / state.node)));
+    const nodesOf = new Set(ranks.map(nodeOf));
     clear(words);
     append(words, [ranks.length
       ? `Rank ${state.rank} talks to ${ranks.length - 1} other rank${ranks.length === 2 ? "" : "s"} over ${state.axis}, on ${nodesOf.size} node${nodesOf.size === 1 ? "" : "s"}: ${ranks.length <= 16 ? ranks.join(", ") : `${ranks.slice(0, 8).join(", ")}, … ${ranks.at(-1)}`}.`
@@ -108,7 +115,7 @@ function buildMesh(root, data) {
       const next = ranks[(place + 1) % ranks.length];
       if (ranks.length === 2 && place) return;
       const [x0, y0] = at(rank), [x1, y1] = at(next);
-      const between = Math.floor(rank / state.node) !== Math.floor(next / state.node);
+      const between = nodeOf(rank) !== nodeOf(next);
       // Below the squares, so that it hides no number.
       const low = Math.max(y0, y1) + size + 3 + Math.min(15, Math.abs(x1 - x0) / 12);
       image.append(svg("path", { d: `M${x0 + size / 2} ${y0 + size - 2} C${x0 + size / 2} ${low} ${x1 + size / 2} ${low} ${x1 + size / 2} ${y1 + size - 2}`, class: between ? "link between" : "link inside" }));
@@ -119,7 +126,7 @@ function buildMesh(root, data) {
     return data.groups.map((group) => {
       const { inside, between } = hops(group.ranks);
       return {
-        axis: group.axis || "–", ranks: group.ranks.length, nodes: new Set(group.ranks.map((rank) => Math.floor(rank / state.node))).size,
+        axis: group.axis || "–", ranks: group.ranks.length, nodes: new Set(group.ranks.map(nodeOf)).size,
         count: group.count, payload: group.payload_bytes, wire: group.wire_bytes, inside: linkText(inside, group.wire_bytes),
         between: linkText(between, group.wire_bytes), group,
       };
@@ -169,7 +176,7 @@ function buildMesh(root, data) {
   root.append(h("div", { class: "bar-of-tools" },
     axes.length ? h("label", {}, "axis ", select) : null,
     h("label", {}, "rank ", which),
-    h("label", {}, "GPUs in a node ", perNode),
+    given ? null : h("label", {}, "GPUs in a node ", perNode),
     data.gpus_per_node ? null : h("span", { class: "hint" }, "the result does not say how many; change it here"),
     h("span", { class: "legend" }, h("span", {}, h("i", { class: "swatch self" }), "the rank"), h("span", {}, h("i", { class: "swatch own" }), "its group"),
       h("span", {}, h("i", { class: "stroke inside" }), "link inside a node"), h("span", {}, h("i", { class: "stroke between" }), "link between nodes"))),

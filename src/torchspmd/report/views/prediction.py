@@ -308,6 +308,7 @@ def _mesh(document: Document) -> View:
         "world_size": document["world_size"],
         "rank": document.get("rank", 0),
         "gpus_per_node": document.get("gpus_per_node"),
+        "nodes": document.get("nodes") or [],
         "axes": mesh.get("axes") or [],
         "groups": mesh.get("groups") or [],
     }
