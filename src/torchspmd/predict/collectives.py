@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from torchspmd.predict.figures import Figures, Line
-from torchspmd.predict.hardware import Rows
+from torchspmd.predict.hardware import Hardware, Rows
 from torchspmd.rehearse.nodes import Nodes
 from torchspmd.rehearse.recording import Comm
 
@@ -105,22 +105,34 @@ def collective_seconds(
         kind = "all_reduce"
     if where.ranks == where.nodes * where.on_node:
         table = f"collectives.{kind}_{where.nodes}x{where.on_node}"
-        _, rows = figures.table(table)
+        measured_on, rows = figures.table(table)
         if rows:
-            return _measured(rows, nbytes)
+            link = _link_ratio(figures, measured_on) if where.nodes == 1 else 1.0
+            return _measured(rows, nbytes, link)
     price = _on_one_node if where.nodes == 1 else _over_nodes
     return price(kind, nbytes, where, figures)
 
 
-def _measured(rows: Rows, nbytes: int) -> float:
-    """Between the sizes of nccl-tests; outside of them, at the last one's rate or time."""
+def _measured(rows: Rows, nbytes: int, link: float) -> float:
+    """Between the sizes of nccl-tests; outside of them, at the last one's rate or time.
+
+    Args:
+        rows: Bytes and seconds.
+        nbytes: Of the tensor.
+        link: The rate of the links here, of that where it was measured.
+    """
     line = Line([(math.log2(size), seconds) for size, seconds in rows])
-    largest, slowest = rows[-1]
-    return (
+    (_, shortest), (largest, slowest) = rows[0], rows[-1]
+    seconds = (
         line.at(math.log2(max(nbytes, 1)))
         if nbytes <= largest
         else (slowest * nbytes / largest)
     )
+    return shortest + (seconds - shortest) / link
+
+
+def _link_ratio(figures: Figures, measured_on: Hardware) -> float:
+    return figures.number("bandwidth.nvlink") / measured_on.number("bandwidth.nvlink")
 
 
 def _on_one_node(kind: str, nbytes: int, where: Placement, figures: Figures) -> float:
@@ -141,7 +153,7 @@ def _by_ranks(table: str, ranks: int, figures: Figures) -> tuple[float, float]:
     Those of another GPU carry over by the rates of their links.
     """
     measured_on, rows = figures.table(f"collectives.{table}")
-    link = figures.number("bandwidth.nvlink") / measured_on.number("bandwidth.nvlink")
+    link = _link_ratio(figures, measured_on)
     latencies = Line([(math.log2(row[0]), row[1]) for row in rows])
     rates = Line([(math.log2(row[0]), row[2]) for row in rows])
     at = math.log2(ranks)
@@ -150,13 +162,13 @@ def _by_ranks(table: str, ranks: int, figures: Figures) -> tuple[float, float]:
 
 def _all_reduce_on_node(nbytes: int, ranks: int, figures: Figures) -> float:
     latency, rate = _by_ranks("all_reduce_ranks", ranks, figures)
-    _, rows = figures.table("collectives.all_reduce")
+    measured_on, rows = figures.table("collectives.all_reduce")
     if ranks <= 4 or not rows:
         return latency + nbytes / rate
     # Of eight ranks, with what they do in the switch on Hopper and later.
     bus = Line([(math.log2(size), rate) for size, rate in rows])
-    seconds = 2 * (ranks - 1) / ranks * nbytes / bus.at(math.log2(max(nbytes, 1)))
-    return max(latency, seconds)
+    reached = bus.at(math.log2(max(nbytes, 1))) * _link_ratio(figures, measured_on)
+    return max(latency, 2 * (ranks - 1) / ranks * nbytes / reached)
 
 
 def _over_nodes(kind: str, nbytes: int, where: Placement, figures: Figures) -> float:

@@ -112,7 +112,7 @@ class Figures:
             rows = hardware.rows(key)
             if rows:
                 self.used[key] = (hardware, hardware.figures[key])
-                return hardware, rows
+                return hardware.measured_on(key), rows
         return self.gpu, ()
 
     def assumptions(self) -> list[dict[str, Any]]:

@@ -58,12 +58,23 @@ class Hardware:
         title: As its maker calls it.
         compute_capability: Of a GPU, as in ``9.0``; "" for a network.
         figures: By ``table.key`` of the file.
+        like: The hardware that the file begins with, if any.
     """
 
     name: str
     title: str
     compute_capability: str
     figures: Mapping[str, Figure]
+    like: "Hardware | None" = None
+
+    def measured_on(self, key: str) -> "Hardware":
+        """Whose file gives a figure: this one's, or that of the hardware it is like.
+
+        What was measured there is carried over by the rates of both.
+        """
+        if self.like is None or self.like.figures.get(key) is not self.figures.get(key):
+            return self
+        return self.like.measured_on(key)
 
     def number(self, key: str) -> float:
         """The figure of this key.
@@ -123,10 +134,8 @@ def known_gpu(title: str) -> tuple[Hardware, bool]:
     An unknown GPU gets the file of the H100.
     """
     words = title.lower().replace("-", " ").split()
-    is_small = "40gb" in words
     for path in sorted(_FOLDER.glob("*.toml"), key=lambda path: -len(path.stem)):
-        name, _, size = path.stem.partition("-")
-        if name in words and (not size or is_small):
+        if set(path.stem.split("-")) <= set(words):
             return load_gpu(path.stem), True
     return load_gpu("h100"), False
 
@@ -198,6 +207,7 @@ def _load(name: str, kind: str, folder: Path) -> Hardware:
             data.get("compute_capability", base.compute_capability if base else "")
         ),
         figures=figures,
+        like=base,
     )
 
 

@@ -90,7 +90,9 @@ def power_of(
     short = figures.number("flops.bfloat16_achieved")
     sustained = figures.number("flops.bfloat16_sustained")
     exponent = figures.number("power.exponent")
-    highest = (limit - idle) * (short / sustained) ** exponent
+    reached_at = figures.gpu.measured_on("flops.bfloat16_sustained")
+    measured_limit = reached_at.number("power.limit")
+    highest = (measured_limit - idle) * (short / sustained) ** exponent
     for_byte = (figures.number("power.memory") - idle) / reached_bandwidth(figures)
     costs = list(costs)
     return Power(

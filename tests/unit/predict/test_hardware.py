@@ -6,14 +6,22 @@ import pytest
 
 from torchspmd.errors import UsageError
 from torchspmd.predict import hardware
-from torchspmd.predict.hardware import load_gpu, load_network
+from torchspmd.predict.hardware import known_gpu, load_gpu, load_network
 
 FOLDER = Path(hardware.__file__).parent / "hardware"
-GPUS = ["a100", "a100-40gb", "b200", "h100", "h100-500w", "h200"]
+GPUS = """
+a100 a100-40gb a100-pcie b200 h100 h100-500w h100-pcie h200
+""".split()
+NETWORKS = """
+efa-400 ethernet-100 ethernet-25 ib-hdr100 ib-hdr200 ib-ndr400 ib-xdr800 roce-100
+roce-200 roce-400
+""".split()
 
 
 def test_the_files_are_those_that_the_docs_name():
     assert sorted(path.stem for path in FOLDER.glob("*.toml")) == GPUS
+    folder = FOLDER / "networks"
+    assert sorted(path.stem for path in folder.glob("*.toml")) == NETWORKS
 
 
 @pytest.mark.parametrize("name", GPUS)
@@ -30,9 +38,44 @@ def test_every_gpu_has_what_memory_and_time_need(name):
     assert gpu.nbytes("cublas_workspace") == (32 << 20 if hopper else 8519680)
 
 
-@pytest.mark.parametrize("name", ["ib-hdr100", "ib-hdr200", "ib-ndr400", "efa-400"])
+@pytest.mark.parametrize("name", NETWORKS)
 def test_every_network_has_a_rate(name):
-    assert load_network(name).number("network.port") > 1e10
+    network, bits = load_network(name), float(name.lstrip("abcdefhinorstx-"))
+    ports = 8 if "TCP" in network.title else 1  # GPUs of one
+    assert network.number("network.port") == bits * 1e9 / 8 / ports
+    assert 0.5 < network.number("network.efficiency") < 1
+
+
+@pytest.mark.parametrize(
+    ("title", "name", "is_known"),
+    [
+        ("NVIDIA H200", "h200", True),
+        ("NVIDIA H100 80GB HBM3", "h100", True),
+        ("NVIDIA H100 PCIe", "h100-pcie", True),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb", True),
+        ("NVIDIA A100-SXM4-80GB", "a100", True),
+        ("NVIDIA A100 80GB PCIe", "a100-pcie", True),
+        ("NVIDIA L4", "h100", False),
+    ],
+)
+def test_a_gpu_is_known_by_the_title_that_cuda_gives(title, name, is_known):
+    gpu, is_same = known_gpu(title)
+    assert (gpu.name, is_same) == (name, is_known)
+
+
+def test_what_was_measured_belongs_to_the_file_that_gives_it(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'like = "h100-500w"\n[power]\nlimit = { value = 400, source = "me" }\n'
+    )
+    mine = load_gpu(str(path))
+    owners = {
+        "power.limit": "mine",
+        "bandwidth.memory": "h100-500w",
+        "collectives.all_reduce": "h100",
+    }
+    for key, name in owners.items():
+        assert mine.measured_on(key).name == name
 
 
 def test_rows_are_sorted_by_size():
@@ -48,11 +91,13 @@ def test_names_are_found_in_any_case():
 def test_an_unknown_name_lists_those_there_are():
     with pytest.raises(
         UsageError,
-        match=r"There is no GPU 'v100': choose one of a100, a100-40gb, b200, h100, "
-        r"h100-500w, h200, or give the path of a TOML file of your own\.",
+        match=r"There is no GPU 'v100': choose one of a100, a100-40gb, a100-pcie, b200, "
+        r"h100, h100-500w, h100-pcie, h200, or give the path of a TOML file of your own",
     ):
         load_gpu("v100")
-    with pytest.raises(UsageError, match="no network 'x': choose one of efa-400, ib-"):
+    with pytest.raises(
+        UsageError, match="no network 'x': choose one of efa-400, ether"
+    ):
         load_network("x")
     with pytest.raises(UsageError, match=r"no GPU 'none\.toml'"):
         load_gpu("none.toml")

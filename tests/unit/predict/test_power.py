@@ -57,6 +57,16 @@ def test_only_kernels_of_tensor_cores_are_slowed():
     assert at_clock(item, None, 0.5).work == 2.0
 
 
+def test_a_lower_limit_of_a_file_leaves_less_of_the_clock(tmp_path):
+    """The sustained rate is that at the limit of the file that it was measured for."""
+    path = tmp_path / "capped.toml"
+    path.write_text('like = "h200"\n[power]\nlimit = { value = 500, source = "me" }\n')
+    capped = power_of(Figures(load_gpu(str(path))), [PRODUCT], 1.0, 1)
+    watts = (500 - capped.idle) / (700 - capped.idle)
+    expected = clock([PRODUCT], 1.0) * watts ** (1 / capped.exponent)
+    assert capped.clock == pytest.approx(expected, rel=1e-3)
+
+
 def test_a_file_without_a_sustained_rate_keeps_its_clock():
     gpu = load_gpu("h200")
     left = {k: v for k, v in gpu.figures.items() if not k.startswith("power.")}

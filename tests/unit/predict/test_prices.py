@@ -6,7 +6,13 @@ from dataclasses import replace
 import pytest
 
 from torchspmd.errors import UsageError
-from torchspmd.predict.collectives import Link, collective_seconds, place, price_comm
+from torchspmd.predict.collectives import (
+    Link,
+    Placement,
+    collective_seconds,
+    place,
+    price_comm,
+)
 from torchspmd.predict.figures import Correction, Figures, Line
 from torchspmd.predict.hardware import Figure, Hardware, load_gpu, load_network
 from torchspmd.predict.host import HostModel
@@ -197,6 +203,59 @@ def test_corrections_between_cases():
 
 
 # --- collectives --------------------------------------------------------------------
+
+
+def slower(tmp_path, figure, part):
+    """An H200 of which one figure is a part of what it was."""
+    gpu = load_gpu("h200")
+    table, key = figure.split(".")
+    value = f"{{ value = {gpu.number(figure) * part}, source = 'me' }}"
+    path = tmp_path / "slower.toml"
+    path.write_text(f'like = "h200"\n[{table}]\n{key} = {value}\n')
+    return load_gpu(str(path))
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "all_to_all"])
+def test_collectives_follow_the_links_that_a_file_gives(kind, ranks, tmp_path):
+    """Tables that it takes from the file it is like were measured on other links."""
+    half, where = slower(tmp_path, "bandwidth.nvlink", 0.5), (ranks, 1, ranks)
+    before, now = (
+        collective_seconds(kind, 1 << 30, Placement(*where), Figures(gpu))
+        for gpu in (load_gpu("h200"), half)
+    )
+    assert now == pytest.approx(2 * before, rel=0.05)
+
+
+def test_collectives_that_were_measured_follow_the_links_too(tmp_path):
+    a100, path = load_gpu("a100"), tmp_path / "bridged.toml"
+    path.write_text(
+        'like = "a100"\n[bandwidth]\nnvlink = { value = 1.5e11, source = "me" }\n'
+    )
+    before, now = (
+        collective_seconds("all_reduce", 1 << 29, Placement(8, 1, 8), Figures(gpu))
+        for gpu in (a100, load_gpu(str(path)))
+    )
+    assert now == pytest.approx(2 * before, rel=0.02)
+
+
+def test_kernels_follow_the_memory_that_a_file_gives(tmp_path):
+    x = tensor(1 << 28)
+    add = operator("add.Tensor", (x, x), (x,))
+    half = slower(tmp_path, "bandwidth.memory", 0.5)
+    before, now = (
+        Pricer(Figures(gpu)).price(add).seconds for gpu in (load_gpu("h200"), half)
+    )
+    assert now == pytest.approx(2 * before, rel=0.05)
+
+
+def test_products_follow_the_rates_that_a_file_gives(tmp_path):
+    half = slower(tmp_path, "flops.bfloat16_achieved", 0.5)
+    before, now = (
+        Pricer(Figures(gpu)).price(product(8192, 8192, 8192)).seconds
+        for gpu in (load_gpu("h200"), half)
+    )
+    assert now == pytest.approx(2 * before, rel=0.1)
 
 
 def test_ranks_are_placed_on_nodes_in_their_order():
