@@ -35,6 +35,7 @@ def run(options: argparse.Namespace) -> int:
     measured = calibrate(
         device,
         seconds=options.seconds,
+        devices=torch.cuda.device_count(),
         progress=lambda section: print(f"{section} ...", file=sys.stderr, flush=True),
     )
     base, is_same = known_gpu(title)

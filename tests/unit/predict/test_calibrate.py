@@ -2,12 +2,20 @@
 
 import itertools
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 
 from torchspmd._cli import main
-from torchspmd.predict.calibration import Limits, calibrate, run, with_other_cases
+from torchspmd.predict.calibration import (
+    Calibration,
+    Limits,
+    calibrate,
+    collectives,
+    run,
+    with_other_cases,
+)
 from torchspmd.predict.calibration.meter import Meter
 from torchspmd.predict.collectives import collective_seconds, place
 from torchspmd.predict.figures import Figures
@@ -168,6 +176,39 @@ def test_all_that_is_wrong_with_the_options_is_said_at_once(capsys, tmp_path):
     assert "--out must end in .toml, not x.txt" in text
     assert "--seconds must be more than 0" in text
     assert "give --nccl-tests" in text
+
+
+def test_collectives_between_the_devices_of_a_machine(tmp_path):
+    result, limits = Calibration(), Limits(nbytes=1 << 17)
+    device = torch.device("cpu")
+    tables = run._collectives(device, 2, limits, result, "measured here")
+    assert result.notes == []
+    kinds = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
+    assert sorted(tables) == [f"collectives.{kind}_1x2" for kind in kinds]
+    assert result.cases == 3 * len(kinds)
+    path = tmp_path / "mine.toml"
+    base = load_gpu("h100")
+    path.write_text(hardware_text(replace(base, figures={**base.figures, **tables})))
+    figures = Figures(load_gpu(str(path)))
+    for kind in kinds:
+        sizes, seconds = zip(*tables[f"collectives.{kind}_1x2"].value, strict=True)
+        assert sizes == (1 << 13, 1 << 15, 1 << 17)
+        told = collective_seconds(kind, 1 << 15, place((0, 1), Nodes(8)), figures)
+        assert told == pytest.approx(seconds[1], rel=1e-3)
+
+
+def fails(*arguments):
+    raise ValueError("no luck")
+
+
+def test_collectives_that_fail_are_told_and_leave_the_others(monkeypatch):
+    monkeypatch.setattr(collectives, "_time_kind", fails)
+    monkeypatch.setattr(collectives, "_CALLS", {"all_reduce": None})
+    result = Calibration()
+    device = torch.device("cpu")
+    assert run._collectives(device, 2, Limits(nbytes=1 << 13), result, "here") == {}
+    (note,) = result.notes
+    assert note == "collectives.all_reduce_1x2, not measured: ValueError: no luck"
 
 
 NCCL_TESTS = """\

@@ -17,11 +17,12 @@ examples:
   torchspmd calibrate --gpu h100 --nccl-tests all_reduce.txt --out my.toml
 
 It measures matrix products, attention, convolutions, memory-bound operators, copies, and
-how long the host takes to issue each. Nothing else should run on the GPU. What one GPU
-cannot show (collectives, and the ratios under [kernels]) comes from the package's file of
-the same or the most similar GPU; each figure names its source. --nccl-tests adds times of
-collectives from outputs of nccl-tests. With --gpu, nothing is measured, and the outputs are
-added to an existing file.
+how long the host takes to issue each; where there are several GPUs, also collectives
+between 2, 4, ... and all of them. Nothing else should run on the GPUs. What cannot be
+measured (collectives of one GPU, and the ratios under [kernels]) comes from the package's
+file of the same or the most similar GPU; each figure names its source. --nccl-tests adds
+times of collectives from outputs of nccl-tests, over several nodes too. With --gpu, nothing
+is measured, and the outputs are added to an existing file.
 
 exit code: 0 when all is measured, 1 when a part could not be, 2 wrong use
 """
@@ -41,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=90.0,
         metavar="X",
-        help="time to spend on measuring (default: 90)",
+        help="time to spend on one GPU (default: 90); collectives come on top",
     )
     parser.add_argument(
         "--nccl-tests",

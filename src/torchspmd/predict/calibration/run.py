@@ -15,9 +15,12 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
+from torchspmd.errors import SpmdError
 from torchspmd.predict.calibration import host, memory_bound, products
+from torchspmd.predict.calibration.collectives import group_sizes, measure_collectives
 from torchspmd.predict.calibration.meter import Case, Limits, Meter, Section
 from torchspmd.predict.hardware import Figure, Rows
+from torchspmd.testing import Ranks
 
 __all__ = ["Calibration", "calibrate", "with_other_cases"]
 
@@ -63,6 +66,7 @@ def calibrate(
     *,
     seconds: float = 90.0,
     limits: Limits | None = None,
+    devices: int = 1,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Calibration:
     """Measure every section on this device, in about this time.
@@ -70,8 +74,9 @@ def calibrate(
     Args:
         device: ``cuda``; on another one the figures mean nothing, and only show that the
             sections run.
-        seconds: To spend, without the start of CUDA.
+        seconds: To spend, without the start of CUDA and without collectives.
         limits: The largest cases; None: those of a data-centre GPU.
+        devices: Of this machine: collectives between 2, 4, ... of them are measured.
         progress: Is told what is measured.
     """
     limits = limits or Limits()
@@ -96,6 +101,9 @@ def calibrate(
         for of_host, again in _HOST:
             _measure(of_host, again(meter, limits), rows, numbers, result)
     source = _source(device)
+    for ranks in group_sizes(devices):
+        progress(f"collectives of {ranks} GPUs")
+        result.figures |= _collectives(device, ranks, limits, result, source)
     for key, table in rows.items():
         value: Rows = tuple(sorted(table))
         result.figures[key] = Figure(value, source)
@@ -148,6 +156,25 @@ def _measure(
         result.notes.append(f"{name}, {count} not measured: {problem}")
     if left_out:
         result.notes.append(f"{name}: {left_out} cases left out, their time was up")
+
+
+def _collectives(
+    device: torch.device, count: int, limits: Limits, result: Calibration, source: str
+) -> dict[str, Figure]:
+    """Tables of each kind between some devices of this machine."""
+    figures = {}
+    with Ranks(count, backend="nccl" if device.type == "cuda" else "gloo") as ranks:
+        for key, measure in measure_collectives(ranks, limits.nbytes):
+            try:
+                rows = measure()
+            except SpmdError as error:
+                text = str(error).strip().splitlines()
+                reason = text[-1] if text else ""
+                result.notes.append(f"{key}, not measured: {reason[:200]}")
+            else:
+                figures[key] = Figure(rows, source)
+                result.cases += len(rows)
+    return figures
 
 
 def _source(device: torch.device) -> str:
