@@ -73,6 +73,23 @@ def test_predict_writes_what_the_format_promises(script, tmp_path, capsys):
     assert max(map(len, lines)) <= 80
 
 
+def test_predictions_are_equal_on_every_run_and_every_rank(script, tmp_path, capsys):
+    """Ranks with equal shards, on either node; whatever ran before in this process."""
+    out, told = tmp_path / "prediction.json", []
+    for rank in ("0", "0", "5", "15"):
+        assert (
+            predict(script, "--world-size", "16", "--rank", rank, "--json", str(out))
+            == 0
+        )
+        data = json.loads(out.read_text())
+        told.append({key: data[key] for key in data if key not in ("rank", "command")})
+    first, again, *others = told
+    assert again == first
+    for other in others:
+        for key in ("step_seconds", "host_seconds", "exposed_seconds", "memory", "mfu"):
+            assert other[key] == first[key], key
+
+
 TENSOR_PARALLEL = """
 import os
 import torch
