@@ -433,6 +433,22 @@ def test_the_mesh_shows_groups_and_links(tab, document):
     assert tab.js(own) == [rank + 5 for rank in dp["ranks"]]
 
 
+def test_ranks_are_drawn_on_the_nodes_that_they_are_on(browser, tmp_path):
+    """Cyclic: the eight ranks of tp, one after the other, are on all eight nodes."""
+    spread = prediction()
+    spread["nodes"] = [rank % 8 for rank in range(spread["world_size"])]
+    write_page(spread, tmp_path / "page.html")
+    with browser.open(tmp_path / "page.html") as tab:
+        open_view(tab, "mesh")
+        assert state(tab, "mesh", "view.own()") == 8
+        count = "document.querySelectorAll('#view-mesh path.{}').length"
+        assert tab.js(count.format("between")) == 8
+        assert tab.js(count.format("inside")) == 0
+        titles = "document.querySelector(\"rect[data-rank='9'] title\").textContent"
+        assert tab.js(titles).startswith("rank 9, node 1")
+        assert not tab.js("document.querySelector(\"[aria-label='GPUs in a node']\")")
+
+
 def test_a_plan_shows_who_holds_what(browser, pages):
     pieces = "[...document.querySelectorAll('.piece')].map(e => e.textContent)"
     with browser.open(pages / "plan.html") as tab:

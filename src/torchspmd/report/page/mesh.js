@@ -43,10 +43,13 @@ function buildMesh(root, data) {
     return groups;
   }
 
+  // NCCL's rings go through all ranks of a node before they leave it.
+  const ringOf = (ranks) => [...ranks].sort((one, other) => nodeOf(one) - nodeOf(other) || one - other);
   function hops(ranks) {
     let inside = 0;
-    ranks.forEach((rank, place) => {
-      const next = ranks[(place + 1) % ranks.length];
+    const ring = ringOf(ranks);
+    ring.forEach((rank, place) => {
+      const next = ring[(place + 1) % ring.length];
       if (nodeOf(rank) === nodeOf(next)) inside += 1;
     });
     return { inside, between: ranks.length > 1 ? ranks.length - inside : 0 };
@@ -107,9 +110,8 @@ function buildMesh(root, data) {
     groups.length ? ` The axis has ${groups.length} group${groups.length === 1 ? "" : "s"}${data.world_size > MOST_RANKS ? ` among the first ${MOST_RANKS} ranks, which are drawn` : ""}.` : ""]);
   }
 
-  // The ring of the group, in the order of its ranks.
   function drawLinks(image, at, size) {
-    const ranks = groupOf(state.axis, state.rank).filter((rank) => rank < MOST_RANKS);
+    const ranks = ringOf(groupOf(state.axis, state.rank).filter((rank) => rank < MOST_RANKS));
     if (ranks.length < 2 || ranks.length > 64) return;
     ranks.forEach((rank, place) => {
       const next = ranks[(place + 1) % ranks.length];
@@ -158,7 +160,7 @@ function buildMesh(root, data) {
       sum.between += each.between * row.wire;
     }
     links.append(h("p", { class: "hint" }, `Over the links of these groups: `, h("b", { "data-value": sum.inside }, bytes(sum.inside)), " inside nodes, ",
-      h("b", { "data-value": sum.between }, bytes(sum.between)), " between nodes. Bytes are those of a ring in the order of the ranks; NCCL may choose another path."));
+      h("b", { "data-value": sum.between }, bytes(sum.between)), " between nodes. Bytes are those of a ring that goes through one node after the other; NCCL may choose another path."));
   }
 
   const select = h("select", { "aria-label": "Axis", onchange: () => {
