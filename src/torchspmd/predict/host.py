@@ -33,7 +33,6 @@ __all__ = ["HostModel"]
 # While recomputing: one for each tensor that is kept for backward.
 _SAVED = "detach"
 _MANY = 15  # kinds of operators in turn: more are no slower
-_OF_A_LAYER = 1  # other kind between two fused kernels in compiled code: a product
 _SEVERAL = 5  # times the shortest kernel: it is more than one
 # A cell of a recurrent layer: its product and its gates, in backward also memory that is
 # set to zero. An H200's host launched 4,170 of these in 30 ms, and took 10.8 us for an
@@ -171,11 +170,13 @@ class HostModel:
             seconds = kernels * self.figures.number("launch.graph")
         else:
             seconds = kernels * self._fused + self._beside_fused(op)
-        # Pieces of a compiled step are called without guards and autograd.
+        # Pieces of a compiled step are called without guards and autograd. What is called
+        # once in a step is slower than in a loop; kernels were measured among others.
         if op.region != self._region and op.through != "compiled":
-            seconds += self.figures.number(f"launch.compiled_{way}_region")
+            entry = self.figures.number(f"launch.compiled_{way}_region")
+            seconds += entry * self.figures.number("host_mixed.region")
         self._region = op.region
-        return seconds * self._after(_OF_A_LAYER)
+        return seconds
 
     @cached_property
     def _fused(self) -> float:
@@ -226,12 +227,11 @@ class HostModel:
         """How much longer than in a loop: others have driven its code out of the caches."""
         if op.views and base_name(op.name) == _SAVED:
             return 1.0  # hooks of a checkpoint
-        others = 0
-        for name in reversed(self._kinds):
-            if name == op.name:
-                break
-            others += 1
-        self._kinds.pop(op.name, None)
+        others = _MANY  # since it ran in the step before
+        if op.name in self._kinds:
+            kinds = reversed(self._kinds)
+            others = next(place for place, name in enumerate(kinds) if name == op.name)
+            del self._kinds[op.name]
         self._kinds[op.name] = None
         return self._after(others)
 

@@ -454,6 +454,17 @@ def host_seconds(gpu, ops):
     return [host.seconds(op) for op in ops]
 
 
+def test_entering_a_compiled_region_is_slower_than_in_a_loop():
+    gpu = load_gpu("h200")
+    mul = operator("mul.Tensor", (tensor(64), tensor(64)), (tensor(64),))
+    mul = mul._replace(region=1)
+    host = HostModel(Figures(gpu))
+    first, *others = (host.seconds(mul) for _ in range(20))
+    entry = gpu.number("launch.compiled_forward_region")
+    assert first - others[0] == pytest.approx(entry * gpu.number("host_mixed.region"))
+    assert max(others) == min(others)  # kernels are no slower among others
+
+
 def test_kinds_in_turn_take_longer_than_a_loop_of_one():
     x = tensor(8)
     names = "add mul gelu relu silu exp neg tanh cos sin sqrt abs floor ceil round erf"

@@ -328,10 +328,10 @@ def test_unknown_operators_are_listed():
 def test_operators_of_a_compiled_region_are_one_kernel():
     def body(script, region):
         for at in range(10):
-            inputs = (tensor(1 << 26, storage=at),)
-            outputs = (tensor(1 << 26, storage=at + 1),)
+            inputs = (tensor(1 << 28, storage=at),)
+            outputs = (tensor(1 << 28, storage=at + 1),)
             script.op("aten.relu.default", inputs, outputs, region=region)
-        last = tensor(1 << 26, storage=10)
+        last = tensor(1 << 28, storage=10)
         script.op("aten.sum.default", (last,), (tensor(1, storage=99),))
 
     eager, compiled = (
