@@ -7,7 +7,7 @@ the next bottleneck is not praised for more than it brings.
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from torchspmd.comm import format_bytes
+from torchspmd.comm import format_bytes, of_axis
 from torchspmd.predict.account import Part, account_for
 from torchspmd.predict.collectives import price_comm
 from torchspmd.predict.prediction import TimePrediction, simulate_programs
@@ -183,7 +183,7 @@ def _hide_communication(prediction: TimePrediction) -> Iterator[Change]:
         worst = next(entry for entry in entries if entry["axis"] == axis)
         where = f" of {worst['module']}" if worst["module"] else ""
         yield Change(
-            f"overlap or shrink the communication of axis {axis}: most is waited for in "
+            f"overlap or shrink the communication {of_axis(axis)}: most is waited for in "
             f"{worst['kind']}{where}, {worst['cause']}",
             _with_items(prediction.program, items),
             "simulated without that communication: the most that can be gained",
@@ -216,7 +216,7 @@ def _reduce_in_bfloat16(prediction: TimePrediction) -> Iterator[Change]:
             f"reduce gradients in bfloat16: {how}; sums are less precise",
             _with_items(prediction.program, items),
             "simulated with half the bytes",
-            frozenset(map(_axis, reduced)),
+            frozenset(comm.label for comm in reduced),
         )
 
 
@@ -252,7 +252,7 @@ def _gather_once(prediction: TimePrediction) -> Iterator[Change]:
         f"whole parameters stay until then, {needed}",
         _with_items(prediction.program, items),
         "simulated without these gathers",
-        frozenset(map(_axis, again)),
+        frozenset(comm.label for comm in again),
     )
 
 
@@ -261,11 +261,7 @@ def _categories(recording: Recording, specs: Sequence[TensorSpec]) -> set[Catego
 
 
 def _is_of(event: Event | None, axis: str) -> bool:
-    return isinstance(event, Comm) and _axis(event) == axis
-
-
-def _axis(comm: Comm) -> str:
-    return comm.axis or comm.group
+    return isinstance(event, Comm) and event.label == axis
 
 
 def _keep_activations(prediction: TimePrediction) -> Iterator[Change]:

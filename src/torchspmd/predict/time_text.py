@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from torchspmd.comm import of_axis
 from torchspmd.predict.account import Part
 from torchspmd.predict.prediction import TimePrediction
 from torchspmd.predict.text import size_text
@@ -114,10 +115,11 @@ def _exposed(prediction: TimePrediction, most: int) -> Iterator[str]:
     if account.exposed:
         yield "Communication that computation waits for:"
     for entry in exposed_by_layers([each.as_json() for each in account.exposed])[:most]:
+        size = size_text(entry["bytes"] / entry["count"])
         yield (
-            f"  {seconds_text(entry['seconds']):>10}  {entry['kind']} of axis "
-            f"{entry['axis']} in {entry['module'] or 'no module'}, {entry['count']} x "
-            f"{size_text(entry['bytes'] / entry['count'])}: {entry['cause']}"
+            f"  {seconds_text(entry['seconds']):>10}  {entry['kind']} "
+            f"{of_axis(entry['axis'])} in {entry['module'] or 'no module'}, "
+            f"{entry['count']} x {size}: {entry['cause']}"
         )
 
 

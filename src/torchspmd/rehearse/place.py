@@ -22,6 +22,7 @@ class Maker(Enum):
     FSDP_PARAMETER = "fsdp parameter"
     FSDP_COLLECTIVE = "fsdp collective"
     DDP = "ddp"
+    INITIALISER = "initialiser"
 
 
 class Place(NamedTuple):
@@ -53,6 +54,7 @@ _MAKERS = (
     ("nn/utils/clip_grad.py", Maker.OPTIMIZER),
     ("amp/grad_scaler.py", Maker.OPTIMIZER),
     ("optim/lbfgs.py", Maker.OPTIMIZER),
+    ("nn/init.py", Maker.INITIALISER),
 )
 # By identity: a code object's own hash reads all its bytecode. Held, so that no other
 # function can take their place.
