@@ -42,6 +42,7 @@ _KEYS = (
     "optimizer_seconds",
     "step_error",
     "power",
+    "stages",
     "model_flops",
     "mfu",
     "notes",

@@ -453,6 +453,36 @@ def test_two_stages_of_a_pipeline_are_joined():
     for result in both:
         assert result.account.parts[Part.BUBBLE] > 0.8 * product
         assert result.step_seconds > 9 * product
+        assert [each.rank for each in result.stages] == [0, 1]
+        assert "The stages are uneven" not in describe_time(result)
+
+
+def test_of_uneven_stages_the_slowest_is_named_and_the_mean_is_told():
+    def stage(first):
+        def body(script):
+            peer = 1 if first else 0
+            script.comm("send" if first else "recv", 1 << 20, peer=peer, is_async=False)
+            for _ in range(1 if first else 3):
+                script.product(4096)
+
+        return two_steps(body, world_size=2, rank=0 if first else 1)
+
+    result = predict_time([stage(True), stage(False)], H100)
+    light, heavy = result.stages
+    assert light.flops == result.flops()
+    assert heavy.flops == 3 * light.flops
+    assert result.model_flops == 2 * light.flops
+    assert light.compute_seconds == pytest.approx(result.account.parts[Part.COMPUTE])
+    assert heavy.compute_seconds == pytest.approx(3 * light.compute_seconds, rel=0.02)
+    text = describe_time(result)
+    assert "a rank, the mean of 2 stages" in text
+    assert "The stages are uneven: rank 1 computes for" in text
+
+
+def test_why_a_pipeline_has_no_time():
+    stages = [two_steps(training, world_size=2), Recording(2, 1)]
+    text = describe_time(predict_time(stages, H100, NETWORK))
+    assert text == "No step time: another rank of the pipeline made no optimizer step."
 
 
 def test_predictions_are_equal_on_every_run():

@@ -116,7 +116,18 @@ def _memory_sentence(document: Document) -> str:
         )
         if failure.get("operator"):
             text += f" ({failure['operator']})"
-    return text + "."
+    return f"{text}.{_of_worst_stage(document)}"
+
+
+def _of_worst_stage(document: Document) -> str:
+    """Of a pipeline, another stage may need more."""
+    stages = document.get("stages") or {}
+    known = {rank: each["memory"] for rank, each in stages.items() if each["memory"]}
+    rank = min(known, key=lambda each: known[each]["margin_bytes"], default=None)
+    if rank is None or int(rank) == document.get("rank", 0):
+        return ""
+    needs = format_bytes(known[rank]["device_peak_bytes"])
+    return f" Rank {rank}, another stage of the pipeline, needs the most: {needs}."
 
 
 def _figures(document: Document) -> list[dict[str, Any]]:
