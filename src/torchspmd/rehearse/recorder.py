@@ -60,7 +60,7 @@ from torchspmd.rehearse.recording import (
     TensorSpec,
     Wait,
 )
-from torchspmd.rehearse.shapes import CHOOSES, SHAPES, choosing
+from torchspmd.rehearse.shapes import CHOOSES, SHAPES, choosing, is_told_its_size
 from torchspmd.rehearse.values import KEEPS_VALUES, READS_VALUE, Values
 from torchspmd.rehearse.workspaces import Processor, allocation_order, workspaces
 from torchspmd.trace.modules import ModuleTracker, follow, unfollow
@@ -360,6 +360,8 @@ class Recorder:
     ) -> Callable[[], Any]:
         """What runs an operator whose result's shape depends on values."""
         run, assumed = choosing(func, name, args, kwargs)
+        if is_told_its_size(name, kwargs):
+            return run
         if assumed:
             line = read_place().line
             self.values.note(f"{line} chooses by values ({name}): {assumed}.")

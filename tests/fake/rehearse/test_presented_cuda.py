@@ -547,6 +547,23 @@ def test_host_tensors_keep_their_values(rehearse):
         assert isinstance(torch.empty(1 << 24), FakeTensor)  # 64 MiB are not made
 
 
+def test_what_compiled_code_would_do_at_the_same_time_is_noted(rehearse):
+    from torch._inductor import config
+
+    with config.patch(_micro_pipeline_tp=True), rehearse() as recording:
+        torch.compile(nn.Linear(4, 4).cuda())
+    assert any("would split products" in note for note in recording.notes)
+
+
+def test_a_library_is_named_by_its_own_path(rehearse):
+    source = "def read(x):\n    return x.item()\n"
+    names = {}
+    exec(compile(source, "/venv/lib/site-packages/library/loss.py", "exec"), names)
+    with rehearse() as recording:
+        names["read"](torch.rand(1, device="cuda"))
+    assert recording.notes[0].startswith("library/loss.py:2 read reads a value")
+
+
 def test_compiled_regions_are_numbered(rehearse):
     with rehearse() as recording:
         layer = torch.compile(nn.Linear(4, 4).cuda())
