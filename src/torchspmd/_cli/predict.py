@@ -129,7 +129,7 @@ def _predict(options: argparse.Namespace, others: OtherRanks) -> int:
         recording.notes.append(
             f"No --network was given: {network.title} is taken to be between the nodes."
         )
-    faster = [] if options.brief else suggest_faster(timed)
+    faster = [] if options.brief else suggest_faster(timed, room=account.margin)
     smaller = [] if options.brief else suggest(account)
     _report(account, worst, timed, smaller, faster)
     if options.json or options.html or options.perfetto:

@@ -4,6 +4,7 @@ A change is made to the recorded step, and the step is simulated again: what onl
 the next bottleneck is not praised for more than it brings.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -47,6 +48,7 @@ class Change(NamedTuple):
         how: What was simulated.
         axes: Those whose communication it changes.
         is_bound: Whether nobody can do it: it says how much there is to gain.
+        needs: Bytes of the device, for good or for a while.
     """
 
     text: str
@@ -54,6 +56,7 @@ class Change(NamedTuple):
     how: str
     axes: frozenset[str] = frozenset()
     is_bound: bool = False
+    needs: int = 0
 
 
 class Gain(NamedTuple):
@@ -64,13 +67,20 @@ class Gain(NamedTuple):
     how: str
 
 
-def suggest_faster(prediction: TimePrediction) -> list[Gain]:
-    """The three changes that gain most, the best first."""
+def suggest_faster(prediction: TimePrediction, room: float = math.inf) -> list[Gain]:
+    """The three changes that gain most, the best first.
+
+    Args:
+        prediction: Of the step as it is.
+        room: Bytes of the device that are left: changes that need more are not told.
+    """
     account = prediction.account
     if account is None or prediction.run is None or len(prediction.run.tasks) > 1:
         return []  # of a pipeline, one stage's change moves the others'
     gains: list[tuple[Gain, Change]] = []
     for change in _changes(prediction):
+        if change.needs > room:
+            continue
         run, _ = simulate_programs([change.program], prediction.figures)
         seconds = account.seconds - account_for(run).seconds
         if seconds >= _WORTH * account.seconds:
@@ -246,13 +256,14 @@ def _gather_once(prediction: TimePrediction) -> Iterator[Change]:
         item._replace(work=0.0) if item.event in again else item
         for item in prediction.program.items
     ]
-    needed = format_bytes(sum(comm.payload_bytes for comm in again))
+    needs = sum(comm.payload_bytes for comm in again)
     yield Change(
         "fully_shard(reshard_after_forward=False): gathers nothing again in backward; "
-        f"whole parameters stay until then, {needed}",
+        f"whole parameters stay until then, {format_bytes(needs)}",
         _with_items(prediction.program, items),
         "simulated without these gathers",
         frozenset(comm.label for comm in again),
+        needs=needs,
     )
 
 

@@ -31,6 +31,7 @@ from torchspmd.rehearse.recording import (
     TensorSpec,
     Wait,
 )
+from torchspmd.report.views.prediction import exposed_by_layers
 
 H100, NETWORK = load_gpu("h100"), load_network("ib-ndr400")
 
@@ -271,6 +272,8 @@ def test_parameters_that_are_gathered_again_get_the_remedy():
     gain = suggest_faster(result)[0]
     assert "reshard_after_forward=False" in gain.text
     assert "256 MiB" in gain.text
+    full = suggest_faster(result, room=200 << 20)
+    assert not any("reshard_after_forward" in each.text for each in full)
     # What could be gained at most is not told beside what gains it.
     assert not any("the most" in each.how for each in suggest_faster(result))
     forward = wrapped("all_gather", Phase.FORWARD, Category.COMMUNICATION)
@@ -601,3 +604,36 @@ def test_the_error_to_expect_is_larger_where_the_host_is_near():
     assert alone.error < error_bar(gpu, multi_rank=True).error < near.error
     assert error_bar(gpu, multi_rank=True, near_host=True) == near
     assert "calibrate" in near.source
+
+
+def test_waits_of_like_layers_are_one_row_whatever_each_of_them_took():
+    def wait(layer, cause, seconds=1.0):
+        return {
+            "axis": "dp",
+            "kind": "all_gather",
+            "module": f"GPT.layers.{layer}",
+            "seconds": seconds,
+            "bytes": 8,
+            "count": 1,
+            "cause": cause,
+        }
+
+    behind = "queued behind reduce_scatter of GPT.layers.{} on the same communicator"
+    rows = exposed_by_layers(
+        [
+            wait(0, behind.format(1)),
+            wait(1, behind.format(2)),
+            wait(
+                2, "longer (3.00 ms) than the computation that it overlaps with (1 ms)"
+            ),
+            wait(5, behind.format(6)),
+        ]
+    )
+    assert [(row["module"], row["count"], row["cause"]) for row in rows] == [
+        ("GPT.layers.[0-1,5]", 3, behind.format("*")),
+        (
+            "GPT.layers.2",
+            1,
+            "longer (3.00 ms) than the computation that it overlaps with (1 ms)",
+        ),
+    ]

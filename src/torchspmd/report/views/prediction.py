@@ -1,5 +1,6 @@
 """A prediction: every view has data, but for what the command left out."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -217,24 +218,38 @@ def exposed_by_layers(exposed: list[dict[str, Any]]) -> list[dict[str, Any]]:
     numbers: dict[tuple[Any, ...], Numbers] = {}
     for entry in exposed:
         path, found = without_numbers(entry["module"] or "")
-        key = (path, entry["kind"], entry["axis"], entry.get("cause"))
+        cause = entry.get("cause")
+        key = (path, entry["kind"], entry["axis"], cause and _in_general(cause))
         row = sums.setdefault(
             key,
             {
                 "kind": entry["kind"],
                 "axis": entry["axis"],
-                "cause": entry.get("cause"),
+                "cause": cause,
                 "seconds": 0.0,
                 "bytes": 0,
                 "count": 0,
             },
         )
+        if cause != row["cause"]:
+            row["cause"] = _in_general(row["cause"])
         row["seconds"] += entry["seconds"]
         row["bytes"] += entry.get("bytes") or 0
         row["count"] += entry.get("count") or 1
         numbers[key] = united(numbers.get(key, ()), found)
         row["module"] = with_numbers(path, numbers[key])
     return sorted(sums.values(), key=lambda row: -float(row["seconds"]))
+
+
+def _in_general(cause: str) -> str:
+    """What is the same of like layers: without times, and numbers of modules.
+
+    >>> _in_general("queued behind send of GPT.layers.3.mlp on the same communicator")
+    'queued behind send of GPT.layers.*.mlp on the same communicator'
+    >>> _in_general("longer (3.1 ms) than the computation that it overlaps with (1 ms)")
+    'longer than the computation that it overlaps with'
+    """
+    return re.sub(r"\.\d+\b", ".*", re.sub(r" \([^)]*\)", "", cause))
 
 
 def _tables(document: Document) -> list[View]:
