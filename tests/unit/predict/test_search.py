@@ -232,6 +232,8 @@ def test_the_reason_of_a_failed_script_is_its_error(tmp_path):
 def test_a_repeated_argument_is_swept_with_its_one_value():
     space = read_space(["--layers", "32", "--tp", "{1,2}"], also="layers")
     assert space.swept == {"layers": (32,), "tp": (1, 2)}
+    dotted = read_space(["--model.layers", "8", "--tp", "{1,2}"], also="model.layers")
+    assert dotted.swept["model_layers"] == (8,)
     with pytest.raises(UsageError, match=r"--repeat depth: .* as in -- --depth 32"):
         read_space(["--tp", "{1,2}"], also="depth")
     with pytest.raises(UsageError, match="nothing to search"):
