@@ -153,6 +153,11 @@ def _fits(
     room = memory["device_bytes"] - outside
     reserved = memory["reserved_peak_bytes"]
     allocated = memory.get("allocated_peak_bytes", reserved)
+    # Few blocks find room in what is reserved for something larger, such as a loss; the
+    # others do not, and what is reserved beside tensors does not become less.
+    beside = more["reserved_peak_bytes"] - more.get("allocated_peak_bytes", 0)
+    if "allocated_peak_bytes" in more:
+        reserved = max(reserved, allocated + beside)
     if few.get("first_failure") or more.get("first_failure"):
         reserved = max(
             allocated, few["reserved_peak_bytes"], more["reserved_peak_bytes"]

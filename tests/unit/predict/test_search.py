@@ -330,6 +330,16 @@ def test_the_stage_that_needs_the_most_memory_is_extended_by_itself():
     assert of_worst_stage(figures(2, 5, 5)) == figures(2, 5, 5)
 
 
+def test_what_is_reserved_beside_tensors_does_not_become_less():
+    few, more = figures(2, 5, 0), figures(4, 5, 0)
+    for each in (few, more):  # a loss that needs more than few blocks do
+        each["memory"]["reserved_peak_bytes"] = 60
+        each["memory"]["device_peak_bytes"] = 70
+    told = extend(few, more, (2, 4), 20)
+    assert told["memory"]["reserved_peak_bytes"] == 140  # 100 of tensors, 40 beside
+    assert told["fits"] == "yes"
+
+
 def test_where_few_blocks_run_out_of_memory_what_is_allocated_is_extended():
     full = figures(4, 60, 48, ran_out=True)  # the allocator gave back what it could
     told = extend(figures(2, 60, 75), full, (2, 4), 30)
