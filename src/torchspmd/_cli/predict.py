@@ -147,19 +147,16 @@ def _stages(
     timed: TimePrediction, accounts: dict[int, MemoryAccount]
 ) -> dict[str, Any]:
     """Of a pipeline, what tells its stages apart; memory of those that were rehearsed."""
-    return {
-        str(stage.rank): {
+    told: dict[str, Any] = {}
+    for stage in timed.stages:
+        account = accounts.get(stage.rank)
+        told[str(stage.rank)] = {
             "compute_seconds": stage.compute_seconds,
             "model_flops": stage.flops,
-            "fits": stage.rank in accounts and accounts[stage.rank].fits.value,
-            "memory": stage.rank in accounts and _memory_figures(accounts[stage.rank]),
+            "fits": account and account.fits.value,
+            "memory": account and {**account.as_json(), "holders": []},
         }
-        for stage in timed.stages
-    }
-
-
-def _memory_figures(account: MemoryAccount) -> dict[str, Any]:
-    return {**account.as_json(), "holders": [], "curve": None}
+    return told
 
 
 def _time(
