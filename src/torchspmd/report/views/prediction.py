@@ -177,14 +177,19 @@ def _step(document: Document) -> View | None:
     if busy:
         hidden = max(0.0, busy - (document.get("exposed_seconds") or 0))
         note = (
-            f"Communicators are busy for {_ms(busy)}, of which {_ms(hidden)} are hidden "
+            f"Communicators are busy for {_time(busy)}, of which {_time(hidden)} are hidden "
             "behind computation or each other."
         )
     return {"parts": parts, "total": total, "note": note}
 
 
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms"
+def _time(seconds: float) -> str:
+    """Seconds as the page writes them.
+
+    >>> _time(0.0123), _time(13.27)
+    ('12.3 ms', '13.27 s')
+    """
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
 
 
 def _causes(document: Document) -> View | None:
