@@ -177,8 +177,8 @@ def _step(document: Document) -> View | None:
     if busy:
         hidden = max(0.0, busy - (document.get("exposed_seconds") or 0))
         note = (
-            f"Communicators are busy for {_time(busy)}, of which {_time(hidden)} are hidden "
-            "behind computation or each other."
+            f"Communicators are busy for {_time(busy)}, of which {_time(hidden)} are "
+            "hidden behind computation or each other."
         )
     return {"parts": parts, "total": total, "note": note}
 
