@@ -23,8 +23,6 @@ _STATES = frozenset(
         Category.OPTIMIZER_STATE.value,
     }
 )
-# What wrappers copy gradients into before they are added up.
-_GRADIENTS = frozenset({Category.GRADIENT, Category.COMMUNICATION})
 _BATCH = frozenset(
     {Category.ACTIVATION.value, Category.TEMPORARY.value, Category.INPUT.value}
 )
@@ -181,16 +179,20 @@ def _replicas(recording: Recording) -> tuple[int, str]:
         return node, f"on the {node} GPUs of a node"
     if not recording.groups:
         return everyone, f"over the {everyone} ranks"
-    storages = recording.storages
     nbytes = sum(
-        info.nbytes for info in storages.values() if info.category == Category.PARAMETER
+        info.nbytes
+        for info in recording.storages.values()
+        if info.category == Category.PARAMETER
     )
+    # A group that also adds up in forward has parts of layers, and sends activations.
     sent: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    forward: Counter[tuple[str, tuple[int, ...]]] = Counter()
     for event in recording.events:
         if isinstance(event, Comm) and event.kind in ("all_reduce", "reduce_scatter"):
-            of = {storages[s.storage].category for s in event.inputs if s.storage >= 0}
-            if of and of <= _GRADIENTS:
-                sent[event.label, event.ranks] += event.payload_bytes
+            sums = forward if event.site.phase is Phase.FORWARD else sent
+            sums[event.label, event.ranks] += event.payload_bytes
+    for group in [group for group in sent if forward[group] > sent[group] / 10]:
+        del sent[group]
     ((label, ranks), most), *_ = [*sent.most_common(1), (("", (0,)), 0)]
     if most < nbytes / 4:  # not of all parameters, such as those of norms alone
         return 1, ""

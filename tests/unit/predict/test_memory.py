@@ -341,22 +341,22 @@ def test_sharding_is_over_the_ranks_that_there_are():
 
 
 @pytest.mark.parametrize(
-    ("category", "mib", "where"),
+    ("mib", "phases", "where"),
     [
-        (Category.GRADIENT, 40, "over the 2 ranks of axis dp"),
-        (Category.COMMUNICATION, 40, "over the 2 ranks of axis dp"),
-        (Category.GRADIENT, 1, None),  # of norms alone: ranks hold other parts
-        (Category.TEMPORARY, 40, None),  # activations
+        (40, [Phase.BACKWARD], "over the 2 ranks of axis dp"),
+        (40, [Phase.OTHER], "over the 2 ranks of axis dp"),
+        (1, [Phase.BACKWARD], None),  # of norms alone: ranks hold other parts
+        (40, [Phase.FORWARD, Phase.BACKWARD], None),  # activations
     ],
 )
-def test_sharding_is_over_the_ranks_that_add_gradients_up(category, mib, where):
+def test_sharding_is_over_the_ranks_that_add_gradients_up(mib, phases, where):
     recording = train(world_size=8)
     recording.groups["dp"] = (0, 4)
-    recording.storages[1000] = StorageInfo(mib * MIB, category)
     sent = (TensorSpec((mib * MIB // 4,), (1,), "float32", "cuda", 1000),)
     fields = ("c10d.allreduce_", "dp", (0, 4), "dp", mib * MIB, "float32", sent, sent)
-    site = Site("", Phase.BACKWARD, 0, "")
-    recording.events.append(Comm(0, "all_reduce", *fields, 0, 1, False, -1, site))
+    for phase in phases:
+        site = Site("", phase, 0, "")
+        recording.events.append(Comm(0, "all_reduce", *fields, 0, 1, False, -1, site))
     found = [each for each in saved(recording) if each.startswith("shard")]
     assert [where in each for each in found] == ([True] if where else [])
 
